@@ -10,7 +10,6 @@ from rich.console import Console
 from baton.checkpoint.checkpoint import Checkpoint
 from baton.core.errors import ModelError
 from baton.engine.runner.config import RunnerConfig, fits_kernels
-from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.kernels.build import (
     KernelsUnavailable,
     Report,
@@ -19,6 +18,7 @@ from baton.engine.runner.kernels.build import (
     cpu_features,
     library,
 )
+from baton.engine.runner.open_runner import read_any_config
 
 
 def build_missing_kernels(config: RunnerConfig, checkpoint: Checkpoint, screen: Console) -> None:
@@ -27,7 +27,7 @@ def build_missing_kernels(config: RunnerConfig, checkpoint: Checkpoint, screen: 
     What is wrong with the model or the compiler is left to be reported by the load of the model.
     """
     with suppress(ModelError, KernelsUnavailable):
-        if not fits_kernels(config, read_model_config(checkpoint)):
+        if not fits_kernels(config, read_any_config(checkpoint)):
             return
         variant = best_variant(cpu_features())
         if built(variant) is None:

@@ -30,8 +30,8 @@ from baton.core.units import AUTO, parse_kv_memory
 from baton.core.vectors import Floats, check_dimensions, decode_vector, shorten
 from baton.engine.config import EngineOptions
 from baton.engine.factory import build_engine, build_grammars
-from baton.engine.runner.config import WEIGHT_CACHE_VARIABLE, weight_cache_folder
-from baton.engine.runner.load import RunnerConfig, load_runner
+from baton.engine.runner.config import WEIGHT_CACHE_VARIABLE, RunnerConfig, weight_cache_folder
+from baton.engine.runner.open_runner import open_runner
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.validation import max_sequence_length
 from baton.engine.spec_decode.config import parse_speculation
@@ -118,7 +118,7 @@ class LLM:
         screen = Console(stderr=True, quiet=not self._shows_progress)
         build_missing_kernels(config, checkpoint, screen)
         with loading_bar(self._shows_progress) as on_progress:
-            runner = self._lifetime.enter_context(load_runner(config, on_progress))
+            runner = self._lifetime.enter_context(open_runner(config, on_progress))
         self._runner = runner
         self.info = runner.info
         self.kv_memory = runner.kv_memory

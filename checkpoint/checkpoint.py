@@ -99,6 +99,10 @@ class Checkpoint(Protocol):
         """Return how an embedder pools, or None for a model that is no embedder."""
         ...
 
+    def read_max_text_len(self) -> int | None:
+        """Return the tokens of the longest text that an embedder takes, None without a limit."""
+        ...
+
     def load_tokenizer(self) -> Tokenizer: ...
 
     def read_tokenizer_json(self) -> str:

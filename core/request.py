@@ -35,6 +35,7 @@ class EngineRequest:
     # Limits its prefill chunks to about the time that decoding takes in the same step.
     is_paced: bool = False
     is_pooled: bool = False  # it ends with a vector instead of tokens
+    second_text_start: int = 0  # index of the second text's first token; 0: it is no pair
 
     @property
     def prefix_keys(self) -> PrefixKeys:

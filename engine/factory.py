@@ -10,7 +10,7 @@ from baton.engine.core import EngineCore, NoKvWorker
 from baton.engine.kv_arrival.pulls import DEFAULT_PULLS, PullConfig
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.plan import KvWorker
-from baton.engine.runner.model_runner import TorchRunner
+from baton.engine.runner.loaded_runner import LoadedRunner
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.step_observer import StepObserver
@@ -19,7 +19,7 @@ from baton.kv_transfer.external_kv import ExternalKv
 
 
 def build_engine(
-    runner: TorchRunner,
+    runner: LoadedRunner,
     options: EngineOptions,
     kv_worker: KvWorker | None = None,
     observers: Sequence[StepObserver] = (),
@@ -30,7 +30,7 @@ def build_engine(
 
 
 def build_scheduler(
-    runner: TorchRunner,
+    runner: LoadedRunner,
     options: EngineOptions,
     external: ExternalKv | None = None,
     pulls: PullConfig = DEFAULT_PULLS,
@@ -42,7 +42,7 @@ def build_scheduler(
             num_blocks=runner.kv_memory.num_blocks,
             block_size=runner.kv_memory.block_size,
             layout=runner.kv_memory.layout,
-            enable_prefix_caching=options.enable_prefix_caching,
+            enable_prefix_caching=options.enable_prefix_caching and not runner.info.is_encoder,
             model_salt=f"{runner.info.fingerprint}:{runner.kv_memory.dtype}",
             max_shareable_prompt_len=runner.info.max_shareable_prompt_len,
             collect_events=options.collect_kv_events,
@@ -53,14 +53,16 @@ def build_scheduler(
     )
 
 
-def build_grammars(runner: TorchRunner) -> GrammarLibrary:
+def build_grammars(runner: LoadedRunner) -> GrammarLibrary:
     """Build the grammar library for the runner's model."""
     info = runner.info
     return GrammarLibrary(info.checkpoint, info.vocab_size, info.eos_token_ids)
 
 
-def _scheduling_for(runner: TorchRunner, config: SchedulerConfig) -> SchedulerConfig:
+def _scheduling_for(runner: LoadedRunner, config: SchedulerConfig) -> SchedulerConfig:
     speculation = runner.speculation
+    if runner.info.is_encoder:
+        config = config.without_chunks()
     return replace(
         config,
         num_lookahead_tokens=0 if speculation is None else speculation.num_tokens,

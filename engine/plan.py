@@ -60,6 +60,7 @@ class PlanRow:
     state: StateBlocks | None = None  # of a model with recurrent layers
     is_pooled: bool = False  # ends with a vector instead of a token
     adapter: str = ""  # id of the adapter that computes it; empty: none
+    second_text_start: int = 0  # of a pair of texts, see EngineRequest
 
     @property
     def wants_prompt_logprobs(self) -> bool:

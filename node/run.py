@@ -12,9 +12,9 @@ from functools import partial
 from typing import Protocol
 
 from baton.engine.errors import EngineStopped
-from baton.engine.runner.load import load_runner
+from baton.engine.runner.loaded_runner import LoadedRunner
 from baton.engine.runner.model_info import LoadProgress
-from baton.engine.runner.model_runner import TorchRunner
+from baton.engine.runner.open_runner import open_runner
 from baton.kv_transfer.pairs import Identity
 from baton.kv_transfer.transports.nixl import import_nixl
 from baton.node.kv.connectors import find_connector, shared_tiers_of
@@ -59,7 +59,7 @@ def run(role: Role, options: NodeOptions, around: Around = NO_NODE_DECORATORS) -
     """Serve until SIGTERM or a Drain call. Raise a named error if the options cannot work."""
     _check_start(options)
     config = options.runner if role.speculates else replace(options.runner, speculation=None)
-    with load_runner(config, LoadLog(time.monotonic)) as runner:
+    with open_runner(config, LoadLog(time.monotonic)) as runner:
         identity = identify(options, role.name, runner)
         process = _process_of(role, identity)
         with tracing(options.telemetry, process) as tracer:
@@ -115,7 +115,7 @@ def _check_endpoints(config: KvEventsConfig) -> None:
 async def serve(
     role: Role,
     options: NodeOptions,
-    runner: TorchRunner,
+    runner: LoadedRunner,
     identity: Identity,
     tracer: Tracer,
     around: Around = NO_NODE_DECORATORS,
@@ -222,7 +222,7 @@ def _process_of(role: Role, identity: Identity) -> Process:
     return Process(role.name.value, identity.node_id, identity.incarnation)
 
 
-def _log_start(state: NodeState, runner: TorchRunner) -> None:
+def _log_start(state: NodeState, runner: LoadedRunner) -> None:
     card, memory = state.card, runner.kv_memory
     log.info(
         "%s serves %s (%s on %s); KV cache: %.1f MiB, %d blocks, %d tokens; "

@@ -13,7 +13,7 @@ from baton.engine.core import EngineCore
 from baton.engine.engine_thread import Compiler, EngineInbox, EngineThread
 from baton.engine.factory import build_grammars, build_scheduler
 from baton.engine.kv_arrival.pulls import PullConfig
-from baton.engine.runner.model_runner import TorchRunner
+from baton.engine.runner.loaded_runner import LoadedRunner
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.validation import max_sequence_length
 from baton.engine.structured_output.compiler import GrammarCompiler
@@ -51,7 +51,7 @@ class NodeComponents:
         self,
         role: NodeRole,
         options: NodeOptions,
-        runner: TorchRunner,
+        runner: LoadedRunner,
         identity: Identity,
         tracer: Tracer,
         around: Around,
@@ -94,7 +94,7 @@ class NodeComponents:
             *(() if self.kv_events is None else (self.kv_events.publish,)),
         )
 
-    def _build_engine(self, runner: TorchRunner, identity: Identity) -> EngineThread:
+    def _build_engine(self, runner: LoadedRunner, identity: Identity) -> EngineThread:
         # Metrics before traces: with the end of a hand-off, the trace of its request may be
         # complete.
         counters = () if self.metrics is None else (self.metrics,)
@@ -117,7 +117,7 @@ def _poll() -> None:
     """Do nothing: each step polls the KV worker and the KV connector."""
 
 
-def identify(options: NodeOptions, role: NodeRole, runner: TorchRunner) -> Identity:
+def identify(options: NodeOptions, role: NodeRole, runner: LoadedRunner) -> Identity:
     memory = runner.kv_memory
     return Identity(
         node_id=NodeId(options.node_id or f"{role.value}-{secrets.token_hex(ID_BYTES)}"),
@@ -139,7 +139,7 @@ def _build_card(
     role: NodeRole,
     options: NodeOptions,
     identity: Identity,
-    runner: TorchRunner,
+    runner: LoadedRunner,
     scheduler: Scheduler,
     tiers: TieredKv | None,
 ) -> NodeCard:
@@ -181,7 +181,7 @@ def _build_tracing(
 
 
 def _build_kv_events(
-    options: NodeOptions, identity: Identity, runner: TorchRunner, scheduler: Scheduler
+    options: NodeOptions, identity: Identity, runner: LoadedRunner, scheduler: Scheduler
 ) -> KvEventPublisher | None:
     if not options.kv_events.is_on:
         return None

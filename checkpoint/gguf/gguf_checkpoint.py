@@ -37,6 +37,10 @@ class GgufCheckpoint:
 
         return read_pooling(self._file)
 
+    def read_max_text_len(self) -> None:
+        """Return that GGUF has no such limit."""
+        return
+
     def load_tokenizer(self) -> Tokenizer:
         from baton.checkpoint.gguf.gguf_tokenizer import load_tokenizer  # nodes do not need jinja
 

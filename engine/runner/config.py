@@ -16,6 +16,7 @@ from baton.core.units import AUTO, GIB, parse_bytes, parse_kv_memory
 from baton.engine.spec_decode.config import Speculation, parse_speculation
 
 if TYPE_CHECKING:
+    from baton.engine.runner.encoders.config import EncoderConfig
     from baton.engine.runner.model.config import ModelConfig
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
@@ -236,7 +237,7 @@ class RunnerConfig:
         check(is_device, f"--device {self.device!r}: cpu, cuda or cuda:N")
 
 
-def dtype_name(config: RunnerConfig, model: ModelConfig) -> str:
+def dtype_name(config: RunnerConfig, model: ModelConfig | EncoderConfig) -> str:
     """Return the name of the dtype that the model computes in."""
     if config.dtype != "auto":
         return config.dtype
@@ -246,7 +247,7 @@ def dtype_name(config: RunnerConfig, model: ModelConfig) -> str:
     return model.dtype
 
 
-def fits_kernels(config: RunnerConfig, model: ModelConfig) -> bool:
+def fits_kernels(config: RunnerConfig, model: ModelConfig | EncoderConfig) -> bool:
     """Return whether the model would compute with the native kernels."""
     is_fitting = config.device == "cpu" and dtype_name(config, model) == "bfloat16"
     return is_fitting and config.kernels in ("auto", "native")

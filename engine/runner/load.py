@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from baton.checkpoint.checkpoint import Checkpoint, GenerationDefaults, Tensors
+from baton.checkpoint.checkpoint import Checkpoint, GenerationDefaults
 from baton.checkpoint.hub import open_checkpoint
 from baton.core.errors import InvalidConfig
 from baton.engine.kv_cache.groups import CacheLayout
@@ -30,17 +27,13 @@ from baton.engine.runner.kv_size import CacheShape, choose_num_blocks, num_block
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.decoder import Decoder
 from baton.engine.runner.model.rope import Ropes
-from baton.engine.runner.model_info import LoadProgress, LoadProgressCallback, ModelInfo
+from baton.engine.runner.model_info import LoadProgressCallback, ModelInfo
 from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.runner.pooling.choose import choose_pooling
-from baton.engine.runner.sampling.logits_processors import ModelView, load_processors, versions
+from baton.engine.runner.sampling.logits_processors import ModelView, load_processors
 from baton.engine.runner.state.state_shape import StateShape, cache_layout, state_shape
 from baton.engine.runner.weights.decoder_loading import attention_of, load_decoder
-from baton.engine.runner.weights.importance import read_importance
-from baton.engine.runner.weights.packing_key import are_cacheable, are_quantized, packing_key
-from baton.engine.runner.weights.quantize import QUANTIZE_REVISION
-from baton.engine.runner.weights.tensor_loading import LoadTarget
-from baton.engine.runner.weights.weight_cache import CachedWeights, WeightCache
+from baton.engine.runner.weights.open_weights import open_weights
 
 log = logging.getLogger(__name__)
 
@@ -142,19 +135,12 @@ def _load_weights(
     on_progress: LoadProgressCallback | None,
     active: ActiveAdapters | None,
 ) -> _Weights:
-    with checkpoint.open_tensors() as tensors:
-        importance = read_importance(config.quantize_importance, tensors.shapes())
-        quantize = [config.quantize, importance.digest, config.activation_dtype]
-        with _open_cache(config, model, quantize, parts, tensors, on_progress) as cached:
-            target = LoadTarget(
-                dtype, device.place, parts, config.quantize, cached, importance.columns
-            )
-            decoder = load_decoder(model, tensors, target, on_progress, active)
-            attention = attention_of(model, tensors, device.place)
-            digest = tensors.digest()
-            if cached is not None:
-                cached.digest = digest
-    return _Weights(decoder, attention, _fingerprint(model, config, quantize, digest))
+    with open_weights(
+        config, checkpoint, model, dtype, device.place, parts, on_progress
+    ) as weights:
+        decoder = load_decoder(model, weights.tensors, weights.target, on_progress, active)
+        attention = attention_of(model, weights.tensors, device.place)
+        return _Weights(decoder, attention, weights.fingerprint())
 
 
 def _describe(
@@ -218,7 +204,11 @@ def kv_dtype(name: str, model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
 
 
 def _max_model_len(config: RunnerConfig, model: ModelConfig) -> int:
-    longest = model.max_context_len()
+    return choose_max_model_len(config, model.max_context_len())
+
+
+def choose_max_model_len(config: RunnerConfig, longest: int) -> int:
+    """Return the length that the settings ask for, or that of the model. Raises InvalidConfig."""
     requested = config.max_model_len or longest
     check(requested <= longest, f"max_model_len {requested}: at most {longest} with this model")
     check(
@@ -227,43 +217,6 @@ def _max_model_len(config: RunnerConfig, model: ModelConfig) -> int:
         "--max-model-len",
     )
     return requested
-
-
-@contextmanager
-def _open_cache(
-    config: RunnerConfig,
-    model: ModelConfig,
-    quantize: Sequence[str],
-    parts: Parts,
-    tensors: Tensors,
-    on_progress: LoadProgressCallback | None,
-) -> Iterator[CachedWeights | None]:
-    """Yield the packed weights of an earlier start, or None if none are kept for this model."""
-    folder, files = config.weight_cache_dir, tensors.identities()
-    is_quantized = (
-        config.quantize != "none" or model.quantization is not None or are_quantized(files, tensors)
-    )
-    # Packing of bfloat16 is little more than a copy.
-    is_worthwhile = is_quantized and are_cacheable(files)
-    if folder is None or parts.packer is None or not is_worthwhile:
-        yield None
-        return
-
-    def report(finished: int, whole: int) -> None:
-        if on_progress is not None:
-            on_progress(LoadProgress(finished, whole))
-
-    cache = WeightCache(folder, config.weight_cache_bytes, torch.get_num_threads())
-    key = packing_key(files, str(model), quantize, parts.packer.layout)
-    with cache.open(key, tensors.digest, report) as cached:
-        yield cached
-
-
-def _fingerprint(
-    model: ModelConfig, config: RunnerConfig, quantize: Sequence[str], digest: str
-) -> str:
-    parts = [str(model), [*quantize, QUANTIZE_REVISION], digest, versions(config.logits_processors)]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def _make_graph_pool(

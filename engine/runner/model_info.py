@@ -29,6 +29,7 @@ class ModelInfo:
     hidden_size: int = 0
     pooling: Pooling | None = None  # None: the model embeds nothing
     can_generate: bool = True
+    is_encoder: bool = False  # a text is computed whole, in one step, and leaves no KV
 
     @property
     def vector_size(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Annotated, Any
 
@@ -191,6 +191,16 @@ class SchedulerConfig:
     @property
     def pooling_needs_all_tokens(self) -> bool:
         return self.pooling is not None and self.pooling.needs_all_tokens
+
+    def without_chunks(self) -> SchedulerConfig:
+        """Return these settings for a model that computes each prompt in one step."""
+        return replace(
+            self,
+            enable_chunked_prefill=False,
+            long_prefill_token_threshold=0,
+            max_long_partial_prefills=None,
+            target_step_s=None,
+        )
 
     def _check_sizes(self) -> None:
         require_setting("max_model_len", self.max_model_len, self.max_model_len >= 2, "at least 2")

@@ -210,4 +210,5 @@ def make_row(request: Request) -> PlanRow:
         state=request.kv.state_blocks,
         is_pooled=request.submitted.is_pooled,
         adapter=request.submitted.adapter,
+        second_text_start=request.submitted.second_text_start,
     )

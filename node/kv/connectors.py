@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 
 from baton.core.errors import InvalidConfig
-from baton.engine.runner.model_runner import TorchRunner
+from baton.engine.runner.loaded_runner import LoadedRunner
 from baton.kv_transfer.external_kv import FILE, KV, OBJECT, TIERS
 from baton.kv_transfer.kv_connector import (
     GuardedConnector,
@@ -23,7 +23,7 @@ BUILT_IN = (EntryPoint("tiers", "baton.node.kv.tiers:make_tiers", GROUP),)
 
 
 def make_connector(
-    options: NodeOptions, identity: Identity, runner: TorchRunner, wake: Callable[[], None]
+    options: NodeOptions, identity: Identity, runner: LoadedRunner, wake: Callable[[], None]
 ) -> GuardedConnector | None:
     """Return the connector that the options name, or None. Raises InvalidConfig."""
     chosen = options.chosen_connector

@@ -14,7 +14,7 @@ from baton.core.units import format_bytes
 from baton.engine.kv_cache.groups import KvGroup, places_done
 from baton.engine.runner.host_memory import huge_page_memory
 from baton.engine.runner.kv_blocks import KvBlocks
-from baton.engine.runner.model_runner import TorchRunner
+from baton.engine.runner.loaded_runner import LoadedRunner
 from baton.kv_transfer.fence import Fence
 from baton.kv_transfer.link import Link
 from baton.kv_transfer.pairs import Identity
@@ -47,7 +47,7 @@ NO_NODE_DECORATORS = Around()
 def make_kv_worker(
     options: NodeOptions,
     identity: Identity,
-    runner: TorchRunner,
+    runner: LoadedRunner,
     link: Link,
     around: Around = NO_NODE_DECORATORS,
 ) -> KvTransferWorker:
@@ -70,7 +70,7 @@ def make_kv_worker(
     )
 
 
-def _make_staging(num_bytes: int, runner: TorchRunner) -> StagingArea | None:
+def _make_staging(num_bytes: int, runner: LoadedRunner) -> StagingArea | None:
     if not num_bytes:
         return None
     memory = huge_page_memory(num_bytes)

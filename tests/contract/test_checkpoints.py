@@ -72,6 +72,9 @@ class MemoryCheckpoint:
     def read_pooling(self) -> None:
         return None
 
+    def read_max_text_len(self) -> None:
+        return None
+
     def load_tokenizer(self) -> Tokenizer:
         raise NotImplementedError
 

@@ -51,7 +51,7 @@ def read_model_config(checkpoint: Checkpoint) -> ModelConfig:
     if kind == GENERATES:
         return config
     # Without a head for tokens, that of the embedding stands in.
-    num_labels = _read_num_labels(raw) if kind == CLASSIFIES else 0
+    num_labels = read_num_labels(raw) if kind == CLASSIFIES else 0
     return replace(config, ties_embeddings=True, can_generate=False, num_labels=num_labels)
 
 
@@ -104,7 +104,7 @@ def _read(name: str, family: Family, fields: JsonFields, raw: JsonFields) -> Mod
         residual_scale=_optional(family, fields, "residual_multiplier") or 1.0,
         swiglu_alpha=fields.number("swiglu_alpha", 1.702),
         swiglu_limit=fields.number("swiglu_limit", 7.0),
-        dtype=_read_dtype(fields),
+        dtype=read_dtype(fields),
         quantization=read_quantization(raw if raw.has("quantization_config") else fields),
         recurrent=_read_recurrent(family, fields, layers),
         has_output_gate=family.has_output_gate,
@@ -133,7 +133,7 @@ def _read_architecture(raw: JsonFields) -> tuple[str, str]:
     )
 
 
-def _read_num_labels(raw: JsonFields) -> int:
+def read_num_labels(raw: JsonFields) -> int:
     labels = raw.get("id2label")
     if not isinstance(labels, dict):
         return raw.positive_int("num_labels", 2)
@@ -298,7 +298,7 @@ def _check_heads(config: ModelConfig, fields: JsonFields) -> None:
                 )
 
 
-def _read_dtype(fields: JsonFields) -> str:
+def read_dtype(fields: JsonFields) -> str:
     # transformers 5 writes `dtype`, earlier ones `torch_dtype`.
     name = "dtype" if fields.has("dtype") else "torch_dtype"
     if not fields.has(name):

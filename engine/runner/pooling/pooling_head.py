@@ -16,7 +16,7 @@ from baton.core.pooling import Pooling, PoolingKind
 from baton.engine.errors import OutOfOrder
 from baton.engine.plan import Plan, RunResult
 from baton.engine.runner.device.device import CPU, Device
-from baton.engine.runner.device.step_inputs import StepInputs
+from baton.engine.runner.device.step_inputs import Array, StepInputs
 from baton.engine.runner.device.step_outputs import Received, make_outputs
 from baton.engine.runner.input_batch import Step
 from baton.engine.runner.layout import TokenRun
@@ -53,13 +53,8 @@ class PoolingHead:
         return _PooledPass(self, texts) if texts else None
 
     def finish(self, vectors: Tensor) -> Tensor:
-        """Return embeddings of length one, or the scores of a classifier."""
-        if self._classifier is not None:
-            logits = vectors @ self._classifier.T
-            return logits.sigmoid() if len(self._classifier) == 1 else logits.softmax(-1)
-        if self.pooling.normalizes:
-            return torch.nn.functional.normalize(vectors, dim=-1)
-        return vectors
+        logits = None if self._classifier is None else vectors @ self._classifier.T
+        return finish(vectors, self.pooling, logits)
 
 
 @dataclass(slots=True, eq=False)
@@ -86,11 +81,7 @@ class _PooledPass:
         if self.received is None:
             return
         [array] = self.received.read()
-        for text, vector in zip(self.ended, array, strict=True):
-            if np.isfinite(vector).all():
-                result.vectors[text.request_id] = vector.astype("<f4").tobytes()
-            else:
-                result.failures[text.request_id] = Failure(NOT_FINITE)
+        add_vectors([text.request_id for text in self.ended], array, result)
 
     def commit(self) -> None:
         for text in self.ended:
@@ -119,6 +110,22 @@ class _PooledPass:
             return rows[0] if carried is None else carried
         total = rows.sum(0, dtype=torch.float32)
         return total if carried is None else carried + total
+
+
+def finish(vectors: Tensor, pooling: Pooling, logits: Tensor | None) -> Tensor:
+    """Return the results of texts: scores of labels, or embeddings. All are float32."""
+    if logits is not None:
+        return logits.sigmoid() if pooling.num_labels == 1 else logits.softmax(-1)
+    return torch.nn.functional.normalize(vectors, dim=-1) if pooling.normalizes else vectors
+
+
+def add_vectors(request_ids: Sequence[RequestId], vectors: Array, result: RunResult) -> None:
+    """Add finite vectors to a result, and failures for the others."""
+    for request_id, vector in zip(request_ids, vectors, strict=True):
+        if np.isfinite(vector).all():
+            result.vectors[request_id] = vector.astype("<f4").tobytes()
+        else:
+            result.failures[request_id] = Failure(NOT_FINITE)
 
 
 class _Text(NamedTuple):

@@ -40,7 +40,15 @@ def load_decoder(
     """
     check_tensors(config, files)
     tensors = TensorMap(config, files.shapes())
-    loader = TensorLoader(tensors, files, target, on_progress)
+    loader = TensorLoader(
+        tensors.shapes(),
+        files,
+        target,
+        on_progress,
+        norm=config.norm,
+        quantization=config.quantization,
+        loaded_elsewhere=tensors.names.sinks,  # with the attention
+    )
     embedding = loader.embedding(f"{tensors.prefix}embed_tokens")
     layers = [_LayerLoader(tensors, loader, i).load() for i in range(config.num_layers)]
     norm = loader.norm(f"{tensors.prefix}norm")

@@ -15,6 +15,7 @@ from baton.core.errors import ModelError
 from baton.engine.runner.families.family import ExpertNames
 from baton.engine.runner.host_memory import HeapTrimmer
 from baton.engine.runner.kernels.choose import Parts
+from baton.engine.runner.model.config import NormConfig
 from baton.engine.runner.model.linear import HeadLinears, Linear
 from baton.engine.runner.model.ops import Norm
 from baton.engine.runner.model_info import LoadProgress, LoadProgressCallback
@@ -33,10 +34,10 @@ from baton.engine.runner.weights.quantize import (
     to_int8,
     to_weighted_int4,
 )
-from baton.engine.runner.weights.tensor_names import TensorMap
 from baton.engine.runner.weights.weight_cache import CachedWeights
 
 QUANTIZERS: Mapping[str, Quantize | None] = {"none": None, "int8": to_int8, "int4": to_int4}
+NO_NORM = NormConfig(epsilon=0.0)  # of a model without RMS norms
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +57,22 @@ class TensorLoader:
 
     def __init__(
         self,
-        tensors: TensorMap,
+        shapes: Mapping[str, Shape],
         files: Tensors,
         target: LoadTarget,
         on_progress: LoadProgressCallback | None,
+        *,
+        norm: NormConfig = NO_NORM,
+        quantization: Quantization | None = None,
+        loaded_elsewhere: str | tuple[str, ...] = (),
     ) -> None:
-        self._config = tensors.config
-        self._how = tensors.config.quantization
-        self._shapes = tensors.shapes()
+        """`shapes` are those of all tensors as if no matrix was quantized.
+
+        Names that end with `loaded_elsewhere` are not counted in the progress.
+        """
+        self._norm_config = norm
+        self._how = quantization
+        self._shapes = shapes
         self._files = files
         self._names = frozenset(files.names())
         self._target = target
@@ -72,11 +81,10 @@ class TensorLoader:
         self._on_progress = None if is_read else on_progress
         self._num_linears = 0
         self._num_loaded = 0  # numbers
-        sinks = tensors.names.sinks  # loaded with the attention
         self._num_expected = sum(
             torch.Size(shape).numel()
             for name, shape in self._shapes.items()
-            if not name.endswith(sinks)
+            if not name.endswith(loaded_elsewhere)
         )
 
     def vector(self, name: str) -> Tensor:
@@ -92,11 +100,11 @@ class TensorLoader:
     def gated_norm(self, name: str) -> Norm:
         """Load the weight of a norm whose output is multiplied by a gate."""
         weight = self.vector(f"{name}.weight").to(self._target.dtype)
-        return Norm(weight, self._config.norm.epsilon)
+        return Norm(weight, self._norm_config.epsilon)
 
     def norm(self, name: str, order: Sequence[int] | None = None) -> Norm:
         """Load a norm's weight. `order` permutes it."""
-        config = self._config.norm
+        config = self._norm_config
         weight = self.vector(f"{name}.weight") + config.weight_offset
         if order is not None:
             weight = weight[list(order)]
@@ -106,7 +114,7 @@ class TensorLoader:
 
     def unweighted_norm(self, size: int) -> Norm:
         weight = torch.ones(size, device=self._target.device)
-        return Norm(weight, self._config.norm.epsilon, rounds_once=True)
+        return Norm(weight, self._norm_config.epsilon, rounds_once=True)
 
     def embedding(self, name: str) -> Linear:
         """Load the embedding or LM head. int4 is too inexact for them, so they use int8."""

@@ -1,0 +1,134 @@
+"""Runner of an encoder: turns plans into vectors. Owns the weights.
+
+A text is computed in one pass, whole, and its vector does not depend on the other texts of the
+pass. No keys and values are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from mmap import mmap
+
+import torch
+from torch import Tensor
+
+from baton.core.ids import BlockId, RequestId
+from baton.core.pooling import Pooling, PoolingKind
+from baton.engine.errors import OutOfOrder
+from baton.engine.kv_cache.groups import CacheLayout, KvGroup
+from baton.engine.plan import Pending, Plan, PlanRow, RunResult
+from baton.engine.runner.attention.kv_tensor import KvShape, describe
+from baton.engine.runner.device.device import CpuDevice
+from baton.engine.runner.device.fenced_hook import FencedHook
+from baton.engine.runner.encoders.classifier import compute_logits
+from baton.engine.runner.encoders.encoder import Encoder
+from baton.engine.runner.encoders.packed_texts import PackedTexts, pack_texts
+from baton.engine.runner.model_info import KvMemory, ModelInfo, PassHook
+from baton.engine.runner.pooling.pooling_head import add_vectors, finish
+from baton.engine.runner.sampling.logits_processors import NO_PROCESSORS, Processors
+from baton.engine.spec_decode.config import Speculation
+from baton.kv_transfer.protocol.conversion import StagedBlocks
+
+
+class EncoderRunner:
+    """Implements `LoadedRunner`.
+
+    The scheduler gives blocks to each request. Here a block has room for the longest text, so that
+    there is one for each text of a batch, and it holds a number per token that nothing reads.
+    """
+
+    def __init__(self, info: ModelInfo, encoder: Encoder, max_num_seqs: int) -> None:
+        self.info = info
+        dtype: torch.dtype = getattr(torch, info.dtype)
+        shape = KvShape(1, 1, info.max_model_len, 1, dtype, num_tensors=1)
+        self._blocks = shape.allocate(max_num_seqs, torch.device("cpu"))
+        layout = CacheLayout((KvGroup(layers=(0,)),))
+        self.kv_memory: KvMemory = describe(self._blocks, layout, info.dtype)
+        self.speculation: Speculation | None = None
+        self.processors: Processors = NO_PROCESSORS
+        self.hook: PassHook | None = None
+        self.encoder = encoder
+        self._device = CpuDevice()
+        self._rows: dict[RequestId, PlanRow] = {}
+
+    def __enter__(self) -> EncoderRunner:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        # A reference to the runner that outlives the block must not keep the memory alive.
+        del self.encoder, self._blocks
+
+    def launch(self, plan: Plan) -> Pending:
+        """Compute the texts that the plan schedules."""
+        for request_id in plan.dropped:
+            self._rows.pop(request_id, None)
+        self._rows |= {row.request_id: row for row in plan.started}
+        result = RunResult()
+        rows = [self._whole_row(*scheduled) for scheduled in plan.num_scheduled_tokens.items()]
+        if rows and self.info.pooling is not None:
+            with torch.inference_mode():
+                self._compute(pack_texts(rows), self.info.pooling, plan, result)
+        return _FinishedPass(result)
+
+    def read_blocks(self, block_ids: Sequence[BlockId]) -> Iterator[memoryview]:
+        raise OutOfOrder("an encoder has no KV to read")
+
+    def convert_blocks(self, memory: mmap, staged: StagedBlocks) -> None:
+        raise OutOfOrder("an encoder has no KV to convert")
+
+    def _whole_row(self, request_id: RequestId, num_tokens: int) -> PlanRow:
+        row = self._rows[request_id]
+        if num_tokens != len(row.token_ids) or not row.is_pooled:
+            raise OutOfOrder(
+                f"{request_id}: {num_tokens} of {len(row.token_ids)} tokens are scheduled; an "
+                "encoder computes whole texts, into vectors"
+            )
+        return row
+
+    def _compute(self, texts: PackedTexts, pooling: Pooling, plan: Plan, result: RunResult) -> None:
+        hook = None
+        if self.hook is not None and not plan.is_detached:
+            # As in a retry, layers are progress only: nothing is sent.
+            hook = FencedHook(self.hook, self._device, is_retry=True)
+        layer_done = _do_nothing if hook is None else hook.layer_done
+        vectors = _pool(self.encoder.forward(texts, layer_done), texts, pooling.kind)
+        config, weights = self.encoder.config.classifier, self.encoder.weights.classifier
+        logits = None
+        if config is not None and weights is not None:
+            logits = compute_logits(config, weights, vectors)
+        request_ids = [row.request_id for row in texts.rows]
+        add_vectors(request_ids, finish(vectors, pooling, logits), result)
+        if hook is not None:
+            hook.pass_done()
+
+
+@dataclass(frozen=True, slots=True)
+class _FinishedPass:
+    """Implements `Pending`."""
+
+    result: RunResult
+
+    def collect(self) -> RunResult:
+        return self.result
+
+
+def _do_nothing(layer: int) -> None:
+    """Report a layer to nobody."""
+
+
+def _pool(hidden_states: Tensor, texts: PackedTexts, kind: PoolingKind) -> Tensor:
+    """[tokens, hidden_size] → [texts, hidden_size] in float32."""
+    starts = torch.from_numpy(texts.starts)
+    if kind is PoolingKind.CLS:
+        return hidden_states[starts[:-1]].float()
+    if kind is PoolingKind.LAST:
+        return hidden_states[starts[1:] - 1].float()
+    means = [
+        hidden_states[group.first : group.end]
+        .unflatten(0, (group.num_texts, group.num_tokens))
+        .sum(1, dtype=torch.float32)
+        .div_(group.num_tokens)
+        for group in texts.groups
+    ]
+    return torch.cat(means)

@@ -1,0 +1,81 @@
+"""Builds the runner of an encoder from settings: checks and loads the model."""
+
+from __future__ import annotations
+
+import torch
+
+from baton.checkpoint.checkpoint import Checkpoint
+from baton.core.pooling import Pooling, PoolingKind
+from baton.engine.runner.config import RunnerConfig, check, dtype_name
+from baton.engine.runner.encoders.config import EncoderConfig
+from baton.engine.runner.encoders.encoder import Encoder
+from baton.engine.runner.encoders.encoder_runner import EncoderRunner
+from baton.engine.runner.encoders.ops import TorchEncoderOps
+from baton.engine.runner.encoders.read_config import read_encoder_config
+from baton.engine.runner.encoders.weight_loading import load_encoder_weights
+from baton.engine.runner.kernels.choose import choose_parts
+from baton.engine.runner.load import DTYPES, choose_max_model_len
+from baton.engine.runner.model.rope import Rope
+from baton.engine.runner.model_info import LoadProgressCallback, ModelInfo
+from baton.engine.runner.weights.open_weights import open_weights
+
+
+def load_encoder(
+    config: RunnerConfig, checkpoint: Checkpoint, on_progress: LoadProgressCallback | None = None
+) -> EncoderRunner:
+    """Check and load the model.
+
+    Raises ModelError for errors in the model folder and InvalidConfig for errors in the settings.
+    """
+    model = read_encoder_config(checkpoint)
+    _check_settings(config, model)
+    dtype, place = DTYPES[dtype_name(config, model)], torch.device(config.device)
+    is_int8 = config.activation_dtype == "int8"
+    parts = choose_parts(config.kernels, dtype, place, int8_activations=is_int8)
+    pooling, defaults = (
+        _choose_pooling(config, checkpoint, model),
+        checkpoint.read_generation_defaults(),
+    )
+    max_model_len = choose_max_model_len(config, model.max_text_len)
+    with open_weights(config, checkpoint, model, dtype, place, parts, on_progress) as opened:
+        weights = load_encoder_weights(model, opened.tensors, opened.target, on_progress)
+        fingerprint = opened.fingerprint()
+    info = ModelInfo(
+        checkpoint=checkpoint,
+        fingerprint=fingerprint,
+        vocab_size=model.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=defaults.eos_token_ids,
+        defaults=defaults,
+        dtype=dtype_name(config, model),
+        max_shareable_prompt_len=None,
+        hidden_size=model.hidden_size,
+        pooling=pooling,
+        can_generate=False,
+        is_encoder=True,
+    )
+    dim = model.head_dim
+    ropes = [Rope(rope, dim, dim, model.max_text_len, place, dtype) for rope in model.ropes]
+    encoder = Encoder(model, TorchEncoderOps(), weights, tuple(ropes))
+    return EncoderRunner(info, encoder, config.max_num_seqs)
+
+
+def _check_settings(config: RunnerConfig, model: EncoderConfig) -> None:
+    cause = f"{model.architecture} is an encoder"
+    check(config.device == "cpu", f"{cause}: --device must be cpu with it, not {config.device!r}")
+    check(config.kernels != "triton", f"{cause}: it has no kernels in Triton")
+    check(config.speculation is None, f"{cause}: it generates nothing that could be speculated")
+    check(config.kv_cache_dtype == "auto", f"{cause}: it has no KV cache for --kv-cache-dtype")
+
+
+def _choose_pooling(
+    config: RunnerConfig, checkpoint: Checkpoint, model: EncoderConfig
+) -> Pooling | None:
+    if model.classifier is not None:
+        pooling, num_labels = model.classifier.pooling, model.classifier.num_labels
+        return Pooling(pooling, normalizes=False, num_labels=num_labels)
+    if config.pooling == "none":
+        return None
+    if config.pooling != "auto":
+        return Pooling(PoolingKind(config.pooling))
+    return checkpoint.read_pooling()

@@ -1,0 +1,101 @@
+"""Opens the weights of a model, to be loaded for a device and quantized as the settings say."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from baton.checkpoint.checkpoint import Checkpoint, Tensors
+from baton.engine.runner.config import RunnerConfig
+from baton.engine.runner.kernels.choose import Parts
+from baton.engine.runner.model_info import LoadProgress, LoadProgressCallback
+from baton.engine.runner.sampling.logits_processors import versions
+from baton.engine.runner.weights.importance import read_importance
+from baton.engine.runner.weights.packing_key import are_cacheable, are_quantized, packing_key
+from baton.engine.runner.weights.quantization import Quantization
+from baton.engine.runner.weights.quantize import QUANTIZE_REVISION
+from baton.engine.runner.weights.tensor_loading import LoadTarget
+from baton.engine.runner.weights.weight_cache import CachedWeights, WeightCache
+
+
+class Architecture(Protocol):
+    """Configuration of a model, whose text has all that the weights' meaning depends on."""
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """Return how the files quantize matrices."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OpenWeights:
+    """Files of a model's weights, and what they are loaded for."""
+
+    tensors: Tensors
+    target: LoadTarget
+    config: RunnerConfig
+    model: Architecture
+    quantize: Sequence[str]
+
+    def fingerprint(self) -> str:
+        """Return the fingerprint of model and settings. Call it once all weights are loaded."""
+        digest = self.tensors.digest()
+        if self.target.cached is not None:
+            self.target.cached.digest = digest
+        settings = [*self.quantize, QUANTIZE_REVISION]
+        parts = [str(self.model), settings, digest, versions(self.config.logits_processors)]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+@contextmanager
+def open_weights(
+    config: RunnerConfig,
+    checkpoint: Checkpoint,
+    model: Architecture,
+    dtype: torch.dtype,
+    place: torch.device,
+    parts: Parts,
+    on_progress: LoadProgressCallback | None,
+) -> Iterator[OpenWeights]:
+    with checkpoint.open_tensors() as tensors:
+        importance = read_importance(config.quantize_importance, tensors.shapes())
+        quantize = [config.quantize, importance.digest, config.activation_dtype]
+        with _open_cache(config, model, quantize, parts, tensors, on_progress) as cached:
+            target = LoadTarget(dtype, place, parts, config.quantize, cached, importance.columns)
+            yield OpenWeights(tensors, target, config, model, quantize)
+
+
+@contextmanager
+def _open_cache(
+    config: RunnerConfig,
+    model: Architecture,
+    quantize: Sequence[str],
+    parts: Parts,
+    tensors: Tensors,
+    on_progress: LoadProgressCallback | None,
+) -> Iterator[CachedWeights | None]:
+    """Yield the packed weights of an earlier start, or None if none are kept for this model."""
+    folder, files = config.weight_cache_dir, tensors.identities()
+    is_quantized = (
+        config.quantize != "none" or model.quantization is not None or are_quantized(files, tensors)
+    )
+    # Packing of bfloat16 is little more than a copy.
+    is_worthwhile = is_quantized and are_cacheable(files)
+    if folder is None or parts.packer is None or not is_worthwhile:
+        yield None
+        return
+
+    def report(finished: int, whole: int) -> None:
+        if on_progress is not None:
+            on_progress(LoadProgress(finished, whole))
+
+    cache = WeightCache(folder, config.weight_cache_bytes, torch.get_num_threads())
+    key = packing_key(files, str(model), quantize, parts.packer.layout)
+    with cache.open(key, tensors.digest, report) as cached:
+        yield cached

@@ -1,0 +1,125 @@
+"""Embeddings and scores of encoders equal those of transformers, in any batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from baton.core.errors import InvalidRequest
+from baton.core.task import EMBED
+from baton.core.vectors import Floats, decode_vector
+from baton.llm import LLM
+from tests.support.encoders import ENCODERS, make_encoder, pooled, scored
+from tests.support.models import prompt_of
+
+ModelOf = Callable[[str], tuple[Path, Any]]
+# A token, several texts of one length, and texts longer than the windows.
+LENGTHS = (1, 7, 30, 100, 7, 30)
+TEXTS = [
+    [token % 300 + 10 for token in prompt_of(length, seed=index)]
+    for index, length in enumerate(LENGTHS)
+]
+TOLERANCE = 1e-4
+COSINES = {"bfloat16": 0.999, "int8": 0.99}
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> ModelOf:
+    made: dict[str, tuple[Path, Any]] = {}
+
+    def make(kind: str) -> tuple[Path, Any]:
+        if kind not in made:
+            folder = tmp_path_factory.mktemp(kind)
+            made[kind] = folder, make_encoder(folder, kind)
+        return made[kind]
+
+    return make
+
+
+def open_llm(folder: Path, **settings: Any) -> LLM:
+    settings = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 130, **settings}
+    return LLM(str(folder), show_progress=False, **settings)
+
+
+def assert_close(found: Sequence[Floats], wanted: Sequence[Floats]) -> None:
+    for vector, other in zip(found, wanted, strict=True):
+        assert np.abs(vector - other).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_embeddings_equal_those_of_transformers(kind: str, pooling: str, model_of: ModelOf) -> None:
+    folder, model = model_of(kind)
+    with open_llm(folder, pooling=pooling) as llm:
+        together = llm.embed(TEXTS)
+        alone = [llm.embed(text)[0] for text in TEXTS]
+        llm.engine.scheduler.check()
+
+    wanted = [pooled(model, text, pooling) for text in TEXTS]
+    assert_close(together, wanted)
+    assert_close(alone, wanted)
+
+
+@pytest.mark.parametrize("how", COSINES)
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_cosines_of_smaller_numbers(kind: str, how: str, model_of: ModelOf) -> None:
+    folder, model = model_of(kind)
+    quantize = how if how == "int8" else "none"
+    with open_llm(folder, pooling="mean", dtype="bfloat16", quantize=quantize) as llm:
+        vectors = llm.embed(TEXTS)
+
+    for text, vector in zip(TEXTS, vectors, strict=True):
+        assert vector @ pooled(model, text, "mean") >= COSINES[how]
+
+
+@pytest.mark.parametrize("num_labels", [1, 3])
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_scores_equal_those_of_transformers(kind: str, num_labels: int, tmp_path: Path) -> None:
+    model = make_encoder(tmp_path, kind, "ForSequenceClassification", num_labels=num_labels)
+    seconds = [len(text) // 2 for text in TEXTS]
+    with open_llm(tmp_path) as llm:
+        found = embed_pairs(llm, TEXTS, seconds)
+        with pytest.raises(InvalidRequest, match="generates no text"):
+            llm.generate("a")
+
+    pairs = zip(TEXTS, seconds, strict=True)
+    assert_close(found, [scored(model, text, second) for text, second in pairs])
+
+
+def embed_pairs(llm: LLM, texts: Sequence[list[int]], seconds: Sequence[int]) -> list[Floats]:
+    assert EMBED.sampling is not None
+    found: dict[str, Floats] = {}
+    requests = [
+        replace(llm._make_request(text, EMBED.sampling), is_pooled=True, second_text_start=second)
+        for text, second in zip(texts, seconds, strict=True)
+    ]
+    for request in requests:
+        llm.engine.scheduler.add(request)
+    while llm.engine.scheduler.has_work:
+        found |= {each.request_id: decode_vector(each.vector) for each in llm.engine.step()}
+    llm.engine.scheduler.check()
+    return [found[request.request_id] for request in requests]
+
+
+@pytest.mark.parametrize("kind", ["bert", "modernbert"])
+def test_folders_with_a_head_for_tokens_embed(kind: str, tmp_path: Path) -> None:
+    model = make_encoder(tmp_path, kind, "ForMaskedLM")
+    with open_llm(tmp_path, pooling="mean") as llm:
+        found = llm.embed(TEXTS)
+
+    assert_close(found, [pooled(model.base_model, text, "mean") for text in TEXTS])
+
+
+def test_texts_are_computed_whole(model_of: ModelOf) -> None:
+    folder, _ = model_of("roberta")
+    with open_llm(folder, pooling="mean", max_num_batched_tokens=110) as llm:
+        assert llm.info.max_model_len == 128  # positions begin after that of the padding
+        with pytest.raises(InvalidRequest, match="129 tokens; this model's maximum"):
+            llm.embed([TEXTS[0], [5] * 129])
+        with pytest.raises(InvalidRequest, match="at most max_num_batched_tokens \\(110\\)"):
+            llm.embed([5] * 111)
