@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton.checkpoint.tokenizer import Detokenizer
+from baton.core.errors import EmbeddingFailed
 from baton.core.logprobs import TokenLogprobs
 from baton.core.output import Failure, FinishReason, Output
 from baton.core.request import EngineRequest
 from baton.core.stop_strings import StopRule
+from baton.core.vectors import Floats, decode_vector
 from baton.router.answer import AnswerAssembler
 
 
@@ -83,3 +85,9 @@ class VectorBuilder:
 
     def take_usage(self, output: Output) -> None:
         """Do nothing: a vector has no statistics."""
+
+    def finish(self, index: int) -> Floats:
+        """Return the vector of the text with this index. Raises EmbeddingFailed without one."""
+        if self.failure is not None:
+            raise EmbeddingFailed(f"text {index}: {self.failure.reason}")
+        return decode_vector(self.vector)

@@ -16,9 +16,10 @@ from rich.console import Console
 
 from baton.checkpoint.hub import open_checkpoint
 from baton.checkpoint.peft_folder import PeftFolder
+from baton.checkpoint.text_pairs import EncodedText
 from baton.checkpoint.tokenizer import Tokenizer
 from baton.completion import Completion, CompletionBuilder, VectorBuilder
-from baton.core.errors import EmbeddingFailed, InvalidRequest
+from baton.core.errors import InvalidRequest
 from baton.core.ids import RequestId
 from baton.core.output import Output
 from baton.core.request import EngineRequest
@@ -27,7 +28,7 @@ from baton.core.stop_strings import StopRule
 from baton.core.structured_outputs import StructuredOutputs
 from baton.core.task import EMBED
 from baton.core.units import AUTO, parse_kv_memory
-from baton.core.vectors import Floats, check_dimensions, decode_vector, shorten
+from baton.core.vectors import Floats, check_dimensions, scaled, shorten
 from baton.engine.config import EngineOptions
 from baton.engine.factory import build_engine, build_grammars
 from baton.engine.runner.config import WEIGHT_CACHE_VARIABLE, RunnerConfig, weight_cache_folder
@@ -39,6 +40,7 @@ from baton.engine.structured_output.grammar import Grammar
 from baton.interrupts import defer_interrupts
 from baton.kernels import build_missing_kernels
 from baton.progress import generation_bar, loading_bar
+from baton.text_encoder import TextEncoder
 
 Prompt = str | Sequence[int]
 Builder = CompletionBuilder | VectorBuilder
@@ -164,29 +166,71 @@ class LLM:
         return completions
 
     def embed(
-        self, texts: Prompt | Sequence[Prompt], *, dimensions: int | None = None
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[Floats]:
         """Return the embedding of each text, in order. The texts are batched.
 
         `dimensions` keeps the first ones of models that were trained for it (Matryoshka).
+        `truncate_prompt_tokens` cuts longer texts at their ends; -1: to what the model takes.
 
         Raises InvalidRequest, before anything runs, if the model does not embed or a text is too
         long, and EmbeddingFailed if the model computed no finite numbers.
         """
         check_dimensions(dimensions, self.info.hidden_size)
+        encoder = self._text_encoder(truncate_prompt_tokens)
+        encoded = [encoder.text(text) for text in _as_list(texts)]
+        return [shorten(vector, dimensions) for vector in self._pool(encoded)]
+
+    def score(
+        self,
+        query: str,
+        documents: str | Sequence[str],
+        *,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[float]:
+        """Return a score for each document, higher for those that fit the query better.
+
+        Rerankers score pairs of query and document; of embedders it is the cosine similarity.
+        Raises what `embed` does, and InvalidRequest for a classifier of several labels.
+        """
+        documents = [documents] if isinstance(documents, str) else documents
+        encoder = self._text_encoder(truncate_prompt_tokens)
+        pooling = self.info.pooling
+        if pooling is None or not pooling.num_labels:
+            vectors = self._pool([encoder.text(text) for text in (query, *documents)])
+            first, *others = map(scaled, vectors)
+            return [float(first @ other) for other in others]
+        if pooling.num_labels > 1:
+            raise InvalidRequest(
+                f"this model gives {pooling.num_labels} scores for a text; a reranker gives one"
+            )
+        pairs = [encoder.pair(query, document) for document in documents]
+        return [float(vector[0]) for vector in self._pool(pairs)]
+
+    def _text_encoder(self, truncate_prompt_tokens: int | None) -> TextEncoder:
+        return TextEncoder(self.tokenizer, self.info.max_model_len, truncate_prompt_tokens)
+
+    def _pool(self, texts: Sequence[EncodedText]) -> list[Floats]:
+        """Return the vectors of texts."""
         sampling = EMBED.sampling or SamplingParams()
         requests = [
-            replace(self._make_request(text, sampling), is_pooled=True) for text in _as_list(texts)
+            replace(
+                self._make_request(text.token_ids, sampling),
+                is_pooled=True,
+                second_text_start=text.second_start,
+            )
+            for text in texts
         ]
         for index, request in enumerate(requests):
             with _naming_prompt(index):
                 self.engine.scheduler.validate(request)
         builders = {request.request_id: VectorBuilder() for request in requests}
         self._run(requests, builders, {})
-        for index, builder in enumerate(builders.values()):
-            if builder.failure is not None:
-                raise EmbeddingFailed(f"text {index}: {builder.failure.reason}")
-        return [shorten(decode_vector(each.vector), dimensions) for each in builders.values()]
+        return [builder.finish(index) for index, builder in enumerate(builders.values())]
 
     def _load_adapter(self, folder: str) -> str:
         """Load an adapter and return its id."""

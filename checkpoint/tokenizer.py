@@ -11,6 +11,7 @@ import jinja2.meta
 from tokenizers import Tokenizer as FastTokenizer
 
 from baton.checkpoint.template_environment import TemplateEnvironment
+from baton.checkpoint.text_pairs import EncodedText, encode_text
 from baton.checkpoint.token_text import UNFINISHED, TokenText, spelled
 from baton.core.errors import InvalidRequest, ModelError
 
@@ -80,6 +81,12 @@ class Tokenizer:
     ) -> list[int]:
         """Return the token ids of a text, or of two together, as the model takes pairs."""
         return list(self._fast.encode(text, second, add_special_tokens=add_special_tokens).ids)
+
+    def encode_text(
+        self, text: str, second: str | None = None, max_tokens: int | None = None
+    ) -> EncodedText:
+        """Encode a text, or a pair of texts, for an embedder or a reranker."""
+        return encode_text(self._fast, text, second, max_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens))

@@ -31,6 +31,10 @@ def shorten(vector: Floats, num_dimensions: int | None) -> Floats:
     if num_dimensions is None:
         return vector
     check_dimensions(num_dimensions, len(vector))
-    first = vector[:num_dimensions]
-    length = np.linalg.norm(first)
-    return first / length if length else first
+    return scaled(vector[:num_dimensions])
+
+
+def scaled(vector: Floats) -> Floats:
+    """Return the vector of length one in the same direction; zeros stay zeros."""
+    length = np.linalg.norm(vector)
+    return vector / length if length else vector

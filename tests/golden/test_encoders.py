@@ -14,7 +14,7 @@ from baton.core.errors import InvalidRequest
 from baton.core.task import EMBED
 from baton.core.vectors import Floats, decode_vector
 from baton.llm import LLM
-from tests.support.encoders import ENCODERS, make_encoder, pooled, scored
+from tests.support.encoders import ENCODERS, make_encoder, pooled, scored, tokenize_pair
 from tests.support.models import prompt_of
 
 ModelOf = Callable[[str], tuple[Path, Any]]
@@ -104,6 +104,53 @@ def embed_pairs(llm: LLM, texts: Sequence[list[int]], seconds: Sequence[int]) ->
         found |= {each.request_id: decode_vector(each.vector) for each in llm.engine.step()}
     llm.engine.scheduler.check()
     return [found[request.request_id] for request in requests]
+
+
+DOCUMENTS = ("short", "A document with more words than the query has, " * 3, "x")
+
+
+def test_scores_of_documents(tmp_path: Path) -> None:
+    """A reranker sees query and document as a pair, the longer one cut."""
+    model = make_encoder(tmp_path, "bert", "ForSequenceClassification", num_labels=1)
+    with open_llm(tmp_path) as llm:
+        for limit in (20, 130):
+            found = llm.score("What is it?", DOCUMENTS, truncate_prompt_tokens=limit)
+            for document, score in zip(DOCUMENTS, found, strict=True):
+                pair = tokenize_pair(tmp_path, "What is it?", document, max_length=limit)
+                second = pair["token_type_ids"].index(1)
+                wanted = scored(model, pair["input_ids"], second)
+                assert abs(score - wanted[0]) < TOLERANCE
+        with pytest.raises(InvalidRequest, match="adds 3 special tokens"):
+            llm.score("a", "b", truncate_prompt_tokens=3)
+
+
+def test_similarities_of_documents(model_of: ModelOf) -> None:
+    folder, model = model_of("bert")
+    with open_llm(folder, pooling="cls") as llm:
+        found = llm.score("What is it?", DOCUMENTS, truncate_prompt_tokens=-1)
+
+    texts = ("What is it?", *DOCUMENTS)
+    tokens = [tokenize_pair(folder, text, max_length=130)["input_ids"] for text in texts]
+    query, *others = (pooled(model, each, "cls") for each in tokens)
+    assert np.abs(np.array(found) - [query @ other for other in others]).max() < TOLERANCE
+
+
+def test_several_labels_are_no_score(tmp_path: Path) -> None:
+    make_encoder(tmp_path, "roberta", "ForSequenceClassification", num_labels=3)
+    with open_llm(tmp_path) as llm, pytest.raises(InvalidRequest, match="gives 3 scores"):
+        llm.score("a", "b")
+
+
+def test_the_limit_of_an_embedder(tmp_path: Path) -> None:
+    make_encoder(tmp_path, "bert")
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 20}')
+    with open_llm(tmp_path, pooling="mean") as llm:
+        assert llm.info.max_model_len == 20
+        with pytest.raises(InvalidRequest, match="prompt 0: the text has 32 tokens"):
+            llm.embed("y " * 15)
+        [cut] = llm.embed("y " * 15, truncate_prompt_tokens=-1)
+        [same] = llm.embed("y " * 9)
+        assert np.array_equal(cut, same)
 
 
 @pytest.mark.parametrize("kind", ["bert", "modernbert"])

