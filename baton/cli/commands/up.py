@@ -20,7 +20,7 @@ from baton.cli.show import console, table_of
 from baton.cluster import Child, ClusterFailed, ClusterOptions, LocalCluster
 from baton.core.units import format_bytes
 from baton.engine.runner.config import RunnerConfig
-from baton.engine.runner.families.read_config import read_model_config
+from baton.engine.runner.open_runner import read_any_config
 from baton.interrupts import get_interruptibly
 from baton.kernels import build_missing_kernels
 from baton.rpc.channel import open_blocking_channel
@@ -39,7 +39,7 @@ def run_cluster(options: ClusterOptions, model: RunnerConfig, *, restarts: bool)
     """Run the cluster until a signal ends it. Raises ClusterFailed and ModelError."""
     exit_on_sigterm()
     checkpoint = open_checkpoint(options.model)  # download once, before every process would
-    read_model_config(checkpoint)
+    read_any_config(checkpoint)
     checkpoint.load_tokenizer()  # the router needs it, and starts after the nodes
     build_missing_kernels(model, checkpoint, console(stderr=True))
     runner = ClusterRunner(options, restarts=restarts)
