@@ -21,6 +21,7 @@ class Pooling:
     kind: PoolingKind
     normalizes: bool = True  # vectors have length one
     num_labels: int = 0  # the vector has a score for each label; 0: it is an embedding
+    gives_logits: bool = False  # scores are logits instead of probabilities
 
     @property
     def needs_all_tokens(self) -> bool:

@@ -143,6 +143,7 @@ def _build_card(
     scheduler: Scheduler,
     tiers: TieredKv | None,
 ) -> NodeCard:
+    cache = scheduler.cache_config
     return NodeCard(
         node_id=identity.node_id,
         incarnation=identity.incarnation,
@@ -154,11 +155,11 @@ def _build_card(
         num_blocks=runner.kv_memory.num_blocks,
         block_bytes=runner.kv_memory.block_bytes,
         kv_transport=options.kv_transport,
-        prefix_naming=scheduler.cache_config.naming if options.enable_prefix_caching else None,
+        prefix_naming=cache.naming if cache.enable_prefix_caching else None,
         version=version("baton"),
         sampling_defaults=runner.info.defaults.sampling,
         max_num_seqs=options.scheduling.max_num_seqs,
-        max_sequence_len=max_sequence_length(scheduler.config, scheduler.cache_config),
+        max_sequence_len=max_sequence_length(scheduler.config, cache),
         kv_staging_bytes=options.staging_bytes,
         num_host_blocks=0 if tiers is None else tiers.host.memory.num_blocks,
         vector_size=runner.info.vector_size,

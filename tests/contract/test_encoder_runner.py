@@ -141,6 +141,15 @@ def test_fields_that_are_not_supported(name: str, folder: Path, tmp_path: Path) 
         load(copy)
 
 
+def test_a_function_of_scores_that_is_not_supported(tmp_path: Path) -> None:
+    make_encoder(tmp_path, "bert", "ForSequenceClassification")
+    config = json.loads((tmp_path / "config.json").read_text())
+    fields = {**config, "sbert_ce_default_activation_function": "torch.nn.Tanh"}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ModelError, match="must be Identity or Sigmoid"):
+        load(tmp_path)
+
+
 def copy_folder(folder: Path, target: Path) -> Path:
     for path in folder.iterdir():
         (target / path.name).write_bytes(path.read_bytes())

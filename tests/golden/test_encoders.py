@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -89,6 +90,25 @@ def test_scores_equal_those_of_transformers(kind: str, num_labels: int, tmp_path
 
     pairs = zip(TEXTS, seconds, strict=True)
     assert_close(found, [scored(model, text, second) for text, second in pairs])
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"},
+        {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}},
+    ],
+)
+def test_cross_encoders_can_give_logits(field: dict[str, Any], tmp_path: Path) -> None:
+    model = make_encoder(tmp_path, "bert", "ForSequenceClassification", num_labels=1)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | field))
+    with open_llm(tmp_path) as llm:
+        [[found]] = llm.embed(TEXTS[2])
+
+    [probability] = scored(model, TEXTS[2], 0)
+    assert abs(1 / (1 + np.exp(-found)) - probability) < TOLERANCE
+    assert abs(found - probability) > TOLERANCE
 
 
 def embed_pairs(llm: LLM, texts: Sequence[list[int]], seconds: Sequence[int]) -> list[Floats]:

@@ -33,6 +33,7 @@ class ClassifierConfig:
     has_tanh: bool = True  # else exact GELU
     has_norm: bool = False
     has_dense_bias: bool = True
+    gives_logits: bool = False  # scores are logits instead of probabilities
 
 
 @dataclass(frozen=True, slots=True)

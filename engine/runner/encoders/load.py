@@ -71,9 +71,14 @@ def _check_settings(config: RunnerConfig, model: EncoderConfig) -> None:
 def _choose_pooling(
     config: RunnerConfig, checkpoint: Checkpoint, model: EncoderConfig
 ) -> Pooling | None:
-    if model.classifier is not None:
-        pooling, num_labels = model.classifier.pooling, model.classifier.num_labels
-        return Pooling(pooling, normalizes=False, num_labels=num_labels)
+    classifier = model.classifier
+    if classifier is not None:
+        return Pooling(
+            classifier.pooling,
+            normalizes=False,
+            num_labels=classifier.num_labels,
+            gives_logits=classifier.gives_logits,
+        )
     if config.pooling == "none":
         return None
     if config.pooling != "auto":

@@ -43,9 +43,8 @@ class TorchEncoderOps:
     """Reference implementation in plain torch."""
 
     def layer_norm(self, hidden_states: Tensor, norm: LayerNorm) -> Tensor:
-        wide, size = hidden_states.float(), hidden_states.shape[-1:]
-        normed = functional.layer_norm(wide, size, norm.weight, norm.bias, norm.epsilon)
-        return normed.to(hidden_states.dtype)
+        size = hidden_states.shape[-1:]  # torch computes it in float32
+        return functional.layer_norm(hidden_states, size, norm.weight, norm.bias, norm.epsilon)
 
     def gelu(self, inputs: Tensor, kind: Gelu) -> Tensor:
         return functional.gelu(inputs, approximate="none" if kind is Gelu.EXACT else "tanh")

@@ -180,7 +180,19 @@ def _read_classifier(family: EncoderFamily, fields: JsonFields) -> ClassifierCon
         has_tanh=family.has_tanh,
         has_norm=bool(family.names.dense_norm),
         has_dense_bias=_read_flag(family.has_dense_bias, fields),
+        gives_logits=_gives_logits(fields),
     )
+
+
+def _gives_logits(fields: JsonFields) -> bool:
+    """Return whether a cross-encoder of sentence-transformers is used without a function."""
+    name = "sbert_ce_default_activation_function"  # of older versions
+    if fields.has("sentence_transformers"):
+        fields, name = fields.inner("sentence_transformers"), "activation_fn"
+    found = str(fields.get(name) or "Sigmoid").rpartition(".")[2]
+    if found not in ("Identity", "Sigmoid"):
+        raise fields.wrong(name, "must be Identity or Sigmoid")
+    return found == "Identity"
 
 
 def _read_flag(flag: bool | str, fields: JsonFields) -> bool:

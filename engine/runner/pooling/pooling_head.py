@@ -114,6 +114,8 @@ class _PooledPass:
 
 def finish(vectors: Tensor, pooling: Pooling, logits: Tensor | None) -> Tensor:
     """Return the results of texts: scores of labels, or embeddings. All are float32."""
+    if logits is not None and pooling.gives_logits:
+        return logits
     if logits is not None:
         return logits.sigmoid() if pooling.num_labels == 1 else logits.softmax(-1)
     return torch.nn.functional.normalize(vectors, dim=-1) if pooling.normalizes else vectors
