@@ -25,6 +25,7 @@ from baton.kv_transfer.fence import Fence
 from tests.support.encoders import SIZES, make_encoder
 
 LENGTHS = {"a": 5, "b": 9, "c": 5}
+A, B, C = map(RequestId, LENGTHS)
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +73,8 @@ def test_a_text_has_one_vector_in_any_batch(folder: Path) -> None:
         again = run(runner, plan_of("b", dropped="abc")).vectors
         after_retry = run(runner, plan_of("c", is_retry=True)).vectors
 
-    assert together["a"] == together["c"]  # the same tokens
-    for name, found in (("b", again), ("c", after_retry)):
+    assert together[A] == together[C]  # the same tokens
+    for name, found in ((B, again), (C, after_retry)):
         vectors = [np.frombuffer(each[name], "<f4") for each in (together, found)]
         assert np.abs(vectors[0] - vectors[1]).max() < 1e-6
 
