@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from mmap import mmap
+from collections import Counter
 from typing import Protocol, Self
 
-from baton.core.ids import BlockId
 from baton.engine.plan import Runner
+from baton.engine.runner.adapters.adapters import AdapterTable
+from baton.engine.runner.device.block_copies import BlockCopies
+from baton.engine.runner.device.graphs import EagerCause, GraphSize
+from baton.engine.runner.kv_blocks import KvBlocks
 from baton.engine.runner.model_info import KvMemory, ModelInfo, PassHook
 from baton.engine.runner.sampling.logits_processors import Processors
 from baton.engine.spec_decode.config import Speculation
-from baton.kv_transfer.protocol.conversion import StagedBlocks
 
 
 class LoadedRunner(Runner, Protocol):
@@ -19,6 +20,9 @@ class LoadedRunner(Runner, Protocol):
 
     info: ModelInfo
     kv_memory: KvMemory
+    blocks: KvBlocks
+    adapters: AdapterTable | None
+    num_passes: Counter[GraphSize | EagerCause]  # by graph, or why eager
     speculation: Speculation | None
     processors: Processors
     hook: PassHook | None
@@ -27,10 +31,6 @@ class LoadedRunner(Runner, Protocol):
 
     def __exit__(self, *error: object) -> None: ...
 
-    def read_blocks(self, block_ids: Sequence[BlockId]) -> Iterator[memoryview]:
-        """Yield the bytes of these blocks in order, copied after all work launched so far."""
-        ...
-
-    def convert_blocks(self, memory: mmap, staged: StagedBlocks) -> None:
-        """Convert blocks of a peer, in the staging area's memory, into those of an order."""
+    def make_block_copies(self) -> BlockCopies | None:
+        """Return copies between the KV cache and pinned memory; None if the CPU can access it."""
         ...

@@ -6,29 +6,31 @@ pass. No keys and values are kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
 from dataclasses import dataclass
-from mmap import mmap
 
 import torch
 from torch import Tensor
 
-from baton.core.ids import BlockId, RequestId
+from baton.core.ids import RequestId
 from baton.core.pooling import Pooling, PoolingKind
 from baton.engine.errors import OutOfOrder
 from baton.engine.kv_cache.groups import CacheLayout, KvGroup
 from baton.engine.plan import Pending, Plan, PlanRow, RunResult
+from baton.engine.runner.adapters.adapters import AdapterTable
 from baton.engine.runner.attention.kv_tensor import KvShape, describe
-from baton.engine.runner.device.device import CpuDevice
+from baton.engine.runner.device.block_copies import BlockCopies
+from baton.engine.runner.device.device import CPU
 from baton.engine.runner.device.fenced_hook import FencedHook
+from baton.engine.runner.device.graphs import EagerCause, GraphSize
 from baton.engine.runner.encoders.classifier import compute_logits
 from baton.engine.runner.encoders.encoder import Encoder
 from baton.engine.runner.encoders.packed_texts import PackedTexts, pack_texts
+from baton.engine.runner.kv_blocks import KvBlocks
 from baton.engine.runner.model_info import KvMemory, ModelInfo, PassHook
 from baton.engine.runner.pooling.pooling_head import add_vectors, finish
 from baton.engine.runner.sampling.logits_processors import NO_PROCESSORS, Processors
 from baton.engine.spec_decode.config import Speculation
-from baton.kv_transfer.protocol.conversion import StagedBlocks
 
 
 class EncoderRunner:
@@ -42,14 +44,16 @@ class EncoderRunner:
         self.info = info
         dtype: torch.dtype = getattr(torch, info.dtype)
         shape = KvShape(1, 1, info.max_model_len, 1, dtype, num_tensors=1)
-        self._blocks = shape.allocate(max_num_seqs, torch.device("cpu"))
+        kv = shape.allocate(max_num_seqs, CPU.place)
+        self.blocks = KvBlocks(kv, CPU)
+        self.adapters: AdapterTable | None = None
+        self.num_passes: Counter[GraphSize | EagerCause] = Counter()
         layout = CacheLayout((KvGroup(layers=(0,)),))
-        self.kv_memory: KvMemory = describe(self._blocks, layout, info.dtype)
+        self.kv_memory: KvMemory = describe(kv, layout, info.dtype)
         self.speculation: Speculation | None = None
         self.processors: Processors = NO_PROCESSORS
         self.hook: PassHook | None = None
         self.encoder = encoder
-        self._device = CpuDevice()
         self._rows: dict[RequestId, PlanRow] = {}
 
     def __enter__(self) -> EncoderRunner:
@@ -57,7 +61,7 @@ class EncoderRunner:
 
     def __exit__(self, *error: object) -> None:
         # A reference to the runner that outlives the block must not keep the memory alive.
-        del self.encoder, self._blocks
+        del self.encoder, self.blocks
 
     def launch(self, plan: Plan) -> Pending:
         """Compute the texts that the plan schedules."""
@@ -68,14 +72,11 @@ class EncoderRunner:
         rows = [self._whole_row(*scheduled) for scheduled in plan.num_scheduled_tokens.items()]
         if rows and self.info.pooling is not None:
             with torch.inference_mode():
-                self._compute(pack_texts(rows), self.info.pooling, plan, result)
+                self._compute(pack_texts(rows), self.info.pooling, result)
         return _FinishedPass(result)
 
-    def read_blocks(self, block_ids: Sequence[BlockId]) -> Iterator[memoryview]:
-        raise OutOfOrder("an encoder has no KV to read")
-
-    def convert_blocks(self, memory: mmap, staged: StagedBlocks) -> None:
-        raise OutOfOrder("an encoder has no KV to convert")
+    def make_block_copies(self) -> BlockCopies | None:
+        return None
 
     def _whole_row(self, request_id: RequestId, num_tokens: int) -> PlanRow:
         row = self._rows[request_id]
@@ -86,11 +87,11 @@ class EncoderRunner:
             )
         return row
 
-    def _compute(self, texts: PackedTexts, pooling: Pooling, plan: Plan, result: RunResult) -> None:
+    def _compute(self, texts: PackedTexts, pooling: Pooling, result: RunResult) -> None:
         hook = None
-        if self.hook is not None and not plan.is_detached:
+        if self.hook is not None:
             # As in a retry, layers are progress only: nothing is sent.
-            hook = FencedHook(self.hook, self._device, is_retry=True)
+            hook = FencedHook(self.hook, CPU, is_retry=True)
         layer_done = _do_nothing if hook is None else hook.layer_done
         vectors = _pool(self.encoder.forward(texts, layer_done), texts, pooling.kind)
         config, weights = self.encoder.config.classifier, self.encoder.weights.classifier
@@ -98,7 +99,7 @@ class EncoderRunner:
         if config is not None and weights is not None:
             logits = compute_logits(config, weights, vectors)
         request_ids = [row.request_id for row in texts.rows]
-        add_vectors(request_ids, finish(vectors, pooling, logits), result)
+        add_vectors(request_ids, finish(vectors, pooling, logits).numpy(), result)
         if hook is not None:
             hook.pass_done()
 
