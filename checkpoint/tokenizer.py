@@ -76,11 +76,8 @@ class Tokenizer:
             return False
         return "tools" in jinja2.meta.find_undeclared_variables(parsed)
 
-    def encode(
-        self, text: str, second: str | None = None, *, add_special_tokens: bool = True
-    ) -> list[int]:
-        """Return the token ids of a text, or of two together, as the model takes pairs."""
-        return list(self._fast.encode(text, second, add_special_tokens=add_special_tokens).ids)
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def encode_text(
         self, text: str, second: str | None = None, max_tokens: int | None = None

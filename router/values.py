@@ -53,6 +53,7 @@ class ChatPrompt:
 class TokenPrompt:
     token_ids: tuple[int, ...]
     media: tuple[MediaSegment, ...] = ()
+    second_text_start: int = 0  # of a pair of texts, see EngineRequest
 
     @property
     def num_characters(self) -> int:

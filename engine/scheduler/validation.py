@@ -49,6 +49,11 @@ def _check_pooled(request: EngineRequest, config: SchedulerConfig) -> None:
         )
     if request.send_to is not None or request.receive_from is not None:
         raise InvalidRequest("an embedding takes no part in a hand-off")
+    if not 0 <= request.second_text_start <= len(request.prompt_token_ids):
+        raise InvalidRequest(
+            f"second_text_start is {request.second_text_start}; the prompt has "
+            f"{len(request.prompt_token_ids)} tokens"
+        )
 
 
 def max_num_tokens(request: EngineRequest, config: SchedulerConfig) -> int:

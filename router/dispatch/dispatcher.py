@@ -81,6 +81,7 @@ class DispatchedRequest:
             prior_output_token_ids=self.answer.token_ids,
             is_paced=is_paced,
             is_pooled=call.is_pooled,
+            second_text_start=call.token_prompt.second_text_start,
         )
 
 

@@ -48,14 +48,13 @@ class InputProcessor:
         if call.task.sampling is not None:
             call = replace(call, sampling=call.task.sampling, bad_words=(), fills_context=False)
         call = self._ban_bad_words(call)
-        token_ids = await self.token_ids(call.prompt, call.model)
-        if call.max_prompt_tokens is not None:
-            token_ids = token_ids[: call.max_prompt_tokens]
+        prompt = await self._token_prompt(call)
+        token_ids = prompt.token_ids
         context.trace.note_tokenized(len(token_ids))
         self._check_prompt(call, len(token_ids), context.logprob_budget or LogprobBudget())
         if self._forms is not None and call.sampling.structured_outputs is not None:
             await self._forms.check(call.sampling.structured_outputs)
-        return self._fit_max_tokens(replace(call, prompt=TokenPrompt(token_ids)), len(token_ids))
+        return self._fit_max_tokens(replace(call, prompt=prompt), len(token_ids))
 
     def _known_model(self, call: GenerateCall) -> ModelVariant:
         """Return the model of a call, which may have arrived before any node did.
@@ -89,6 +88,16 @@ class InputProcessor:
             )
         if not call.is_pooled and not served.generates:
             raise InvalidRequest(f"model {name!r} generates no text: it only embeds", "model")
+
+    async def _token_prompt(self, call: GenerateCall) -> TokenPrompt:
+        if not call.is_pooled:
+            return TokenPrompt(await self.token_ids(call.prompt, call.model))
+        text, served = self._profiles.of(call.model).text, self._table.served_model(call.model)
+        tokenize = partial(
+            text.token_prompt, call.prompt, served.max_model_len, call.max_prompt_tokens
+        )
+        large_texts = self._large_texts_of(call.model)
+        return await large_texts.run(call.prompt.num_characters, tokenize)
 
     async def token_ids(self, prompt: Prompt, model: ModelVariant = ANY_MODEL) -> tuple[int, ...]:
         """Tokenise a prompt. Raises ContextLengthExceeded if its text exceeds the context."""

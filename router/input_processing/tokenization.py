@@ -39,6 +39,15 @@ class TextBoundary:
     def text(self, token_ids: tuple[int, ...], *, skip_special_tokens: bool = True) -> str:
         raise _no_tokenizer_error(self._model)
 
+    def token_prompt(
+        self, prompt: Prompt, max_tokens: int | None, cut_at: int | None
+    ) -> TokenPrompt:
+        """Tokenise a text or a pair of texts to embed, and cut it to `cut_at` tokens.
+
+        Raises ContextLengthExceeded as `token_ids` does, unless it is cut.
+        """
+        return TokenPrompt(self.token_ids(prompt, None if cut_at else max_tokens)[:cut_at])
+
     def token(self, token_id: int) -> TokenText:
         """Return the text of a single token, or the name of a special token."""
         return placeholder_text(token_id)
@@ -64,7 +73,7 @@ class ModelText(TextBoundary):
                 return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
             case PairPrompt(first, second):
                 self._check_length(first + second, max_tokens, "input")
-                return tuple(self._tokenizer.encode(first, second))
+                return self._tokenizer.encode_text(first, second).token_ids
             case ChatPrompt(messages, add_generation_prompt, variables):
                 text = self._tokenizer.render_chat(
                     [
@@ -76,6 +85,24 @@ class ModelText(TextBoundary):
                 )
                 self._check_length(text, max_tokens, "messages")
                 return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def token_prompt(
+        self, prompt: Prompt, max_tokens: int | None, cut_at: int | None
+    ) -> TokenPrompt:
+        match prompt:
+            case PairPrompt():
+                texts: tuple[str, str | None] = prompt.first, prompt.second
+            case TextPrompt(add_special_tokens=True):
+                texts = prompt.text, None
+            case _:
+                return super().token_prompt(prompt, max_tokens, cut_at)
+        for part in filter(None, texts):
+            self._check_length(part, None if cut_at else max_tokens, "input")
+        # A token has at most so many characters: the rest of a long text would be cut anyway.
+        end = None if cut_at is None else cut_at * self._tokenizer.max_token_chars
+        first, second = (None if part is None else part[:end] for part in texts)
+        encoded = self._tokenizer.encode_text(first or "", second, cut_at)
+        return TokenPrompt(encoded.token_ids, second_text_start=encoded.second_start)
 
     def _check_length(self, text: str, max_tokens: int | None, field: str) -> None:
         if max_tokens is None:

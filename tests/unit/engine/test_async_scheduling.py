@@ -172,7 +172,7 @@ def test_blocks_of_an_ended_request_are_not_granted_while_a_pass_may_write_them(
     name = it.add(4, max_tokens=5)
     it.step()
     it.step()
-    late = it.add(5, receives=True, max_tokens=2)
+    late = it.add([9] * 5, receives=True, max_tokens=2)
 
     it.abort(name)
 
