@@ -7,13 +7,14 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
+from baton.batch_runner import BatchRunner
 from baton.checkpoint.hub import open_checkpoint
 from baton.checkpoint.peft_folder import PeftFolder
 from baton.checkpoint.text_pairs import EncodedText
@@ -21,7 +22,6 @@ from baton.checkpoint.tokenizer import Tokenizer
 from baton.completion import Completion, CompletionBuilder, VectorBuilder
 from baton.core.errors import InvalidRequest
 from baton.core.ids import RequestId
-from baton.core.output import Output
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams, fit_max_tokens
 from baton.core.stop_strings import StopRule
@@ -37,13 +37,11 @@ from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.validation import max_sequence_length
 from baton.engine.spec_decode.config import parse_speculation
 from baton.engine.structured_output.grammar import Grammar
-from baton.interrupts import defer_interrupts
 from baton.kernels import build_missing_kernels
-from baton.progress import generation_bar, loading_bar
+from baton.progress import loading_bar
 from baton.text_encoder import TextEncoder
 
 Prompt = str | Sequence[int]
-Builder = CompletionBuilder | VectorBuilder
 
 
 class LLM:
@@ -125,6 +123,7 @@ class LLM:
         self.info = runner.info
         self.kv_memory = runner.kv_memory
         self.engine = build_engine(runner, EngineOptions(scheduling, enable_prefix_caching))
+        self._batches = BatchRunner(self.engine, shows_progress=self._shows_progress)
         self._grammars = build_grammars(runner)
         self._adapters = {name: self._load_adapter(folder) for name, folder in (lora or {}).items()}
 
@@ -229,7 +228,7 @@ class LLM:
             with _naming_prompt(index):
                 self.engine.scheduler.validate(request)
         builders = {request.request_id: VectorBuilder() for request in requests}
-        self._run(requests, builders, {})
+        self._batches.run(requests, builders, {})
         return [builder.finish(index) for index, builder in enumerate(builders.values())]
 
     def _load_adapter(self, folder: str) -> str:
@@ -297,66 +296,12 @@ class LLM:
         self.engine.raise_if_stopped()
         grammars = self._compile_grammars(requests)
         builders = {request.request_id: self._new_builder(request, stop) for request in requests}
-        self._run(requests, builders, grammars)
+        self._batches.run(requests, builders, grammars)
         return [builder.completion for builder in builders.values()]
-
-    def _run(
-        self,
-        requests: Sequence[EngineRequest],
-        builders: Mapping[RequestId, Builder],
-        grammars: Mapping[StructuredOutputs, Grammar],
-    ) -> None:
-        """Run requests to their ends, and give the outputs to their builders."""
-        self.engine.raise_if_stopped()
-        for request in requests:
-            self.engine.scheduler.enqueue(request)
-            structured_outputs = request.sampling.structured_outputs
-            if structured_outputs is not None:
-                self.engine.scheduler.add_grammar(request, grammars[structured_outputs])
-        with defer_interrupts() as raise_if_interrupted:
-            try:
-                self._run_steps(builders, raise_if_interrupted)
-            finally:
-                self._abort_all(builders)
 
     def _new_builder(self, request: EngineRequest, stop: StopRule) -> CompletionBuilder:
         rule = replace(stop, min_tokens=request.sampling.min_tokens)
         return CompletionBuilder(request, self.tokenizer.detokenizer(), rule)
-
-    def _run_steps(
-        self, builders: Mapping[RequestId, Builder], raise_if_interrupted: Callable[[], None]
-    ) -> None:
-        num_unfinished = len(builders)
-        with generation_bar(num_unfinished, self._shows_progress) as advance:
-            while num_unfinished:
-                raise_if_interrupted()
-                outputs = self.engine.step()
-                num_ended = sum(
-                    self._take_output(output, builders[output.request_id]) for output in outputs
-                )
-                num_unfinished -= num_ended
-                advance(num_ended, sum(len(output.token_ids) for output in outputs))
-
-    def _take_output(self, output: Output, builder: Builder) -> bool:
-        """Return whether `output` ended the completion or the embedding."""
-        if builder.has_ended:
-            builder.take_usage(output)
-            return False
-        has_ended = builder.take_output(output)
-        # The engine does not know stop strings.
-        if has_ended and output.finish_reason is None:
-            self.engine.scheduler.abort(output.request_id)
-        return has_ended
-
-    def _abort_all(self, builders: Mapping[RequestId, Builder]) -> None:
-        """Abort what is unfinished and drain the engine, also after Ctrl-C."""
-        if self.engine.failure is not None:
-            return  # the engine cannot step, and its failure is being raised to the caller
-        for request_id in builders:
-            self.engine.scheduler.abort(request_id)
-        while self.engine.scheduler.has_work:
-            for output in self.engine.step():
-                builders[output.request_id].take_usage(output)
 
 
 @contextmanager
