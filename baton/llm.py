@@ -20,7 +20,7 @@ from baton.checkpoint.peft_folder import PeftFolder
 from baton.checkpoint.text_pairs import EncodedText
 from baton.checkpoint.tokenizer import Tokenizer
 from baton.completion import Completion, CompletionBuilder, VectorBuilder
-from baton.core.errors import InvalidRequest
+from baton.core.errors import InvalidConfig, InvalidRequest
 from baton.core.ids import RequestId
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams, fit_max_tokens
@@ -234,7 +234,8 @@ class LLM:
     def _load_adapter(self, folder: str) -> str:
         """Load an adapter and return its id."""
         files, table = PeftFolder(Path(folder)), self._runner.adapters
-        assert table is not None
+        if table is None:
+            raise InvalidConfig("this model takes no adapters: leave out lora")
         adapter_id = files.digest()
         table.add(adapter_id, table.load(files))
         self.engine.scheduler.adapters.add(adapter_id)

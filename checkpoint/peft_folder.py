@@ -170,7 +170,7 @@ class PeftFolder:
             )
         if rank > max_rank:
             raise ModelError(
-                f"{self._weights}: {module} has rank {rank}; --max-lora-rank is {max_rank}"
+                f"{self._weights}: {module} has rank {rank}; max_lora_rank is {max_rank}"
             )
         if not (down.isfinite().all() and up.isfinite().all()):
             raise ModelError(f"{self._weights}: {module} has numbers that are not finite")

@@ -207,17 +207,8 @@ class RunnerConfig:
             choices=POOLING_NAMES,
         ),
     ] = "auto"
-    max_loras: Annotated[
-        int,
-        Option(
-            "Maximum number of different LoRA adapters in a step; 0: no adapters.",
-            BATCHING,
-            at_least=0,
-        ),
-    ] = 0
-    max_lora_rank: Annotated[
-        int, Option("Maximum rank of a LoRA adapter.", BATCHING, at_least=1)
-    ] = 64
+    max_loras: int = 0  # different LoRA adapters in a step; 0: none. Nodes do not serve them yet
+    max_lora_rank: int = 64
     kv_cache_share: float | None = None
 
     def __post_init__(self) -> None:

@@ -113,7 +113,7 @@ def test_tensors(base: Path, tmp_path: Path, change: Change, expected: str) -> N
 
 
 def test_ranks_above_the_limit(base: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="--max-lora-rank is 2"):
+    with pytest.raises(ModelError, match="max_lora_rank is 2"):
         load(base, write_adapter(base, tmp_path), max_rank=2)
 
 
