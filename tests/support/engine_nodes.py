@@ -26,12 +26,9 @@ from baton.cluster import await_serving
 from baton.core.ids import HandoffId
 from baton.decode_node.__main__ import DECODE
 from baton.engine.plan import Pending, Plan
-from baton.engine.runner.kv_blocks import KvBlocks
 from baton.engine.runner.load import load_runner
-from baton.engine.runner.model_info import KvMemory, ModelInfo, PassHook
+from baton.engine.runner.model_info import PassHook
 from baton.engine.runner.model_runner import TorchRunner
-from baton.engine.runner.sampling.logits_processors import Processors
-from baton.engine.spec_decode.config import Speculation
 from baton.kv_transfer.fence import PASSED
 from baton.kv_transfer.transports.base import Write
 from baton.kv_transfer.transports.nixl import NixlChannel
@@ -103,21 +100,8 @@ class GatedRunner:
         self._gate = gate
         self._num_tokens = num_tokens
 
-    @property
-    def info(self) -> ModelInfo:
-        return self._runner.info
-
-    @property
-    def kv_memory(self) -> KvMemory:
-        return self._runner.kv_memory
-
-    @property
-    def speculation(self) -> Speculation | None:
-        return self._runner.speculation
-
-    @property
-    def processors(self) -> Processors:
-        return self._runner.processors
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
 
     @property
     def hook(self) -> PassHook | None:
@@ -132,10 +116,6 @@ class GatedRunner:
             self._gate.advance_to(Place.PASS, self.hook)
             self._num_tokens.value += sum(plan.num_scheduled_tokens.values())
         return self._runner.launch(plan)
-
-    @property
-    def blocks(self) -> KvBlocks:
-        return self._runner.blocks
 
 
 class UnfencedWorker(KvTransferWorker):
