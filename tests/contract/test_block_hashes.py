@@ -58,9 +58,9 @@ def test_kernels_do_not_hash_blocks_of_other_sizes(num_bytes: int) -> None:
 
 @pytest.mark.parametrize("has_kernels", [True, False])
 def test_blocks_of_a_device_are_hashed_after_all_work_launched_so_far(has_kernels: bool) -> None:
+    require_triton()
     kv, make_hashes = drawn(40), None
     if has_kernels:
-        require_triton()
         make_hashes = interpreted_parts().make_block_hashes
     with FakeDevice() as device, kernels_on(device):
         on_device = torch.zeros(kv.shape, dtype=kv.dtype, device=PLACE)

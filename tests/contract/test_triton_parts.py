@@ -143,6 +143,7 @@ def attention_with(
 
 def test_kernels_on_copies_change_the_tensors_that_they_are_given() -> None:
     """As on a GPU, whose kernels cannot read the memory of the CPU."""
+    require_triton()
     world = World(ONE_LAYER, [Part(5, 1), Part(0, 3)], seed=9)
     wide, bits = drawn(4, 40), []
     with launched_kernels() as launched, kernels_on_copies(CPU):

@@ -42,8 +42,8 @@ MOVES = frozenset(
 )
 ARITHMETIC: Mapping[str, frozenset[str]] = {
     torch_parts.EMBEDDING_SCALE: frozenset({"mul"}),
-    torch_parts.LOGITS_SCALE: frozenset({"mul"}),
-    torch_parts.LOGITS_SOFTCAP: frozenset({"tanh", "div", "mul"}),
+    torch_parts.LOGITS_SCALE: frozenset({"mul_"}),
+    torch_parts.LOGITS_SOFTCAP: frozenset({"tanh_", "div_", "mul_"}),
     torch_parts.ROPE_BY_LENGTH: frozenset({"cos", "sin", "div", "mul", "pow", "reciprocal"}),
     torch_parts.COLUMN_ORDER: frozenset(),
     torch_parts.EXPERT_SUM: frozenset({"_unique2", "index_add_", "mul"}),
