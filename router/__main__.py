@@ -15,7 +15,7 @@ from grpc import aio
 
 from baton.engine.structured_output.compiler import GrammarCompiler
 from baton.engine.structured_output.llguidance_backend import validate_grammar
-from baton.router.discovery.readiness import PREFILL_PATIENCE_S, Readiness
+from baton.router.discovery.readiness import PATIENCE_S, Readiness
 from baton.router.discovery.watcher import NodeDiscovery, watching
 from baton.router.dispatch.node_calls import GrpcNodeCalls
 from baton.router.doors.grpc.cluster_servicer import ClusterServicer
@@ -82,7 +82,7 @@ async def serve(
 
         async with (
             watching(node_discovery(options), router.table, router.node_calls, note_change),
-            _call_later(PREFILL_PATIENCE_S, note_change),
+            _call_later(PATIENCE_S, note_change),
         ):
             with router.compiler, _metrics(options, process, router):
                 async with _http_server(options, router, server.health):

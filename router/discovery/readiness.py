@@ -5,22 +5,28 @@ from __future__ import annotations
 from baton.router.routing.node_table import NodeTable
 from baton.rpc.node_info import NodeRole
 
-# Time after which a starting router without prefill nodes serves from decode nodes alone.
-PREFILL_PATIENCE_S = 60.0
+# Time after which a starting router serves without nodes of the other role: from decode nodes
+# alone, or texts to embed from prefill nodes alone.
+PATIENCE_S = 60.0
 
 
 class Readiness:
-    """Requires nodes of both roles of a model at start; after that, decode nodes alone suffice."""
+    """Requires nodes of both roles of a model at start; after that, decode nodes alone suffice.
+
+    Models that generate no text need prefill nodes only.
+    """
 
     def __init__(self, *, wants_prefill: bool, now: float) -> None:
         self._has_begun = not wants_prefill
-        self._prefill_deadline_s = now + PREFILL_PATIENCE_S
+        self._deadline_s = now + PATIENCE_S
 
     def is_ready(self, table: NodeTable, now: float) -> bool:
-        models = {node.card.model for node in table.open_nodes(NodeRole.DECODE)}
-        if not models:
-            return False
-        has_prefill = any(node.card.model in models for node in table.open_nodes(NodeRole.PREFILL))
-        if has_prefill or now >= self._prefill_deadline_s:
+        decodes = {node.card.model for node in table.open_nodes(NodeRole.DECODE)}
+        prefills = [node.card for node in table.open_nodes(NodeRole.PREFILL)]
+        is_overdue = now >= self._deadline_s
+        if decodes and (is_overdue or any(card.model in decodes for card in prefills)):
             self._has_begun = True
-        return self._has_begun
+        can_embed = any(
+            card.vector_size and (is_overdue or not card.generates) for card in prefills
+        )
+        return can_embed or (bool(decodes) and self._has_begun)

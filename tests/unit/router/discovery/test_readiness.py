@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from baton.router.discovery.readiness import PREFILL_PATIENCE_S, Readiness
+from baton.router.discovery.readiness import PATIENCE_S, Readiness
 from baton.router.routing.node_table import NodeTable
 from baton.rpc.node_info import NodeRole
-from tests.support.node_calls import a_node
+from tests.support.node_calls import a_node, a_node_of, an_embedder
 
 PREFILL, DECODE = a_node(NodeRole.PREFILL), a_node(NodeRole.DECODE)
 
@@ -31,8 +31,8 @@ def test_waiting_for_missing_prefill_nodes_times_out() -> None:
     table, readiness = NodeTable(), Readiness(wants_prefill=True, now=7.0)
     table.join(DECODE.address, DECODE.card)
 
-    assert not readiness.is_ready(table, 7.0 + PREFILL_PATIENCE_S - 1)
-    assert readiness.is_ready(table, 7.0 + PREFILL_PATIENCE_S)
+    assert not readiness.is_ready(table, 7.0 + PATIENCE_S - 1)
+    assert readiness.is_ready(table, 7.0 + PATIENCE_S)
 
 
 def test_without_prefill_sources_decode_nodes_suffice() -> None:
@@ -40,3 +40,29 @@ def test_without_prefill_sources_decode_nodes_suffice() -> None:
     table.join(DECODE.address, DECODE.card)
 
     assert readiness.is_ready(table, 0.0)
+
+
+def test_a_model_that_only_embeds_needs_no_decode_nodes() -> None:
+    table, readiness = NodeTable(), Readiness(wants_prefill=True, now=0.0)
+    embedder = an_embedder()
+    table.join(embedder.address, embedder.card)
+    reported = [readiness.is_ready(table, 0.0)]
+    table.lose(embedder.address)
+    reported.append(readiness.is_ready(table, 1.0))
+    table.join(DECODE.address, DECODE.card)
+    reported.append(readiness.is_ready(table, 2.0))
+
+    assert reported == [True, False, False]
+
+
+def test_waiting_for_missing_decode_nodes_times_out_if_the_model_embeds() -> None:
+    table, readiness = NodeTable(), Readiness(wants_prefill=True, now=0.0)
+    generating = a_node_of("large", NodeRole.PREFILL)
+    table.join(generating.address, generating.card)
+    assert not readiness.is_ready(table, PATIENCE_S)
+
+    both = a_node_of("small", NodeRole.PREFILL, vector_size=4)
+    table.join(both.address, both.card)
+
+    assert not readiness.is_ready(table, PATIENCE_S - 1)
+    assert readiness.is_ready(table, PATIENCE_S)
