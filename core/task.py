@@ -30,14 +30,11 @@ class Task:
 
 
 GENERATE = Task("generate", TaskOutput.TOKENS, has_decode_leg=True)
-# `max_tokens` must be positive.
-PREFETCH = Task(
-    "prefetch", TaskOutput.KV, has_decode_leg=False, sampling=SamplingParams(max_tokens=1)
-)
-# `max_tokens` must be positive, and nothing of the rest applies.
-EMBED = Task(
-    "embed", TaskOutput.VECTOR, has_decode_leg=False, sampling=SamplingParams(max_tokens=1)
-)
+# Of requests that sample no token; `max_tokens` must be positive.
+UNSAMPLED = SamplingParams(max_tokens=1)
+
+PREFETCH = Task("prefetch", TaskOutput.KV, has_decode_leg=False, sampling=UNSAMPLED)
+EMBED = Task("embed", TaskOutput.VECTOR, has_decode_leg=False, sampling=UNSAMPLED)
 
 
 def task_of(hints: KvHints, *, is_pooled: bool = False) -> Task:

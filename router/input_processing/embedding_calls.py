@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from baton.core.errors import InvalidRequest
 from baton.core.ids import ModelVariant
-from baton.core.sampling import SamplingParams
+from baton.core.task import UNSAMPLED
 from baton.router.input_processing.limits import check_count, check_texts
 from baton.router.values import GenerateCall, Prompt
 
@@ -37,7 +37,7 @@ def calls_for_texts(
     call = GenerateCall(
         request_id,
         texts[0],
-        SamplingParams(max_tokens=1),
+        UNSAMPLED,
         model=model,
         priority=priority,
         cache_salt=cache_salt,

@@ -15,8 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from baton.core.errors import InvalidRequest
 from baton.core.sampling import SamplingParams
-from baton.core.task import EMBED
+from baton.core.task import UNSAMPLED
 from baton.core.vectors import Floats
+from baton.engine.config import EngineOptions
+from baton.engine.factory import build_engine
 from baton.llm import LLM
 from tests.support.models import VARIANTS, import_transformers, prompt_of, reference, save_tokenizer
 
@@ -80,8 +82,11 @@ def test_the_last_token_uses_cached_prefixes(folder_of: FolderOf) -> None:
             assert (llm.engine.scheduler.stats().total_prefix_hit_tokens > 0) is is_cached
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_embeddings_beside_answers(kind: str, folder_of: FolderOf) -> None:
+def test_embeddings_beside_answers(
+    kind: str, folder_of: FolderOf, *, async_scheduling: bool
+) -> None:
     """Rows that end with tokens and rows that end with vectors share passes, and preempt."""
     folder = folder_of("qwen3")
     prompts = [prompt_of(length, seed=1) for length in (3, 20, 40)]
@@ -94,16 +99,19 @@ def test_embeddings_beside_answers(kind: str, folder_of: FolderOf) -> None:
             *(llm._make_request(prompt, sampling) for prompt in prompts),
             *(_pooled(llm, text) for text in TEXTS),
         ]
+        scheduling = replace(llm.engine.scheduler.config, async_scheduling=async_scheduling)
+        engine = build_engine(llm._runner, EngineOptions(scheduling))
         for request in requests:
-            llm.engine.scheduler.add(request)
+            engine.scheduler.add(request)
         tokens: dict[str, list[int]] = {}
         found: dict[str, bytes] = {}
-        while llm.engine.scheduler.has_work:
-            for output in llm.engine.step():
+        while engine.scheduler.request_ids():
+            for output in engine.step():
                 tokens.setdefault(output.request_id, []).extend(output.token_ids)
                 found[output.request_id] = output.vector
-        llm.engine.scheduler.check()
-        num_preemptions = llm.engine.scheduler.stats().total_preemptions
+        engine.close()
+        engine.scheduler.check()
+        num_preemptions = engine.scheduler.stats().total_preemptions
 
     ids = [request.request_id for request in requests]
     assert num_preemptions > 0
@@ -112,8 +120,7 @@ def test_embeddings_beside_answers(kind: str, folder_of: FolderOf) -> None:
 
 
 def _pooled(llm: LLM, text: Sequence[int]) -> Any:
-    assert EMBED.sampling is not None
-    return replace(llm._make_request(text, EMBED.sampling), is_pooled=True)
+    return replace(llm._make_request(text, UNSAMPLED), is_pooled=True)
 
 
 @pytest.mark.parametrize("how", COSINES)
