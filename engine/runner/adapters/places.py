@@ -1,4 +1,4 @@
-"""Where an adapter's matrices belong: the linear layers of a decoder, and their rows."""
+"""Places of an adapter's matrices in a model: its linear layers, and their rows."""
 
 from __future__ import annotations
 

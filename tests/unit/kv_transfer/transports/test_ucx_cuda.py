@@ -1,4 +1,4 @@
-"""Whether the UCX of a wheel can move memory of GPUs."""
+"""Check of UCX wheels: can this one move the memory of GPUs?"""
 
 from __future__ import annotations
 
