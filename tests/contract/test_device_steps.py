@@ -41,6 +41,8 @@ from tests.support.runner_drivers import Drive, Driver
 from tests.support.static_attention import StaticPagedAttention
 from tests.support.triton_parts import interpreted_parts, kernels_on, require_triton
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BLOCK_SIZE = 16
 NUM_BLOCKS = 200
 GRAPHABLE = replace(TORCH, make_attention=StaticPagedAttention, has_static_launches=True)
@@ -60,19 +62,6 @@ SAMPLING = {
         max_tokens=64,
     ),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_folder(tmp_path_factory.mktemp("llama"), VARIANTS["llama"])
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from pathlib import Path
 from threading import Event
 
 import pytest
-import torch
 
 from baton.core.ids import RequestId
 from baton.core.output import Output
@@ -35,7 +34,9 @@ from baton.node.options import NodeOptions
 from baton.node.wiring import identify
 from baton.rpc.node_info import NodeRole
 from tests.support.fake_device import Costs, FakeDevice
-from tests.support.models import VARIANTS, make_model_folder, prompt_of
+from tests.support.models import prompt_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 WAIT_S = 30.0
 BLOCK_SIZE = 16
@@ -83,19 +84,6 @@ class TierNode:
         if self.engine.max_idle_s() is None:
             assert self.woken.wait(WAIT_S), "nothing was reported"
             self.woken.clear()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_folder(tmp_path_factory.mktemp("llama"), VARIANTS["llama"])
 
 
 @pytest.fixture(scope="module")

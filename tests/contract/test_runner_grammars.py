@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.core.errors import InvalidRequest
@@ -24,13 +23,13 @@ from baton.engine.structured_output.grammar import Bits, Grammar, Matcher
 from baton.engine.structured_output.llguidance_backend import GrammarLibrary
 from tests.support.models import (
     EOS_TOKEN_ID,
-    VARIANTS,
     VOCAB_SIZE,
-    make_model_folder,
     prompt_of,
     reference_logprobs,
 )
 from tests.support.runner_drivers import Drive, Driver
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 60
 SCHEMA = {
@@ -50,19 +49,6 @@ FORMS = {
     "grammar": StructuredOutputs(grammar='root ::= "(" root ")" | [a-c]{1,4}'),
 }
 GREEDY = {"temperature": 0.0, "max_tokens": 64}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_folder(tmp_path_factory.mktemp("llama"), VARIANTS["llama"])
 
 
 @pytest.fixture(scope="module")

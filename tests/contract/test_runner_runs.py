@@ -6,7 +6,6 @@ import ctypes
 import json
 import resource
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,22 +35,11 @@ from tests.support.fake_runner import run_plan
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
 from tests.support.runner_drivers import GREEDY, Drive, Driver
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BLOCK_SIZE = 16
 NUM_BLOCKS = 60
 POISON = 300  # the token whose embedding is NaN
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_folder(tmp_path_factory.mktemp("llama"), VARIANTS["llama"])
 
 
 @pytest.fixture(scope="module")

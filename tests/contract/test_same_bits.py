@@ -35,7 +35,10 @@ from tests.support.kernels import kernels_by_variant
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
 from tests.support.runner_drivers import Drive, Driver, RandomChunkDriver
 
-pytestmark = pytest.mark.skipif(not kernels_by_variant(), reason="no C++ compiler here")
+pytestmark = [
+    pytest.mark.skipif(not kernels_by_variant(), reason="no C++ compiler here"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 GREEDY = SamplingParams(temperature=0.0, logprobs=3)
 SEEDED = SamplingParams(temperature=0.9, top_p=0.9, repetition_penalty=1.2, logprobs=3)
@@ -233,14 +236,6 @@ def test_attention_to_subnormal_values_is_bitwise_equal_for_any_chunks(
     at_once, cut = (sequences.attended(kernels, rules, cut) for cut in (whole, one))
 
     assert all(map(torch.equal, at_once, cut))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # Each computes something that the others do not.

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.kernels.choose import TORCH, Parts
@@ -31,14 +30,6 @@ SENT, RECEIVED = "device meta to cpu", "device cpu to meta"
 GRAPHABLE = replace(TORCH, make_attention=StaticPagedAttention, has_static_launches=True)
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
