@@ -31,7 +31,7 @@ from baton.kv_transfer.worker import KvTransferWorker
 from tests.support.fake_runner import run_plan
 from tests.support.handoff_world import CONFIG, FINGERPRINT, BrokenPromise, Node, World
 from tests.support.lagging_memory import BLOCK_BYTES, LaggingMemory
-from tests.support.models import VARIANTS, make_model_folder, prompt_of
+from tests.support.models import prompt_of
 from tests.support.staged_memory import StagedMemory
 
 ID = HandoffId("r", 0)
@@ -231,11 +231,6 @@ class TakesFences:
 
     def pass_done(self) -> None:
         """Do nothing: the pass waits for no transfer."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_folder(tmp_path_factory.mktemp("model"), VARIANTS["llama"])
 
 
 def a_plan(prompt: Sequence[int], block: int, num_tokens: int) -> Plan:
