@@ -37,6 +37,7 @@ TESTS = (
     "tests/contract/test_block_copies.py",
     "tests/contract/test_int8_activations.py",
     "tests/contract/test_linear_attention.py",
+    "tests/contract/test_low_rank_products.py",
     "tests/contract/test_runner_attention.py",
     "tests/contract/test_runner_experts.py",
     "tests/contract/test_runner_ops.py",
