@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -46,6 +48,7 @@ class AdapterTable:
         self._like = torch.empty(0, dtype=dtype, device=device)
         self._max_rank = max_rank
         self._by_id: dict[str, Adapter] = {}
+        self._selected: list[tuple[str, int]] | None = None  # by run, of the active groups
 
     def load(self, folder: PeftFolder) -> Adapter:
         """Read an adapter. Any thread can call this. Raises ModelError if it does not fit."""
@@ -56,20 +59,31 @@ class AdapterTable:
 
     def add(self, adapter_id: str, adapter: Adapter) -> None:
         self._by_id[adapter_id] = adapter
+        self._selected = None
 
     def remove(self, adapter_id: str) -> None:
         self._by_id.pop(adapter_id, None)
+        self._selected = None
 
     def select(self, runs: Sequence[TokenRun]) -> bool:
         """Activate the adapters of a pass. Returns whether there are any."""
-        tokens: dict[str, list[int]] = {}
-        first = 0
-        for run in runs:
-            if run.row.adapter:
-                tokens.setdefault(run.row.adapter, []).extend(range(first, first + run.num_tokens))
-            first += run.num_tokens
-        self.active.groups = [
-            Group(self._by_id[adapter_id], torch.tensor(indices).to(self._like.device))
-            for adapter_id, indices in tokens.items()
+        selection = [(run.row.adapter, run.num_tokens) for run in runs]
+        if selection != self._selected:  # as in the steps of the same decodes
+            self.active.groups = self._groups(selection)
+            self._selected = selection
+        return bool(self.active.groups)
+
+    def _groups(self, selection: Sequence[tuple[str, int]]) -> list[Group]:
+        """Return the tokens of each adapter, given the adapter and the tokens of each run."""
+        ids = [adapter_id for adapter_id, _ in selection]
+        index_by_id = {adapter_id: index for index, adapter_id in enumerate(dict.fromkeys(ids))}
+        by_run = np.array([index_by_id[adapter_id] for adapter_id in ids], dtype=np.int64)
+        by_token = by_run.repeat([num_tokens for _, num_tokens in selection])
+        return [
+            Group(self._by_id[adapter_id], self._indices(by_token == index))
+            for adapter_id, index in index_by_id.items()
+            if adapter_id
         ]
-        return bool(tokens)
+
+    def _indices(self, is_member: npt.NDArray[np.bool_]) -> Tensor:
+        return torch.from_numpy(np.flatnonzero(is_member)).to(self._like.device)

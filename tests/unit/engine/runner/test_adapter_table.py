@@ -1,0 +1,144 @@
+"""Adapters of a pass: the tokens of each, and results that are reused for the same decodes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from baton.checkpoint.safetensors_folder import SafetensorsFolder
+from baton.core.ids import RequestId
+from baton.core.sampling import SamplingParams
+from baton.engine.plan import PlanRow
+from baton.engine.runner.adapters.adapters import ActiveAdapters, AdapterTable
+from baton.engine.runner.adapters.low_rank import TORCH_LOW_RANK, Adapter
+from baton.engine.runner.families.read_config import read_model_config
+from baton.engine.runner.layout import TokenRun
+from tests.support.hub_configs import HUB_CONFIGS
+
+NAMES = ("first", "second", "unused")
+NO_TOKENS = np.zeros(0, dtype=np.int64)
+
+
+@pytest.fixture
+def adapters() -> dict[str, Adapter]:
+    return {name: Adapter({}) for name in NAMES}
+
+
+@pytest.fixture
+def table(tmp_path: Path, adapters: dict[str, Adapter]) -> AdapterTable:
+    (tmp_path / "config.json").write_text(json.dumps(HUB_CONFIGS["Llama-3.2-1B"]))
+    config = read_model_config(SafetensorsFolder(tmp_path))
+    place = torch.device("cpu")
+    table = AdapterTable(ActiveAdapters(TORCH_LOW_RANK), config, torch.bfloat16, place, 16, 8)
+    for name, adapter in adapters.items():
+        table.add(name, adapter)
+    return table
+
+
+def runs_of(*runs: tuple[str, int]) -> list[TokenRun]:
+    """Return runs with these adapters and numbers of tokens."""
+    sampling = SamplingParams()
+    return [
+        TokenRun(
+            PlanRow(RequestId("r"), (), 0, 0, ((),), sampling, 0, adapter=adapter),
+            slot,
+            num_tokens,
+            num_tokens,
+            NO_TOKENS,
+        )
+        for slot, (adapter, num_tokens) in enumerate(runs)
+    ]
+
+
+def tokens_of(table: AdapterTable, name: str, adapters: dict[str, Adapter]) -> list[int]:
+    """Return the tokens of the one group with this adapter."""
+    [group] = [each for each in table.active.groups if each.adapter is adapters[name]]
+    assert group.tokens.dtype is torch.int64
+    return list(map(int, group.tokens))
+
+
+def expected(runs: Sequence[tuple[str, int]], name: str) -> list[int]:
+    ends = accumulate(count for _, count in runs)
+    return [
+        token
+        for (adapter, count), end in zip(runs, ends, strict=True)
+        if adapter == name
+        for token in range(end - count, end)
+    ]
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [("first", 1)],
+        [("", 3), ("second", 2)],
+        [("second", 1), ("", 1), ("first", 1), ("second", 1), ("first", 700), ("", 5)],
+    ],
+)
+def test_each_adapter_gets_its_tokens(
+    table: AdapterTable, adapters: dict[str, Adapter], runs: list[tuple[str, int]]
+) -> None:
+    assert table.select(runs_of(*runs))
+
+    used = list(dict.fromkeys(name for name, _ in runs if name))
+    assert [group.adapter for group in table.active.groups] == [adapters[name] for name in used]
+    for name in used:
+        assert tokens_of(table, name, adapters) == expected(runs, name)
+
+
+@pytest.mark.parametrize("runs", [[], [("", 1), ("", 40)]])
+def test_a_pass_without_adapters(table: AdapterTable, runs: list[tuple[str, int]]) -> None:
+    table.select(runs_of(("first", 1)))
+
+    assert not table.select(runs_of(*runs))
+    assert not table.active.groups
+
+
+def test_the_next_step_of_the_same_decodes_reuses_its_groups(table: AdapterTable) -> None:
+    decodes = [("first", 1), ("", 1), ("second", 1)]
+    table.select(runs_of(*decodes))
+    groups = table.active.groups
+
+    assert table.select(runs_of(*decodes))
+    assert table.active.groups is groups
+
+
+@pytest.mark.parametrize("others", [[("first", 2), ("second", 1)], [("second", 1), ("first", 1)]])
+def test_other_runs_get_groups_of_their_own(
+    table: AdapterTable, adapters: dict[str, Adapter], others: list[tuple[str, int]]
+) -> None:
+    table.select(runs_of(("first", 1), ("second", 1)))
+
+    table.select(runs_of(*others))
+
+    for name in ("first", "second"):
+        assert tokens_of(table, name, adapters) == expected(others, name)
+
+
+def test_an_adapter_that_replaces_another_is_used(
+    table: AdapterTable, adapters: dict[str, Adapter]
+) -> None:
+    runs = [("first", 1), ("first", 3)]
+    table.select(runs_of(*runs))
+    table.remove("first")
+    adapters["first"] = Adapter({})
+    table.add("first", adapters["first"])
+
+    table.select(runs_of(*runs))
+
+    assert tokens_of(table, "first", adapters) == [0, 1, 2, 3]
+
+
+def test_an_adapter_that_is_not_in_memory_is_an_error(table: AdapterTable) -> None:
+    runs = runs_of(("first", 1))
+    table.select(runs)
+    table.remove("first")
+
+    with pytest.raises(KeyError):
+        table.select(runs)
