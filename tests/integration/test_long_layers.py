@@ -17,16 +17,25 @@ LAYER_S = 2.5 * LIMIT_S
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=["nixl", "ucxx"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(("nixl", False), id="nixl"),
+        pytest.param(("ucxx", False), id="ucxx"),
+        pytest.param(("nixl", True), id="asynchronous"),
+    ],
+)
 def pair(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[Pair]:
+    kind, async_scheduling = request.param
     options = PairOptions(
         model_folder,
-        request.param,
+        kind,
         chunk_tokens=CHUNK,
         lease_s=LIMIT_S,
         silence_s=LIMIT_S,
         fence_age_s=60.0,
         write_timeout_s=60.0,
+        async_scheduling=async_scheduling,
     )
     with Pair(options) as running:
         yield running

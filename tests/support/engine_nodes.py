@@ -16,6 +16,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from enum import Enum
 from multiprocessing.connection import Connection
+from threading import Lock
 from typing import Any, cast
 
 import grpc
@@ -65,24 +66,42 @@ class Hold:
 
 
 class Gate:
-    """Gate at which the engine thread blocks on a test's order."""
+    """Gate at which a thread of the engine blocks on a test's order.
+
+    If passes have a thread of their own, both threads use it. While one of them stands still, the
+    other one passes.
+    """
 
     def __init__(self, orders: Connection) -> None:
         self._orders = orders
+        self._lock = Lock()
         self._hold: Hold | None = None
+        self._is_closed = False  # the next message is the release
 
     def advance_to(self, place: Place, hook: PassHook | None = None) -> None:
+        with self._lock:
+            hold = self._take_hold(place)
+        if hold is None:
+            return
+        if hold.lasts_s is not None:
+            time.sleep(hold.lasts_s)
+        else:
+            self._stand_still(hook if hold.moves_bytes else None)
+
+    def _take_hold(self, place: Place) -> Hold | None:
+        """Return the order to block here, if there is one."""
+        if self._is_closed:
+            return None
         if self._hold is None and self._orders.poll():
             self._hold = self._orders.recv()
         hold = self._hold
         if hold is None or hold.place is not place:
-            return
+            return None
         self._hold = replace(hold, count=hold.count - 1) if hold.count > 1 else None
-        if self._hold is None:
-            if hold.lasts_s is not None:
-                time.sleep(hold.lasts_s)
-            else:
-                self._stand_still(hook if hold.moves_bytes else None)
+        if self._hold is not None:
+            return None
+        self._is_closed = hold.lasts_s is None
+        return hold
 
     def _stand_still(self, hook: PassHook | None) -> None:
         self._orders.send("held")
@@ -90,6 +109,8 @@ class Gate:
             if hook is not None:
                 hook.layer_done(NO_LAYER, PASSED)
         self._orders.recv()
+        with self._lock:
+            self._is_closed = False
 
 
 class GatedRunner:

@@ -66,6 +66,7 @@ class PairOptions:
     kv_cache_dtypes: tuple[str, str] = ("auto", "auto")
     kv_staging_bytes: int = 0
     dtype: str = "auto"
+    async_scheduling: bool = False
 
     def of(self, role: NodeRole) -> NodeOptions:
         is_prefill = role is NodeRole.PREFILL
@@ -83,6 +84,7 @@ class PairOptions:
                 max_num_seqs=self.max_num_seqs,
                 max_num_batched_tokens=self.chunk_tokens,
                 push_layers=True,
+                async_scheduling=self.async_scheduling,
             ),
             node_id=role.value,
             kv_staging_bytes=0 if is_prefill else self.kv_staging_bytes,
