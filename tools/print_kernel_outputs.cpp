@@ -253,6 +253,57 @@ void run_elementwise(std::int64_t tokens, std::int64_t size, int threads) {
     print_bits("scaled", src);
 }
 
+// Adds low-rank products to the outputs of some tokens, in groups with parts of different ranks,
+// which begin at different rows.
+void add_low_rank(std::int64_t tokens, std::int64_t columns, std::int64_t rows, int threads) {
+    struct Shape {
+        std::int64_t group, rank, first_row, num_rows;
+    };
+    const std::int64_t third = rows / 3;
+    const Shape shapes[] = {
+        {0, 1, 0, rows},
+        {1, 5, 0, third},
+        {1, 16, third, rows - third},
+        {2, 33, third + 1, third},
+    };
+    std::vector<Numbers> buffers;
+    std::vector<LowRankPart> parts;
+    for (const auto& shape : shapes) {
+        Numbers& down = buffers.emplace_back(random_numbers(shape.rank * columns, 0.2f));
+        const Bf16* const down_numbers = down;
+        Numbers& up = buffers.emplace_back(random_numbers(shape.rank * shape.num_rows, 0.2f));
+        parts.push_back({down_numbers, up, shape.rank, shape.first_row, shape.num_rows});
+    }
+    const std::int64_t first_parts[] = {0, 1, 3, 4};
+    // Every fourth token has no adapter, and a group can be empty.
+    std::vector<std::int64_t> indices, first_tokens{0};
+    std::int64_t num_hidden = 0;
+    for (std::int64_t group = 0; group < 3; ++group) {
+        for (std::int64_t token = group; token < tokens; token += 4) indices.push_back(token);
+        const std::int64_t count = std::int64_t(indices.size()) - first_tokens.back();
+        first_tokens.push_back(indices.size());
+        for (const auto& shape : shapes)
+            num_hidden += shape.group == group ? shape.rank * count : 0;
+    }
+    Numbers src = random_numbers(tokens * columns), dst = random_numbers(tokens * rows);
+    std::vector<float> hidden(num_hidden);
+    const LowRankArgs args{
+        .parts = parts.data(),
+        .first_parts = first_parts,
+        .first_tokens = first_tokens.data(),
+        .tokens = indices.data(),
+        .src = src,
+        .dst = dst,
+        .hidden_buf = hidden.data(),
+        .num_groups = 3,
+        .num_columns = columns,
+        .num_rows = rows,
+        .num_threads = threads,
+    };
+    baton_add_low_rank(&args);
+    print_bits("low-rank", dst);
+}
+
 void find_maxima(std::int64_t tokens, std::int64_t size, int threads) {
     const std::vector<float> logits = wide_numbers(tokens * size);
     std::vector<std::int64_t> indices(tokens);
@@ -459,6 +510,8 @@ int main() {
             run_elementwise(tokens, 96, threads);
             run_elementwise(tokens, 258, threads);
             find_maxima(tokens, 999, threads);
+            add_low_rank(tokens, 64, 300, threads);
+            add_low_rank(tokens, 90, 530, threads);
             multiply_heads(tokens, 130, 96, threads);
             mix("experts", bf16_matrix, tokens, 96, Scoring::kSoftmax, threads);
             mix("experts", bf16_matrix, tokens, 70, Scoring::kSigmoid, threads);
