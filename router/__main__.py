@@ -73,7 +73,11 @@ async def serve(
         ) as server,
         router.node_calls,
     ):
-        readiness = Readiness(wants_prefill=bool(options.prefill_nodes), now=time.monotonic())
+        readiness = Readiness(
+            wants_prefill=bool(options.prefill_nodes),
+            now=time.monotonic(),
+            models=[profile.name for profile in profiles] if len(profiles) > 1 else (),
+        )
 
         async def note_change() -> None:
             router.pipeline.handle_nodes_changed()

@@ -21,19 +21,19 @@ class ByName:
     name: str = ""  # of the model; empty: all others, or that which the folder gives
 
 
-def parse_models(written: Sequence[str]) -> tuple[ByName, ...]:
+def parse_models(written: Sequence[str], flag: str = "--model") -> tuple[ByName, ...]:
     """Parse folders and hub names, each of which may follow `NAME=`. Raises InvalidConfig."""
-    models = tuple(_parse_model(one) for one in written if one)
-    _check_distinct("--model", [model.name for model in models if model.name])
+    models = tuple(_parse_model(one, flag) for one in written if one)
+    _check_distinct(flag, [model.name for model in models if model.name])
     return models
 
 
-def _parse_model(written: str) -> ByName:
+def _parse_model(written: str, flag: str) -> ByName:
     name, equals, folder = written.partition("=")
     if not equals or Path(written).expanduser().exists():
         return ByName(written)
     if not (name and folder):
-        raise InvalidConfig(f"--model {written!r}: write FOLDER or NAME=FOLDER")
+        raise InvalidConfig(f"{flag} {written!r}: write FOLDER or NAME=FOLDER")
     return ByName(folder, name)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 EXAMPLES = {
     "up": (
         "baton up --model models/demo --prefill 1 --decode 2",
-        "baton up --model Qwen/Qwen3-0.6B --kv-cache-memory 2GiB --policy least_loaded --port 0",
+        "baton up --model Qwen/Qwen3-0.6B --embed Qwen/Qwen3-Embedding-0.6B --http-port 8000",
     ),
     "demo": ("baton demo",),
     "generate": (

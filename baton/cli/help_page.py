@@ -14,7 +14,7 @@ OF_NODES = (
 # Options on the first page of a command. Commands that are not here show all of theirs.
 FIRST_OPTIONS = {
     "up": (
-        "model", "prefill", "decode", "restart", "port", "http_port",
+        "model", "embed", "prefill", "decode", "restart", "port", "http_port",
         "kv_cache_memory", "kv_host_memory", "kv_folder", "max_model_len", "quantize",
     ),
     "serve prefill": OF_NODES,

@@ -1,6 +1,18 @@
 """Local cluster: router, prefill and decode nodes as child processes."""
 
 from baton.cluster.child import Child, ClusterFailed
-from baton.cluster.local_cluster import ClusterOptions, LocalCluster, await_serving
+from baton.cluster.local_cluster import (
+    ClusterOptions,
+    FurtherModel,
+    LocalCluster,
+    await_serving,
+)
 
-__all__ = ["Child", "ClusterFailed", "ClusterOptions", "LocalCluster", "await_serving"]
+__all__ = [
+    "Child",
+    "ClusterFailed",
+    "ClusterOptions",
+    "FurtherModel",
+    "LocalCluster",
+    "await_serving",
+]

@@ -60,7 +60,7 @@ class Child:
         self.address = ""
         self.http_address = ""  # of a router with --http-port
         self._lines: deque[str] = deque(maxlen=MAX_LOG_LINES)
-        self._options = options
+        self.options = options
         self._announced = threading.Event()
         self._on_settled = on_settled
         self._is_stopping = False
@@ -96,7 +96,7 @@ class Child:
         if not self.address:
             code = self.process.wait()
             raise ClusterFailed(self.end_message(code))
-        self._options.on_up(self)
+        self.options.on_up(self)
         return self.address
 
     def start_timeout_error(self, timeout_s: float) -> ClusterFailed:
@@ -125,7 +125,7 @@ class Child:
         """Drain the process, kill it if that takes too long, and return its exit code."""
         self.request_stop()
         try:
-            code = self.process.wait(self._options.drain_timeout_s)
+            code = self.process.wait(self.options.drain_timeout_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
             code = self.process.wait()
@@ -142,7 +142,7 @@ class Child:
                 self._take_line(line)
         if not self._announced.is_set():
             self._settle()
-        self._options.on_end(self)
+        self.options.on_end(self)
 
     def _take_line(self, line: str) -> None:
         announced = parse_announcement(line)
@@ -152,9 +152,9 @@ class Child:
         self._lines.append(line)
         # Start errors are reported by ClusterFailed: once, rather than once per node.
         is_start_error = not self.address and line.startswith(ERROR_PREFIX)
-        if self._options.show_logs and not is_start_error:
+        if self.options.show_logs and not is_start_error:
             print(f"[{self.name}] {line}", end="", file=sys.stderr)
-        self._options.on_line(self, line)
+        self.options.on_line(self, line)
 
     def _note_address(self, protocol: str, address: str) -> None:
         """Store an announced address. A router announces gRPC last, when it is complete."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import grpc
@@ -24,6 +24,14 @@ TEXT_LOGS = ("--log-format", "text")  # shown, or part of the error when a proce
 
 
 @dataclass(frozen=True, slots=True)
+class FurtherModel:
+    """Model that a cluster serves besides its first one, to embed or score texts."""
+
+    folder: str
+    name: str = ""  # that clients use; empty: the last name of the folder
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterOptions(ChildOptions):
     """Model, size and addresses of a cluster, and the arguments of its processes."""
 
@@ -37,11 +45,19 @@ class ClusterOptions(ChildOptions):
     node_arguments: tuple[str, ...] = ()  # passed to every node
     prefill_arguments: tuple[str, ...] = ()  # passed to every prefill node, after node_arguments
     decode_arguments: tuple[str, ...] = ()
+    # Each on a node of its own: a prefill node, or a decode node where there are no prefill nodes.
+    embedders: tuple[FurtherModel, ...] = ()
+    embedder_arguments: tuple[str, ...] = ()  # instead of node_arguments; no settings file is read
     router_arguments: tuple[str, ...] = ()
     tls: TlsConfig = PLAIN  # of every process
     start_timeout_s: float = 120.0
+    model_name: str = ""  # of `model`, as its nodes serve it; empty: that of the folder
     # Where the router finds a node.
     router_target_of: Callable[[Child], str] = lambda child: child.address
+
+    @property
+    def num_nodes(self) -> int:
+        return self.num_prefill + self.num_decode + len(self.embedders)
 
 
 class LocalCluster:
@@ -58,6 +74,7 @@ class LocalCluster:
         self.router: Child
         self.prefills: list[Child] = []
         self.decodes: list[Child] = []
+        self.embedders: list[Child] = []
 
     def __enter__(self) -> Self:
         try:
@@ -76,8 +93,12 @@ class LocalCluster:
         return self.router.address
 
     @property
+    def nodes(self) -> list[Child]:
+        return [*self.prefills, *self.decodes, *self.embedders]
+
+    @property
     def children(self) -> list[Child]:
-        return [self.router, *self.prefills, *self.decodes]
+        return [self.router, *self.nodes]
 
     def kill(self) -> None:
         """Kill all processes without draining. Safe in a signal handler."""
@@ -104,7 +125,7 @@ class LocalCluster:
 
         `on_settled` is called on another thread when it listens, or ended without listening.
         """
-        child = Child(ended.name, self._arguments_of(ended), self._options, on_settled)
+        child = Child(ended.name, self._arguments_of(ended), ended.options, on_settled)
         self._spawned.append(child)
         self._successors[ended] = child  # takes its turn when the cluster ends
         if self._is_killed:
@@ -112,8 +133,9 @@ class LocalCluster:
         if ended is self.router:
             self.router = child
         else:
-            siblings = self.prefills if ended in self.prefills else self.decodes
-            siblings[siblings.index(ended)] = child
+            siblings = (self.prefills, self.decodes, self.embedders)
+            [own] = (nodes for nodes in siblings if ended in nodes)
+            own[own.index(ended)] = child
         return child
 
     def _arguments_of(self, ended: Child) -> tuple[str, ...]:
@@ -132,8 +154,12 @@ class LocalCluster:
             num_prefill, num_decode = 0, num_prefill + num_decode
         self.prefills = [self._spawn_node("prefill") for _ in range(num_prefill)]
         self.decodes = [self._spawn_node("decode") for _ in range(num_decode)]
+        self.embedders = [
+            self._spawn_embedder(f"embed-{index}", model)
+            for index, model in enumerate(options.embedders)
+        ]
         self._lifetime.callback(self._ask_nodes_to_stop)
-        self._await_all((*self.prefills, *self.decodes))
+        self._await_all(self.nodes)
         self.router = self._spawn_router()
         address = self.router.await_address(options.start_timeout_s)
         await_serving(address, options.start_timeout_s, options.tls)
@@ -152,11 +178,16 @@ class LocalCluster:
             waiting.remove(child)
 
     def _nodes(self, role: str) -> list[Child]:
-        return self.prefills if role == "prefill" else self.decodes
+        nodes = self.prefills if role == "prefill" else self.decodes
+        return [*nodes, *self.embedders] if role == self._role_of_embedders else nodes
+
+    @property
+    def _role_of_embedders(self) -> str:
+        return "prefill" if self.prefills else "decode"
 
     def _ask_nodes_to_stop(self) -> None:
         """Send SIGTERM to all nodes at once, after the router has ended; `stop` then waits."""
-        for node in (*self.prefills, *self.decodes):
+        for node in self.nodes:
             node.request_stop()
 
     def _spawn_router(self) -> Child:
@@ -168,8 +199,16 @@ class LocalCluster:
             if self._nodes(role)
             for argument in (f"--{role}-nodes", self._source_of(role))
         ]
-        common = ["router", *TEXT_LOGS, "--model", options.model, *listen, *nodes]
+        common = ["router", *TEXT_LOGS, *self._models(), *listen, *nodes]
         return self._spawn("router", [*common, *options.router_arguments])
+
+    def _models(self) -> Iterator[str]:
+        """Yield the models for the router. The name of a single one may remain open."""
+        options = self._options
+        first = FurtherModel(options.model, options.model_name if options.embedders else "")
+        for model in (first, *options.embedders):
+            yield "--model"
+            yield f"{model.name}={model.folder}" if model.name else model.folder
 
     def _source_of(self, role: str) -> str:
         """Return where the router finds the nodes of this role."""
@@ -185,11 +224,21 @@ class LocalCluster:
         by_role = options.prefill_arguments if role == "prefill" else options.decode_arguments
         return self._spawn(name, [*common, *options.node_arguments, *by_role, *arguments])
 
-    def _spawn(self, name: str, arguments: Sequence[str]) -> Child:
+    def _spawn_embedder(self, node_id: str, model: FurtherModel) -> Child:
+        options, role = self._options, self._role_of_embedders
+        listen = ["--host", options.host, "--port", "0", "--node-id", node_id]
+        name = ["--served-model-name", model.name] if model.name else []
+        common = [role, *TEXT_LOGS, "--model", model.folder, *name, *listen]
+        no_file = replace(options, program_arguments=())
+        return self._spawn(node_id, [*common, *options.embedder_arguments], no_file)
+
+    def _spawn(
+        self, name: str, arguments: Sequence[str], options: ChildOptions | None = None
+    ) -> Child:
         if self._is_killed:
             raise ClusterFailed("stopped before all processes had started")
         arguments = [*arguments, *_tls_arguments(self._options.tls)]
-        child = Child(name, arguments, self._options, self._settled.put)
+        child = Child(name, arguments, options or self._options, self._settled.put)
         self._lifetime.callback(self._stop, child)
         self._spawned.append(child)
         return child

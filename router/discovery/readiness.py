@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from baton.router.routing.node_table import NodeTable
 from baton.rpc.node_info import NodeRole
 
@@ -13,11 +15,13 @@ PATIENCE_S = 60.0
 class Readiness:
     """Requires nodes of both roles of a model at start; after that, decode nodes alone suffice.
 
-    Models that generate no text need prefill nodes only.
+    Models that generate no text need prefill nodes only. Where several models are named, each
+    needs a node at start.
     """
 
-    def __init__(self, *, wants_prefill: bool, now: float) -> None:
+    def __init__(self, *, wants_prefill: bool, now: float, models: Collection[str] = ()) -> None:
         self._has_begun = not wants_prefill
+        self._missing = set(models)  # models that no node has served yet
         self._deadline_s = now + PATIENCE_S
 
     def is_ready(self, table: NodeTable, now: float) -> bool:
@@ -29,4 +33,7 @@ class Readiness:
         can_embed = any(
             card.vector_size and (is_overdue or not card.generates) for card in prefills
         )
+        self._missing -= decodes | {card.model for card in prefills if card.vector_size}
+        if self._missing and not is_overdue:
+            return False
         return can_embed or (bool(decodes) and self._has_begun)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,33 +14,16 @@ import torch
 from openai import OpenAI
 
 from baton.client import BatonError, Client, Generation
-from baton.cluster import ClusterOptions, LocalCluster
-from baton.cluster.child import Child
+from baton.cluster import ClusterOptions, FurtherModel, LocalCluster
 from baton.core.sampling import SamplingParams
 from baton.core.vectors import Floats
+from tests.integration.conftest import NODE_ARGUMENTS
 from tests.support.models import VARIANTS, make_model_folder, prompt_of, reference
 from tests.support.nodes import await_all_free
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 TEXTS = [prompt_of(length, seed=400 + length) for length in (1, 17, 60)]
 PATIENCE_S = 60.0
-
-
-class TwoModelCluster(LocalCluster):
-    """Cluster whose last prefill node serves a model of its own, an embedder."""
-
-    def __init__(self, options: ClusterOptions, embedder: Path) -> None:
-        super().__init__(options)
-        self._embedder = embedder
-        self._num_prefill = 0
-
-    def _spawn_node(
-        self, role: str, name: str = "", port: int = 0, arguments: tuple[str, ...] = ()
-    ) -> Child:
-        self._num_prefill += role == "prefill"
-        if role == "prefill" and self._num_prefill > 1:
-            name, arguments = "embedder", ("--model", str(self._embedder))
-        return super()._spawn_node(role, name, port, arguments)
 
 
 @pytest.fixture(scope="module")
@@ -51,17 +35,20 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two_models(
     cluster_options: Callable[..., ClusterOptions], embedder: Path
-) -> Iterator[TwoModelCluster]:
-    arguments = ("--http-port", "0", "--model", str(embedder))  # besides that of the cluster
-    options = cluster_options(num_prefill=2, router_arguments=arguments)
-    with TwoModelCluster(options, embedder) as running:
+) -> Iterator[LocalCluster]:
+    options = replace(
+        cluster_options(router_arguments=("--http-port", "0")),
+        embedders=(FurtherModel(str(embedder)),),
+        embedder_arguments=NODE_ARGUMENTS,
+    )
+    with LocalCluster(options) as running:
         yield running
     codes = {child.name: child.process.returncode for child in running.children}
     assert set(codes.values()) == {0}, codes
 
 
 @pytest.fixture
-def both(two_models: TwoModelCluster) -> Iterator[Client]:
+def both(two_models: LocalCluster) -> Iterator[Client]:
     with Client(two_models.address, timeout_s=PATIENCE_S) as connected:
         yield connected
 
@@ -73,7 +60,7 @@ def expected(folder: Path, text: tuple[int, ...]) -> Floats:
 
 
 def test_each_model_answers_as_it_does_alone(
-    both: Client, client: Client, embedder: Path, two_models: TwoModelCluster
+    both: Client, client: Client, embedder: Path, two_models: LocalCluster
 ) -> None:
     prompts = [prompt_of(length, seed=500 + length) for length in (3, 40, 90)]
     answers = [client.generate(prompt, Generation(GREEDY)).token_ids for prompt in prompts]
@@ -91,11 +78,11 @@ def test_each_model_answers_as_it_does_alone(
     for each in embedding:
         for text, vector in zip(TEXTS * 4, each.result(), strict=True):
             assert np.abs(np.array(vector) - expected(embedder, text)).max() < 1e-4
-    for node in (*two_models.prefills, *two_models.decodes):
+    for node in two_models.nodes:
         await_all_free(node.address)
 
 
-def test_openai_clients_see_both_models(two_models: TwoModelCluster, embedder: Path) -> None:
+def test_openai_clients_see_both_models(two_models: LocalCluster, embedder: Path) -> None:
     url = f"http://{two_models.router.http_address}/v1"
     with OpenAI(base_url=url, api_key="none", max_retries=0) as api:
         listed = {each.id: each.model_extra or {} for each in api.models.list().data}

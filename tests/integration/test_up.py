@@ -80,6 +80,48 @@ def test_up_shows_router_and_nodes_with_one_model_name(
 
 
 @pytest.mark.slow
+def test_further_models_embed_on_nodes_of_their_own(
+    up: Callable[..., Terminal], model_folder: Path
+) -> None:
+    further = ("--embed", f"vectors={model_folder}", "--pooling", "mean", "--max-model-len", "64")
+    with up("--http-port", "0", "--served-model-name", "writer", *further) as screen:
+        shown = screen.await_text("/v1; Ctrl-C ends")
+        assert re.findall(r"│ (\S+)\s*│ +\d+ │ \S+\s*│ (.*?)\s*│", shown) == [
+            ("router", "vectors, writer"),
+            ("prefill-0", "writer"),
+            ("decode-0", "writer"),
+            ("embed-0", "vectors"),
+        ]
+        address = HTTP.search(shown)
+        assert address is not None
+        with OpenAI(base_url=address[0], api_key="none", max_retries=0) as client:
+            limits = {each.id: (each.model_extra or {}) for each in client.models.list().data}
+            assert {name: each["tasks"] for name, each in limits.items()} == {
+                "vectors": ["embed"],
+                "writer": ["generate"],
+            }
+            assert limits["vectors"]["max_model_len"] > limits["writer"]["max_model_len"] == 64
+            assert client.embeddings.create(model="", input="the quick").data[0].embedding
+            assert client.completions.create(model="", prompt="the quick", max_tokens=2).choices
+        screen.type(CTRL_C)
+        screen.await_end()
+        assert screen.process.returncode == 0
+
+
+def test_a_further_model_must_embed(model_folder: Path) -> None:
+    for arguments, complaint in (
+        ([f"--embed={model_folder}"], "names no pooling; give --pooling last, mean or cls"),
+        (["--embed=name="], "--embed 'name=': write FOLDER or NAME=FOLDER"),
+        (["--embed=a=x", "--embed=a=y"], "--embed is given twice for a"),
+    ):
+        done = run_baton("up", "--model", str(model_folder), "--port", "0", *arguments)
+
+        [line] = done.stderr.splitlines()
+        assert complaint in line
+        assert done.returncode != 0
+
+
+@pytest.mark.slow
 def test_an_http_stream_finishes_before_up_exits(up: Callable[..., Terminal]) -> None:
     with up("--prefill", "0", "--http-port", "0") as screen:
         address = HTTP.search(screen.await_text("/v1; Ctrl-C ends"))

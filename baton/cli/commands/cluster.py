@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,9 +14,11 @@ from baton.cli.command import FILE, SETTINGS
 from baton.cli.options.model import Host, ModelOrDemo, Port, TraceDir
 from baton.cli.signatures import forwarded_arguments, inherit_options, is_set, make
 from baton.core.errors import InvalidConfig
-from baton.core.options import Option, options_of
+from baton.core.options import MACHINE, MODEL, NETWORK, SECURITY, TELEMETRY, Option, options_of
 from baton.demo_model import demo_model
+from baton.engine.runner.config import RunnerConfig
 from baton.node.options import NodeOptions
+from baton.router.model_options import ByName, parse_models
 from baton.router.options import RouterOptions
 from baton.rpc.listening import check_port
 from baton.rpc.security.tls import TlsConfig
@@ -30,6 +33,10 @@ SET_PER_PROCESS = ("host", "port", "model", "node_id", "prefill_nodes", "decode_
 GIVEN = (*SET_PER_PROCESS, "drain_timeout_s", *FOR_TLS)  # those of `baton up`
 ONLY_OF_PROCESSES = ("node_id", "prefill_nodes", "decode_nodes")
 CLUSTER = "Cluster"
+# Panels whose options apply to any model; the others of `baton up` are for --model.
+OF_ANY_MODEL = (MACHINE, NETWORK, SECURITY, TELEMETRY)
+POOLING = "pooling"
+NO_TABLES: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +60,18 @@ class UpOptions:
     """Options of `baton up` besides those that it passes on."""
 
     model: ModelOrDemo = ""
+    embedders: Annotated[
+        tuple[ByName, ...],
+        Option(
+            "Further model, which embeds or scores texts on a node of its own; can be repeated, "
+            "NAME=FOLDER names it. --pooling is then for these models, other options of models "
+            "for --model.",
+            MODEL,
+            name="embed",
+            kind=list[str],
+            parse=partial(parse_models, flag="--embed"),
+        ),
+    ] = ()
     size: ClusterSize = ClusterSize()
     restart: Annotated[
         bool,
@@ -80,7 +99,8 @@ class UpOptions:
 def up(context: typer.Context, **given: Any) -> None:
     """Start a local cluster; Ctrl-C drains it.
 
-    Options of nodes and router are passed on to these processes.
+    Options of nodes and router are passed on to these processes. --embed adds models that embed
+    or score texts.
     """
     from baton.cli.commands.up import run_cluster
 
@@ -91,6 +111,9 @@ def up(context: typer.Context, **given: Any) -> None:
         )
     options: UpOptions = make(UpOptions, given)
     size, host = options.size, options.host
+    pooling = given[POOLING]
+    if options.embedders:
+        given[POOLING] = "auto"
     # Validate the options before three processes load a model.
     given["model"] = options.model or demo_model()
     nodes = make(NodeOptions, given)
@@ -101,7 +124,8 @@ def up(context: typer.Context, **given: Any) -> None:
     if router.http_port is not None:
         check_port(router.http_host or host, router.http_port, "--http-port")
     cluster = replace(
-        cluster_options(context, given["model"], size, without=GIVEN),
+        cluster_options(context, given["model"], size, options.embedders, without=GIVEN),
+        model_name=nodes.model_name,
         host=host,
         port=options.port,
         tls=make(TlsConfig, given),
@@ -109,19 +133,31 @@ def up(context: typer.Context, **given: Any) -> None:
         drain_timeout_s=options.drain_timeout_s,
         show_logs=True,
     )
-    run_cluster(cluster, nodes.runner, restarts=options.restart)
+    embedders = [RunnerConfig(one.value, pooling=pooling) for one in options.embedders]
+    run_cluster(cluster, nodes.runner, embedders, restarts=options.restart)
 
 
 def cluster_options(
-    context: typer.Context, model: str, size: ClusterSize, *, without: Collection[str]
+    context: typer.Context,
+    model: str,
+    size: ClusterSize,
+    embedders: Sequence[ByName] = (),
+    *,
+    without: Collection[str],
 ) -> ClusterOptions:
     """Return a cluster whose processes get the options that the command was given.
 
-    Each process reads its own table of the settings file.
+    Each process but those of embedders reads its own table of the settings file.
     """
-    from baton.cluster import ClusterOptions
+    from baton.cluster import ClusterOptions, FurtherModel
 
     path = context.meta.get(FILE)
+    num_nodes = size.prefill + size.decode + len(embedders)
+    of_embedders = {
+        name for name, one in options_of(NodeOptions).items() if one.option.panel in OF_ANY_MODEL
+    }
+    of_others = options_of(NodeOptions).keys() - of_embedders - {POOLING}
+    own = {*without, POOLING} if embedders else without
     return ClusterOptions(
         model=model,
         num_prefill=size.prefill,
@@ -129,16 +165,25 @@ def cluster_options(
         is_colocated=size.colocated,
         program_arguments=() if path is None else (f"--config={path}",),
         node_arguments=(
-            *_shares(context, size.prefill + size.decode),
-            *forwarded_arguments(context, NodeOptions, without=without),
+            *_shares(context, num_nodes, context.meta.get(SETTINGS, {}).get("serve", {})),
+            *forwarded_arguments(context, NodeOptions, without=own),
+        ),
+        embedders=tuple(FurtherModel(one.value, one.name) for one in embedders),
+        embedder_arguments=(
+            *_shares(context, num_nodes),
+            *forwarded_arguments(context, NodeOptions, without={*without, *of_others}),
         ),
         router_arguments=forwarded_arguments(context, RouterOptions, without=without),
     )
 
 
-def _shares(context: typer.Context, num_nodes: int) -> Iterator[str]:
-    """Divide cores and memory among the nodes: by default, each would use all of them."""
-    tables = context.meta.get(SETTINGS, {}).get("serve", {})
+def _shares(
+    context: typer.Context, num_nodes: int, tables: Mapping[str, Any] = NO_TABLES
+) -> Iterator[str]:
+    """Divide cores and memory among the nodes: by default, each would use all of them.
+
+    `tables` of the settings file, by role, may set shares of their own.
+    """
     num_threads = max(1, len(os.sched_getaffinity(0)) // num_nodes)
     for name, share in (("threads", num_threads), ("nodes_per_machine", num_nodes)):
         in_file = any(name in tables.get(role, {}) for role in ("prefill", "decode"))

@@ -6,7 +6,7 @@ import queue
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,6 +18,7 @@ from baton.checkpoint.hub import open_checkpoint
 from baton.cli.commands.node_restarts import NodeRestarts
 from baton.cli.show import console, table_of
 from baton.cluster import Child, ClusterFailed, ClusterOptions, LocalCluster
+from baton.core.errors import ModelError
 from baton.core.units import format_bytes
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.open_runner import read_any_config
@@ -35,13 +36,17 @@ JOINED = re.compile(r"node (\S+) joined from ")  # in the log of the router
 LOADED = re.compile(r"loaded \d+ % of the weights")  # in the logs of nodes
 
 
-def run_cluster(options: ClusterOptions, model: RunnerConfig, *, restarts: bool) -> None:
+def run_cluster(
+    options: ClusterOptions,
+    model: RunnerConfig,
+    embedders: Sequence[RunnerConfig] = (),
+    *,
+    restarts: bool,
+) -> None:
     """Run the cluster until a signal ends it. Raises ClusterFailed and ModelError."""
     exit_on_sigterm()
-    checkpoint = open_checkpoint(options.model)  # download once, before every process would
-    read_any_config(checkpoint)
-    checkpoint.load_tokenizer()  # the router needs it, and starts after the nodes
-    build_missing_kernels(model, checkpoint, console(stderr=True))
+    for each in (model, *embedders):
+        _prepare(each, must_embed=each is not model)
     runner = ClusterRunner(options, restarts=restarts)
     with runner.listening():
         try:
@@ -53,6 +58,21 @@ def run_cluster(options: ClusterOptions, model: RunnerConfig, *, restarts: bool)
         raise typer.Exit(INTERRUPTED)
 
 
+def _prepare(model: RunnerConfig, *, must_embed: bool) -> None:
+    """Download and check a model, once, before every process would. Raises ModelError."""
+    checkpoint = open_checkpoint(model.model)
+    config = read_any_config(checkpoint)
+    if must_embed and not (
+        config.num_labels or model.pooling != "auto" or checkpoint.read_pooling()
+    ):
+        raise ModelError(
+            f"--embed {model.model}: the folder names no pooling; give --pooling last, mean or "
+            "cls, or a folder of sentence-transformers (modules.json) or of a classifier"
+        )
+    checkpoint.load_tokenizer()  # the router needs it, and starts after the nodes
+    build_missing_kernels(model, checkpoint, console(stderr=True))
+
+
 class ClusterRunner:
     """One cluster from start to end, with its signal handlers."""
 
@@ -61,7 +81,7 @@ class ClusterRunner:
             options, on_up=self._note_up, on_end=self._note_end, on_line=self._note_line
         )
         self._cluster = LocalCluster(self._options)
-        self._num_processes = options.num_prefill + options.num_decode + 1
+        self._num_processes = options.num_nodes + 1
         self._num_up = 0
         self._screen = console(stderr=True)
         self._status = self._screen.status("") if self._screen.is_terminal else None
@@ -151,8 +171,7 @@ class ClusterRunner:
         found = JOINED.search(line) if child.name == "router" else None
         if found is not None:
             self._joined.add(found[1])
-            nodes = (*self._cluster.prefills, *self._cluster.decodes)
-            is_last = self._joined.issuperset(one.name for one in nodes)
+            is_last = self._joined.issuperset(one.name for one in self._cluster.nodes)
             if self._is_announced and is_last and self._screen.is_terminal:
                 self._events.put(lambda: self._screen.print(self._announcement(), highlight=False))
 
@@ -197,10 +216,7 @@ def _where(cluster: LocalCluster, tls: TlsConfig) -> str:
 
 
 def _rows(cluster: LocalCluster, options: ClusterOptions) -> list[dict[str, object]]:
-    cards = [
-        (child, _card_at(child.address, options.tls))
-        for child in (*cluster.prefills, *cluster.decodes)
-    ]
+    cards = [(child, _card_at(child.address, options.tls)) for child in cluster.nodes]
     models = ", ".join(sorted({card.model for _, card in cards}))
     router = {"process": "router", "pid": cluster.router.process.pid, "address": cluster.address}
     rows: list[dict[str, object]] = [

@@ -55,6 +55,26 @@ def test_a_model_that_only_embeds_needs_no_decode_nodes() -> None:
     assert reported == [True, False, False]
 
 
+def test_each_of_several_models_needs_a_node_at_start() -> None:
+    models = ["chat", "small"]
+    table = NodeTable()
+    readiness = Readiness(wants_prefill=True, now=0.0, models=models)
+    late = Readiness(wants_prefill=True, now=0.0, models=models)
+    small = a_node_of("small", NodeRole.PREFILL, vector_size=4, generates=False)
+    table.join(small.address, small.card)
+    assert not readiness.is_ready(table, 0.0)
+    for role in (NodeRole.PREFILL, NodeRole.DECODE):
+        node = a_node_of("chat", role)
+        table.join(node.address, node.card)
+    assert readiness.is_ready(table, 1.0)
+
+    table.lose(small.address)
+
+    assert readiness.is_ready(table, 2.0)
+    assert not late.is_ready(table, PATIENCE_S - 1)
+    assert late.is_ready(table, PATIENCE_S)
+
+
 def test_waiting_for_missing_decode_nodes_times_out_if_the_model_embeds() -> None:
     table, readiness = NodeTable(), Readiness(wants_prefill=True, now=0.0)
     generating = a_node_of("large", NodeRole.PREFILL)
