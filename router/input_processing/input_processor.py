@@ -69,15 +69,16 @@ class InputProcessor:
         return self._table.find_model("", is_pooled=call.is_pooled)
 
     def check_model(self, model: ModelVariant) -> None:
-        """Raises UnknownModel if nodes are known and none of them serves `model`."""
+        """Raises UnknownModel if nodes are known, none serves `model`, and no option names it."""
         served = self._table.models
-        if model != ANY_MODEL and served and model not in served.values():
+        is_known = model in served.values() or self._profiles.is_expected(model)
+        if model != ANY_MODEL and served and not is_known:
             names = ", ".join(sorted(served))
             raise UnknownModel(f"model {model.name!r} is not served here; served: {names}")
 
     def _check_task(self, call: GenerateCall) -> None:
         """Raise InvalidRequest if the model cannot do what the request asks for."""
-        if not self._table.models:
+        if call.model not in self._table.models.values():
             return
         served, name = self._table.served_model(call.model), call.model.name
         if call.is_pooled and not served.vector_size:

@@ -49,6 +49,15 @@ class ModelProfiles:
                 return only
         return ModelProfile(TextBoundary(name), name, parsing=self._default_parsing)
 
+    def is_expected(self, model: ModelVariant) -> bool:
+        """Return whether nodes of a model are expected, though none may serve it at the moment.
+
+        The name of a single model can be an assumption.
+        """
+        profile = self._by_name.get(model.base)
+        is_sure = len(self._by_name) > 1 or not (profile is None or profile.is_name_assumed)
+        return profile is not None and is_sure
+
     @property
     def names(self) -> list[str]:
         """Names of the models with a profile."""

@@ -153,6 +153,33 @@ def test_unknown_models_and_models_that_cannot_do_the_task_are_refused(
     run(check, chat_text, byte_text)
 
 
+def test_a_named_model_without_nodes_at_the_moment_is_missing_nodes_and_not_unknown(
+    chat_text: ModelText, byte_text: ModelText
+) -> None:
+    embedder, reranker = an_embedder("embedder"), an_embedder("reranker", size=1, has_labels=True)
+    ranking = {"query": "the", "documents": ["quick", "lazy"]}
+
+    async def check(client: AsyncOpenAI, router: HttpRouter, nodes: FakeNodeCalls) -> None:
+        async def reason_of(path: str, **body: Any) -> str:
+            answer = await post(client, router, path, **body)
+            return str(answer.get("error", {}).get("reason", "none"))
+
+        for node in (embedder, reranker):
+            router.pipeline.table.lose(node.address)
+        assert await reason_of("/v1/embeddings", model="embedder", input="a") == "NO_NODES"
+        # Whether a model scores pairs is known by its nodes alone.
+        assert await reason_of("/v1/rerank", model="reranker", **ranking) == "NO_NODES"
+        assert await reason_of("/v1/rerank", model="other", **ranking) == "UNKNOWN_MODEL"
+        assert await reason_of("/v1/embeddings", model="other", input="a") == "UNKNOWN_MODEL"
+        for node in (embedder, reranker):
+            router.pipeline.table.join(node.address, node.card)
+        router.pipeline.handle_nodes_changed()
+        assert await reason_of("/v1/embeddings", model="embedder", input="a") == "none"
+        assert await reason_of("/v1/rerank", model="reranker", **ranking) == "none"
+
+    run(check, chat_text, byte_text)
+
+
 def test_tokens_and_models_are_those_of_each_model(
     chat_text: ModelText, byte_text: ModelText
 ) -> None:

@@ -26,7 +26,9 @@ from baton.router.http.json_encoding import Json, LazyArray, encode_in_slices
 from baton.router.input_processing.embedding_calls import MAX_INPUTS, calls_for_texts
 from baton.router.input_processing.limits import check_count
 from baton.router.pipeline import Pipeline
+from baton.router.routing.served_models import ServedModel
 from baton.router.values import PairPrompt, Prompt, TextPrompt
+from baton.rpc.errors import NoNodes
 
 Item = TypeVar("Item")
 WHOLE_CONTEXT = -1  # value of truncate_prompt_tokens
@@ -103,7 +105,8 @@ class Vectors:
         seconds: Sequence[str],
     ) -> tuple[list[float], list[EmbeddedText]]:
         """Return a score of each pair: that of a classifier, or else the embeddings' cosine."""
-        served = self.pipeline.table.served_model(model)
+        with request.scope.ending_on_error():
+            served = self._served(model)
         if served.has_labels:
             if served.vector_size != 1:
                 raise InvalidRequest(
@@ -130,7 +133,7 @@ class Vectors:
         with request.scope.ending_on_error():
             max_tokens = body.truncate_prompt_tokens
             if max_tokens == WHOLE_CONTEXT:
-                max_tokens = self.pipeline.table.served_model(model).max_model_len
+                max_tokens = self._served(model).max_model_len
             calls = calls_for_texts(
                 request.id,
                 texts,
@@ -144,6 +147,13 @@ class Vectors:
     def _model(self, body: PoolingBody) -> ModelVariant:
         """Return the model of a request: the only one that embeds if it names none."""
         return self.pipeline.table.find_model(body.model, is_pooled=True)
+
+    def _served(self, model: ModelVariant) -> ServedModel:
+        """Return the properties of a model. Raises UnknownModel, and NoNodes if none has them."""
+        self.pipeline.inputs.check_model(model)
+        if model not in self.pipeline.table.models.values():
+            raise NoNodes("no node that serves this model is known at the moment; try again later")
+        return self.pipeline.table.served_model(model)
 
     def _check_dimensions(self, body: EmbeddingBody, model: ModelVariant) -> None:
         """Refuse `dimensions` before anything is computed."""
