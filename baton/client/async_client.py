@@ -121,14 +121,16 @@ class AsyncClient:
         model: str = "",
         dimensions: int | None = None,
         truncate_prompt_tokens: int | None = None,
+        cache_salt: str = "",
+        timeout_s: float | None = None,
     ) -> list[list[float]]:
         """Return the embedding of each text, or a classifier's scores, in order.
 
         `dimensions` keeps the first ones, for models that were trained for it. Longer texts than
         the model's context are refused, unless `truncate_prompt_tokens` cuts them.
         """
-        request = embed_request_from(texts, model, dimensions, truncate_prompt_tokens)
-        return embeddings_from(await self._unary(self._stub.Embed, request))
+        request = embed_request_from(texts, model, dimensions, truncate_prompt_tokens, cache_salt)
+        return embeddings_from(await self._unary(self._stub.Embed, request, timeout_s=timeout_s))
 
     async def tokenize(self, prompt: str | Sequence[Message], *, model: str = "") -> list[int]:
         """Return the token ids that Generate would use for a text or a chat."""
@@ -199,9 +201,10 @@ class AsyncClient:
         method: aio.UnaryUnaryMultiCallable[Request, Response],
         request: Request,
         token: str | None = None,  # instead of the client's own
+        timeout_s: float | None = None,  # None: that of the client
     ) -> Response:
         access = self._access if token is None else replace(self._access, token=token)
-        tries = access.tries()
+        tries = access.tries(timeout_s)
         while True:
             try:
                 return await method(request, timeout=tries.remaining_s, metadata=access.metadata)

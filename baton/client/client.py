@@ -130,14 +130,16 @@ class Client:
         model: str = "",
         dimensions: int | None = None,
         truncate_prompt_tokens: int | None = None,
+        cache_salt: str = "",
+        timeout_s: float | None = None,
     ) -> list[list[float]]:
         """Return the embedding of each text, or a classifier's scores, in order.
 
         `dimensions` keeps the first ones, for models that were trained for it. Longer texts than
         the model's context are refused, unless `truncate_prompt_tokens` cuts them.
         """
-        request = embed_request_from(texts, model, dimensions, truncate_prompt_tokens)
-        return embeddings_from(self._unary(self._stub.Embed, request))
+        request = embed_request_from(texts, model, dimensions, truncate_prompt_tokens, cache_salt)
+        return embeddings_from(self._unary(self._stub.Embed, request, timeout_s=timeout_s))
 
     def tokenize(self, prompt: str | Sequence[Message], *, model: str = "") -> list[int]:
         """Return the token ids that Generate would use for a text or a chat."""
@@ -154,9 +156,12 @@ class Client:
         return model_from(self._unary(self._stub.GetModel, request))
 
     def _unary(
-        self, method: grpc.UnaryUnaryMultiCallable[Request, Response], request: Request
+        self,
+        method: grpc.UnaryUnaryMultiCallable[Request, Response],
+        request: Request,
+        timeout_s: float | None = None,  # None: that of the client
     ) -> Response:
-        tries = self._access.tries()
+        tries = self._access.tries(timeout_s)
         while True:
             try:
                 return method(request, timeout=tries.remaining_s, metadata=self._access.metadata)

@@ -94,6 +94,7 @@ def embed_request_from(
     model: str,
     dimensions: int | None,
     truncate_prompt_tokens: int | None,
+    cache_salt: str,
 ) -> inference_pb2.EmbedRequest:
     with reject_invalid_text():
         inputs = [
@@ -107,6 +108,7 @@ def embed_request_from(
         inputs=inputs,
         dimensions=dimensions,
         truncate_prompt_tokens=truncate_prompt_tokens,
+        cache_salt=cache_salt,
     )
 
 

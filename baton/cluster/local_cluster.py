@@ -45,7 +45,8 @@ class ClusterOptions(ChildOptions):
     node_arguments: tuple[str, ...] = ()  # passed to every node
     prefill_arguments: tuple[str, ...] = ()  # passed to every prefill node, after node_arguments
     decode_arguments: tuple[str, ...] = ()
-    # Each on a node of its own: a prefill node, or a decode node where there are no prefill nodes.
+    # Each has a node; a model that is repeated has several. They are prefill nodes, or decode nodes
+    # where there are no prefill nodes.
     embedders: tuple[FurtherModel, ...] = ()
     embedder_arguments: tuple[str, ...] = ()  # instead of node_arguments; no settings file is read
     router_arguments: tuple[str, ...] = ()
@@ -206,7 +207,7 @@ class LocalCluster:
         """Yield the models for the router. The name of a single one may remain open."""
         options = self._options
         first = FurtherModel(options.model, options.model_name if options.embedders else "")
-        for model in (first, *options.embedders):
+        for model in dict.fromkeys((first, *options.embedders)):  # one can have several nodes
             yield "--model"
             yield f"{model.name}={model.folder}" if model.name else model.folder
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from baton.client import AsyncClient, Retries
 from baton.cluster import Child
-from benchmarks.chaos.cluster import ChaosCluster, ChaosClusterConfig
+from benchmarks.chaos.cluster import ChaosCluster
+from benchmarks.chaos.cluster_config import ChaosClusterConfig
 from benchmarks.chaos.faults import Fault, Script, TargetRole, faults
 from benchmarks.chaos.hostile.latencies import BystanderLatencies, bystander_latencies
 from benchmarks.chaos.hostile.processes import HostileProcesses
@@ -24,6 +25,7 @@ from benchmarks.chaos.leaks import grown, held, memory_growth, num_links
 from benchmarks.chaos.load import AnswerOutcome, ChaosLoad
 from benchmarks.chaos.report import Attempts, Report, report
 from benchmarks.chaos.second_turns import LoadsRow, loads_rows
+from benchmarks.chaos.sending import Router
 from benchmarks.chaos.tier_load import TierLoad
 from benchmarks.chaos.workload import KnownAnswer, draw_requests, reference_answers
 
@@ -61,8 +63,9 @@ async def run(bench: ChaosBench, stop: asyncio.Event, on_progress: OnProgress) -
         ChaosCluster(bench.setting) as cluster,
         AsyncClient(cluster.address, retries=ONCE) as client,
     ):
-        requests = await draw_requests(client, script.seed, bench.num_requests)
-        answers = await _unless(stop, reference_answers(client, requests))
+        router = await cluster.router(client)
+        requests = await draw_requests(router, script.seed, bench.num_requests)
+        answers = await _unless(stop, reference_answers(router, requests))
         await cluster.begin()
         async with AsyncExitStack() as lifetime:
             hostile: HostileProcesses | None = None
@@ -70,7 +73,7 @@ async def run(bench: ChaosBench, stop: asyncio.Event, on_progress: OnProgress) -
             if target is not None:
                 hostile = HostileProcesses(target, script.seed, bench.attacks)
                 await lifetime.enter_async_context(hostile)
-            chaos = ChaosRun(cluster, client, answers, bench.num_clients, script.seed, hostile)
+            chaos = ChaosRun(cluster, router, answers, bench.num_clients, script.seed, hostile)
             return await chaos.run(drawn, script.duration_s, stop, on_progress)
 
 
@@ -100,7 +103,7 @@ class ChaosRun:
     def __init__(
         self,
         cluster: ChaosCluster,
-        client: AsyncClient,
+        router: Router,
         answers: Sequence[KnownAnswer],
         num_clients: int,
         seed: int = 0,
@@ -108,9 +111,9 @@ class ChaosRun:
     ) -> None:
         self._cluster = cluster
         self._hostile = hostile
-        self._client = client
+        client = router.client
         self._num_clients = num_clients
-        self.load = ChaosLoad(client, answers, seed)
+        self.load = ChaosLoad(router, answers, seed)
         self._attempts = Attempts()
         self._tier_load = TierLoad(cluster, client, seed)
         self._injector = FaultInjector(

@@ -6,19 +6,21 @@ import asyncio
 import os
 import re
 import signal
-import sys
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
 
-from baton.cluster import Child, ClusterOptions, LocalCluster
+from baton.client import AsyncClient
+from baton.cluster import Child, LocalCluster
 from baton.telemetry.metrics import names
 from benchmarks.chaos import clock, slow_disk
+from benchmarks.chaos.cluster_config import ChaosClusterConfig, cluster_options, kv_events_of
+from benchmarks.chaos.embedder_folder import make_embedder
 from benchmarks.chaos.faults import TargetRole
 from benchmarks.chaos.faulty_transport import FaultSwitch
-from benchmarks.chaos.hostile.client import REPLAY_SUFFIX, AttackTarget
+from benchmarks.chaos.hostile.client import AttackTarget
 from benchmarks.chaos.leaks import (
     Footprint,
     Rss,
@@ -30,44 +32,11 @@ from benchmarks.chaos.leaks import (
 )
 from benchmarks.chaos.preloading import preload
 from benchmarks.chaos.proxy import NodeProxy
+from benchmarks.chaos.sending import EMBEDDER, Router
 from benchmarks.chaos.tier_storage import TierStorage, tier_storage
 
 METRICS_AT = re.compile(r"metrics on (http://\S+)")
-ANY_PORT = ("--metrics-port", "0")
 LINKED_WITHIN_S, LOOK_EVERY_S = 60.0, 0.2
-TENANT_SHARE = 0.25  # of each tier
-UNTRACED = ("--trace-dir", "off")
-OPERATOR_TOKEN = "operator"
-NODE_MODULE = "benchmarks.chaos.node"
-
-
-@dataclass(frozen=True, slots=True)
-class ChaosClusterConfig:
-    """Settings of the cluster."""
-
-    model: str
-    num_prefill: int = 2
-    num_decode: int = 2
-    lease_s: float = 2.0
-    silence_s: float = 3.0
-    node_arguments: tuple[str, ...] = ()
-    router_arguments: tuple[str, ...] = ()
-    log_dir: Path | None = None
-    clocks_jump: bool = False  # build and preload the clock library
-    has_http: bool = False  # serve the OpenAI API, too
-    kv_host_memory: str = ""  # of each node; with it, they share files and objects, too
-    kv_folder_size: str = "16MiB"
-    prefill_has_tiers: bool = True  # without, second turns are loaded by decode nodes
-    block_size: int = 16
-    disk_slows: bool = False  # build and preload the library of the slow disk
-
-    @property
-    def num_by_role(self) -> dict[TargetRole, int]:
-        return {
-            TargetRole.ROUTER: 1,
-            TargetRole.PREFILL: self.num_prefill,
-            TargetRole.DECODE: self.num_decode,
-        }
 
 
 class ChaosCluster:
@@ -87,7 +56,13 @@ class ChaosCluster:
         if setting.kv_host_memory:
             storage = tier_storage(self._folder, setting.kv_folder_size)
             self.tier_storage = self._lifetime.enter_context(storage)
-        self._cluster = LocalCluster(self._options())
+        make_embedder(self._folder / EMBEDDER)
+        libraries = (self._clocks, self.slow_disk)
+        environment = preload([library for library in libraries if library is not None])
+        options = cluster_options(setting, self._folder, environment, self.tier_storage)
+        self._cluster = LocalCluster(
+            replace(options, on_line=self._handle_line, router_target_of=self._found_at)
+        )
         self.baseline: dict[str, Footprint] = {}  # by name
         self.num_links_at_start: dict[str, int] = {}
 
@@ -133,6 +108,11 @@ class ChaosCluster:
     def address(self) -> str:
         return self._cluster.address
 
+    async def router(self, client: AsyncClient) -> Router:
+        """Return the router as clients need it."""
+        model = await client.model()
+        return Router(client, self._cluster.router.http_address, model.name)
+
     @property
     def num_by_role(self) -> dict[TargetRole, int]:
         return self._setting.num_by_role
@@ -165,6 +145,8 @@ class ChaosCluster:
                 return self._cluster.prefills[place]
             case TargetRole.DECODE:
                 return self._cluster.decodes[place]
+            case TargetRole.EMBED:
+                return self._cluster.embedders[place]
 
     def proxy(self, child: Child) -> NodeProxy:
         return self._proxy_by_name[child.name]
@@ -204,11 +186,11 @@ class ChaosCluster:
 
     @property
     def hostile_target(self) -> AttackTarget | None:
-        """Return the addresses for the hostile client; None without HTTP."""
-        if not self._cluster.router.http_address:
+        """Return the addresses for the hostile client; None without one."""
+        if not self._setting.has_hostile_client:
             return None
         decodes = tuple(child.address for child in self._cluster.decodes)
-        kv_events = tuple(self._kv_events_of(child.name) for child in self.nodes)
+        kv_events = tuple(kv_events_of(self._folder, child.name) for child in self.nodes)
         return AttackTarget(self._cluster.router.http_address, self.address, decodes, kv_events)
 
     def rss(self) -> Rss:
@@ -224,71 +206,6 @@ class ChaosCluster:
         """Return the resources of a process, without the pool of connections to the objects."""
         storage = self.tier_storage
         return footprint(child.process.pid, () if storage is None else (storage.port,))
-
-    def _options(self) -> ClusterOptions:
-        setting = self._setting
-        http = ("--http-port", "0") if setting.has_http else ()
-        times = (f"--kv-lease-s={setting.lease_s}", f"--kv-silence-s={setting.silence_s}")
-        return ClusterOptions(
-            model=setting.model,
-            num_prefill=setting.num_prefill,
-            num_decode=setting.num_decode,
-            node_program=(sys.executable, "-m", NODE_MODULE, str(self._folder)),
-            environment=self._environment(),
-            node_arguments=(
-                *times,
-                *ANY_PORT,
-                *UNTRACED,
-                f"--block-size={setting.block_size}",
-                *self._kv_event_arguments(),
-                *self._operator_arguments(),
-                *setting.node_arguments,
-            ),
-            prefill_arguments=self._tier_arguments() if setting.prefill_has_tiers else (),
-            decode_arguments=self._tier_arguments(),
-            router_arguments=(
-                *ANY_PORT,
-                *UNTRACED,
-                *http,
-                *self._operator_arguments(),
-                *setting.router_arguments,
-            ),
-            on_line=self._handle_line,
-            router_target_of=self._found_at,
-        )
-
-    def _environment(self) -> dict[str, str]:
-        libraries = (self._clocks, self.slow_disk)
-        environment = preload([library for library in libraries if library is not None])
-        if self.tier_storage is not None:
-            environment |= self.tier_storage.environment
-        return environment
-
-    def _tier_arguments(self) -> tuple[str, ...]:
-        if self.tier_storage is None:
-            return ()
-        return (
-            f"--kv-host-memory={self._setting.kv_host_memory}",
-            f"--kv-tenant-share={TENANT_SHARE}",
-            *self.tier_storage.arguments,
-        )
-
-    def _operator_arguments(self) -> tuple[str, ...]:
-        """Operators are needed to reset the tiers that nodes share."""
-        path = self._folder / "operators"
-        path.write_text(OPERATOR_TOKEN, encoding="utf-8")
-        return ("--operator-token-file", str(path))
-
-    def _kv_event_arguments(self) -> tuple[str, ...]:
-        """Nodes publish KV events if there is a hostile client, for it to attack."""
-        if not self._setting.has_http:
-            return ()
-        endpoint = self._kv_events_of("{node_id}")
-        replays = ("--kv-events-replay-endpoint", endpoint + REPLAY_SUFFIX)
-        return ("--kv-events-endpoint", endpoint, *replays)
-
-    def _kv_events_of(self, node_id: str) -> str:
-        return f"ipc://{self._folder}/{node_id}-events"
 
     def _handle_line(self, child: Child, line: str) -> None:
         found = METRICS_AT.search(line)

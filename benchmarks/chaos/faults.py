@@ -49,13 +49,14 @@ class TargetRole(Enum):
     ROUTER = "router"
     PREFILL = "prefill"
     DECODE = "decode"
+    EMBED = "embed"  # nodes of the further model
 
 
 ROLES_BY_FAULT_KIND = {
-    FaultKind.KILL: (TargetRole.ROUTER, TargetRole.PREFILL, TargetRole.DECODE),
-    FaultKind.STOP: (TargetRole.ROUTER, TargetRole.PREFILL, TargetRole.DECODE),
+    FaultKind.KILL: tuple(TargetRole),
+    FaultKind.STOP: tuple(TargetRole),
     FaultKind.FREEZE: (TargetRole.DECODE,),
-    FaultKind.SLOW: (TargetRole.ROUTER, TargetRole.PREFILL, TargetRole.DECODE),
+    FaultKind.SLOW: tuple(TargetRole),
     FaultKind.CUT: (TargetRole.PREFILL,),
     FaultKind.STALL: (TargetRole.PREFILL,),
     FaultKind.OVERLOAD: (TargetRole.ROUTER,),
@@ -64,7 +65,7 @@ ROLES_BY_FAULT_KIND = {
     FaultKind.DOUBLE: (TargetRole.PREFILL, TargetRole.DECODE),
     FaultKind.SWAP: (TargetRole.PREFILL, TargetRole.DECODE),
     FaultKind.CORRUPT: (TargetRole.PREFILL,),
-    FaultKind.JUMP: (TargetRole.ROUTER, TargetRole.PREFILL, TargetRole.DECODE),
+    FaultKind.JUMP: tuple(TargetRole),
     FaultKind.HOSTILE: (TargetRole.ROUTER,),
     FaultKind.SPOIL: (TargetRole.ROUTER,),
     FaultKind.TRUNCATE: (TargetRole.ROUTER,),

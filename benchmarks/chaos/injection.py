@@ -12,7 +12,8 @@ from baton.client import AsyncClient, BatonError
 from baton.cluster import Child, await_serving
 from baton.kv_transfer.external_kv import TIERS
 from baton.rpc.channel import KEEPALIVE
-from benchmarks.chaos.cluster import OPERATOR_TOKEN, ChaosCluster
+from benchmarks.chaos.cluster import ChaosCluster
+from benchmarks.chaos.cluster_config import OPERATOR_TOKEN
 from benchmarks.chaos.faults import (
     PROBES,
     SHARED_FAULTS,
@@ -110,7 +111,7 @@ class FaultInjector:
         return asyncio.get_running_loop().time() + at_s - elapsed_s
 
     def _victim(self, fault: Fault) -> Child | None:
-        """Return a healthy process of the role. The last healthy decode node is spared.
+        """Return a healthy process of the role. The last node to decode or to embed is spared.
 
         Faults of tiers need none: they stand for the router, whatever its state is.
         """
@@ -120,7 +121,7 @@ class FaultInjector:
         places = [(fault.place + step) % count for step in range(count)]
         siblings = [self._cluster.child(fault.role, place) for place in places]
         healthy = [child for child in siblings if child.name not in self._affected]
-        if fault.role is TargetRole.DECODE and len(healthy) < 2:
+        if fault.role in (TargetRole.DECODE, TargetRole.EMBED) and len(healthy) < 2:
             return None
         return healthy[0] if healthy else None
 

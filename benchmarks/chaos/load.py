@@ -6,13 +6,22 @@ import asyncio
 import random
 import time
 from collections.abc import Sequence
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
+from typing import Any
 
-from baton.client import Answer, AsyncClient, BatonError, Generation
+from baton.client import BatonError
 from benchmarks.chaos.faults import Phase
-from benchmarks.chaos.workload import KnownAnswer, difference_of, with_salt
+from benchmarks.chaos.sending import (
+    DEADLINE_EXCEEDED,
+    HttpRequestFailed,
+    Router,
+    Sending,
+    WrongAnswer,
+)
+from benchmarks.chaos.workload import KnownAnswer
 
 # Requests take seconds; one without an end after this time counts as hung.
 PATIENCE_S = 90.0
@@ -59,8 +68,8 @@ class AnswerOutcome:
 class ChaosLoad:
     """Closed-loop clients: each sends its next request a pause after the last one has ended."""
 
-    def __init__(self, client: AsyncClient, known: Sequence[KnownAnswer], seed: int) -> None:
-        self._client = client
+    def __init__(self, router: Router, known: Sequence[KnownAnswer], seed: int) -> None:
+        self._router = router
         self._known = known
         self._draw = random.Random(seed)
         self._numbers = 0
@@ -114,7 +123,7 @@ class ChaosLoad:
         self.num_in_flight += 1
         try:
             async with asyncio.timeout(cancel_after_s):
-                await self._receive(one, with_salt(one.request, salt), record)
+                await self._receive(one, salt, record)
         except TimeoutError:
             _set_outcome(record, RequestOutcome.CANCELLED)
         finally:
@@ -128,58 +137,49 @@ class ChaosLoad:
             return PATIENCE_S
         return self._draw.uniform(MIN_DEADLINE_S, MAX_DEADLINE_S)
 
-    async def _receive(
-        self, one: KnownAnswer, generation: Generation, record: AnswerOutcome
-    ) -> None:
-        answer = Answer()
+    async def _receive(self, one: KnownAnswer, salt: str, record: AnswerOutcome) -> None:
         self._note(Phase.SENT)
-        stream = self._client.stream(one.request.prompt, generation, timeout_s=record.patience_s)
+        on_tokens = partial(self._note_tokens, record)
         try:
-            async with aclosing(stream) as chunks:
-                async for chunk in chunks:
-                    if chunk.first_index != len(answer.token_ids):
-                        _set_outcome(
-                            record,
-                            RequestOutcome.WRONG,
-                            f"token {chunk.first_index} is out of order",
-                        )
-                        return
-                    answer.take(chunk)
-                    self._note_tokens(answer, record)
+            answer = await one.request.send(
+                Sending(self._router, record.patience_s, salt, on_tokens)
+            )
+        except WrongAnswer as error:
+            _set_outcome(record, RequestOutcome.WRONG, str(error))
         except BatonError as error:
-            self._judge_error(record, error)
+            _judge_error(record, error.reason or error.code.name)
+        except HttpRequestFailed as error:
+            _judge_error(record, error.reason)
         else:
-            self._judge_answer(one, answer, record)
+            _judge_answer(one, answer, record)
 
-    def _note_tokens(self, answer: Answer, record: AnswerOutcome) -> None:
-        if not answer.token_ids:
-            return
+    def _note_tokens(self, record: AnswerOutcome) -> None:
         if not record.arrivals_s:
             self._note(Phase.FIRST_TOKEN)
         elif len(record.arrivals_s) == FIRST_DECODED:
             self._note(Phase.DECODING)
         record.arrivals_s.append(time.monotonic())
 
-    def _judge_answer(self, one: KnownAnswer, answer: Answer, record: AnswerOutcome) -> None:
-        difference = difference_of(one, answer)
-        if difference is not None:
-            _set_outcome(record, RequestOutcome.WRONG, difference)
-        if answer.finish is not None:
-            record.attempts = answer.finish.served.attempts
-            record.is_local = not answer.finish.served.is_prefill_remote
 
-    def _judge_error(self, record: AnswerOutcome, error: BatonError) -> None:
-        reason = error.reason or error.code.name
-        if reason == "DEADLINE_EXCEEDED" and record.has_short_deadline:
-            _set_outcome(record, RequestOutcome.LATE)
-        elif reason == "DEADLINE_EXCEEDED":
-            _set_outcome(record, RequestOutcome.HUNG, f"no end within {record.patience_s:.0f} s")
-        else:
-            _set_outcome(
-                record,
-                RequestOutcome.BROKEN if record.arrivals_s else RequestOutcome.REFUSED,
-                reason,
-            )
+def _judge_answer(one: KnownAnswer, answer: Any, record: AnswerOutcome) -> None:
+    difference = one.request.difference(answer, one.answer)
+    if difference is not None:
+        _set_outcome(record, RequestOutcome.WRONG, difference)
+    served = one.request.served(answer)
+    if served is not None:
+        record.attempts = served.attempts
+        record.is_local = not served.is_prefill_remote
+
+
+def _judge_error(record: AnswerOutcome, reason: str) -> None:
+    if reason == DEADLINE_EXCEEDED and record.has_short_deadline:
+        _set_outcome(record, RequestOutcome.LATE)
+    elif reason == DEADLINE_EXCEEDED:
+        _set_outcome(record, RequestOutcome.HUNG, f"no end within {record.patience_s:.0f} s")
+    else:
+        is_begun = bool(record.arrivals_s)
+        outcome = RequestOutcome.BROKEN if is_begun else RequestOutcome.REFUSED
+        _set_outcome(record, outcome, reason)
 
 
 def _set_outcome(record: AnswerOutcome, outcome: RequestOutcome, reason: str = "") -> None:

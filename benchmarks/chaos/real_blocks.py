@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.chaos.cluster import ChaosClusterConfig
+from benchmarks.chaos.cluster_config import ChaosClusterConfig
 from tools.make_model import make_model
 from tools.model_shapes import SHAPES
 

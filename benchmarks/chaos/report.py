@@ -68,6 +68,7 @@ class Report:
     recoveries: Sequence[Recovery]
     reasons: Mapping[str, int]  # of refused and broken requests
     num_by_fault: Mapping[str, int]
+    num_by_kind: Mapping[str, int]  # right answers by kind of request
     wrong: Sequence[str]
     hung: Sequence[str]
     lost: Sequence[str]
@@ -137,6 +138,9 @@ def report(
         recoveries=list(_recoveries(records, injected)),
         reasons=dict(Counter(f"{one.outcome.value}: {one.reason}" for one in failed)),
         num_by_fault=dict(Counter(_kind(one.fault) for one in injected)),
+        num_by_kind=dict(
+            Counter(one.kind for one in records if one.outcome is RequestOutcome.RIGHT)
+        ),
         wrong=[
             *(_line(one, injected) for one in records if one.outcome is RequestOutcome.WRONG),
             *wrong_turns,

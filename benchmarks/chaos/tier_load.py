@@ -15,7 +15,8 @@ from baton.client import Answer, AsyncClient, BatonError, Generation, Model
 from baton.core.sampling import SamplingParams
 from baton.kv_transfer.external_kv import FILE, HOST, KV
 from baton.telemetry.metrics import names
-from benchmarks.chaos.cluster import OPERATOR_TOKEN, ChaosCluster
+from benchmarks.chaos.cluster import ChaosCluster
+from benchmarks.chaos.cluster_config import OPERATOR_TOKEN
 from benchmarks.chaos.faults import FaultKind, InjectedFault
 from benchmarks.chaos.leaks import Scrape
 from benchmarks.chaos.report import TIERS_CPU, WORST

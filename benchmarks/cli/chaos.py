@@ -44,7 +44,9 @@ def chaos(
     ] = EVERYTHING,
     roles: Annotated[
         str,
-        typer.Option(help="Roles to inject faults into: router, prefill, decode; comma-separated."),
+        typer.Option(
+            help="Roles to inject faults into: router, prefill, decode, embed; comma-separated."
+        ),
     ] = EVERYTHING,
     attacks: Annotated[
         str,
@@ -59,6 +61,7 @@ def chaos(
     ] = 6,
     prefill: Annotated[int, typer.Option(min=1, help="Prefill nodes.")] = 2,
     decode: Annotated[int, typer.Option(min=2, help="Decode nodes.")] = 2,
+    embed: Annotated[int, typer.Option(min=2, help="Nodes of an embedder, a further model.")] = 2,
     kv_cache_memory: Annotated[
         str, typer.Option(help="KV cache of each node; small, so that overload fills it.")
     ] = "3MiB",
@@ -103,7 +106,7 @@ def chaos(
     bystander's limit was exceeded.
     """
     from benchmarks.chaos.benchmark import ChaosBench
-    from benchmarks.chaos.cluster import ChaosClusterConfig
+    from benchmarks.chaos.cluster_config import ChaosClusterConfig
     from benchmarks.chaos.faults import STORAGE_FAULTS, TIER_LOAD, FaultKind, Script, TargetRole
     from benchmarks.chaos.hostile.requests import Attack
     from benchmarks.chaos.preloading import has_compiler
@@ -123,6 +126,7 @@ def chaos(
             model,
             prefill,
             decode,
+            embed,
             node_arguments=(
                 f"--kv-cache-memory={kv_cache_memory}",
                 "--threads=1",
@@ -132,7 +136,7 @@ def chaos(
             ),
             log_dir=logs,
             clocks_jump=FaultKind.JUMP in chosen,
-            has_http=FaultKind.HOSTILE in chosen,
+            has_hostile_client=FaultKind.HOSTILE in chosen,
             kv_host_memory=kv_host_memory,
             kv_folder_size=kv_folder_size,
             block_size=block_size,
@@ -206,6 +210,8 @@ def _show(found: Report, bench: ChaosBench) -> None:
     took = f"{found.num_faults} faults in {found.elapsed_s:.0f} s, seed {bench.script.seed}"
     console().print(took)
     show_table("", rows)
+    by_kind = [{"request": n, "right": c} for n, c in sorted(found.num_by_kind.items())]
+    show_table("right answers", by_kind)
     if found.num_by_fault:
         show_table("faults", [{"fault": n, "times": c} for n, c in found.num_by_fault.items()])
     if found.evidence:

@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import islice
 
+import numpy as np
 import pytest
 
 from baton.client import Answer, Finish, Generation, Served
@@ -27,6 +28,7 @@ from benchmarks.chaos.faults import (
     TargetRole,
     faults,
 )
+from benchmarks.chaos.generated_text import GeneratedText
 from benchmarks.chaos.hostile.bystander import ObservedWait, Wait
 from benchmarks.chaos.hostile.latencies import bystander_latencies
 from benchmarks.chaos.hostile.requests import Attack, attacks, posts
@@ -43,8 +45,10 @@ from benchmarks.chaos.leaks import (
     resident_bytes,
 )
 from benchmarks.chaos.load import AnswerOutcome, RequestOutcome
+from benchmarks.chaos.pooled_text import Embeddings, Ranking
 from benchmarks.chaos.report import Attempts, Report, report
-from benchmarks.chaos.workload import ChaosRequest, KnownAnswer, difference_of
+from benchmarks.chaos.sending import ChaosRequest
+from benchmarks.chaos.workload import KINDS, Drawing
 
 NUM_BY_ROLE = {TargetRole.ROUTER: 1, TargetRole.PREFILL: 2, TargetRole.DECODE: 2}
 SERVED = Served("p", "d", True, "", 1, 1, "nixl", 0, 0, 1)
@@ -82,7 +86,7 @@ def an_answer(token_ids: tuple[int, ...] = (4, 5), text: str = "ab", logprob: fl
     return Answer("r", list(token_ids), text, logprobs, finish=FINISH)
 
 
-KNOWN = KnownAnswer(ChaosRequest(0, "greedy", (1, 2, 3), Generation()), an_answer())
+TEXT = GeneratedText(0, "greedy", (1, 2, 3), Generation())
 
 
 @pytest.mark.parametrize(
@@ -99,7 +103,7 @@ KNOWN = KnownAnswer(ChaosRequest(0, "greedy", (1, 2, 3), Generation()), an_answe
     ],
 )
 def test_any_difference_from_the_expected_answer_is_detected(answer: Answer, word: str) -> None:
-    difference = difference_of(KNOWN, answer)
+    difference = TEXT.difference(answer, an_answer())
 
     assert difference is not None
     assert word in difference
@@ -110,7 +114,36 @@ def test_an_answer_with_another_route_is_correct() -> None:
 
     answer = replace(an_answer(logprob=-1.001), finish=elsewhere)
 
-    assert difference_of(KNOWN, answer) is None
+    assert TEXT.difference(answer, an_answer()) is None
+
+
+def test_any_difference_between_vectors_and_scores_is_detected() -> None:
+    vectors = Embeddings(0, "encode", ("a", "b"))
+    ranking = Ranking(0, "rerank", "a", ("b", "c"))
+    one, two = np.array([0.6, 0.8], np.float32), np.array([1.0, 0.0], np.float32)
+
+    assert vectors.difference([one, two + 1e-4], [one, two]) is None
+    for wrong, word in (
+        ([two, one], "vector 0 differs by 0.8"),
+        ([one], "1 vectors"),
+        ([one, two[:1]], "1 numbers"),
+        ([one, two * np.nan], "vector 1 differs by nan"),
+    ):
+        assert word in (vectors.difference(wrong, [one, two]) or "")
+    assert ranking.difference({0: 0.5, 1: 0.25}, {0: 0.5, 1: 0.2501}) is None
+    assert "document 1" in (ranking.difference({0: 0.5, 1: 0.3}, {0: 0.5, 1: 0.2}) or "")
+    assert "documents [0]" in (ranking.difference({0: 0.5}, {0: 0.5, 1: 0.2}) or "")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_requests_of_each_kind_follow_from_the_seed_and_differ_between_tags(kind: str) -> None:
+    def drawn(tag: int, seed: int) -> ChaosRequest:
+        return KINDS[kind](Drawing(tag, kind, random.Random(seed), range(4, 300)))
+
+    assert drawn(1, 3) == drawn(1, 3)
+    assert drawn(1, 3) != drawn(1, 4)
+    assert drawn(1, 3) != drawn(2, 3)
+    assert (drawn(1, 3).tag, drawn(1, 3).kind) == (1, kind)
 
 
 METRICS = """
