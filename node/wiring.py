@@ -68,7 +68,8 @@ class NodeComponents:
         self._changes, self._inbox = NodeChanges(), EngineInbox()
         self.ledger = RequestLedger(self._changes.notify_threadsafe)
         self.links = GrpcLinks(options.tls)
-        self.worker = make_kv_worker(options, identity, runner, self.links, around)
+        note_staged = None if self.metrics is None else self.metrics.note_staged
+        self.worker = make_kv_worker(options, identity, runner, self.links, around, note_staged)
         self.links.attach(self.worker.inbox, partial(self._inbox.put, _poll))
         self.connector = make_connector(options, identity, runner, self._wake)
         engine_options = EngineOptions(

@@ -26,10 +26,12 @@ from baton.kv_transfer.transports.nixl import NixlTransport, moves_device_memory
 from baton.kv_transfer.transports.pinned import PinnedTransport
 from baton.kv_transfer.transports.ucxx import UcxxTransport
 from baton.kv_transfer.worker import KvTransferWorker
+from baton.node.kv.staged_copies import NoteStaged, StagedCopies
 from baton.node.options import NodeOptions
 
 logger = logging.getLogger(__name__)
 
+Copies = KvBlocks | StagedCopies
 SLOT_BYTES, MIN_SLOTS = 128 << 20, 2  # of pinned memory out of which a device's blocks are sent
 
 
@@ -50,14 +52,23 @@ def make_kv_worker(
     runner: LoadedRunner,
     link: Link,
     around: Around = NO_NODE_DECORATORS,
+    note_staged: NoteStaged | None = None,
+    clock: Callable[[], float] = time.monotonic,  # of `note_staged`
 ) -> KvTransferWorker:
-    """Raises TransportMissing if the transport's library is not installed."""
+    """`note_staged` is called for copies between a device and pinned host memory.
+
+    Raises TransportMissing if the transport's library is not installed.
+    """
     memory = runner.kv_memory
     region = Region(memory.address, memory.num_blocks, memory.block_bytes, memory.device)
-    staging = _make_staging(options.staging_bytes, runner)
+    copies: Copies = runner.blocks
+    if region.device != "cpu" and note_staged is not None:
+        copies = StagedCopies(runner.blocks, note_staged, clock)
+    staging = _make_staging(options.staging_bytes, runner, copies)
     config = replace(options.kv_worker, busy_s=options.stuck_after_s)
     area = None if staging is None else staging.region
-    transport = around.transport(_open_transport(options, region, area, runner.blocks), region)
+    opened = _open_transport(options, region, area, runner.blocks, copies)
+    transport = around.transport(opened, region)
     hash_blocks = None if region.device == "cpu" else runner.blocks.hash
     return KvTransferWorker(
         identity,
@@ -70,18 +81,22 @@ def make_kv_worker(
     )
 
 
-def _make_staging(num_bytes: int, runner: LoadedRunner) -> StagingArea | None:
+def _make_staging(num_bytes: int, runner: LoadedRunner, copies: Copies) -> StagingArea | None:
     if not num_bytes:
         return None
     memory = huge_page_memory(num_bytes)
     if runner.kv_memory.device != "cpu":
         runner.blocks.pin(memory)
     region = Region(_address_of(memory), num_blocks=1, block_bytes=num_bytes)
-    return StagingArea(region, partial(runner.blocks.convert, memory))
+    return StagingArea(region, partial(copies.convert, memory))
 
 
 def _open_transport(
-    options: NodeOptions, region: Region, staging: Region | None, blocks: KvBlocks
+    options: NodeOptions,
+    region: Region,
+    staging: Region | None,
+    blocks: KvBlocks,
+    copies: Copies,
 ) -> Transport:
     num_removed = remove_dead_segments()
     if num_removed:
@@ -98,7 +113,7 @@ def _open_transport(
         "UCX has no CUDA, so nixl" if kind == "nixl" else kind,
     )
     return PinnedTransport(
-        _open(kind, slots, config, staging), slots, partial(blocks.copy_out, slots)
+        _open(kind, slots, config, staging), slots, partial(copies.copy_out, slots)
     )
 
 

@@ -115,10 +115,20 @@ class NodeMetrics(StepObserver):
         self._rate = _histogram(registry, counted.RATE)
         self._overlap = _histogram(registry, counted.OVERLAP)
         self._tier_load = _histogram(registry, counted.TIER_LOAD)
+        self._staged_bytes = _counter(registry, counted.STAGED_BYTES)
+        self._staged_copy = _histogram(registry, counted.STAGED_COPY)
+        for direction in (TransferRole.SENT.value, TransferRole.RECEIVED.value):
+            self._staged_bytes.labels(direction)
+            self._staged_copy.labels(direction)
 
     def count_loads_of(self, tier: str) -> Callable[[float], None]:
         """Return what observes the seconds of a load from a tier. Any thread may call it."""
         return self._tier_load.labels(tier).observe
+
+    def note_staged(self, role: TransferRole, num_bytes: int, seconds: float) -> None:
+        """Count a copy between a device and pinned host memory. Any thread may call it."""
+        self._staged_bytes.labels(role.value).inc(num_bytes)
+        self._staged_copy.labels(role.value).observe(seconds)
 
     def note_pass(self, plan: Plan, began_s: float, ended_s: float) -> None:
         if not plan.num_scheduled_tokens:

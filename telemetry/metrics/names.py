@@ -57,6 +57,7 @@ FIRST_TOKEN_BUCKETS = (
 PER_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 BATCH_BUCKETS = tuple(float(2**n) for n in range(9))
+COPY_BUCKETS = (0.0001, 0.00025, 0.0005, *STEP_BUCKETS)
 RATE_BUCKETS = (0.001, 0.01, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0)
 SHARE_BUCKETS = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 
@@ -190,6 +191,20 @@ OVERLAP = _histogram(
     "Share of a hand-off's bytes transferred before its prompt was fully computed.",
     "1",
     SHARE_BUCKETS,
+)
+STAGED_BYTES = _counter(
+    "baton.kv.staged.bytes",
+    "KV copied between a GPU and pinned host memory for hand-offs and pulls, where UCX cannot "
+    "access the GPU or the blocks of a peer differ. direction: sent, out of the GPU, or received.",
+    "direction",
+    unit="By",
+)
+STAGED_COPY = _histogram(
+    "baton.kv.staged.copy",
+    "Time that such a copy delayed a hand-off: from its begin until its end was seen.",
+    "s",
+    COPY_BUCKETS,
+    "direction",
 )
 RUNNING = _gauge("baton.requests.running", "Requests in the batch.")
 WAITING = _gauge(

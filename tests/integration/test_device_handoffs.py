@@ -16,6 +16,8 @@ from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.kernels.choose import TORCH, Parts
 from baton.engine.runner.load import load_runner
 from baton.engine.runner.model_runner import TorchRunner
+from baton.node.kv.staged_copies import NoteStaged
+from baton.telemetry.metrics.instruments import NodeMetrics
 from tests.support.fake_device import Costs, FakeDevice
 from tests.support.local_handoffs import LocalHandoffs
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
@@ -51,7 +53,11 @@ def sides(prefill: str, decode: str, **of_decode: Any) -> tuple[Side, Side]:
 
 @contextmanager
 def pair(
-    folder: Path, *both: Side, parts: Parts = GRAPHABLE, dtype: str = "auto"
+    folder: Path,
+    *both: Side,
+    parts: Parts = GRAPHABLE,
+    dtype: str = "auto",
+    note_staged: NoteStaged | None = None,
 ) -> Iterator[LocalHandoffs]:
     """Yield a prefill and a decode engine. Those on a GPU share a simulated one."""
     device = FakeDevice(costs=Costs(copy_s=STEP_S, block_copy_s=STEP_S))
@@ -79,6 +85,8 @@ def pair(
             chunk=CHUNK,
             staging_bytes=STAGING_BYTES,
             wait=lambda: device.advance(STEP_S),
+            note_staged=note_staged,
+            clock=lambda: device.now_s,
         )
         yield stack.enter_context(engines)
 
@@ -159,6 +167,25 @@ def test_layers_are_sent_while_a_device_computes(
 
     assert record.overlap > 0
     assert "pinned host memory: UCX has no CUDA, so nixl cannot" in caplog.text
+
+
+@pytest.mark.parametrize("place", ["gpu", "cpu"])
+def test_staged_bytes_and_the_time_of_their_copies_are_counted(folder: Path, place: str) -> None:
+    metrics = NodeMetrics("any")
+    with pair(folder, *sides(place, place), note_staged=metrics.note_staged) as engines:
+        tokens_of(engines, (100,))
+        [record] = engines.prefill.take_records()
+    value = metrics.registry.get_sample_value
+
+    for direction in ("sent", "received"):
+        labels = {"direction": direction}
+        num_bytes = value("baton_kv_staged_bytes_total", labels)
+        seconds = value("baton_kv_staged_copy_seconds_sum", labels) or 0.0
+        if place == "gpu":
+            assert num_bytes == record.num_bytes > 0
+            assert seconds == pytest.approx(STEP_S) or seconds > STEP_S  # neighbours: one copy
+        else:
+            assert (num_bytes, seconds) == (0.0, 0.0)
 
 
 @pytest.mark.triton

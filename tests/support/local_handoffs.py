@@ -20,6 +20,7 @@ from baton.engine.scheduler.config import SchedulerConfig
 from baton.kv_transfer.pairs import Identity
 from baton.kv_transfer.protocol.messages import Fingerprint
 from baton.kv_transfer.records import TransferRecord
+from baton.node.kv.staged_copies import NoteStaged
 from baton.node.kv.worker import KvPassHook, make_kv_worker
 from baton.node.options import NodeOptions
 from tests.support.kv_links import LinkHub
@@ -59,11 +60,15 @@ class HandoffEngine:
         staging_bytes: int = 0,
         *,
         async_scheduling: bool = False,
+        note_staged: NoteStaged | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         link = hub.link(name)
         identity = Identity(NodeId(name), Incarnation(name), fingerprint_of(runner))
         options = NodeOptions(RunnerConfig("any"), kv_staging_bytes=staging_bytes)
-        self._worker = make_kv_worker(options, identity, runner, link)
+        self._worker = make_kv_worker(
+            options, identity, runner, link, note_staged=note_staged, clock=clock
+        )
         link.events = self._worker.inbox
         self._runner = runner
         scheduling = SchedulerConfig(
@@ -115,8 +120,13 @@ class LocalHandoffs:
         staging_bytes: int = 0,
         wait: Callable[[], None] = lambda: None,
         async_scheduling: bool = False,
+        note_staged: NoteStaged | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`wait` is called between steps, to let the time of a simulated device pass."""
+        """`wait` is called between steps, to let the time of a simulated device pass.
+
+        `clock` times the copies that are given to `note_staged`.
+        """
         self._hub = LinkHub()
         self._wait = wait
         make = partial(
@@ -124,6 +134,8 @@ class LocalHandoffs:
             chunk=chunk,
             staging_bytes=staging_bytes,
             async_scheduling=async_scheduling,
+            note_staged=note_staged,
+            clock=clock,
         )
         self.prefill = make(self._hub, "prefill", prefill)
         self.decodes = [
