@@ -21,7 +21,7 @@ from baton.checkpoint.text_pairs import EncodedText
 from baton.checkpoint.tokenizer import Tokenizer
 from baton.completion import Completion, CompletionBuilder, VectorBuilder
 from baton.core.errors import InvalidConfig, InvalidRequest
-from baton.core.ids import RequestId
+from baton.core.ids import AdapterRef, RequestId
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams, fit_max_tokens
 from baton.core.stop_strings import StopRule
@@ -247,7 +247,7 @@ class LLM:
         for name in {*names} - {""} - self._adapters.keys():
             raise InvalidRequest(f"there is no adapter {name!r}: pass its folder in LLM(lora=)")
         return [
-            replace(request, adapter=self._adapters[name]) if name else request
+            replace(request, adapter=AdapterRef(name, self._adapters[name])) if name else request
             for request, name in zip(requests, names, strict=True)
         ]
 

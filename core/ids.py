@@ -25,16 +25,28 @@ def existing_blocks(block_tables: Iterable[Iterable[BlockId]]) -> Iterator[Block
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterRef:
+    """Names a LoRA adapter, and where nodes find it."""
+
+    name: str = ""  # in requests
+    id: str = ""  # hash of its config and weights, by which KV is shared; empty: no adapter
+    path: str = ""  # relative to the --lora-root of each node; empty: nodes cannot load it later
+
+
+NO_ADAPTER = AdapterRef()
+
+
+@dataclass(frozen=True, slots=True)
 class ModelVariant:
-    """A served model: base weights, and an adapter of them. No node serves adapters yet."""
+    """A served model: base weights, and an adapter of them."""
 
     base: str = ""  # empty: any that is served
-    adapter: str = ""  # empty: none
+    adapter: AdapterRef = NO_ADAPTER
 
     @property
     def name(self) -> str:
         """Name in requests and in the list of models."""
-        return self.adapter or self.base
+        return self.adapter.name or self.base
 
 
 ANY_MODEL = ModelVariant()
@@ -71,7 +83,7 @@ class PrefixKeys:
     """Keys of a request besides its tokens: prompts share KV only where all of them are equal."""
 
     cache_salt: str = ""  # empty: shared by all clients
-    adapter: str = ""  # that computes the KV; empty: none
+    adapter: str = ""  # id of that which computes the KV; empty: none
     media: tuple[MediaSegment, ...] = ()  # enter the names of the blocks that they touch
 
 

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.core.ids import HandoffId, MediaSegment, Peer, PrefixKeys, RequestId
+from baton.core.ids import (
+    NO_ADAPTER,
+    AdapterRef,
+    HandoffId,
+    MediaSegment,
+    Peer,
+    PrefixKeys,
+    RequestId,
+)
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
 from baton.core.sampling import SamplingParams
 from baton.core.task import Task, task_of
@@ -21,7 +29,7 @@ class EngineRequest:
     arrival_s: float = 0.0
     age_s: float = 0.0  # since the client sent it, so that a retry keeps its place in the queue
     priority: int = 0  # lower runs earlier
-    adapter: str = ""  # of the served model; empty: none
+    adapter: AdapterRef = NO_ADAPTER  # of the served model
     media: tuple[MediaSegment, ...] = ()  # in the prompt
     cache_salt: str = ""
     tenant: str = ""  # owner of the salt, to whose quota its blocks count; empty: the salt itself
@@ -39,7 +47,7 @@ class EngineRequest:
 
     @property
     def prefix_keys(self) -> PrefixKeys:
-        return PrefixKeys(self.cache_salt, self.adapter, self.media)
+        return PrefixKeys(self.cache_salt, self.adapter.id, self.media)
 
     @property
     def task(self) -> Task:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from baton.core.ids import Incarnation, NodeId
+from baton.core.ids import AdapterRef, Incarnation, NodeId
 from baton.core.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults
 from baton.engine.kv_cache.block_hashes import PrefixNaming
 from baton.kv_transfer.protocol.messages import Fingerprint
@@ -43,6 +43,7 @@ class NodeCard:
     vector_size: int = 0  # of a pooled prompt; 0: the model does not pool
     has_labels: bool = False  # the vector has scores of labels; otherwise it is an embedding
     generates: bool = True
+    max_loras: int = 0  # different adapters in a batch; 0: it serves none
 
     @property
     def max_sequence_length(self) -> int:
@@ -108,6 +109,26 @@ class NodeLoad:
     totals: NodeTotals = field(default=NodeTotals(), compare=False)
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedAdapter:
+    """An adapter of a node."""
+
+    adapter: AdapterRef
+    is_in_memory: bool = False
+    num_bytes: int = 0  # in memory
+    num_requests: int = 0  # in progress
+
+
+@dataclass(frozen=True, slots=True)
+class NodeAdapters:
+    """All adapters with a name of a node, sorted by it."""
+
+    adapters: tuple[LoadedAdapter, ...] = ()
+
+
+NO_ADAPTERS = NodeAdapters()
+
+
 class NodeAvailability(StrEnum):
     READY = "ready"
     DRAINING = "draining"
@@ -135,11 +156,13 @@ class NodeStatus:
     num_waiting: int = 0
     num_sent: int = 0  # by this router, not ended yet
     totals: NodeTotals = NodeTotals()
+    adapters: NodeAdapters = NO_ADAPTERS
+    max_loras: int = 0
 
 
 CARD = Mapper(NodeCard, node_pb2.GetNodeResponse)
 STATUS = Mapper(NodeStatus, cluster_pb2.NodeReport)
-LOAD = Mapper(NodeLoad, node_pb2.WatchResponse, unmapped=("prefixes",))
+LOAD = Mapper(NodeLoad, node_pb2.WatchResponse, unmapped=("prefixes", "adapters"))
 CHANGES = Mapper(PrefixChanges, node_pb2.PrefixChanges)
 
 

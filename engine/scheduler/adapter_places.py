@@ -25,9 +25,10 @@ class AdapterPlaces:
         return is_there or len(self._num_requests) < self._num_places
 
     def take(self, request: EngineRequest) -> None:
-        if request.adapter and request.request_id not in self._adapter_by_id:
-            self._adapter_by_id[request.request_id] = request.adapter
-            self._num_requests[request.adapter] += 1
+        adapter = request.adapter.id
+        if adapter and request.request_id not in self._adapter_by_id:
+            self._adapter_by_id[request.request_id] = adapter
+            self._num_requests[adapter] += 1
 
     def release(self, request: EngineRequest) -> bool:
         """Return whether this frees a place. Requests that took none are ignored."""

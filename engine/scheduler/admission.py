@@ -139,7 +139,7 @@ class AdmissionRules:
     def _require_adapter_place(self, candidate: Candidate) -> Refusal | None:
         """Let others pass while other adapters take all places, but not for ever."""
         state, request = self._state, candidate.request
-        if state.adapters.has_place(request.submitted.adapter):
+        if state.adapters.has_place(request.submitted.adapter.id):
             return None
         if request.adapter_wait_until_s is None:
             request.adapter_wait_until_s = state.now_s + self._config.max_adapter_wait_s

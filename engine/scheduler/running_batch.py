@@ -209,6 +209,6 @@ def make_row(request: Request) -> PlanRow:
         grammar=request.grammar,
         state=request.kv.state_blocks,
         is_pooled=request.submitted.is_pooled,
-        adapter=request.submitted.adapter,
+        adapter=request.submitted.adapter.id,
         second_text_start=request.submitted.second_text_start,
     )

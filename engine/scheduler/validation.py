@@ -20,8 +20,8 @@ def validate_request(
     adapters: Collection[str] = (),
 ) -> None:
     """Raise InvalidRequest if the request can never complete on this engine."""
-    if request.adapter and request.adapter not in adapters:
-        raise InvalidRequest(f"the adapter {request.adapter!r} is not served by this node")
+    if request.adapter.id and request.adapter.id not in adapters:
+        raise InvalidRequest(f"the adapter {request.adapter.name!r} is not served by this node")
     if request.media:
         raise InvalidRequest("media are not served by this node: send text only")
     if request.is_pooled:

@@ -134,7 +134,7 @@ def build_view(table: NodeTable, request: RoutingRequest) -> RoutingView:
     expected: dict[str, int] = {}
     names: list[BlockHash] = []
     token_ids = request.prompt_token_ids + request.prior_output_token_ids
-    keys = PrefixKeys(request.cache_salt, request.model.adapter, request.media)
+    keys = PrefixKeys(request.cache_salt, request.model.adapter.id, request.media)
     for naming in table.namings(request.model):
         block_size = naming.block_size
         # The last token is always computed: its logits give the next one.

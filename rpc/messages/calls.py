@@ -53,7 +53,6 @@ SEQUENCE = Mapper(
         "arrival_s",
         "receive_from",
         "send_to",
-        "adapter",
         "media",
         "tenant",
         "kv_hints",
@@ -86,11 +85,13 @@ def engine_request(order: Order, now: float) -> EngineRequest:
 
 
 def _check_sequence(sequence: node_pb2.Sequence, handoff_id: HandoffId) -> None:
-    for name in (handoff_id.request_id, sequence.cache_salt, sequence.cache_hints.tenant):
+    names = handoff_id.request_id, sequence.cache_salt, sequence.cache_hints.tenant
+    adapter = sequence.adapter
+    for name in (*names, adapter.name, adapter.id, adapter.path):
         if len(name) > MAX_NAME_CHARACTERS:
             raise InvalidRequest(
-                f"a request id, cache salt or tenant has {len(name)} characters; the limit is "
-                f"{MAX_NAME_CHARACTERS}"
+                f"a request id, cache salt, tenant or adapter has {len(name)} characters; the "
+                f"limit is {MAX_NAME_CHARACTERS}"
             )
     if sequence.sampling.stop:
         raise UnsupportedInput("nodes have no tokenizer: the router must apply stop strings")

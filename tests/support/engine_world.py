@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from baton.core.ids import HandoffId, NodeId, Peer, RequestId
+from baton.core.ids import AdapterRef, HandoffId, NodeId, Peer, RequestId
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
 from baton.core.output import FinishReason, Output
 from baton.core.request import EngineRequest, PrefixSource, ReceiveKv
@@ -226,7 +226,7 @@ class EngineWorld:
             is_paced=is_paced,
             prefix_source=None if num_promised is None else PrefixSource(source, num_promised),
             kv_hints=kv_hints,
-            adapter=adapter,
+            adapter=AdapterRef(adapter, adapter),
         )
         self.scheduler.adapters.add(adapter)
         self._is_at_rest = False

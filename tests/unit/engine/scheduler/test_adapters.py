@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from baton.core.errors import InvalidRequest
-from baton.core.ids import RequestId
+from baton.core.ids import AdapterRef, RequestId
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
 from baton.engine.scheduler.adapter_places import AdapterPlaces
@@ -108,7 +108,9 @@ def test_receives_need_places_too() -> None:
 
 def test_an_unknown_adapter_is_refused() -> None:
     world = EngineWorld(_config())
-    request = EngineRequest(RequestId("r"), (1, 2), SamplingParams(), 0, adapter="a")
+    request = EngineRequest(
+        RequestId("r"), (1, 2), SamplingParams(), 0, adapter=AdapterRef("a", "a")
+    )
     with pytest.raises(InvalidRequest, match="'a' is not served"):
         world.scheduler.add(request)
 
@@ -116,7 +118,9 @@ def test_an_unknown_adapter_is_refused() -> None:
 def test_places_are_counted_by_adapter() -> None:
     places = AdapterPlaces(1)
     requests = [
-        EngineRequest(RequestId(name), (1,), SamplingParams(), 0, adapter=adapter)
+        EngineRequest(
+            RequestId(name), (1,), SamplingParams(), 0, adapter=AdapterRef(adapter, adapter)
+        )
         for name, adapter in (("r", "a"), ("s", "a"), ("t", ""))
     ]
     for request in (*requests, requests[0]):

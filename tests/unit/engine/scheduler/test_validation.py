@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from baton.core.errors import ContextLengthExceeded, InvalidRequest
-from baton.core.ids import HandoffId, MediaSegment, NodeId, Peer, RequestId
+from baton.core.ids import AdapterRef, HandoffId, MediaSegment, NodeId, Peer, RequestId
 from baton.core.request import EngineRequest, ReceiveKv
 from baton.core.sampling import SamplingParams
 from baton.engine.kv_cache.config import CacheConfig
@@ -34,7 +34,10 @@ def test_media_are_refused() -> None:
 
 
 def test_an_adapter_is_refused() -> None:
-    _assert_refused(replace(make_engine_request([1]), adapter="a"), "the adapter 'a' is not served")
+    _assert_refused(
+        replace(make_engine_request([1]), adapter=AdapterRef("a", "1")),
+        "the adapter 'a' is not served",
+    )
 
 
 @pytest.mark.parametrize("token_id", [-1, 100])

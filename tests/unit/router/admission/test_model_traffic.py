@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncio import Event
 
-from baton.core.ids import ANY_MODEL, ModelVariant
+from baton.core.ids import ANY_MODEL, AdapterRef, ModelVariant
 from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.admission.model_traffic import TrafficByModel
 
@@ -35,7 +35,7 @@ def test_adapters_share_the_queue_of_their_base() -> None:
     traffic = traffic_by_model()
     traffic.resize({"a": 8})
 
-    assert traffic.of(ModelVariant("a", "adapter")) is traffic.of(A)
+    assert traffic.of(ModelVariant("a", AdapterRef("adapter", "1"))) is traffic.of(A)
 
 
 def test_the_first_model_takes_over_what_arrived_before_it() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.ids import ANY_MODEL, ModelVariant
+from baton.core.ids import ANY_MODEL, AdapterRef, ModelVariant
 from baton.router.input_processing.model_profiles import ModelProfile, ModelProfiles
 from baton.router.input_processing.tokenization import TextBoundary
 from baton.router.routing.node_table import NodeTable
@@ -37,7 +37,7 @@ def test_each_model_has_its_own_profile_and_adapters_that_of_their_base() -> Non
     profiles = ModelProfiles(a_table_of("chat", "embedder"), (CHAT, EMBEDDER))
 
     assert profiles.of(ModelVariant("chat")) is CHAT
-    assert profiles.of(ModelVariant("chat", "adapter")) is CHAT
+    assert profiles.of(ModelVariant("chat", AdapterRef("adapter", "1"))) is CHAT
     assert profiles.of(ModelVariant("embedder")) is EMBEDDER
 
 

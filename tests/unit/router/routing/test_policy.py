@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from baton.core.errors import InvalidConfig
-from baton.core.ids import MediaSegment, ModelVariant, PrefixKeys
+from baton.core.ids import AdapterRef, MediaSegment, ModelVariant, PrefixKeys
 from baton.core.options import build_config
 from baton.engine.kv_cache.block_hashes import PrefixNaming
 from baton.router.routing.config import Routing, RoutingPolicy
@@ -469,6 +469,8 @@ def test_a_request_with_an_adapter_hits_no_blocks_of_the_base_model() -> None:
     base = RoutingRequest(PROMPT, model=ModelVariant("tiny"))
 
     on_base = choose(table, Routing(), base)
-    adapted = choose(table, Routing(), replace(base, model=ModelVariant("tiny", "adapter")))
+    adapted = choose(
+        table, Routing(), replace(base, model=ModelVariant("tiny", AdapterRef("adapter", "1")))
+    )
 
     assert on_base.num_missing_tokens < adapted.num_missing_tokens == len(PROMPT)
