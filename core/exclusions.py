@@ -19,6 +19,8 @@ class Feature(Enum):
     BATCH_INVARIANT = auto()
     TORCH_KERNELS = auto()
     RECURRENT_LAYERS = auto()
+    ADAPTERS = auto()
+    NO_ADAPTABLE_LAYERS = auto()
     SPECULATION = auto()
     NO_CHUNKED_PREFILL = auto()
     LONG_PREFILL_THRESHOLD = auto()
@@ -50,6 +52,12 @@ EXCLUSIONS = (
         Feature.RECURRENT_LAYERS,
         "--speculative cannot be used with this model: its recurrent layers cannot take back a "
         "rejected draft token",
+    ),
+    Exclusion(
+        Feature.ADAPTERS,
+        Feature.NO_ADAPTABLE_LAYERS,
+        "--lora and --lora-root cannot be used with this model: it has no linear layers that "
+        "adapters can change",
     ),
     Exclusion(
         Feature.BATCH_INVARIANT,

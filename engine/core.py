@@ -150,6 +150,13 @@ class EngineCore:
         else:
             self._passes.post(call)
 
+    def call_after_passes(self, call: Callable[[], None]) -> None:
+        """Make a call after the passes that are launched, and before those launched later."""
+        if self._passes is None:
+            call()
+        else:
+            self._passes.call_after(call)
+
     def close(self) -> None:
         """Wait for the passes that are launched. No step may follow."""
         if self._passes is not None:

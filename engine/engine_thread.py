@@ -107,6 +107,10 @@ class EngineThread:
         """Run `action` on the engine thread between two steps. Wakes the thread."""
         self._inbox.put(action)
 
+    def post_after_passes(self, action: Callable[[], None]) -> None:
+        """Run `action` between two passes: after those that are launched by then."""
+        self.post(lambda: self._core.call_after_passes(action))
+
     def join(self, timeout_s: float | None = None) -> None:
         """Wait until the engine has ended, by a failure or at the end of the `with` block."""
         self._thread.join(timeout_s)

@@ -36,6 +36,10 @@ class PassThread:
         """Let the thread that waits for the pass call this. Must be used by the pass itself."""
         self._calls.put(call)
 
+    def call_after(self, call: Call) -> None:
+        """Make a call after the passes that are launched, and before those launched later."""
+        self._executor.submit(call)
+
     def close(self) -> None:
         """Wait for the passes that are launched, and end the thread."""
         self._executor.shutdown()

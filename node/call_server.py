@@ -5,7 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import AbstractContextManager, aclosing, nullcontext
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    aclosing,
+    nullcontext,
+)
 from typing import Any
 
 from grpc import aio
@@ -66,7 +71,10 @@ class CallServer:
             self._ledger.open_entry(request.request_id) as entry,
             self._expecting_send(request) as sent,
         ):
-            async with aclosing(self._state.calls.stream_outputs(request)) as outputs:
+            async with (
+                self._holding_adapter(request),
+                aclosing(self._state.calls.stream_outputs(request)) as outputs,
+            ):
                 async for output in outputs:
                     report, reason = None, output.finish_reason
                     # Not for the outputs in between, whose number is that of the tokens.
@@ -78,6 +86,10 @@ class CallServer:
                     is_first = False
             if sent is not None and reason in FINISHED_WITH_FIRST_TOKEN:
                 await sent.wait()
+
+    def _holding_adapter(self, request: EngineRequest) -> AbstractAsyncContextManager[None]:
+        adapters = self._state.adapters
+        return nullcontext() if adapters is None else adapters.held(request.adapter)
 
     def _expecting_send(
         self, request: EngineRequest

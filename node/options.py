@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from ipaddress import ip_address
 from typing import Annotated
 
@@ -16,6 +16,7 @@ from baton.engine.config import HEARTBEAT_S
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.kv_transfer.config import KvWorkerConfig
+from baton.node.adapters.config import AdapterConfig
 from baton.node.cpus import parse_cpus
 from baton.node.kv.events.config import KvEventsConfig
 from baton.node.kv.tiers_config import TiersConfig
@@ -82,6 +83,7 @@ class NodeOptions:
         ),
     ] = 0
     tiers: TiersConfig = field(default_factory=TiersConfig)
+    adapters: AdapterConfig = field(default_factory=AdapterConfig)
     kv_connector: Annotated[  # name of the KV cache outside the engine; empty: none, or the tiers
         str,
         Option(
@@ -165,6 +167,15 @@ class NodeOptions:
                 Feature.KV_EVENTS: self.kv_events.is_on,
             }
         )
+
+    def runner_for(self, *, speculates: bool) -> RunnerConfig:
+        """Return the settings of the runner of a role."""
+        config, adapters = self.runner, self.adapters
+        if not speculates:
+            config = replace(config, speculation=None)
+        if not adapters.are_served:
+            return config
+        return replace(config, max_loras=adapters.max_loras, max_lora_rank=adapters.max_lora_rank)
 
     @property
     def chosen_connector(self) -> ChosenConnector | None:

@@ -7,10 +7,11 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from baton.checkpoint.peft_folder import PeftFolder
 from baton.engine.errors import EngineStopped
 from baton.engine.runner.loaded_runner import LoadedRunner
 from baton.engine.runner.model_info import LoadProgress
@@ -58,7 +59,7 @@ class Role:
 def run(role: Role, options: NodeOptions, around: Around = NO_NODE_DECORATORS) -> None:
     """Serve until SIGTERM or a Drain call. Raise a named error if the options cannot work."""
     _check_start(options)
-    config = options.runner if role.speculates else replace(options.runner, speculation=None)
+    config = options.runner_for(speculates=role.speculates)
     with open_runner(config, LoadLog(time.monotonic)) as runner:
         identity = identify(options, role.name, runner)
         process = _process_of(role, identity)
@@ -95,6 +96,8 @@ def _check_start(options: NodeOptions) -> None:
         import_nixl()
     if options.telemetry.metrics_port is not None:
         check_port(options.telemetry.metrics_host, options.telemetry.metrics_port, "--metrics-port")
+    for adapter in options.adapters.adapters:
+        PeftFolder(adapter.folder)
     if options.kv_events.is_on:
         _check_endpoints(options.kv_events.for_node(options.node_id, options.host))
 
@@ -132,9 +135,11 @@ async def serve(
         ):
             connector = nullcontext() if node.connector is None else node.connector
             kv_events = nullcontext() if node.kv_events is None else node.kv_events
+            adapters = nullcontext() if node.adapters is None else node.adapters.loader
             with (
                 connector,
                 kv_events,
+                adapters,
                 node.worker,
                 node.compiler,
                 node.engine,

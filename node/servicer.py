@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,11 +14,12 @@ from baton.engine.engine_thread import EngineThread
 from baton.engine.errors import EngineStopped
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.kv_transfer.external_kv import KV, check_tiers
+from baton.node.adapters.registry import AdapterRegistry
 from baton.node.engine_calls import run_on_engine
 from baton.node.kv.link import GrpcLinks
 from baton.node.state import NodeState
-from baton.rpc.errors import NotAnOperator
-from baton.rpc.node_info import CARD, update_to
+from baton.rpc.errors import NotAnOperator, UnsupportedInput
+from baton.rpc.node_info import ADAPTER, CARD, update_to
 from baton.rpc.security.operators import NO_OPERATORS, OPTION, Operators
 from baton.rpc.security.token_gate import sent_token
 from baton.rpc.status import named_errors
@@ -47,7 +49,7 @@ class KvLinkServicer(kv_link_pb2_grpc.KvLinkServiceServicer):
 
 
 class NodeServicer(node_pb2_grpc.NodeServiceServicer):
-    """Reports the node's card and load. Operators drain it and reset its prefix cache."""
+    """Reports the node's card and load. Operators drain it, reset its cache and load adapters."""
 
     def __init__(
         self,
@@ -70,8 +72,8 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         self, request: node_pb2.WatchRequest, context: aio.ServicerContext[Any, Any]
     ) -> AsyncGenerator[node_pb2.WatchResponse, None]:
         async with aclosing(self._state.watch_updates()) as updates:
-            async for load, changes in updates:
-                yield update_to(load, changes)
+            async for update in updates:
+                yield update_to(*update)
 
     async def Drain(
         self, request: node_pb2.DrainRequest, context: aio.ServicerContext[Any, Any]
@@ -92,6 +94,34 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         return node_pb2.ResetPrefixCacheResponse(
             num_blocks=num_blocks.get(KV, 0), num_blocks_by_tier=num_blocks
         )
+
+    async def LoadAdapter(
+        self, request: node_pb2.LoadAdapterRequest, context: aio.ServicerContext[Any, Any]
+    ) -> node_pb2.LoadAdapterResponse:
+        async with named_errors(context, node_id=self._state.card.node_id):
+            adapters = self._adapters_for(context)
+            with self._state.count_call():
+                adapter = await adapters.load(
+                    request.name, request.path, can_replace=request.can_replace
+                )
+        return node_pb2.LoadAdapterResponse(adapter=ADAPTER.to_message(adapter))
+
+    async def UnloadAdapter(
+        self, request: node_pb2.UnloadAdapterRequest, context: aio.ServicerContext[Any, Any]
+    ) -> node_pb2.UnloadAdapterResponse:
+        async with named_errors(context, node_id=self._state.card.node_id):
+            self._adapters_for(context).unload(request.name)
+        return node_pb2.UnloadAdapterResponse()
+
+    def _adapters_for(self, context: aio.ServicerContext[Any, Any]) -> AdapterRegistry:
+        """Raises NotAnOperator, also without operators: adapters change answers of all clients."""
+        strict = replace(self._operators, is_open=False)
+        strict.check(sent_token(context.invocation_metadata()))
+        if self._state.adapters is None:
+            raise UnsupportedInput(
+                "this node serves no adapters: start it with --lora-root, or --lora NAME=FOLDER"
+            )
+        return self._state.adapters
 
     def _check_right(self, tiers: Collection[str], shown: str | None) -> None:
         """Raises NotAnOperator. Tiers that are shared are deleted for all hosts."""

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mappi
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from baton.engine.engine_thread import EngineThread
 from baton.engine.events import KvEvent
@@ -14,10 +15,11 @@ from baton.engine.kv_cache.block_names import PrefixEnds
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.kv_transfer.external_kv import NO_HELD_CHANGES, HeldChanges
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
+from baton.node.adapters.registry import AdapterRegistry
 from baton.node.engine_calls import EngineCalls, run_on_engine
 from baton.rpc.cached_prefixes import CachedPrefixes, PrefixChanges, PrefixWatcher
 from baton.rpc.errors import Draining
-from baton.rpc.node_info import NodeCard, NodeLoad, NodeTotals, TierReport
+from baton.rpc.node_info import NodeAdapters, NodeCard, NodeLoad, NodeTotals, TierReport
 
 # Minimum interval between updates. Changes within it are sent as one.
 PACE_S = 0.01
@@ -32,8 +34,20 @@ class NodeUpdate:
     host_changes: HeldChanges = NO_HELD_CHANGES  # of the host memory tier
 
 
+class WatchUpdate(NamedTuple):
+    """What changed for a watcher. None: nothing."""
+
+    load: NodeLoad
+    prefixes: PrefixChanges | None
+    adapters: NodeAdapters | None = None
+
+
 ReadUpdate = Callable[[], Awaitable[NodeUpdate]]
 TakeKvEvents = Callable[[Sequence[KvEvent]], None]  # must not block
+
+
+def no_subscribers(_: Sequence[KvEvent]) -> None:
+    """Implement `TakeKvEvents` for events that nobody subscribes to."""
 
 
 class NodeState:
@@ -42,10 +56,12 @@ class NodeState:
         card: NodeCard,
         calls: EngineCalls,
         read_update: ReadUpdate,
-        take_kv_events: TakeKvEvents = lambda _: None,
+        take_kv_events: TakeKvEvents = no_subscribers,
+        adapters: AdapterRegistry | None = None,  # None: it serves none
     ) -> None:
         self.card = card
         self.calls = calls
+        self.adapters = adapters
         self._read_update = read_update
         self._take_kv_events = take_kv_events
         self._load = NodeLoad()
@@ -103,19 +119,36 @@ class NodeState:
             await asyncio.sleep(PACE_S)
             await changed.wait()
 
-    async def watch_updates(self) -> AsyncGenerator[tuple[NodeLoad, PrefixChanges | None], None]:
-        """Yield the current load and prefixes, then each change."""
+    async def watch_updates(self) -> AsyncGenerator[WatchUpdate, None]:
+        """Yield the current load, prefixes and adapters, then each change."""
         last_load: NodeLoad | None = None
-        prefixes = PrefixWatcher(self._prefixes)
+        prefixes, adapters = PrefixWatcher(self._prefixes), _AdapterWatcher(self.adapters)
         published = self._published
         self.calls.changes.notify()
         while True:
             await published.wait()
             published = self._published
-            load, changes = self._load, prefixes.next()
-            while load != last_load or changes is not None:
-                yield load, changes
-                last_load, changes = load, prefixes.next()
+            while True:
+                update = WatchUpdate(self._load, prefixes.next(), adapters.next())
+                if update == (last_load, None, None):
+                    break
+                yield update
+                last_load = update.load
+
+
+class _AdapterWatcher:
+    """Reads of one watcher."""
+
+    def __init__(self, registry: AdapterRegistry | None) -> None:
+        self._registry = registry
+        self._version: int | None = None
+
+    def next(self) -> NodeAdapters | None:
+        """Return the adapters, unless they are the same as before."""
+        if self._registry is None or self._registry.version == self._version:
+            return None
+        self._version = self._registry.version
+        return self._registry.report()
 
 
 def update_reader(engine: EngineThread, scheduler: Scheduler, tiers: TieredKv | None) -> ReadUpdate:

@@ -13,6 +13,7 @@ from baton.engine.core import EngineCore
 from baton.engine.engine_thread import Compiler, EngineInbox, EngineThread
 from baton.engine.factory import build_grammars, build_scheduler
 from baton.engine.kv_arrival.pulls import PullConfig
+from baton.engine.runner.adapters.adapters import AdapterTable
 from baton.engine.runner.loaded_runner import LoadedRunner
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.validation import max_sequence_length
@@ -20,6 +21,9 @@ from baton.engine.structured_output.compiler import GrammarCompiler
 from baton.kv_transfer.pairs import Identity
 from baton.kv_transfer.protocol.messages import Fingerprint
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
+from baton.node.adapters.engine_adapters import EngineAdapters
+from baton.node.adapters.loader import AdapterLoader
+from baton.node.adapters.registry import AdapterRegistry
 from baton.node.engine_calls import EngineCalls, NodeChanges
 from baton.node.kv.connectors import make_connector, tiers_in
 from baton.node.kv.events.messages import CacheFacts, spec_kind_of
@@ -30,7 +34,7 @@ from baton.node.kv.worker import Around, KvPassHook, make_kv_worker
 from baton.node.observers.ledger import RequestLedger
 from baton.node.observers.tracing import NodeTracing
 from baton.node.options import NodeOptions
-from baton.node.state import NodeState, update_reader
+from baton.node.state import NodeState, no_subscribers, update_reader
 from baton.rpc.node_info import NodeCard, NodeRole
 from baton.telemetry.metrics.instruments import NodeMetrics
 from baton.telemetry.tracing.node_timeline import NodeFacts
@@ -88,11 +92,14 @@ class NodeComponents:
             for tier in tiers.status():
                 tier.counters.observe_load = self.metrics.count_loads_of(tier.name)
         self.kv_events = _build_kv_events(options, identity, runner, self.scheduler)
+        card = _build_card(role, options, identity, runner, self.scheduler, tiers)
+        self.adapters = self._build_adapters(runner.adapters, card.model)
         self.state = NodeState(
-            _build_card(role, options, identity, runner, self.scheduler, tiers),
+            card,
             EngineCalls(self.engine, self._changes),
             update_reader(self.engine, self.scheduler, tiers),
-            *(() if self.kv_events is None else (self.kv_events.publish,)),
+            no_subscribers if self.kv_events is None else self.kv_events.publish,
+            self.adapters,
         )
 
     def _build_engine(self, runner: LoadedRunner, identity: Identity) -> EngineThread:
@@ -107,6 +114,16 @@ class NodeComponents:
         engine = EngineThread(core, name=name, compiler=self.compiler, inbox=self._inbox)
         runner.hook = KvPassHook(self.worker, groups, engine.beat, core.post_from_pass)
         return engine
+
+    def _build_adapters(self, table: AdapterTable | None, model: str) -> AdapterRegistry | None:
+        """Raises ModelError and InvalidConfig for adapters that the options name."""
+        if table is None:
+            return None
+        config, memory = self.options.adapters, EngineAdapters(table, self.scheduler, self.engine)
+        loader = AdapterLoader(memory, config.num_places)
+        adapters = AdapterRegistry(loader, config.root, model, self._changes.notify)
+        adapters.read_at_start(config.adapters)
+        return adapters
 
     def _wake(self) -> None:
         """On any thread: let the engine poll the connector, and the node report what it holds."""
@@ -166,6 +183,7 @@ def _build_card(
         vector_size=runner.info.vector_size,
         has_labels=runner.info.has_labels,
         generates=runner.info.can_generate,
+        max_loras=scheduler.config.max_loras,
     )
 
 

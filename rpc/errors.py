@@ -116,6 +116,26 @@ class PoisonedRequest(ServiceError):
     """The request has ended engines or failed passes twice. It is not retried again."""
 
 
+class UnknownAdapter(ServiceError):
+    """The node has no adapter of this name, or cannot find its files."""
+
+
+class AdapterExists(ServiceError):
+    """Another adapter has this name."""
+
+
+class AdapterUnreadable(ServiceError):
+    """The files of an adapter have changed or cannot be read."""
+
+
+class AdaptersBusy(ServiceError):
+    """All places for adapters in memory are in use. Another node can be tried."""
+
+
+class TooManyAdapters(ServiceError):
+    """The node has as many adapters as it can list."""
+
+
 class Draining(ServiceError):
     """The process is draining and accepts no new requests."""
 

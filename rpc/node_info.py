@@ -116,12 +116,13 @@ class LoadedAdapter:
     adapter: AdapterRef
     is_in_memory: bool = False
     num_bytes: int = 0  # in memory
-    num_requests: int = 0  # in progress
+    # In progress. Sent along with other changes, as it changes with each request.
+    num_requests: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class NodeAdapters:
-    """All adapters with a name of a node, sorted by it."""
+    """Adapters of a node: those with a name, and those in memory without one, sorted by it."""
 
     adapters: tuple[LoadedAdapter, ...] = ()
 
@@ -164,11 +165,26 @@ CARD = Mapper(NodeCard, node_pb2.GetNodeResponse)
 STATUS = Mapper(NodeStatus, cluster_pb2.NodeReport)
 LOAD = Mapper(NodeLoad, node_pb2.WatchResponse, unmapped=("prefixes", "adapters"))
 CHANGES = Mapper(PrefixChanges, node_pb2.PrefixChanges)
+ADAPTER = Mapper(AdapterRef, node_pb2.Adapter)
+ADAPTERS = Mapper(NodeAdapters, node_pb2.NodeAdapters)
 
 
-def update_to(load: NodeLoad, changes: PrefixChanges | None = None) -> node_pb2.WatchResponse:
-    return LOAD.to_message(load, prefixes=None if changes is None else CHANGES.to_message(changes))
+def update_to(
+    load: NodeLoad,
+    changes: PrefixChanges | None = None,
+    adapters: NodeAdapters | None = None,
+) -> node_pb2.WatchResponse:
+    return LOAD.to_message(
+        load,
+        prefixes=None if changes is None else CHANGES.to_message(changes),
+        adapters=None if adapters is None else ADAPTERS.to_message(adapters),
+    )
 
 
 def changes_from(message: node_pb2.WatchResponse) -> PrefixChanges | None:
     return CHANGES.from_message(message.prefixes) if message.HasField("prefixes") else None
+
+
+def adapters_from(message: node_pb2.WatchResponse) -> NodeAdapters | None:
+    """Return the adapters of a node; None if they are as in the message before."""
+    return ADAPTERS.from_message(message.adapters) if message.HasField("adapters") else None

@@ -18,6 +18,9 @@ from baton.core.errors import ContextLengthExceeded, InvalidRequest, NamedError
 from baton.engine.errors import EngineGone, EngineStopped, PassFailed
 from baton.kv_transfer.errors import InvalidMessage, PeerUnreachable
 from baton.rpc.errors import (
+    AdapterExists,
+    AdaptersBusy,
+    AdapterUnreadable,
     BodyTimeout,
     ClientGone,
     ClientTooSlow,
@@ -36,8 +39,10 @@ from baton.rpc.errors import (
     QueueFull,
     RequestIdInUse,
     TooLate,
+    TooManyAdapters,
     TooManyConnects,
     Unauthenticated,
+    UnknownAdapter,
     UnknownModel,
     Unreadable,
     UnsupportedInput,
@@ -58,6 +63,11 @@ CODE_AND_REASON: dict[type[Exception], tuple[StatusCode, str]] = {
     Unreadable: (StatusCode.INVALID_ARGUMENT, "UNREADABLE"),
     InvalidMessage: (StatusCode.INVALID_ARGUMENT, "INVALID_MESSAGE"),
     UnknownModel: (StatusCode.NOT_FOUND, "UNKNOWN_MODEL"),
+    UnknownAdapter: (StatusCode.NOT_FOUND, "UNKNOWN_ADAPTER"),
+    AdapterExists: (StatusCode.ALREADY_EXISTS, "ADAPTER_EXISTS"),
+    AdapterUnreadable: (StatusCode.FAILED_PRECONDITION, "ADAPTER_UNREADABLE"),
+    AdaptersBusy: (StatusCode.UNAVAILABLE, "ADAPTERS_BUSY"),
+    TooManyAdapters: (StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_ADAPTERS"),
     RequestIdInUse: (StatusCode.ALREADY_EXISTS, "REQUEST_ID_IN_USE"),
     Unauthenticated: (StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED"),
     NotAnOperator: (StatusCode.PERMISSION_DENIED, "NOT_AN_OPERATOR"),

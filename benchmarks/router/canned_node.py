@@ -122,6 +122,16 @@ class CannedState(node_pb2_grpc.NodeServiceServicer):
     ) -> node_pb2.ResetPrefixCacheResponse:
         return node_pb2.ResetPrefixCacheResponse()
 
+    async def LoadAdapter(  # noqa: N802
+        self, request: node_pb2.LoadAdapterRequest, context: Context
+    ) -> node_pb2.LoadAdapterResponse:
+        return node_pb2.LoadAdapterResponse()
+
+    async def UnloadAdapter(  # noqa: N802
+        self, request: node_pb2.UnloadAdapterRequest, context: Context
+    ) -> node_pb2.UnloadAdapterResponse:
+        return node_pb2.UnloadAdapterResponse()
+
 
 def _token(index: int, reason: sampling_pb2.FinishReason.ValueType) -> node_pb2.CallEvent:
     output = node_pb2.TokenOutput(

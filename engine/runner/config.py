@@ -207,7 +207,7 @@ class RunnerConfig:
             choices=POOLING_NAMES,
         ),
     ] = "auto"
-    max_loras: int = 0  # different LoRA adapters in a step; 0: none. Nodes do not serve them yet
+    max_loras: int = 0  # different LoRA adapters in a step; 0: none
     max_lora_rank: int = 64
     kv_cache_share: float | None = None
 

@@ -93,6 +93,8 @@ def _check_sequence(sequence: node_pb2.Sequence, handoff_id: HandoffId) -> None:
                 f"a request id, cache salt, tenant or adapter has {len(name)} characters; the "
                 f"limit is {MAX_NAME_CHARACTERS}"
             )
+    if adapter.name and not adapter.id:
+        raise InvalidRequest("the adapter has a name, but no id")
     if sequence.sampling.stop:
         raise UnsupportedInput("nodes have no tokenizer: the router must apply stop strings")
 

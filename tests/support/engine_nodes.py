@@ -269,7 +269,7 @@ def _serve(
     _put_gate_before_posts(gate)
     if not has_fence:
         _leave_out_the_fence()
-    with load_runner(options.runner) as runner:
+    with load_runner(options.runner_for(speculates=True)) as runner:
         gated = cast("TorchRunner", GatedRunner(runner, gate, num_tokens))
         asyncio.run(_node(role, options, gated))
 

@@ -14,24 +14,27 @@ from typing import Any
 
 import grpc
 
-from baton.core.ids import HandoffId, NodeId, Peer
+from baton.core.ids import NO_ADAPTER, AdapterRef, HandoffId, NodeId, Peer
 from baton.core.output import FinishReason
 from baton.core.request import EngineRequest, PrefixSource, ReceiveKv
 from baton.core.sampling import SamplingParams
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.kv_transfer.config import KvWorkerConfig, ReceiverConfig, SenderConfig
+from baton.node.adapters.config import AdapterConfig
 from baton.node.call_server import FINISHED_WITH_FIRST_TOKEN
 from baton.node.options import NodeOptions
 from baton.rpc.channel import open_blocking_channel
 from baton.rpc.messages.calls import decode_order, node_request_id, prefill_order
 from baton.rpc.messages.conversion import FINISH_REASON
-from baton.rpc.node_info import NodeCard, NodeLoad, NodeRole
+from baton.rpc.node_info import ADAPTER, NodeCard, NodeLoad, NodeRole
+from baton.rpc.security.token import AcceptedTokens, authorization
 from baton.v1 import node_pb2, node_pb2_grpc
 from tests.support.engine_nodes import EngineNode
 from tests.support.nodes import await_load, card_at, is_busy
 
 CALL_S = 60.0  # for a whole call
+OPERATOR = "operator"
 LEASE_S = 1.0
 KINDS = {
     "nixl": {"kv_transport": "nixl"},
@@ -66,6 +69,7 @@ class PairOptions:
     kv_cache_dtypes: tuple[str, str] = ("auto", "auto")
     kv_staging_bytes: int = 0
     dtype: str = "auto"
+    adapters: AdapterConfig = AdapterConfig()
     async_scheduling: bool = False
 
     def of(self, role: NodeRole) -> NodeOptions:
@@ -86,6 +90,8 @@ class PairOptions:
                 push_layers=True,
                 async_scheduling=self.async_scheduling,
             ),
+            adapters=self.adapters,
+            operator_tokens=AcceptedTokens((OPERATOR,)),
             node_id=role.value,
             kv_staging_bytes=0 if is_prefill else self.kv_staging_bytes,
             kv_worker=self._limits(),
@@ -229,10 +235,14 @@ class Pair:
         *,
         node: EngineNode | None = None,  # None: P
         source: PrefixSource | None = None,
+        adapter: AdapterRef = NO_ADAPTER,
     ) -> Call:
         stub = node_pb2_grpc.PrefillServiceStub(self._channel(node or self.p))
         request = replace(
-            _request(handoff_id, prompt, sampling), send_to=handoff_id, prefix_source=source
+            _request(handoff_id, prompt, sampling),
+            send_to=handoff_id,
+            prefix_source=source,
+            adapter=adapter,
         )
         order = prefill_order(request)
         requests = iter([node_pb2.PrefillRequest(call=1, start=order)])
@@ -247,9 +257,12 @@ class Pair:
         is_local: bool = False,
         node: EngineNode | None = None,  # that sends the KV; None: P
         source: PrefixSource | None = None,
+        adapter: AdapterRef = NO_ADAPTER,
     ) -> Call:
         stub = node_pb2_grpc.DecodeServiceStub(self._channel(self.d))
-        request = replace(_request(handoff_id, prompt, sampling), prefix_source=source)
+        request = replace(
+            _request(handoff_id, prompt, sampling), prefix_source=source, adapter=adapter
+        )
         if not is_local:
             request = replace(request, receive_from=ReceiveKv(handoff_id, _peer(node or self.p)))
         order = decode_order(request)
@@ -269,15 +282,34 @@ class Pair:
         decode = self.decode(handoff_id, prompt, sampling, node=node)
         return Answered(prefill.to_its_end(), decode.to_its_end())
 
-    def start(self, prompt: Sequence[int], sampling: SamplingParams) -> tuple[Call, Call]:
+    def start(
+        self, prompt: Sequence[int], sampling: SamplingParams, adapter: AdapterRef = NO_ADAPTER
+    ) -> tuple[Call, Call]:
         """Start both calls of a request."""
         handoff_id = self.new_id()
-        prefill = self.prefill(handoff_id, prompt, sampling)
-        return prefill, self.decode(handoff_id, prompt, sampling)
+        prefill = self.prefill(handoff_id, prompt, sampling, adapter=adapter)
+        return prefill, self.decode(handoff_id, prompt, sampling, adapter=adapter)
 
-    def answer(self, prompt: Sequence[int], sampling: SamplingParams) -> Answered:
-        prefill, decode = self.start(prompt, sampling)
+    def answer(
+        self, prompt: Sequence[int], sampling: SamplingParams, adapter: AdapterRef = NO_ADAPTER
+    ) -> Answered:
+        prefill, decode = self.start(prompt, sampling, adapter)
         return Answered(prefill.to_its_end(), decode.to_its_end())
+
+    # --- Calls of an operator ---------------------------------------------------------------
+
+    def load_adapter(
+        self, node: EngineNode, name: str, path: str, *, can_replace: bool = False
+    ) -> AdapterRef:
+        request = node_pb2.LoadAdapterRequest(name=name, path=path, can_replace=can_replace)
+        stub = node_pb2_grpc.NodeServiceStub(self._channel(node))
+        response = stub.LoadAdapter(request, metadata=(authorization(OPERATOR),), timeout=CALL_S)
+        return ADAPTER.from_message(response.adapter)
+
+    def unload_adapter(self, node: EngineNode, name: str) -> None:
+        request = node_pb2.UnloadAdapterRequest(name=name)
+        stub = node_pb2_grpc.NodeServiceStub(self._channel(node))
+        stub.UnloadAdapter(request, metadata=(authorization(OPERATOR),), timeout=CALL_S)
 
     def heal(self) -> None:
         """Cancel all calls, and resume or restart both nodes."""

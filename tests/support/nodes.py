@@ -10,7 +10,15 @@ import grpc
 from baton.cluster import Child, LocalCluster
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.rpc.cached_prefixes import unpack_names
-from baton.rpc.node_info import CARD, LOAD, NodeCard, NodeLoad, changes_from
+from baton.rpc.node_info import (
+    CARD,
+    LOAD,
+    LoadedAdapter,
+    NodeCard,
+    NodeLoad,
+    adapters_from,
+    changes_from,
+)
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, node_pb2, node_pb2_grpc
 
 
@@ -42,6 +50,15 @@ def prefixes_at(address: str) -> frozenset[BlockHash]:
     assert changes is not None
     assert changes.is_snapshot
     return unpack_names(changes.stored)
+
+
+def adapters_at(address: str) -> tuple[LoadedAdapter, ...]:
+    with grpc.insecure_channel(address) as channel:
+        watch = node_pb2_grpc.NodeServiceStub(channel).Watch(node_pb2.WatchRequest())
+        adapters = adapters_from(next(watch))
+        watch.cancel()
+    assert adapters is not None
+    return adapters.adapters
 
 
 def await_reported(router_address: str, node_address: str) -> None:

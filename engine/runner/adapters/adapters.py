@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from baton.checkpoint.peft_folder import PeftFolder
+from baton.core.exclusions import Feature, check_exclusions
 from baton.engine.runner.adapters.low_rank import Adapter, Group, LowRankProducts
 from baton.engine.runner.adapters.place import Part, Place
 from baton.engine.runner.adapters.places import AdapterPlaces
@@ -42,9 +43,11 @@ class AdapterTable:
         max_rank: int,
         max_loras: int,
     ) -> None:
+        """Raises InvalidConfig if the model has no layers that adapters can change."""
         self.active = active
         self.max_loras = max_loras
         self._places = AdapterPlaces(config)
+        check_exclusions({Feature.ADAPTERS: True, Feature.NO_ADAPTABLE_LAYERS: not self._places})
         self._like = torch.empty(0, dtype=dtype, device=device)
         self._max_rank = max_rank
         self._by_id: dict[str, Adapter] = {}

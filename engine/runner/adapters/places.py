@@ -39,6 +39,10 @@ class AdapterPlaces:
         order = joined_order(config)
         self._orders: dict[str, Sequence[int] | None] = {"qkv": order}
 
+    def __len__(self) -> int:
+        """Return the number of matrices of the files that adapters can change."""
+        return len(self._targets)
+
     def parts(self, folder: PeftFolder, max_rank: int) -> Iterator[tuple[Place, Part]]:
         """Yield the parts of an adapter. Raises ModelError for one that does not fit the model."""
         num_parts = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from baton.checkpoint.checkpoint import Checkpoint
+from baton.core.exclusions import Feature, check_exclusions
 from baton.core.pooling import Pooling, PoolingKind
 from baton.engine.runner.config import RunnerConfig, check, dtype_name
 from baton.engine.runner.encoders.config import EncoderConfig
@@ -65,6 +66,7 @@ def _check_settings(config: RunnerConfig, model: EncoderConfig) -> None:
     check(config.device == "cpu", f"{cause}: --device must be cpu with it, not {config.device!r}")
     check(config.kernels != "triton", f"{cause}: it has no kernels in Triton")
     check(config.speculation is None, f"{cause}: it generates nothing that could be speculated")
+    check_exclusions({Feature.ADAPTERS: config.max_loras, Feature.NO_ADAPTABLE_LAYERS: True})
     check(config.kv_cache_dtype == "auto", f"{cause}: it has no KV cache for --kv-cache-dtype")
 
 

@@ -16,7 +16,7 @@ from baton.kv_transfer.external_kv import ExternalOrders, HeldChanges, Store, St
 from baton.kv_transfer.tiers.kv_access import CpuKvAccess
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
 from baton.node.engine_calls import EngineCalls, NodeChanges
-from baton.node.state import NodeState, NodeUpdate, TakeKvEvents, update_reader
+from baton.node.state import NodeState, NodeUpdate, TakeKvEvents, WatchUpdate, update_reader
 from baton.rpc.cached_prefixes import PrefixChanges, unpack_names
 from baton.rpc.node_info import NodeLoad, NodeRole
 from tests.support.engines import an_engine
@@ -58,7 +58,7 @@ async def followed(
 
 
 def test_a_late_watcher_receives_earlier_events_as_a_snapshot() -> None:
-    async def late() -> tuple[NodeLoad, PrefixChanges | None]:
+    async def late() -> WatchUpdate:
         news = FakeNews(num_running=2)
         async with followed(news) as state:
             for name in (ONE, TWO):
@@ -69,7 +69,7 @@ def test_a_late_watcher_receives_earlier_events_as_a_snapshot() -> None:
             async with aclosing(state.watch_updates()) as reported:
                 return await anext(reported)
 
-    load, changes = asyncio.run(asyncio.wait_for(late(), PATIENCE_S))
+    load, changes, _ = asyncio.run(asyncio.wait_for(late(), PATIENCE_S))
 
     assert load == NodeLoad(2)
     assert changes is not None
@@ -78,7 +78,7 @@ def test_a_late_watcher_receives_earlier_events_as_a_snapshot() -> None:
 
 
 def test_a_watcher_receives_single_changes_and_batches_of_simultaneous_ones() -> None:
-    async def watched() -> list[tuple[NodeLoad, PrefixChanges | None]]:
+    async def watched() -> list[WatchUpdate]:
         news = FakeNews()
         async with followed(news) as state, aclosing(state.watch_updates()) as reported:
             first = await anext(reported)
@@ -92,13 +92,13 @@ def test_a_watcher_receives_single_changes_and_batches_of_simultaneous_ones() ->
 
     first, second, third = asyncio.run(asyncio.wait_for(watched(), PATIENCE_S))
 
-    assert first == (NodeLoad(), PrefixChanges(1, True, b""))
-    load, changes = second
+    assert first == WatchUpdate(NodeLoad(), PrefixChanges(1, True, b""))
+    load, changes, _ = second
     assert load == NodeLoad()
     assert changes is not None
     assert not changes.is_snapshot
     assert unpack_names(changes.stored) == {ONE, TWO}
-    assert third == (NodeLoad(1), None)
+    assert third == WatchUpdate(NodeLoad(1), None)
 
 
 def test_kv_events_are_forwarded() -> None:
@@ -119,8 +119,7 @@ def test_a_drain_is_reported_at_once() -> None:
         async with followed(FakeNews()) as state, aclosing(state.watch_updates()) as reported:
             await anext(reported)
             state.request_drain()
-            load, _ = await anext(reported)
-            return load
+            return (await anext(reported)).load
 
     assert asyncio.run(asyncio.wait_for(drained(), PATIENCE_S)).is_draining
 

@@ -1,0 +1,240 @@
+"""Reads adapters into memory when requests need them. Only the asyncio thread uses it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+from baton.node.adapters.resident_adapters import ResidentAdapters
+from baton.rpc.errors import AdaptersBusy
+
+log = logging.getLogger(__name__)
+
+MAX_PLACE_WAIT_S = 10.0
+
+
+class HasBytes(Protocol):
+    @property
+    def num_bytes(self) -> int: ...
+
+
+Loaded = TypeVar("Loaded", bound=HasBytes)
+
+
+class AdapterMemory(Protocol[Loaded]):
+    """Where adapters are computed."""
+
+    def digest(self, folder: Path) -> str:
+        """Return the id of the adapter in a folder. On a thread. Raises ModelError."""
+        ...
+
+    def read(self, folder: Path, adapter_id: str) -> Loaded:
+        """Read an adapter. On a thread. Raises ModelError and AdapterUnreadable."""
+        ...
+
+    def add(self, adapter_id: str, adapter: Loaded) -> None:
+        """Let requests that are submitted from now on use it."""
+        ...
+
+    def remove(self, adapter_id: str) -> None:
+        """Free its memory. No request in progress uses it."""
+        ...
+
+
+class _Load:
+    """Adapter on its way into memory, and how many requests wait for it."""
+
+    def __init__(self) -> None:
+        self.num_users = 0
+        self.is_reading = False
+        self.is_over = False
+        self.task: asyncio.Task[None]
+
+
+class AdapterLoader(Generic[Loaded]):
+    """Loads each adapter once for all that need it, into one of `num_places`."""
+
+    def __init__(
+        self,
+        memory: AdapterMemory[Loaded],
+        num_places: int,
+        *,
+        max_wait_s: float = MAX_PLACE_WAIT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.resident = ResidentAdapters(num_places)
+        self.num_evicted = self.num_failed = 0
+        self.on_change: Callable[[], None] = lambda: None  # an adapter enters or leaves memory
+        self.observe_load: Callable[[float], None] = lambda _: None  # seconds of one
+        self._memory = memory
+        self._max_wait_s = max_wait_s
+        self._clock = clock
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="adapters")
+        self._loads: dict[str, _Load] = {}
+        self._waiting: deque[asyncio.Future[None]] = deque()  # for a place, the first first
+
+    def __enter__(self) -> AdapterLoader[Loaded]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+    @property
+    def num_waiting_for_load(self) -> int:
+        return sum(load.num_users for load in self._loads.values())
+
+    @property
+    def num_waiting_for_place(self) -> int:
+        return sum(load.num_users for load in self._loads.values() if not load.is_reading)
+
+    def num_users(self, adapter_id: str) -> int:
+        """Return the number of requests that use an adapter, or wait for it."""
+        load, resident = self._loads.get(adapter_id), self.resident.find(adapter_id)
+        return (load.num_users if load else 0) + (resident.num_users if resident else 0)
+
+    async def digest(self, folder: Path) -> str:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._memory.digest, folder)
+
+    def read_at_start(self, folder: Path) -> str:
+        """Read an adapter before there are requests, and return its id."""
+        adapter_id = self._memory.digest(folder)
+        if adapter_id not in self.resident:
+            began_s, loaded = self._clock(), self._memory.read(folder, adapter_id)
+            self._evict(self.resident.reserve() or [])
+            self._put(adapter_id, loaded, 0, self._clock() - began_s)
+        return adapter_id
+
+    @asynccontextmanager
+    async def held(self, adapter_id: str, folder: Callable[[], Path]) -> AsyncGenerator[None]:
+        """Keep an adapter in memory until the block ends. Reads it from its folder if needed.
+
+        Raises AdaptersBusy if all places are in use for `max_wait_s`, and what reading raises.
+        """
+        if adapter_id in self.resident:
+            self.resident.use(adapter_id)
+        else:
+            load = self._loads.get(adapter_id) or self._start(adapter_id, folder())
+            await self._join(load, adapter_id)
+        try:
+            yield
+        finally:
+            self._release(adapter_id)
+
+    def forget(self, adapter_id: str) -> None:
+        """Free the memory of an adapter as soon as no request uses it."""
+        if self.resident.forget(adapter_id):
+            self._remove(adapter_id)
+
+    def _start(self, adapter_id: str, folder: Path) -> _Load:
+        load = self._loads[adapter_id] = _Load()
+        load.task = asyncio.ensure_future(self._load(load, adapter_id, folder))
+        # Those that wait get its exception. Without any, nobody needs it.
+        load.task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return load
+
+    async def _join(self, load: _Load, adapter_id: str) -> None:
+        """Wait for a load as one of its users."""
+        load.num_users += 1
+        try:
+            await asyncio.shield(load.task)
+        except BaseException:
+            if load.is_over:  # it had come in when this request was cancelled
+                self._release(adapter_id)
+            else:
+                self._leave(load, adapter_id)
+            raise
+
+    def _leave(self, load: _Load, adapter_id: str) -> None:
+        load.num_users -= 1
+        if not load.num_users and not load.is_reading and self._loads.get(adapter_id) is load:
+            del self._loads[adapter_id]
+            load.task.cancel()
+
+    async def _load(self, load: _Load, adapter_id: str, folder: Path) -> None:
+        try:
+            await self._reserve()
+            load.is_reading = True
+            loop, began_s = asyncio.get_running_loop(), self._clock()
+            try:
+                loaded = await loop.run_in_executor(
+                    self._threads, self._memory.read, folder, adapter_id
+                )
+            except BaseException:
+                self.num_failed += 1
+                self.resident.give_back()
+                self._pass_places_on()
+                raise
+            load.is_over = True
+            self._put(adapter_id, loaded, load.num_users, self._clock() - began_s)
+        finally:
+            if self._loads.get(adapter_id) is load:
+                del self._loads[adapter_id]
+
+    def _put(self, adapter_id: str, loaded: Loaded, num_users: int, seconds: float) -> None:
+        self._memory.add(adapter_id, loaded)
+        self.resident.fill(adapter_id, loaded.num_bytes, num_users)
+        self.observe_load(seconds)
+        mib = loaded.num_bytes / 2**20
+        log.info("read adapter %s: %.1f MiB in %.3f s", adapter_id, mib, seconds)
+        if not num_users:
+            self._pass_places_on()
+        self.on_change()
+
+    def _release(self, adapter_id: str) -> None:
+        if self.resident.release(adapter_id):
+            self._remove(adapter_id)
+        self._pass_places_on()
+
+    # --- places -------------------------------------------------------------------
+
+    async def _reserve(self) -> None:
+        """Wait for a place, and reserve it. Raises AdaptersBusy."""
+        evicted = None if self._waiting else self.resident.reserve()
+        if evicted is not None:
+            self._evict(evicted)
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            async with asyncio.timeout(self._max_wait_s):
+                await turn
+        except BaseException as error:
+            if turn.done() and not turn.cancelled():  # the place came too late
+                self.resident.give_back()
+                self._pass_places_on()
+            if isinstance(error, TimeoutError):
+                raise AdaptersBusy(
+                    f"requests use all places for adapters in memory (--max-cpu-loras); none "
+                    f"became free within {self._max_wait_s:g} s"
+                ) from None
+            raise
+
+    def _pass_places_on(self) -> None:
+        """Reserve places for those that wait, as far as there are any."""
+        while self._waiting:
+            if self._waiting[0].cancelled():
+                self._waiting.popleft()
+                continue
+            evicted = self.resident.reserve()
+            if evicted is None:
+                return
+            self._evict(evicted)
+            self._waiting.popleft().set_result(None)
+
+    def _evict(self, adapter_ids: list[str]) -> None:
+        for adapter_id in adapter_ids:
+            self.num_evicted += 1
+            self._remove(adapter_id)
+
+    def _remove(self, adapter_id: str) -> None:
+        self._memory.remove(adapter_id)
+        log.info("removed adapter %s from memory", adapter_id)
+        self.on_change()

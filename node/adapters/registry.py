@@ -1,0 +1,205 @@
+"""Adapters of a node by name, and those that requests use."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from baton.core.errors import InvalidConfig, InvalidRequest, ModelError
+from baton.core.ids import AdapterRef
+from baton.node.adapters.config import AdapterFolder, check_name
+from baton.node.adapters.folders import folder_below, path_below
+from baton.node.adapters.loader import AdapterLoader
+from baton.rpc.errors import AdapterExists, AdapterUnreadable, TooManyAdapters, UnknownAdapter
+from baton.rpc.node_info import LoadedAdapter, NodeAdapters
+
+log = logging.getLogger(__name__)
+
+MAX_NAMES = 10_000
+
+
+class AdapterRegistry:
+    """Names of adapters, and where their files are. Only the asyncio thread uses it."""
+
+    def __init__(
+        self,
+        loader: AdapterLoader[Any],
+        root: Path | None,
+        model: str,
+        on_change: Callable[[], None] = lambda: None,
+        *,
+        max_names: int = MAX_NAMES,
+    ) -> None:
+        """`root` is the folder of those that are loaded while the node runs."""
+        self.loader = loader
+        self.version = 0  # grows with each change of what `report` returns, except of the requests
+        self._root = root
+        self._model = model
+        self._on_change = on_change
+        loader.on_change = self.note_change
+        self._max_names = max_names
+        self._by_name: dict[str, AdapterRef] = {}
+        self._num_names: Counter[str] = Counter()  # by id
+        self._folder_by_id: dict[str, Path] = {}  # of those that were named at the start
+        self._unnamed: dict[str, AdapterRef] = {}  # in memory for requests of routers
+
+    def read_at_start(self, adapters: Sequence[AdapterFolder]) -> None:
+        """Read and name adapters before there are requests. Raises ModelError, InvalidConfig."""
+        for name, folder in adapters:
+            if name == self._model:
+                raise InvalidConfig(f"--lora {name}: this is the name of the model")
+            adapter_id = self.loader.read_at_start(folder)
+            self._folder_by_id[adapter_id] = folder
+            self._set_name(AdapterRef(name, adapter_id, path_below(self._root, folder)))
+
+    async def load(self, name: str, path: str, *, can_replace: bool = False) -> AdapterRef:
+        """Read an adapter below the root, and name it.
+
+        Raises InvalidRequest for what cannot be served, AdapterExists, TooManyAdapters, and what
+        `AdapterLoader.held` raises.
+        """
+        self._check_name(name)
+        folder = folder_below(self._root, path)
+        try:
+            adapter_id = await self.loader.digest(folder)
+            adapter = AdapterRef(name, adapter_id, PurePosixPath(path).as_posix())
+            self._check_is_free(adapter, can_replace)
+            async with self.loader.held(adapter.id, lambda: folder):
+                self._check_is_free(adapter, can_replace)  # others may have taken it meanwhile
+                self._set_name(adapter)
+        except ModelError as error:
+            raise InvalidRequest(str(error), "path") from error
+        return adapter
+
+    def unload(self, name: str) -> None:
+        """Forget a name. Requests in progress keep the adapter. Raises UnknownAdapter."""
+        adapter = self._by_name.pop(name, None)
+        if adapter is None:
+            raise UnknownAdapter(f"this node has no adapter {name!r}")
+        log.info("unloaded adapter %r (%s)", name, adapter.id)
+        self._drop_name_of(adapter.id)
+        self.note_change()
+
+    @asynccontextmanager
+    async def held(self, adapter: AdapterRef) -> AsyncGenerator[None]:
+        """Keep the adapter of a request in memory until the block ends.
+
+        Raises AdaptersBusy, UnknownAdapter, and AdapterUnreadable if its files have changed.
+        """
+        if not adapter.id:
+            yield
+            return
+        async with self._read(adapter):
+            yield
+
+    @asynccontextmanager
+    async def _read(self, adapter: AdapterRef) -> AsyncGenerator[None]:
+        is_entered = False
+        try:
+            async with self.loader.held(adapter.id, partial(self._folder_of, adapter)):
+                is_entered = True
+                self._note_unnamed(adapter)
+                yield
+        except ModelError as error:
+            if is_entered:
+                raise
+            raise AdapterUnreadable(f"adapter {adapter.name!r}: {error}") from error
+
+    def report(self) -> NodeAdapters:
+        """Return all adapters with a name, and those in memory without one."""
+        resident = self.loader.resident
+        self._unnamed = {
+            adapter_id: adapter
+            for adapter_id, adapter in self._unnamed.items()
+            if adapter_id in resident
+        }
+        adapters = (*self._by_name.values(), *self._unnamed.values())
+        return NodeAdapters(tuple(map(self._describe, sorted(adapters, key=_by_name_and_id))))
+
+    @property
+    def num_names(self) -> int:
+        return len(self._by_name)
+
+    def note_change(self) -> None:
+        """Let routers learn of a change."""
+        self.version += 1
+        self._on_change()
+
+    def _describe(self, adapter: AdapterRef) -> LoadedAdapter:
+        resident = self.loader.resident.find(adapter.id)
+        return LoadedAdapter(
+            adapter,
+            is_in_memory=resident is not None,
+            num_bytes=0 if resident is None else resident.num_bytes,
+            num_requests=self.loader.num_users(adapter.id),
+        )
+
+    def _check_name(self, name: str) -> None:
+        check_name(name)
+        if name == self._model:
+            raise InvalidRequest(f"{name!r} is the name of the model; choose another one", "name")
+        self._check_number(name)
+
+    def _check_number(self, name: str) -> None:
+        if name not in self._by_name and len(self._by_name) >= self._max_names:
+            raise TooManyAdapters(
+                f"this node has {self._max_names} adapters, which is its limit: unload one"
+            )
+
+    def _check_is_free(self, adapter: AdapterRef, can_replace: bool) -> None:
+        self._check_number(adapter.name)
+        taken = self._by_name.get(adapter.name)
+        if taken is not None and taken.id != adapter.id and not can_replace:
+            raise AdapterExists(
+                f"another adapter ({taken.id}) has the name {adapter.name!r}: unload it, or have "
+                "it replaced"
+            )
+
+    def _set_name(self, adapter: AdapterRef) -> None:
+        replaced = self._by_name.get(adapter.name)
+        self._by_name[adapter.name] = adapter
+        self._num_names[adapter.id] += 1
+        self._unnamed.pop(adapter.id, None)
+        if adapter.id in self.loader.resident:
+            self.loader.resident.keep(adapter.id)
+        log.info("serve adapter %r (%s)", adapter.name, adapter.id)
+        if replaced is not None:
+            self._drop_name_of(replaced.id)
+        self.note_change()
+
+    def _drop_name_of(self, adapter_id: str) -> None:
+        self._num_names[adapter_id] -= 1
+        if not self._num_names[adapter_id]:
+            del self._num_names[adapter_id]
+            self._folder_by_id.pop(adapter_id, None)
+            self.loader.forget(adapter_id)
+
+    def _note_unnamed(self, adapter: AdapterRef) -> None:
+        """Note an adapter that a router knows, but no operator has loaded here."""
+        if adapter.id not in self._unnamed and adapter.id not in self._num_names:
+            self._unnamed[adapter.id] = AdapterRef("", adapter.id, adapter.path)
+            self.note_change()
+
+    def _folder_of(self, adapter: AdapterRef) -> Path:
+        """Raises UnknownAdapter."""
+        folder = self._folder_by_id.get(adapter.id)
+        if folder is not None:
+            return folder
+        if not adapter.path:
+            raise UnknownAdapter(
+                f"this node does not have the adapter {adapter.name!r} ({adapter.id}), and the "
+                "request names no folder of it"
+            )
+        try:
+            return folder_below(self._root, adapter.path)
+        except InvalidRequest as error:
+            raise UnknownAdapter(f"adapter {adapter.name!r}: {error}") from error
+
+
+def _by_name_and_id(adapter: AdapterRef) -> tuple[str, str]:
+    return adapter.name, adapter.id
