@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from baton.core.ids import NO_ADAPTER, AdapterRef
 from baton.engine.kv_cache.block_hashes import BlockHash
 
 
@@ -17,6 +18,7 @@ class BlockStored:
     token_ids: tuple[int, ...]  # of all blocks; empty unless they are collected
     block_size: int
     root_hash: BlockHash | None = None  # parent of the sequence's first block, by its salt
+    adapter: AdapterRef = NO_ADAPTER  # of the request that computed them
 
 
 @dataclass(frozen=True, slots=True)

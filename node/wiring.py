@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import secrets
-from functools import partial
+from functools import lru_cache, partial
 from importlib.metadata import version
 
 from baton.checkpoint.hub import served_name
-from baton.core.ids import Incarnation, NodeId
+from baton.core.ids import Incarnation, NodeId, PrefixKeys
 from baton.engine.config import EngineOptions
 from baton.engine.core import EngineCore
 from baton.engine.engine_thread import Compiler, EngineInbox, EngineThread
 from baton.engine.factory import build_grammars, build_scheduler
 from baton.engine.kv_arrival.pulls import PullConfig
+from baton.engine.kv_cache.block_hashes import BlockHash, PrefixNaming
 from baton.engine.runner.adapters.adapters import AdapterTable
 from baton.engine.runner.loaded_runner import LoadedRunner
 from baton.engine.scheduler.scheduler import Scheduler
@@ -43,6 +44,7 @@ from baton.telemetry.tracing.tracer import Tracer
 # The axes inside one block, outermost first, by the number of tensors per layer.
 KV_LAYOUTS = {1: "layer,latent,token,dim", 2: "layer,kv,head,token,dim"}
 ID_BYTES = 4
+MAX_ROOTS = 1024  # of adapters, that are remembered
 
 
 class NodeComponents:
@@ -122,6 +124,8 @@ class NodeComponents:
         config, memory = self.options.adapters, EngineAdapters(table, self.scheduler, self.engine)
         loader = AdapterLoader(memory, config.num_places)
         adapters = AdapterRegistry(loader, config.root, model, self._changes.notify)
+        if self.metrics is not None:
+            loader.observe_load = self.metrics.observe_adapter_load
         adapters.read_at_start(config.adapters)
         return adapters
 
@@ -205,9 +209,14 @@ def _build_kv_events(
 ) -> KvEventPublisher | None:
     if not options.kv_events.is_on:
         return None
-    memory, naming = runner.kv_memory, scheduler.cache_config.naming
+    memory = runner.kv_memory
     kind = spec_kind_of(memory.layout, is_latent=memory.num_tensors == 1)
     window = memory.layout.groups[0].spec.window
-    facts = CacheFacts(memory.block_size, naming.root(), kind, window)
+    root_of = lru_cache(MAX_ROOTS)(partial(_unsalted_root, scheduler.cache_config.naming))
+    facts = CacheFacts(memory.block_size, root_of, kind, window)
     config = options.kv_events.for_node(identity.node_id, options.host)
     return KvEventPublisher(config, facts)
+
+
+def _unsalted_root(naming: PrefixNaming, adapter_id: str) -> BlockHash:
+    return naming.root(PrefixKeys(adapter=adapter_id))

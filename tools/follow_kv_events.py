@@ -30,6 +30,7 @@ class CachedBlock(NamedTuple):
     parent: bytes | None
     token_ids: tuple[int, ...]
     extra_keys: tuple[Any, ...] | None
+    lora_name: str | None = None
 
 
 class KvMessage(NamedTuple):
@@ -88,7 +89,8 @@ class CacheView:
         for place, name in enumerate(event["block_hashes"]):
             own = tuple(tokens[place * size : (place + 1) * size])
             keys = extra_keys[place]
-            self.blocks[name] = CachedBlock(parent, own, None if keys is None else tuple(keys))
+            known_keys = None if keys is None else tuple(keys)
+            self.blocks[name] = CachedBlock(parent, own, known_keys, event.get("lora_name"))
             self.num_stored += 1
             parent = name
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.core.ids import BlockId, MediaSegment, RequestId, existing_blocks
+from baton.core.ids import (
+    NO_ADAPTER,
+    AdapterRef,
+    BlockId,
+    MediaSegment,
+    RequestId,
+    existing_blocks,
+)
 from baton.core.kv_hints import BlockHints
 from baton.engine.kv_cache.block_hashes import BlockHash, extend_hashes
 from baton.engine.plan import BlockIds, StateBlocks
@@ -50,6 +57,7 @@ class HeldKv:
     root_hash: BlockHash
     block_hints: BlockHints
     media: tuple[MediaSegment, ...] = ()  # in the prompt
+    adapter: AdapterRef = NO_ADAPTER  # that computes it
     num_context_tokens: int = field(init=False)  # prompt and prior output
     block_hashes: list[BlockHash] = field(default_factory=list)  # of the leading full blocks
     num_computed_tokens: int = 0  # leading tokens whose KV is in the blocks

@@ -124,7 +124,10 @@ class PrefixCache:
         token_ids: tuple[int, ...] = ()
         if self._config.collect_token_ids:
             token_ids = tuple(held.token_ids[start * self.block_size : end * self.block_size])
-        self._events.append(BlockStored(hashes, parent, token_ids, self.block_size, held.root_hash))
+        stored = BlockStored(
+            hashes, parent, token_ids, self.block_size, held.root_hash, held.adapter
+        )
+        self._events.append(stored)
 
     def _report_evicted(self) -> None:
         removed: list[BlockHash] = []

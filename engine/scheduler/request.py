@@ -96,7 +96,12 @@ class Request:
         self.num_prompt_tokens = len(submitted.prompt_token_ids)
         block_hints = submitted.kv_hints.block_hints(submitted.tenant or submitted.cache_salt)
         self.kv = HeldKv(
-            submitted.request_id, self.token_ids, root_hash, block_hints, submitted.media
+            submitted.request_id,
+            self.token_ids,
+            root_hash,
+            block_hints,
+            submitted.media,
+            submitted.adapter,
         )
         self.arrival = Arrival(self.kv, self.rank, submitted.receive_from, submitted.prefix_source)
 

@@ -70,7 +70,7 @@ class AdapterLoader(Generic[Loaded]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.resident = ResidentAdapters(num_places)
-        self.num_evicted = self.num_failed = 0
+        self.total_evicted = self.total_failed = 0
         self.on_change: Callable[[], None] = lambda: None  # an adapter enters or leaves memory
         self.observe_load: Callable[[float], None] = lambda _: None  # seconds of one
         self._memory = memory
@@ -86,13 +86,10 @@ class AdapterLoader(Generic[Loaded]):
     def __exit__(self, *_: object) -> None:
         self._threads.shutdown(cancel_futures=True)
 
-    @property
-    def num_waiting_for_load(self) -> int:
-        return sum(load.num_users for load in self._loads.values())
-
-    @property
-    def num_waiting_for_place(self) -> int:
-        return sum(load.num_users for load in self._loads.values() if not load.is_reading)
+    def num_waiting(self, *, for_place: bool) -> int:
+        """Return the number of requests that wait for a place, or for a load. For any thread."""
+        loads = tuple(self._loads.values())
+        return sum(load.num_users for load in loads if load.is_reading is not for_place)
 
     def num_users(self, adapter_id: str) -> int:
         """Return the number of requests that use an adapter, or wait for it."""
@@ -168,7 +165,7 @@ class AdapterLoader(Generic[Loaded]):
                     self._threads, self._memory.read, folder, adapter_id
                 )
             except BaseException:
-                self.num_failed += 1
+                self.total_failed += 1
                 self.resident.give_back()
                 self._pass_places_on()
                 raise
@@ -231,7 +228,7 @@ class AdapterLoader(Generic[Loaded]):
 
     def _evict(self, adapter_ids: list[str]) -> None:
         for adapter_id in adapter_ids:
-            self.num_evicted += 1
+            self.total_evicted += 1
             self._remove(adapter_id)
 
     def _remove(self, adapter_id: str) -> None:

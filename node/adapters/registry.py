@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -21,6 +22,19 @@ from baton.rpc.node_info import LoadedAdapter, NodeAdapters
 log = logging.getLogger(__name__)
 
 MAX_NAMES = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterCounts:
+    """Adapters of a node, and requests that wait for them."""
+
+    num_named: int = 0
+    num_in_memory: int = 0
+    num_bytes: int = 0
+    num_waiting_for_place: int = 0
+    num_waiting_for_load: int = 0
+    total_failed: int = 0
+    total_evicted: int = 0
 
 
 class AdapterRegistry:
@@ -121,9 +135,18 @@ class AdapterRegistry:
         adapters = (*self._by_name.values(), *self._unnamed.values())
         return NodeAdapters(tuple(map(self._describe, sorted(adapters, key=_by_name_and_id))))
 
-    @property
-    def num_names(self) -> int:
-        return len(self._by_name)
+    def counts(self) -> AdapterCounts:
+        """Return the current counts. For any thread."""
+        loader = self.loader
+        return AdapterCounts(
+            len(self._by_name),
+            len(loader.resident),
+            loader.resident.num_bytes,
+            loader.num_waiting(for_place=True),
+            loader.num_waiting(for_place=False),
+            loader.total_failed,
+            loader.total_evicted,
+        )
 
     def note_change(self) -> None:
         """Let routers learn of a change."""

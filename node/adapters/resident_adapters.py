@@ -29,13 +29,11 @@ class ResidentAdapters:
 
     @property
     def num_bytes(self) -> int:
-        return sum(each.num_bytes for each in self._by_id.values())
+        """Return the memory of all. For any thread."""
+        return sum(each.num_bytes for each in tuple(self._by_id.values()))
 
     def find(self, adapter_id: str) -> ResidentAdapter | None:
         return self._by_id.get(adapter_id)
-
-    def ids(self) -> tuple[str, ...]:
-        return tuple(self._by_id)
 
     def reserve(self) -> list[str] | None:
         """Reserve a place. Returns the ids evicted for it, or None if all places are in use."""

@@ -11,6 +11,7 @@ from baton.engine.scheduler.scheduler import Scheduler
 from baton.kv_transfer.kv_connector import GuardedConnector
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
 from baton.kv_transfer.worker import KvTransferWorker
+from baton.node.adapters.registry import AdapterCounts, AdapterRegistry
 from baton.node.wiring import NodeComponents
 from baton.telemetry.metrics import names as counted
 from baton.telemetry.metrics.instruments import Reading
@@ -38,8 +39,8 @@ def export_node_metrics(process: Process, node: NodeComponents) -> Iterator[None
     def read() -> Reading:
         """Gauges that need no engine are current even while the engine is busy."""
         silence = {counted.SILENCE: node.engine.seconds_since_heartbeat()}
-        num_lost = node.tracing.num_lost
-        return {**facts, **silence, counted.TRACES_LOST: num_lost, **read_on_engine()}
+        others = {counted.TRACES_LOST: node.tracing.num_lost, **adapter_gauges(node.adapters)}
+        return {**facts, **silence, **others, **read_on_engine()}
 
     with export_metrics(node.options.telemetry, process, metrics.registry, read):
         yield
@@ -82,6 +83,21 @@ def read_gauges(
         counted.LINKS_CUT: counters.num_cut_pairs,
         counted.MESSAGES_DROPPED: counters.num_dropped,
         **({} if connector is None else _connector_gauges(connector, stats)),
+    }
+
+
+def adapter_gauges(adapters: AdapterRegistry | None) -> Reading:
+    """Return gauges that need no thread of their own; zeros without adapters."""
+    counts = AdapterCounts() if adapters is None else adapters.counts()
+    return {
+        counted.ADAPTERS: {"named": counts.num_named, "in_memory": counts.num_in_memory},
+        counted.ADAPTER_BYTES: counts.num_bytes,
+        counted.ADAPTER_WAITING: {
+            "place": counts.num_waiting_for_place,
+            "load": counts.num_waiting_for_load,
+        },
+        counted.ADAPTER_FAILURES: counts.total_failed,
+        counted.ADAPTER_EVICTIONS: counts.total_evicted,
     }
 
 

@@ -120,6 +120,7 @@ class NodeMetrics(StepObserver):
         for direction in (TransferRole.SENT.value, TransferRole.RECEIVED.value):
             self._staged_bytes.labels(direction)
             self._staged_copy.labels(direction)
+        self.observe_adapter_load = _histogram(registry, counted.ADAPTER_LOAD).observe
 
     def count_loads_of(self, tier: str) -> Callable[[float], None]:
         """Return what observes the seconds of a load from a tier. Any thread may call it."""

@@ -285,6 +285,23 @@ PULL_BLOCKS = _counter(
     "KV blocks that this node pulled from others instead of computing them: landed, or failed.",
     "outcome",
 )
+ADAPTERS = _gauge("baton.adapters", "LoRA adapters of a node. state: named, or in_memory.", "state")
+ADAPTER_BYTES = _gauge("baton.adapters.memory", "Memory of LoRA adapters.", unit="By")
+ADAPTER_WAITING = _gauge(
+    "baton.adapters.waiting",
+    "Requests that wait until their LoRA adapter is in memory: for a place there, or for the load.",
+    "cause",
+)
+ADAPTER_LOAD = _histogram(
+    "baton.adapters.load",
+    "Time to read a LoRA adapter into memory.",
+    "s",
+    STEP_BUCKETS,
+)
+ADAPTER_FAILURES = _counter("baton.adapters.failed_loads", "LoRA adapters that cannot be read.")
+ADAPTER_EVICTIONS = _counter(
+    "baton.adapters.evictions", "LoRA adapters that were removed from memory for others."
+)
 TRANSPORT = _gauge("baton.kv.transport", "1 for the KV transport in use.", "transport")
 
 METRICS = tuple(value for value in globals().values() if isinstance(value, Metric))

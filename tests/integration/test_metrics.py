@@ -37,6 +37,8 @@ NODE_METRICS = (
     metrics.GROUP_EVICTIONS, metrics.TIER_BLOCKS, metrics.TIER_LOADED, metrics.TIER_STORED,
     metrics.TIER_EVICTED, metrics.TIER_FAILED, metrics.TIER_RETAINED, metrics.TIER_REFUSED,
     metrics.TIER_USABLE, metrics.PULL_BLOCKS, metrics.CONNECTOR_ERRORS, metrics.READINGS_AGE,
+    metrics.ADAPTERS, metrics.ADAPTER_BYTES, metrics.ADAPTER_WAITING, metrics.ADAPTER_LOAD,
+    metrics.ADAPTER_FAILURES, metrics.ADAPTER_EVICTIONS,
 )  # fmt: skip
 GOLDEN = Path(__file__).parent.parent / "golden" / "metrics.txt"
 REQUESTS = "baton_requests_total"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.core.ids import NO_ADAPTER, AdapterRef
 from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.node.kv.events.history import EventHistory
@@ -13,7 +14,8 @@ from tools.follow_kv_events import CacheView, decode_maps
 
 NUM_NAMES = 8
 UNSALTED, SALTED = BlockHash(b"u" * 16), BlockHash(b"s" * 16)
-FACTS = CacheFacts(1, UNSALTED, "full_attention")
+ADAPTERS = AdapterRef("a", "0" * 31 + "1"), AdapterRef("b", "0" * 31 + "1")
+FACTS = CacheFacts(1, lambda _: UNSALTED, "full_attention")
 
 
 def name_of(number: int) -> BlockHash:
@@ -28,8 +30,10 @@ def stores(draw: st.DrawFn) -> BlockStored:
     parent = name_of(start - 1) if start % 4 else None  # two sequences
     end = min(end, start // 4 * 4 + 4)
     names = tuple(map(name_of, range(start, end)))
+    # The second sequence is salted, and its adapter has a name in each request.
     root = SALTED if start >= 4 else UNSALTED
-    return BlockStored(names, parent, tuple(range(start, end)), 1, root)
+    adapter = draw(st.sampled_from(ADAPTERS)) if start >= 4 else NO_ADAPTER
+    return BlockStored(names, parent, tuple(range(start, end)), 1, root, adapter)
 
 
 removals = st.lists(st.integers(0, NUM_NAMES - 1), min_size=1, max_size=3).map(

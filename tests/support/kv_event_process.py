@@ -24,7 +24,7 @@ from tests.support.ports import free_port
 
 NUM_MESSAGES, BLOCK_SIZE = 2000, 2000
 TOPIC = "kv@node@model"
-FACTS = CacheFacts(BLOCK_SIZE, BlockHash(b"u" * 16), "full_attention")
+FACTS = CacheFacts(BLOCK_SIZE, lambda _: BlockHash(b"u" * 16), "full_attention")
 READY = "ready"
 PAGE_BYTES = resource.getpagesize()
 

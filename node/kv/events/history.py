@@ -18,6 +18,7 @@ from baton.node.kv.events.messages import (
     ClearedMessage,
     EventMessage,
     ExtraKeys,
+    Lora,
     MessageBatch,
     RemovedMessage,
     StoredMessage,
@@ -38,6 +39,7 @@ class _CachedBlock(NamedTuple):
     parent: bytes | None
     token_ids: bytes  # packed
     extra_keys: ExtraKeys
+    lora: Lora
 
 
 class EventHistory:
@@ -103,10 +105,10 @@ class EventHistory:
     def _store(self, event: StoredMessage) -> None:
         parent, size = event.parent_block_hash, event.block_size
         keys = event.extra_keys or [None] * len(event.block_hashes)
-        packed = array("I", event.token_ids)
+        packed, lora = array("I", event.token_ids), Lora(event.lora_id, event.lora_name)
         for place, name in enumerate(event.block_hashes):
             tokens = packed[place * size : (place + 1) * size].tobytes()
-            self._blocks[name] = _CachedBlock(parent, tokens, keys[place])
+            self._blocks[name] = _CachedBlock(parent, tokens, keys[place], lora)
             parent = name
 
     def _content(self) -> bytes:
@@ -119,8 +121,9 @@ class EventHistory:
         last: StoredMessage | None = None
         for name, block in self._blocks.items():
             token_ids = array("I", block.token_ids).tolist()
-            if last is None or block.parent != last.block_hashes[-1]:
-                last = self._facts.stored([], block.parent, [], [])
+            is_next = last is not None and block.parent == last.block_hashes[-1]
+            if last is None or not is_next or block.lora != (last.lora_id, last.lora_name):
+                last = self._facts.stored([], block.parent, [], [], block.lora)
                 events.append(last)
             last.block_hashes.append(name)
             last.token_ids.extend(token_ids)

@@ -6,18 +6,31 @@ A message is a msgpack array of time, events and data-parallel rank; an event is
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from msgspec import Struct, msgpack
 
+from baton.core.ids import AdapterRef
 from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.groups import CacheLayout
 
 MEDIUM = "GPU"  # vLLM's name of the KV cache itself, also where that is on a CPU
 FIRST_GROUP = 0
+LORA_ID_DIGITS = 15  # hexadecimal, so that a signed integer of 64 bits can hold it
 ExtraKeys = tuple[str, ...] | None  # of one block
+
+
+class Lora(NamedTuple):
+    """LoRA adapter of blocks."""
+
+    id: int | None
+    name: str | None
+
+
+NO_LORA = Lora(None, None)
 
 
 class StoredMessage(Struct, tag="BlockStored", omit_defaults=True, gc=False):
@@ -62,7 +75,8 @@ class CacheFacts:
     """Facts about a node's prefix cache that its events contain."""
 
     block_size: int
-    unsalted_root: BlockHash  # parent of the first blocks of requests without a salt
+    # By the id of the adapter, or without one: parent of the first blocks of unsalted requests.
+    unsalted_root: Callable[[str], BlockHash]
     spec_kind: str
     sliding_window: int | None = None
 
@@ -75,15 +89,16 @@ class CacheFacts:
         parent: bytes | None,
         token_ids: list[int],
         extra_keys: list[ExtraKeys],
+        lora: Lora = NO_LORA,
     ) -> StoredMessage:
         return StoredMessage(
             block_hashes=names,
             parent_block_hash=parent,
             token_ids=token_ids,
             block_size=self.block_size,
-            lora_id=None,
+            lora_id=lora.id,
             medium=MEDIUM,
-            lora_name=None,
+            lora_name=lora.name,
             extra_keys=extra_keys,
             group_idx=FIRST_GROUP,
             kv_cache_spec_kind=self.spec_kind,
@@ -98,6 +113,7 @@ class CacheFacts:
                     event.parent_block_hash,
                     list(event.token_ids),
                     self._extra_keys(event),
+                    _lora_of(event.adapter),
                 )
             case BlockRemoved():
                 return RemovedMessage(list(event.block_hashes), MEDIUM, FIRST_GROUP)
@@ -105,15 +121,26 @@ class CacheFacts:
                 return ClearedMessage()
 
     def _extra_keys(self, event: BlockStored) -> list[ExtraKeys]:
-        """Return a key for the first block of a sequence with a salt, as vLLM does.
+        """Return the extra keys of each block, as vLLM does.
 
-        It is the digest of the salt. The salt itself is a secret of its clients.
+        They are the name of its adapter, and, for the first block of a sequence with a salt, the
+        digest of the salt. The salt itself is a secret of its clients.
         """
-        keys: list[ExtraKeys] = [None] * len(event.block_hashes)
+        adapter = event.adapter
+        own = (adapter.name,) if adapter.id else ()
+        keys: list[ExtraKeys] = [own or None] * len(event.block_hashes)
+        root = event.root_hash
         is_first = event.parent_block_hash is None
-        if is_first and event.root_hash is not None and event.root_hash != self.unsalted_root:
-            keys[0] = (event.root_hash.hex(),)
+        if is_first and root is not None and root != self.unsalted_root(adapter.id):
+            keys[0] = (*own, root.hex())
         return keys
+
+
+def _lora_of(adapter: AdapterRef) -> Lora:
+    """Return the adapter of blocks. vLLM numbers adapters; here the number is part of the id."""
+    if not adapter.id:
+        return NO_LORA
+    return Lora(int(adapter.id[:LORA_ID_DIGITS], 16), adapter.name)
 
 
 def spec_kind_of(layout: CacheLayout, *, is_latent: bool) -> str:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from baton.core.ids import AdapterRef
 from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.groups import CacheLayout, KvCacheSpec, KvGroup
-from baton.node.kv.events.messages import CacheFacts, encode_batch, spec_kind_of
+from baton.node.kv.events.messages import CacheFacts, StoredMessage, encode_batch, spec_kind_of
 
 ONE, TWO, THREE = (BlockHash(bytes([number]) * 16) for number in (1, 2, 3))
-UNSALTED, SALTED = BlockHash(b"u" * 16), BlockHash(b"s" * 16)
-FACTS = CacheFacts(2, UNSALTED, "sliding_window", 128)
+UNSALTED, SALTED, ADAPTED = (BlockHash(letter * 16) for letter in (b"u", b"s", b"a"))
+FACTS = CacheFacts(2, lambda _: UNSALTED, "sliding_window", 128)
 
 
 def test_a_batch_is_an_array_of_tagged_maps_with_the_fields_of_vllm() -> None:
@@ -56,6 +57,22 @@ def test_only_the_first_block_of_a_salted_sequence_has_a_key() -> None:
 
     keys = [getattr(message, "extra_keys", None) for message in batch.events]
     assert keys == [[(SALTED.hex(),), None], [None]]
+
+
+def test_blocks_of_an_adapter_have_its_number_and_name() -> None:
+    adapter = AdapterRef("sql", "0" * 14 + "7" + "f" * 17)
+    roots = {adapter.id: ADAPTED, "": UNSALTED}
+    facts = CacheFacts(2, roots.__getitem__, "full_attention")
+    unsalted = BlockStored((ONE, TWO), None, (5, 6, 7, 8), 2, ADAPTED, adapter)
+    salted = BlockStored((THREE,), None, (9, 9), 2, SALTED, adapter)
+
+    first, second = facts.to_batch((unsalted, salted), 0.0).events
+
+    assert isinstance(first, StoredMessage)
+    assert isinstance(second, StoredMessage)
+    assert (first.lora_id, first.lora_name) == (second.lora_id, second.lora_name) == (7, "sql")
+    assert first.extra_keys == [("sql",), ("sql",)]
+    assert second.extra_keys == [("sql", SALTED.hex())]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from baton.node.kv.events.publisher import KvEventPublisher
 from tests.support.ports import free_port
 from tools.follow_kv_events import KvEventFollower
 
-FACTS = CacheFacts(1, BlockHash(b"u" * 16), "full_attention")
+FACTS = CacheFacts(1, lambda _: BlockHash(b"u" * 16), "full_attention")
 PATIENCE_MS = 30_000
 MAX_TRIES = 1000
 
