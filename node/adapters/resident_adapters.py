@@ -18,7 +18,7 @@ class ResidentAdapters:
 
     def __init__(self, num_places: int) -> None:
         self._num_places = num_places
-        self._num_reserved = 0
+        self.num_reserved = 0  # of those that are being read
         self._by_id: OrderedDict[str, ResidentAdapter] = OrderedDict()
 
     def __contains__(self, adapter_id: str) -> bool:
@@ -38,22 +38,22 @@ class ResidentAdapters:
     def reserve(self) -> list[str] | None:
         """Reserve a place. Returns the ids evicted for it, or None if all places are in use."""
         evicted: list[str] = []
-        if len(self._by_id) + self._num_reserved >= self._num_places:
+        if len(self._by_id) + self.num_reserved >= self._num_places:
             oldest = next((id_ for id_, each in self._by_id.items() if not each.num_users), None)
             if oldest is None:
                 return None
             del self._by_id[oldest]
             evicted.append(oldest)
-        self._num_reserved += 1
+        self.num_reserved += 1
         return evicted
 
     def give_back(self) -> None:
         """Give back a reserved place."""
-        self._num_reserved -= 1
+        self.num_reserved -= 1
 
     def fill(self, adapter_id: str, num_bytes: int, num_users: int) -> None:
         """Put an adapter into a reserved place."""
-        self._num_reserved -= 1
+        self.num_reserved -= 1
         self._by_id[adapter_id] = ResidentAdapter(num_bytes, num_users)
 
     def use(self, adapter_id: str) -> None:

@@ -1,0 +1,232 @@
+"""Loads of adapters: shared, limited in number, and undisturbed by cancelled requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.core.errors import ModelError
+from baton.node.adapters.loader import AdapterLoader
+from baton.rpc.errors import AdaptersBusy
+from tests.support.fake_adapters import PATIENCE_S, FakeAdapter, FakeMemory
+
+
+@dataclass(slots=True)
+class World:
+    memory: FakeMemory
+    loader: AdapterLoader[FakeAdapter]
+
+    @asynccontextmanager
+    async def held(self, adapter_id: str) -> AsyncGenerator[None]:
+        async with self.loader.held(adapter_id, lambda: Path("adapters", adapter_id)):
+            assert adapter_id in self.memory.content
+            yield
+
+    async def use(self, adapter_id: str) -> None:
+        async with self.held(adapter_id):
+            pass
+
+    def start(self, adapter_id: str) -> asyncio.Task[None]:
+        return asyncio.ensure_future(self.use(adapter_id))
+
+    def assert_at_rest(self) -> None:
+        """Check that nobody uses an adapter or a place, and that all that is in memory is known."""
+        resident = self.loader.resident
+        assert {each for each in self.memory.content if each in resident} == self.memory.content
+        assert len(resident) == len(self.memory.content)
+        assert sum(self.loader.num_users(each) for each in self.memory.content) == 0
+        assert resident.num_reserved == 0
+        assert self.loader.num_waiting(for_place=True) == 0
+        assert self.loader.num_waiting(for_place=False) == 0
+
+
+def run(
+    scenario: Callable[[World], Coroutine[Any, Any, None]],
+    *,
+    num_places: int = 2,
+    max_wait_s: float = PATIENCE_S,
+) -> None:
+    async def timed() -> None:
+        memory = FakeMemory()
+        with AdapterLoader(memory, num_places, max_wait_s=max_wait_s) as loader:
+            world = World(memory, loader)
+            async with asyncio.timeout(PATIENCE_S):
+                await scenario(world)
+            world.assert_at_rest()
+
+    asyncio.run(timed())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def test_requests_for_the_same_adapter_share_a_load() -> None:
+    async def scenario(world: World) -> None:
+        world.memory.may_read.clear()
+        tasks = [world.start("a") for _ in range(3)]
+        await until(lambda: world.memory.num_reads == 1)
+        assert world.loader.num_waiting(for_place=False) == 3
+        world.memory.may_read.set()
+        await asyncio.gather(*tasks)
+        await world.use("a")
+
+        assert world.memory.num_reads == 1
+        assert world.loader.resident.num_bytes == 10
+
+    run(scenario)
+
+
+def test_the_least_recently_used_adapter_is_evicted() -> None:
+    async def scenario(world: World) -> None:
+        for adapter_id in ("a", "b", "a", "c"):
+            await world.use(adapter_id)
+
+        assert world.memory.content == {"a", "c"}
+        assert world.loader.total_evicted == 1
+
+    run(scenario)
+
+
+def test_an_adapter_in_use_is_not_evicted() -> None:
+    async def scenario(world: World) -> None:
+        async with world.held("a"):
+            for adapter_id in ("b", "c", "d"):
+                await world.use(adapter_id)
+            assert world.memory.content == {"a", "d"}
+
+    run(scenario)
+
+
+def test_a_request_waits_for_a_place_in_its_turn() -> None:
+    async def scenario(world: World) -> None:
+        order: list[str] = []
+
+        async def use(adapter_id: str) -> None:
+            async with world.held(adapter_id):
+                order.append(adapter_id)
+
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(world.held("a"))
+            await stack.enter_async_context(world.held("b"))
+            tasks = []
+            for number, adapter_id in enumerate("cde"):
+                tasks.append(asyncio.ensure_future(use(adapter_id)))
+                await until(lambda: world.loader.num_waiting(for_place=True) > number)  # noqa: B023
+        await asyncio.gather(*tasks)
+
+        assert order == ["c", "d", "e"]
+
+    run(scenario)
+
+
+def test_a_request_without_a_place_is_refused_after_a_while() -> None:
+    async def scenario(world: World) -> None:
+        async with world.held("a"):
+            with pytest.raises(AdaptersBusy, match="--max-cpu-loras"):
+                await world.use("b")
+        await world.use("b")
+
+    run(scenario, num_places=1, max_wait_s=0.01)
+
+
+def test_a_cancelled_request_leaves_the_load_to_others() -> None:
+    async def scenario(world: World) -> None:
+        world.memory.may_read.clear()
+        first, second = world.start("a"), world.start("a")
+        await until(lambda: world.memory.num_reads == 1)
+        first.cancel()
+        await asyncio.wait([first])
+        world.memory.may_read.set()
+        await second
+
+        assert first.cancelled()
+        assert world.memory.num_reads == 1
+
+    run(scenario)
+
+
+def test_a_load_that_nobody_waits_for_any_more_is_kept() -> None:
+    async def scenario(world: World) -> None:
+        world.memory.may_read.clear()
+        task = world.start("a")
+        await until(lambda: world.memory.num_reads == 1)
+        task.cancel()
+        await asyncio.wait([task])
+        world.memory.may_read.set()
+        await until(lambda: "a" in world.loader.resident)
+
+    run(scenario)
+
+
+def test_a_cancelled_request_waits_for_no_place_any_more() -> None:
+    async def scenario(world: World) -> None:
+        async with world.held("a"):
+            task = world.start("b")
+            await until(lambda: world.loader.num_waiting(for_place=True) == 1)
+            task.cancel()
+            await asyncio.wait([task])
+            again = world.start("b")  # a load of its own
+            await until(lambda: world.loader.num_waiting(for_place=True) == 1)
+        await again
+
+        assert world.memory.content == {"b"}
+
+    run(scenario, num_places=1)
+
+
+def test_a_request_that_is_cancelled_when_its_adapter_comes_does_not_keep_it() -> None:
+    async def scenario(world: World) -> None:
+        task = world.start("a")
+        world.memory.on_add = lambda: cancelled.append(task.cancel())
+        cancelled: list[bool] = []
+        await asyncio.wait([task])
+
+        assert task.cancelled()
+        assert cancelled == [True]
+        assert world.memory.content == {"a"}
+
+    run(scenario)
+
+
+def test_a_failed_load_fails_all_its_requests_and_gives_its_place_back() -> None:
+    async def scenario(world: World) -> None:
+        world.memory.is_broken = True
+        outcomes = await asyncio.gather(*(world.use("a") for _ in range(3)), return_exceptions=True)
+        assert [type(each) for each in outcomes] == [ModelError] * 3
+        world.memory.is_broken = False
+        await world.use("a")
+
+        assert world.loader.total_failed == 1
+
+    run(scenario, num_places=1)
+
+
+def test_a_forgotten_adapter_leaves_memory_after_its_last_request() -> None:
+    async def scenario(world: World) -> None:
+        async with world.held("a"):
+            world.loader.forget("a")
+            async with world.held("a"):
+                pass
+            assert world.memory.content == {"a"}
+        assert world.memory.content == set()
+        world.loader.forget("a")
+
+    run(scenario)
+
+
+def test_adapters_of_the_start_are_evicted_by_each_other() -> None:
+    async def scenario(world: World) -> None:
+        for adapter_id in "abc":
+            assert world.loader.read_at_start(Path(adapter_id)) == adapter_id
+
+        assert world.memory.content == {"b", "c"}
+
+    run(scenario)

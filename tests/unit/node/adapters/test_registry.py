@@ -1,0 +1,288 @@
+"""Adapters by name: loads, replacements and unloads while requests use them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.core.errors import InvalidConfig, InvalidRequest, NamedError
+from baton.core.ids import NO_ADAPTER, AdapterRef
+from baton.node.adapters.config import AdapterFolder
+from baton.node.adapters.loader import AdapterLoader
+from baton.node.adapters.registry import AdapterCounts, AdapterRegistry
+from baton.rpc.errors import AdapterExists, AdapterUnreadable, TooManyAdapters, UnknownAdapter
+from baton.rpc.node_info import LoadedAdapter
+from tests.support.fake_adapters import PATIENCE_S, FakeMemory, write_fake
+
+Scenario = Callable[[AdapterRegistry, FakeMemory], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    root = tmp_path / "root"
+    for adapter_id in ("1", "2", "3"):
+        write_fake(root / f"folder-{adapter_id}", adapter_id)
+    return root
+
+
+def run(scenario: Scenario, root: Path | None, num_places: int = 2, max_names: int = 3) -> None:
+    async def timed() -> None:
+        memory = FakeMemory()
+        with AdapterLoader(memory, num_places) as loader:
+            registry = AdapterRegistry(loader, root, "model", max_names=max_names)
+            async with asyncio.timeout(PATIENCE_S):
+                await scenario(registry, memory)
+
+    asyncio.run(timed())
+
+
+def names_in(registry: AdapterRegistry) -> dict[str, str]:
+    return {each.adapter.name: each.adapter.id for each in registry.report().adapters}
+
+
+async def use(registry: AdapterRegistry, adapter: AdapterRef) -> None:
+    async with registry.held(adapter):
+        pass
+
+
+def test_a_loaded_adapter_is_reported_with_its_memory_and_requests(root: Path) -> None:
+    async def scenario(registry: AdapterRegistry, memory: FakeMemory) -> None:
+        adapter = await registry.load("sql", "./folder-1")
+        assert adapter == AdapterRef("sql", "1", "folder-1")
+        async with registry.held(adapter):
+            [found] = registry.report().adapters
+
+        assert found == LoadedAdapter(adapter, is_in_memory=True, num_bytes=10)
+        assert found.num_requests == 1
+        assert registry.counts() == AdapterCounts(num_named=1, num_in_memory=1, num_bytes=10)
+        assert memory.num_reads == 1
+
+    run(scenario, root)
+
+
+def test_a_request_without_an_adapter_needs_none(root: Path) -> None:
+    async def scenario(registry: AdapterRegistry, memory: FakeMemory) -> None:
+        await use(registry, NO_ADAPTER)
+        assert memory.num_reads == 0
+
+    run(scenario, root)
+
+
+def test_a_request_brings_its_adapter_into_memory_without_a_name(root: Path) -> None:
+    async def scenario(registry: AdapterRegistry, memory: FakeMemory) -> None:
+        before = registry.version
+        await use(registry, AdapterRef("sql", "1", "folder-1"))
+
+        [found] = registry.report().adapters
+        assert found == LoadedAdapter(AdapterRef("", "1", "folder-1"), True, 10)
+        assert registry.version > before
+        assert await registry.load("sql", "folder-1") == AdapterRef("sql", "1", "folder-1")
+        assert names_in(registry) == {"sql": "1"}
+        assert memory.num_reads == 1
+
+    run(scenario, root)
+
+
+def test_an_adapter_without_a_name_is_not_reported_after_its_eviction(root: Path) -> None:
+    async def scenario(registry: AdapterRegistry, memory: FakeMemory) -> None:
+        await use(registry, AdapterRef("a", "1", "folder-1"))
+        await use(registry, AdapterRef("b", "2", "folder-2"))
+
+        assert [each.adapter.id for each in registry.report().adapters] == ["2"]
+
+    run(scenario, root, num_places=1)
+
+
+def test_files_that_have_changed_are_refused(root: Path) -> None:
+    async def scenario(registry: AdapterRegistry, memory: FakeMemory) -> None:
+        adapter = await registry.load("sql", "folder-1")
+        await registry.load("other", "folder-2")  # evicts it
+        write_fake(root / "folder-1", "3")
+        with pytest.raises(AdapterUnreadable):
+            await use(registry, adapter)
+        with pytest.raises(AdapterExists):
+            await registry.load("sql", "folder-1")
+        await registry.load("sql", "folder-1", can_replace=True)
+
+        assert names_in(registry) == {"sql": "3", "other": "2"}
+
+    run(scenario, root, num_places=1)
+
+
+def test_broken_files_are_an_error_of_the_request_or_of_the_operator(root: Path) -> None:
+    async def scenario(registry: AdapterRegistry, memory: FakeMemory) -> None:
+        memory.is_broken = True
+        with pytest.raises(AdapterUnreadable, match="'sql': broken"):
+            await use(registry, AdapterRef("sql", "1", "folder-1"))
+        with pytest.raises(InvalidRequest, match="broken"):
+            await registry.load("sql", "folder-1")
+
+        assert registry.report().adapters == ()
+
+    run(scenario, root)
+
+
+def test_requests_keep_a_replaced_adapter_to_their_end(root: Path) -> None:
+    async def scenario(registry: AdapterRegistry, memory: FakeMemory) -> None:
+        old = await registry.load("sql", "folder-1")
+        async with registry.held(old):
+            new = await registry.load("sql", "folder-2", can_replace=True)
+            assert memory.content == {"1", "2"}
+            await use(registry, new)
+        assert memory.content == {"2"}
+
+    run(scenario, root)
+
+
+def test_requests_keep_an_unloaded_adapter_to_their_end(root: Path) -> None:
+    async def scenario(registry: AdapterRegistry, memory: FakeMemory) -> None:
+        adapter = await registry.load("sql", "folder-1")
+        async with registry.held(adapter):
+            registry.unload("sql")
+            assert (names_in(registry), memory.content) == ({}, {"1"})
+            await use(registry, adapter)
+            assert memory.content == {"1"}
+        assert memory.content == set()
+        with pytest.raises(UnknownAdapter, match="'sql'"):
+            registry.unload("sql")
+
+    run(scenario, root)
+
+
+def test_equal_adapters_share_memory_until_the_last_name_is_unloaded(root: Path) -> None:
+    async def scenario(registry: AdapterRegistry, memory: FakeMemory) -> None:
+        write_fake(root / "copy", "1")
+        await registry.load("a", "folder-1")
+        await registry.load("b", "copy")
+        await registry.load("a", "folder-1")  # the same again
+        registry.unload("a")
+        assert memory.content == {"1"}
+        registry.unload("b")
+
+        assert (memory.content, memory.num_reads) == (set(), 1)
+
+    run(scenario, root)
+
+
+def test_an_adapter_that_is_loaded_again_while_its_last_requests_run_stays(root: Path) -> None:
+    async def scenario(registry: AdapterRegistry, memory: FakeMemory) -> None:
+        adapter = await registry.load("sql", "folder-1")
+        async with registry.held(adapter):
+            registry.unload("sql")
+            await registry.load("sql", "folder-1")
+
+        assert memory.content == {"1"}
+
+    run(scenario, root)
+
+
+def test_two_loads_of_one_name_do_not_replace_each_other(root: Path) -> None:
+    async def scenario(registry: AdapterRegistry, memory: FakeMemory) -> None:
+        outcomes = await asyncio.gather(
+            registry.load("sql", "folder-1"),
+            registry.load("sql", "folder-2"),
+            return_exceptions=True,
+        )
+        assert sorted(type(each).__name__ for each in outcomes) == ["AdapterExists", "AdapterRef"]
+        assert len(registry.report().adapters) == 1
+
+    run(scenario, root)
+
+
+def test_adapters_of_the_start_are_read_again_from_their_folders(
+    root: Path, tmp_path: Path
+) -> None:
+    async def scenario(registry: AdapterRegistry, memory: FakeMemory) -> None:
+        inside, outside = root / "folder-1", write_fake(tmp_path / "outside", "9")
+        registry.read_at_start([AdapterFolder("in", inside), AdapterFolder("out", outside)])
+        refs = {each.adapter.name: each.adapter for each in registry.report().adapters}
+        assert refs == {"in": AdapterRef("in", "1", "folder-1"), "out": AdapterRef("out", "9")}
+        for adapter in (*refs.values(), *refs.values()):
+            await use(registry, adapter)
+
+        assert memory.num_reads == 6
+        registry.unload("out")
+        with pytest.raises(UnknownAdapter, match="names no folder"):
+            await use(registry, refs["out"])
+        with pytest.raises(InvalidConfig, match="name of the model"):
+            registry.read_at_start([AdapterFolder("model", inside)])
+
+    run(scenario, root, num_places=1)
+
+
+@pytest.mark.parametrize("name", ["", "model", "a\nb", "x" * 257])
+def test_bad_names_are_refused(root: Path, name: str) -> None:
+    async def scenario(registry: AdapterRegistry, memory: FakeMemory) -> None:
+        with pytest.raises(InvalidRequest, match="name"):
+            await registry.load(name, "folder-1")
+
+    run(scenario, root)
+
+
+def test_more_names_than_the_limit_are_refused(root: Path) -> None:
+    async def scenario(registry: AdapterRegistry, memory: FakeMemory) -> None:
+        for name in ("a", "b", "c"):
+            await registry.load(name, "folder-1")
+        with pytest.raises(TooManyAdapters, match="3 adapters"):
+            await registry.load("d", "folder-1")
+        await registry.load("c", "folder-2", can_replace=True)
+        registry.unload("a")
+        await registry.load("d", "folder-1")
+
+    run(scenario, root, max_names=3)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "",
+        ".",
+        "/etc",
+        "..",
+        "folder-1/../../outside",
+        "link",
+        "files",
+        "nothing",
+        "a\0b",
+        "x" * 513,
+    ],
+)
+def test_paths_that_lead_elsewhere_are_refused(root: Path, path: str) -> None:
+    outside = write_fake(root.parent / "outside", "9")
+    (root / "link").symlink_to(outside)
+    (root / "files").mkdir()
+    for file in outside.iterdir():
+        (root / "files" / file.name).symlink_to(file)
+
+    async def scenario(registry: AdapterRegistry, memory: FakeMemory) -> None:
+        with pytest.raises(InvalidRequest) as refused:
+            await registry.load("sql", path)
+        assert refused.value.field == "path"
+        with pytest.raises(NamedError):
+            await use(registry, AdapterRef("sql", "9", path or "."))
+        assert memory.num_reads == 0
+
+    run(scenario, root)
+
+
+def test_links_within_the_root_are_followed(root: Path) -> None:
+    (root / "link").symlink_to(root / "folder-1")
+
+    async def scenario(registry: AdapterRegistry, memory: FakeMemory) -> None:
+        assert (await registry.load("sql", "link")).id == "1"
+
+    run(scenario, root)
+
+
+def test_without_a_root_nothing_is_loaded_later(root: Path) -> None:
+    async def scenario(registry: AdapterRegistry, memory: FakeMemory) -> None:
+        with pytest.raises(InvalidRequest, match="--lora-root"):
+            await registry.load("sql", "folder-1")
+        with pytest.raises(UnknownAdapter, match="--lora-root"):
+            await use(registry, AdapterRef("sql", "1", "folder-1"))
+
+    run(scenario, None)
