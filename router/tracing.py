@@ -110,6 +110,12 @@ class RecordedTrace(RequestTrace):
             names.TEMPERATURE: call.sampling.temperature,
             names.TOP_P: call.sampling.top_p,
         }
+        adapter = call.model.adapter
+        if adapter.id:
+            self._timeline.request_attributes |= {
+                names.ADAPTER: adapter.name,
+                names.ADAPTER_ID: adapter.id,
+            }
 
     def note_tokenized(self, num_tokens: int) -> None:
         self._timeline.tokenized_s = time.monotonic()

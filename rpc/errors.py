@@ -108,6 +108,10 @@ class NodeDraining(NodeFailed):
     """A draining node rejected a request before it started any work."""
 
 
+class AdapterNotLoaded(NodeFailed):
+    """A node could not load the adapter of a request, and did not start any work."""
+
+
 class KvLoadFailed(ServiceError):
     """The KV of a prompt did not arrive, and this node does not recompute it."""
 

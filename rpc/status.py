@@ -19,6 +19,7 @@ from baton.engine.errors import EngineGone, EngineStopped, PassFailed
 from baton.kv_transfer.errors import InvalidMessage, PeerUnreachable
 from baton.rpc.errors import (
     AdapterExists,
+    AdapterNotLoaded,
     AdaptersBusy,
     AdapterUnreadable,
     BodyTimeout,
@@ -84,6 +85,7 @@ CODE_AND_REASON: dict[type[Exception], tuple[StatusCode, str]] = {
     IncompatibleNodes: (StatusCode.FAILED_PRECONDITION, "INCOMPATIBLE_NODES"),
     NodeFailed: (StatusCode.UNAVAILABLE, "NODE_FAILED"),
     NodeDraining: (StatusCode.UNAVAILABLE, "NODE_DRAINING"),
+    AdapterNotLoaded: (StatusCode.UNAVAILABLE, "ADAPTER_NOT_LOADED"),
     KvLoadFailed: (StatusCode.UNAVAILABLE, "KV_LOAD_FAILED"),
     PoisonedRequest: (StatusCode.INTERNAL, "POISONED_REQUEST"),
     Draining: (StatusCode.UNAVAILABLE, "DRAINING"),

@@ -34,6 +34,8 @@ def _status(table: NodeTable, member: Member, node: Node | None) -> NodeStatus:
         num_waiting=load.num_waiting,
         num_sent=estimate.num_sent,
         totals=load.totals,
+        adapters=table.adapters.at(member.address).reported,
+        max_loras=card.max_loras,
     )
 
 

@@ -19,7 +19,7 @@ from baton.router.dispatch.node_calls import GrpcNodeCalls
 from baton.router.routing.node_table import Node, NodeTable
 from baton.rpc.cached_prefixes import PrefixGap
 from baton.rpc.errors import ServiceError
-from baton.rpc.node_info import CARD, LOAD, NodeCard, NodeRole, changes_from
+from baton.rpc.node_info import CARD, LOAD, NodeCard, NodeRole, adapters_from, changes_from
 from baton.rpc.status import remote_error
 from baton.v1 import node_pb2, node_pb2_grpc
 
@@ -213,6 +213,9 @@ class NodeWatcher:
             changes = changes_from(message)
             if changes is not None:
                 self._table.note_prefixes(member.address, changes)
+            adapters = adapters_from(message)
+            if adapters is not None:
+                self._table.note_adapters(member.address, adapters)
             await self._on_change()
 
     async def _follow_health(self, member: Member, health: AsyncIterator[bool]) -> None:

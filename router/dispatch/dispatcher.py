@@ -28,7 +28,13 @@ from baton.router.routing.node_table import NodeTable, Revision
 from baton.router.routing.policy import Assignment, Route
 from baton.router.routing.routing_view import RoutingRequest
 from baton.router.values import AnswerPart, GenerateCall, TokenChunk
-from baton.rpc.errors import FailureKind, NodeDraining, NodeFailed, PoisonedRequest
+from baton.rpc.errors import (
+    AdapterNotLoaded,
+    FailureKind,
+    NodeDraining,
+    NodeFailed,
+    PoisonedRequest,
+)
 from baton.rpc.messages.calls import node_request_id
 
 SEED_BITS = 63
@@ -164,7 +170,7 @@ class Dispatcher:
         self, request: DispatchedRequest, route: Route
     ) -> Iterator[tuple[Assignment, TrackedAttempt]]:
         """Account for an attempt on its nodes until the end of the block."""
-        assignment = Assignment(self._table, route)
+        assignment = Assignment(self._table, route, request.call.model.adapter.id)
         tracked = self._quarantine.track(request.suspicion, route)
         self._breakers.note_sent(route.addresses, self._clock())
         try:
@@ -224,7 +230,12 @@ class Dispatcher:
             failed, attempt.num_new_tokens, is_free=is_free, is_counted=is_counted
         )
         if not is_drained:
-            self._breakers.note_failure(failed, self._clock())
+            broken = {
+                address
+                for address, cause in attempt.failure_by_address.items()
+                if not isinstance(cause, AdapterNotLoaded)  # other requests can be served
+            }
+            self._breakers.note_failure(broken, self._clock())
         elif not request.answer.token_ids:
             request.revision = request.pinned_revision  # no token yet: it may begin with another
 

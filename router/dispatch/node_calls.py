@@ -18,6 +18,9 @@ from baton.router.routing.node_table import Node
 from baton.router.tracing import UNTRACED, RequestTrace
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import (
+    AdapterNotLoaded,
+    AdaptersBusy,
+    AdapterUnreadable,
     DeadlineExceeded,
     Draining,
     FailureKind,
@@ -25,6 +28,7 @@ from baton.rpc.errors import (
     MessageTooLarge,
     NodeDraining,
     NodeFailed,
+    UnknownAdapter,
 )
 from baton.rpc.messages.calls import CALL_MESSAGES
 from baton.rpc.messages.conversion import output_from
@@ -43,6 +47,9 @@ CLIENT_ERROR_CODES = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCod
 BROKEN = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL})
 NEVER_CONNECTED = "failed to connect"
 NOT_STARTED_REASONS = frozenset({reason_of(Draining), reason_of(EngineGone)})
+NOT_LOADED_REASONS = frozenset(
+    {reason_of(AdaptersBusy), reason_of(AdapterUnreadable), reason_of(UnknownAdapter)}
+)
 KINDS = {
     reason_of(EngineStopped): FailureKind.ENGINE_FAILED,
     reason_of(PassFailed): FailureKind.PASS_FAILED,
@@ -162,6 +169,8 @@ def _named_error(error: grpc.RpcError | RemoteFailure, node: Node) -> NamedError
     message = f"{who}: {remote.code.name}: {remote.message}"
     if remote.reason in NOT_STARTED_REASONS:
         return NodeDraining(message)
+    if remote.reason in NOT_LOADED_REASONS:
+        return AdapterNotLoaded(message)
     return NodeFailed(message, failure_kind(remote))
 
 

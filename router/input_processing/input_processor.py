@@ -70,15 +70,17 @@ class InputProcessor:
 
     def check_model(self, model: ModelVariant) -> None:
         """Raises UnknownModel if nodes are known, none serves `model`, and no option names it."""
-        served = self._table.models
-        is_known = model in served.values() or self._profiles.is_expected(model)
-        if model != ANY_MODEL and served and not is_known:
-            names = ", ".join(sorted(served))
-            raise UnknownModel(f"model {model.name!r} is not served here; served: {names}")
+        served = self._table.served
+        # A request keeps an adapter that has been unloaded or replaced since its name was resolved.
+        is_known = model.base in served.bases or self._profiles.is_expected(model)
+        if model != ANY_MODEL and served.bases and not is_known:
+            raise UnknownModel(
+                f"model {model.name!r} is not served here; served: {served.listed()}"
+            )
 
     def _check_task(self, call: GenerateCall) -> None:
         """Raise InvalidRequest if the model cannot do what the request asks for."""
-        if call.model not in self._table.models.values():
+        if call.model.base not in self._table.models:
             return
         served, name = self._table.served_model(call.model), call.model.name
         if call.is_pooled and not served.vector_size:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
 
-from baton.core.ids import ANY_MODEL, ModelVariant, NodeId
+from baton.core.ids import ANY_MODEL, AdapterRef, ModelVariant, NodeId
 from baton.engine.kv_cache.block_hashes import PrefixNaming
 from baton.kv_transfer.protocol.conversion import is_convertible
 from baton.kv_transfer.protocol.messages import Fingerprint
 from baton.router.discovery.sources import Member
+from baton.router.routing.adapter_table import AdapterTable
 from baton.router.routing.prefix_index import NodePrefixes
 from baton.router.routing.served_models import ServedModel, ServedModels
 from baton.rpc.cached_prefixes import PrefixChanges
-from baton.rpc.node_info import NodeCard, NodeLoad, NodeRole
+from baton.rpc.node_info import NodeAdapters, NodeCard, NodeLoad, NodeRole
 
 KvKind = tuple[Fingerprint, int, str]  # fingerprint, bytes of a block, KV transport
 
@@ -68,6 +70,7 @@ class LoadEstimate:
     num_sent_tokens: int = 0  # prompt tokens of these that the node has yet to compute
     num_ended: int = 0  # requests of this router that ended since the last report
     last_use: int = 0  # NodeTable's sequence number of the last request sent there
+    sent_adapters: Counter[str] = field(default_factory=Counter)  # ids, of those in flight
 
     @property
     def num_reported(self) -> int:
@@ -78,10 +81,20 @@ class LoadEstimate:
         self.reported = reported
         self.num_ended = 0
 
-    def note_request_ended(self) -> None:
+    def note_sent(self, adapter: str) -> None:
+        """Count a request of this router, with the id of its adapter."""
+        self.num_sent += 1
+        if adapter:
+            self.sent_adapters[adapter] += 1
+
+    def note_request_ended(self, adapter: str) -> None:
         """Count a request that ended on the node before the node has reported it."""
         self.num_sent -= 1
         self.num_ended += 1
+        if adapter:
+            self.sent_adapters[adapter] -= 1
+            if not self.sent_adapters[adapter]:
+                del self.sent_adapters[adapter]
 
     @property
     def num_requests(self) -> int:
@@ -120,6 +133,7 @@ class NodeTable:
         self.served = ServedModels()
         self._namings: Mapping[str, frozenset[PrefixNaming]] = {}  # by model
         self.prefixes = NodePrefixes()
+        self.adapters = AdapterTable()
         self._num_uses = 0
 
     def join(self, address: str, card: NodeCard) -> None:
@@ -130,6 +144,7 @@ class NodeTable:
         self._unready.discard(address)
         self._loads[address] = LoadEstimate()
         self.prefixes.drop(address)
+        self.adapters.join(address, card.model)
         self._rebuild()
 
     def note_load(self, address: str, load: NodeLoad) -> None:
@@ -156,12 +171,18 @@ class NodeTable:
         if address in self._nodes:
             self.prefixes.take(address, changes)
 
+    def note_adapters(self, address: str, adapters: NodeAdapters) -> None:
+        """Record all adapters of a node."""
+        if address in self._nodes and self.adapters.note(address, adapters):
+            self._rebuild_served()
+
     def lose(self, address: str) -> None:
         self._nodes.pop(address, None)
         self._loads.pop(address, None)
         self._kind_by_address.pop(address, None)
         self._unready.discard(address)
         self.prefixes.drop(address)
+        self.adapters.lose(address)
         self._rebuild()
 
     def note_use(self, *loads: LoadEstimate) -> None:
@@ -190,8 +211,8 @@ class NodeTable:
 
     @property
     def models(self) -> Mapping[str, ModelVariant]:
-        """Served models by name."""
-        return self.served.variants
+        """Served base models by name."""
+        return self.served.bases
 
     def find_model(self, name: str, *, is_pooled: bool = False) -> ModelVariant:
         """Resolve a name that a client sent: once per request, when it is parsed.
@@ -225,6 +246,13 @@ class NodeTable:
 
     def is_latest_of_name(self, node: Node) -> bool:
         return self._last_of_name.get(node.card.node_id) == node.address
+
+    def can_serve(self, node: Node, adapter: AdapterRef) -> bool:
+        """Return whether the node has the adapter, or can read it from its folder."""
+        if not adapter.id:
+            return True
+        known = self.adapters.at(node.address).known
+        return adapter.id in known or bool(adapter.path and node.card.max_loras)
 
     def open_nodes(self, role: NodeRole) -> list[Node]:
         """Return the nodes of a role that accept new requests, in a stable order."""
@@ -278,13 +306,17 @@ class NodeTable:
         self._last_of_name = {node.card.node_id: address for address, node in self._nodes.items()}
         cards = [node.card for node in self._nodes.values()]
         self._with_decode_nodes |= {card.model for card in cards if card.role is NodeRole.DECODE}
-        self.served = ServedModels(cards, self._with_decode_nodes)
+        self._rebuild_served()
         self._namings = {
             name: frozenset(
                 card.prefix_naming for card in cards if card.model == name and card.prefix_naming
             )
             for name in self.models
         }
+
+    def _rebuild_served(self) -> None:
+        cards = [node.card for node in self._nodes.values()]
+        self.served = ServedModels(cards, self._with_decode_nodes, self.adapters.variants)
 
     def _all_open(self) -> list[Node]:
         return [node for role in NodeRole for node in self.open_nodes(role)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from baton.core.ids import ANY_MODEL
+from baton.core.ids import ANY_MODEL, ModelVariant
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import Node, NodeGroup, NodeTable, Revision
@@ -22,6 +22,7 @@ from baton.rpc.node_info import NodeRole
 # Decode computes a prompt itself only if prefill would compute at least so many times its tokens.
 MIN_SAVING = 2
 UINT64 = 2**64 - 1
+ADVICE = "start one, or try again later"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +73,11 @@ def choose(
         request = replace(request, model=model)
     if request.is_pooled:
         return _choose_for_pooling(table, routing, request, without)
-    groups = [
-        group
-        for group in table.groups(without)
-        if group.decodes and group.model == request.model.base
-    ]
+    groups = [group for group in table.groups(without) if group.model == request.model.base]
+    groups = [group for group in _with_adapter(table, groups, request.model) if group.decodes]
     groups = _filter_by_revision(groups, request.revision)
     if not groups:
-        raise NoNodes("no decode node is reachable and open; start one, or try again later")
+        raise NoNodes(f"no decode node{_adapter_of(request)} is reachable and open; {ADVICE}")
     paired = [group for group in groups if group.prefills]
     if not paired:
         # Prefer revisions that have had prefill nodes before.
@@ -91,7 +89,7 @@ def choose(
     decode = pick(routing, decode_view, decodes)
     names = view.names
     if not paired:
-        reason = _unpaired_reason(table, groups, request.revision)
+        reason = _unpaired_reason(table, groups, request)
         return Route(
             decode, None, reason, view.missing(decode), names, holder=view.holder_for(decode)
         )
@@ -116,12 +114,13 @@ def _choose_for_pooling(
             and node.card.model == request.model.base
             and request.revision in (None, node.revision)
             and node.address not in without
+            and table.can_serve(node, request.model.adapter)
         ]
         if nodes:
             view = replace(_build_view(table, routing, request, without), holders={})
             node = pick(routing, view, nodes)
             return Route(node, None, "", view.missing(node), view.names)
-    raise NoNodes("no node that embeds is reachable and open; start one, or try again later")
+    raise NoNodes(f"no node that embeds{_adapter_of(request)} is reachable and open; {ADVICE}")
 
 
 def _local_reason(routing: Routing, view: RoutingView, decode: Node, prefill: Node) -> str:
@@ -209,10 +208,28 @@ def _concatenate(parts: Sequence[tuple[Node, ...]]) -> Sequence[Node]:
     return parts[0] if len(parts) == 1 else [node for part in parts for node in part]
 
 
-def _unpaired_reason(
-    table: NodeTable, groups: Sequence[NodeGroup], revision: Revision | None
-) -> str:
+def _with_adapter(
+    table: NodeTable, groups: list[NodeGroup], model: ModelVariant
+) -> list[NodeGroup]:
+    """Return the groups without the nodes that cannot serve the adapter."""
+    if not model.adapter.id:
+        return groups
+
+    def able(nodes: Sequence[Node]) -> tuple[Node, ...]:
+        return tuple(node for node in nodes if table.can_serve(node, model.adapter))
+
+    return [NodeGroup(able(group.prefills), able(group.decodes)) for group in groups]
+
+
+def _adapter_of(request: RoutingRequest) -> str:
+    """Return the part of an error that names the adapter; empty if there is none."""
+    adapter = request.model.adapter
+    return f" with adapter {adapter.name!r}" if adapter.id else ""
+
+
+def _unpaired_reason(table: NodeTable, groups: Sequence[NodeGroup], request: RoutingRequest) -> str:
     """Return the reason for having no prefill node. Raises IncompatibleNodes if none fits."""
+    revision, adapter = request.revision, request.model.adapter
     decodes = [node for group in groups for node in group.decodes]
     models = {node.card.model for node in decodes}
     known = [node for node in table.nodes if node.card.role is NodeRole.PREFILL]
@@ -221,6 +238,9 @@ def _unpaired_reason(
     ]
     if not prefills:
         return "no prefill node of this model is reachable"
+    prefills = [node for node in prefills if table.can_serve(node, adapter)]
+    if not prefills:
+        return f"no prefill node has adapter {adapter.name!r}"
     if any(decode.is_kv_compatible_with(node) for decode in decodes for node in prefills):
         return "every compatible prefill node is draining, unhealthy or has just failed"
     raise IncompatibleNodes(_mismatch(prefills[0], decodes[0]))
@@ -247,19 +267,21 @@ def _mismatch(prefill: Node, decode: Node) -> str:
 class Assignment:
     """Load and expected prefixes of one attempt, known to routing before the nodes report them."""
 
-    def __init__(self, table: NodeTable, route: Route) -> None:
+    def __init__(self, table: NodeTable, route: Route, adapter: str = "") -> None:
+        """`adapter` is the id of that of the request; empty: none."""
         self._table = table
         self._route = route
+        self._adapter = adapter
         self._decode_load = table.node_load(route.decode)
         self._prompt_load = (
             self._decode_load if route.prefill is None else table.node_load(route.prefill)
         )
         self._addresses = route.addresses
         self._is_prompt_done = False
-        self._decode_load.num_sent += 1
+        self._decode_load.note_sent(adapter)
         self._prompt_load.num_sent_tokens += route.num_missing_tokens
         if route.prefill is not None:
-            self._prompt_load.num_sent += 1
+            self._prompt_load.note_sent(adapter)
         table.note_use(self._decode_load, self._prompt_load)
         for address in self._addresses:
             table.prefixes.expect(address, route.block_names)
@@ -271,7 +293,7 @@ class Assignment:
         self._is_prompt_done = True
         self._prompt_load.num_sent_tokens -= self._route.num_missing_tokens
         if self._route.prefill is not None:
-            self._prompt_load.note_request_ended()
+            self._prompt_load.note_request_ended(self._adapter)
 
     def close(self) -> None:
         """Remove the attempt from the load. Call once.
@@ -282,4 +304,4 @@ class Assignment:
             for address in self._addresses:
                 self._table.prefixes.cancel_expected(address, self._route.block_names)
         self.note_prompt_done()
-        self._decode_load.note_request_ended()
+        self._decode_load.note_request_ended(self._adapter)

@@ -26,6 +26,10 @@ EVICTION_WEIGHT = 0.25
 # 0.006 to 0.02, and the latency 6 tokens; accelerators compute faster in relation.
 PULL_LATENCY_COST = 8
 PULL_COST = 0.05
+# Costs of an adapter that the node must read from its folder, and of waiting until another one
+# leaves a place in its batch. Both are estimates: their times depend on disk and load.
+ADAPTER_LOAD_COST = 512
+ADAPTER_WAIT_COST = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,10 @@ class RoutingView:
         num_reported, kind_number = self.table.prefixes.num_reported, self.table.kind_number
         held = {kind: holder.num_tokens for kind, holder in self.holders.items()}
         costs = self._queued_costs(nodes)
+        if self.request.model.adapter.id:
+            costs = [
+                cost + self._adapter_cost(node) for cost, node in zip(costs, nodes, strict=True)
+            ]
         for index, node in enumerate(nodes):
             card, num_cached = node.card, cached.get(node.address, 0)
             num_evicted = num_tokens - num_cached
@@ -115,6 +123,16 @@ class RoutingView:
             num_held = held.get(kind_number(node.address), 0) if held else 0
             costs[index] += _prompt_cost(num_tokens, num_cached, num_held)
         return costs
+
+    def _adapter_cost(self, node: Node) -> int:
+        """Estimate the cost of having the request's adapter in the node's batch."""
+        adapter = self.request.model.adapter.id
+        in_batch = self.table.node_load(node).sent_adapters
+        if adapter in in_batch:
+            return 0
+        is_in_memory = adapter in self.table.adapters.at(node.address).in_memory
+        cost = 0 if is_in_memory else ADAPTER_LOAD_COST
+        return cost + ADAPTER_WAIT_COST * (len(in_batch) >= node.card.max_loras)
 
     def _queued_costs(self, nodes: Sequence[Node]) -> list[int]:
         """Estimate the cost of the requests that each node already has."""

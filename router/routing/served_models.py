@@ -1,4 +1,4 @@
-"""Models that nodes serve: names, limits, and the one that a request without a name uses. Pure."""
+"""Models and adapters that nodes serve: names, limits, the model of unnamed requests. Pure."""
 
 from __future__ import annotations
 
@@ -36,44 +36,60 @@ class ServedModel:
         return (*generating, *pooling)
 
 
+MAX_LISTED = 20  # names
 UNSERVED = ServedModel()
+NO_VARIANTS: Mapping[str, ModelVariant] = {}
 
 
 class ServedModels:
-    """Models of all known nodes."""
+    """Models of all known nodes, and their adapters."""
 
     def __init__(
-        self, cards: Sequence[NodeCard] = (), with_decode_nodes: Collection[str] = ()
+        self,
+        cards: Sequence[NodeCard] = (),
+        with_decode_nodes: Collection[str] = (),
+        adapters: Mapping[str, ModelVariant] = NO_VARIANTS,
     ) -> None:
         """`with_decode_nodes` names the models that have had decode nodes."""
-        self.variants: Mapping[str, ModelVariant] = {
+        self.bases: Mapping[str, ModelVariant] = {
             card.model: ModelVariant(card.model) for card in cards
         }  # by name
+        # An adapter cannot take the name of a model.
+        self.variants: Mapping[str, ModelVariant] = {**adapters, **self.bases}
         self._served = {
-            model: _served_model(
+            model.base: _served_model(
                 [card for card in cards if model.base in ("", card.model)],
                 has_decode_nodes=model.base in with_decode_nodes,
             )
-            for model in (ANY_MODEL, *self.variants.values())
+            for model in (ANY_MODEL, *self.bases.values())
         }
 
     @property
     def names(self) -> list[str]:
-        return sorted(self.variants)
+        """Names of base models, then those of adapters, each in order."""
+        return sorted(self.variants, key=lambda name: (name not in self.bases, name))
+
+    def listed(self) -> str:
+        """Return the names for an error message, without most of a large number of adapters."""
+        num_shown = max(MAX_LISTED, len(self.bases))
+        num_others = len(self.variants) - num_shown
+        others = [f"and {num_others} adapters more"] if num_others > 0 else []
+        return ", ".join([*self.names[:num_shown], *others])
 
     def of(self, model: ModelVariant) -> ServedModel:
-        """Return a model's limits and defaults, or those over all models."""
-        return self._served.get(model, UNSERVED)
+        """Return the limits and defaults of a model, which its adapters share, or of all models."""
+        return self._served.get(model.base, UNSERVED)
 
     def find(self, name: str, *, is_pooled: bool = False) -> ModelVariant:
         """Return the model of a name, which need not be served.
 
-        Without a name, return the only model that can do the task, or ANY_MODEL if none is served.
+        Without a name, return the only base model that can do the task, or ANY_MODEL if none is
+        served.
         Raises InvalidRequest if there are several.
         """
         if name:
             return self.variants.get(name) or ModelVariant(name)
-        models = list(self.variants.values())
+        models = list(self.bases.values())
         able = [model for model in models if self.of(model).can(is_pooled=is_pooled)]
         if not is_pooled:
             able = [model for model in able if self.of(model).has_decode_nodes] or able

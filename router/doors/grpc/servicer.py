@@ -114,7 +114,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             model = self._checked_model(request.model)
             served, card = self._table.served_model(model), self._card_of(model)
         return inference_pb2.GetModelResponse(
-            model=card.model,
+            model=model.name or card.model,
             max_model_len=card.max_model_len,
             vocab_size=card.vocab_size,
             sampling_defaults=SAMPLING_DEFAULTS.to_message(card.sampling_defaults),

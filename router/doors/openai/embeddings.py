@@ -151,7 +151,7 @@ class Vectors:
     def _served(self, model: ModelVariant) -> ServedModel:
         """Return the properties of a model. Raises UnknownModel, and NoNodes if none has them."""
         self.pipeline.inputs.check_model(model)
-        if model not in self.pipeline.table.models.values():
+        if model.base not in self.pipeline.table.models:
             raise NoNodes("no node that serves this model is known at the moment; try again later")
         return self.pipeline.table.served_model(model)
 

@@ -10,6 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from baton.core.ids import ModelVariant
 from baton.router.doors.openai.request.bodies import (
     DetokenizeBody,
     ResetBody,
@@ -29,35 +30,33 @@ from baton.rpc.security.token import HEADER
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """`/v1/models`: the models that nodes serve."""
+    """`/v1/models`: the models that nodes serve, and their adapters."""
 
     pipeline: Pipeline
     since: int = field(default_factory=lambda: int(time.time()))
 
     async def list_all(self, _request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._card(name) for name in self._names]})
+        served = self.pipeline.table.served
+        cards = [self._card(served.variants[name]) for name in served.names]
+        return JSONResponse({"object": "list", "data": cards})
 
     async def show(self, request: Request) -> Response:
-        name, names = request.path_params["model"], self._names
-        if name not in names:
-            served = ", ".join(names) or "none yet"
-            raise UnknownModel(f"model {name!r} is not served here; served: {served}")
-        return JSONResponse(self._card(name))
+        name, served = request.path_params["model"], self.pipeline.table.served
+        if name not in served.variants:
+            listed = served.listed() or "none yet"
+            raise UnknownModel(f"model {name!r} is not served here; served: {listed}")
+        return JSONResponse(self._card(served.variants[name]))
 
-    @property
-    def _names(self) -> list[str]:
-        return self.pipeline.table.served.names
-
-    def _card(self, name: str) -> Json:
-        variant = self.pipeline.table.find_model(name)
-        model = self.pipeline.table.served_model(variant)
+    def _card(self, variant: ModelVariant) -> Json:
+        model, adapter = self.pipeline.table.served_model(variant), variant.adapter
+        root = adapter.path if adapter.name else self.pipeline.profiles.of(variant).root
         return {
-            "id": name,
+            "id": variant.name,
             "object": "model",
             "created": self.since,
             "owned_by": "baton",
-            "root": self.pipeline.profiles.of(variant).root or name,
-            "parent": None,
+            "root": root or variant.name,
+            "parent": variant.base if adapter.name else None,
             "max_model_len": model.max_model_len,
             "max_sequence_len": model.max_sequence_len,  # limit of the KV caches
             "tasks": model.tasks,

@@ -37,6 +37,7 @@ from baton.router.values import (
 )
 from baton.rpc.cached_prefixes import PrefixChanges, pack_names
 from baton.rpc.errors import (
+    AdapterNotLoaded,
     ClientTooSlow,
     DeadlineExceeded,
     Draining,
@@ -461,6 +462,21 @@ def test_a_repeatedly_failing_node_is_avoided_and_later_used_again() -> None:
 
     assert asyncio.run(places(2)) == [True] * 2
     assert num_asked == 3
+
+
+def test_a_node_that_could_not_load_adapters_stays_in_use() -> None:
+    faults = [AdapterNotLoaded("all places are in use") for _ in range(6)]
+    nodes = FakeNodeCalls(prefill_faults=list(faults))
+    pipeline = a_pipeline(nodes)
+
+    async def serve() -> None:
+        for _ in faults:
+            token_ids, finish = await run(pipeline, a_call())
+            assert token_ids == expected_tokens(nodes)
+            assert not finish.served.is_prefill_remote  # the retry avoids the prefill node
+        assert (await run(pipeline, a_call()))[1].served.is_prefill_remote
+
+    asyncio.run(serve())
 
 
 def test_a_request_that_would_queue_past_its_deadline_is_refused_with_a_delay() -> None:

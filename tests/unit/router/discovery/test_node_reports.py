@@ -7,11 +7,14 @@ from dataclasses import replace
 import pytest
 
 from baton.client.node_status import NodeRates, Snapshot, rates_between
+from baton.core.ids import AdapterRef
 from baton.router.discovery.node_reports import report_nodes
 from baton.router.discovery.sources import Member
 from baton.router.routing.node_table import NodeTable
 from baton.rpc.node_info import (
     STATUS,
+    LoadedAdapter,
+    NodeAdapters,
     NodeAvailability,
     NodeLoad,
     NodeRole,
@@ -76,6 +79,8 @@ def test_reported_node_status_reaches_the_caller() -> None:
     table.note_load("up", NodeLoad(1, 2, 3, totals=NodeTotals(40, 10, 7)))
     [node] = table.nodes
     table.node_load(node).num_sent += 4
+    adapters = NodeAdapters((LoadedAdapter(AdapterRef("sql", "1", "a/sql"), True, 99, 2),))
+    table.note_adapters("up", adapters)
 
     away, up = (STATUS.from_message(STATUS.to_message(report)) for report in report_nodes(table))
 
@@ -95,6 +100,7 @@ def test_reported_node_status_reaches_the_caller() -> None:
         num_waiting=2,
         num_sent=4,
         totals=NodeTotals(num_prompt_tokens=40, num_hit_tokens=10, num_sampled_tokens=7),
+        adapters=adapters,
     )
     assert up.totals.hit_rate == pytest.approx(0.25)
     assert away.totals.hit_rate is None

@@ -17,7 +17,7 @@ from baton.router.routing.policy import Assignment, Route, choose
 from baton.router.routing.routing_view import RoutingRequest
 from baton.rpc.cached_prefixes import PrefixChanges, pack_names
 from baton.rpc.errors import IncompatibleNodes, NoNodes
-from baton.rpc.node_info import NodeLoad, NodeRole
+from baton.rpc.node_info import LoadedAdapter, NodeAdapters, NodeLoad, NodeRole
 from tests.support.node_calls import FINGERPRINT, NAMING, a_node, a_table
 
 PROMPT = tuple(range(100))  # six full blocks of 16, and 4 tokens
@@ -466,11 +466,12 @@ def test_a_prompt_with_an_image_hits_only_the_blocks_in_front_of_it() -> None:
 def test_a_request_with_an_adapter_hits_no_blocks_of_the_base_model() -> None:
     table = a_cluster()
     report_prefix(table, "p1", PROMPT)
+    adapter = AdapterRef("adapter", "1")
+    for node in table.nodes:
+        table.note_adapters(node.address, NodeAdapters((LoadedAdapter(adapter, True),)))
     base = RoutingRequest(PROMPT, model=ModelVariant("tiny"))
 
     on_base = choose(table, Routing(), base)
-    adapted = choose(
-        table, Routing(), replace(base, model=ModelVariant("tiny", AdapterRef("adapter", "1")))
-    )
+    adapted = choose(table, Routing(), replace(base, model=ModelVariant("tiny", adapter)))
 
     assert on_base.num_missing_tokens < adapted.num_missing_tokens == len(PROMPT)
