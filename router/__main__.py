@@ -15,6 +15,7 @@ from grpc import aio
 
 from baton.engine.structured_output.compiler import GrammarCompiler
 from baton.engine.structured_output.llguidance_backend import validate_grammar
+from baton.router.adapter_updates import AdapterUpdates
 from baton.router.discovery.readiness import PATIENCE_S, Readiness
 from baton.router.discovery.watcher import NodeDiscovery, watching
 from baton.router.dispatch.node_calls import GrpcNodeCalls
@@ -81,6 +82,7 @@ async def serve(
 
         async def note_change() -> None:
             router.pipeline.handle_nodes_changed()
+            router.adapters.handle_reports()
             is_ready = readiness.is_ready(router.table, time.monotonic())
             await server.health.set_ready(is_ready and not router.pipeline.is_draining)
 
@@ -117,11 +119,12 @@ class RouterComponents:
             Tracing(tracer, self.metrics), by_token=options.tokens is not None
         )
         self.resets = PrefixResets(self.table, self.node_calls.channel, options.operators)
+        self.adapters = AdapterUpdates(self.table, self.node_calls.channel, options.operators)
 
 
 def _services(router: RouterComponents) -> tuple[Service, ...]:
     inference = InferenceServicer(router.pipeline, router.scopes)
-    cluster = ClusterServicer(router.table, router.resets)
+    cluster = ClusterServicer(router.table, router.resets, router.adapters)
     add_inference = partial(inference_pb2_grpc.add_InferenceServiceServicer_to_server, inference)
     add_cluster = partial(cluster_pb2_grpc.add_ClusterServiceServicer_to_server, cluster)
     return (
@@ -180,6 +183,7 @@ async def _http_server(
         scopes=router.scopes,
         health=health,
         resets=router.resets,
+        adapters=router.adapters,
         scrape=partial(exposition, metrics.registry),
         tokens=options.client_tokens,
         on_refusal=metrics.refused,

@@ -30,8 +30,9 @@ from baton.client.messages import (
     tokenize_request_from,
 )
 from baton.client.retries import DEFAULT_RETRIES, Access, Retries, Tries
+from baton.core.ids import AdapterRef
 from baton.rpc.channel import open_channel
-from baton.rpc.node_info import STATUS, NodeStatus
+from baton.rpc.node_info import ADAPTER, STATUS, NodeStatus
 from baton.rpc.router_address import router_target
 from baton.rpc.security.tls import PLAIN, TlsConfig
 from baton.telemetry.tracing.spans import Metadata
@@ -170,6 +171,36 @@ class AsyncClient:
         request = cluster_pb2.ResetPrefixCachesRequest(tiers=tiers)
         response = await self._unary(stub.ResetPrefixCaches, request, operator_token)
         return {node.node_id: dict(node.num_blocks_by_tier) for node in response.nodes}
+
+    async def load_adapter(
+        self,
+        name: str,
+        path: str,
+        *,
+        model: str = "",
+        can_replace: bool = False,
+        operator_token: str | None = None,
+    ) -> tuple[AdapterRef, int]:
+        """Serve a LoRA adapter, and return it with the number of its nodes.
+
+        `path` is its folder, relative to the nodes' --lora-root, and `model` the one that it
+        adapts, where nodes of several serve adapters. If a node refuses, no node serves it.
+        """
+        stub = cluster_pb2_grpc.ClusterServiceStub(self._channel)
+        request = cluster_pb2.AddAdapterRequest(
+            name=name, path=path, model=model, can_replace=can_replace
+        )
+        response = await self._unary(stub.AddAdapter, request, operator_token)
+        return ADAPTER.from_message(response.adapter), response.num_nodes
+
+    async def unload_adapter(self, name: str, operator_token: str | None = None) -> int:
+        """Stop serving an adapter, and return how many nodes had it.
+
+        Requests in progress keep it to their end.
+        """
+        stub = cluster_pb2_grpc.ClusterServiceStub(self._channel)
+        request = cluster_pb2.RemoveAdapterRequest(name=name)
+        return (await self._unary(stub.RemoveAdapter, request, operator_token)).num_nodes
 
     async def _stream(
         self,

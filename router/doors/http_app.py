@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp
 
+from baton.router.adapter_updates import AdapterUpdates
 from baton.router.doors.openai.errors import OPENAI_ERRORS
 from baton.router.doors.openai.routes import openai_routes
 from baton.router.doors.unserved import handle_http_exception
@@ -27,13 +28,14 @@ def http_app(
     scopes: RequestScopes,
     health: Health,
     resets: PrefixResets,
+    adapters: AdapterUpdates,
     scrape: Scrape,
     tokens: AcceptedTokens | None = None,
     on_refusal: Callable[[str], None] = ignore_refusal,
 ) -> ASGIApp:
     bodies = Bodies(pipeline.table)
     routes = [
-        *openai_routes(pipeline, scopes, bodies, resets),
+        *openai_routes(pipeline, scopes, bodies, resets, adapters),
         *Probes(health, pipeline, scrape).routes,
     ]
     return asgi_app(routes, DEFAULT_ERRORS, handle_http_exception, tokens, on_refusal)

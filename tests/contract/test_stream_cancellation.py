@@ -41,6 +41,16 @@ class Flood(cluster_pb2_grpc.ClusterServiceServicer):
     ) -> cluster_pb2.ResetPrefixCachesResponse:
         return cluster_pb2.ResetPrefixCachesResponse()
 
+    async def AddAdapter(  # noqa: N802
+        self, request: cluster_pb2.AddAdapterRequest, context: aio.ServicerContext[Any, Any]
+    ) -> cluster_pb2.AddAdapterResponse:
+        return cluster_pb2.AddAdapterResponse()
+
+    async def RemoveAdapter(  # noqa: N802
+        self, request: cluster_pb2.RemoveAdapterRequest, context: aio.ServicerContext[Any, Any]
+    ) -> cluster_pb2.RemoveAdapterResponse:
+        return cluster_pb2.RemoveAdapterResponse()
+
     async def _pieces(self) -> AsyncGenerator[str, None]:
         try:
             while True:

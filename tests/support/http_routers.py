@@ -11,6 +11,7 @@ from functools import partial
 from grpc import aio
 from prometheus_client import CollectorRegistry
 
+from baton.router.adapter_updates import AdapterUpdates
 from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.dispatch.config import DispatchConfig
 from baton.router.doors.http_app import DEFAULT_ERRORS, http_app
@@ -62,6 +63,7 @@ async def an_http_router(
     parsing: Parsing = NO_PARSING,
     limits: ConnectionLimits | None = None,
     channel: Callable[[str], aio.Channel] | None = None,  # to nodes, for what is no request
+    adapters: AdapterUpdates | None = None,
 ) -> AsyncIterator[HttpRouter]:
     table = table or a_table()
     pipeline = Pipeline(
@@ -75,13 +77,13 @@ async def an_http_router(
     )
     health = Health(())
     await health.set_ready(True)
+    operators = operators or Operators(is_open=tokens is None)
     app = http_app(
         pipeline=pipeline,
         scopes=RequestScopes(tracing),
         health=health,
-        resets=PrefixResets(
-            table, channel or open_channel, operators or Operators(is_open=tokens is None)
-        ),
+        resets=PrefixResets(table, channel or open_channel, operators),
+        adapters=adapters or AdapterUpdates(table, channel or open_channel, operators),
         scrape=partial(exposition, CollectorRegistry()),
         tokens=tokens,
     )

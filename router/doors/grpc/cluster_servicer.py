@@ -9,10 +9,11 @@ from typing import Any
 
 from grpc import aio
 
+from baton.router.adapter_updates import AdapterOrder, AdapterUpdates
 from baton.router.discovery.node_reports import report_nodes
 from baton.router.prefix_resets import PrefixResets
 from baton.router.routing.node_table import NodeTable
-from baton.rpc.node_info import STATUS
+from baton.rpc.node_info import ADAPTER, STATUS
 from baton.rpc.security.token_gate import sent_token
 from baton.rpc.status import named_errors
 from baton.v1 import cluster_pb2, cluster_pb2_grpc
@@ -21,9 +22,10 @@ MIN_INTERVAL_S = 0.1
 
 
 class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
-    def __init__(self, table: NodeTable, resets: PrefixResets) -> None:
+    def __init__(self, table: NodeTable, resets: PrefixResets, adapters: AdapterUpdates) -> None:
         self._table = table
         self._resets = resets
+        self._adapters = adapters
 
     async def WatchNodes(
         self, request: cluster_pb2.WatchNodesRequest, context: aio.ServicerContext[Any, Any]
@@ -47,3 +49,23 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
         return cluster_pb2.ResetPrefixCachesResponse(
             nodes=[cluster_pb2.NodeReset(**asdict(reset)) for reset in resets]
         )
+
+    async def AddAdapter(
+        self, request: cluster_pb2.AddAdapterRequest, context: aio.ServicerContext[Any, Any]
+    ) -> cluster_pb2.AddAdapterResponse:
+        order = AdapterOrder(request.name, request.path, request.model, request.can_replace)
+        async with named_errors(context):
+            variant, num_nodes = await self._adapters.load(
+                order, sent_token(context.invocation_metadata())
+            )
+        adapter = ADAPTER.to_message(variant.adapter)
+        return cluster_pb2.AddAdapterResponse(adapter=adapter, num_nodes=num_nodes)
+
+    async def RemoveAdapter(
+        self, request: cluster_pb2.RemoveAdapterRequest, context: aio.ServicerContext[Any, Any]
+    ) -> cluster_pb2.RemoveAdapterResponse:
+        async with named_errors(context):
+            num_nodes = await self._adapters.unload(
+                request.name, sent_token(context.invocation_metadata())
+            )
+        return cluster_pb2.RemoveAdapterResponse(num_nodes=num_nodes)

@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 from starlette.routing import Route
 
+from baton.router.adapter_updates import AdapterUpdates
 from baton.router.doors.openai.embeddings import Vectors
 from baton.router.doors.openai.endpoints import Models, PrefixCacheEndpoint, Tokens
 from baton.router.doors.openai.errors import OPENAI_ERRORS
 from baton.router.doors.openai.generation import AnswerHandler, Read
+from baton.router.doors.openai.lora import LoraEndpoints
 from baton.router.doors.openai.request.parsed_request import chat_completion_from, completion_from
 from baton.router.http.bodies import Bodies
 from baton.router.http.exchange import Answer, GenerationEndpoint
@@ -25,6 +27,7 @@ def openai_routes(
     scopes: RequestScopes,
     bodies: Bodies,
     resets: PrefixResets,
+    adapters: AdapterUpdates,
 ) -> list[Route]:
     def generation(read: Read) -> GenerationEndpoint:
         return endpoint(AnswerHandler(pipeline, read).answer)
@@ -33,7 +36,7 @@ def openai_routes(
         return GenerationEndpoint(scopes, bodies, OPENAI_ERRORS, answer)
 
     models, texts = Models(pipeline), Tokens(pipeline, bodies)
-    vectors = Vectors(pipeline)
+    vectors, loras = Vectors(pipeline), LoraEndpoints(adapters, bodies)
     return [
         _post("/v1/completions", generation(completion_from)),
         _post("/v1/chat/completions", generation(chat_completion_from)),
@@ -44,6 +47,8 @@ def openai_routes(
         Route("/v1/models/{model:path}", models.show),
         _post("/tokenize", texts.tokenize),
         _post("/detokenize", texts.detokenize),
+        _post("/v1/load_lora_adapter", loras.load),
+        _post("/v1/unload_lora_adapter", loras.unload),
         _post("/reset_prefix_cache", PrefixCacheEndpoint(resets, bodies).reset),
     ]
 

@@ -1,0 +1,274 @@
+"""Loads and unloads adapters on all nodes of a model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+
+from grpc import RpcError, StatusCode, aio
+
+from baton.core.errors import InvalidRequest
+from baton.core.ids import AdapterRef, ModelVariant
+from baton.router.input_processing.limits import check_name, is_valid_name
+from baton.router.routing.node_table import Node, NodeTable
+from baton.rpc.errors import NodeFailed, NotAnOperator, UnknownModel
+from baton.rpc.node_info import ADAPTER
+from baton.rpc.security.operators import NO_OPERATORS, Operators
+from baton.rpc.status import RemoteError, remote_error
+from baton.v1 import node_pb2, node_pb2_grpc
+
+LOAD_TIMEOUT_S = 120.0  # of a file that may be on a network
+UNLOAD_TIMEOUT_S = 10.0
+REPORT_TIMEOUT_S = 10.0  # in which nodes report what they have done
+# Codes of refusals that another try would get, too.
+REFUSED = {
+    StatusCode.INVALID_ARGUMENT,
+    StatusCode.NOT_FOUND,
+    StatusCode.ALREADY_EXISTS,
+    StatusCode.FAILED_PRECONDITION,
+    StatusCode.RESOURCE_EXHAUSTED,
+}
+
+Outcome = AdapterRef | RemoteError | None  # None: the node did not know the name
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterOrder:
+    """Adapter to load."""
+
+    name: str
+    path: str  # relative to the nodes' --lora-root
+    model: str = ""  # base; empty: the only one whose nodes serve adapters
+    can_replace: bool = False
+
+
+class AdapterUpdates:
+    """Loads an adapter on every open node of its model, or on none; one update at a time."""
+
+    def __init__(
+        self,
+        table: NodeTable,
+        channel: Callable[[str], aio.Channel],
+        operators: Operators = NO_OPERATORS,
+    ) -> None:
+        self._table = table
+        self._channel = channel
+        self._operators = replace(operators, is_open=False)  # they change answers of all clients
+        self._turn = asyncio.Lock()
+        self._reported = asyncio.Event()
+
+    def handle_reports(self) -> None:
+        """Look again for what nodes have reported: the table has changed."""
+        self._reported.set()
+        self._reported = asyncio.Event()
+
+    async def load(self, order: AdapterOrder, shown: str | None = None) -> tuple[ModelVariant, int]:
+        """Return the adapter and the number of its nodes. `shown` is the caller's authorization.
+
+        When it returns, requests of this router can use the adapter. Raises NotAnOperator, and
+        InvalidRequest and NodeFailed if a node has not loaded it; then no node has.
+        """
+        self._operators.check(shown)
+        _check_order(order)
+        async with self._turn:
+            previous = self._check_name_is_free(order)
+            nodes = self._nodes_for(order)
+            outcomes = await _each(nodes, lambda node: self._load(node, order))
+            try:
+                adapter = _only_adapter(order, nodes, outcomes)
+            except (InvalidRequest, NodeFailed, NotAnOperator):
+                loaded = [
+                    node
+                    for node, outcome in zip(nodes, outcomes, strict=True)
+                    if isinstance(outcome, AdapterRef)
+                ]
+                await _each(loaded, lambda node: self._undo(node, order, previous))
+                raise
+            await self._until_reported(
+                lambda: all(
+                    adapter in self._table.adapters.at(node.address).refs
+                    for node in self._reachable(nodes)
+                ),
+                f"adapter {order.name!r} is loaded",
+            )
+        return ModelVariant(nodes[0].card.model, adapter), len(nodes)
+
+    async def unload(self, name: str, shown: str | None = None) -> int:
+        """Return the number of nodes that had the adapter. Requests in progress keep it.
+
+        Raises NotAnOperator, UnknownModel, and NodeFailed if a node has not unloaded it.
+        """
+        self._operators.check(shown)
+        async with self._turn:
+            variant = self._table.served.variants.get(name)
+            if variant is None or not variant.adapter.name:
+                raise UnknownModel(f"there is no adapter {_quoted(name)}; {self._known()}")
+            nodes = [node for node in self._table.nodes if node.card.model == variant.base]
+            nodes = [node for node in nodes if node.card.max_loras]
+            outcomes = await _each(nodes, lambda node: self._unload(node, name))
+            _raise_failures(nodes, outcomes, f"did not unload adapter {name!r}")
+            await self._until_reported(
+                lambda: (
+                    not any(
+                        ref.name == name
+                        for node in self._reachable(nodes)
+                        for ref in self._table.adapters.at(node.address).refs
+                    )
+                ),
+                f"adapter {name!r} is unloaded",
+            )
+        return sum(isinstance(outcome, AdapterRef) for outcome in outcomes)
+
+    def _check_name_is_free(self, order: AdapterOrder) -> AdapterRef | None:
+        """Return the adapter to replace. Raises InvalidRequest if the name is taken."""
+        taken = self._table.served.variants.get(order.name)
+        if taken is None:
+            return None
+        if not taken.adapter.name:
+            raise InvalidRequest(f"{order.name!r} is the name of a served model; choose another")
+        if order.model not in ("", taken.base):
+            raise InvalidRequest(
+                f"{order.name!r} is the name of an adapter of {taken.base!r}; choose another"
+            )
+        if not order.can_replace:
+            raise InvalidRequest(
+                f"the adapter {order.name!r} has already been loaded; unload it first, or replace "
+                "it: --replace, load_inplace over HTTP"
+            )
+        return taken.adapter
+
+    def _nodes_for(self, order: AdapterOrder) -> list[Node]:
+        """Return the nodes that serve adapters of the model. Raises what names the remedy."""
+        by_model: defaultdict[str, list[Node]] = defaultdict(list)
+        for node in sorted(self._table.nodes, key=lambda node: node.card.node_id):
+            if node.card.max_loras and self._table.is_open(node):
+                by_model[node.card.model].append(node)
+        served = self._table.served
+        taken = served.variants.get(order.name)
+        model = order.model or ("" if taken is None else taken.base)
+        if model and model not in served.bases:
+            raise UnknownModel(f"model {_quoted(model)} is not served here: {served.listed()}")
+        able = [model] if model else sorted(by_model)
+        if len(able) > 1:
+            raise InvalidRequest(f"set model to that of the adapter: {', '.join(able)}", "model")
+        if not able or not by_model[able[0]]:
+            raise InvalidRequest(
+                "no open node takes adapters of this model: start the nodes with --lora-root"
+            )
+        return by_model[able[0]]
+
+    def _reachable(self, nodes: Sequence[Node]) -> list[Node]:
+        """Return those of the nodes that are still there, as the same processes."""
+        return [node for node in nodes if self._table.node_at(node.address) == node]
+
+    async def _until_reported(self, is_reported: Callable[[], bool], done: str) -> None:
+        """Wait for the nodes' own reports: until then, the table has what they had before."""
+        try:
+            async with asyncio.timeout(REPORT_TIMEOUT_S):
+                while not is_reported():
+                    await self._reported.wait()
+        except TimeoutError:
+            raise NodeFailed(
+                f"{done}, but not all nodes have reported it within {REPORT_TIMEOUT_S:.0f} s; see "
+                "`baton nodes`"
+            ) from None
+
+    async def _load(self, node: Node, order: AdapterOrder) -> Outcome:
+        request = node_pb2.LoadAdapterRequest(
+            name=order.name, path=order.path, can_replace=order.can_replace
+        )
+        try:
+            response = await self._stub(node).LoadAdapter(
+                request, timeout=LOAD_TIMEOUT_S, metadata=self._operators.metadata
+            )
+        except RpcError as error:
+            return remote_error(error)
+        return ADAPTER.from_message(response.adapter)
+
+    async def _unload(self, node: Node, name: str) -> Outcome:
+        try:
+            await self._stub(node).UnloadAdapter(
+                node_pb2.UnloadAdapterRequest(name=name),
+                timeout=UNLOAD_TIMEOUT_S,
+                metadata=self._operators.metadata,
+            )
+        except RpcError as error:
+            remote = remote_error(error)
+            return None if remote.code is StatusCode.NOT_FOUND else remote
+        return AdapterRef(name)
+
+    async def _undo(self, node: Node, order: AdapterOrder, previous: AdapterRef | None) -> Outcome:
+        """Unload what a node has loaded, and load what it has replaced if that is still there."""
+        if previous is None or previous.path in ("", order.path):
+            return await self._unload(node, order.name)
+        back = AdapterOrder(order.name, previous.path, can_replace=True)
+        return await self._load(node, back)
+
+    def _stub(self, node: Node) -> node_pb2_grpc.NodeServiceAsyncStub:
+        stub: node_pb2_grpc.NodeServiceAsyncStub = node_pb2_grpc.NodeServiceStub(
+            self._channel(node.address)
+        )
+        return stub
+
+    def _known(self) -> str:
+        served = self._table.served
+        names = [name for name in served.names if name not in served.bases]
+        return f"loaded: {', '.join(names)}" if names else "none is loaded"
+
+
+async def _each(nodes: Sequence[Node], do: Callable[[Node], Awaitable[Outcome]]) -> list[Outcome]:
+    return list(await asyncio.gather(*map(do, nodes)))
+
+
+def _check_order(order: AdapterOrder) -> None:
+    if not order.name or not order.path:
+        raise InvalidRequest("both the name and the path of an adapter must be given")
+    check_name("name", order.name)
+    check_name("path", order.path)
+
+
+def _only_adapter(
+    order: AdapterOrder, nodes: Sequence[Node], outcomes: Sequence[Outcome]
+) -> AdapterRef:
+    """Return the adapter that all nodes have loaded. Raises what names those that have not."""
+    _raise_failures(nodes, outcomes, f"did not load adapter {order.name!r}, so no node serves it")
+    names_by_adapter: defaultdict[AdapterRef, list[str]] = defaultdict(list)
+    for node, outcome in zip(nodes, outcomes, strict=True):
+        if isinstance(outcome, AdapterRef):
+            names_by_adapter[outcome].append(node.card.node_id)
+    if len(names_by_adapter) > 1:
+        found = "; ".join(
+            f"{adapter.id[:12]} on {', '.join(names)}"
+            for adapter, names in names_by_adapter.items()
+        )
+        raise InvalidRequest(
+            f"nodes read unlike adapters from {order.path!r} ({found}), so no node serves it: copy "
+            "the same folder below the --lora-root of each node"
+        )
+    return next(iter(names_by_adapter))
+
+
+def _raise_failures(nodes: Sequence[Node], outcomes: Sequence[Outcome], failed: str) -> None:
+    """Raise the failures of all nodes as one error."""
+    failures = [
+        (node, outcome)
+        for node, outcome in zip(nodes, outcomes, strict=True)
+        if isinstance(outcome, RemoteError)
+    ]
+    if not failures:
+        return
+    causes = "; ".join(f"{node.card.node_id}: {remote.message}" for node, remote in failures)
+    message = f"{len(failures)} of {len(nodes)} nodes {failed} ({causes})"
+    codes = {remote.code for _, remote in failures}
+    if StatusCode.PERMISSION_DENIED in codes:
+        raise NotAnOperator(message)
+    if codes <= REFUSED:
+        raise InvalidRequest(message)
+    raise NodeFailed(f"{message}; try again")
+
+
+def _quoted(name: str) -> str:
+    """Return a name that a client has sent, as part of an error."""
+    return repr(name) if is_valid_name(name) else "of this name"

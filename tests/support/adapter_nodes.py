@@ -1,0 +1,198 @@
+"""Nodes that load adapters, with real gRPC servers, whose adapters are texts instead of weights."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from baton.checkpoint.peft_folder import CONFIG, WEIGHTS
+from baton.core.ids import AdapterRef
+from baton.engine.engine_thread import EngineThread
+from baton.node.adapters.loader import AdapterLoader
+from baton.node.adapters.registry import AdapterRegistry
+from baton.node.engine_calls import EngineCalls, NodeChanges
+from baton.node.servicer import NodeServicer
+from baton.node.state import NodeState, NodeUpdate
+from baton.router.adapter_updates import AdapterUpdates
+from baton.router.discovery.sources import DnsName, NodeSource
+from baton.router.discovery.watcher import NodeDiscovery, watching
+from baton.router.dispatch.node_calls import GrpcNodeCalls
+from baton.router.routing.node_table import Node, NodeTable
+from baton.rpc.errors import AdapterUnreadable
+from baton.rpc.node_info import NodeCard, NodeLoad, NodeRole
+from baton.rpc.security.operators import Operators
+from baton.rpc.security.token import AcceptedTokens
+from baton.rpc.server import Service, serving
+from baton.v1 import node_pb2_grpc
+from tests.support.engines import an_engine
+from tests.support.node_calls import a_card
+
+OPERATORS = Operators(AcceptedTokens(("operator",)))
+NUM_PLACES = 16
+
+
+def adapter_id(weights: str) -> str:
+    return hashlib.sha256(weights.encode()).hexdigest()
+
+
+class TextAdapter(str):
+    @property
+    def num_bytes(self) -> int:
+        return len(self)
+
+
+class TextMemory:
+    """Implements `AdapterMemory`."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[str, TextAdapter] = {}
+        self.faults: list[Exception] = []  # of the next reads
+
+    def digest(self, folder: Path) -> str:
+        return adapter_id((folder / WEIGHTS).read_text())
+
+    def read(self, folder: Path, adapter_id: str) -> TextAdapter:
+        if self.faults:
+            raise self.faults.pop(0)
+        if self.digest(folder) != adapter_id:
+            raise AdapterUnreadable(f"the files in {folder} have changed")
+        return TextAdapter((folder / WEIGHTS).read_text())
+
+    def add(self, adapter_id: str, adapter: TextAdapter) -> None:
+        self.loaded[adapter_id] = adapter
+
+    def remove(self, adapter_id: str) -> None:
+        del self.loaded[adapter_id]
+
+
+class AdapterNode:
+    """Node without an engine."""
+
+    def __init__(self, card: NodeCard, root: Path, operators: Operators) -> None:
+        self.card = card
+        self.root = root
+        self.memory = TextMemory()
+        self.may_report = asyncio.Event()  # clear: its reports are late
+        self.may_report.set()
+        loader = AdapterLoader(self.memory, NUM_PLACES)
+        changes = NodeChanges()
+        self.registry = AdapterRegistry(loader, root, card.model, changes.notify)
+        calls = EngineCalls(EngineThread(an_engine()), changes)
+        self.state = NodeState(
+            card, calls, self._read_update, adapters=self.registry if card.max_loras else None
+        )
+        self._servicer = NodeServicer(self.state, _reset_nothing, operators)
+
+    def write(self, path: str, weights: str) -> None:
+        folder = self.root / path
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG).write_text("{}")
+        (folder / WEIGHTS).write_text(weights)
+
+    def delete(self, path: str) -> None:
+        (self.root / path / WEIGHTS).unlink()
+
+    @property
+    def adapters(self) -> dict[str, AdapterRef]:
+        """Adapters by name."""
+        return {each.adapter.name: each.adapter for each in self.registry.report().adapters}
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[str]:
+        """Serve the node and yield its address."""
+        service = Service(
+            "baton.v1.NodeService",
+            lambda server: node_pb2_grpc.add_NodeServiceServicer_to_server(self._servicer, server),
+        )
+        publishing = asyncio.ensure_future(self.state.publish_updates())
+        try:
+            with self.registry.loader:
+                async with serving("127.0.0.1", 0, [service]) as server:
+                    await server.health.set_ready(True)
+                    yield server.address
+        finally:
+            publishing.cancel()
+
+    async def _read_update(self) -> NodeUpdate:
+        await self.may_report.wait()
+        return NodeUpdate(NodeLoad())
+
+
+async def _reset_nothing(_: object) -> dict[str, int]:
+    return {}
+
+
+@dataclass(slots=True)
+class AdapterCluster:
+    """Nodes with adapters, and the parts of a router that watches them."""
+
+    nodes: list[AdapterNode]
+    table: NodeTable
+    updates: AdapterUpdates
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    def node(self, name: str) -> Node:
+        return next(node for node in self.table.nodes if node.card.node_id == name)
+
+    @property
+    def held(self) -> dict[str, set[str]]:
+        """Names of adapters by node."""
+        return {node.card.node_id: {*node.adapters} for node in self.nodes}
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        async with self.changed:
+            await self.changed.wait_for(is_so)
+
+
+def adapter_cards(*, max_loras: int = 4, num_each: int = 1) -> list[NodeCard]:
+    return [
+        replace(a_card(role, f"{role.value}-{number}"), max_loras=max_loras)
+        for role in NodeRole
+        for number in range(num_each)
+    ]
+
+
+@asynccontextmanager
+async def adapter_cluster(
+    files: Mapping[str, str],
+    *,
+    cards: list[NodeCard] | None = None,
+    operators: Operators = OPERATORS,
+    node_operators: Operators = OPERATORS,
+) -> AsyncIterator[AdapterCluster]:
+    """Serve nodes with these files, watched by a router that has found all of them."""
+    async with AsyncExitStack() as lifetime:
+        nodes: list[AdapterNode] = []
+        sources: dict[NodeSource, NodeRole] = {}
+        found: dict[NodeSource, frozenset[str]] = {}
+        for place, card in enumerate(cards or adapter_cards()):
+            root = Path(lifetime.enter_context(TemporaryDirectory()))
+            node = AdapterNode(card, root, node_operators)
+            for path, weights in files.items():
+                node.write(path, weights)
+            nodes.append(node)
+            source = DnsName(f"node-{place}", 1)
+            sources[source] = card.role
+            found[source] = frozenset({await lifetime.enter_async_context(node.serving())})
+        table = NodeTable()
+        node_calls = await lifetime.enter_async_context(GrpcNodeCalls())
+        updates = AdapterUpdates(table, node_calls.channel, operators)
+        cluster = AdapterCluster(nodes, table, updates)
+
+        async def find(source: NodeSource) -> frozenset[str]:
+            return found[source]
+
+        async def note_change() -> None:
+            updates.handle_reports()
+            async with cluster.changed:
+                cluster.changed.notify_all()
+
+        discovery = NodeDiscovery(sources, 0.01, find)
+        await lifetime.enter_async_context(watching(discovery, table, node_calls, note_change))
+        await cluster.until(lambda: len(table.nodes) == len(nodes))
+        yield cluster
