@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from baton.cli.command import ENVIRONMENT_PREFIX, ConfigFile, Group, unwrap, use_command_class
+from baton.cli.commands.adapters import adapters
 from baton.cli.commands.bench import bench
 from baton.cli.commands.chat import chat
 from baton.cli.commands.cluster import demo, up
@@ -62,6 +63,7 @@ for command in (up, demo, generate, chat, embed, nodes, run, health, doctor, res
 app.add_typer(serve, name="serve")
 app.add_typer(trace, name="trace")
 app.add_typer(bench, name="bench")
+app.add_typer(adapters, name="adapters")
 use_command_class(app)
 
 

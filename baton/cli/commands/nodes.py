@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 STATE_STYLES = {"ready": "green", "unreachable": "red"}
 TO_THE_RIGHT = {
     "running", "waiting", "free blocks", "hit rate", "prompt tok/s", "new tok/s",
-    "drafts accepted",
+    "drafts accepted", "adapters",
     "blocks", "used", "loaded", "stored", "evicted", "failed",
 }  # fmt: skip
 
@@ -100,6 +100,9 @@ def tables_of(seen: Snapshot, rates: Mapping[str, NodeRates]) -> list[Table]:
 
 def table_of_nodes(seen: Snapshot, rates: Mapping[str, NodeRates]) -> Table:
     rows = [_row(node, rates.get(node.address)) for node in seen.nodes]
+    if any(node.max_loras for node in seen.nodes):
+        for node, row in zip(seen.nodes, rows, strict=True):
+            row["adapters"] = _adapters(node)
     num_ready = sum(node.state == "ready" for node in seen.nodes)
     return _table(f"{num_ready} of {len(rows)} nodes ready", rows)
 
@@ -134,6 +137,14 @@ def _tier_row(node: NodeStatus, tier: TierReport) -> dict[str, str | Text]:
         "evicted": str(tier.num_evicted_blocks),
         "failed": str(tier.num_failed_blocks),
     }
+
+
+def _adapters(node: NodeStatus) -> str:
+    """Return how many adapters are in memory and known, and how many fit into a batch."""
+    if not node.max_loras:
+        return ""
+    known = node.adapters.adapters
+    return f"{sum(each.is_in_memory for each in known)}/{len(known)} (batch: {node.max_loras})"
 
 
 def _row(node: NodeStatus, rates: NodeRates | None) -> dict[str, str | Text]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 from baton.cli.options.connection import connect
+from baton.cli.options.operators import OperatorTokenFile, operator_token
 from baton.cli.signatures import inherit_options
-from baton.core.options import SECURITY, Option
+from baton.core.options import Option
 from baton.kv_transfer.external_kv import TIERS
-from baton.rpc.security.operators import read_operator_tokens
 
 ALL = "all"
 
@@ -25,14 +24,7 @@ def reset_prefix_cache(
             flags=("--tier",),
         ),
     ] = None,
-    operator_token_file: Annotated[
-        Path | None,
-        Option(
-            "File with an operator's token in its first line, as the cluster's router and nodes "
-            "have it.",
-            SECURITY,
-        ),
-    ] = None,
+    operator_token_file: OperatorTokenFile = None,
     **given: Any,
 ) -> None:
     """Clear the prefix cache of every node; running requests are not affected."""
@@ -40,8 +32,7 @@ def reset_prefix_cache(
 
     async def reset() -> dict[str, dict[str, int]]:
         chosen = [] if not tiers or ALL in tiers else tiers
-        operators = read_operator_tokens(operator_token_file)
-        token = operators.tokens[0] if operators is not None else None
+        token = operator_token(operator_token_file)
         async with connect(**given) as client:
             return await client.reset_prefix_caches(chosen, token)
 

@@ -1,9 +1,16 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
+from baton.cli.commands.adapters import table_of_adapters
 from baton.cli.commands.nodes import as_values, table_of_tiers, tables_of
+from baton.client.adapter_status import adapters_of
 from baton.client.node_status import Snapshot
+from baton.core.ids import AdapterRef
 from baton.rpc.node_info import (
     STATUS,
+    LoadedAdapter,
+    NodeAdapters,
     NodeAvailability,
     NodeRole,
     NodeStatus,
@@ -49,3 +56,37 @@ def test_nodes_without_tiers_have_no_tier_table() -> None:
 def test_json_output_contains_the_tiers() -> None:
     (node,) = as_values(snapshot_of(TOTALS), {})["nodes"]
     assert [tier["num_bytes"] for tier in node["tiers"]] == [20480, 5 << 30]
+
+
+def test_nodes_with_adapters_show_how_many_are_in_memory() -> None:
+    sql, chat = AdapterRef("sql", "1", "a/sql"), AdapterRef("chat", "2", "a/chat")
+    adapters = NodeAdapters((LoadedAdapter(chat), LoadedAdapter(sql, True, 1 << 20, 3)))
+    serving = replace(a_status(NodeTotals()), adapters=adapters, max_loras=8)
+    other = replace(a_status(NodeTotals()), address="m:1")
+
+    seen = Snapshot(1.0, (serving, other))
+    (table,) = tables_of(seen, {})
+    columns = {str(column.header): list(column.cells) for column in table.columns}
+    assert columns["adapters"] == ["1/2 (batch: 8)", ""]
+    assert as_values(seen, {})["nodes"][0]["adapters"]["adapters"][1]["num_bytes"] == 1 << 20
+
+    (plain,) = tables_of(Snapshot(1.0, (other,)), {})
+    assert "adapters" not in {str(column.header) for column in plain.columns}
+
+
+def test_adapters_are_listed_once_for_all_nodes() -> None:
+    sql, chat = AdapterRef("sql", "1" * 64, "a/sql"), AdapterRef("chat", "2" * 64, "a/chat")
+    first = NodeAdapters((LoadedAdapter(chat), LoadedAdapter(sql, True, 1 << 20, 3)))
+    second = NodeAdapters((LoadedAdapter(sql, True, 1 << 20, 1),))
+    nodes = [
+        replace(a_status(NodeTotals()), model="tiny", adapters=adapters)
+        for adapters in (first, second)
+    ]
+
+    table = table_of_adapters(adapters_of(nodes))
+
+    rows = list(zip(*(column.cells for column in table.columns), strict=True))
+    assert rows == [
+        ("chat", "tiny", "a/chat", "222222222222", "0 of 1 nodes", "", "0"),
+        ("sql", "tiny", "a/sql", "111111111111", "2 of 2 nodes", "1.0 MiB", "4"),
+    ]

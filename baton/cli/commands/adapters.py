@@ -1,0 +1,140 @@
+"""`baton adapters`: list, load and unload the LoRA adapters of a running cluster."""
+
+from __future__ import annotations
+
+import json
+from contextlib import aclosing
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from baton.cli.command import Group
+from baton.cli.examples import examples
+from baton.cli.options.connection import connect
+from baton.cli.options.operators import OperatorTokenFile, operator_token
+from baton.cli.show import console
+from baton.cli.signatures import inherit_options, make
+from baton.core.options import MODEL, OUTPUT, Option
+from baton.core.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from baton.client.adapter_status import AdapterStatus
+
+MAX_ID_CHARACTERS = 12
+TO_THE_RIGHT = {"in memory", "size", "requests"}
+
+adapters = typer.Typer(cls=Group, help="List, load and unload LoRA adapters.", no_args_is_help=True)
+Name = Annotated[str, typer.Argument(help="Name of the adapter, which requests send as model.")]
+
+
+@adapters.command(name="list", epilog=examples("baton adapters list"))
+@inherit_options(connect)
+def list_adapters(
+    as_json: Annotated[bool, Option("Print a JSON array.", OUTPUT, flags=("--json",))] = False,
+    **given: Any,
+) -> None:
+    """List the adapters that nodes have, in memory or on disk."""
+    import asyncio
+
+    from baton.client.adapter_status import adapters_of
+
+    async def run() -> list[AdapterStatus]:
+        async with make(connect, given) as client, aclosing(client.nodes()) as updates:
+            async for statuses in updates:
+                return adapters_of(statuses)
+        return []
+
+    found = asyncio.run(run())
+    if as_json:
+        print(json.dumps([asdict(each) for each in found]))
+    elif found:
+        console().print(table_of_adapters(found))
+    else:
+        print("no node has an adapter; load one: baton adapters load NAME FOLDER")
+
+
+@adapters.command(
+    epilog=examples(
+        "baton adapters load sql tenants/sql", "baton adapters load sql tenants/sql-2 --replace"
+    )
+)
+@inherit_options(connect)
+def load(
+    name: Name,
+    path: Annotated[
+        str,
+        typer.Argument(
+            help="Folder as PEFT saves it, relative to the --lora-root of the nodes; the same on "
+            "each of them."
+        ),
+    ],
+    model: Annotated[
+        str,
+        Option("Model that it adapts. Default: the only one whose nodes serve adapters.", MODEL),
+    ] = "",
+    replace: Annotated[
+        bool,
+        Option("Replace the adapter that has this name.", MODEL, flags=("--replace",)),
+    ] = False,
+    operator_token_file: OperatorTokenFile = None,
+    **given: Any,
+) -> None:
+    """Load an adapter on all nodes of its model, or on none if a node refuses it."""
+    import asyncio
+
+    async def run() -> str:
+        token = operator_token(operator_token_file)
+        async with make(connect, given) as client:
+            adapter, num_nodes = await client.load_adapter(
+                name, path, model=model, can_replace=replace, operator_token=token
+            )
+        return f"{name}: loaded on {num_nodes} nodes, id {adapter.id[:MAX_ID_CHARACTERS]}"
+
+    print(asyncio.run(run()))
+
+
+@adapters.command(epilog=examples("baton adapters unload sql"))
+@inherit_options(connect)
+def unload(
+    name: Name,
+    operator_token_file: OperatorTokenFile = None,
+    **given: Any,
+) -> None:
+    """Unload an adapter from all nodes; requests in progress keep it."""
+    import asyncio
+
+    async def run() -> int:
+        token = operator_token(operator_token_file)
+        async with make(connect, given) as client:
+            num_nodes: int = await client.unload_adapter(name, token)
+            return num_nodes
+
+    print(f"{name}: unloaded from {asyncio.run(run())} nodes")
+
+
+def table_of_adapters(found: list[AdapterStatus]) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"{len(found)} adapters", title_justify="left")
+    rows = [_row(each) for each in found]
+    for heading in rows[0]:
+        justify: Any = "right" if heading in TO_THE_RIGHT else "left"
+        table.add_column(heading, justify=justify, no_wrap=True)
+    for row in rows:
+        table.add_row(*row.values())
+    return table
+
+
+def _row(status: AdapterStatus) -> dict[str, str]:
+    return {
+        "adapter": status.adapter.name,
+        "model": status.model,
+        "folder": status.adapter.path,
+        "id": status.adapter.id[:MAX_ID_CHARACTERS],
+        "in memory": f"{status.num_in_memory} of {status.num_nodes} nodes",
+        "size": format_bytes(status.num_bytes) if status.num_in_memory else "",
+        "requests": str(status.num_requests),
+    }

@@ -1,0 +1,43 @@
+"""Adapters of a cluster, from the status of its nodes. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from baton.core.ids import AdapterRef
+from baton.rpc.node_info import LoadedAdapter, NodeStatus
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterStatus:
+    """An adapter on all nodes that have it."""
+
+    adapter: AdapterRef
+    model: str  # that it adapts
+    num_nodes: int = 0  # that know its name
+    num_in_memory: int = 0  # of num_nodes; the others read it when a request needs it
+    num_bytes: int = 0  # on each node that has it in memory
+    num_requests: int = 0  # in progress, on all nodes
+
+
+def adapters_of(nodes: Iterable[NodeStatus]) -> list[AdapterStatus]:
+    """Return the adapters by model and name. A name has several while nodes have unlike ones."""
+    found: defaultdict[tuple[str, AdapterRef], list[LoadedAdapter]] = defaultdict(list)
+    for node in nodes:
+        for loaded in node.adapters.adapters:
+            found[node.model, loaded.adapter].append(loaded)
+    listed = [_status(model, adapter, each) for (model, adapter), each in found.items()]
+    return sorted(listed, key=lambda one: (one.model, one.adapter.name, one.adapter.id))
+
+
+def _status(model: str, adapter: AdapterRef, each: list[LoadedAdapter]) -> AdapterStatus:
+    return AdapterStatus(
+        adapter,
+        model,
+        num_nodes=len(each),
+        num_in_memory=sum(one.is_in_memory for one in each),
+        num_bytes=max(one.num_bytes for one in each),
+        num_requests=sum(one.num_requests for one in each),
+    )
