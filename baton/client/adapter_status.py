@@ -16,18 +16,31 @@ class AdapterStatus:
 
     adapter: AdapterRef
     model: str  # that it adapts
-    num_nodes: int = 0  # that know its name
+    num_nodes: int = 0
     num_in_memory: int = 0  # of num_nodes; the others read it when a request needs it
     num_bytes: int = 0  # on each node that has it in memory
     num_requests: int = 0  # in progress, on all nodes
 
 
 def adapters_of(nodes: Iterable[NodeStatus]) -> list[AdapterStatus]:
-    """Return the adapters by model and name. A name has several while nodes have unlike ones."""
+    """Return the adapters by model and name. A name has several while nodes have unlike ones.
+
+    Nodes that have one only for requests do not know its name.
+    """
+    nodes = tuple(nodes)
+    named = {
+        (node.model, each.adapter.id): each.adapter
+        for node in nodes
+        for each in node.adapters.adapters
+        if each.adapter.name
+    }
     found: defaultdict[tuple[str, AdapterRef], list[LoadedAdapter]] = defaultdict(list)
     for node in nodes:
-        for loaded in node.adapters.adapters:
-            found[node.model, loaded.adapter].append(loaded)
+        for each in node.adapters.adapters:
+            adapter = each.adapter
+            if not adapter.name:
+                adapter = named.get((node.model, adapter.id), adapter)
+            found[node.model, adapter].append(each)
     listed = [_status(model, adapter, each) for (model, adapter), each in found.items()]
     return sorted(listed, key=lambda one: (one.model, one.adapter.name, one.adapter.id))
 

@@ -78,9 +78,11 @@ def test_adapters_are_listed_once_for_all_nodes() -> None:
     sql, chat = AdapterRef("sql", "1" * 64, "a/sql"), AdapterRef("chat", "2" * 64, "a/chat")
     first = NodeAdapters((LoadedAdapter(chat), LoadedAdapter(sql, True, 1 << 20, 3)))
     second = NodeAdapters((LoadedAdapter(sql, True, 1 << 20, 1),))
+    # Read for a request, by a node that was not there at the load.
+    third = NodeAdapters((LoadedAdapter(replace(sql, name=""), True, 1 << 20, 1),))
     nodes = [
         replace(a_status(NodeTotals()), model="tiny", adapters=adapters)
-        for adapters in (first, second)
+        for adapters in (first, second, third)
     ]
 
     table = table_of_adapters(adapters_of(nodes))
@@ -88,5 +90,5 @@ def test_adapters_are_listed_once_for_all_nodes() -> None:
     rows = list(zip(*(column.cells for column in table.columns), strict=True))
     assert rows == [
         ("chat", "tiny", "a/chat", "222222222222", "0 of 1 nodes", "", "0"),
-        ("sql", "tiny", "a/sql", "111111111111", "2 of 2 nodes", "1.0 MiB", "4"),
+        ("sql", "tiny", "a/sql", "111111111111", "3 of 3 nodes", "1.0 MiB", "5"),
     ]
