@@ -6,6 +6,7 @@ import itertools
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from functools import partial
 
 from baton.core.ids import HandoffId
@@ -216,6 +217,8 @@ class Dispatcher:
     ) -> None:
         """Record a failed attempt with the request and the breakers. Raises PoisonedRequest."""
         request.context.trace.note_attempt_failed()
+        if isinstance(failure, AdapterNotLoaded):
+            self._renew_adapter(request)
         is_drained = is_free = isinstance(failure, NodeDraining)
         for address, cause in attempt.failure_by_address.items():
             verdict = self._judge(request, tracked, address, cause)
@@ -238,6 +241,13 @@ class Dispatcher:
             self._breakers.note_failure(broken, self._clock())
         elif not request.answer.token_ids:
             request.revision = request.pinned_revision  # no token yet: it may begin with another
+
+    def _renew_adapter(self, request: DispatchedRequest) -> None:
+        """Use the adapter that the name means now, unless the answer has begun with the other."""
+        model = request.call.model
+        current = self._table.served.variants.get(model.name, model)
+        if current.base == model.base and not request.answer.token_ids:
+            request.call = replace(request.call, model=current)
 
     def _judge(
         self,

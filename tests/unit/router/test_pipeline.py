@@ -9,12 +9,13 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from baton.core.errors import InvalidRequest
 from baton.core.finish import Finish
-from baton.core.ids import ModelVariant, NodeId, Peer, RequestId
+from baton.core.ids import AdapterRef, ModelVariant, NodeId, Peer, RequestId
 from baton.core.kv_hints import KvHints
 from baton.core.logprobs import TokenLogprobs
 from baton.core.output import FinishReason, Output
@@ -52,7 +53,7 @@ from baton.rpc.errors import (
     UnsupportedInput,
 )
 from baton.rpc.messages.calls import CallReport
-from baton.rpc.node_info import NodeRole
+from baton.rpc.node_info import LoadedAdapter, NodeAdapters, NodeRole
 from tests.support.node_calls import (
     FINGERPRINT,
     NAMING,
@@ -96,6 +97,15 @@ def a_pipeline(
             AdmissionQueueConfig(max_in_flight),
         ),
     )
+
+
+def a_table_with(adapter: AdapterRef) -> NodeTable:
+    """Return a table of two nodes that have the adapter in memory."""
+    nodes = (a_node(role) for role in NodeRole)
+    table = a_table(*(replace(node, card=replace(node.card, max_loras=1)) for node in nodes))
+    for node in table.nodes:
+        table.note_adapters(node.address, NodeAdapters((LoadedAdapter(adapter, True),)))
+    return table
 
 
 def a_call(
@@ -477,6 +487,39 @@ def test_a_node_that_could_not_load_adapters_stays_in_use() -> None:
         assert (await run(pipeline, a_call()))[1].served.is_prefill_remote
 
     asyncio.run(serve())
+
+
+def test_a_request_that_arrived_before_a_reload_gets_the_new_adapter() -> None:
+    old, new = AdapterRef("sql", "1", "sql"), AdapterRef("sql", "2", "sql")
+    nodes = FakeNodeCalls(prefill_faults=[AdapterNotLoaded("the files have changed")])
+    table = a_table_with(new)
+    call = replace(a_call(), model=ModelVariant("tiny", old))
+
+    token_ids, _ = asyncio.run(run(a_pipeline(nodes, table), call))
+
+    assert token_ids == expected_tokens(nodes)
+    legs = [(each.handoff_id.attempt, each.request.adapter.id) for each in nodes.received]
+    assert {*legs} == {(1, "1"), (2, "2")}
+
+
+class LosesAdapters(FakeNodeCalls):
+    async def decode(self, *args: Any, **fields: Any) -> None:
+        try:
+            await super().decode(*args, **fields)
+        except NodeFailed as error:
+            raise AdapterNotLoaded(str(error)) from error
+
+
+def test_an_answer_that_has_begun_keeps_its_adapter() -> None:
+    old, new = AdapterRef("sql", "1", "sql"), AdapterRef("sql", "2", "sql")
+    nodes = LosesAdapters(decode_breaks_after=[3])
+    table = a_table_with(new)
+    call = replace(a_call(), model=ModelVariant("tiny", old))
+
+    asyncio.run(run(a_pipeline(nodes, table), call))
+
+    assert {each.handoff_id.attempt for each in nodes.received} == {1, 2}
+    assert {each.request.adapter for each in nodes.received} == {old}
 
 
 def test_a_request_that_would_queue_past_its_deadline_is_refused_with_a_delay() -> None:
