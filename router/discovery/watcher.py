@@ -174,10 +174,17 @@ class NodeWatcher:
         async with _health_at(channel) as health:
             if not await _wait_until_healthy(health):
                 return
-            self._join(member, card)
-            await _run_until_first_end(
-                self._follow_load(member, stub), self._follow_health(member, health)
-            )
+            async with _updates_of(stub) as updates:
+                # With its adapters, so that requests for them are not refused until they arrive.
+                first = await anext(updates, None)
+                if first is None:
+                    return
+                self._join(member, card)
+                self._note_update(member, first)
+                await self._on_change()
+                await _run_until_first_end(
+                    self._follow_load(member, updates), self._follow_health(member, health)
+                )
 
     async def _fetch_card(
         self, member: Member, stub: node_pb2_grpc.NodeServiceAsyncStub
@@ -207,21 +214,38 @@ class NodeWatcher:
         self._peer_warmups.warm_up(Node(member.address, card))
         log.info("%s node %s joined from %s", card.role.value, card.node_id, member.address)
 
-    async def _follow_load(self, member: Member, stub: node_pb2_grpc.NodeServiceAsyncStub) -> None:
-        async for message in stub.Watch(node_pb2.WatchRequest()):
-            self._table.note_load(member.address, LOAD.from_message(message))
-            changes = changes_from(message)
-            if changes is not None:
-                self._table.note_prefixes(member.address, changes)
-            adapters = adapters_from(message)
-            if adapters is not None:
-                self._table.note_adapters(member.address, adapters)
+    async def _follow_load(
+        self, member: Member, updates: AsyncIterator[node_pb2.WatchResponse]
+    ) -> None:
+        async for update in updates:
+            self._note_update(member, update)
             await self._on_change()
+
+    def _note_update(self, member: Member, update: node_pb2.WatchResponse) -> None:
+        """Record what a node reports. Raises PrefixGap."""
+        self._table.note_load(member.address, LOAD.from_message(update))
+        changes, adapters = changes_from(update), adapters_from(update)
+        if changes is not None:
+            self._table.note_prefixes(member.address, changes)
+        if adapters is not None:
+            self._table.note_adapters(member.address, adapters)
 
     async def _follow_health(self, member: Member, health: AsyncIterator[bool]) -> None:
         async for is_healthy in health:
             self._table.note_ready(member.address, is_ready=is_healthy)
             await self._on_change()
+
+
+@asynccontextmanager
+async def _updates_of(
+    stub: node_pb2_grpc.NodeServiceAsyncStub,
+) -> AsyncIterator[AsyncIterator[node_pb2.WatchResponse]]:
+    """Yield the node's reports: all of it now, then each change."""
+    watch = stub.Watch(node_pb2.WatchRequest())
+    try:
+        yield aiter(watch)
+    finally:
+        watch.cancel()
 
 
 @asynccontextmanager
