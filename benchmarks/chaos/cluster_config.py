@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.cluster import ClusterOptions, FurtherModel
+from benchmarks.chaos.adapter_folders import make_adapters
 from benchmarks.chaos.faults import TargetRole
 from benchmarks.chaos.hostile.client import REPLAY_SUFFIX
 from benchmarks.chaos.sending import EMBEDDER
@@ -76,6 +77,7 @@ def cluster_options(
             f"--pooling={POOLING}",
             f"--block-size={setting.block_size}",
             *_kv_event_arguments(setting, folder),
+            *make_adapters(setting.model, folder / "adapters"),
             *setting.node_arguments,
         ),
         prefill_arguments=tiers if setting.prefill_has_tiers else (),

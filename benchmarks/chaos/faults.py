@@ -35,6 +35,7 @@ class FaultKind(Enum):
     LOADS = "loads"  # second turns, whose KV must be loaded from the tiers
     TENANTS = "tenants"  # a tenant stores much more than its quota, next to second turns of others
     SLOW_DISK = "slow-disk"  # host memory fills with blocks that a slow disk lacks
+    ADAPTERS = "adapters"  # an adapter is loaded, replaced and unloaded while requests use it
 
 
 class Phase(Enum):
@@ -77,6 +78,7 @@ ROLES_BY_FAULT_KIND = {
     FaultKind.LOADS: (TargetRole.ROUTER,),
     FaultKind.TENANTS: (TargetRole.ROUTER,),
     FaultKind.SLOW_DISK: (TargetRole.ROUTER,),
+    FaultKind.ADAPTERS: (TargetRole.ROUTER,),
 }
 # Faults of the KV transfer.
 TRANSFER_FAULTS = frozenset(
@@ -92,8 +94,10 @@ PROBES = frozenset({FaultKind.LOADS, FaultKind.TENANTS})
 # Heavy use of tiers. Other requests must not notice it.
 TIER_LOAD = PROBES | {FaultKind.SLOW_DISK}
 TIER_FAULTS = STORAGE_FAULTS | {FaultKind.RESET} | TIER_LOAD
+# Faults that need no healthy process.
+FAULTS_WITHOUT_VICTIM = TIER_FAULTS | {FaultKind.ADAPTERS}
 # Faults that strike no process.
-SHARED_FAULTS = frozenset({FaultKind.OVERLOAD, FaultKind.HOSTILE}) | TIER_FAULTS
+SHARED_FAULTS = frozenset({FaultKind.OVERLOAD, FaultKind.HOSTILE}) | FAULTS_WITHOUT_VICTIM
 MIN_DURATION_S, MAX_DURATION_S = 0.3, 6.0
 
 

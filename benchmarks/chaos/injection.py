@@ -12,13 +12,14 @@ from baton.client import AsyncClient, BatonError
 from baton.cluster import Child, await_serving
 from baton.kv_transfer.external_kv import TIERS
 from baton.rpc.channel import KEEPALIVE
+from benchmarks.chaos.adapter_reloads import AdapterReloads
 from benchmarks.chaos.cluster import ChaosCluster
 from benchmarks.chaos.cluster_config import OPERATOR_TOKEN
 from benchmarks.chaos.faults import (
+    FAULTS_WITHOUT_VICTIM,
     PROBES,
     SHARED_FAULTS,
     STORAGE_FAULTS,
-    TIER_FAULTS,
     TIER_LOAD,
     TRANSFER_FAULTS,
     Fault,
@@ -64,6 +65,7 @@ class FaultInjector:
         self._attempts = attempts
         self._hostile = hostile
         self._tier_load = tier_load
+        self._adapter_reloads = AdapterReloads(client)
         self._affected: set[str] = set()
         self._storage_lock = asyncio.Lock()  # one fault of files and objects at a time
         self._restart_lock = asyncio.Lock()  # no restarts while the folder is blocked
@@ -92,7 +94,7 @@ class FaultInjector:
                 victim = self._victim(fault)
                 if victim is None:
                     continue
-                if fault.kind not in TIER_FAULTS:
+                if fault.kind not in FAULTS_WITHOUT_VICTIM:
                     self._affected.add(victim.name)
                 recovery = recoveries.create_task(self._inject(fault, victim))
                 if fault.kind in PROBES:
@@ -113,9 +115,9 @@ class FaultInjector:
     def _victim(self, fault: Fault) -> Child | None:
         """Return a healthy process of the role. The last node to decode or to embed is spared.
 
-        Faults of tiers need none: they stand for the router, whatever its state is.
+        Some faults need none: they stand for the router, whatever its state is.
         """
-        if fault.kind in TIER_FAULTS:
+        if fault.kind in FAULTS_WITHOUT_VICTIM:
             return self._cluster.child(TargetRole.ROUTER, 0)
         count = self._cluster.num_by_role[fault.role]
         places = [(fault.place + step) % count for step in range(count)]
@@ -135,7 +137,7 @@ class FaultInjector:
                 await self._strike(injected, victim)
         finally:
             injected.recovered_s = time.monotonic()
-            if fault.kind not in TIER_FAULTS:
+            if fault.kind not in FAULTS_WITHOUT_VICTIM:
                 self._affected.discard(victim.name)
 
     async def _strike(self, injected: InjectedFault, victim: Child) -> None:
@@ -166,6 +168,8 @@ class FaultInjector:
                 await self._attack(injected)
             case FaultKind.RESET:
                 await self._reset(injected)
+            case FaultKind.ADAPTERS:
+                await self._adapter_reloads.strike(injected)
             case kind if kind in STORAGE_FAULTS:
                 await self._disturb_storage(injected)
             case kind if kind in TIER_LOAD and self._cluster.tier_storage is not None:

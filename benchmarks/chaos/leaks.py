@@ -27,6 +27,7 @@ HELD = (
     (names.BLOCKS, "owned", "owned blocks"),
     (names.IN_FLIGHT, "", "requests in flight"),
     (names.QUEUE_DEPTH, "", "queued requests"),
+    (names.ADAPTER_WAITING, "", "requests that wait for adapters"),
 )
 # Tolerance for descriptors of gRPC and the system.
 SPARE_DESCRIPTORS = 3

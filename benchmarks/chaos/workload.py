@@ -13,6 +13,8 @@ from baton.bench.serve.load import FIRST_PLAIN_TOKEN
 from baton.client import Generation
 from baton.core.sampling import SamplingParams
 from baton.rpc.errors import ServiceError
+from benchmarks.chaos.adapted_text import AdapterChoice, with_model
+from benchmarks.chaos.adapter_folders import NAMES
 from benchmarks.chaos.generated_text import GeneratedText
 from benchmarks.chaos.pooled_text import ChatModelEmbeddings, Embeddings, Ranking
 from benchmarks.chaos.sending import ChaosRequest, Router, Sending
@@ -62,10 +64,10 @@ class Drawing:
 Draw = Callable[[Drawing], ChaosRequest]
 
 
-def _generated(needs_stop: bool = False, **sampling: Any) -> Draw:
+def _generated(needs_stop: bool = False, **sampling: Any) -> Callable[[Drawing], GeneratedText]:
     """Return how a request is drawn that generates text: greedily, or with these settings."""
 
-    def draw(drawing: Drawing) -> ChaosRequest:
+    def draw(drawing: Drawing) -> GeneratedText:
         prompt, random_ = drawing.prompt(), drawing.draw
         max_tokens, seed = random_.randint(MIN_TOKENS, MAX_TOKENS), random_.getrandbits(32)
         settings = {"temperature": 0.0, **({"seed": seed, **sampling} if sampling else {})}
@@ -73,6 +75,14 @@ def _generated(needs_stop: bool = False, **sampling: Any) -> Draw:
         return GeneratedText(drawing.tag, drawing.kind, prompt, Generation(params), needs_stop)
 
     return draw
+
+
+def _adapted(drawing: Drawing) -> ChaosRequest:
+    return with_model(_generated()(drawing), drawing.draw.choice(NAMES))
+
+
+def _reloaded(drawing: Drawing) -> ChaosRequest:
+    return AdapterChoice(_generated()(drawing))
 
 
 def _chat_model_embeddings(drawing: Drawing) -> ChaosRequest:
@@ -99,7 +109,9 @@ KINDS: Mapping[str, Draw] = {
     "encode": _embeddings,
     "penalties": _generated(**SEEDED, frequency_penalty=0.5, repetition_penalty=1.2),
     "logprobs": _generated(**SEEDED, logprobs=3),
+    "adapter": _adapted,
     "rerank": _ranking,
+    "reloaded": _reloaded,
     "stop": _generated(needs_stop=True),
 }
 

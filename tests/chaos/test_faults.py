@@ -46,6 +46,7 @@ POOLED = {"embed", "encode", "rerank"}
 PAUSE_S, LONG_PAUSE_S = 0.5, 3.0
 OWN_TESTS = {
     *(FaultKind.FREEZE, FaultKind.CORRUPT, FaultKind.OVERLOAD, FaultKind.HOSTILE),
+    FaultKind.ADAPTERS,
     *TIER_FAULTS,
 }
 FAULTS = [
@@ -180,6 +181,19 @@ def test_corrupted_kv_is_detected_and_the_prompt_is_computed_on_decode(
     num_found = running.total(TargetRole.DECODE, DIGEST_MISMATCHES) - before
     assert num_found > 0
     assert report.counts["local"] > 0
+
+
+def test_an_adapter_is_loaded_replaced_and_unloaded_while_requests_use_it(
+    running: Running,
+) -> None:
+    report = running.through(
+        Fault(0, 0.3, FaultKind.ADAPTERS, TargetRole.ROUTER, 0, Phase.SENT, 4.0)
+    )
+
+    assert report.is_good, report
+    assert report.num_by_kind["reloaded"] > 0
+    done = {one.what: one.count for one in report.evidence}
+    assert done == {"adapter loads": 4, "adapter unloads": 1}
 
 
 def test_an_overload_fills_the_caches(running: Running) -> None:

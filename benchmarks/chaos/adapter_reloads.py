@@ -1,0 +1,47 @@
+"""Loads, replacements and unloads of an adapter that requests use meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable
+from contextlib import suppress
+
+from baton.client import AsyncClient, BatonError
+from benchmarks.chaos.adapted_text import MEANINGS
+from benchmarks.chaos.adapter_folders import RELOADED
+from benchmarks.chaos.cluster_config import OPERATOR_TOKEN
+from benchmarks.chaos.faults import InjectedFault
+
+PATIENCE_S = 30.0  # for one update; a stopped node delays it
+NUM_REPLACEMENTS = 3
+
+
+class AdapterReloads:
+    """Gives one name to different adapters in turn."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+
+    async def strike(self, injected: InjectedFault) -> None:
+        """Load, replace and unload within the fault's time. Dead nodes make updates fail."""
+        done: Counter[str] = Counter()
+        pause_s = injected.fault.lasts_s / (1 + NUM_REPLACEMENTS)
+        for number in range(1 + NUM_REPLACEMENTS):
+            path = MEANINGS[(injected.fault.number + number) % len(MEANINGS)]
+            load = self._client.load_adapter(
+                RELOADED, path, can_replace=True, operator_token=OPERATOR_TOKEN
+            )
+            done["adapter loads"] += await _is_done(load)
+            await asyncio.sleep(pause_s)
+        unload = self._client.unload_adapter(RELOADED, OPERATOR_TOKEN)
+        done["adapter unloads"] += await _is_done(unload)
+        injected.evidence = done
+
+
+async def _is_done(update: Awaitable[object]) -> bool:
+    with suppress(BatonError, TimeoutError):
+        async with asyncio.timeout(PATIENCE_S):
+            await update
+            return True
+    return False
