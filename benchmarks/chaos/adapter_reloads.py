@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable
-from contextlib import suppress
 
 from baton.client import AsyncClient, BatonError
 from benchmarks.chaos.adapted_text import MEANINGS
@@ -32,16 +31,20 @@ class AdapterReloads:
             load = self._client.load_adapter(
                 RELOADED, path, can_replace=True, operator_token=OPERATOR_TOKEN
             )
-            done["adapter loads"] += await _is_done(load)
+            await _note(load, "adapter loads", done)
             await asyncio.sleep(pause_s)
         unload = self._client.unload_adapter(RELOADED, OPERATOR_TOKEN)
-        done["adapter unloads"] += await _is_done(unload)
+        await _note(unload, "adapter unloads", done)
         injected.evidence = done
 
 
-async def _is_done(update: Awaitable[object]) -> bool:
-    with suppress(BatonError, TimeoutError):
+async def _note(update: Awaitable[object], what: str, done: Counter[str]) -> None:
+    """Count an update, or the reason of its failure."""
+    try:
         async with asyncio.timeout(PATIENCE_S):
             await update
-            return True
-    return False
+            done[what] += 1
+    except BatonError as error:
+        done[f"failed {what}, {error.reason or error.code.name}"] += 1
+    except TimeoutError:
+        done[f"failed {what}, no end within {PATIENCE_S:.0f} s"] += 1

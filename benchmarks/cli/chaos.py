@@ -39,9 +39,8 @@ def chaos(
             "tenants, slow-disk, adapters; comma-separated. hostile: a client sends the most "
             "expensive requests that the limits allow, while the latency of other clients is "
             "measured. From spoil on: faults of files and objects of the tiers, and resets; second "
-            "turns, whose KV must be loaded, alone and next to a tenant beyond its quota; and "
-            "a slow disk. adapters: an adapter is loaded, replaced and unloaded while requests use "
-            "it."
+            "turns, whose KV must be loaded, alone and next to a tenant beyond its quota; and a "
+            "slow disk. adapters: an adapter is loaded, replaced and unloaded while in use."
         ),
     ] = EVERYTHING,
     roles: Annotated[
