@@ -43,7 +43,7 @@ def build_scheduler(
             block_size=runner.kv_memory.block_size,
             layout=runner.kv_memory.layout,
             enable_prefix_caching=options.enable_prefix_caching and not runner.info.is_encoder,
-            model_salt=f"{runner.info.fingerprint}:{runner.kv_memory.dtype}",
+            model_salt=f"{runner.info.cache_salt}:{runner.kv_memory.dtype}",
             max_shareable_prompt_len=runner.info.max_shareable_prompt_len,
             collect_events=options.collect_kv_events,
             collect_token_ids=options.collect_token_ids,

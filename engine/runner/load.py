@@ -88,7 +88,7 @@ def load_runner(
         on_progress,
         None if adapters is None else adapters.active,
     )
-    info = _describe(config, checkpoint, model, weights.fingerprint, defaults)
+    info = _describe(config, checkpoint, model, weights.fingerprint, defaults, parts.numerics)
 
     def make_runner(num_blocks: int, num_scratch_blocks: int = 0) -> TorchRunner:
         kv = shape.allocate(num_blocks + num_scratch_blocks, device.place)
@@ -149,6 +149,7 @@ def _describe(
     model: ModelConfig,
     fingerprint: str,
     defaults: GenerationDefaults,
+    numerics: str,
 ) -> ModelInfo:
     return ModelInfo(
         checkpoint=checkpoint,
@@ -162,6 +163,7 @@ def _describe(
         hidden_size=model.hidden_size,
         can_generate=model.can_generate,
         pooling=choose_pooling(config.pooling, checkpoint, model.num_labels),
+        numerics=numerics,
     )
 
 

@@ -30,6 +30,14 @@ class ModelInfo:
     pooling: Pooling | None = None  # None: the model embeds nothing
     can_generate: bool = True
     is_encoder: bool = False  # a text is computed whole, in one step, and leaves no KV
+    # Names an option of the kernels that changes the bits of KV, but not its meaning: nodes hand
+    # requests over, and find no cached blocks of each other.
+    numerics: str = ""
+
+    @property
+    def cache_salt(self) -> str:
+        """Return what the bits of cached KV depend on, besides its dtype and its tokens."""
+        return f"{self.fingerprint}:{self.numerics}" if self.numerics else self.fingerprint
 
     @property
     def vector_size(self) -> int:

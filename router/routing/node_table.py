@@ -125,7 +125,7 @@ class NodeTable:
         self._unlisted: frozenset[str] = frozenset()
         self._last_of_name: dict[NodeId, str] = {}
         self._kind_by_address: dict[str, int] = {}
-        self._number_by_kind: dict[KvKind, int] = {}
+        self._number_by_kind: dict[tuple[KvKind, PrefixNaming | None], int] = {}
         self._groups: tuple[NodeGroup, ...] | None = ()  # None: out of date
         # That have had open nodes of both roles, by model.
         self._kinds_in_service: set[tuple[str, KvKind]] = set()
@@ -139,8 +139,8 @@ class NodeTable:
     def join(self, address: str, card: NodeCard) -> None:
         self._nodes.pop(address, None)  # a node that joins again moves to the end
         node = self._nodes[address] = Node(address, card)
-        kind = self._number_by_kind.setdefault(node.kv_kind, len(self._number_by_kind))
-        self._kind_by_address[address] = kind
+        kind, number = (node.kv_kind, card.prefix_naming), len(self._number_by_kind)
+        self._kind_by_address[address] = self._number_by_kind.setdefault(kind, number)
         self._unready.discard(address)
         self._loads[address] = LoadEstimate()
         self.prefixes.drop(address)
@@ -202,7 +202,7 @@ class NodeTable:
         return self._nodes.get(address)
 
     def kind_number(self, address: str) -> int | None:
-        """Return a number that nodes have in common if they exchange KV as it is."""
+        """Return a number that nodes have in common if they exchange KV under the same names."""
         return self._kind_by_address.get(address)
 
     @property

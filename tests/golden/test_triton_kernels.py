@@ -11,9 +11,14 @@ from torch import Tensor
 
 from baton.core.ids import RequestId
 from baton.core.sampling import SamplingParams
+from baton.engine.config import EngineOptions
+from baton.engine.factory import build_scheduler
 from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.engine.runner.model_runner import TorchRunner
 from baton.llm import LLM
+from baton.node.options import NodeOptions
+from baton.node.wiring import identify
+from baton.rpc.node_info import NodeRole
 from tests.support.families import FAMILY_VARIANTS, RECURRENT
 from tests.support.gguf_files import write_gguf
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
@@ -120,6 +125,29 @@ def test_batch_invariant_tokens_equal_those_of_torch(name: str, family_runner: L
     )
 
     assert found == wanted
+
+
+@pytest.mark.parametrize(
+    ("kernels", "dtype", "has_other_bits"),
+    [("triton", "float32", True), ("native", "bfloat16", False)],
+)
+def test_batch_invariant_nodes_hand_over_to_others_but_share_no_cached_blocks_of_other_bits(
+    kernels: str, dtype: str, has_other_bits: bool, family_runner: LoadRunner
+) -> None:
+    both = [
+        family_runner("gemma3", dtype=dtype, kernels=kernels, batch_invariant=batch_invariant)
+        for batch_invariant in (False, True)
+    ]
+    options = NodeOptions(RunnerConfig("any"))
+    fingerprints = {identify(options, NodeRole.DECODE, runner).fingerprint for runner in both}
+    plain, invariant = (
+        build_scheduler(runner, EngineOptions()).cache_config.naming.names(prompt_of(40), 40)
+        for runner in both
+    )
+
+    assert len(fingerprints) == 1
+    assert len(plain) == len(invariant) == 2
+    assert set(plain).isdisjoint(invariant) if has_other_bits else plain == invariant
 
 
 @each_device

@@ -67,6 +67,8 @@ class Parts:
     # Whether the CPU reads which experts of a mixture are chosen. Called once they are loaded.
     waits_for_experts: Callable[[Moe], bool] = _wait_always
     make_block_hashes: MakeBlockHashes = no_block_hashes
+    # Names an option that changes the bits of KV. See ModelInfo.
+    numerics: str = ""
 
 
 _TORCH_OPS = TorchOps()
@@ -161,4 +163,5 @@ def triton_parts(
         has_static_launches=True,
         waits_for_experts=ops.waits_for_experts,
         make_block_hashes=make_block_hashes,
+        numerics="batch-invariant" if batch_invariant else "",
     )

@@ -124,6 +124,19 @@ def test_kv_of_another_layout_is_not_pulled() -> None:
     assert holder_of(both) == ("d-fits", 480)
 
 
+def test_kv_under_other_names_is_not_pulled() -> None:
+    naming = replace(NAMING, model_salt=f"{NAMING.model_salt}:batch-invariant")
+    invariant = with_room(a_node(NodeRole.DECODE, "d-invariant"))
+    invariant = replace(invariant, card=replace(invariant.card, prefix_naming=naming))
+    table = a_table(with_room(a_node(NodeRole.PREFILL, "p0")), invariant)
+    report(table, "d-invariant", 50, naming)
+
+    route = choose(table, Routing(), REQUEST)
+
+    assert route.prefill is not None  # KV is handed over all the same
+    assert route.holder is None
+
+
 def test_a_prefix_is_pulled_up_to_the_last_snapshot_of_its_holder() -> None:
     naming = replace(NAMING, needs_snapshot=True)
     nodes = [with_room(a_node(role)) for role in NodeRole]
