@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import subprocess
@@ -18,16 +19,29 @@ from tests.support.triton_parts import require_triton
 TOOL = "tools.report_triton_kernels"
 NVIDIA = ["sm_80", "sm_90", "sm_100"]
 TARGETS = [*NVIDIA, "gfx942"]
+COMPILATION_LIMIT_S = 1800.0
 MAX_SHARED_BYTES = 99 * 1024  # of a program on the smallest of them: sm_86 and sm_89
 
 
 def compiled(folder: Path, *options: str) -> Sequence[dict[str, Any]]:
-    """Return the resources of the compiled kernels."""
+    """Return the resources of the compiled kernels.
+
+    On a busy machine, all kernels take longer than a test may without being taken for one that
+    hangs. The limit of compilation replaces that of the test, which would end the process.
+    """
     require_triton()
+    faulthandler.cancel_dump_traceback_later()
     environment = os.environ | {"TRITON_CACHE_DIR": str(folder)}
     environment.pop(INTERPRETER_VARIABLE, None)
     command = [sys.executable, "-W", "ignore", "-m", TOOL, "--json", *options]
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        command,
+        env=environment,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=COMPILATION_LIMIT_S,
+    )
     found: list[dict[str, Any]] = json.loads(done.stdout)
     return found
 
