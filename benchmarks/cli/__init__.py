@@ -19,6 +19,7 @@ from benchmarks.cli.handover import handover
 from benchmarks.cli.index import index
 from benchmarks.cli.interference import interference
 from benchmarks.cli.memory import memory
+from benchmarks.cli.options import options
 from benchmarks.cli.overload import overload
 from benchmarks.cli.peer import peer
 from benchmarks.cli.perplexity import perplexity
@@ -42,6 +43,7 @@ EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
     policies: ("policies --nodes 100 --plot policies.png",),
     reuse: ("reuse --requests 500", "reuse --trace mooncake.jsonl.gz --json reuse.json"),
     trace: ("trace --rounds 9 --json trace.json",),
+    options: ('options --with "--async-scheduling" --rounds 40',),
     overload: ("overload --model models/demo --factor 3",),
     memory: ("memory --requests 100000 --clients 64",),
     chaos: ("chaos --minutes 20 --every 5", "chaos --kinds kill --roles decode --logs logs"),

@@ -21,9 +21,10 @@ def trace(
     json_file: JsonFile = None,
 ) -> None:
     """Measure the overhead of tracing at 0, 1 and 100 % of the requests, alternately."""
-    from benchmarks.cluster.tracing import TraceBench, run
+    from benchmarks.cluster.rounds import RoundsBench
+    from benchmarks.cluster.tracing import run
 
-    bench = TraceBench(
+    bench = RoundsBench(
         model, num_streams=streams, num_requests=requests, answer_tokens=answer, num_rounds=rounds
     )
     with Console(stderr=True).status("starting two clusters") as status:

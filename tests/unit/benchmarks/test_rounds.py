@@ -1,20 +1,20 @@
-"""Figures of `python -m benchmarks trace`."""
+"""Figures of benchmarks whose rounds are played in turns."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.cluster.tracing import TraceLoad, figure, median_bounds
+from benchmarks.cluster.rounds import RoundLoad, figure, median_bounds
 
 
 def test_each_round_is_compared_with_the_adjacent_round() -> None:
     """The machine is half as fast in the second round; tracing costs a tenth throughout."""
-    off = TraceLoad([1000.0, 500.0, 1000.0], [0.01] * 200)
-    traced = TraceLoad([900.0, 450.0, 950.0], [0.01] * 198 + [0.5] * 2)
+    off = RoundLoad([1000.0, 500.0, 1000.0], [0.01] * 200)
+    traced = RoundLoad([900.0, 450.0, 950.0], [0.01] * 198 + [0.5] * 2)
 
     shown = figure("100 %", traced, off)
 
-    assert shown.of_off == pytest.approx(0.9)
+    assert shown.of_first == pytest.approx(0.9)
     assert (shown.at_least, shown.at_most) == pytest.approx((0.9, 0.95))
     assert shown.tokens_per_s == 900.0
     assert shown.p99_itl_ms > 100
