@@ -43,9 +43,9 @@ from baton.engine.runner.sampling.output_heads import (
     HeadPass,
     HiddenStates,
     OutputHead,
-    PromptLogprobs,
     SamplingHead,
 )
+from baton.engine.runner.sampling.prompt_logprobs import PromptLogprobs
 from baton.engine.runner.sampling.sampler import Sampler
 from baton.engine.runner.sampling.sampling import Sampling
 from baton.engine.runner.sampling.spec_decode import SpecDecoder

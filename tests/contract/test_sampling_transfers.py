@@ -19,12 +19,9 @@ from baton.engine.runner.device.step_inputs import PackedInputs, make_inputs
 from baton.engine.runner.input_batch import PersistentBatch
 from baton.engine.runner.layout import TokenRun
 from baton.engine.runner.model.torch_ops import TorchOps
-from baton.engine.runner.sampling.output_heads import (
-    LOGITS_CHUNK_ROWS,
-    HiddenStates,
-    PromptLogprobs,
-)
+from baton.engine.runner.sampling.output_heads import HiddenStates
 from baton.engine.runner.sampling.packed_peaks import PackedPeaks
+from baton.engine.runner.sampling.prompt_logprobs import LOGITS_CHUNK_ROWS, PromptLogprobs
 from baton.engine.runner.sampling.sampler import NOT_FINITE, Sampler
 from baton.engine.runner.sampling.sampling import Sampling
 from baton.engine.runner.sampling.torch_sampling import TORCH_SAMPLING
