@@ -141,6 +141,10 @@ class RunResult:
 class Pending(Protocol):
     """A launched pass."""
 
+    def allows(self, plan: Plan) -> bool:
+        """Return whether the pass of the next plan can be launched before this one is collected."""
+        ...
+
     def collect(self) -> RunResult:
         """Wait for the pass, and return its results. Call it once.
 
@@ -156,8 +160,9 @@ class Runner(Protocol):
     def launch(self, plan: Plan) -> Pending:
         """Start the pass of a plan. Passes are collected in the order of their launch.
 
-        The next plan needs the tokens of this one, so the engine collects a pass before it
-        launches another one.
+        The next plan needs the tokens of this one. So a pass is collected before the next one is
+        launched, unless it `allows` that: the device then passes the tokens on. If it fails after
+        that, the next plan is a retry, and the pass launched behind it is never collected.
         """
         ...
 

@@ -39,7 +39,7 @@ class PassGaps:
 
 
 class TimedDevice:
-    """Implements `Runner`. Passes take a fixed time."""
+    """Implements `Runner`. Passes take a fixed time, and begin when the one before has ended."""
 
     def __init__(self, pass_s: float) -> None:
         self._pass_s = pass_s
@@ -47,22 +47,25 @@ class TimedDevice:
         self.gaps_s: list[float] = []
 
     def launch(self, plan: Plan) -> Pending:
-        began_s = time.perf_counter()
+        began_s = max(self._ended_s, time.perf_counter())
         self.gaps_s.append(began_s - self._ended_s)
-        result = answer(plan)
-        time.sleep(max(0.0, began_s + self._pass_s - time.perf_counter()))
-        self._ended_s = time.perf_counter()
-        return _Computed(result)
+        self._ended_s = began_s + self._pass_s
+        return _TimedPass(answer(plan), self._ended_s)
 
 
-class _Computed:
+@dataclass(frozen=True, slots=True)
+class _TimedPass:
     """Implements `Pending`."""
 
-    def __init__(self, result: RunResult) -> None:
-        self._result = result
+    result: RunResult
+    end_s: float
+
+    def allows(self, plan: Plan) -> bool:
+        return bool(plan.num_scheduled_tokens)
 
     def collect(self) -> RunResult:
-        return self._result
+        time.sleep(max(0.0, self.end_s - time.perf_counter()))
+        return self.result
 
 
 def run(num_running: Sequence[int], pass_s: float) -> list[PassGaps]:

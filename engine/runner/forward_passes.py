@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from torch import Tensor
 
+from baton.engine.errors import OutOfOrder
 from baton.engine.runner.attention.paged_attention import AttentionPass, PagedAttention
 from baton.engine.runner.device.decode_graphs import DecodeBatch
 from baton.engine.runner.device.fenced_hook import FencedHook
@@ -38,6 +39,14 @@ class ForwardPasses:
         self._attention = attention
         self._linear_attention = linear_attention
         self._max_model_len = max_model_len
+        self._token_ids: Tensor | None = None
+
+    @property
+    def token_ids(self) -> Tensor:
+        """Return the input of the pass that was prepared last, before or after it was sent."""
+        if self._token_ids is None:
+            raise OutOfOrder("no pass was prepared")
+        return self._token_ids
 
     def prepare(
         self, step: Step, inputs: StepInputs, hook: FencedHook | None, *, needs_all: bool
@@ -46,6 +55,7 @@ class ForwardPasses:
         all_are_sampled = len(step.sampled) == len(step.token_ids)
         sampled = None if all_are_sampled else np.array(step.sampled, dtype=np.int64)
         token_ids, positions = inputs.put(step.token_ids), inputs.put(step.layout.positions)
+        self._token_ids = token_ids
         seen_lens = inputs.put(step.seen_lens) if self._ropes.depends_on_length else None
         indices = None if sampled is None else inputs.put(step.layout.last_token_indices(sampled))
         ends = None if needs_all else self._ends(step, sampled, indices, inputs)
@@ -67,6 +77,7 @@ class ForwardPasses:
     ) -> Callable[[], HiddenStates]:
         """Prepare a step whose launches a graph can capture. `logits`: memory for those of it."""
         token_ids, positions = inputs.put(batch.token_ids), inputs.put(batch.layout.positions)
+        self._token_ids = token_ids
         attention, linear_attention = self._begin_mixers(batch.layout, batch.states, inputs)
 
         def launch() -> HiddenStates:

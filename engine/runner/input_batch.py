@@ -6,7 +6,7 @@ call then costs as much as dozens of rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +17,7 @@ from baton.engine.errors import RowOverflow
 from baton.engine.plan import BlockTables, Plan, PlanRow
 from baton.engine.runner.layout import Ints, PassLayout, TokenRun
 from baton.engine.runner.state.state_tables import NO_SNAPSHOTS, Snapshots, StateLayout, StateTables
+from baton.engine.runner.unknown_tokens import UnknownTokens
 from baton.engine.spec_decode.proposer import Drafts
 
 NO_DRAFTS: Drafts = {}
@@ -36,6 +37,7 @@ class Step:
     sampled: tuple[int, ...]  # indices into runs
     drafts: Drafts = field(default_factory=dict)  # whose tokens are among the runs
     states: StateLayout | None = None  # if the model has recurrent layers
+    unknown: UnknownTokens | None = None  # tokens that only the device has
 
     @property
     def max_len(self) -> int:
@@ -123,6 +125,21 @@ class PersistentBatch:
         self._tokens[slot, first : first + count] = token_ids
         self._num_tokens[slot] = first + count
         self._num_computed[slot] = first + count - 1  # rejected drafts do not count
+
+    def expect(self, runs: Iterable[TokenRun]) -> None:
+        """Append a token to each row that these runs sample, before its number is known."""
+        for run in runs:
+            self._check_tokens(run.row.request_id, run.end + 1)
+            self._num_tokens[run.slot] = run.end + 1
+
+    def receive(
+        self, runs: Iterable[TokenRun], token_ids: Mapping[RequestId, Sequence[int]]
+    ) -> None:
+        """Fill in the tokens that were expected of these runs, if their rows are still there."""
+        for run in runs:
+            request_id = run.row.request_id
+            if request_id in token_ids and self._rows.get(request_id) is run.row:
+                [self._tokens[run.slot, run.end]] = token_ids[request_id]
 
     def known_tokens(self, request_id: RequestId) -> Ints:
         """Return a view of prompt and outputs."""

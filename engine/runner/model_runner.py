@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -33,6 +34,7 @@ from baton.engine.runner.device.step_inputs import StepInputs, make_inputs
 from baton.engine.runner.forward_passes import ForwardPasses
 from baton.engine.runner.input_batch import NO_DRAFTS, PersistentBatch, Step
 from baton.engine.runner.kv_blocks import BlockHashes, KvBlocks
+from baton.engine.runner.launched_pass import DrainedPass, LaunchedPass
 from baton.engine.runner.layout import empty_layout
 from baton.engine.runner.model.decoder import Decoder
 from baton.engine.runner.model.rope import Ropes
@@ -52,10 +54,10 @@ from baton.engine.runner.sampling.spec_decode import SpecDecoder
 from baton.engine.runner.sampling.torch_sampling import TORCH_SAMPLING
 from baton.engine.runner.state.linear_attention import LinearAttention
 from baton.engine.runner.state.state_tables import empty_states
+from baton.engine.runner.unknown_tokens import TokenGatherer, UnknownTokens
 from baton.engine.spec_decode.config import Speculation
 from baton.engine.spec_decode.ngram_proposer import NgramProposer
 from baton.engine.spec_decode.proposer import Drafts
-from baton.kv_transfer.fence import Fence
 
 
 class TorchRunner:
@@ -102,6 +104,8 @@ class TorchRunner:
         )
         if info.pooling is not None:
             self._heads += (PoolingHead(info.pooling, decoder.classifier, self.device),)
+        self._open: LaunchedPass | None = None  # that is not collected, and can be followed
+        self._gatherer = TokenGatherer(self.device.place)
         # Rows that have ended with the last pass, which a plan made before its end contains.
         self._ended: frozenset[RequestId] = frozenset()
         self._spec_decoder = None
@@ -115,7 +119,7 @@ class TorchRunner:
         self.blocks.close()
         # A reference to the runner that outlives the block must not keep the memory alive.
         del self.decoder, self.blocks, self._passes, self._batch, self._heads
-        del self.sampler, self._inputs, self.graphs
+        del self.sampler, self._inputs, self.graphs, self._open, self._gatherer
 
     def capture_graphs(self, pool: GraphPool, sizes: Sequence[GraphSize]) -> None:
         """Capture decode steps of these sizes, the largest first.
@@ -139,23 +143,31 @@ class TorchRunner:
         self.num_passes.clear()
 
     def launch(self, plan: Plan) -> Pending:
-        """Launch one flat forward pass over everything the plan schedules."""
+        """Launch one flat forward pass over everything the plan schedules.
+
+        If the pass before is not collected, its tokens are the inputs of this one on the device.
+        """
+        before = self._follow_open_pass(plan)
         for head in self._heads:
             head.drop_rows(plan)
         if self._spec_decoder is not None:
             self._spec_decoder.forget(plan.dropped)
         self._batch.apply(plan)
         if not plan.num_scheduled_tokens:
-            return _LaunchedPass(self._drain)
+            return DrainedPass(self.device)
         scheduled = self._without_ended(plan)
         if not scheduled:
-            return _LaunchedPass(self._drain)
+            return DrainedPass(self.device)
         step = self._batch.step(scheduled, self._draft(plan), plan.state_copies)
+        if before is not None and before.sampled is not None:
+            unknown = UnknownTokens.of(step.runs, before.sampled, before.collect)
+            step = replace(step, unknown=unknown)
         with torch.inference_mode():
-            hidden_states, heads = self._launch(step, plan)
+            launched = self._launch(step, plan)
         self._batch.advance(step)
-        fence = self.device.record()
-        return _LaunchedPass(partial(self._collect, step, hidden_states, heads, fence))
+        if launched.can_be_followed:
+            self._open = launched
+        return launched
 
     def make_block_copies(self) -> BlockCopies | None:
         """Return copies between the KV cache and pinned memory; None if the CPU can access it."""
@@ -166,6 +178,16 @@ class TorchRunner:
         if self._spec_decoder is None:
             return NO_DRAFTS
         return self._spec_decoder.drafts(plan.num_scheduled_tokens, plan.max_draft_tokens)
+
+    def _follow_open_pass(self, plan: Plan) -> LaunchedPass | None:
+        """Return the pass that is not collected, if there is one, after which this one runs."""
+        before, self._open = self._open, None
+        if before is None or plan.is_retry:
+            return None
+        before.is_followed = True
+        if before.sampled is not None:
+            self._batch.expect(before.sampled.runs)
+        return before
 
     def _without_ended(self, plan: Plan) -> Mapping[RequestId, int]:
         """Return the scheduled tokens without rows that have ended with the last pass.
@@ -182,7 +204,7 @@ class TorchRunner:
     def _fenced_hook(self, plan: Plan) -> FencedHook | None:
         return None if self.hook is None else FencedHook(self.hook, self.device, plan.is_retry)
 
-    def _launch(self, step: Step, plan: Plan) -> tuple[HiddenStates, list[HeadPass]]:
+    def _launch(self, step: Step, plan: Plan) -> LaunchedPass:
         """Launch the decoder, as a graph if one fits, and the heads."""
         # Adapters know only the tokens of a whole pass.
         is_adapted = self.adapters is not None and self.adapters.select(step.runs)
@@ -190,11 +212,27 @@ class TorchRunner:
         inputs, forward = self._prepare(step, plan, needs_all)
         begun = [head.begin(step, inputs) for head in self._heads]
         heads = [head for head in begun if head is not None]
+        gather = None
+        if step.unknown is not None:
+            gather = self._gatherer.put(step.unknown, self._passes.token_ids, inputs)
         inputs.send()
+        if gather is not None:
+            gather()
         hidden_states = forward()
         for head in heads:
             head.launch(hidden_states)
-        return hidden_states, heads
+        fence, can_be_followed = self.device.record(), self._can_be_followed(step, heads)
+        return LaunchedPass(step, hidden_states, heads, fence, self._collect, can_be_followed)
+
+    def _can_be_followed(self, step: Step, heads: Sequence[HeadPass]) -> bool:
+        """Return whether the next pass can be launched before the result of this one is known.
+
+        Positions depend on which drafts are accepted. States that the next pass has written could
+        not be computed again if this one failed.
+        """
+        if self.device.shares_host_memory or self._spec_decoder is not None:
+            return False
+        return step.states is None and all(head.sampled is not None for head in heads)
 
     def _prepare(
         self, step: Step, plan: Plan, needs_all: bool
@@ -221,34 +259,26 @@ class TorchRunner:
             hook.pass_done()
         return hidden_states
 
-    def _collect(
-        self, step: Step, hidden_states: HiddenStates, heads: Sequence[HeadPass], fence: Fence
-    ) -> RunResult:
-        result = RunResult()
-        for head in heads:
-            head.collect(result)
-        for request_id, token_ids in result.token_ids.items():
-            self._batch.append(request_id, token_ids)
+    def _collect(self, launched: LaunchedPass) -> RunResult:
+        result, sampled = launched.read(), launched.sampled
+        if not launched.is_followed:
+            for request_id, token_ids in result.token_ids.items():
+                self._batch.append(request_id, token_ids)
+        elif sampled is not None:
+            self._batch.receive(sampled.runs, result.token_ids)
         if self._spec_decoder is not None:
             with torch.inference_mode():
-                self._spec_decoder.note_results(step, hidden_states.sampled, result)
-        for head in heads:
+                hidden_states = launched.hidden_states.sampled
+                self._spec_decoder.note_results(launched.step, hidden_states, result)
+        for head in launched.heads:
             head.commit()
+        if self._open is launched:
+            self._open = None
         full = filter(self._batch.is_full, result.num_proposed)
-        self._ended = frozenset((*result.failures, *full))
-        fence.wait()  # of the pass: a step that samples nothing has not waited for it yet
+        # The pass that follows leaves out its results of these rows.
+        self._ended = frozenset(() if launched.is_followed else (*result.failures, *full))
+        launched.fence.wait()  # a step that samples nothing has not waited for its pass yet
         return result
-
-    def _drain(self) -> RunResult:
-        self.device.drain()
-        return RunResult()
-
-
-class _LaunchedPass:
-    """Implements `Pending`."""
-
-    def __init__(self, collect: Callable[[], RunResult]) -> None:
-        self.collect = collect
 
 
 def _shape_of(step: Step, needs_all_tokens: bool, is_retry: bool) -> StepShape:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,6 @@ from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
 from baton.engine.core import EngineCore, NoKvWorker
 from baton.engine.kv_cache.config import CacheConfig
-from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.device.decode_graphs import DecodeBatch, DecodeGraphs, Prepare
 from baton.engine.runner.device.graphs import EagerCause, GraphSize
 from baton.engine.runner.device.launch_count import LaunchCounter
@@ -34,18 +32,17 @@ from baton.engine.runner.state.state_tables import empty_states
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.kv_transfer.fence import Fence
+from tests.support.device_runners import GRAPHABLE, config_of, runner_on
 from tests.support.fake_device import Costs, Counts, FakeDevice
 from tests.support.families import FAMILY_VARIANTS, STATE_VARIANTS
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
 from tests.support.runner_drivers import Drive, Driver
-from tests.support.static_attention import StaticPagedAttention
 from tests.support.triton_parts import interpreted_parts, kernels_on, require_triton
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 200
-GRAPHABLE = replace(TORCH, make_attention=StaticPagedAttention, has_static_launches=True)
 NOTHING = DecodeBatch(np.zeros(0, np.int64), empty_layout(1), None)
 T = TypeVar("T")
 LENGTHS = (3, 9, 17)
@@ -67,26 +64,6 @@ SAMPLING = {
 @pytest.fixture(scope="module")
 def recurrent_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model_folder(tmp_path_factory.mktemp("qwen3.5"), STATE_VARIANTS["qwen3.5"])
-
-
-def config_of(folder: Path, **settings: Any) -> RunnerConfig:
-    defaults = {"kv_cache_bytes": 4 << 20, "max_model_len": 128, "max_num_seqs": 4}
-    return RunnerConfig(str(folder), **(defaults | settings))
-
-
-@contextmanager
-def runner_on(
-    device: FakeDevice, folder: Path, parts: Parts = GRAPHABLE, **settings: Any
-) -> Iterator[TorchRunner]:
-    with (
-        device,
-        load_runner(
-            config_of(folder, **settings),
-            make_device=lambda _: device,
-            make_parts=lambda *_, **__: parts,
-        ) as runner,
-    ):
-        yield runner
 
 
 def driver_of(runner: TorchRunner, **settings: Any) -> Driver:
@@ -169,7 +146,7 @@ def test_random_rows_take_one_copy_each_way_in_each_step(folder: Path, parts: Pa
     assert len(device.counts.copies_in) == NUM_TOKENS
     assert len(device.counts.copies_out) == NUM_TOKENS
     waits = ["runner/device/step_outputs.py:read"] * NUM_TOKENS
-    assert device.counts.synchronizations == [*waits, "runner/model_runner.py:_drain"]
+    assert device.counts.synchronizations == [*waits, "runner/launched_pass.py:collect"]
 
 
 @pytest.mark.parametrize("name", SAMPLING)

@@ -29,7 +29,7 @@ from baton.engine.kv_cache.block_names import (
 )
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.groups import ONE_GROUP, CacheLayout, KvGroup
-from baton.engine.plan import Plan, RunResult
+from baton.engine.plan import Pending, Plan, RunResult
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.request import Request
 from baton.engine.scheduler.scheduler import Scheduler
@@ -82,8 +82,11 @@ class _Strict:
         self._runner = runner
 
     def run(self, plan: Plan) -> RunResult:
+        return self.launch(plan).collect()
+
+    def launch(self, plan: Plan) -> Pending:
         try:
-            return self._runner.run(plan)
+            return self._runner.launch(plan)
         except Crash:
             raise
         except Exception as bug:
@@ -91,29 +94,53 @@ class _Strict:
 
 
 class _LaunchedPass:
-    """Pass that runs when it must, or earlier, after the pass before it and unless that fails."""
+    """Pass that is launched when it must be, or earlier: if the one before it allows that, before
+    that one is collected. It is skipped if that one fails.
+    """
 
     def __init__(self, runner: _Strict, plan: Plan, after: _LaunchedPass | None) -> None:
         self.plan = plan
         self._runner = runner
         self._after = after
+        self._pending: Pending | None = None
         self._result: RunResult | None = None
         self._error: Exception | None = None
 
-    def run(self) -> Exception | None:
-        """Run it, unless that has been done. Returns the error, if any."""
-        if self._result is None and self._error is None:
-            try:
-                if self._after is not None and self._after.run() is not None:
-                    raise PassSkipped("the pass before it has failed")
-                self._result = self._runner.run(self.plan)
-            except Exception as error:  # noqa: BLE001 - `collect` raises it
-                self._error = error
-            self._after = None
-        return self._error
+    def launch(self) -> None:
+        """Launch it, unless that has been done, or its turn has not come or never comes."""
+        if self._pending is not None or self._error is not None:
+            return
+        if self._after is not None:
+            self._after.launch()
+            if not self._after.allows(self.plan):
+                self._after.end()
+        try:
+            self._skip_if_due()
+            self._pending = self._runner.launch(self.plan)
+        except Exception as error:  # noqa: BLE001 - `collect` raises it
+            self._error = error
+
+    def allows(self, plan: Plan) -> bool:
+        return self._pending is not None and self._pending.allows(plan)
+
+    def end(self) -> None:
+        """Collect it, unless that has been done. Those before it have been collected."""
+        self.launch()
+        if self._pending is None or self._result is not None or self._error is not None:
+            return
+        try:
+            self._skip_if_due()
+            self._result = self._pending.collect()
+        except Exception as error:  # noqa: BLE001 - `collect` raises it
+            self._error = error
+        self._after = None
+
+    def _skip_if_due(self) -> None:
+        if self._after is not None and self._after._error is not None:
+            raise PassSkipped("the pass before it has failed")
 
     def collect(self) -> RunResult:
-        self.run()
+        self.end()
         if self._error is not None:
             raise self._error
         assert self._result is not None
@@ -356,7 +383,7 @@ class EngineWorld:
         self.num_ahead.update(_kinds(plan, self))
         launched = self._launch(plan, after)
         if self._pass_chance.random() < 0.5:
-            launched.run()
+            launched.launch()
         return launched
 
     def _launch(self, plan: Plan, after: _LaunchedPass | None = None) -> _LaunchedPass:

@@ -183,6 +183,7 @@ class _Row:
 class CrashPlace(Enum):
     START = "when the row is made"
     PASS = "in the pass, after the rows before it"
+    RESULT = "once all rows are computed, when the result is collected"
 
 
 class Crash(Exception):
@@ -194,6 +195,9 @@ class Finished:
     """Pass that was computed when it was launched."""
 
     result: RunResult
+
+    def allows(self, plan: Plan) -> bool:
+        return False
 
     def collect(self) -> RunResult:
         return self.result
@@ -217,7 +221,11 @@ def run_plan(runner: Runner, plan: Plan) -> RunResult:
 
 @dataclass(slots=True)
 class FakeRunner(SynchronousRunner):
-    """Runner that keeps batch rows from plan to plan, as the real one does."""
+    """Runner that keeps batch rows from plan to plan, as the real one does.
+
+    As on a GPU, a pass can be launched before the one before is collected. It then also computes
+    rows that got no token in that one.
+    """
 
     kv: KvTensor
     vocab_size: int
@@ -232,10 +240,33 @@ class FakeRunner(SynchronousRunner):
     failing: set[RequestId] = field(default_factory=set)  # their next token is an error
     crashing: dict[RequestId, CrashPlace] = field(default_factory=dict)  # their pass fails
     num_computed: dict[RequestId, int] = field(default_factory=dict)  # tokens run, per request
+    num_followed: int = 0  # passes that were launched before the one before was collected
+    _open: _FakePass | None = None  # the pass that is not collected
+    _follows: bool = False  # the pass in progress follows one that is not collected
     _num_drafts_left: int = 0  # in this step
     _rows: dict[RequestId, _Row] = field(default_factory=dict)
     _forgotten: set[RequestId] = field(default_factory=set)  # after a pass that failed
     _ended: set[RequestId] = field(default_factory=set)  # with the last pass, by the runner's rules
+
+    @property
+    def can_be_followed(self) -> bool:
+        return not self.num_lookahead_tokens and not self.num_state_blocks
+
+    def launch(self, plan: Plan) -> Pending:
+        self._follows = self._open is not None and not plan.is_retry
+        self.num_followed += self._follows
+        self._open = None
+        launched = _FakePass(self, plan, self.run(plan))
+        self._follows = False
+        self._open = launched
+        return launched
+
+    def collect(self, launched: _FakePass) -> RunResult:
+        if self._open is launched:
+            self._open = None
+        for request_id in launched.plan.num_scheduled_tokens:
+            self._crash_if_due(request_id, CrashPlace.RESULT)
+        return launched.result
 
     def run(self, plan: Plan) -> RunResult:
         result = RunResult()
@@ -274,6 +305,9 @@ class FakeRunner(SynchronousRunner):
         try:
             for request_id, num_tokens in plan.num_scheduled_tokens.items():
                 if request_id in ended:  # the scheduler did not know that
+                    if self._follows:  # nor did the runner
+                        row = self._rows[request_id]
+                        self._spoil(row, range(len(row.token_ids), len(row.token_ids) + 1))
                     continue
                 snapshots = plan.state_copies.get(request_id, ())
                 self._run_row(self._rows[request_id], num_tokens, snapshots, result)
@@ -405,6 +439,22 @@ class FakeRunner(SynchronousRunner):
         result.prompt_logprobs[row.row.request_id] = [
             logprob_of(row.token_ids[place]) if place else None for place in range(start, end)
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class _FakePass:
+    """Implements `Pending`."""
+
+    runner: FakeRunner
+    plan: Plan
+    result: RunResult
+
+    def allows(self, plan: Plan) -> bool:
+        is_pass = bool(self.plan.num_scheduled_tokens and plan.num_scheduled_tokens)
+        return is_pass and not plan.is_retry and self.runner.can_be_followed
+
+    def collect(self) -> RunResult:
+        return self.runner.collect(self)
 
 
 def logprob_of(token_id: int) -> TokenLogprobs:

@@ -72,6 +72,7 @@ class _TimedPass:
     """Implements `Pending`."""
 
     def __init__(self, pending: Pending, clock: _Clock) -> None:
+        self.allows = pending.allows
         self.collect = clock.wrap(pending.collect)
 
 

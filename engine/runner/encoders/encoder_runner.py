@@ -110,6 +110,9 @@ class _FinishedPass:
 
     result: RunResult
 
+    def allows(self, plan: Plan) -> bool:
+        return False
+
     def collect(self) -> RunResult:
         return self.result
 

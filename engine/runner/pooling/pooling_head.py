@@ -67,6 +67,10 @@ class _PooledPass:
     received: Received | None = None
     carried: dict[RequestId, Tensor] = field(default_factory=dict)  # out of this pass
 
+    @property
+    def sampled(self) -> None:
+        """Return None: what this pass carries over is kept when it is collected."""
+
     def launch(self, hidden_states: HiddenStates) -> None:
         vectors = [
             vector

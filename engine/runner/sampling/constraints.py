@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from baton.core.sampling import SamplingParams
+from baton.engine.plan import PlanRow
 from baton.engine.runner.device.step_inputs import StepInputs
 from baton.engine.runner.layout import Ints, TokenRun
 from baton.engine.runner.sampling.logits_processors import NEVER
@@ -64,6 +65,17 @@ def has_penalty(sampling: SamplingParams) -> bool:
         sampling.repetition_penalty != 1.0
         or sampling.presence_penalty != 0.0
         or sampling.frequency_penalty != 0.0
+    )
+
+
+def depends_on_tokens(row: PlanRow) -> bool:
+    """Return whether sampling a token needs those before it, the newest included."""
+    sampling = row.sampling
+    return bool(
+        row.grammar is not None
+        or sampling.banned_sequences
+        or sampling.extra_args
+        or has_penalty(sampling)
     )
 
 

@@ -17,6 +17,7 @@ from baton.engine.runner.device.step_inputs import StepInputs, make_inputs
 from baton.engine.runner.input_batch import Step
 from baton.engine.runner.layout import TokenRun
 from baton.engine.runner.model.decoder import Decoder
+from baton.engine.runner.sampling.constraints import depends_on_tokens
 from baton.engine.runner.sampling.grammar_masks import GrammarMasks
 from baton.engine.runner.sampling.packed_peaks import PackedPeaks
 from baton.engine.runner.sampling.sampler import (
@@ -25,7 +26,10 @@ from baton.engine.runner.sampling.sampler import (
     Sampler,
 )
 from baton.engine.runner.sampling.spec_decode import accepted_indices
+from baton.engine.runner.unknown_tokens import SampledTokens, UnknownTokens
 from baton.engine.spec_decode.proposer import Drafts
+
+NO_TOKEN = Failure("the pass before gave no token")  # never seen: the request has ended
 
 
 class HiddenStates(NamedTuple):
@@ -49,6 +53,14 @@ class HiddenStates(NamedTuple):
 
 class HeadPass(Protocol):
     """Work of an output head in one pass."""
+
+    @property
+    def sampled(self) -> SampledTokens | None:
+        """Return the tokens that the launched pass samples.
+
+        None if the results of this head must be collected before the next pass is launched.
+        """
+        ...
 
     def launch(self, hidden_states: HiddenStates) -> None:
         """Launch what turns hidden states into results."""
@@ -97,7 +109,10 @@ class SamplingHead:
 
     @cached_property
     def late_inputs(self) -> StepInputs:
-        """Inputs for steps with grammars, whose memory is taken by the first of them."""
+        """Inputs for steps with grammars, or rows that need tokens on their way to the host.
+
+        Their memory is taken by the first of these steps.
+        """
         return make_inputs(self._device)
 
     def drop_rows(self, plan: Plan) -> None:
@@ -115,9 +130,12 @@ class SamplingHead:
         if len(places) < len(runs):
             runs = [runs[place] for place in places]
             rows = inputs.put(np.array(places, dtype=np.int64))
-        has_grammar = any(run.row.grammar is not None for run in runs)
-        sampled = None if has_grammar else self.sampler.begin(runs, self.vocab_size, inputs)
-        return _SampledPass(self, step.drafts, runs, sampled, rows)
+        unknown = None
+        if step.unknown is not None and any(depends_on_tokens(r.row) for r in step.unknown.runs):
+            unknown = step.unknown
+        is_late = unknown is not None or any(run.row.grammar is not None for run in runs)
+        begun = None if is_late else self.sampler.begin(runs, self.vocab_size, inputs)
+        return _SampledPass(self, step.drafts, runs, begun, rows, unknown)
 
 
 @dataclass(slots=True, eq=False)
@@ -127,25 +145,37 @@ class _SampledPass:
     head: SamplingHead
     drafts: Drafts
     runs: list[TokenRun]
-    sampled: SampledStep | None  # None: masks of grammars are missing
+    begun: SampledStep | None  # None: masks of grammars, or tokens that rows need, are missing
     rows: Tensor | None  # of the hidden states; None: all
+    unknown: UnknownTokens | None  # if rows need them
     failures: dict[RequestId, Failure] = field(default_factory=dict)
     launched: LaunchedSamples | None = None
 
+    @property
+    def sampled(self) -> SampledTokens | None:
+        launched = self.launched
+        return None if launched is None else SampledTokens(self.runs, launched.token_ids)
+
     def launch(self, hidden_states: HiddenStates) -> None:
-        head, sampled = self.head, self.sampled
+        head, begun = self.head, self.begun
         if self.rows is not None:
             hidden_states = hidden_states.select(self.rows)
         logits = hidden_states.logits
         if logits is None:
             logits = head.decoder.logits(hidden_states.sampled)
-        if sampled is None:
-            sampled = self._begin_late()
-        self.launched = head.sampler.launch(sampled, logits, hidden_states.peaks)
+        if begun is None:
+            begun = self._begin_late()
+        self.launched = head.sampler.launch(begun, logits, hidden_states.peaks)
 
     def _begin_late(self) -> SampledStep:
-        """Fill the masks of grammars while the device computes, and put them into a copy apart."""
+        """Fill the masks of grammars while the device computes, and put them into a copy apart.
+
+        The device already computes with the tokens that this waits for.
+        """
         head, inputs = self.head, self.head.late_inputs
+        if self.unknown is not None:
+            failed = self.unknown.failed_rows()
+            self.failures |= dict.fromkeys(failed, NO_TOKEN)  # a grammar must not read it
         self.runs = head.grammar_masks.apply_masks(self.runs, self.failures)
         inputs.begin()
         sampled = head.sampler.begin(self.runs, head.vocab_size, inputs)

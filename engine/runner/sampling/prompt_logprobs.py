@@ -71,6 +71,10 @@ class _PredictedPrompts:
     reported: list[RequestId] = field(default_factory=list)
     carried: dict[RequestId, TokenLogprobs] = field(default_factory=dict)  # out of this pass
 
+    @property
+    def sampled(self) -> None:
+        """Return None: what this pass carries over is kept when it is collected."""
+
     def launch(self, hidden_states: HiddenStates) -> None:
         by_token = hidden_states.by_token
         if by_token is None:

@@ -61,6 +61,7 @@ class LaunchedSamples(NamedTuple):
     """Samples on their way to the host."""
 
     step: SampledStep
+    token_ids: Tensor  # of the rows, on the device
     failures: dict[int, str]  # of logits processors, by row
     is_constrained: bool
     peaks: PackedPeaks | None  # which come first, if they were sent as they are
@@ -125,7 +126,7 @@ class Sampler:
         if step.logprobs is not None:
             requested = step.logprobs.compute(logits, token_ids, self._sampling)
         received = self._outputs.send([*chosen, *requested])
-        return LaunchedSamples(step, failures, is_constrained, peaks, received)
+        return LaunchedSamples(step, token_ids, failures, is_constrained, peaks, received)
 
     def read(self, launched: LaunchedSamples) -> Samples:
         """Wait for the samples of a step, and return them."""

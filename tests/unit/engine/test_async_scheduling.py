@@ -22,6 +22,7 @@ from baton.kv_transfer.types import NO_KV_ORDERS
 from tests.support.engine_world import EngineWorld
 from tests.support.engines import VOCAB_SIZE, an_engine_request
 from tests.support.fake_runner import (
+    Crash,
     CrashPlace,
     FakeRunner,
     KvTensor,
@@ -67,6 +68,7 @@ def test_all_steps_but_the_first_are_planned_ahead() -> None:
     it.run_to_end()
 
     assert it.num_ahead["all"] == it.num_ahead["decodes"] == 8
+    assert 0 < it.runner.num_followed < 8  # those that were launched early
 
 
 def test_drafts_are_planned_ahead_for_positions_that_are_not_known_yet() -> None:
@@ -329,6 +331,72 @@ def test_a_pass_after_one_that_failed_is_skipped() -> None:
     passes.close()
     assert first.has_failed
     assert run_plan(runner, Plan()) == RunResult()
+
+
+def test_a_pass_is_launched_before_the_result_of_the_one_before() -> None:
+    runner = a_fake()
+
+    found = tokens_of(an_engine(runner), 3)
+
+    assert runner.num_followed == 8  # of nine passes
+    for name, token_ids in found.items():
+        assert token_ids == tokens_alone((1, int(name)), 0, 9, VOCAB_SIZE)
+
+
+def test_a_pass_that_needs_tokens_on_the_host_waits_for_them() -> None:
+    class NeedsTokens(FakeRunner):
+        can_be_followed = False
+
+    runner = NeedsTokens(KvTensor(64, 4), VOCAB_SIZE)
+
+    found = tokens_of(an_engine(runner), 3)
+
+    assert runner.num_followed == 0
+    assert found["2"] == tokens_alone((1, 2), 0, 9, VOCAB_SIZE)
+
+
+def test_calls_of_a_pass_are_dropped_with_it_if_the_result_of_the_one_before_is_lost() -> None:
+    class Calls(FakeRunner):
+        def run(self, plan: Plan) -> RunResult:
+            passes.post(lambda: called.append(len(plan.dropped)))
+            return super().run(plan)
+
+    called: list[int] = []
+    runner = Calls(KvTensor(64, 4), VOCAB_SIZE)
+    runner.crashing = {RequestId("a"): CrashPlace.RESULT}
+    it = world()
+    it.add(6, request_id="a")
+    plan = it.step()
+    passes = PassThread(runner)
+    first = passes.launch(plan)
+    second = passes.launch(
+        replace(plan, started=(), num_scheduled_tokens={RequestId("a"): 1}), after=first
+    )
+
+    while not first.wait(PATIENCE_S):
+        pass
+    while not second.wait(PATIENCE_S):
+        pass
+
+    assert runner.num_followed == 1
+    assert called == [0]
+    with pytest.raises(Crash):
+        first.collect()
+    with pytest.raises(PassSkipped):
+        second.collect()
+    passes.close()
+
+
+def test_a_pass_that_is_never_collected_has_ended_when_the_thread_is_closed() -> None:
+    runner = a_fake()
+    it = world()
+    it.add(6, request_id="a")
+    passes = PassThread(runner)
+    passes.launch(it.step())
+
+    passes.close()
+
+    assert runner._open is None
 
 
 def test_histories_with_and_without_plans_ahead_give_the_same_tokens() -> None:

@@ -31,6 +31,9 @@ class BatchOnly:
             self._batch.advance(step)
         return self
 
+    def allows(self, plan: Plan) -> bool:
+        return False
+
     def collect(self) -> RunResult:
         for request_id, token_ids in self._result.token_ids.items():
             self._batch.append(request_id, token_ids)

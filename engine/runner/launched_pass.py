@@ -1,0 +1,65 @@
+"""Passes that the runner has launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from baton.engine.plan import Plan, RunResult
+from baton.engine.runner.device.device import Device
+from baton.engine.runner.input_batch import Step
+from baton.engine.runner.sampling.output_heads import HeadPass, HiddenStates
+from baton.engine.runner.unknown_tokens import SampledTokens
+from baton.kv_transfer.fence import Fence
+
+
+@dataclass(slots=True, eq=False)
+class LaunchedPass:
+    """Implements `Pending`. Its result is computed once, by `finish`."""
+
+    step: Step
+    hidden_states: HiddenStates
+    heads: Sequence[HeadPass]
+    fence: Fence  # after all that was launched
+    finish: Callable[[LaunchedPass], RunResult]
+    can_be_followed: bool  # before it is collected
+    is_followed: bool = False
+    result: RunResult | None = None
+
+    @property
+    def sampled(self) -> SampledTokens | None:
+        """Return the tokens that the next pass takes on the device; None if there are none."""
+        return next((head.sampled for head in self.heads), None)
+
+    def allows(self, plan: Plan) -> bool:
+        return self.can_be_followed and bool(plan.num_scheduled_tokens) and not plan.is_retry
+
+    def collect(self) -> RunResult:
+        if self.result is None:
+            self.result = self.finish(self)
+            self.heads = ()
+            if self.step.unknown is not None:  # which refers to the pass before
+                self.step = replace(self.step, unknown=None)
+        return self.result
+
+    def read(self) -> RunResult:
+        """Wait for the results, without those of rows that got no token from the pass before."""
+        result, unknown = RunResult(), self.step.unknown
+        for head in self.heads:
+            head.collect(result)
+        failed = () if unknown is None else unknown.failed_rows()
+        return result.without(failed) if failed else result
+
+
+@dataclass(frozen=True, slots=True)
+class DrainedPass:
+    """Implements `Pending`: nothing was launched."""
+
+    device: Device
+
+    def allows(self, plan: Plan) -> bool:
+        return False
+
+    def collect(self) -> RunResult:
+        self.device.drain()
+        return RunResult()

@@ -1,0 +1,219 @@
+"""Passes launched before the result of the one before is known, on a simulated device."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from baton.core.ids import RequestId
+from baton.core.output import Output
+from baton.core.request import EngineRequest
+from baton.core.sampling import SamplingParams
+from baton.core.structured_outputs import StructuredOutputs
+from baton.engine.core import EngineCore, NoKvWorker
+from baton.engine.kv_cache.config import CacheConfig
+from baton.engine.plan import Runner
+from baton.engine.runner.kernels.choose import TORCH, Parts
+from baton.engine.runner.load import load_runner
+from baton.engine.runner.sampling.sampler import NOT_FINITE
+from baton.engine.scheduler.config import SchedulerConfig
+from baton.engine.scheduler.scheduler import Scheduler
+from baton.engine.structured_output.grammar import Bits, Matcher
+from tests.support.device_runners import GRAPHABLE, RunnerOnThreads, config_of, runner_on
+from tests.support.fake_device import Costs, Counts, FakeDevice
+from tests.support.models import EOS_TOKEN_ID, prompt_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BLOCK_SIZE, NUM_BLOCKS, CHUNK = 16, 100, 24
+POISON = 300  # the token whose embedding is NaN
+READ = "runner/device/step_outputs.py:read"
+PARTS = pytest.mark.parametrize(
+    "parts", [TORCH, pytest.param(GRAPHABLE, marks=pytest.mark.triton)], ids=["eager", "graphs"]
+)  # graphs: long, as the tests of Triton's kernels
+GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+RANDOM = replace(GREEDY, temperature=0.8, top_p=0.9)
+
+
+@pytest.fixture(scope="module")
+def poisoned_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a copy of the model with one token whose embedding is NaN."""
+    spoilt = tmp_path_factory.mktemp("poisoned") / "llama"
+    shutil.copytree(folder, spoilt)
+    tensors = load_file(spoilt / "model.safetensors")
+    tensors["model.embed_tokens.weight"][POISON] = torch.nan
+    save_file(tensors, spoilt / "model.safetensors")
+    return spoilt
+
+
+@dataclass(slots=True)
+class NextTokens:
+    """Grammar and matcher: each token is one of the nine that follow the one before."""
+
+    newest: int = 40
+
+    def matcher(self) -> Matcher:
+        return NextTokens()
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:
+            assert self.newest < token_id < self.newest + 10
+            self.newest = token_id
+
+    def fill(self, allowed: Bits) -> None:
+        allowed.fill(0)
+        for token_id in range(self.newest + 1, self.newest + 10):
+            allowed.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
+
+
+def requests_of(*samplings: SamplingParams, length: int = 3) -> list[EngineRequest]:
+    return [
+        EngineRequest(RequestId(str(n)), prompt_of(length + n), sampling, seed=n)
+        for n, sampling in enumerate(samplings)
+    ]
+
+
+def engine_of(runner: Runner, *, async_scheduling: bool = True) -> EngineCore:
+    config = SchedulerConfig(
+        max_num_seqs=4,
+        max_num_batched_tokens=CHUNK,
+        max_model_len=128,
+        eos_token_ids=frozenset({EOS_TOKEN_ID}),
+        async_scheduling=async_scheduling,
+    )
+    cache = CacheConfig(NUM_BLOCKS, BLOCK_SIZE, enable_prefix_caching=False)
+    return EngineCore(Scheduler(config, cache), runner, NoKvWorker())
+
+
+def answers(engine: EngineCore, requests: Sequence[EngineRequest]) -> dict[str, list[Output]]:
+    """Run requests to their end."""
+    for request in requests:
+        engine.scheduler.add(request)
+        if request.sampling.structured_outputs is not None:
+            engine.scheduler.add_grammar(request, NextTokens())
+    found: dict[str, list[Output]] = {}
+    while engine.scheduler.has_work:
+        for output in engine.step():
+            found.setdefault(output.request_id, []).append(output)
+    engine.close()
+    engine.scheduler.check()
+    return found
+
+
+def answers_on_the_cpu(folder: Path, requests: Sequence[EngineRequest]) -> dict[str, list[Output]]:
+    with load_runner(config_of(folder)) as runner:
+        return answers(engine_of(runner, async_scheduling=False), requests)
+
+
+@PARTS
+def test_a_pass_takes_the_tokens_of_the_one_before_without_the_host(
+    folder: Path, parts: Parts
+) -> None:
+    """The device still has work when the host gets tokens, and each step waits once."""
+    requests = requests_of(GREEDY, replace(RANDOM, min_tokens=2), replace(RANDOM, max_tokens=3))
+    device = FakeDevice(costs=Costs(launch_s=1.0, copy_s=1.0, replay_s=1.0))
+    with runner_on(device, folder, parts) as runner:
+        on_threads = RunnerOnThreads(runner, device)
+        device.counts = Counts()
+        found = answers(engine_of(on_threads), requests)
+
+    assert found == answers_on_the_cpu(folder, requests)
+    assert on_threads.busy[:5] == [True, True, True, True, False]
+    assert device.counts.synchronizations[:5] == [READ] * 5
+
+
+def test_a_replayed_step_adds_two_launches_and_allocates_nothing(folder: Path) -> None:
+    device = FakeDevice()
+    with runner_on(device, folder) as runner:
+        engine = engine_of(RunnerOnThreads(runner, device))
+        for request in requests_of(*[replace(GREEDY, max_tokens=9)] * 3):
+            engine.scheduler.add(request)
+        for _ in range(3):
+            engine.step()
+        device.counts = Counts()
+
+        engine.step()
+
+        counts, device.counts = device.counts, Counts()
+        engine.close()
+    assert (counts.replays, counts.launches, counts.allocations) == (1, 4, 0)
+    assert len(counts.copies_in) == len(counts.copies_out) == len(counts.synchronizations) == 1
+
+
+@PARTS
+def test_requests_of_all_kinds_get_the_outputs_of_synchronous_steps(
+    poisoned_folder: Path, parts: Parts, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Requests end by length, by a stop token, and by NaN; others need the tokens before."""
+    form = StructuredOutputs(regex="not used")
+    formed = replace(GREEDY, structured_outputs=form, ignore_eos=False)
+    requests = requests_of(
+        replace(RANDOM, stop_token_ids=tuple(range(0, POISON, 9)), max_tokens=9),
+        replace(RANDOM, repetition_penalty=1.3, frequency_penalty=0.5, logprobs=2),
+        replace(formed, logprobs=0),
+        replace(formed, allowed_token_ids=(45, POISON)),  # the second token has no choice
+        replace(GREEDY, allowed_token_ids=(POISON,)),
+        replace(GREEDY, prompt_logprobs=1, max_tokens=2),
+        replace(RANDOM, banned_sequences=((3, 4), (5,)), max_tokens=8),
+        length=7,
+    )
+    device = FakeDevice()
+    with runner_on(device, poisoned_folder, parts) as runner:
+        on_threads = RunnerOnThreads(runner, device)
+        found = answers(engine_of(on_threads), requests)
+
+    expected = answers_on_the_cpu(poisoned_folder, requests)
+    failures = [output.failure for output in found["4"] if output.failure is not None]
+    assert [NOT_FINITE in failure.reason for failure in failures] == [True]
+    assert without_logprobs(found) == without_logprobs(expected)
+    assert "pass over" not in caplog.text  # none failed
+    for name in ("3", "4"):  # they fail once
+        assert sum(name in result.failures for result in on_threads.results) == 1
+    assert sum(on_threads.busy) > len(on_threads.busy) // 2
+
+
+def without_logprobs(answered: dict[str, list[Output]]) -> dict[str, list[Output]]:
+    """Return outputs without the logprobs, which differ between devices in their last bits."""
+    return {
+        name: [output._replace(logprobs=(), prompt_logprobs=()) for output in outputs]
+        for name, outputs in answered.items()
+    }
+
+
+def test_rows_that_need_their_tokens_wait_for_them_behind_the_forward_pass(folder: Path) -> None:
+    requests = requests_of(replace(RANDOM, presence_penalty=0.5), GREEDY)
+    device = FakeDevice()
+    with runner_on(device, folder, TORCH) as runner:
+        on_threads = RunnerOnThreads(runner, device)
+        device.counts = Counts()
+        found = answers(engine_of(on_threads), requests)
+
+    assert found == answers_on_the_cpu(folder, requests)
+    assert on_threads.busy[:4] == [True] * 4
+    assert device.counts.copies_in[:4] == ["runner/device/step_inputs.py:send"] * 4
+
+
+@pytest.mark.parametrize("place", ["launch", "collect"])
+def test_passes_after_one_that_failed_are_run_again(folder: Path, place: str) -> None:
+    """A pass is launched behind the one whose result is lost, or fails behind one that is right."""
+    requests = requests_of(GREEDY, RANDOM, replace(RANDOM, max_tokens=9))
+    device = FakeDevice()
+    with runner_on(device, folder, TORCH) as runner:
+        on_threads = RunnerOnThreads(runner, device)
+        engine = engine_of(on_threads)
+        if place == "collect":
+            on_threads.fails_at_collect = 3
+        else:
+            answers(engine_of(on_threads), requests_of(GREEDY))
+            device.fails_at_launch = device.counts.launches + 200
+        found = answers(engine, requests)
+
+    assert found == answers_on_the_cpu(folder, requests)
+    assert on_threads.num_launched > 11

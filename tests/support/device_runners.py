@@ -1,0 +1,83 @@
+"""Runners on a simulated device, and engines whose passes have a thread of their own on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from baton.engine.plan import Pending, Plan, RunResult
+from baton.engine.runner.config import RunnerConfig
+from baton.engine.runner.kernels.choose import TORCH, Parts
+from baton.engine.runner.load import load_runner
+from baton.engine.runner.model_runner import TorchRunner
+from tests.support.fake_device import FakeDevice
+from tests.support.static_attention import StaticPagedAttention
+
+# Parts of which graphs can be captured.
+GRAPHABLE = replace(TORCH, make_attention=StaticPagedAttention, has_static_launches=True)
+
+
+def config_of(folder: Path, **settings: Any) -> RunnerConfig:
+    defaults = {"kv_cache_bytes": 4 << 20, "max_model_len": 128, "max_num_seqs": 4}
+    return RunnerConfig(str(folder), **(defaults | settings))
+
+
+@contextmanager
+def runner_on(
+    device: FakeDevice, folder: Path, parts: Parts = GRAPHABLE, **settings: Any
+) -> Iterator[TorchRunner]:
+    with (
+        device,
+        load_runner(
+            config_of(folder, **settings),
+            make_device=lambda _: device,
+            make_parts=lambda *_, **__: parts,
+        ) as runner,
+    ):
+        yield runner
+
+
+class RunnerOnThreads:
+    """Runner whose passes any thread can launch, one at a time, on a simulated device."""
+
+    def __init__(self, runner: TorchRunner, device: FakeDevice) -> None:
+        self._runner = runner
+        self._device = device
+        self.num_launched = self.num_collected = 0
+        self.fails_at_collect: int | None = None  # counted from one
+        self.results: list[RunResult] = []
+        self.busy: list[bool] = []  # by collected pass: whether the device has work after it
+
+    def launch(self, plan: Plan) -> Pending:
+        with self._device:
+            self.num_launched += 1
+            return _PassOnThreads(self, self._device, self._runner.launch(plan))
+
+    def note_end(self, result: RunResult) -> None:
+        """Note the result of a pass. Raises MemoryError if the test wants that."""
+        self.num_collected += 1
+        self.results.append(result)
+        if self.num_collected == self.fails_at_collect:
+            raise MemoryError("the result is lost, as the test wants")
+        self.busy.append(not self._device.is_idle)
+
+
+class _PassOnThreads:
+    """Implements `Pending`."""
+
+    def __init__(self, runner: RunnerOnThreads, device: FakeDevice, pending: Pending) -> None:
+        self._runner = runner
+        self._device = device
+        self._pending = pending
+
+    def allows(self, plan: Plan) -> bool:
+        return self._pending.allows(plan)
+
+    def collect(self) -> RunResult:
+        with self._device:
+            result = self._pending.collect()
+            self._runner.note_end(result)
+            return result
