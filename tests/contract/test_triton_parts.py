@@ -16,7 +16,9 @@ from torch import Tensor
 from baton.checkpoint.quantized import Quantized
 from baton.core.errors import InvalidConfig
 from baton.engine.runner.attention.paged_attention import LayerAttention, PagedAttention
+from baton.engine.runner.device.step_inputs import PackedInputs
 from baton.engine.runner.kernels.choose import choose_parts
+from baton.engine.runner.layout import empty_layout
 from baton.engine.runner.model.config import MoeConfig
 from baton.engine.runner.model.linear import ExpertChoice, Mlp, Moe, Router
 from baton.engine.runner.model.ops import MlpGate, Norm, Ops
@@ -24,6 +26,7 @@ from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.triton import availability
 from baton.engine.runner.triton.availability import INTERPRETER_VARIABLE
 from tests.support.attention_world import Part, Shape, World
+from tests.support.fake_device import FakeDevice
 from tests.support.random_mxfp4 import random_mxfp4
 from tests.support.random_quantized import random_quantized, with_offsets
 from tests.support.triton_parts import (
@@ -153,6 +156,21 @@ def test_kernels_on_copies_change_the_tensors_that_they_are_given() -> None:
     assert torch.allclose(outputs.double(), world.expected(0), atol=TOLERANCE[torch.float32])
     assert torch.equal(bits[0], wide[:, 3:20] + wide[:, 20:37])
     assert launched == ["write_kernel", "write_kernel", "attention_kernel", "add_kernel"]
+
+
+def test_a_decode_sends_32_bits_for_each_block_and_no_slots() -> None:
+    """Kernels find the slots of new keys and values by block tables and positions."""
+    kv = torch.zeros(1, 1, 2, 2, 16, 8)
+    attention = triton_attention(kv, [LayerAttention(8**-0.5)])
+    layout = empty_layout(2).pad(num_rows=64, num_blocks=256, scratch_block=0)
+    with FakeDevice() as device:
+        inputs = PackedInputs(device)
+        inputs.begin()
+
+        attention.begin(layout, inputs)
+
+    tables, query_starts, context_lens = 4 * 2 * 64 * 256, 4 * 65, 4 * 64
+    assert inputs.num_packed_bytes == tables + query_starts + context_lens + 12  # aligned to 16
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -28,10 +28,11 @@ class StepInputs(Protocol):
         """Begin a step, without arrays of an earlier one that was not sent."""
         ...
 
-    def put(self, array: Array) -> Tensor:
+    def put(self, array: Array, dtype: type[np.generic] | None = None) -> Tensor:
         """Return the array's tensor on the device, which has the array's numbers after `send`.
 
-        It keeps them until the arrays of the next step are sent, in the order of launches.
+        They are converted to the dtype, which must be able to hold them. The tensor keeps them
+        until the arrays of the next step are sent, in the order of launches.
         """
         ...
 
@@ -46,8 +47,8 @@ class SharedInputs:
     def begin(self) -> None:
         """Do nothing: no array is kept."""
 
-    def put(self, array: Array) -> Tensor:
-        return torch.from_numpy(array)
+    def put(self, array: Array, dtype: type[np.generic] | None = None) -> Tensor:
+        return torch.from_numpy(array if dtype is None else array.astype(dtype, order="C"))
 
     def send(self) -> None:
         """Do nothing: there is no copy."""
@@ -92,20 +93,21 @@ class PackedInputs:
         self._num_packed = self._step_bytes = 0
         self._apart = PackedInputs(self._device)
 
-    def put(self, array: Array) -> Tensor:
-        num_bytes = array.nbytes
+    def put(self, array: Array, dtype: type[np.generic] | None = None) -> Tensor:
+        own_dtype = array.dtype if dtype is None else np.dtype(dtype)
+        num_bytes = array.size * own_dtype.itemsize
         size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         if self._num_packed + size > len(self._buffer):
             if self._apart is not None:
-                return self._apart.put(array)
+                return self._apart.put(array, dtype)
             self._overflow(size)
         start = self._num_packed
         self._num_packed += size
         self._step_bytes += size
-        part = self._hosts[0].numbers[start : start + num_bytes].view(array.dtype)
+        part = self._hosts[0].numbers[start : start + num_bytes].view(own_dtype)
         part.reshape(array.shape)[...] = array
-        dtype = torch.from_numpy(part[:0]).dtype
-        return self._buffer[start : start + num_bytes].view(dtype).view(array.shape)
+        kind = torch.from_numpy(part[:0]).dtype
+        return self._buffer[start : start + num_bytes].view(kind).view(array.shape)
 
     def send(self) -> None:
         if self._apart is not None:

@@ -1,4 +1,4 @@
-"""Triton kernels of paged attention, and the kernel that writes keys and values.
+"""Triton kernels of paged attention.
 
 Keys are read in segments of a fixed size. The sums over each segment are computed on their own,
 and merged in the order of the segments. So an output has the same bits whether one program reads
@@ -35,31 +35,6 @@ class Query(NamedTuple):
 
     front: Any
     rest: Any
-
-
-@triton.jit(do_not_specialize_on_alignment=["blocks", "offsets"])
-def write_kernel(
-    kv,
-    slots,
-    blocks,
-    offsets,
-    block_stride,
-    head_stride,
-    place,
-    token_stride,
-    slot_stride,
-    slot_size: tl.constexpr,
-    padded_size: tl.constexpr,
-):
-    """Write the keys or the values of a token and a KV head into their slot."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    columns = tl.arange(0, padded_size)
-    is_inside = columns < slot_size
-    slot = slots + token * token_stride + head * slot_stride + columns
-    numbers = tl.load(slot, mask=is_inside, other=0)
-    block, offset = tl.load(blocks + token).to(tl.int64), tl.load(offsets + token)
-    dst = kv + block * block_stride + place + head * head_stride + offset * slot_size
-    tl.store(dst + columns, numbers, mask=is_inside)
 
 
 @triton.jit

@@ -50,6 +50,15 @@ def find_sequence(query_starts, tile, num_sequences, tile_tokens: tl.constexpr):
 
 
 @triton.jit
+def find_token(query_starts, token, num_sequences, num_single):
+    """Return the sequence of a token. Those at the front have one token each."""
+    sequence = token
+    if token >= num_single:
+        sequence = find_sequence(query_starts, token, num_sequences, 1)
+    return sequence
+
+
+@triton.jit
 def first_seen(position, scores):
     """Return the first position that a token at this position attends to."""
     in_window = tl.maximum(position - scores.window + 1, 0)

@@ -21,7 +21,6 @@ from baton.engine.runner.triton.attention_kernels import (
     attention_kernel,
     merge_kernel,
     segments_kernel,
-    write_kernel,
 )
 from baton.engine.runner.triton.context_split import (
     NUM_ROWS,
@@ -34,6 +33,7 @@ from baton.engine.runner.triton.context_split import (
     split_context,
 )
 from baton.engine.runner.triton.launching import count_processors, launch, row_contiguous
+from baton.engine.runner.triton.write_kernels import write_kernel
 
 MIN_COLUMNS = 16  # of a matrix that tensor cores multiply
 MERGED_COLUMNS = 32  # of values, in a program of the merge kernel
@@ -82,38 +82,31 @@ class TritonPagedAttention:
         self._num_processors = num_processors or count_processors(kv.device)
 
     def begin(self, layout: PassLayout, inputs: StepInputs = SHARED_INPUTS) -> AttentionPass:
-        num_tokens = len(layout.positions)
-        query_starts = np.append(layout.query_starts, num_tokens)
-        arrays = [
-            layout.block_tables,
-            query_starts,
-            layout.context_lens,
-            layout.write_blocks,
-            layout.write_offsets,
-        ]
+        query_starts = np.append(layout.query_starts, len(layout.positions))
+        arrays = [layout.block_tables, query_starts, layout.context_lens]
         return TritonPass(
             self._kv,
             self._layers,
             self._num_processors,
             # The width of the tables, in which a graph has room for longer contexts.
             round_context(layout.block_tables.shape[2] * self._kv.shape[4]),
-            *[inputs.put(array) for array in arrays],
+            layout.num_single,
+            *[inputs.put(array, np.int32) for array in arrays],
         )
 
 
 @dataclass(frozen=True, slots=True)
 class TritonPass:
-    """Implements `AttentionPass`. Arrays of the layout are on the device."""
+    """Implements `AttentionPass`. Arrays of the layout are on the device, in 32 bits."""
 
     kv: Tensor
     layers: tuple[LayerAttention, ...]
     num_processors: int
     max_context: int  # no sequence is longer
+    num_single: int  # sequences at the front with one token
     block_tables: Tensor
     query_starts: Tensor  # and, last, the number of tokens
     context_lens: Tensor
-    write_blocks: Tensor
-    write_offsets: Tensor
 
     def write(self, layer: int, key: Tensor, value: Tensor | None) -> None:
         self._write(layer, 0, key)
@@ -129,14 +122,16 @@ class TritonPass:
             (num_tokens, num_kv_heads),
             self.kv,
             slots,
-            row_contiguous(self.write_blocks[own.kv_group]),
-            self.write_offsets,
+            *self._sequences(own),
+            self.num_single,
+            self.block_tables.stride(1),
             self.kv.stride(0),
             self.kv.stride(3),
             self._place(own, tensor),
             *slots.stride()[:2],
             slot_size=slot_size,
             padded_size=triton.next_power_of_2(slot_size),
+            block_size=self.kv.shape[4],
             num_warps=1,
         )
 
@@ -145,13 +140,10 @@ class TritonPass:
         num_tokens, num_heads, head_dim = query.shape
         tile = attention_tile(head_dim, num_heads // self.kv.shape[3], self.kv.dtype)
         sizes = self._sizes(own, tile, query)
-        table = row_contiguous(self.block_tables[own.kv_group])
         call = _Call(
             query,
             query if own.sinks is None else own.sinks,
-            Batch(
-                table, self.query_starts, self.context_lens, len(self.context_lens), table.stride(0)
-            ),
+            Batch(*self._sequences(own), self.block_tables.stride(1)),
             self._cache(own),
             Scores(own.scale, own.softcap or 0.0, own.window or UNLIMITED, own.chunk or UNLIMITED),
             sizes,
@@ -169,6 +161,11 @@ class TritonPass:
         else:
             call.attend_in_parts(output, split)
         return output
+
+    def _sequences(self, layer: LayerAttention) -> tuple[Tensor, Tensor, Tensor, int]:
+        """Return block table, bounds of the tokens, context lengths and number of sequences."""
+        table = self.block_tables[layer.kv_group]
+        return table, self.query_starts, self.context_lens, len(self.context_lens)
 
     def _cache(self, layer: LayerAttention) -> Cache:
         kv, is_latent = self.kv, layer.value_dim is not None

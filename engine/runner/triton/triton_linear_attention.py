@@ -46,10 +46,12 @@ class TritonLinearAttention:
             first_runs,
             layout.first_tokens,
             layout.num_tokens,
-            layout.reads,
-            layout.writes,
         ]
-        runs = _Runs(*[inputs.put(array) for array in arrays])
+        blocks = layout.reads, layout.writes
+        runs = _Runs(
+            *[inputs.put(array) for array in arrays],
+            *[inputs.put(array, np.int32) for array in blocks],
+        )
         return TritonStatePass(self._blocks, self._shape, runs)
 
 
@@ -60,7 +62,7 @@ class _Runs(NamedTuple):
     first_runs: Tensor  # of each sequence, then the number of runs
     first_tokens: Tensor
     num_tokens: Tensor
-    reads: Tensor
+    reads: Tensor  # in 32 bits, as the next one
     writes: Tensor
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 
 from baton.engine.runner.device.device import CpuDevice
 from baton.engine.runner.device.step_inputs import (
@@ -44,6 +45,19 @@ def test_arrays_are_copied_in_one_piece(device: FakeDevice) -> None:
     assert not device.counts.synchronizations
     assert len(device.counts.copies_in) == 1
     assert [tensor.tolist() for tensor in tensors] == [array.tolist() for array in ARRAYS]
+
+
+def test_an_array_is_converted_as_it_is_packed(device: FakeDevice) -> None:
+    array = np.arange(12).reshape(2, 6)[:, ::2]
+    packed, shared = PackedInputs(device), make_inputs(CpuDevice())
+
+    tensors = [inputs.put(array, np.int32) for inputs in (packed, shared)]
+    packed.send()
+
+    assert packed.num_packed_bytes == 32  # 24, aligned
+    assert [tensor.dtype for tensor in tensors] == [torch.int32] * 2
+    assert [tensor.tolist() for tensor in tensors] == [array.tolist()] * 2
+    assert tensors[1].is_contiguous()
 
 
 def test_a_step_is_packed_while_the_one_before_is_copied(device: FakeDevice) -> None:
