@@ -48,8 +48,8 @@ class PassThread:
         self._calls.put(call)
 
     def call_after(self, call: Call) -> None:
-        """Make a call after the passes that are launched, and before those launched later."""
-        self._executor.submit(call)
+        """Make a call when all passes that are launched have ended, before those launched later."""
+        self._executor.submit(self._call_after_all, call)
 
     def close(self) -> None:
         """Wait for the passes that are launched, and end the thread."""
@@ -69,6 +69,10 @@ class PassThread:
         except BaseException as error:  # noqa: BLE001 - `collect` raises it
             pending = _FailedLaunch(error)
         self._open.append(_OpenPass(launched, pending))
+
+    def _call_after_all(self, call: Call) -> None:
+        self._collect_all()
+        call()
 
     def _collect_all(self) -> None:
         while self._open:

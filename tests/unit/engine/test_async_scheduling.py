@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import random
 import threading
 from dataclasses import replace
@@ -384,6 +385,19 @@ def test_calls_of_a_pass_are_dropped_with_it_if_the_result_of_the_one_before_is_
         first.collect()
     with pytest.raises(PassSkipped):
         second.collect()
+    passes.close()
+
+
+def test_a_call_after_passes_waits_for_those_that_are_not_collected() -> None:
+    runner, called = a_fake(), queue.SimpleQueue[bool]()
+    it = world()
+    it.add(6, request_id="a")
+    passes = PassThread(runner)
+    passes.launch(it.step())
+
+    passes.call_after(lambda: called.put(runner._open is None))
+
+    assert called.get(timeout=PATIENCE_S)
     passes.close()
 
 
