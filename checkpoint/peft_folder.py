@@ -29,9 +29,13 @@ SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "bias": (None, "none"),
     "use_qalora": (None, False),
     "alora_invocation_tokens": (None, []),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "use_bdlora": (None,),
 }
 # They initialise the adapter by changing the base model, which must then be saved with it.
-CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "eva")
+CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 TENSOR = re.compile(
     r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight", re.ASCII
 )
