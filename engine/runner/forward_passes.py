@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from torch import Tensor
 
 from baton.engine.errors import OutOfOrder
+from baton.engine.runner.adapters.low_rank import Group
 from baton.engine.runner.attention.paged_attention import AttentionPass, PagedAttention
 from baton.engine.runner.device.decode_graphs import DecodeBatch
 from baton.engine.runner.device.fenced_hook import FencedHook
@@ -49,7 +50,13 @@ class ForwardPasses:
         return self._token_ids
 
     def prepare(
-        self, step: Step, inputs: StepInputs, hook: FencedHook | None, *, needs_all: bool
+        self,
+        step: Step,
+        inputs: StepInputs,
+        hook: FencedHook | None,
+        groups: Sequence[Group],
+        *,
+        needs_all: bool,
     ) -> Callable[[], HiddenStates]:
         """Prepare a step. If no head needs all tokens, the last layer computes only some."""
         all_are_sampled = len(step.sampled) == len(step.token_ids)
@@ -63,7 +70,7 @@ class ForwardPasses:
 
         def launch() -> HiddenStates:
             angles = self._ropes.angles(positions, seen_lens, step.max_len)
-            forward_pass = ForwardPass(angles, attention, linear_attention)
+            forward_pass = ForwardPass(angles, attention, linear_attention, groups)
             hidden_states = self._decoder.forward(token_ids, forward_pass, hook, ends)
             if not needs_all:
                 return HiddenStates(hidden_states)

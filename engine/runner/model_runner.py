@@ -23,6 +23,7 @@ from baton.core.ids import RequestId
 from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.plan import Pending, Plan, RunResult
 from baton.engine.runner.adapters.adapters import AdapterTable
+from baton.engine.runner.adapters.low_rank import Group
 from baton.engine.runner.attention.kv_tensor import describe
 from baton.engine.runner.attention.paged_attention import PagedAttention
 from baton.engine.runner.device.block_copies import BlockCopies
@@ -206,10 +207,9 @@ class TorchRunner:
 
     def _launch(self, step: Step, plan: Plan) -> LaunchedPass:
         """Launch the decoder, as a graph if one fits, and the heads."""
-        # Adapters know only the tokens of a whole pass.
-        is_adapted = self.adapters is not None and self.adapters.select(step.runs)
-        needs_all = is_adapted or any(head.needs_all_tokens(step) for head in self._heads)
-        inputs, forward = self._prepare(step, plan, needs_all)
+        groups = () if self.adapters is None else self.adapters.select(step.runs)
+        needs_all = any(head.needs_all_tokens(step) for head in self._heads)
+        inputs, forward = self._prepare(step, plan, groups, needs_all)
         begun = [head.begin(step, inputs) for head in self._heads]
         heads = [head for head in begun if head is not None]
         gather = None
@@ -235,17 +235,18 @@ class TorchRunner:
         return step.states is None and all(head.sampled is not None for head in heads)
 
     def _prepare(
-        self, step: Step, plan: Plan, needs_all: bool
+        self, step: Step, plan: Plan, groups: Sequence[Group], needs_all: bool
     ) -> tuple[StepInputs, Callable[[], HiddenStates]]:
         """Put the arrays of a pass, and return the function that launches it."""
         hook, graphs = self._fenced_hook(plan), self.graphs
         size: GraphSize | EagerCause = EagerCause.NO_GRAPHS
         if graphs is not None:
-            size = graphs.choose(_shape_of(step, needs_all, plan.is_retry))
+            # The launches of adapters are in no graph.
+            size = graphs.choose(_shape_of(step, needs_all or bool(groups), plan.is_retry))
         self.num_passes[size] += 1
         if graphs is None or isinstance(size, EagerCause):
             self._inputs.begin()
-            launch = self._passes.prepare(step, self._inputs, hook, needs_all=needs_all)
+            launch = self._passes.prepare(step, self._inputs, hook, groups, needs_all=needs_all)
             return self._inputs, launch
         replay = graphs.prepare(size, DecodeBatch(step.token_ids, step.layout, step.states))
         return graphs.inputs, partial(self._replay, replay, len(step.runs), hook)

@@ -29,14 +29,15 @@ def products(request: pytest.FixtureRequest) -> LowRankProducts:
 
 def an_adapter(products: LowRankProducts, rank: int, columns: int, seed: int) -> Adapter:
     generator = torch.Generator().manual_seed(seed)
-    like, parts, first = torch.empty(0, dtype=torch.bfloat16), [], 0
+    parts, first = [], 0
     for rows in ROWS:
         down, up = (
             torch.randn(rank, size, generator=generator) / size**0.5 for size in (columns, rows)
         )
-        parts.append(products.prepare(Part(down, up, first), like))
+        parts.append(Part(down, up, first))
         first += rows
-    return Adapter({PLACE: parts[: 1 + seed % 3]})
+    like = torch.empty(0, dtype=torch.bfloat16)
+    return products.prepare({PLACE: parts[: 1 + seed % 3]}, like, num_layers=2)
 
 
 def added(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -36,6 +37,7 @@ class AdaptedLinear:
 class AdaptableLayer:
     """Implements `DecoderLayer` by the layer itself, or by one with adapted linear layers."""
 
+    adds_low_rank: ClassVar[bool] = True
     plain: DecoderLayer
     adapted: DecoderLayer
     active: ActiveAdapters
@@ -43,8 +45,12 @@ class AdaptableLayer:
     def forward(
         self, forward_pass: ForwardPass, hidden_states: Tensor, ends: Ends | None
     ) -> Tensor:
-        layer = self.adapted if self.active.groups else self.plain
-        return layer.forward(forward_pass, hidden_states, ends)
+        if not forward_pass.groups:
+            return self.plain.forward(forward_pass, hidden_states, ends)
+        self.active.groups = forward_pass.groups
+        # The groups are those of all tokens.
+        hidden_states = self.adapted.forward(forward_pass, hidden_states, None)
+        return hidden_states if ends is None else hidden_states[ends.indices]
 
 
 def adaptable_layers(
@@ -58,7 +64,10 @@ def adaptable_layers(
     adapted = unfused_layers(
         ops, config, [_adapted(layer, index, active) for index, layer in enumerate(layers)]
     )
-    return [AdaptableLayer(own, other, active) for own, other in zip(plain, adapted, strict=True)]
+    return [
+        own if own.adds_low_rank else AdaptableLayer(own, other, active)
+        for own, other in zip(plain, adapted, strict=True)
+    ]
 
 
 def _adapted(layer: Layer, index: int, active: ActiveAdapters) -> Layer:

@@ -21,7 +21,7 @@ from baton.engine.runner.model.config import ModelConfig
 
 @dataclass(slots=True)
 class ActiveAdapters:
-    """Adapters of the pass that is being launched. The adapted layers share it."""
+    """Adapters of the layer that is being computed. The adapted layers share it."""
 
     products: LowRankProducts
     groups: Sequence[Group] = ()
@@ -48,17 +48,19 @@ class AdapterTable:
         self.max_loras = max_loras
         self._places = AdapterPlaces(config)
         check_exclusions({Feature.ADAPTERS: True, Feature.NO_ADAPTABLE_LAYERS: not self._places})
+        self._num_layers = config.num_layers
         self._like = torch.empty(0, dtype=dtype, device=device)
         self._max_rank = max_rank
         self._by_id: dict[str, Adapter] = {}
-        self._selected: list[tuple[str, int]] | None = None  # by run, of the active groups
+        self._groups: Sequence[Group] = ()  # of the pass that was selected last
+        self._selected: list[tuple[str, int]] | None = None  # its adapters and tokens, by run
 
     def load(self, folder: PeftFolder) -> Adapter:
         """Read an adapter. Any thread can call this. Raises ModelError if it does not fit."""
         parts: dict[Place, list[Part]] = {}
         for place, part in self._places.parts(folder, self._max_rank):
-            parts.setdefault(place, []).append(self.active.products.prepare(part, self._like))
-        return Adapter(parts)
+            parts.setdefault(place, []).append(part)
+        return self.active.products.prepare(parts, self._like, self._num_layers)
 
     def add(self, adapter_id: str, adapter: Adapter) -> None:
         self._by_id[adapter_id] = adapter
@@ -68,15 +70,15 @@ class AdapterTable:
         self._by_id.pop(adapter_id, None)
         self._selected = None
 
-    def select(self, runs: Sequence[TokenRun]) -> bool:
-        """Activate the adapters of a pass. Returns whether there are any."""
+    def select(self, runs: Sequence[TokenRun]) -> Sequence[Group]:
+        """Return the adapters of a pass, with their tokens."""
         selection = [(run.row.adapter, run.num_tokens) for run in runs]
         if selection != self._selected:  # as in the steps of the same decodes
-            self.active.groups = self._groups(selection)
+            self._groups = self._group(selection)
             self._selected = selection
-        return bool(self.active.groups)
+        return self._groups
 
-    def _groups(self, selection: Sequence[tuple[str, int]]) -> list[Group]:
+    def _group(self, selection: Sequence[tuple[str, int]]) -> list[Group]:
         """Return the tokens of each adapter, given the adapter and the tokens of each run."""
         ids = [adapter_id for adapter_id, _ in selection]
         index_by_id = {adapter_id: index for index, adapter_id in enumerate(dict.fromkeys(ids))}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from torch import Tensor
+from torch import Tensor, isin
 
 from baton.engine.runner.adapters.place import Part, Place
 
@@ -31,11 +31,19 @@ class Group(NamedTuple):
     tokens: Tensor  # int64, in the order of the flat batch
 
 
+def restrict_groups(groups: Sequence[Group], tokens: Tensor) -> Sequence[Group]:
+    """Return the groups of a pass over these tokens alone."""
+    found = (Group(adapter, isin(tokens, its).nonzero()[:, 0]) for adapter, its in groups)
+    return [group for group in found if len(group.tokens)]
+
+
 class LowRankProducts(Protocol):
     """Adds the products of adapters to the outputs of linear layers."""
 
-    def prepare(self, part: Part, like: Tensor) -> Part:
-        """Return a part as `add` needs it, for a model that computes in the dtype of `like`."""
+    def prepare(
+        self, parts: Mapping[Place, Sequence[Part]], like: Tensor, num_layers: int
+    ) -> Adapter:
+        """Return an adapter as `add` needs it, of a model that computes in the dtype of `like`."""
         ...
 
     def add(self, place: Place, groups: Sequence[Group], inputs: Tensor, outputs: Tensor) -> None:
@@ -46,8 +54,15 @@ class LowRankProducts(Protocol):
 class TorchLowRankProducts:
     """Implements `LowRankProducts` in the dtype of the model."""
 
-    def prepare(self, part: Part, like: Tensor) -> Part:
-        return Part(part.down.to(like), part.up.to(like), part.first_row)
+    def prepare(
+        self, parts: Mapping[Place, Sequence[Part]], like: Tensor, num_layers: int
+    ) -> Adapter:
+        return Adapter(
+            {
+                place: [Part(each.down.to(like), each.up.to(like), each.first_row) for each in its]
+                for place, its in parts.items()
+            }
+        )
 
     def add(self, place: Place, groups: Sequence[Group], inputs: Tensor, outputs: Tensor) -> None:
         for adapter, tokens in groups:

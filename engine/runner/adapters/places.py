@@ -43,6 +43,11 @@ class AdapterPlaces:
         """Return the number of matrices of the files that adapters can change."""
         return len(self._targets)
 
+    def modules(self) -> Iterator[tuple[str, int, int]]:
+        """Yield the names of the matrices that adapters can change, their rows and columns."""
+        for (layer, name), target in self._targets.items():
+            yield f"model.layers.{layer}.{name}", target.num_rows, target.num_columns
+
     def parts(self, folder: PeftFolder, max_rank: int) -> Iterator[tuple[Place, Part]]:
         """Yield the parts of an adapter. Raises ModelError for one that does not fit the model."""
         num_parts = 0

@@ -69,6 +69,9 @@ StateRows = STRUCTS["StateRows"]
 StateRuns = STRUCTS["StateRuns"]
 CopyArgs = STRUCTS["CopyArgs"]
 LowRankPart = STRUCTS["LowRankPart"]
+LowRankPlace = STRUCTS["LowRankPlace"]
+LowRankAdapter = STRUCTS["LowRankAdapter"]
+LowRankGroups = STRUCTS["LowRankGroups"]
 
 
 def load_library(path: Path) -> ctypes.CDLL:

@@ -15,6 +15,7 @@ from baton.engine.runner.kernels.abi import LayerArgs, PackedMatrix, PassArgs, R
 from baton.engine.runner.kernels.calls import Kernels, gate_params, norm_params
 from baton.engine.runner.kernels.native import NativeOps, native_matrix
 from baton.engine.runner.kernels.native_attention import NativePass
+from baton.engine.runner.kernels.native_low_rank import FusedLowRank, first_place
 from baton.engine.runner.kernels.torch_parts import torch_parts
 from baton.engine.runner.model.config import ModelConfig, QkNorm
 from baton.engine.runner.model.layer_weights import Layer
@@ -85,6 +86,7 @@ class _FusedPasses:
         angles = [(cos.contiguous(), sin.contiguous()) for cos, sin in forward_pass.angles]
         pointers = [RopeAngles(cos.data_ptr(), sin.data_ptr()) for cos, sin in angles]
         by_rope = (RopeAngles * len(angles))(*pointers)
+        low_rank = FusedLowRank(forward_pass.groups)
         num_tokens = len(angles[0][0])
         buffers = [
             torch.empty(num_tokens, size, dtype=torch.bfloat16) for size in self._buffer_sizes
@@ -98,12 +100,14 @@ class _FusedPasses:
                 narrow_buf=buffers[0].data_ptr(),
                 wide_buf=buffers[1].data_ptr(),
                 heads_buf=buffers[2].data_ptr(),
+                groups=low_rank.groups,
+                hidden_buf=low_rank.hidden_buf,
                 num_threads=self.kernels.num_threads,
             )
             for batch, params in zip(running.batches, attention.params, strict=True)
         ]
         args = [args_by_group[layer.kv_group] for layer in attention.layers]
-        return _FusedPass(args, (angles, by_rope, buffers, running))
+        return _FusedPass(args, (angles, by_rope, buffers, running, low_rank))
 
 
 class _FusedPass(NamedTuple):
@@ -123,6 +127,11 @@ class FusedLayer:
         self._layer = layer
         self._args = args
         self._number = number
+
+    @property
+    def adds_low_rank(self) -> bool:
+        """Return whether there is one call, in which the products are added."""
+        return isinstance(self._layer.mlp, Mlp)
 
     def forward(
         self, forward_pass: ForwardPass, hidden_states: Tensor, ends: Ends | None
@@ -170,6 +179,7 @@ def _layer_args(config: ModelConfig, index: int, layer: Layer, index_in_block: i
         num_heads=config.num_heads,
         query_rope=own.query_rope,
         key_rope=own.key_rope,
+        first_place=first_place(index),
         gate=gate_params(gate_of(config)),
         residual_scale=config.residual_scale,
         norms_all_heads=own.qk_norm is QkNorm.ALL_HEADS,

@@ -3,108 +3,161 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from baton.engine.runner.adapters.low_rank import Group
+from baton.engine.runner.adapters.low_rank import Adapter, Group
 from baton.engine.runner.adapters.place import Part, Place
-from baton.engine.runner.kernels.abi import LowRankPart
+from baton.engine.runner.kernels.abi import (
+    LowRankAdapter,
+    LowRankGroups,
+    LowRankPart,
+    LowRankPlace,
+    Struct,
+)
 from baton.engine.runner.kernels.calls import Kernels, Workspace
 
-
-class _Tokens(NamedTuple):
-    """Tokens of the groups of a pass."""
-
-    groups: Sequence[Group]
-    indices: Tensor
-    first: Tensor
-    counts: Sequence[int]
+FUSED = ("qkv", "output", "gate_up", "down")  # places of a fused layer, in the kernel's order
+_NOTHING = LowRankPlace()
+_NOWHERE = ctypes.addressof(_NOTHING)
 
 
-class _Parts(NamedTuple):
-    """Parts of all groups at one place."""
+@dataclass(frozen=True, slots=True)
+class NativeAdapter(Adapter):
+    """An adapter with its structs, which are made once."""
 
-    array: object  # LowRankPart
-    address: int
-    first: Tensor
-    ranks: Sequence[int]  # of each group, in sum
+    fused: int  # address of the places of all layers in the order of `FUSED`
+    places: Mapping[Place, int]  # addresses
+    ranks: Mapping[Place, int]  # in sum
+    alive: object = field(repr=False)  # owner of the structs
+
+
+def first_place(layer: int) -> int:
+    """Return the index of a fused layer's first place."""
+    return len(FUSED) * layer
 
 
 class NativeLowRankProducts:
-    """Implements `LowRankProducts`. Of a pass, the kernels' arguments are made once."""
+    """Implements `LowRankProducts`."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
         self._workspace = Workspace()
-        self._tokens = _Tokens((), torch.empty(0), torch.empty(0), ())
-        self._adapters: tuple[int, ...] = ()  # for which `_parts` were made
-        self._parts: dict[Place, _Parts] = {}
+        self._tokens = GroupTokens(())
 
-    def prepare(self, part: Part, like: Tensor) -> Part:
-        down, up = (matrix.to(like).contiguous() for matrix in (part.down, part.up))
-        return Part(down, up, part.first_row)
+    def prepare(
+        self, parts: Mapping[Place, Sequence[Part]], like: Tensor, num_layers: int
+    ) -> Adapter:
+        copied = {place: [_copy(part, like) for part in its] for place, its in parts.items()}
+        return _make_adapter(copied, num_layers)
 
     def add(self, place: Place, groups: Sequence[Group], inputs: Tensor, outputs: Tensor) -> None:
         if groups is not self._tokens.groups:
-            self._begin(groups)
-        if not groups:
+            self._tokens = GroupTokens(groups)
+        adapters = [native_adapter(group) for group in groups]
+        size = sum(
+            adapter.ranks.get(place, 0) * len(group.tokens)
+            for adapter, group in zip(adapters, groups, strict=True)
+        )
+        if not size:
             return
-        parts, tokens = self._parts_at(place), self._tokens
-        if not any(parts.ranks):
-            return
-        size = sum(rank * count for rank, count in zip(parts.ranks, tokens.counts, strict=True))
         [hidden_buf] = self._workspace.split(4 * size)
+        addresses = [adapter.places.get(place, _NOWHERE) for adapter in adapters]
+        structs = _adapter_array(addresses)
         self._kernels.call(
             "baton_add_low_rank",
-            parts=parts.address,
-            first_parts=parts.first,
-            first_tokens=tokens.first,
-            tokens=tokens.indices,
+            groups=self._tokens.struct(structs),
             src=inputs.contiguous(),
             dst=outputs,
             hidden_buf=hidden_buf,
-            num_groups=len(groups),
+            place=0,
             num_columns=inputs.shape[1],
             num_rows=outputs.shape[1],
         )
 
-    def _begin(self, groups: Sequence[Group]) -> None:
+
+class GroupTokens:
+    """Arrays of the tokens of groups."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.groups = groups
         counts = [len(group.tokens) for group in groups]
-        indices = torch.cat([group.tokens for group in groups]) if groups else torch.empty(0)
-        first = torch.tensor([0, *accumulate(counts)])
-        self._tokens = _Tokens(groups, indices, first, counts)
-        adapters = tuple(id(group.adapter) for group in groups)
-        if adapters != self._adapters:
-            self._adapters, self._parts = adapters, {}
+        self._first = torch.tensor([0, *accumulate(counts)])
+        self._tokens = torch.cat([group.tokens for group in groups]) if groups else self._first
 
-    def _parts_at(self, place: Place) -> _Parts:
-        found = self._parts.get(place)
-        if found is None:
-            found = self._parts[place] = _make_parts(place, self._tokens.groups)
-        return found
+    def struct(self, adapters: ctypes.Array[Struct]) -> Struct:
+        """Return the struct for an array of LowRankAdapter. It does not keep the arrays alive."""
+        address = ctypes.addressof(adapters)
+        first, tokens = self._first.data_ptr(), self._tokens.data_ptr()
+        return LowRankGroups(address, first, tokens, len(self.groups))
 
 
-def _make_parts(place: Place, groups: Sequence[Group]) -> _Parts:
-    of_groups = [group.adapter.parts.get(place, ()) for group in groups]
-    parts = [
-        LowRankPart(
-            down=part.down.data_ptr(),
-            up=part.up.data_ptr(),
-            rank=len(part.down),
-            first_row=part.first_row,
-            num_rows=part.up.shape[1],
+class FusedLowRank:
+    """Arguments of fused layers in a pass with adapters."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        adapters = [native_adapter(group) for group in groups]
+        tokens = GroupTokens(groups)
+        structs = _adapter_array([adapter.fused for adapter in adapters])
+        size = sum(
+            max(adapter.ranks.values()) * len(group.tokens)
+            for adapter, group in zip(adapters, groups, strict=True)
         )
-        for of_group in of_groups
-        for part in of_group
-    ]
-    array = (LowRankPart * len(parts))(*parts)
-    return _Parts(
-        array,
-        ctypes.addressof(array),
-        torch.tensor([0, *accumulate(map(len, of_groups))]),
-        [sum(len(part.down) for part in of_group) for of_group in of_groups],
+        buffer = torch.empty(size)
+        self.groups = tokens.struct(structs)
+        self.hidden_buf = buffer.data_ptr()
+        self._alive = (groups, tokens, structs, buffer)
+
+
+def native_adapter(group: Group) -> NativeAdapter:
+    """Return the adapter of a group. Raises TypeError for one of other products."""
+    if not isinstance(group.adapter, NativeAdapter):
+        raise TypeError(f"native kernels need adapters of their own, not {group.adapter!r}")
+    return group.adapter
+
+
+def _adapter_array(addresses: Sequence[int]) -> ctypes.Array[Struct]:
+    return (LowRankAdapter * len(addresses))(*map(LowRankAdapter, addresses))
+
+
+def _copy(part: Part, like: Tensor) -> Part:
+    down, up = (matrix.to(like).contiguous() for matrix in (part.down, part.up))
+    return Part(down, up, part.first_row)
+
+
+def _make_adapter(parts: Mapping[Place, Sequence[Part]], num_layers: int) -> NativeAdapter:
+    arrays = {place: _part_array(its) for place, its in parts.items()}
+    own = {
+        place: LowRankPlace(ctypes.addressof(array), len(parts[place]))
+        for place, array in arrays.items()
+    }
+    fused = (LowRankPlace * first_place(num_layers))()
+    for place, struct in own.items():
+        if place.name in FUSED:
+            fused[first_place(place.layer) + FUSED.index(place.name)] = struct
+    return NativeAdapter(
+        parts,
+        ctypes.addressof(fused),
+        {place: ctypes.addressof(struct) for place, struct in own.items()},
+        {place: sum(len(part.down) for part in its) for place, its in parts.items()},
+        (arrays, own, fused),
+    )
+
+
+def _part_array(parts: Sequence[Part]) -> ctypes.Array[Struct]:
+    return (LowRankPart * len(parts))(
+        *(
+            LowRankPart(
+                down=part.down.data_ptr(),
+                up=part.up.data_ptr(),
+                rank=len(part.down),
+                first_row=part.first_row,
+                num_rows=part.up.shape[1],
+            )
+            for part in parts
+        )
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
@@ -19,6 +19,11 @@ from baton.engine.runner.model.ops import MlpGate, Norm, Ops
 class DecoderLayer(Protocol):
     """A layer of the decoder, with or without fused kernels: each layer for itself."""
 
+    @property
+    def adds_low_rank(self) -> bool:
+        """Return whether `forward` adds the products of the pass's adapters."""
+        ...
+
     def forward(
         self, forward_pass: ForwardPass, hidden_states: Tensor, ends: Ends | None
     ) -> Tensor:
@@ -32,6 +37,8 @@ class DecoderLayer(Protocol):
 @dataclass(frozen=True, slots=True)
 class UnfusedLayer:
     """Reference implementation: one operation of `Ops` after the other."""
+
+    adds_low_rank: ClassVar[bool] = False
 
     config: ModelConfig
     ops: Ops

@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
+from baton.engine.runner.adapters.low_rank import Group, restrict_groups
 from baton.engine.runner.attention.paged_attention import AttentionPass
 from baton.engine.runner.model.config import LatentConfig, LayerConfig, ModelConfig, QkNorm
 from baton.engine.runner.model.layer_weights import LatentProjections, Layer
@@ -39,6 +40,7 @@ class ForwardPass:
     angles: Sequence[Angles]  # by RoPE; a row per token
     attention: AttentionPass
     linear_attention: LinearAttentionPass | None = None  # if the model has recurrent layers
+    groups: Sequence[Group] = ()  # tokens with adapters
     _made: dict[Hashable, object] = field(default_factory=dict)
 
     def once(self, make: Callable[[ForwardPass], T]) -> T:
@@ -50,7 +52,8 @@ class ForwardPass:
     def restrict_to(self, ends: Ends) -> ForwardPass:
         """Return the pass over only these tokens."""
         angles = [(cos[ends.indices], sin[ends.indices]) for cos, sin in self.angles]
-        return replace(self, angles=angles, attention=ends.attention, _made={})
+        groups = restrict_groups(self.groups, ends.indices)
+        return replace(self, angles=angles, attention=ends.attention, groups=groups, _made={})
 
 
 class Mixer(Protocol):

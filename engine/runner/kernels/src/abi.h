@@ -93,15 +93,30 @@ struct LowRankPart {
     std::int64_t rank, first_row, num_rows;
 };
 
-// Groups of tokens, each with the parts of its adapter.
-struct LowRankArgs {
+// Parts of an adapter at a linear layer.
+struct LowRankPlace {
     const LowRankPart* parts;
-    const std::int64_t *first_parts, *first_tokens;  // [groups + 1]
-    const std::int64_t* tokens;                      // of all groups
-    const Bf16* src;                                 // [tokens, columns]
-    Bf16* dst;                                       // [tokens, rows]
-    float* hidden_buf;                               // for each part, [tokens, rank]
-    std::int64_t num_groups, num_columns, num_rows;
+    std::int64_t num_parts;
+};
+
+struct LowRankAdapter {
+    const LowRankPlace* places;
+};
+
+// Groups of tokens with the same adapter.
+struct LowRankGroups {
+    const LowRankAdapter* adapters;    // [groups]
+    const std::int64_t* first_tokens;  // [groups + 1]
+    const std::int64_t* tokens;        // of all groups
+    std::int64_t num_groups;
+};
+
+struct LowRankArgs {
+    LowRankGroups groups;
+    const Bf16* src;    // [tokens, columns]
+    Bf16* dst;          // [tokens, rows]
+    float* hidden_buf;  // for each part, [tokens of its group, rank]
+    std::int64_t place, num_columns, num_rows;
     std::int32_t num_threads;
 };
 
@@ -193,6 +208,7 @@ struct LayerArgs {
     PackedMatrix gate_up, down;  // unused by `baton_layer_attention`
     std::int64_t index, num_heads;
     std::int64_t query_rope, key_rope;  // indices into PassArgs::angles
+    std::int64_t first_place;           // in adapters: qkv, then output, gate_up and down
     GateParams gate;
     float residual_scale;          // of the outputs of attention and MLP
     std::int32_t norms_all_heads;  // q_norm and k_norm: all heads of a token at once
@@ -206,6 +222,8 @@ struct PassArgs {
     const RopeAngles* angles;          // by RoPE
     // Each [tokens, ..]: hidden size or query rows; qkv or gate and up; rotated heads or gated.
     Bf16 *narrow_buf, *wide_buf, *heads_buf;
+    LowRankGroups groups;  // without any, num_groups is 0
+    float* hidden_buf;     // as in LowRankArgs, for the place that needs most
     std::int32_t num_threads;
 };
 

@@ -17,7 +17,28 @@ PackedMatrix rows_from(const PackedMatrix& matrix, std::int64_t first) {
     return rows;
 }
 
-void linear(const PackedMatrix& matrix, const Bf16* src, Bf16* dst, const PassArgs& pass) {
+// Linear layers of a layer, in the order of an adapter's places.
+enum Place { kQkv, kOutput, kGateUp, kDown };
+
+// Adds the products of adapters to the outputs of a linear layer.
+void add_low_rank(const PackedMatrix& matrix, Place place, const Bf16* src, Bf16* dst,
+                  const LayerArgs& layer, const PassArgs& pass) {
+    if (pass.groups.num_groups == 0) return;
+    const LowRankArgs args{
+        .groups = pass.groups,
+        .src = src,
+        .dst = dst,
+        .hidden_buf = pass.hidden_buf,
+        .place = layer.first_place + place,
+        .num_columns = matrix.num_columns,
+        .num_rows = matrix.num_rows,
+        .num_threads = pass.num_threads,
+    };
+    baton_add_low_rank(&args);
+}
+
+void linear(const PackedMatrix& matrix, Place place, const Bf16* src, Bf16* dst,
+            const LayerArgs& layer, const PassArgs& pass) {
     const LinearArgs args{
         .matrix = matrix,
         .src = src,
@@ -26,6 +47,7 @@ void linear(const PackedMatrix& matrix, const Bf16* src, Bf16* dst, const PassAr
         .num_threads = pass.num_threads,
     };
     baton_linear(&args);
+    add_low_rank(matrix, place, src, dst, layer, pass);
 }
 
 // Applies a norm to rows. Returns dst, or src if there is no norm.
@@ -128,12 +150,12 @@ void write_kv(const Bf16* keys, std::int64_t stride, const LayerArgs& layer, con
 void compute_attention(const LayerArgs& layer, const PassArgs& pass, Bf16* hidden) {
     const std::int64_t stride = layer.qkv.num_rows;
     const std::int64_t query_rows = layer.num_heads * pass.kv.head_dim;
-    linear(layer.qkv, rms_norm(hidden, layer.input_norm, pass.narrow_buf, layer, pass),
-           pass.wide_buf, pass);
+    linear(layer.qkv, kQkv, rms_norm(hidden, layer.input_norm, pass.narrow_buf, layer, pass),
+           pass.wide_buf, layer, pass);
     write_kv(pass.wide_buf + query_rows, stride, layer, pass);
     rope(pass.wide_buf, stride, layer.num_heads, layer.q_norm, layer.query_rope, layer, pass);
     attention(pass.heads_buf, pass.narrow_buf, layer, pass);
-    linear(layer.output, pass.narrow_buf, pass.wide_buf, pass);
+    linear(layer.output, kOutput, pass.narrow_buf, pass.wide_buf, layer, pass);
     add_output(pass.wide_buf, layer.attention_norm, hidden, layer, pass);
 }
 
@@ -143,10 +165,11 @@ extern "C" {
 
 void baton_layer(const LayerArgs* layer, const PassArgs* pass, Bf16* hidden) {
     compute_attention(*layer, *pass, hidden);
-    linear(layer->gate_up, rms_norm(hidden, layer->mlp_norm, pass->narrow_buf, *layer, *pass),
-           pass->wide_buf, *pass);
+    linear(layer->gate_up, kGateUp,
+           rms_norm(hidden, layer->mlp_norm, pass->narrow_buf, *layer, *pass), pass->wide_buf,
+           *layer, *pass);
     gate(pass->wide_buf, pass->heads_buf, *layer, *pass);
-    linear(layer->down, pass->heads_buf, pass->narrow_buf, *pass);
+    linear(layer->down, kDown, pass->heads_buf, pass->narrow_buf, *layer, *pass);
     add_output(pass->narrow_buf, layer->mlp_output_norm, hidden, *layer, *pass);
 }
 
@@ -158,10 +181,12 @@ void baton_layer_attention(const LayerArgs* layer, const PassArgs* pass, Bf16* h
 
 void baton_layer_write_kv(const LayerArgs* layer, const PassArgs* pass, const Bf16* hidden) {
     const std::int64_t query_rows = layer->num_heads * pass->kv.head_dim;
-    const bool skips_queries = layer->qkv.bits == 16 && query_rows % kPanelRows == 0;
+    // Rows of adapters are those of the whole matrix.
+    const bool skips_queries =
+        layer->qkv.bits == 16 && query_rows % kPanelRows == 0 && pass->groups.num_groups == 0;
     const PackedMatrix matrix = skips_queries ? rows_from(layer->qkv, query_rows) : layer->qkv;
-    linear(matrix, rms_norm(hidden, layer->input_norm, pass->narrow_buf, *layer, *pass),
-           pass->wide_buf, *pass);
+    linear(matrix, kQkv, rms_norm(hidden, layer->input_norm, pass->narrow_buf, *layer, *pass),
+           pass->wide_buf, *layer, *pass);
     write_kv(pass->wide_buf + (skips_queries ? 0 : query_rows), matrix.num_rows, *layer, *pass);
 }
 

@@ -9,102 +9,203 @@ using namespace baton;
 
 namespace {
 
-constexpr std::int64_t kRowBlock = 256;  // rows of a unit of work
+constexpr std::int64_t kRowBlock = 256;  // rows of the outputs in a unit of work
+constexpr std::int64_t kDownBlock = 8;   // rows of a first matrix in a unit of work
+constexpr int kRegs = kLanes / kRegLanes;
+constexpr int kTokens = 2;                      // that share the loads of a matrix
+constexpr int kSums = 8;                        // registers with sums
+constexpr int kUpVectors = kRegs == 4 ? 1 : 2;  // of sixteen rows
+
+template <int kCount>
+struct Sums {
+    F32Reg regs[kCount][kRegs] = {};
+
+    F32x16 vector(int index) const {
+        F32x16 numbers;
+        for_each_reg([&](int r) { reg(numbers, r) = regs[index][r]; });
+        return numbers;
+    }
+};
+
+// Sum of the lanes and of the products of the last columns, which are no whole vector.
+float finish(F32x16 sums, const Bf16* token, const Bf16* row, std::int64_t left) {
+    if (left > 0) {
+        F32x16 numbers = load_some(token, left), weights = load_some(row, left);
+        for_each_reg([&](int r) { reg(sums, r) += reg(numbers, r) * reg(weights, r); });
+    }
+    return sum(sums);
+}
+
+// Products of tokens with neighbouring rows. Each has sums of its own.
+template <int kCount, int kRows>
+void project(const Bf16* const* tokens, const Bf16* rows, std::int64_t size, float* const* dst) {
+    Sums<kRows> sums[kCount];
+    std::int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes)
+        for (int r = 0; r < kRegs; ++r) {
+            F32Reg weights[kRows];
+            for (int row = 0; row < kRows; ++row)
+                weights[row] = load_reg(rows + row * size + i + r * kRegLanes);
+            for (int t = 0; t < kCount; ++t) {
+                const F32Reg numbers = load_reg(tokens[t] + i + r * kRegLanes);
+                for (int row = 0; row < kRows; ++row)
+                    sums[t].regs[row][r] += numbers * weights[row];
+            }
+        }
+    for (int t = 0; t < kCount; ++t)
+        for (int row = 0; row < kRows; ++row)
+            dst[t][row] =
+                finish(sums[t].vector(row), tokens[t] + i, rows + row * size + i, size - i);
+}
+
+// Adds the products of neighbouring rows, which are whole vectors, to the outputs of tokens.
+template <int kCount, int kVectors>
+void add_rows(const Bf16* up, std::int64_t stride, std::int64_t rank, const float* const* hidden,
+              Bf16* const* dst) {
+    Sums<kVectors> totals[kCount];
+    for (int t = 0; t < kCount; ++t)
+        for (int v = 0; v < kVectors; ++v)
+            for (int r = 0; r < kRegs; ++r)
+                totals[t].regs[v][r] = load_reg(dst[t] + v * kLanes + r * kRegLanes);
+    for (std::int64_t i = 0; i < rank; ++i)
+        for (int v = 0; v < kVectors; ++v)
+            for (int r = 0; r < kRegs; ++r) {
+                const F32Reg numbers = load_reg(up + i * stride + v * kLanes + r * kRegLanes);
+                for (int t = 0; t < kCount; ++t) totals[t].regs[v][r] += numbers * hidden[t][i];
+            }
+    for (int t = 0; t < kCount; ++t)
+        for (int v = 0; v < kVectors; ++v) store(dst[t] + v * kLanes, totals[t].vector(v));
+}
+
+void add_last_rows(const Bf16* up, std::int64_t stride, std::int64_t rank, const float* hidden,
+                   Bf16* dst, std::int64_t left) {
+    F32x16 total = load_some(dst, left);
+    for (std::int64_t i = 0; i < rank; ++i) {
+        F32x16 numbers = load_some(up + i * stride, left);
+        for_each_reg([&](int r) { reg(total, r) += reg(numbers, r) * hidden[i]; });
+    }
+    store_some(dst, total, left);
+}
 
 class LowRank {
   public:
-    explicit LowRank(const LowRankArgs& args) : args_(args) {
+    explicit LowRank(const LowRankArgs& args) : args_(args), groups_(args.groups) {
         float* hidden = args.hidden_buf;
-        for (std::int64_t group = 0; group < args.num_groups; ++group)
-            for (std::int64_t p = args.first_parts[group]; p < args.first_parts[group + 1]; ++p) {
-                hidden_.push_back(hidden);
-                const std::int64_t rank = args.parts[p].rank;
-                hidden += rank * num_tokens(group);
-                for (std::int64_t row = 0; row < rank; ++row) downs_.push_back({group, p, row});
+        for (std::int64_t group = 0; group < groups_.num_groups; ++group) {
+            const LowRankPlace& place = groups_.adapters[group].places[args.place];
+            for (std::int64_t i = 0; i < place.num_parts; ++i) {
+                parts_.push_back({place.parts[i], hidden, group});
+                for (std::int64_t row = 0; row < place.parts[i].rank; row += kDownBlock)
+                    downs_.push_back({std::int64_t(parts_.size()) - 1, row});
+                hidden += place.parts[i].rank * num_tokens(group);
             }
+        }
     }
 
     void run() const {
-        const std::int64_t average = args_.first_tokens[args_.num_groups] / args_.num_groups + 1;
-        parallel_for(std::int64_t(downs_.size()), args_.num_columns * average, args_.num_threads,
-                     [this](std::int64_t at, std::int64_t end) {
-                         for (; at < end; ++at) project(downs_[at]);
+        if (downs_.empty()) return;
+        const std::int64_t average = groups_.first_tokens[groups_.num_groups] / groups_.num_groups;
+        parallel_for(std::int64_t(downs_.size()), kDownBlock * args_.num_columns * (average + 1),
+                     args_.num_threads, [this](std::int64_t at, std::int64_t end) {
+                         for (; at < end; ++at) project_block(downs_[at]);
                      });
-        const std::int64_t num_blocks = (args_.num_rows + kRowBlock - 1) / kRowBlock;
-        parallel_for(num_blocks * args_.num_groups, kRowBlock * average * kTypicalRank,
-                     args_.num_threads, [=, this](std::int64_t at, std::int64_t end) {
-                         for (; at < end; ++at) add(at / num_blocks, at % num_blocks * kRowBlock);
+        // Parts of a group can overlap: a thread adds all of them to its rows.
+        parallel_for((args_.num_rows + kRowBlock - 1) / kRowBlock,
+                     kRowBlock * kTypicalRank * (average + 1) * groups_.num_groups,
+                     args_.num_threads, [this](std::int64_t at, std::int64_t end) {
+                         for (const GroupPart& part : parts_)
+                             add_rows_of(part, at * kRowBlock, end * kRowBlock);
                      });
     }
 
   private:
     static constexpr std::int64_t kTypicalRank = 16;
 
-    // A row of a part's first matrix.
+    struct GroupPart {
+        const LowRankPart& part;
+        float* hidden;  // [tokens, rank]
+        std::int64_t group;
+    };
+
+    // Rows of a part's first matrix.
     struct Down {
-        std::int64_t group, part, row;
+        std::int64_t part, row;
     };
 
     std::int64_t num_tokens(std::int64_t group) const {
-        return args_.first_tokens[group + 1] - args_.first_tokens[group];
+        return groups_.first_tokens[group + 1] - groups_.first_tokens[group];
     }
 
-    // Product of a row with each token of its group. Results are [tokens, rank].
-    void project(const Down& down) const {
-        const LowRankPart& part = args_.parts[down.part];
-        const Bf16* const row = part.down + down.row * args_.num_columns;
-        const std::int64_t* const tokens = args_.tokens + args_.first_tokens[down.group];
-        float* const dst = hidden_[down.part] + down.row;
-        for (std::int64_t i = 0; i < num_tokens(down.group); ++i)
-            dst[i * part.rank] = dot(args_.src + tokens[i] * args_.num_columns, row);
+    const std::int64_t* tokens(std::int64_t group) const {
+        return groups_.tokens + groups_.first_tokens[group];
     }
 
-    float dot(const Bf16* token, const Bf16* row) const {
-        constexpr int kSums = 4;
-        F32x16 sums[kSums] = {};
-        const std::int64_t size = args_.num_columns;
+    void project_block(const Down& down) const {
+        const GroupPart& own = parts_[down.part];
+        const std::int64_t count = num_tokens(own.group);
         std::int64_t i = 0;
-        for (; i + kSums * kLanes <= size; i += kSums * kLanes)
-            for (int s = 0; s < kSums; ++s)
-                for_each_reg([&](int r) {
-                    const std::int64_t at = i + s * kLanes + r * kRegLanes;
-                    reg(sums[s], r) += load_reg(token + at) * load_reg(row + at);
-                });
-        for (; i < size; i += kLanes)
-            sums[0] += load_some(token + i, size - i) * load_some(row + i, size - i);
-        return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+        for (; i + kTokens <= count; i += kTokens) project_rows<kTokens>(own, i, down.row);
+        for (; i < count; ++i) project_rows<1>(own, i, down.row);
     }
 
-    // Adds the products of all parts of a group to a block of rows of its tokens.
-    void add(std::int64_t group, std::int64_t first) const {
-        const std::int64_t end = std::min(first + kRowBlock, args_.num_rows);
-        const std::int64_t* const tokens = args_.tokens + args_.first_tokens[group];
-        for (std::int64_t p = args_.first_parts[group]; p < args_.first_parts[group + 1]; ++p) {
-            const LowRankPart& part = args_.parts[p];
-            const std::int64_t low = std::max(first, part.first_row);
-            const std::int64_t high = std::min(end, part.first_row + part.num_rows);
-            for (std::int64_t i = 0; low < high && i < num_tokens(group); ++i)
-                add_part(part, hidden_[p] + i * part.rank, args_.dst + tokens[i] * args_.num_rows,
-                         low, high);
+    template <int kCount>
+    void project_rows(const GroupPart& own, std::int64_t first_token, std::int64_t row) const {
+        constexpr int kRows = kSums / kRegs / kCount;
+        const std::int64_t size = args_.num_columns, rank = own.part.rank;
+        const Bf16* src[kCount];
+        float* dst[kCount];
+        for (int t = 0; t < kCount; ++t) {
+            src[t] = args_.src + tokens(own.group)[first_token + t] * size;
+            dst[t] = own.hidden + (first_token + t) * rank + row;
         }
+        const Bf16* rows = own.part.down + row * size;
+        std::int64_t left = std::min(kDownBlock, rank - row);
+        const auto advance = [&](int count) {
+            rows += count * size, left -= count;
+            for (int t = 0; t < kCount; ++t) dst[t] += count;
+        };
+        for (; left >= kRows; advance(kRows)) project<kCount, kRows>(src, rows, size, dst);
+        for (; left > 0; advance(1)) project<kCount, 1>(src, rows, size, dst);
     }
 
-    static void add_part(const LowRankPart& part, const float* hidden, Bf16* dst, std::int64_t low,
-                         std::int64_t high) {
-        for (std::int64_t row = low; row < high; row += kLanes) {
-            const std::int64_t left = high - row;
-            const Bf16* const up = part.up + (row - part.first_row);
-            F32x16 total = load_some(dst + row, left);
-            for (std::int64_t r = 0; r < part.rank; ++r) {
-                F32x16 numbers = load_some(up + r * part.num_rows, left);
-                for_each_reg([&](int i) { reg(total, i) += reg(numbers, i) * hidden[r]; });
-            }
-            store_some(dst + row, total, left);
+    // Adds what a part has for these rows of the outputs.
+    void add_rows_of(const GroupPart& own, std::int64_t first, std::int64_t end) const {
+        const std::int64_t low = std::max(first - own.part.first_row, std::int64_t(0));
+        const std::int64_t high = std::min(end - own.part.first_row, own.part.num_rows);
+        const std::int64_t count = low < high ? num_tokens(own.group) : 0;
+        std::int64_t i = 0;
+        for (; i + kTokens <= count; i += kTokens) add_to<kTokens>(own, i, low, high);
+        for (; i < count; ++i) add_to<1>(own, i, low, high);
+    }
+
+    template <int kCount>
+    void add_to(const GroupPart& own, std::int64_t first_token, std::int64_t low,
+                std::int64_t high) const {
+        const std::int64_t stride = own.part.num_rows, rank = own.part.rank;
+        const float* hidden[kCount];
+        Bf16* dst[kCount];
+        for (int t = 0; t < kCount; ++t) {
+            hidden[t] = own.hidden + (first_token + t) * rank;
+            dst[t] = args_.dst + tokens(own.group)[first_token + t] * args_.num_rows +
+                     own.part.first_row + low;
         }
+        const Bf16* rows = own.part.up + low;
+        std::int64_t left = high - low;
+        const auto advance = [&](int count) {
+            rows += count, left -= count;
+            for (int t = 0; t < kCount; ++t) dst[t] += count;
+        };
+        for (; left >= kUpVectors * kLanes; advance(kUpVectors * kLanes))
+            add_rows<kCount, kUpVectors>(rows, stride, rank, hidden, dst);
+        for (; left >= kLanes; advance(kLanes))
+            add_rows<kCount, 1>(rows, stride, rank, hidden, dst);
+        for (int t = 0; left > 0 && t < kCount; ++t)
+            add_last_rows(rows, stride, rank, hidden[t], dst[t], left);
     }
 
     const LowRankArgs& args_;
-    std::vector<float*> hidden_;  // by part
+    const LowRankGroups& groups_;
+    std::vector<GroupPart> parts_;
     std::vector<Down> downs_;
 };
 
