@@ -11,6 +11,7 @@ from baton.cli.command import ENVIRONMENT_PREFIX, ConfigFile, Group, unwrap, use
 from baton.cli.examples import examples
 from baton.cli.program import prepare, run_program
 from baton.rpc.process_end import exit_on_sigterm
+from benchmarks.cli.adapters import adapters
 from benchmarks.cli.chaos import chaos
 from benchmarks.cli.chart import chart
 from benchmarks.cli.forms import forms
@@ -37,6 +38,7 @@ VARIABLE_PREFIX = f"{ENVIRONMENT_PREFIX}_BENCH"
 EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
     scheduler: ("scheduler --running 256,1024",),
     speculation: ("speculation --speculative ngram:6",),
+    adapters: ("adapters --model ~/models/Qwen3-0.6B --batch 32 --adapters 8 --rank 16",),
     forms: ("forms --model models/demo --runs 20",),
     index: ("index --nodes 64",),
     router: ("router --streams 64 --json router.json",),
