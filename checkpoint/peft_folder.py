@@ -143,13 +143,12 @@ class PeftFolder:
 
         try:
             with safe_open(self._weights, "pt") as file:
-                names = {name: self._parse(name) for name in file.keys()}  # noqa: SIM118
-                for module in dict.fromkeys(module for module, _ in names.values()):
-                    sides = {
-                        side: file.get_tensor(name).float()
-                        for name, (of, side) in names.items()
-                        if of == module
-                    }
+                names: dict[str, dict[str, str]] = {}  # by module and side
+                for name in file.keys():  # noqa: SIM118
+                    module, side = self._parse(name)
+                    names.setdefault(module, {})[side] = name
+                for module, own in names.items():
+                    sides = {side: file.get_tensor(name).float() for side, name in own.items()}
                     yield module, self._low_rank(module, sides, max_rank)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{self._weights} cannot be read: {error}") from error
@@ -176,6 +175,6 @@ class PeftFolder:
             raise ModelError(
                 f"{self._weights}: {module} has rank {rank}; max_lora_rank is {max_rank}"
             )
-        if not (down.isfinite().all() and up.isfinite().all()):
+        if not all(edge.isfinite() for side in (down, up) for edge in side.aminmax()):
             raise ModelError(f"{self._weights}: {module} has numbers that are not finite")
         return LowRank(down, up * self.config.scale(module, rank))
