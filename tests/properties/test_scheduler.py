@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from baton.core.errors import InvalidRequest
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
+from baton.core.pooling import Pooling, PoolingKind
 from baton.core.sampling import SamplingParams
 from baton.engine.kv_cache.groups import FULL, ONE_GROUP, KvCacheSpec, KvGroup
 from baton.engine.scheduler.config import LoadFailurePolicy, SchedulerConfig, SchedulingPolicy
@@ -53,6 +54,8 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         num_lookahead_tokens=num_lookahead_tokens,
         kv_load_failure_policy=draw(st.sampled_from(LoadFailurePolicy)),
         remote_headroom_blocks=draw(st.integers(0, 2)),
+        pooling=Pooling(draw(st.sampled_from(PoolingKind))),
+        max_loras=draw(st.integers(1, 2)),
     )
 
 
@@ -129,6 +132,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         wants_logprobs=st.booleans(),
         num_promised=st.sampled_from([None, 4, 30]),
         hints=st.sampled_from(HINTS),
+        adapter=st.sampled_from(["", "", "a", "b", "c"]),
+        is_pooled=st.booleans(),
     )
     def add(
         self,
@@ -142,6 +147,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         wants_logprobs: bool,
         num_promised: int | None,
         hints: KvHints,
+        adapter: str,
+        is_pooled: bool,
     ) -> None:
         wanted = 1 if wants_logprobs else None
         if num_left is not None:  # as long as the model takes, but for so many tokens
@@ -163,6 +170,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 sampling=sampling,
                 num_promised=num_promised,
                 kv_hints=hints if role == "local" or not hints.prefetch else NO_KV_HINTS,
+                adapter=adapter,
+                is_pooled=is_pooled and role == "local",
             )
         except InvalidRequest:
             return

@@ -17,6 +17,7 @@ from baton.core.kv_hints import NO_KV_HINTS, KvHints
 from baton.core.output import FinishReason, Output
 from baton.core.request import EngineRequest, PrefixSource, ReceiveKv
 from baton.core.sampling import SamplingParams
+from baton.core.task import UNSAMPLED
 from baton.engine.containment import Containment
 from baton.engine.errors import PassHookFailed, PassSkipped
 from baton.engine.events import KvEvent
@@ -44,8 +45,10 @@ from tests.support.fake_runner import (
     FakeRunner,
     KvTensor,
     Slot,
+    content_of,
     empty_content,
     tokens_alone,
+    vector_of,
 )
 from tests.support.fake_wire import FakeWire, context_of
 from tests.support.scheduler_state import is_idle
@@ -196,6 +199,8 @@ class EngineWorld:
             self.config.max_model_len,
             self.config.max_num_seqs,
             chance or random.Random(0),
+            max_loras=self.config.max_loras,
+            pools_all_tokens=self.config.pooling_needs_all_tokens,
         )
         self._passes = _Strict(self.runner)
         self.containment = Containment(self._passes.run, self.scheduler)
@@ -231,6 +236,7 @@ class EngineWorld:
         num_promised: int | None = None,
         kv_hints: KvHints = NO_KV_HINTS,
         adapter: str = "",
+        is_pooled: bool = False,
     ) -> RequestId:
         """Add a request. An integer prompt is a prompt of that length with a common prefix.
 
@@ -238,22 +244,24 @@ class EngineWorld:
         """
         name = RequestId(request_id or f"r{len(self.receipts)}")
         handoff_id = HandoffId(name, 1)
+        sampling = UNSAMPLED if is_pooled else sampling or SamplingParams(max_tokens=max_tokens)
         engine_request = EngineRequest(
             request_id=name,
             prompt_token_ids=_prompt(prompt),
-            sampling=sampling or SamplingParams(max_tokens=max_tokens),
+            sampling=sampling,
             seed=len(self.receipts),
             priority=priority,
             arrival_s=arrival_s,
             age_s=age_s,
             cache_salt=cache_salt,
-            prior_output_token_ids=tuple(prior),
+            prior_output_token_ids=() if is_pooled else tuple(prior),
             receive_from=ReceiveKv(handoff_id, source) if receives else None,
             send_to=handoff_id if sends else None,
             is_paced=is_paced,
             prefix_source=None if num_promised is None else PrefixSource(source, num_promised),
             kv_hints=kv_hints,
             adapter=AdapterRef(adapter, adapter),
+            is_pooled=is_pooled,
         )
         self.scheduler.adapters.add(adapter)
         self._is_at_rest = False
@@ -271,7 +279,8 @@ class EngineWorld:
             token_ids, len(engine_request.prompt_token_ids), engine_request.prefix_keys
         )
         size = self.cache_config.block_size
-        content = empty_content(self.specs, self.num_state_blocks)
+        adapter = engine_request.adapter.id
+        content = empty_content(self.specs, self.num_state_blocks, adapter)
         for place, name in enumerate(names):
             block = range(place * size, (place + 1) * size)
             for position in block:
@@ -456,6 +465,7 @@ class EngineWorld:
         assert is_idle(self.scheduler), f"not all ended: {self.scheduler.stats()}"
         stats = self.scheduler.stats()
         assert stats.num_free_blocks == stats.num_blocks
+        assert not self.scheduler._state.adapters, "places of adapters are taken"
         for receipt in self.receipts.values():
             self.check_receipt(receipt)
 
@@ -471,6 +481,9 @@ class EngineWorld:
     # --- invariants ---------------------------------------------------------------
 
     def check_receipt(self, receipt: Receipt) -> None:
+        if receipt.request.is_pooled:
+            self._check_pooled(receipt)
+            return
         if receipt.request.kv_hints.prefetch:
             self._check_prefetch(receipt)
             return
@@ -488,6 +501,20 @@ class EngineWorld:
         assert output.finish_reason in (FinishReason.LENGTH, FinishReason.ABORT)
         assert output.served is not None
         assert not output.served.num_prefilled_tokens
+
+    def _check_pooled(self, receipt: Receipt) -> None:
+        (output,) = receipt.outputs
+        assert not output.token_ids
+        if output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+            assert not output.vector
+            return
+        request = receipt.request
+        content = content_of(
+            context_of(request), self.specs, self.num_state_blocks, request.adapter.id
+        )
+        needs_all = self.config.pooling_needs_all_tokens
+        assert output.vector == vector_of(content, self.specs, needs_all)
+        assert output.finish_reason is FinishReason.STOP
 
     def _check_account(self, receipt: Receipt) -> None:
         """Check the counts of prompt tokens, draft tokens and prompt logprobs."""
@@ -516,7 +543,13 @@ class EngineWorld:
         room = self.config.max_model_len - len(context)
         count = min(sampling.max_tokens - num_prior, room)
         answer = tokens_alone(
-            context, engine_request.seed, count, VOCAB_SIZE, self.specs, self.num_state_blocks
+            context,
+            engine_request.seed,
+            0 if engine_request.is_pooled else count,
+            VOCAB_SIZE,
+            self.specs,
+            self.num_state_blocks,
+            engine_request.adapter.id,
         )
         for place, token_id in enumerate(answer):
             if token_id in stops and num_prior + place + 1 >= sampling.min_tokens:

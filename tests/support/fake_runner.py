@@ -6,6 +6,9 @@ another token, exactly as it would with attention.
 
 With recurrent layers, a state block keeps one part of a state that each token changes and that
 goes into every KV slot, so that a wrong or incomplete state gives other tokens, too.
+
+An adapter goes into every KV slot that it computes. The vector of a pooled row is computed from the
+blocks, or, if the pooling needs all tokens, from what the passes with the row have computed.
 """
 
 from __future__ import annotations
@@ -46,27 +49,29 @@ class Content:
 
     slots: list[list[Slot]]
     state: list[Slot]
+    adapter: str = ""
 
     def append(self, token_id: int, specs: Specs) -> None:
         """Append what each group keeps of a token: a function of what it sees before itself."""
         position = len(self.slots[0])
+        computed = (token_id, self.adapter) if self.adapter else token_id
         if len(self.slots) == 1 and not self.state:
             (its,), (spec,) = self.slots, specs
             seen: object = _last_seen(its, spec, position)
-            its.append((token_id, position, hash((seen, token_id, position))))
+            its.append((token_id, position, hash((seen, computed, position))))
             return
         before = tuple(
             [_last_seen(its, spec, position) for its, spec in zip(self.slots, specs, strict=True)]
         )
         seen = (before, tuple(self.state)) if self.state else before
         for part, (_, _, old) in enumerate(self.state):
-            self.state[part] = (part, position + 1, hash((old, part, seen, token_id)))
+            self.state[part] = (part, position + 1, hash((old, part, seen, computed)))
         for group, its in enumerate(self.slots):
             content = seen if len(self.slots) == 1 else (seen, group)
-            its.append((token_id, position, hash((content, token_id, position))))
+            its.append((token_id, position, hash((content, computed, position))))
 
     def copy(self) -> Content:
-        return Content([its.copy() for its in self.slots], self.state.copy())
+        return Content([its.copy() for its in self.slots], self.state.copy(), self.adapter)
 
 
 def _last_seen(slots: Sequence[Slot], spec: KvCacheSpec, position: int) -> tuple[Slot, ...]:
@@ -74,20 +79,26 @@ def _last_seen(slots: Sequence[Slot], spec: KvCacheSpec, position: int) -> tuple
     return (slots[-1],) if spec.num_unseen(position) < position else ()
 
 
-def empty_content(specs: Specs, num_state_blocks: int) -> Content:
-    return Content([[] for _ in specs], [(part, 0, 0) for part in range(num_state_blocks)])
+def empty_content(specs: Specs, num_state_blocks: int, adapter: str = "") -> Content:
+    state = [(part, 0, 0) for part in range(num_state_blocks)]
+    return Content([[] for _ in specs], state, adapter)
 
 
 def content_of(
-    token_ids: Sequence[int], specs: Specs = ONE_FULL, num_state_blocks: int = 0
+    token_ids: Sequence[int],
+    specs: Specs = ONE_FULL,
+    num_state_blocks: int = 0,
+    adapter: str = "",
 ) -> Content:
     """Return the expected cache content for these tokens."""
-    return _known_content(tuple(token_ids), specs, num_state_blocks).copy()
+    return _known_content(tuple(token_ids), specs, num_state_blocks, adapter).copy()
 
 
 @lru_cache(maxsize=256)  # a wire compares what it sends at each step
-def _known_content(token_ids: tuple[int, ...], specs: Specs, num_state_blocks: int) -> Content:
-    content = empty_content(specs, num_state_blocks)
+def _known_content(
+    token_ids: tuple[int, ...], specs: Specs, num_state_blocks: int, adapter: str
+) -> Content:
+    content = empty_content(specs, num_state_blocks, adapter)
     for token_id in token_ids:
         content.append(token_id, specs)
     return content
@@ -110,9 +121,13 @@ def tokens_alone(
     vocab_size: int,
     specs: Specs = ONE_FULL,
     num_state_blocks: int = 0,
+    adapter: str = "",
 ) -> list[int]:
     """Return the outputs of a request that runs alone."""
-    return list(_known_answer(tuple(token_ids), seed, count, vocab_size, specs, num_state_blocks))
+    known = _known_answer(
+        tuple(token_ids), seed, count, vocab_size, specs, num_state_blocks, adapter
+    )
+    return list(known)
 
 
 @lru_cache(maxsize=256)  # a world compares when a request is added and when it has ended
@@ -123,13 +138,24 @@ def _known_answer(
     vocab_size: int,
     specs: Specs,
     num_state_blocks: int,
+    adapter: str,
 ) -> tuple[int, ...]:
-    content = content_of(token_ids, specs, num_state_blocks)
+    content = content_of(token_ids, specs, num_state_blocks, adapter)
     answer: list[int] = []
     for _ in range(count):
         answer.append(next_token(content, seed, vocab_size, specs))
         content.append(answer[-1], specs)
     return tuple(answer)
+
+
+def vector_of(content: Content, specs: Specs, of_all_tokens: bool) -> bytes:
+    """Return the vector of a text as a function of its content, or of what the last token sees."""
+    last = len(content.slots[0]) - 1
+    seen = tuple(
+        tuple(its[0 if of_all_tokens else spec.num_unseen(last) :])
+        for its, spec in zip(content.slots, specs, strict=True)
+    )
+    return str(hash((seen, tuple(content.state)))).encode()
 
 
 class KvTensor:
@@ -243,8 +269,12 @@ class FakeRunner(SynchronousRunner):
     num_followed: int = 0  # passes that were launched before the one before was collected
     _open: _FakePass | None = None  # the pass that is not collected
     _follows: bool = False  # the pass in progress follows one that is not collected
+    max_loras: int | None = None  # different adapters of a pass; None: any number
+    # Pooled rows need all tokens, which their passes must compute.
+    pools_all_tokens: bool = False
     _num_drafts_left: int = 0  # in this step
     _rows: dict[RequestId, _Row] = field(default_factory=dict)
+    _pooled: dict[RequestId, Content] = field(default_factory=dict)  # what passes have computed
     _forgotten: set[RequestId] = field(default_factory=set)  # after a pass that failed
     _ended: set[RequestId] = field(default_factory=set)  # with the last pass, by the runner's rules
 
@@ -270,13 +300,7 @@ class FakeRunner(SynchronousRunner):
 
     def run(self, plan: Plan) -> RunResult:
         result = RunResult()
-        for request_id in plan.dropped:
-            if plan.is_retry or request_id in self._forgotten:
-                self._rows.pop(request_id, None)
-            else:
-                del self._rows[request_id]
-        self._forgotten.difference_update(() if plan.is_retry else plan.dropped)
-        self._forgotten.update(plan.dropped if plan.is_retry else ())
+        self._drop(plan)
         for row in plan.started:
             self._forgotten.discard(row.request_id)
             if plan.is_retry:
@@ -299,9 +323,22 @@ class FakeRunner(SynchronousRunner):
         self._run_rows(plan, result)
         return result
 
+    def _drop(self, plan: Plan) -> None:
+        for request_id in plan.dropped:
+            if not plan.is_retry:
+                self._pooled.pop(request_id, None)
+            if plan.is_retry or request_id in self._forgotten:
+                self._rows.pop(request_id, None)
+            else:
+                del self._rows[request_id]
+        self._forgotten.difference_update(() if plan.is_retry else plan.dropped)
+        self._forgotten.update(plan.dropped if plan.is_retry else ())
+
     def _run_rows(self, plan: Plan, result: RunResult) -> None:
         written, ended = self._state_written_by(plan), self._ended
         self._ended = set()
+        self._check_adapters(plan)
+        pooled = {request_id: content.copy() for request_id, content in self._pooled.items()}
         try:
             for request_id, num_tokens in plan.num_scheduled_tokens.items():
                 if request_id in ended:  # the scheduler did not know that
@@ -313,7 +350,14 @@ class FakeRunner(SynchronousRunner):
                 self._run_row(self._rows[request_id], num_tokens, snapshots, result)
         except Crash:
             self.kv.spoil(written)
+            self._pooled = pooled
             raise
+
+    def _check_adapters(self, plan: Plan) -> None:
+        rows = [self._rows[request_id].row for request_id in plan.num_scheduled_tokens]
+        adapters = {row.adapter for row in rows} - {""}
+        if self.max_loras is not None and len(adapters) > self.max_loras:
+            raise AssertionError(f"there are no places for {adapters}")
 
     def _state_written_by(self, plan: Plan) -> list[BlockId]:
         states = [self._rows[request_id].state for request_id in plan.num_scheduled_tokens]
@@ -345,6 +389,10 @@ class FakeRunner(SynchronousRunner):
             self._ended.add(request_id)
             result.failures[request_id] = Failure("the logits are not finite")
             return
+        if row.row.is_pooled:
+            content = self._pooled.get(request_id, content)
+            result.vectors[request_id] = vector_of(content, self.specs, self.pools_all_tokens)
+            return
         num_drafts = self._num_drafts(row, num_tokens)
         result.token_ids[request_id] = self._sample(row, content, num_drafts)
         if num_drafts:
@@ -357,7 +405,7 @@ class FakeRunner(SynchronousRunner):
     def _compute(self, row: _Row, end: int, snapshots: Sequence[StateSnapshot] = ()) -> Content:
         """Compute the tokens up to `end` from the blocks that they see. Returns all content."""
         start = row.num_computed_tokens
-        content = empty_content(self.specs, self.num_state_blocks)
+        content = empty_content(self.specs, self.num_state_blocks, row.row.adapter)
         if start and row.state is not None:
             content.state = self.kv.read_state(row.state.snapshot or row.state.sides[0])
         for its, table, spec in zip(content.slots, row.block_tables, self.specs, strict=True):
@@ -373,7 +421,18 @@ class FakeRunner(SynchronousRunner):
                 self.kv.write_state(blocks_by_end[position + 1], content.state)
         row.num_computed_tokens = end
         self._swap_sides(row, content)
+        if row.row.is_pooled and self.pools_all_tokens:
+            self._note_pooled(row, start, content)
         return content
+
+    def _note_pooled(self, row: _Row, start: int, content: Content) -> None:
+        nothing = empty_content(self.specs, self.num_state_blocks)
+        noted = self._pooled.setdefault(row.row.request_id, nothing)
+        if start != len(noted.slots[0]):
+            raise AssertionError(f"{row.row.request_id} has no sum of the tokens before {start}")
+        for its, computed in zip(noted.slots, content.slots, strict=True):
+            its += computed[start:]
+        noted.state = content.state.copy()
 
     def _swap_sides(self, row: _Row, content: Content) -> None:
         if row.state is not None:

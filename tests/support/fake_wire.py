@@ -122,8 +122,8 @@ class FakeWire:
 
     def _write(self, order: Receive, num_blocks: int) -> Content:
         """Write the first blocks of a receive. Returns the content of all of its tokens."""
-        context = context_of(self._spec_by_id[RequestId(order.handoff_id.request_id)])
-        content = self._content_of(context)
+        request = self._spec_by_id[RequestId(order.handoff_id.request_id)]
+        context, content = context_of(request), self._content_of(request)
         assert order.num_tokens == len(context)
         blocks = self._blocks(content, len(context))[order.first_block :]
         assert len(blocks) == len(order.block_ids)
@@ -253,8 +253,7 @@ class FakeWire:
             self._check_given(outgoing)
             return
         request = self._spec_by_id[outgoing.request_id]
-        context = context_of(request)
-        content = self._content_of(context)
+        context, content = context_of(request), self._content_of(request)
         blocks = self._blocks(content, len(context))
         sent = blocks[: len(outgoing.block_ids)]
         for slots, block_id in zip(sent, outgoing.block_ids, strict=True):
@@ -275,8 +274,9 @@ class FakeWire:
             assert self._kv.blocks[block_id] == self._slots_by_name[name]
         self.num_given += len(outgoing.names)
 
-    def _content_of(self, context: tuple[int, ...]) -> Content:
-        return content_of(context, self._specs, self._num_state_blocks)
+    def _content_of(self, request: EngineRequest) -> Content:
+        context, adapter = context_of(request), request.adapter.id
+        return content_of(context, self._specs, self._num_state_blocks, adapter)
 
     def _blocks(self, content: Content, num_tokens: int) -> list[list[Slot]]:
         """Return the content of all blocks of a hand-off, in order."""

@@ -9,12 +9,14 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from baton.core.errors import InvalidRequest
 from baton.core.ids import RequestId
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
 from baton.core.output import FinishReason
+from baton.core.pooling import Pooling, PoolingKind
 from baton.core.sampling import SamplingParams
 from baton.engine.containment import MAX_CRASHES_IN_A_ROW
 from baton.engine.kv_cache.block_hashes import BlockHash
@@ -47,8 +49,10 @@ def run_history(seed: int) -> EngineWorld:
     # Some caches hold little more than the state of one request.
     num_blocks += num_state_blocks * chance.choice([3, 3, 6, 12])
     evictions = random.Random(seed) if seed % 2 else None
+    kinds = random.Random(seed) if seed % 5 < 3 else None
+    config = draw_config(chance, can_draft=not num_state_blocks)
     world = EngineWorld(
-        draw_config(chance, can_draft=not num_state_blocks),
+        config if kinds is None else _draw_kinds(config, kinds),
         num_blocks=num_blocks,
         groups=groups,
         num_state_blocks=num_state_blocks,
@@ -64,7 +68,7 @@ def run_history(seed: int) -> EngineWorld:
     if evictions is not None and seed % 4 == 1:
         _draw_costs(world, random.Random(seed))
     for _ in range(chance.randint(5, NUM_ACTIONS)):
-        act(world, chance, roles, pulls)
+        act(world, chance, roles, pulls, kinds)
         for other in (evictions, pulls):
             if other is not None and other.random() < 0.2:
                 world.evict_cached()
@@ -201,15 +205,20 @@ def draw_groups(chance: random.Random) -> tuple[KvGroup, ...]:
 
 
 def act(
-    world: EngineWorld, chance: random.Random, roles: Sequence[str], pulls: random.Random | None
+    world: EngineWorld,
+    chance: random.Random,
+    roles: Sequence[str],
+    pulls: random.Random | None,
+    kinds: random.Random | None,
 ) -> None:
     """Apply one random event, mostly a step or a new request.
 
-    With `pulls`, peers are said to have prefixes, and pull blocks.
+    With `pulls`, peers are said to have prefixes, and pull blocks. With `kinds`, some requests have
+    adapters, and some are pooled.
     """
     weight_by_action: dict[Action, float] = {
-        partial(_add, roles=roles, pulls=pulls): 4,
-        partial(_continue, roles=roles, pulls=pulls): 1.5,
+        partial(_add, roles=roles, pulls=pulls, kinds=kinds): 4,
+        partial(_continue, roles=roles, pulls=pulls, kinds=kinds): 1.5,
         **({} if pulls is None else {_request_blocks: 2}),
         _step: 40 if world.runs_ahead else 12,
         _abort: 0.6,
@@ -242,6 +251,7 @@ def _add(
     chance: random.Random,
     roles: Sequence[str],
     pulls: random.Random | None,
+    kinds: random.Random | None,
 ) -> None:
     max_tokens = chance.choice([1, 2, 4, 8, 12, 16, 40])
     num_prior = min(max_tokens - 1, 15)
@@ -268,9 +278,26 @@ def _add(
             is_paced=role == "local" and chance.random() < 0.2,
             num_promised=_draw_promise(pulls),
             kv_hints=hints if role == "local" or not hints.prefetch else NO_KV_HINTS,
+            adapter=_draw_adapter(kinds),
+            is_pooled=role == "local" and kinds is not None and kinds.random() < 0.4,
         )
     except InvalidRequest:
         return
+
+
+def _draw_kinds(config: SchedulerConfig, kinds: random.Random) -> SchedulerConfig:
+    kind = kinds.choice([PoolingKind.LAST, PoolingKind.MEAN])
+    wait_s = kinds.choice([0.0, 1.0, 5.0])
+    return replace(
+        config,
+        pooling=Pooling(kind),
+        max_loras=kinds.randint(1, 3),
+        max_adapter_wait_s=wait_s,
+    )
+
+
+def _draw_adapter(kinds: random.Random | None) -> str:
+    return "" if kinds is None else kinds.choice(["", "a", "b", "c"])
 
 
 def _draw_promise(pulls: random.Random | None) -> int | None:
@@ -297,11 +324,13 @@ def _continue(
     chance: random.Random,
     roles: Sequence[str],
     pulls: random.Random | None,
+    kinds: random.Random | None,
 ) -> None:
     """Add a prompt that begins with an earlier one and its answer, as in a conversation."""
     if not world.receipts:
         return
     earlier = chance.choice(list(world.receipts.values()))
+    adapter = earlier.request.adapter.id
     role = chance.choice(roles)
     with suppress(InvalidRequest):
         world.add(
@@ -311,6 +340,7 @@ def _continue(
             cache_salt=earlier.request.cache_salt,
             max_tokens=chance.choice([1, 4, 16]),
             num_promised=_draw_promise(pulls),
+            adapter=adapter if kinds is None or kinds.random() < 0.7 else _draw_adapter(kinds),
         )
 
 
