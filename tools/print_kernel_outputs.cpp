@@ -274,7 +274,10 @@ void add_low_rank(std::int64_t tokens, std::int64_t columns, std::int64_t rows, 
         Numbers& up = buffers.emplace_back(random_numbers(shape.rank * shape.num_rows, 0.2f));
         parts.push_back({down_numbers, up, shape.rank, shape.first_row, shape.num_rows});
     }
-    const std::int64_t first_parts[] = {0, 1, 3, 4};
+    // Each adapter has parts at the second of two places alone.
+    const LowRankPlace places[3][2] = {
+        {{}, {&parts[0], 1}}, {{}, {&parts[1], 2}}, {{}, {&parts[3], 1}}};
+    const LowRankAdapter adapters[] = {{places[0]}, {places[1]}, {places[2]}};
     // Every fourth token has no adapter, and a group can be empty.
     std::vector<std::int64_t> indices, first_tokens{0};
     std::int64_t num_hidden = 0;
@@ -288,14 +291,11 @@ void add_low_rank(std::int64_t tokens, std::int64_t columns, std::int64_t rows, 
     Numbers src = random_numbers(tokens * columns), dst = random_numbers(tokens * rows);
     std::vector<float> hidden(num_hidden);
     const LowRankArgs args{
-        .parts = parts.data(),
-        .first_parts = first_parts,
-        .first_tokens = first_tokens.data(),
-        .tokens = indices.data(),
+        .groups = {adapters, first_tokens.data(), indices.data(), 3},
         .src = src,
         .dst = dst,
         .hidden_buf = hidden.data(),
-        .num_groups = 3,
+        .place = 1,
         .num_columns = columns,
         .num_rows = rows,
         .num_threads = threads,
