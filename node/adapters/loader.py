@@ -194,7 +194,7 @@ class AdapterLoader(Generic[Loaded]):
 
     async def _reserve(self) -> None:
         """Wait for a place, and reserve it. Raises AdaptersBusy."""
-        evicted = None if self._waiting else self.resident.reserve()
+        evicted = self.resident.reserve()
         if evicted is not None:
             self._evict(evicted)
             return

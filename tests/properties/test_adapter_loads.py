@@ -42,8 +42,8 @@ class Requests:
     async def forget(self, adapter_id: str) -> None:
         self._loader.forget(adapter_id)
 
-    async def break_files(self, are_broken: bool) -> None:
-        self._memory.is_broken = are_broken
+    async def break_files(self, broken: str) -> None:
+        self._memory.broken = broken
 
     async def rest(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
@@ -77,7 +77,7 @@ orders = st.lists(
         drawn(Requests.end, numbers),
         drawn(Requests.cancel, numbers),
         drawn(Requests.forget, st.sampled_from(ADAPTERS)),
-        drawn(Requests.break_files, st.booleans()),
+        drawn(Requests.break_files, st.sampled_from(["", "a", "bc"])),
         drawn(Requests.rest, st.sampled_from([0.0, 0.0, 0.001])),
     ),
     max_size=40,

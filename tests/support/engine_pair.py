@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 import grpc
+from google.rpc import status_pb2
 
 from baton.core.ids import NO_ADAPTER, AdapterRef, HandoffId, NodeId, Peer
 from baton.core.output import FinishReason
@@ -29,6 +30,7 @@ from baton.rpc.messages.calls import decode_order, node_request_id, prefill_orde
 from baton.rpc.messages.conversion import FINISH_REASON
 from baton.rpc.node_info import ADAPTER, NodeCard, NodeLoad, NodeRole
 from baton.rpc.security.token import AcceptedTokens, authorization
+from baton.rpc.status import RemoteError, remote_error_in
 from baton.v1 import node_pb2, node_pb2_grpc
 from tests.support.engine_nodes import EngineNode
 from tests.support.nodes import await_load, card_at, is_busy
@@ -70,6 +72,7 @@ class PairOptions:
     kv_staging_bytes: int = 0
     dtype: str = "auto"
     adapters: AdapterConfig = AdapterConfig()
+    pooling: str = "auto"
     async_scheduling: bool = False
 
     def of(self, role: NodeRole) -> NodeOptions:
@@ -81,6 +84,7 @@ class PairOptions:
                 max_num_seqs=self.max_num_seqs,
                 num_threads=1,
                 dtype=self.dtype,
+                pooling=self.pooling,
                 block_size=self.block_sizes[not is_prefill],
                 kv_cache_dtype=self.kv_cache_dtypes[not is_prefill],
             ),
@@ -121,6 +125,8 @@ class Call:
     summary: node_pb2.DecodeSummary = field(default_factory=node_pb2.DecodeSummary)
     prefill_summary: node_pb2.PrefillSummary = field(default_factory=node_pb2.PrefillSummary)
     has_ended_well: bool = False
+    failure: RemoteError | None = None
+    vector: bytes = b""
 
     @property
     def was_sent(self) -> bool:
@@ -154,6 +160,8 @@ class Call:
     def _take_event(self, event: node_pb2.CallEvent) -> None:
         if event.HasField("end"):
             self.has_ended_well = not event.end.status
+            if event.end.status:
+                self.failure = remote_error_in(status_pb2.Status.FromString(event.end.status))
             return
         if event.HasField("summary"):
             self.summary = event.summary
@@ -162,6 +170,7 @@ class Call:
         output = event.output
         assert output.first_index == len(self.token_ids)
         self.token_ids += output.token_ids
+        self.vector = output.vector or self.vector
         self.reason = FINISH_REASON.from_message(output.finish_reason) or self.reason
         self.error = output.error or self.error
 
@@ -236,13 +245,15 @@ class Pair:
         node: EngineNode | None = None,  # None: P
         source: PrefixSource | None = None,
         adapter: AdapterRef = NO_ADAPTER,
+        is_pooled: bool = False,
     ) -> Call:
         stub = node_pb2_grpc.PrefillServiceStub(self._channel(node or self.p))
         request = replace(
             _request(handoff_id, prompt, sampling),
-            send_to=handoff_id,
+            send_to=None if is_pooled else handoff_id,
             prefix_source=source,
             adapter=adapter,
+            is_pooled=is_pooled,
         )
         order = prefill_order(request)
         requests = iter([node_pb2.PrefillRequest(call=1, start=order)])

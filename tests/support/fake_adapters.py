@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +27,7 @@ class FakeMemory:
     removed: list[str] = field(default_factory=list)
     num_reads: int = 0
     may_read: threading.Event = field(default_factory=threading.Event)
-    is_broken: bool = False
+    broken: Collection[str] = ()  # ids of those that cannot be read
     on_add: Callable[[], object] = lambda: None
 
     def __post_init__(self) -> None:
@@ -46,7 +46,7 @@ class FakeMemory:
         if self.digest(folder) != adapter_id:
             raise AdapterUnreadable("changed")
         assert self.may_read.wait(PATIENCE_S)
-        if self.is_broken:
+        if adapter_id in self.broken:
             raise ModelError("broken")
         return FakeAdapter(10)
 

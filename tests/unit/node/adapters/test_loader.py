@@ -172,11 +172,12 @@ def test_a_cancelled_request_waits_for_no_place_any_more() -> None:
             task = world.start("b")
             await until(lambda: world.loader.num_waiting(for_place=True) == 1)
             task.cancel()
-            await asyncio.wait([task])
             again = world.start("b")  # a load of its own
+            await asyncio.wait([task])
             await until(lambda: world.loader.num_waiting(for_place=True) == 1)
         await again
 
+        assert task.cancelled()
         assert world.memory.content == {"b"}
 
     run(scenario, num_places=1)
@@ -198,13 +199,45 @@ def test_a_request_that_is_cancelled_when_its_adapter_comes_does_not_keep_it() -
 
 def test_a_failed_load_fails_all_its_requests_and_gives_its_place_back() -> None:
     async def scenario(world: World) -> None:
-        world.memory.is_broken = True
+        world.memory.broken = {"a"}
         outcomes = await asyncio.gather(*(world.use("a") for _ in range(3)), return_exceptions=True)
         assert [type(each) for each in outcomes] == [ModelError] * 3
-        world.memory.is_broken = False
+        world.memory.broken = set()
         await world.use("a")
 
         assert world.loader.total_failed == 1
+
+    run(scenario, num_places=1)
+
+
+def test_a_failed_load_gives_its_place_to_the_next() -> None:
+    async def scenario(world: World) -> None:
+        world.memory.may_read.clear()
+        world.memory.broken = {"a"}
+        first = world.start("a")
+        await until(lambda: world.memory.num_reads == 1)
+        second = world.start("b")
+        await until(lambda: world.loader.num_waiting(for_place=True) == 1)
+        world.memory.may_read.set()
+        await second
+
+        assert isinstance(first.exception(), ModelError)
+
+    run(scenario, num_places=1)
+
+
+def test_a_load_that_nobody_waits_for_makes_room_for_the_next() -> None:
+    async def scenario(world: World) -> None:
+        world.memory.may_read.clear()
+        first = world.start("a")
+        await until(lambda: world.memory.num_reads == 1)
+        first.cancel()
+        second = world.start("b")
+        await until(lambda: world.loader.num_waiting(for_place=True) == 1)
+        world.memory.may_read.set()
+        await second
+
+        assert world.memory.content == {"b"}
 
     run(scenario, num_places=1)
 
