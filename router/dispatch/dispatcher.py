@@ -25,8 +25,9 @@ from baton.router.dispatch.quarantine import (
 from baton.router.dispatch.retries import AttemptFailures, CircuitBreakers, RetryBudget
 from baton.router.dispatch.route_finder import RouteFinder
 from baton.router.input_processing.model_profiles import ModelProfiles
+from baton.router.routing.assignment import Assignment
 from baton.router.routing.node_table import NodeTable, Revision
-from baton.router.routing.policy import Assignment, Route
+from baton.router.routing.policy import Route
 from baton.router.routing.routing_view import RoutingRequest
 from baton.router.values import AnswerPart, GenerateCall, TokenChunk
 from baton.rpc.errors import (

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.router.routing.assignment import Assignment
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import Node, NodeTable
-from baton.router.routing.policy import Assignment, Route, choose
+from baton.router.routing.policy import Route, choose
 from baton.router.routing.routing_view import PrefixHolder, RoutingRequest, RoutingView
 from baton.rpc.cached_prefixes import PrefixChanges, pack_names
 from baton.rpc.errors import IncompatibleNodes, NoNodes

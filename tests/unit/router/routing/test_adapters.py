@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from baton.core.ids import AdapterRef, ModelVariant
+from baton.router.routing.assignment import Assignment
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import Node, NodeTable
-from baton.router.routing.policy import Assignment, Route, choose
+from baton.router.routing.policy import Route, choose
 from baton.router.routing.routing_view import ADAPTER_LOAD_COST, DECODE_COST_TOKENS, RoutingRequest
 from baton.rpc.errors import NoNodes
 from baton.rpc.node_info import LoadedAdapter, NodeAdapters, NodeRole

@@ -11,9 +11,10 @@ from baton.core.errors import InvalidConfig
 from baton.core.ids import AdapterRef, MediaSegment, ModelVariant, PrefixKeys
 from baton.core.options import build_config
 from baton.engine.kv_cache.block_hashes import PrefixNaming
+from baton.router.routing.assignment import Assignment
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import Node, NodeTable
-from baton.router.routing.policy import Assignment, Route, choose
+from baton.router.routing.policy import Route, choose
 from baton.router.routing.routing_view import RoutingRequest
 from baton.rpc.cached_prefixes import PrefixChanges, pack_names
 from baton.rpc.errors import IncompatibleNodes, NoNodes

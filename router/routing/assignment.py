@@ -1,0 +1,49 @@
+"""Load of an attempt on its nodes, known to routing before the nodes report it. Pure."""
+
+from __future__ import annotations
+
+from baton.router.routing.node_table import NodeTable
+from baton.router.routing.policy import Route
+
+
+class Assignment:
+    """Load and expected prefixes of one attempt."""
+
+    def __init__(self, table: NodeTable, route: Route, adapter: str = "") -> None:
+        """`adapter` is the id of that of the request; empty: none."""
+        self._table = table
+        self._route = route
+        self._adapter = adapter
+        self._decode_load = table.node_load(route.decode)
+        self._prompt_load = (
+            self._decode_load if route.prefill is None else table.node_load(route.prefill)
+        )
+        self._addresses = route.addresses
+        self._is_prompt_done = False
+        self._decode_load.note_sent(adapter)
+        self._prompt_load.num_sent_tokens += route.num_missing_tokens
+        if route.prefill is not None:
+            self._prompt_load.note_sent(adapter)
+        table.note_use(self._decode_load, self._prompt_load)
+        for address in self._addresses:
+            table.prefixes.expect(address, route.block_names)
+
+    def note_prompt_done(self) -> None:
+        """Remove the prompt from the load once its KV is computed."""
+        if self._is_prompt_done:
+            return
+        self._is_prompt_done = True
+        self._prompt_load.num_sent_tokens -= self._route.num_missing_tokens
+        if self._route.prefill is not None:
+            self._prompt_load.note_request_ended(self._adapter)
+
+    def close(self) -> None:
+        """Remove the attempt from the load. Call once.
+
+        The prefix of a prompt that was not computed is no longer expected.
+        """
+        if not self._is_prompt_done:
+            for address in self._addresses:
+                self._table.prefixes.cancel_expected(address, self._route.block_names)
+        self.note_prompt_done()
+        self._decode_load.note_request_ended(self._adapter)
