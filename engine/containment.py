@@ -10,6 +10,7 @@ keep their tokens.
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 
@@ -52,6 +53,8 @@ class Containment:
                 "a pass over %d requests failed; running it again in parts",
                 len(plan.num_scheduled_tokens),
             )
+            # The parts need the memory that the pass had when it failed, such as for lack of it.
+            traceback.clear_frames(failure.__traceback__)
             return self._run_in_parts(plan, _halves(tuple(rows)), failure)
         if plan.num_scheduled_tokens:
             self._num_crashes_in_a_row = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 
 from baton.core.ids import RequestId
@@ -9,7 +11,10 @@ from baton.core.output import Failure, FailureCause, FinishReason, Output
 from baton.engine.containment import MAX_CRASHES_IN_A_ROW
 from baton.engine.core import EngineCore, NoKvWorker
 from baton.engine.errors import EngineStopped, PassHookFailed
+from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.plan import Plan, RunResult
+from baton.engine.scheduler.config import SchedulerConfig
+from baton.engine.scheduler.scheduler import Scheduler
 from baton.kv_transfer.types import KvReports
 from tests.support.engine_world import EngineWorld
 from tests.support.engines import VOCAB_SIZE, an_engine, an_engine_request
@@ -68,6 +73,34 @@ def test_a_failed_pass_ends_only_the_requests_that_cause_it(
         else:
             assert last.finish_reason is FinishReason.LENGTH
             assert tokens(outputs) == tokens_alone(prompt(number), 0, 4, VOCAB_SIZE)
+
+
+class FailsForLackOfMemory(FakeRunner):
+    """Runner whose first pass fails, and whose others need the memory that it had."""
+
+    memory: weakref.ref[set[int]] | None = None
+
+    def run(self, plan: Plan) -> RunResult:
+        if self.memory is None:
+            tensor = {1}
+            self.memory = weakref.ref(tensor)
+            raise MemoryError
+        assert self.memory() is None
+        return super().run(plan)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_failed_pass_leaves_its_memory_to_the_passes_after_it(is_async: bool) -> None:
+    config = SchedulerConfig(max_num_seqs=8, vocab_size=VOCAB_SIZE, async_scheduling=is_async)
+    runner = FailsForLackOfMemory(KvTensor(64, 4), VOCAB_SIZE)
+    scheduler = Scheduler(config, CacheConfig(num_blocks=64, block_size=4))
+    engine = EngineCore(scheduler, runner, NoKvWorker())
+    engine.scheduler.add(an_engine_request("0", prompt=prompt(0)))
+
+    found = outputs_of(engine)
+    engine.close()
+
+    assert tokens(found["0"]) == tokens_alone(prompt(0), 0, 4, VOCAB_SIZE)
 
 
 def test_a_request_that_crashes_midway_keeps_its_tokens() -> None:
