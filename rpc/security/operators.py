@@ -1,4 +1,4 @@
-"""Right to operators' calls: resets of caches and drains, which affect all clients."""
+"""Right to operators' calls, such as resets of caches, which affect all clients."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ def read_operator_tokens(path: Path | None) -> AcceptedTokens | None:
 OperatorTokens = Annotated[
     AcceptedTokens | None,
     Option(
-        "File of operators' tokens, one per line, which resets and drains require. Router and "
-        "nodes need the same file to reset tiers that nodes share.",
+        "File of operators' tokens, one per line, which resets, drains and changes of adapters "
+        "require. Router and nodes need the same file to reset tiers that nodes share, and for "
+        "adapters.",
         SECURITY,
         name="operator_token_file",
         kind=Path | None,

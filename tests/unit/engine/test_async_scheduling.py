@@ -413,6 +413,30 @@ def test_a_pass_that_is_never_collected_has_ended_when_the_thread_is_closed() ->
     assert runner._open is None
 
 
+def test_a_call_between_passes_is_made_after_those_that_are_launched() -> None:
+    class Runner(FakeRunner):
+        def run(self, plan: Plan) -> RunResult:
+            if not may_run.wait(PATIENCE_S):
+                raise TimeoutError
+            order.append("pass")
+            return super().run(plan)
+
+    may_run, order = threading.Event(), list[str]()
+    it = world()
+    it.add(6, request_id="a")
+    passes = PassThread(Runner(KvTensor(64, 4), VOCAB_SIZE))
+
+    first = passes.launch(it.step())
+    passes.call_after(lambda: order.append("call"))
+    second = passes.launch(Plan())
+    may_run.set()
+    for each in (first, second):
+        each.collect()
+    passes.close()
+
+    assert order == ["pass", "call", "pass"]
+
+
 def test_histories_with_and_without_plans_ahead_give_the_same_tokens() -> None:
     for seed in range(20):
         answers = []

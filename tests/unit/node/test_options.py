@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from baton.core.errors import InvalidConfig
+from baton.core.options import build_config
 from baton.engine.runner.config import RunnerConfig
+from baton.node.adapters.config import AdapterConfig
 from baton.node.kv.tiers_config import TiersConfig
 from baton.node.options import NodeOptions
 
@@ -60,3 +63,42 @@ def test_nodes_with_gpus_have_kv_tiers() -> None:
 def test_an_unknown_transport_is_refused() -> None:
     with pytest.raises(InvalidConfig, match="--kv-transport 'pigeon': choose one of nixl, ucxx"):
         NodeOptions(RunnerConfig(model="m"), kv_transport="pigeon")
+
+
+def parse(*adapters: str, **given: Any) -> AdapterConfig:
+    return build_config(AdapterConfig, {"lora": adapters, **given})
+
+
+def test_adapters_are_off_unless_a_folder_is_named() -> None:
+    assert not parse(max_loras=4).are_served
+    assert NodeOptions(RunnerConfig("m")).runner_for(speculates=True).max_loras == 0
+    for adapters in (AdapterConfig(root=Path("a")), parse("sql=folder")):
+        options = NodeOptions(RunnerConfig("m"), adapters=adapters)
+        assert options.runner_for(speculates=True).max_loras == 8
+
+
+def test_adapters_are_named_folders() -> None:
+    config = parse("a=b", "c=/d=e", max_loras=2, max_lora_rank=16)
+
+    assert config.adapters == (("a", Path("b")), ("c", Path("/d=e")))
+    assert config.num_places == 8
+    runner = NodeOptions(RunnerConfig("m"), adapters=config).runner_for(speculates=False)
+    assert (runner.max_loras, runner.max_lora_rank) == (2, 16)
+
+
+@pytest.mark.parametrize(
+    ("adapters", "settings", "match"),
+    [
+        (("folder",), {}, "write NAME=FOLDER"),
+        (("a=",), {}, "write NAME=FOLDER"),
+        (("=a",), {}, "1 to 256 printable"),
+        (("a=b", "a=c"), {}, "--lora is given twice for a"),
+        ((), {"max_loras": 4, "max_cpu_loras": 3}, "--max-cpu-loras is 3; it must be at least"),
+        ((), {"max_loras": 0}, "--max-loras is 0"),
+    ],
+)
+def test_bad_settings_of_adapters_are_refused(
+    adapters: tuple[str, ...], settings: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(InvalidConfig, match=match):
+        parse(*adapters, **settings)

@@ -11,12 +11,15 @@ import pytest
 from baton.core.errors import InvalidConfig, ModelError, NamedError
 from baton.decode_node.__main__ import DECODE
 from baton.engine.runner.config import RunnerConfig
+from baton.node.adapters.config import AdapterConfig, AdapterFolder
 from baton.node.kv.events.config import KvEventsConfig
 from baton.node.kv.tiers_config import TiersConfig
 from baton.node.options import NodeOptions
 from baton.node.run import run
+from baton.prefill_node.__main__ import PREFILL
 from baton.rpc.errors import AddressInUse
 from baton.telemetry.options import TelemetryOptions
+from tests.support.encoders import make_encoder
 
 HOST_BYTES = 1 << 20
 
@@ -106,3 +109,19 @@ def test_valid_settings_pass_the_checks_up_to_the_model(tmp_path: Path) -> None:
 
     assert_refused(tmp_path / "model", ModelError, r"config\.json is missing", settings)
     assert not list((tmp_path / "kv" / "files").iterdir())
+
+
+def test_an_adapter_that_cannot_be_read_is_refused_before_the_model(tmp_path: Path) -> None:
+    settings = {"adapters": AdapterConfig((AdapterFolder("sql", tmp_path / "nothing"),))}
+
+    assert_refused(tmp_path / "model", ModelError, "nothing/adapter_config.json", settings)
+
+
+def test_adapters_of_an_encoder_are_refused(tmp_path: Path) -> None:
+    make_encoder(tmp_path / "bert", "bert")
+    options = NodeOptions(
+        RunnerConfig(str(tmp_path / "bert")), adapters=AdapterConfig(root=tmp_path)
+    )
+
+    with pytest.raises(InvalidConfig, match="--lora and --lora-root cannot be used"):
+        run(PREFILL, options)

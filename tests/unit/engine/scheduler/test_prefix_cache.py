@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from baton.core.ids import RequestId
+from baton.core.ids import AdapterRef, PrefixKeys, RequestId
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
 from baton.core.sampling import SamplingParams
 from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -226,6 +226,18 @@ def test_events_name_cached_blocks_by_reproducible_hashes() -> None:
     stored = BlockStored(tuple(hashes), None, tuple(range(8)), 4, PrefixNaming(4).root())
     assert world.take_kv_events() == (stored,)
     assert world.take_kv_events() == ()
+
+
+def test_events_name_the_adapter_that_computed_the_blocks() -> None:
+    world = EngineWorld(_config(max_loras=1), block_size=4)
+    world.add(list(range(9)), max_tokens=1, adapter="a")
+    world.run_to_end()
+
+    [stored] = world.take_kv_events()
+
+    assert isinstance(stored, BlockStored)
+    assert stored.adapter == AdapterRef("a", "a")
+    assert stored.root_hash == PrefixNaming(4).root(PrefixKeys(adapter="a"))
 
 
 def test_events_name_the_parent_of_the_added_blocks() -> None:

@@ -12,7 +12,7 @@ from google.protobuf.struct_pb2 import NULL_VALUE, ListValue, Struct, Value
 from baton.client.generation import Generation
 from baton.client.messages import request_from
 from baton.core.errors import InvalidRequest
-from baton.core.ids import BlockId, HandoffId, Incarnation, NodeId, Peer, RequestId
+from baton.core.ids import AdapterRef, BlockId, HandoffId, Incarnation, NodeId, Peer, RequestId
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
 from baton.core.logprobs import FirstToken, TokenLogprobs
 from baton.core.output import Failure, FinishReason, Output
@@ -49,7 +49,17 @@ from baton.rpc.messages.calls import (
     prefill_order,
 )
 from baton.rpc.messages.conversion import SAMPLING, output_from, output_to, sampling_from
-from baton.rpc.node_info import CARD, LOAD, NodeLoad, NodeRole, update_to
+from baton.rpc.node_info import (
+    CARD,
+    LOAD,
+    NO_ADAPTERS,
+    LoadedAdapter,
+    NodeAdapters,
+    NodeLoad,
+    NodeRole,
+    adapters_from,
+    update_to,
+)
 from baton.v1 import inference_pb2, kv_link_pb2, node_pb2, sampling_pb2
 from tests.support.node_calls import FINGERPRINT, a_card
 
@@ -255,6 +265,7 @@ def test_a_node_gets_the_sequence_it_was_sent() -> None:
         kv_hints=KvHints("session", 30.5, 0),
         prior_output_token_ids=(4, 3),
         is_paced=True,
+        adapter=AdapterRef("sql", "0123", "tenants/sql"),
     )
     sender = replace(alone, send_to=HANDOFF)
     receiver = replace(alone, receive_from=ReceiveKv(HANDOFF, Peer(NodeId("p"), "host:1")))
@@ -292,6 +303,27 @@ def test_nodes_refuse_stop_strings() -> None:
 
     with pytest.raises(UnsupportedInput):
         engine_request(order, 0.0)
+
+
+@pytest.mark.parametrize(
+    "adapter", [AdapterRef("sql"), AdapterRef("sql", "0" * 513), AdapterRef("s", "0", "p" * 513)]
+)
+def test_nodes_refuse_adapters_without_an_id_and_overlong_ones(adapter: AdapterRef) -> None:
+    request = EngineRequest(RequestId("r#3"), (1,), SamplingParams(), 0, adapter=adapter)
+
+    with pytest.raises(InvalidRequest, match="adapter"):
+        engine_request(prefill_order(request), 0.0)
+
+
+def test_adapters_of_a_node_are_unset_if_nothing_has_changed() -> None:
+    ref = AdapterRef("sql", "0123", "tenants/sql")
+    some = NodeAdapters((LoadedAdapter(ref, is_in_memory=True, num_bytes=9, num_requests=2),))
+
+    assert adapters_from(update_to(NodeLoad())) is None
+    for adapters in (some, NO_ADAPTERS):
+        found = adapters_from(update_to(NodeLoad(), adapters=adapters))
+        assert found == adapters
+        assert [each.num_requests for each in found.adapters] == [2] * len(adapters.adapters)
 
 
 def test_node_cards_and_loads_round_trip_through_protobuf() -> None:
