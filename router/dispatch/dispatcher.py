@@ -164,6 +164,9 @@ class Dispatcher:
             wanted, request.failures.addresses, request.suspicion, prompt_node
         )
         request.revision = route.decode.revision
+        model = self._table.resolve(request.call.model)
+        if model != request.call.model:
+            request.call = replace(request.call, model=model)
         request.context.trace.note_routed(route, self._config.routing.policy, self._table)
         return route
 

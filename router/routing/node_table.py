@@ -181,6 +181,11 @@ class NodeTable:
         """
         return self.served.find(name, is_pooled=is_pooled)
 
+    def resolve(self, model: ModelVariant) -> ModelVariant:
+        """Return the adapter of a name that arrived before a node that knows it."""
+        is_known = model.base in self.models
+        return model if is_known else self.served.variants.get(model.base, model)
+
     def served_model(self, model: ModelVariant = ANY_MODEL) -> ServedModel:
         """Return a model's limits and defaults, or those over all models."""
         return self.served.of(model)

@@ -68,9 +68,8 @@ def choose(
     Raises NoNodes and IncompatibleNodes, and InvalidRequest if no model is named where several
     could do the task.
     """
-    if request.model == ANY_MODEL:  # it arrived before any node did
-        model = table.find_model("", is_pooled=request.is_pooled)
-        request = replace(request, model=model)
+    if request.model.base not in table.models:  # it arrived before its nodes did
+        request = replace(request, model=_late_model(table, request))
     if request.is_pooled:
         return _choose_for_pooling(table, routing, request, without)
     groups = [group for group in table.groups(without) if group.model == request.model.base]
@@ -100,6 +99,13 @@ def choose(
         return Route(decode, None, reason, view.missing_from_reported(decode), names, is_paced=True)
     holder = view.holder_for(prefill)
     return Route(decode, prefill, "", view.missing(prefill), names, holder=holder)
+
+
+def _late_model(table: NodeTable, request: RoutingRequest) -> ModelVariant:
+    """Return the model of a request that could not be resolved when it arrived."""
+    if request.model == ANY_MODEL:
+        return table.find_model("", is_pooled=request.is_pooled)
+    return table.resolve(request.model)
 
 
 def _choose_for_pooling(

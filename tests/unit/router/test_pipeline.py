@@ -502,6 +502,28 @@ def test_a_request_that_arrived_before_a_reload_gets_the_new_adapter() -> None:
     assert {*legs} == {(1, "1"), (2, "2")}
 
 
+def test_a_request_for_an_adapter_can_arrive_before_the_nodes() -> None:
+    adapter = AdapterRef("sql", "1", "sql")
+    nodes, table, there = FakeNodeCalls(), NodeTable(), a_table_with(adapter)
+    pipeline = a_pipeline(nodes, table, node_patience_s=PATIENCE_S)
+
+    def join() -> None:
+        for node in there.nodes:
+            table.join(node.address, node.card)
+            table.note_adapters(node.address, NodeAdapters((LoadedAdapter(adapter, True),)))
+            pipeline.handle_nodes_changed()
+
+    async def serve() -> tuple[list[int], Finish]:
+        asyncio.get_running_loop().call_later(0.05, join)
+        call = replace(a_call(), model=table.find_model("sql"))
+        return await run(pipeline, call)
+
+    token_ids, _ = asyncio.run(asyncio.wait_for(serve(), PATIENCE_S))
+
+    assert token_ids == expected_tokens(nodes)
+    assert {each.request.adapter for each in nodes.received} == {adapter}
+
+
 class LosesAdapters(FakeNodeCalls):
     async def decode(self, *args: Any, **fields: Any) -> None:
         try:
