@@ -159,8 +159,10 @@ def sampling_launches() -> dict[str, Launch]:
     rows = SampledRows([run], (), VOCAB_SIZE, logits.device)
     step, token_ids = parts().sampling.begin(rows, SHARED_INPUTS), torch.zeros(1, dtype=torch.int64)
     with recorded_launches() as launches:
-        step.draw(step.constrain(logits), token_ids)
-        parts().sampling.compute_logprobs(logits, token_ids, 0)
+        scores = step.constrain(logits)
+        step.choose(scores)
+        step.draw(scores, token_ids)
+        parts().sampling.compute_logprobs(logits, token_ids, 5)
     return {each.kernel.__name__.removesuffix("_kernel"): each for each in launches}
 
 

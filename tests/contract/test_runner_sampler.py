@@ -16,7 +16,7 @@ from transformers.generation import logits_process as generation
 
 from baton.core.logprobs import TokenLogprobs
 from baton.core.output import Failure, FailureCause
-from baton.core.sampling import SamplingParams
+from baton.core.sampling import MAX_LOGPROBS, SamplingParams
 from baton.engine.runner.device.step_inputs import SHARED_INPUTS
 from baton.engine.runner.layout import TokenRun
 from baton.engine.runner.sampling.logprobs import read_logprobs
@@ -527,14 +527,25 @@ def test_logprobs_of_a_vocabulary_in_pieces_equal_float64(sampling: Sampling) ->
     logits[1] -= 1e4
     logits[2, 7] = 1e4
 
-    computed = sampling.compute_logprobs(logits, torch.tensor([5002, 1, 7]), 5003)
+    computed = sampling.compute_logprobs(logits, torch.tensor([5002, 1, 7]), MAX_LOGPROBS)
 
     wanted = logits.double().log_softmax(dim=-1)
-    found = torch.zeros_like(wanted).scatter_(
-        1, computed.top_token_ids, computed.top_logprobs.double()
-    )
-    assert torch.allclose(found, wanted, rtol=1e-6, atol=1e-5)
-    assert torch.equal(computed.logprobs.double(), found[[0, 1, 2], [5002, 1, 7]])
+    of_tops, tops = wanted.gather(1, computed.top_token_ids), wanted.topk(MAX_LOGPROBS)
+    assert torch.allclose(computed.top_logprobs.double(), of_tops, rtol=1e-6, atol=1e-5)
+    assert torch.allclose(of_tops, tops.values, rtol=1e-6, atol=1e-5)
+    own = wanted[[0, 1, 2], [5002, 1, 7]]
+    assert torch.allclose(computed.logprobs.double(), own, rtol=1e-6, atol=1e-5)
+    assert computed.ranks.tolist() == (1 + (wanted > own[:, None]).sum(dim=1)).tolist()
+
+
+def test_logprobs_of_some_rows_are_those_of_all(sampling: Sampling) -> None:
+    logits, chosen = random_logits(5, VOCAB_SIZE), torch.arange(5)
+    rows = torch.tensor([1, 4])
+
+    computed = sampling.compute_logprobs(logits, chosen, 3, rows)
+
+    every = sampling.compute_logprobs(logits, chosen, 3)
+    assert all(torch.equal(one, all_[rows]) for one, all_ in zip(computed, every, strict=True))
 
 
 def test_equal_top_tokens_are_listed_by_id_and_a_row_has_the_same_bits_alone() -> None:

@@ -22,7 +22,7 @@ from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.sampling.output_heads import HiddenStates
 from baton.engine.runner.sampling.packed_peaks import PackedPeaks
 from baton.engine.runner.sampling.prompt_logprobs import LOGITS_CHUNK_ROWS, PromptLogprobs
-from baton.engine.runner.sampling.sampler import NOT_FINITE, Sampler
+from baton.engine.runner.sampling.sampler import NOT_FINITE, Sampler, Samples
 from baton.engine.runner.sampling.sampling import Sampling
 from baton.engine.runner.sampling.torch_sampling import TORCH_SAMPLING
 from tests.support.fake_device import Counts, FakeDevice
@@ -89,6 +89,10 @@ def check(
         samples = sample(sampler, on_device, runs, inputs)
 
     check_copies(device, num_to_device)
+    check_samples(samples, expected)
+
+
+def check_samples(samples: Samples, expected: Samples) -> None:
     assert samples.choices == expected.choices
     assert samples.logprobs.keys() == expected.logprobs.keys()
     for index, wanted in expected.logprobs.items():
@@ -125,19 +129,40 @@ def test_a_grammar_that_allows_only_an_end_token_takes_one_copy_each_way(
     check(sampling, random_logits(2), [allow_only(row(min_tokens=9), EOS, VOCAB_SIZE), row()])
 
 
-@pytest.mark.triton
-def test_random_rows_behind_a_graph_are_one_launch_between_two_copies() -> None:
+# Rows, and the launches of a step with them besides its graph: two copies, the draw, and one that
+# packs results that the graph has not packed.
+REPLAYED = {
+    "random": ({"temperature": 0.8, "top_k": 9, "top_p": 0.9}, 2 + 1),
+    "allowed": (SETTINGS["allowed"], 2 + 3 + 1),  # constrain, choose, draw
+    "bias": (SETTINGS["bias"], 2 + 5 + 1),  # and zeros with the biases
+    "penalties": (SETTINGS["repetition"] | {"presence_penalty": 0.5}, 2 + 4 + 1),
+    "logprobs": (SETTINGS["logprobs"], 1 + 1 + 1),  # greedy, without parameters to copy
+}
+
+
+MORE = ("random", "allowed", "bias", "some")
+
+
+@pytest.mark.parametrize("has_grammar", [False, pytest.param(True, marks=pytest.mark.triton)])
+@pytest.mark.parametrize(
+    "name",
+    ["penalties", "logprobs", *(pytest.param(name, marks=pytest.mark.triton) for name in MORE)],
+)
+def test_sampling_behind_a_graph_allocates_nothing(name: str, *, has_grammar: bool) -> None:
     """The peaks of a padded batch are found by its graph, and its rows are drawn in their place."""
     require_triton()
-    logits = random_logits(4)
-    runs = [row(seed, temperature=0.8, top_k=9 * (seed % 2), top_p=0.9) for seed in range(3)]
+    logits, rows_of_all = random_logits(4), [settings for settings, _ in REPLAYED.values()]
+    settings = rows_of_all[-3:] if name == "some" else [REPLAYED[name][0]] * 3
+    runs = [row(seed, **each) for seed, each in enumerate(settings)]
+    if has_grammar:
+        runs[1] = allow_only(runs[1], (2, 3, 7, 9, 40), VOCAB_SIZE)
     expected = sample(Sampler(EOS), logits[:3], runs)
 
     sampling = triton_sampling()
     with device_for(sampling) as device:
         sampler, inputs = Sampler(EOS, sampling=sampling, device=device), PackedInputs(device)
         on_device = logits.to(device.place)
-        for _ in range(2):  # the first step allocates the buffers of the host
+        for _ in range(3):  # the first steps allocate the buffers
             peaks = PackedPeaks.of(TorchOps().find_peaks(on_device))
             device.counts = Counts()
             inputs.begin()
@@ -145,8 +170,10 @@ def test_random_rows_behind_a_graph_are_one_launch_between_two_copies() -> None:
             inputs.send()
             samples = sampler.read(sampler.launch(step, on_device[:3], peaks))
 
-    assert samples == expected
-    assert (device.counts.launches, device.counts.allocations) == (3, 0)
+    check_samples(samples, expected)
+    assert device.counts.allocations == 0
+    if name != "some" and not has_grammar:
+        assert device.counts.launches == REPLAYED[name][1]
 
 
 class OneLayer:

@@ -90,7 +90,7 @@ def test_every_kernel_compiles_without_spills(target: str, tmp_path: Path) -> No
     assert names == {
         "rms_norm", "rope", "gate", "multiply_sigmoid", "add", "add_and_norm", "find_peaks",
         "write", "attention", "segments", "merge", "convolve", "recur", "gated_norm",
-        "scatter_bias", "count_tokens", "constrain", "draw", "log_softmax",
+        "scatter_bias", "count_tokens", "constrain", "draw", "find_best", "logprobs",
         "linear", "rows", "plan_tiles", "experts", "sum_experts", "heads", "choose_experts",
         "sum_pieces", "merge_pieces",
     }  # fmt: skip

@@ -15,6 +15,7 @@ from baton.engine.runner.device.step_inputs import StepInputs
 from baton.engine.runner.layout import Ints, TokenRun
 from baton.engine.runner.sampling.logits_processors import NEVER
 from baton.engine.runner.sampling.sampling import SampledRows
+from baton.engine.structured_output.grammar import Bits, num_words
 
 
 class Constraints:
@@ -100,6 +101,25 @@ def stop_tokens(run: TokenRun, eos_token_ids: tuple[int, ...]) -> Sequence[int]:
     sampling = run.row.sampling
     # With ignore_eos, eos tokens do not end it.
     return (*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids))
+
+
+def token_mask(run: TokenRun, eos_token_ids: tuple[int, ...], vocab_size: int) -> Bits | None:
+    """Return the tokens that a row allows as a bitmask, or None if it allows all."""
+    listed = run.row.sampling.allowed_token_ids
+    forbidden, stops = forbidden_tokens(run), stop_tokens(run, eos_token_ids)
+    if listed is None and not forbidden and not stops:
+        return run.allowed
+    allowed = np.ones(num_words(vocab_size) * 32, dtype=np.bool_)
+    if run.allowed is not None:
+        allowed = np.unpackbits(run.allowed.view(np.uint8), bitorder="little").view(np.bool_)
+    if listed is not None:
+        allowed &= np.isin(np.arange(len(allowed)), listed)
+    allowed[list(forbidden)] = False
+    kept = allowed[list(stops)]
+    allowed[list(stops)] = False
+    if run.allowed is not None and not allowed[:vocab_size].any():
+        allowed[list(stops)] = kept  # the grammar allows no other token
+    return np.packbits(allowed, bitorder="little").view(np.int32)
 
 
 class _GrammarMask(NamedTuple):

@@ -21,6 +21,7 @@ from baton.core.logprobs import TokenLogprobs
 from baton.core.output import Failure, FailureCause
 from baton.engine.runner.device.device import CPU, Device
 from baton.engine.runner.device.step_inputs import Array, StepInputs
+from baton.engine.runner.device.step_memory import Memory, StepMemory
 from baton.engine.runner.device.step_outputs import Received, make_outputs
 from baton.engine.runner.layout import TokenRun
 from baton.engine.runner.model.ops import Peaks
@@ -92,10 +93,13 @@ class Sampler:
         self._sampling = sampling
         self._place = device.place
         self._outputs = make_outputs(device)
+        self._memory = StepMemory()
 
     def begin(self, runs: Sequence[TokenRun], vocab_size: int, inputs: StepInputs) -> SampledStep:
         """Put the parameters of the rows."""
-        rows = SampledRows(runs, self._eos_token_ids, vocab_size, self._place)
+        rows = SampledRows(
+            runs, self._eos_token_ids, vocab_size, self._place, self._find_peaks, self._memory
+        )
         sampling = self._sampling.begin(rows, inputs)
         return SampledStep(runs, sampling, _RequestedLogprobs.of(runs, inputs))
 
@@ -115,16 +119,15 @@ class Sampler:
         chosen = [token_ids, are_finite]
         if is_constrained:
             failures = self._apply_processors(scores, step.runs, are_finite)
-            token_ids = self._find_peaks(scores).token_ids
-            best = scores.gather(1, token_ids[:, None]).squeeze(1)
-            chosen = [token_ids, are_finite, best.isneginf()]  # -inf: all tokens are forbidden
+            token_ids, are_empty = step.sampling.choose(scores)
+            chosen = [token_ids, are_finite, are_empty]
             peaks = None
         elif peaks is not None:
             chosen = [peaks.packed]
         step.sampling.draw(scores, token_ids)
         requested: Sequence[Tensor] = ()
         if step.logprobs is not None:
-            requested = step.logprobs.compute(logits, token_ids, self._sampling)
+            requested = step.logprobs.compute(logits, token_ids, self._sampling, self._memory)
         received = self._outputs.send([*chosen, *requested])
         return LaunchedSamples(step, token_ids, failures, is_constrained, peaks, received)
 
@@ -183,10 +186,10 @@ class _RequestedLogprobs(NamedTuple):
         rows = None if is_all else inputs.put(np.array(indices, dtype=np.int64))
         return cls(indices, num_tops, rows)
 
-    def compute(self, logits: Tensor, token_ids: Tensor, sampling: Sampling) -> Sequence[Tensor]:
-        if self.rows is not None:
-            logits, token_ids = logits[self.rows], token_ids[self.rows]
-        return sampling.compute_logprobs(logits, token_ids, max(self.num_tops))
+    def compute(
+        self, logits: Tensor, token_ids: Tensor, sampling: Sampling, memory: Memory
+    ) -> Sequence[Tensor]:
+        return sampling.compute_logprobs(logits, token_ids, max(self.num_tops), self.rows, memory)
 
     def read(self, arrays: Sequence[Array]) -> dict[int, TokenLogprobs]:
         return dict(zip(self.indices, read_logprobs(arrays, self.num_tops), strict=True))

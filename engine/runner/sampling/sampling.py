@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from baton.engine.runner.device.step_inputs import StepInputs
+from baton.engine.runner.device.step_memory import NEW_MEMORY, Memory
 from baton.engine.runner.layout import TokenRun
+from baton.engine.runner.model.ops import Peaks
+from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.sampling.logprobs import LogprobTensors
 
 
@@ -20,6 +23,15 @@ class SampledRows(NamedTuple):
     eos_token_ids: tuple[int, ...]
     vocab_size: int
     device: torch.device
+    find_peaks: Callable[[Tensor], Peaks] = TorchOps().find_peaks
+    memory: Memory = NEW_MEMORY  # of results
+
+
+class BestTokens(NamedTuple):
+    """Argmax of constrained rows of logits."""
+
+    token_ids: Tensor
+    are_empty: Tensor  # all tokens of a row are forbidden
 
 
 class SamplingPass(Protocol):
@@ -30,6 +42,10 @@ class SamplingPass(Protocol):
 
         Returns a modified copy if any row has them or a logits processor, else the logits.
         """
+        ...
+
+    def choose(self, scores: Tensor) -> BestTokens:
+        """Return the argmax of constrained logits."""
         ...
 
     def draw(self, scores: Tensor, token_ids: Tensor) -> None:
@@ -45,9 +61,17 @@ class Sampling(Protocol):
         """Put the arrays of a step. The pass can be used once the inputs have been sent."""
         ...
 
-    def compute_logprobs(self, logits: Tensor, token_ids: Tensor, num_tops: int) -> LogprobTensors:
+    def compute_logprobs(
+        self,
+        logits: Tensor,
+        token_ids: Tensor,
+        num_tops: int,
+        rows: Tensor | None = None,
+        memory: Memory = NEW_MEMORY,
+    ) -> LogprobTensors:
         """Compute logprobs of these and of the top tokens from [rows, vocab_size] in float32.
 
-        The rank of a token is one plus the number of tokens with a higher logprob.
+        With `rows`, only those of these rows. The rank of a token is one plus the number of tokens
+        with a higher logprob. Results can be in `memory`.
         """
         ...

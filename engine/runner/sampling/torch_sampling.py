@@ -15,12 +15,13 @@ from torch import Tensor
 
 from baton.core.sampling import SamplingParams
 from baton.engine.runner.device.step_inputs import StepInputs
+from baton.engine.runner.device.step_memory import NEW_MEMORY, Memory
 from baton.engine.runner.layout import TokenRun
 from baton.engine.runner.sampling.constraints import Constraints
 from baton.engine.runner.sampling.logits_processors import NEVER
 from baton.engine.runner.sampling.logprobs import LogprobTensors, gather_logprobs
 from baton.engine.runner.sampling.randomness import draw_keys, exponential_numbers
-from baton.engine.runner.sampling.sampling import SampledRows, SamplingPass
+from baton.engine.runner.sampling.sampling import BestTokens, SampledRows, SamplingPass
 
 # Candidates that top-p considers before it sorts the whole vocabulary.
 TOP_P_CANDIDATES = 1024
@@ -35,7 +36,16 @@ class TorchSampling:
     def begin(self, rows: SampledRows, inputs: StepInputs) -> SamplingPass:
         return TorchSamplingPass(rows, inputs)
 
-    def compute_logprobs(self, logits: Tensor, token_ids: Tensor, num_tops: int) -> LogprobTensors:
+    def compute_logprobs(
+        self,
+        logits: Tensor,
+        token_ids: Tensor,
+        num_tops: int,
+        rows: Tensor | None = None,
+        memory: Memory = NEW_MEMORY,
+    ) -> LogprobTensors:
+        if rows is not None:
+            logits, token_ids = logits[rows], token_ids[rows]
         logprobs = logits.log_softmax(dim=-1)
         num_tops = min(num_tops, logits.shape[1])
         return gather_logprobs(logprobs, token_ids, logprobs.topk(num_tops, dim=-1).indices)
@@ -46,6 +56,7 @@ class TorchSamplingPass:
 
     def __init__(self, rows: SampledRows, inputs: StepInputs) -> None:
         self._constraints = Constraints(rows, inputs)
+        self._find_peaks = rows.find_peaks
         runs = rows.runs
         is_on_cpu = rows.device.type == "cpu"
         by_count: dict[int, list[int]] = {}
@@ -59,6 +70,11 @@ class TorchSamplingPass:
 
     def constrain(self, logits: Tensor) -> Tensor:
         return self._constraints.apply(logits)
+
+    def choose(self, scores: Tensor) -> BestTokens:
+        token_ids = self._find_peaks(scores).token_ids
+        best = scores.gather(1, token_ids[:, None]).squeeze(1)
+        return BestTokens(token_ids, best.isneginf())
 
     def draw(self, scores: Tensor, token_ids: Tensor) -> None:
         for draw in self._draws:

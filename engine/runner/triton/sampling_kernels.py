@@ -1,6 +1,6 @@
-"""Triton kernels of sampling: constraints of rows of logits, random draws, and logprobs.
+"""Triton kernels of sampling: constraints of rows of logits, and random draws.
 
-A program of a draw or of logprobs computes one row, in an order that depends on the size of the row
+A program of a draw computes one row, in an order that depends on the size of the row
 only. A draw sums counts and probabilities as integers, which need no order at all.
 """
 
@@ -264,19 +264,18 @@ def draw_kernel(token_ids, scores, integers, floats, row_stride, size, num_colum
 
 
 @triton.jit
-def log_softmax_kernel(dst, logits, row_stride, size, num_columns: tl.constexpr):
-    """Logprobs of a row."""
+def find_best_kernel(token_ids, are_empty, scores, row_stride, size, num_columns: tl.constexpr):
+    """Argmax of a row, the first of equal values, and whether all of the row is -inf."""
     row = tl.program_id(0).to(tl.int64)
-    logits += row * row_stride
-    peaks = tl.full((num_columns,), float("-inf"), tl.float32)
+    best, best_id = float("-inf"), 0
     for start in range(0, size, num_columns):
         columns = start + tl.arange(0, num_columns)
-        numbers = tl.load(logits + columns, mask=columns < size, other=float("-inf"))
-        peaks = tl.maximum(peaks, numbers)
-    highest = tl.max(peaks, axis=0)
-    log_total = log_total_weight(logits, size, highest, 1.0, float("inf"), num_columns)
-    for start in range(0, size, num_columns):
-        columns = start + tl.arange(0, num_columns)
-        numbers = tl.load(logits + columns, mask=columns < size, other=0.0)
-        logprobs = numbers - highest - log_total
-        tl.store(dst + row * size + columns, logprobs, mask=columns < size)
+        places = scores + row * row_stride + columns
+        numbers = tl.load(places, mask=columns < size, other=float("-inf"))
+        numbers = tl.where(numbers == numbers, numbers, float("-inf"))
+        highest = tl.max(numbers, axis=0)
+        highest_id = start + tl.argmax(numbers, axis=0, tie_break_left=True)
+        best_id = tl.where(highest > best, highest_id, best_id)
+        best = tl.maximum(best, highest)
+    tl.store(token_ids + row, best_id)
+    tl.store(are_empty + row, best == float("-inf"))

@@ -6,41 +6,50 @@ import torch
 import triton
 from torch import Tensor
 
+from baton.engine.runner.device.step_memory import Memory
+from baton.engine.runner.sampling.logprobs import LogprobTensors
 from baton.engine.runner.triton.launching import launch
-from baton.engine.runner.triton.sampling_kernels import log_softmax_kernel
+from baton.engine.runner.triton.logprob_kernels import logprobs_kernel
 
 MAX_ROW_COLUMNS = 2048  # of logits, that the program of a row reads at a time
 ROW_WARPS = 16
-MAX_INT32 = (1 << 31) - 1
 
 
-def log_softmax(logits: Tensor) -> Tensor:
-    logprobs = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    num_rows, size = logits.shape
+def compute_logprobs(
+    logits: Tensor, token_ids: Tensor, num_tops: int, rows: Tensor | None, memory: Memory
+) -> LogprobTensors:
+    """Compute logprobs of chosen and top tokens; of equal ones, the lowest ids come first."""
+    size = logits.shape[1]
+    num_rows = len(logits) if rows is None else len(rows)
+    num_tops = min(num_tops, size)
+
+    def take(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return memory.take(f"logprobs: {name}", logits, shape, dtype)
+
+    computed = LogprobTensors(
+        take("token ids", (num_rows,), torch.int64),
+        take("chosen", (num_rows,), torch.float32),
+        take("ranks", (num_rows,), torch.int64),
+        take("top token ids", (num_rows, num_tops), torch.int64),
+        take("top", (num_rows, num_tops), torch.float32),
+    )
+    num_columns = row_columns(size)
     launch(
-        log_softmax_kernel,
+        logprobs_kernel,
         (num_rows,),
-        logprobs,
+        *computed,
         logits,
+        token_ids,
+        token_ids if rows is None else rows,
         logits.stride(0),
         size,
-        num_columns=row_columns(size),
+        num_tops,
+        has_rows=rows is not None,
+        num_pieces=triton.next_power_of_2(triton.cdiv(size, num_columns)),
+        num_columns=num_columns,
         num_warps=ROW_WARPS,
     )
-    return logprobs
-
-
-def find_tops(logprobs: Tensor, num_tops: int) -> Tensor:
-    """Return the ids of the top tokens of each row, of equal ones those with the lowest ids.
-
-    They are those of the greatest integers. No two are equal, since each ends with its token's
-    place from the end, so that no order among equal ones can depend on the batch.
-    """
-    bits, size = logprobs.view(torch.int32), logprobs.shape[1]
-    ordered = torch.where(bits < 0, bits ^ MAX_INT32, bits).long()
-    places = torch.arange(size - 1, -1, -1, device=bits.device)
-    tops = ((ordered << 32) | places).topk(min(num_tops, size), dim=-1).values
-    return size - 1 - (tops & MAX_INT32)
+    return computed
 
 
 def row_columns(size: int) -> int:

@@ -10,28 +10,28 @@ import torch
 from torch import Tensor
 
 from baton.engine.runner.device.step_inputs import StepInputs
+from baton.engine.runner.device.step_memory import NEW_MEMORY, Memory
 from baton.engine.runner.layout import Ints, TokenRun
 from baton.engine.runner.sampling.constraints import (
-    forbidden_tokens,
     has_penalty,
     is_constrained,
-    stop_tokens,
+    token_mask,
 )
-from baton.engine.runner.sampling.logprobs import LogprobTensors, gather_logprobs
+from baton.engine.runner.sampling.logprobs import LogprobTensors
 from baton.engine.runner.sampling.randomness import draw_keys
-from baton.engine.runner.sampling.sampling import SampledRows, SamplingPass
+from baton.engine.runner.sampling.sampling import BestTokens, SampledRows, SamplingPass
 from baton.engine.runner.sampling.torch_sampling import MIN_TEMPERATURE
 from baton.engine.runner.triton.launching import launch, row_contiguous
 from baton.engine.runner.triton.sampling_kernels import (
     constrain_kernel,
     count_tokens_kernel,
     draw_kernel,
+    find_best_kernel,
     scatter_bias_kernel,
 )
 from baton.engine.runner.triton.triton_logprobs import (
     ROW_WARPS,
-    find_tops,
-    log_softmax,
+    compute_logprobs,
     row_columns,
 )
 from baton.engine.structured_output.grammar import Bits, num_words
@@ -45,9 +45,15 @@ class TritonSampling:
     def begin(self, rows: SampledRows, inputs: StepInputs) -> SamplingPass:
         return TritonSamplingPass(rows, inputs)
 
-    def compute_logprobs(self, logits: Tensor, token_ids: Tensor, num_tops: int) -> LogprobTensors:
-        logprobs = log_softmax(row_contiguous(logits))
-        return gather_logprobs(logprobs, token_ids, find_tops(logprobs, num_tops))
+    def compute_logprobs(
+        self,
+        logits: Tensor,
+        token_ids: Tensor,
+        num_tops: int,
+        rows: Tensor | None = None,
+        memory: Memory = NEW_MEMORY,
+    ) -> LogprobTensors:
+        return compute_logprobs(row_contiguous(logits), token_ids, num_tops, rows, memory)
 
 
 class TritonSamplingPass:
@@ -59,9 +65,29 @@ class TritonSamplingPass:
         self._constraints = None if are_free else _Constraints(rows, inputs)
         random = [index for index, run in enumerate(runs) if not run.row.sampling.is_greedy]
         self._draws = _Draws.of(random, rows, inputs) if random else None
+        self._memory = rows.memory
 
     def constrain(self, logits: Tensor) -> Tensor:
-        return logits if self._constraints is None else self._constraints.apply(logits)
+        if self._constraints is None:
+            return logits
+        return self._constraints.apply(row_contiguous(logits), self._memory)
+
+    def choose(self, scores: Tensor) -> BestTokens:
+        num_rows, vocab_size = scores.shape
+        token_ids = self._memory.take("token ids", scores, (num_rows,), torch.int64)
+        are_empty = self._memory.take("are empty", scores, (num_rows,), torch.bool)
+        launch(
+            find_best_kernel,
+            (num_rows,),
+            token_ids,
+            are_empty,
+            scores,
+            scores.stride(0),
+            vocab_size,
+            num_columns=row_columns(vocab_size),
+            num_warps=ROW_WARPS,
+        )
+        return BestTokens(token_ids, are_empty)
 
     def draw(self, scores: Tensor, token_ids: Tensor) -> None:
         if self._draws is not None:
@@ -86,10 +112,9 @@ class _Constraints:
         self._biases = _Biases.of(biased, inputs)
         self._histories = _Histories.of(penalised, inputs)
 
-    def apply(self, logits: Tensor) -> Tensor:
-        logits = row_contiguous(logits)
+    def apply(self, logits: Tensor, memory: Memory) -> Tensor:
         num_rows, vocab_size = logits.shape
-        scores = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        scores = memory.take("scores", logits, (num_rows, vocab_size), torch.float32)
         masks = self._masks
         launch(
             constrain_kernel,
@@ -98,8 +123,8 @@ class _Constraints:
             logits,
             self._slots,
             masks,
-            self._biases.scatter(logits),
-            self._histories.count_tokens(logits),
+            self._biases.scatter(logits, memory),
+            self._histories.count_tokens(logits, memory),
             self._histories.penalties,
             logits.stride(0),
             vocab_size,
@@ -107,25 +132,6 @@ class _Constraints:
             num_columns=PIECE_COLUMNS,
         )
         return scores
-
-
-def token_mask(run: TokenRun, eos_token_ids: tuple[int, ...], vocab_size: int) -> Bits | None:
-    """Return the tokens that a row allows as a bitmask, or None if it allows all."""
-    listed = run.row.sampling.allowed_token_ids
-    forbidden, stops = forbidden_tokens(run), stop_tokens(run, eos_token_ids)
-    if listed is None and not forbidden and not stops:
-        return run.allowed
-    allowed = np.ones(num_words(vocab_size) * 32, dtype=np.bool_)
-    if run.allowed is not None:
-        allowed = np.unpackbits(run.allowed.view(np.uint8), bitorder="little").view(np.bool_)
-    if listed is not None:
-        allowed &= np.isin(np.arange(len(allowed)), listed)
-    allowed[list(forbidden)] = False
-    kept = allowed[list(stops)]
-    allowed[list(stops)] = False
-    if run.allowed is not None and not allowed[:vocab_size].any():
-        allowed[list(stops)] = kept  # the grammar allows no other token
-    return np.packbits(allowed, bitorder="little").view(np.int32)
 
 
 def _slots(has_one: list[bool]) -> Ints:
@@ -170,11 +176,13 @@ class _Biases(NamedTuple):
         lists = _Lists.of([np.array(list(bias), dtype=np.int64) for bias in biases], inputs)
         return cls(lists, inputs.put(np.array(values, dtype=np.float32)))
 
-    def scatter(self, logits: Tensor) -> Tensor:
+    def scatter(self, logits: Tensor, memory: Memory) -> Tensor:
         """Return the biases of all tokens, [biased rows, vocab_size]."""
         vocab_size = logits.shape[1]
-        dense = logits.new_zeros(self.lists.num_rows, vocab_size)
+        shape = self.lists.num_rows, vocab_size
+        dense = memory.take("biases", logits, shape, torch.float32)
         if self.lists.num_rows:
+            dense.zero_()
             launch(
                 scatter_bias_kernel,
                 self.lists.grid,
@@ -216,11 +224,13 @@ class _Histories(NamedTuple):
             inputs.put(np.array(penalties, dtype=np.float32)),
         )
 
-    def count_tokens(self, logits: Tensor) -> Tensor:
+    def count_tokens(self, logits: Tensor, memory: Memory) -> Tensor:
         """Return counts of outputs, with flags of prompt tokens: [penalised rows, vocab_size]."""
         vocab_size = logits.shape[1]
-        counts = logits.new_zeros(self.lists.num_rows, vocab_size, dtype=torch.int32)
+        shape = self.lists.num_rows, vocab_size
+        counts = memory.take("counts", logits, shape, torch.int32)
         if self.lists.num_rows:
+            counts.zero_()
             launch(
                 count_tokens_kernel,
                 self.lists.grid,
