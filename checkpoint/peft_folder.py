@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -50,6 +50,7 @@ class AdapterConfig:
     uses_rank_root: bool  # rsLoRA: alpha is divided by the root of the rank
     rank_pattern: Mapping[str, float]
     alpha_pattern: Mapping[str, float]
+    target_parameters: Sequence[str] = ()
 
     @classmethod
     def read(cls, folder: Path) -> AdapterConfig:
@@ -70,7 +71,12 @@ class AdapterConfig:
             uses_rank_root=fields.flag("use_rslora", False),
             rank_pattern=_pattern(fields, "rank_pattern"),
             alpha_pattern=_pattern(fields, "alpha_pattern"),
+            target_parameters=_names(fields, "target_parameters"),
         )
+
+    def targets_parameter(self, name: str) -> bool:
+        """Return whether a parameter is changed that is no weight of a linear layer."""
+        return any(name == each or name.endswith(f".{each}") for each in self.target_parameters)
 
     def scale(self, module: str, rank: int) -> float:
         """Return the factor of a module's product."""
@@ -92,6 +98,13 @@ def _pattern(fields: JsonFields, name: str) -> Mapping[str, float]:
     return {str(module): number for module, number in found.items()}
 
 
+def _names(fields: JsonFields, name: str) -> Sequence[str]:
+    found = fields.get(name) or []
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise fields.wrong(name, "must be a list of names")
+    return tuple(found)
+
+
 def _matching(pattern: Mapping[str, float], module: str, default: float) -> float:
     """Return the number of the first pattern, a regular expression, that a module ends with."""
     for key, number in pattern.items():
@@ -105,6 +118,13 @@ def _matches(key: str, module: str) -> bool:
         return re.fullmatch(rf"(.*\.)?({key})", module) is not None
     except re.error:
         return False
+
+
+class Sides(NamedTuple):
+    """Tensors of a module, in float32."""
+
+    down: Tensor  # lora_A
+    up: Tensor  # lora_B
 
 
 class LowRank(NamedTuple):
@@ -137,8 +157,8 @@ class PeftFolder:
                 found.update(piece)
         return found.hexdigest()
 
-    def matrices(self, max_rank: int) -> Iterator[tuple[str, LowRank]]:
-        """Yield each module's name and its matrices, in float32."""
+    def modules(self) -> Iterator[tuple[str, Sides]]:
+        """Yield each module's name and its tensors."""
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -148,10 +168,39 @@ class PeftFolder:
                     module, side = self._parse(name)
                     names.setdefault(module, {})[side] = name
                 for module, own in names.items():
-                    sides = {side: file.get_tensor(name).float() for side, name in own.items()}
-                    yield module, self._low_rank(module, sides, max_rank)
+                    tensors = {side: file.get_tensor(name).float() for side, name in own.items()}
+                    yield module, self._sides(module, tensors)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{self._weights} cannot be read: {error}") from error
+
+    def low_rank(self, module: str, sides: Sides, max_rank: int) -> LowRank:
+        """Return the matrices of a linear layer."""
+        [found] = self.stacked_low_rank(module, sides, 1, max_rank)
+        return found
+
+    def stacked_low_rank(
+        self, module: str, sides: Sides, count: int, max_rank: int
+    ) -> Sequence[LowRank]:
+        """Return the matrices of several layers of the same shape, whose ranks are stacked.
+
+        The rows of `down` are those of one layer after the other. The columns of `up` are the first
+        ones of all layers, then the second ones of all, and so on.
+        """
+        rank = self.config.rank_of(module)
+        down, up = sides
+        if down.shape[0] != count * rank or up.shape[1] != count * rank:
+            of_all = "" if count == 1 else f" for each of {count} experts"
+            raise ModelError(
+                f"{self._weights}: {module} has the shapes {[*down.shape]} and {[*up.shape]}; "
+                f"{CONFIG} says rank {rank}{of_all}"
+            )
+        if rank > max_rank:
+            raise ModelError(
+                f"{self._weights}: {module} has rank {rank}; max_lora_rank is {max_rank}"
+            )
+        up = up * self.config.scale(module, rank)
+        ups = up.unflatten(1, (rank, count)).unbind(2)
+        return [*map(LowRank, down.chunk(count), ups)]
 
     def _parse(self, name: str) -> tuple[str, str]:
         found = TENSOR.fullmatch(name)
@@ -161,20 +210,11 @@ class PeftFolder:
             )
         return found["module"], found["side"]
 
-    def _low_rank(self, module: str, sides: Mapping[str, Tensor], max_rank: int) -> LowRank:
-        if set(sides) != {"A", "B"} or any(side.dim() != 2 for side in sides.values()):
+    def _sides(self, module: str, tensors: Mapping[str, Tensor]) -> Sides:
+        if set(tensors) != {"A", "B"} or any(
+            side.dim() != 2 or not side.numel() for side in tensors.values()
+        ):
             raise ModelError(f"{self._weights}: {module} must have lora_A and lora_B, two matrices")
-        down, up = sides["A"], sides["B"]
-        rank = self.config.rank_of(module)
-        if down.shape[0] != rank or up.shape[1] != rank:
-            raise ModelError(
-                f"{self._weights}: {module} has the shapes {[*down.shape]} and {[*up.shape]}; "
-                f"{CONFIG} says rank {rank}"
-            )
-        if rank > max_rank:
-            raise ModelError(
-                f"{self._weights}: {module} has rank {rank}; max_lora_rank is {max_rank}"
-            )
-        if not all(edge.isfinite() for side in (down, up) for edge in side.aminmax()):
+        if not all(edge.isfinite() for side in tensors.values() for edge in side.aminmax()):
             raise ModelError(f"{self._weights}: {module} has numbers that are not finite")
-        return LowRank(down, up * self.config.scale(module, rank))
+        return Sides(tensors["A"], tensors["B"])

@@ -12,7 +12,8 @@ from baton.checkpoint.checkpoint import Checkpoint, GenerationDefaults
 from baton.checkpoint.hub import open_checkpoint
 from baton.core.errors import InvalidConfig
 from baton.engine.kv_cache.groups import CacheLayout
-from baton.engine.runner.adapters.adapters import ActiveAdapters, AdapterTable
+from baton.engine.runner.adapters.adapters import AdapterTable
+from baton.engine.runner.adapters.low_rank import ActiveAdapters
 from baton.engine.runner.attention.kv_tensor import KvShape
 from baton.engine.runner.attention.paged_attention import LayerAttention
 from baton.engine.runner.config import RunnerConfig as RunnerConfig

@@ -92,6 +92,7 @@ def _replaced(tensor: torch.Tensor) -> Change:
         (_replaced(torch.zeros(4, 65)), "64 x 65"),
         (_replaced(torch.zeros(3, 64)), "rank 4"),
         (_replaced(torch.zeros(4)), "two matrices"),
+        (_replaced(torch.zeros(0, 64)), "two matrices"),
         (_replaced(torch.full((4, 64), torch.nan)), "not finite"),
         (_replaced(torch.full((4, 64), torch.inf)), "not finite"),
         (_renamed("base_model.model.lm_head.lora_A.weight"), "lm_head"),
@@ -143,10 +144,57 @@ def test_an_adapter_of_another_model(base: Path, tmp_path: Path) -> None:
         load(base, write_adapter(other, tmp_path / "adapter"))
 
 
-def test_experts_are_refused_by_name(tmp_path: Path) -> None:
-    moe = make_model_folder(tmp_path / "moe", FAMILY_VARIANTS["qwen3-moe"])
-    with pytest.raises(ModelError, match="not a linear layer that adapters can change"):
-        load(moe, write_adapter(moe, tmp_path / "adapter", names=("gate_proj",)))
+def write_stacked(folder: Path, module: str, num_experts: int = 8, **settings: Any) -> Path:
+    """Write an adapter of the stacked matrices of experts."""
+    settings = {"peft_type": "LORA", "r": 2, "target_parameters": ["down_proj"], **settings}
+    prefix = f"base_model.model.model.layers.0.{module}.lora_"
+    tensors = {
+        f"{prefix}A.weight": torch.ones(2 * num_experts, 32),
+        f"{prefix}B.weight": torch.ones(64, 2 * num_experts),
+    }
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("moe"), FAMILY_VARIANTS["qwen3-moe"])
+
+
+def test_a_good_adapter_of_experts(moe: Path, tmp_path: Path) -> None:
+    assert load(moe, write_stacked(tmp_path, "mlp.experts")) == 8
+
+
+@pytest.mark.parametrize(
+    ("module", "num_experts", "settings", "expected"),
+    [
+        ("mlp.experts", 7, {}, "rank 2 for each of 8 experts"),
+        ("mlp.experts", 8, {"target_parameters": ["gate_up_proj"]}, "64 x 32; .* is 64 x 64"),
+        ("mlp.experts", 8, {"target_parameters": None}, "experts is not a linear layer"),
+        ("mlp.experts", 8, {"target_parameters": "all"}, "must be a list of names"),
+        ("mlp.experts", 8, {"target_parameters": [1]}, "must be a list of names"),
+        ("mlp.experts.base_layer", 8, {}, "base_layer is not a linear layer"),
+        ("mlp.experts.8.down_proj", 1, {}, "not a linear layer"),
+        ("feed_forward.experts", 8, {}, "not a linear layer"),
+    ],
+)
+def test_experts_that_do_not_fit(
+    moe: Path,
+    tmp_path: Path,
+    module: str,
+    num_experts: int,
+    settings: dict[str, Any],
+    expected: str,
+) -> None:
+    with pytest.raises(ModelError, match=expected):
+        load(moe, write_stacked(tmp_path, module, num_experts, **settings))
+
+
+def test_experts_of_a_model_without_any(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="not a linear layer"):
+        load(base, write_stacked(tmp_path, "mlp.experts"))
 
 
 def test_digests_depend_on_content_alone(base: Path, tmp_path: Path) -> None:

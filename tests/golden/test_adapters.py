@@ -16,10 +16,10 @@ from tests.support.models import VARIANTS, prompt_of, reference_choices
 
 FolderOf = Callable[[str], Path]
 NUM_TOKENS = 16
-FAMILIES = ("llama", "qwen3", "gemma3", "glm4", "olmo2")
+FAMILIES = ("llama", "qwen3", "gemma3", "glm4", "olmo2", "qwen3-moe", "deepseek-v3", "qwen3-next")
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 PROMPTS = [prompt_of(length, seed=length) for length in (1, 17, 60)]
-SOME = ("q_proj", "v_proj")
+SOME = ("q_proj", "v_proj", "kv_b_proj")
 
 
 @pytest.fixture(scope="session")
@@ -59,11 +59,21 @@ def test_tokens_equal_those_of_merged_weights(
     assert len({tuple(answer) for answer in together}) > 2 * len(PROMPTS)
 
 
-@pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
+@pytest.mark.parametrize(
+    ("name", "quantize"),
+    [
+        *(("qwen3", quantize) for quantize in ("none", "int8", "int4")),
+        ("qwen3-moe", "none"),
+        ("qwen2-moe", "int8"),
+        ("deepseek-v3", "none"),
+        ("qwen3-next", "none"),
+        ("granite-4-moe", "none"),
+    ],
+)
 def test_native_kernels_give_a_request_the_same_tokens_in_any_batch(
-    quantize: str, folder_of: FolderOf, tmp_path: Path
+    name: str, quantize: str, folder_of: FolderOf, tmp_path: Path
 ) -> None:
-    base = folder_of("qwen3")
+    base = folder_of(name)
     adapters = {
         str(seed): str(write_adapter(base, tmp_path / str(seed), seed=seed)) for seed in range(3)
     }
@@ -73,15 +83,15 @@ def test_native_kernels_give_a_request_the_same_tokens_in_any_batch(
     with open_llm(base, lora=adapters, **settings) as llm:
         together = [each.token_ids for each in llm.generate(prompts, GREEDY, lora=names)]
         alone = [
-            llm.generate(prompt, GREEDY, lora=name)[0].token_ids
-            for prompt, name in zip(prompts, names, strict=True)
+            llm.generate(prompt, GREEDY, lora=adapter)[0].token_ids
+            for prompt, adapter in zip(prompts, names, strict=True)
         ]
     with open_llm(base, **settings) as llm:
         plain = [each.token_ids for each in llm.generate(prompts, GREEDY)]
 
     assert together == alone
-    for name, answer, other in zip(names, together, plain, strict=True):
-        assert (answer == other) is (not name)
+    for adapter, answer, other in zip(names, together, plain, strict=True):
+        assert (answer == other) is (not adapter)
 
 
 def test_cached_prefixes_belong_to_an_adapter(folder_of: FolderOf, tmp_path: Path) -> None:

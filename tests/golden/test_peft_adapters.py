@@ -61,6 +61,39 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
         "glm4",
         {"r": 4, "target_modules": r".*\.(0\.self_attn\.k_proj|1\.mlp\.(gate_up|down)_proj)"},
     ),
+    # PEFT stacks the matrices of all experts, and adapts the router.
+    "experts and router": (
+        "qwen3-moe",
+        {"r": 4, "target_modules": "all-linear", "rank_pattern": {"q_proj": 2}},
+    ),
+    "experts of one parameter": (
+        "qwen3-moe",
+        {
+            "r": 3,
+            "use_rslora": True,
+            "target_modules": ["v_proj"],
+            "target_parameters": ["mlp.experts.down_proj"],
+        },
+    ),
+    "interleaved experts": (
+        "gpt-oss",
+        {
+            "r": 3,
+            "target_modules": ATTENTION,
+            "target_parameters": ["experts.gate_up_proj", "1.mlp.experts.down_proj"],
+        },
+    ),
+    "shared experts": ("qwen2-moe", {"r": 3, "target_modules": "all-linear"}),
+    "latent attention": (
+        "deepseek-v3",
+        {"r": 4, "target_modules": "all-linear", "alpha_pattern": {"kv_b_proj": 24}},
+    ),
+    "latent attention, queries in one step": (
+        "deepseek-v2-lite",
+        {"r": 2, "target_modules": ["q_proj", "kv_b_proj", "kv_a_proj_with_mqa", "o_proj"]},
+    ),
+    "delta rule": ("qwen3-next", {"r": 4, "target_modules": "all-linear"}),
+    "Mamba2": ("granite-4-moe", {"r": 4, "target_modules": ["in_proj", "out_proj", "q_proj"]}),
     "rotated halves": ("glm", {"r": 4, "target_modules": ATTENTION, "init_lora_weights": "eva"}),
 }
 

@@ -11,7 +11,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+RECURRENT = ("in_proj", "in_proj_qkvz", "in_proj_ba", "out_proj")
+MLP = ("gate_proj", "up_proj", "down_proj", "gate", "shared_expert_gate")
+ALL = (*ATTENTION, *LATENT, *RECURRENT, *MLP)
 
 
 def write_adapter(

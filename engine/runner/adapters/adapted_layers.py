@@ -8,14 +8,15 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from baton.engine.runner.adapters.adapters import ActiveAdapters
+from baton.engine.runner.adapters.adapted_experts import AdaptedExperts
+from baton.engine.runner.adapters.low_rank import ActiveAdapters
 from baton.engine.runner.adapters.place import Place
 from baton.engine.runner.model.config import ModelConfig
-from baton.engine.runner.model.layer_weights import Layer
-from baton.engine.runner.model.layers import DecoderLayer, unfused_layers
-from baton.engine.runner.model.linear import Linear, Mlp
+from baton.engine.runner.model.layer_weights import LatentProjections, Layer
+from baton.engine.runner.model.layers import DecoderLayer, gate_of, unfused_layers
+from baton.engine.runner.model.linear import HeadLinears, Linear, Mlp, Moe
 from baton.engine.runner.model.mixers import Ends, ForwardPass
-from baton.engine.runner.model.ops import Ops
+from baton.engine.runner.model.ops import MlpGate, Ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,23 @@ class AdaptedLinear:
 
     def rows(self, row_ids: Tensor) -> Tensor:
         return self.base.rows(row_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedHeads:
+    """Implements `HeadLinears`."""
+
+    base: HeadLinears
+    layer: int
+    name: str  # of the places, whose indices are heads
+    active: ActiveAdapters
+
+    def __call__(self, heads: Tensor) -> Tensor:
+        outputs = self.base(heads)
+        for head in range(heads.shape[1]):
+            place, own = Place(self.layer, self.name, head), outputs[:, head].contiguous()
+            outputs[:, head] = self.active.add(place, heads[:, head].contiguous(), own)
+        return outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +79,9 @@ def adaptable_layers(
     active: ActiveAdapters,
 ) -> Sequence[DecoderLayer]:
     """Return the layers `plain`, which can be changed by adapters from now on."""
+    adapt = _Adapting(ops, gate_of(config), active)
     adapted = unfused_layers(
-        ops, config, [_adapted(layer, index, active) for index, layer in enumerate(layers)]
+        ops, config, [adapt.layer(layer, index) for index, layer in enumerate(layers)]
     )
     return [
         own if own.adds_low_rank else AdaptableLayer(own, other, active)
@@ -70,15 +89,52 @@ def adaptable_layers(
     ]
 
 
-def _adapted(layer: Layer, index: int, active: ActiveAdapters) -> Layer:
-    def adapt(linear: Linear, name: str) -> Linear:
-        return AdaptedLinear(linear, Place(index, name), active)
+@dataclass(frozen=True, slots=True)
+class _Adapting:
+    """Makes layers from others that add products of adapters."""
 
-    if layer.recurrent is not None or layer.latent is not None:
-        return layer
-    mlp = layer.mlp
-    if isinstance(mlp, Mlp):
-        mlp = Mlp(adapt(mlp.gate_up, "gate_up"), adapt(mlp.down, "down"))
-    return replace(
-        layer, qkv=adapt(layer.qkv, "qkv"), output=adapt(layer.output, "output"), mlp=mlp
-    )
+    ops: Ops
+    gate: MlpGate
+    active: ActiveAdapters
+
+    def layer(self, layer: Layer, index: int) -> Layer:
+        recurrent, latent = layer.recurrent, layer.latent
+        if recurrent is not None:
+            recurrent = replace(recurrent, gates=self._linear(recurrent.gates, index, "gates"))
+        if latent is not None:
+            query = latent.query
+            latent = LatentProjections(
+                None if query is None else self._linear(query, index, "query_up"),
+                AdaptedHeads(latent.key, index, "key", self.active),
+                AdaptedHeads(latent.value, index, "value", self.active),
+            )
+        return replace(
+            layer,
+            qkv=self._linear(layer.qkv, index, "qkv"),
+            output=self._linear(layer.output, index, "output"),
+            mlp=self._mixture(layer.mlp, index)
+            if isinstance(layer.mlp, Moe)
+            else self._mlp(layer.mlp, index),
+            latent=latent,
+            recurrent=recurrent,
+        )
+
+    def _mixture(self, moe: Moe, index: int) -> Moe:
+        shared, shared_gate = moe.shared, moe.shared_gate
+        return replace(
+            moe,
+            shared=None if shared is None else self._mlp(shared, index, "shared_"),
+            shared_gate=None
+            if shared_gate is None
+            else self._linear(shared_gate, index, "shared_gate"),
+            mixer=AdaptedExperts(moe, index, self.ops, self.gate, self.active),
+        )
+
+    def _mlp(self, mlp: Mlp, index: int, prefix: str = "") -> Mlp:
+        return Mlp(
+            self._linear(mlp.gate_up, index, f"{prefix}gate_up"),
+            self._linear(mlp.down, index, f"{prefix}down"),
+        )
+
+    def _linear(self, linear: Linear, index: int, name: str) -> Linear:
+        return AdaptedLinear(linear, Place(index, name), self.active)

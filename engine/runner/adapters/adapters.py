@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -12,23 +11,11 @@ from torch import Tensor
 
 from baton.checkpoint.peft_folder import PeftFolder
 from baton.core.exclusions import Feature, check_exclusions
-from baton.engine.runner.adapters.low_rank import Adapter, Group, LowRankProducts
+from baton.engine.runner.adapters.low_rank import ActiveAdapters, Adapter, Group
 from baton.engine.runner.adapters.place import Part, Place
 from baton.engine.runner.adapters.places import AdapterPlaces
 from baton.engine.runner.layout import TokenRun
 from baton.engine.runner.model.config import ModelConfig
-
-
-@dataclass(slots=True)
-class ActiveAdapters:
-    """Adapters of the layer that is being computed. The adapted layers share it."""
-
-    products: LowRankProducts
-    groups: Sequence[Group] = ()
-
-    def add(self, place: Place, inputs: Tensor, outputs: Tensor) -> Tensor:
-        self.products.add(place, self.groups, inputs, outputs)
-        return outputs
 
 
 class AdapterTable:

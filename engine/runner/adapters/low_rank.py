@@ -11,7 +11,7 @@ from torch import Tensor, isin
 from baton.engine.runner.adapters.place import Part, Place
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Adapter:
     """A loaded adapter."""
 
@@ -49,6 +49,18 @@ class LowRankProducts(Protocol):
     def add(self, place: Place, groups: Sequence[Group], inputs: Tensor, outputs: Tensor) -> None:
         """Add to the outputs of each group's tokens what its adapter has for this place."""
         ...
+
+
+@dataclass(slots=True)
+class ActiveAdapters:
+    """Adapters of the layer that is being computed. The adapted layers share it."""
+
+    products: LowRankProducts
+    groups: Sequence[Group] = ()
+
+    def add(self, place: Place, inputs: Tensor, outputs: Tensor) -> Tensor:
+        self.products.add(place, self.groups, inputs, outputs)
+        return outputs
 
 
 class TorchLowRankProducts:

@@ -12,7 +12,10 @@ class Place(NamedTuple):
     """A linear layer of the decoder, which can stack several matrices of the files."""
 
     layer: int
-    name: str  # qkv, output, gate_up or down
+    # qkv, output, gate_up, down; gates of recurrent layers; query_up, key and value of latent
+    # attention; router, shared_gate_up, shared_down and shared_gate of a mixture of experts.
+    name: str
+    number: int | None = None  # of the expert or head, if each has a matrix
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ _NOTHING = LowRankPlace()
 _NOWHERE = ctypes.addressof(_NOTHING)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class NativeAdapter(Adapter):
     """An adapter with its structs, which are made once."""
 
@@ -137,7 +137,7 @@ def _make_adapter(parts: Mapping[Place, Sequence[Part]], num_layers: int) -> Nat
     }
     fused = (LowRankPlace * first_place(num_layers))()
     for place, struct in own.items():
-        if place.name in FUSED:
+        if place.name in FUSED and place.number is None:
             fused[first_place(place.layer) + FUSED.index(place.name)] = struct
     return NativeAdapter(
         parts,

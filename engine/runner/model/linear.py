@@ -47,6 +47,14 @@ class Router:
     correction_bias: Tensor | None
 
 
+class ExpertMixer(Protocol):
+    """Computes the experts of a layer in another way than `Ops`."""
+
+    def mix(self, hidden_states: Tensor) -> Tensor:
+        """Return the weighted sum of the outputs of each token's experts."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Moe:
     config: MoeConfig
@@ -54,6 +62,7 @@ class Moe:
     experts: Sequence[Mlp]
     shared: Mlp | None
     shared_gate: Linear | None
+    mixer: ExpertMixer | None = None  # None: the experts are computed by `Ops`
 
 
 class ExpertChoice(NamedTuple):

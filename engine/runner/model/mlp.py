@@ -34,8 +34,11 @@ def compute_mlp(ops: Ops, mlp: Mlp, gate: MlpGate, hidden_states: Tensor) -> Ten
 
 def compute_moe(ops: Ops, moe: Moe, gate: MlpGate, hidden_states: Tensor) -> Tensor:
     """Return the output of the chosen experts and of the shared expert."""
-    routing = ops.route(hidden_states, moe.router)
-    output = ops.mix_experts(moe, gate, hidden_states, routing)
+    if moe.mixer is not None:
+        output = moe.mixer.mix(hidden_states)
+    else:
+        routing = ops.route(hidden_states, moe.router)
+        output = ops.mix_experts(moe, gate, hidden_states, routing)
     if moe.shared is None:
         return output
     shared = compute_mlp(ops, moe.shared, gate, hidden_states)

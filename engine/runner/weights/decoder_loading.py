@@ -10,7 +10,7 @@ from baton.checkpoint.checkpoint import Tensors
 from baton.core.errors import ModelError
 from baton.engine.kv_cache.groups import layer_places
 from baton.engine.runner.adapters.adapted_layers import adaptable_layers
-from baton.engine.runner.adapters.adapters import ActiveAdapters
+from baton.engine.runner.adapters.low_rank import ActiveAdapters
 from baton.engine.runner.attention.paged_attention import LayerAttention
 from baton.engine.runner.families.family import ExpertNames
 from baton.engine.runner.model.config import ModelConfig, MoeConfig, QkNorm

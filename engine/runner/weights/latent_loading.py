@@ -9,7 +9,7 @@ from baton.engine.runner.model.config import LatentConfig
 from baton.engine.runner.model.layer_weights import LatentProjections
 from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.ops import Norm
-from baton.engine.runner.model.rope import head_order, repeat_order
+from baton.engine.runner.weights.row_orders import latent_orders
 from baton.engine.runner.weights.tensor_loading import TensorLoader
 from baton.engine.runner.weights.tensor_names import TensorMap
 
@@ -27,10 +27,7 @@ class LatentLoader:
         self._names = tensors.names.latent
         self._loader = loader
         self._index = index
-        rope_order = head_order(tensors.config) or range(config.rope_dim)
-        head = [*range(config.nope_dim), *(config.nope_dim + at for at in rope_order)]
-        self._head_order = repeat_order(head, tensors.config.num_heads)
-        self._key_order = [*range(config.rank), *(config.rank + at for at in rope_order)]
+        self._head_order, self._key_order = latent_orders(config, tensors.config)
 
     def load(self) -> tuple[Linear, Norm | None, Norm, LatentProjections]:
         """Return the stacked first projections, their two norms and the other projections."""

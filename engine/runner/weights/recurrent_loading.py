@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import chain
-
 from baton.engine.runner.model.config import Recurrence, RecurrentConfig
 from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.recurrent import DeltaWeights, MambaWeights, RecurrentWeights
+from baton.engine.runner.weights.row_orders import channel_order, delta_orders, mamba_orders
 from baton.engine.runner.weights.tensor_loading import TensorLoader
 from baton.engine.runner.weights.tensor_names import TensorMap
 
@@ -28,7 +27,7 @@ def _load_delta(
     config: RecurrentConfig, tensors: TensorMap, loader: TensorLoader, index: int
 ) -> tuple[Linear, DeltaWeights]:
     names = tensors.names.delta
-    order, gate_order = _orders(config) if names.is_by_key_head else (None, None)
+    order, gate_order = delta_orders(config) if names.is_by_key_head else (None, None)
     projection = loader.linear(tensors.in_layers(index, names.projections), False, order)
     conv = loader.vector(tensors.in_layer(index, f"{names.conv}.weight"))
     # The gates are few, and errors of a decay add up: they keep their dtype.
@@ -48,14 +47,9 @@ def _load_delta(
 def _load_mamba(
     config: RecurrentConfig, tensors: TensorMap, loader: TensorLoader, index: int
 ) -> tuple[Linear, MambaWeights]:
-    names, values, keys = tensors.names.mamba, config.num_values, config.num_keys
-    order = channel_order(config)
-    rows = [*(values + channel for channel in order), *range(values)]
-    num_rows = 2 * values + 2 * keys
+    names, order = tensors.names.mamba, channel_order(config)
     projection, gates = loader.split_linear(
-        tensors.in_layer(index, names.projection),
-        rows,
-        range(num_rows, num_rows + config.num_gates),
+        tensors.in_layer(index, names.projection), *mamba_orders(config)
     )
     conv, conv_bias = (
         loader.vector(tensors.in_layer(index, f"{names.conv}.{part}"))[order]
@@ -71,30 +65,3 @@ def _load_mamba(
         norm=loader.gated_norm(tensors.in_layer(index, names.norm)),
     )
     return projection, weights
-
-
-def _orders(config: RecurrentConfig) -> tuple[list[int], list[int]]:
-    """Return the order of rows that are stored as those of one key head after the other."""
-    values = config.num_values // config.num_key_heads
-    heads = config.num_value_heads // config.num_key_heads
-    order = _regroup(config.num_key_heads, (config.key_dim, config.key_dim, values, values))
-    return order, _regroup(config.num_key_heads, (heads, heads))
-
-
-def _regroup(num_groups: int, sizes: tuple[int, ...]) -> list[int]:
-    """Return the rows of all first parts of the groups, then of all second ones, and so on."""
-    width, first = sum(sizes), 0
-    order: list[int] = []
-    for size in sizes:
-        for group in range(num_groups):
-            start = group * width + first
-            order += range(start, start + size)
-        first += size
-    return order
-
-
-def channel_order(config: RecurrentConfig) -> list[int]:
-    """Return the channels of queries, keys and values among values, keys and queries."""
-    values, keys = config.num_values, config.num_keys
-    parts = (values + keys, keys), (values, keys), (0, values)
-    return list(chain.from_iterable(range(first, first + size) for first, size in parts))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from baton.engine.runner.model.config import ModelConfig
+from itertools import chain
+
+from baton.engine.runner.model.config import LatentConfig, ModelConfig, RecurrentConfig
 from baton.engine.runner.model.rope import head_order, repeat_order
 
 
@@ -31,3 +33,46 @@ def _gated_order(config: ModelConfig, order: list[int] | None) -> list[int]:
         *(first_key + num_keys + row for row in range(num_keys)),
         *(start + head_dim + dimension for start in stored for dimension in plain),
     ]
+
+
+def latent_orders(latent: LatentConfig, config: ModelConfig) -> tuple[list[int], list[int]]:
+    """Return the orders of the rows of all queries, and of a latent with its rotated key."""
+    rope_order = head_order(config) or range(latent.rope_dim)
+    head = [*range(latent.nope_dim), *(latent.nope_dim + at for at in rope_order)]
+    key_order = [*range(latent.rank), *(latent.rank + at for at in rope_order)]
+    return repeat_order(head, config.num_heads), key_order
+
+
+def delta_orders(config: RecurrentConfig) -> tuple[list[int], list[int]]:
+    """Return the orders of projections and gates that are stored by key head, one after another."""
+    values = config.num_values // config.num_key_heads
+    heads = config.num_value_heads // config.num_key_heads
+    order = _regroup(config.num_key_heads, (config.key_dim, config.key_dim, values, values))
+    return order, _regroup(config.num_key_heads, (heads, heads))
+
+
+def mamba_orders(config: RecurrentConfig) -> tuple[list[int], list[int]]:
+    """Return the rows of queries, keys, values and output gates, and those of the steps."""
+    values = config.num_values
+    order = [*(values + channel for channel in channel_order(config)), *range(values)]
+    num_rows = 2 * values + 2 * config.num_keys
+    return order, list(range(num_rows, num_rows + config.num_gates))
+
+
+def channel_order(config: RecurrentConfig) -> list[int]:
+    """Return the channels of queries, keys and values among values, keys and queries."""
+    values, keys = config.num_values, config.num_keys
+    parts = (values + keys, keys), (values, keys), (0, values)
+    return list(chain.from_iterable(range(first, first + size) for first, size in parts))
+
+
+def _regroup(num_groups: int, sizes: tuple[int, ...]) -> list[int]:
+    """Return the rows of all first parts of the groups, then of all second ones, and so on."""
+    width, first = sum(sizes), 0
+    order: list[int] = []
+    for size in sizes:
+        for group in range(num_groups):
+            start = group * width + first
+            order += range(start, start + size)
+        first += size
+    return order

@@ -1,0 +1,197 @@
+"""Matrices of the files that adapters can change, and the places of their rows in the decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+from baton.engine.runner.adapters.place import Place
+from baton.engine.runner.families.family import ExpertNames
+from baton.engine.runner.model.config import LatentConfig, ModelConfig, MoeConfig, Recurrence
+from baton.engine.runner.weights.row_orders import (
+    delta_orders,
+    joined_order,
+    latent_orders,
+    mamba_orders,
+)
+from baton.engine.runner.weights.tensor_names import TensorMap
+
+# Modules whose parameters stack the matrices of all experts, as [experts, rows, columns].
+STACKED = ("mlp.experts", "block_sparse_moe.experts")
+GATE_UP, DOWN = "gate_up_proj", "down_proj"
+
+
+class Run(NamedTuple):
+    """Neighbouring rows of a place that come from one matrix of the files."""
+
+    first_row: int
+    rows: Sequence[int]  # of the matrix
+
+
+class Piece(NamedTuple):
+    """Rows of a matrix that go to one place."""
+
+    place: Place
+    runs: Sequence[Run]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A matrix of the files."""
+
+    num_rows: int
+    num_columns: int
+    pieces: Sequence[Piece] = ()
+    heads: Heads | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Rows of a matrix that are split by head: keys, which are used transposed, then values."""
+
+    layer: int
+    count: int
+    key_dim: int
+
+
+def find_targets(config: ModelConfig) -> Mapping[tuple[int, str], Target]:
+    """Return the matrices by layer and name. A stacked one is found as that of each expert."""
+    return dict(_Targets(TensorMap(config)).all())
+
+
+def expert_name(module: str, parameter: str, expert: int) -> str:
+    """Return the name of one expert's matrix of a stacked parameter."""
+    return f"{module}.{parameter}[{expert}]"
+
+
+class _Targets:
+    def __init__(self, tensors: TensorMap) -> None:
+        self._tensors = tensors
+        self._config = tensors.config
+        self._names = tensors.names
+        self._shapes = tensors.shapes()
+
+    def all(self) -> Iterator[tuple[tuple[int, str], Target]]:
+        for index in range(self._config.num_layers):
+            for name, target in self._of_layer(index):
+                yield (index, name), target
+
+    def _of_layer(self, index: int) -> Iterator[tuple[str, Target]]:
+        config, names, layer = self._config, self._names, self._config.layers[index]
+        if layer.is_recurrent:
+            yield from self._recurrent(index)
+        elif config.latent is not None:
+            yield from self._latent(index, config.latent)
+        else:
+            yield from self._joined(Place(index, "qkv"), names.qkv, joined_order(config))
+            yield from self._joined(Place(index, "output"), [names.output])
+        if layer.mlp_size:
+            yield from self._joined(Place(index, "gate_up"), names.gate_up)
+            yield from self._joined(Place(index, "down"), [names.down])
+        elif config.moe is not None and names.experts is not None:
+            yield from self._mixture(index, config.moe, names.experts)
+
+    def _recurrent(self, index: int) -> Iterator[tuple[str, Target]]:
+        recurrent = self._config.recurrent
+        assert recurrent is not None
+        if recurrent.rule is Recurrence.MAMBA2:
+            mamba = self._names.mamba
+            rows, gates = mamba_orders(recurrent)
+            num_rows, num_columns = self._shape(index, mamba.projection)
+            pieces = [
+                Piece(Place(index, "qkv"), _runs(rows, 0, num_rows)),
+                Piece(Place(index, "gates"), _runs(gates, 0, num_rows)),
+            ]
+            yield mamba.projection, Target(num_rows, num_columns, pieces)
+            yield from self._joined(Place(index, "output"), [mamba.output])
+            return
+        delta = self._names.delta
+        order, gate_order = delta_orders(recurrent) if delta.is_by_key_head else (None, None)
+        yield from self._joined(Place(index, "qkv"), delta.projections, order)
+        yield from self._joined(Place(index, "gates"), delta.gates, gate_order)
+        yield from self._joined(Place(index, "output"), [delta.output])
+
+    def _latent(self, index: int, latent: LatentConfig) -> Iterator[tuple[str, Target]]:
+        names, config = self._names.latent, self._config
+        query_order, key_order = latent_orders(latent, config)
+        query, order = names.query, query_order
+        if latent.query_rank is not None:
+            query, order = names.query_down, list(range(latent.query_rank))
+            yield from self._joined(Place(index, "query_up"), [names.query_up], query_order)
+        order = [*order, *(len(order) + row for row in key_order)]
+        yield from self._joined(Place(index, "qkv"), [query, names.key_down], order)
+        heads = Heads(index, config.num_heads, latent.nope_dim)
+        yield names.key_up, Target(*self._shape(index, names.key_up), heads=heads)
+        yield from self._joined(Place(index, "output"), [self._names.output])
+
+    def _mixture(
+        self, index: int, moe: MoeConfig, names: ExpertNames
+    ) -> Iterator[tuple[str, Target]]:
+        yield from self._joined(Place(index, "router"), [names.router])
+        if moe.shared_size:
+            gate_up = [f"{names.shared}.{name}" for name in names.shared_gate_up]
+            yield from self._joined(Place(index, "shared_gate_up"), gate_up)
+            down = f"{names.shared}.{names.shared_down}"
+            yield from self._joined(Place(index, "shared_down"), [down])
+        if moe.has_shared_gate:
+            yield from self._joined(Place(index, "shared_gate"), [names.shared_gate])
+        for expert in range(moe.num_experts):
+            yield from self._expert(index, moe, names, expert)
+
+    def _expert(
+        self, index: int, moe: MoeConfig, names: ExpertNames, expert: int
+    ) -> Iterator[tuple[str, Target]]:
+        hidden, size = self._config.hidden_size, moe.expert_size
+        gate_up, down = Place(index, "gate_up", expert), Place(index, "down", expert)
+        for form in (names, *names.others):
+            if "{expert}" in form.down:
+                parts = [name.format(expert=expert) for name in form.gate_up]
+                yield from _joined(gate_up, parts, [2 * size // len(parts)] * len(parts), hidden)
+                yield from _joined(down, [form.down.format(expert=expert)], [hidden], size)
+        runs = [Run(0, range(2 * size))]
+        if names.is_interleaved:
+            runs = [Run(0, range(0, 2 * size, 2)), Run(size, range(1, 2 * size, 2))]
+        for module in STACKED:
+            target = Target(2 * size, hidden, [Piece(gate_up, runs)])
+            yield expert_name(module, GATE_UP, expert), target
+            yield from _joined(down, [expert_name(module, DOWN, expert)], [hidden], size)
+
+    def _joined(
+        self, place: Place, names: Sequence[str], order: Sequence[int] | None = None
+    ) -> Iterator[tuple[str, Target]]:
+        shapes = [self._shape(place.layer, name) for name in names]
+        return _joined(place, names, [rows for rows, _ in shapes], shapes[0][1], order)
+
+    def _shape(self, index: int, name: str) -> tuple[int, int]:
+        rows, columns = self._shapes[f"{self._tensors.in_layer(index, name)}.weight"]
+        return rows, columns
+
+
+def _joined(
+    place: Place,
+    names: Sequence[str],
+    counts: Sequence[int],
+    num_columns: int,
+    order: Sequence[int] | None = None,
+) -> Iterator[tuple[str, Target]]:
+    """Yield the matrices that a place stacks. `order` is that of the first of all rows."""
+    for name, first, count in zip(names, accumulate(counts, initial=0), counts, strict=False):
+        runs: Sequence[Run] = [Run(first, range(count))]
+        if order is not None:
+            runs = _runs([*order, *range(len(order), sum(counts))], first, count)
+        yield name, Target(count, num_columns, [Piece(place, runs)])
+
+
+def _runs(stored: Sequence[int], first: int, count: int) -> Sequence[Run]:
+    """Return the runs of stored rows that are some of a matrix, whose rows begin at `first`."""
+    runs: list[Run] = []
+    rows: list[int] = []
+    for at, row in enumerate([*stored, -1]):
+        if first <= row < first + count:
+            rows.append(row - first)
+        elif rows:
+            runs.append(Run(at - len(rows), rows))
+            rows = []
+    return runs
