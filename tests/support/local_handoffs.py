@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 
-from baton.core.ids import HandoffId, Incarnation, NodeId, Peer, RequestId
+from baton.checkpoint.peft_folder import PeftFolder
+from baton.core.ids import AdapterRef, HandoffId, Incarnation, NodeId, Peer, RequestId
 from baton.core.output import FinishReason, Output, RequestStats
 from baton.core.request import EngineRequest, ReceiveKv
 from baton.core.sampling import SamplingParams
@@ -87,6 +89,14 @@ class HandoffEngine:
         self._engine.scheduler.add(request)
         return self._requests.setdefault(request.request_id, Continuation())
 
+    def load_adapter(self, folder: Path) -> str:
+        """Load an adapter and return its id."""
+        files, table = PeftFolder(folder), self._runner.adapters
+        assert table is not None
+        table.add(files.digest(), table.load(files))
+        self._engine.scheduler.adapters.add(files.digest())
+        return files.digest()
+
     def step(self) -> None:
         for output in self._engine.step():
             self._requests[output.request_id].take(output)
@@ -162,6 +172,7 @@ class LocalHandoffs:
         *,
         prior: Sequence[int] = (),
         until: int | None = None,
+        adapter_id: str = "",
     ) -> Continuation:
         """Hand a request to the first decode engine, and run both to its end.
 
@@ -173,7 +184,12 @@ class LocalHandoffs:
         handoff_id, receiver = HandoffId(request_id, 1), self.decodes[0]
         sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
         request = EngineRequest(
-            request_id, tuple(prompt), sampling, seed=0, prior_output_token_ids=tuple(prior)
+            request_id,
+            tuple(prompt),
+            sampling,
+            seed=0,
+            prior_output_token_ids=tuple(prior),
+            adapter=AdapterRef(adapter_id, adapter_id),
         )
         source = ReceiveKv(handoff_id, self.prefill.peer)
         answer = receiver.add(replace(request, receive_from=source))
