@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +10,6 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from baton.checkpoint.peft_folder import CONFIG, WEIGHTS, PeftFolder
 from baton.core.ids import NO_ADAPTER, AdapterRef
@@ -23,6 +20,7 @@ from baton.rpc.node_info import LoadedAdapter
 from baton.rpc.status import remote_error
 from baton.v1 import node_pb2, node_pb2_grpc
 from tests.support.adapters import merge, write_adapter
+from tests.support.bad_adapters import with_huge_rank, with_nan, with_other_shapes, write_bad
 from tests.support.engine_nodes import EngineNode
 from tests.support.engine_pair import Pair, PairOptions, greedy
 from tests.support.models import prompt_of
@@ -234,36 +232,6 @@ def test_only_operators_change_adapters(pair: Pair) -> None:
 
     for refused in (load, unload):
         assert remote_error(refused.value).reason == "NOT_AN_OPERATOR"
-
-
-def with_nan(tensors: dict[str, torch.Tensor]) -> None:
-    next(iter(tensors.values())).fill_(torch.nan)
-
-
-def with_other_shapes(tensors: dict[str, torch.Tensor]) -> None:
-    for name in tensors:
-        tensors[name] = torch.zeros(4, 4)
-
-
-def with_huge_rank(tensors: dict[str, torch.Tensor]) -> None:
-    for name, tensor in tensors.items():
-        is_down = "lora_A" in name
-        shape = (4096, tensor.shape[1]) if is_down else (tensor.shape[0], 4096)
-        tensors[name] = torch.zeros(shape)
-
-
-def write_bad(
-    model_folder: Path,
-    folder: Path,
-    change: Callable[[dict[str, torch.Tensor]], None],
-    rank: int = 4,
-) -> None:
-    write_adapter(model_folder, folder, rank=4)
-    tensors = load_file(folder / WEIGHTS)
-    change(tensors)
-    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
-    settings = json.loads((folder / CONFIG).read_text())
-    (folder / CONFIG).write_text(json.dumps({**settings, "r": rank}))
 
 
 def test_hostile_adapters_are_refused_while_others_are_served(
