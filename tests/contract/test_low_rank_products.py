@@ -18,7 +18,7 @@ from baton.engine.runner.adapters.place import Part, Place
 from baton.engine.runner.kernels.choose import native_parts
 
 PLACE, OTHER = Place(0, "qkv"), Place(1, "qkv")
-ROWS = (70, 33, 17)  # of the parts
+ROWS = (300, 33, 17)  # of the parts
 SHAPES = [(1, 32), (9, 100), (40, 72)]  # tokens and columns
 
 

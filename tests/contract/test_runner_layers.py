@@ -12,8 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.checkpoint.peft_folder import PeftFolder
 from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.checkpoint.weight_files import WeightFiles
+from baton.engine.runner.adapters.adapters import AdapterTable
+from baton.engine.runner.adapters.low_rank import ActiveAdapters, Group
 from baton.engine.runner.attention.kv_tensor import KvShape
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.kernels.calls import Kernels
@@ -30,6 +33,7 @@ from baton.engine.runner.model.mixers import Ends, ForwardPass
 from baton.engine.runner.model.rope import Ropes
 from baton.engine.runner.weights.decoder_loading import attention_of, load_decoder
 from baton.engine.runner.weights.tensor_loading import LoadTarget
+from tests.support.adapters import write_adapter
 from tests.support.families import FAMILY_VARIANTS
 from tests.support.kernels import kernels_by_variant
 from tests.support.models import VARIANTS, make_model_folder
@@ -80,11 +84,16 @@ def passes_through(
     dtype: torch.dtype = torch.bfloat16,
     *,
     are_ends_alone: bool = False,
+    adapters: Sequence[Path] = (),  # of the first sequences
 ) -> list[Tensor]:
     """Return the states after each pass, of all or of the last tokens, followed by the cache."""
     config = read_model_config(SafetensorsFolder(folder))
+    active = ActiveAdapters(parts.low_rank)
+    table = AdapterTable(active, config, dtype, CPU, max_rank=8, max_loras=2)
+    loaded = [table.load(PeftFolder(each)) for each in adapters]
     with WeightFiles(folder) as files:
-        decoder = load_decoder(config, files, LoadTarget(dtype, CPU, parts, quantize))
+        target = LoadTarget(dtype, CPU, parts, quantize)
+        decoder = load_decoder(config, files, target, None, active if loaded else None)
         attention_layers = attention_of(config, files, CPU)
     groups = config.kv_groups()
     kv = KvShape.of(config, BLOCK_SIZE, dtype).allocate(len(groups) * NUM_BLOCKS, CPU)
@@ -103,9 +112,10 @@ def passes_through(
             of_ends = np.array(sampled, dtype=np.int64)
             indices = torch.from_numpy(layout.last_token_indices(of_ends))
             ends = Ends(indices, attention.begin(layout.restrict_to_last_tokens(of_ends)))
-        found.append(
-            decoder.forward(token_ids, ForwardPass(angles, attention.begin(layout)), None, ends)
-        )
+        tokens = torch.arange(len(token_ids)).split([now for _, now in sequences])
+        adapted = [Group(*each) for each in zip(loaded, tokens, strict=False)]
+        forward_pass = ForwardPass(angles, attention.begin(layout), groups=adapted)
+        found.append(decoder.forward(token_ids, forward_pass, None, ends))
     return [*found, kv]
 
 
@@ -126,6 +136,33 @@ def layout_of(sequences: Sequence[tuple[int, int]], num_groups: int = 1) -> Pass
         write_blocks=np.array([tables[:, which, at // BLOCK_SIZE] for which, at in places]).T,
         write_offsets=positions % BLOCK_SIZE,
     )
+
+
+@pytest.mark.parametrize("num_adapters", [1, 2])
+@pytest.mark.parametrize("are_ends_alone", [False, True])
+@pytest.mark.parametrize(
+    ("name", "quantize"), [("qwen3", "int8"), ("gemma3", "none"), ("glm4", "none")]
+)
+def test_a_fused_layer_with_adapters_is_bitwise_equal_to_its_parts(
+    name: str, quantize: str, are_ends_alone: bool, num_adapters: int, tmp_path: Path
+) -> None:
+    folder = make_model_folder(tmp_path, replace(ALL_VARIANTS[name], dtype="bfloat16"))
+    adapters = [
+        write_adapter(folder, tmp_path / str(seed), seed=seed, rank=5 + seed, scale=0.05)
+        for seed in range(num_adapters)
+    ]
+    parts, made = recording(native_parts())
+    run = partial(passes_through, folder, quantize=quantize, are_ends_alone=are_ends_alone)
+
+    whole = run(parts, adapters=adapters)
+    apart = run(part_by_part(parts), adapters=adapters)
+
+    assert all(isinstance(layer, FusedLayer) for layer in made[0])
+    assert all(torch.equal(*both) for both in zip(whole, apart, strict=True))
+    plain = run(parts)
+    assert not torch.equal(whole[-1], plain[-1])
+    if num_adapters == 1 and not are_ends_alone:  # the second sequence has the same bits
+        assert torch.equal(whole[0][20:], plain[0][20:])
 
 
 @pytest.mark.parametrize(("name", "quantize"), [*MODELS, *((name, "none") for name in FAMILIES)])
