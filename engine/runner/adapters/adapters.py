@@ -55,7 +55,7 @@ class AdapterTable:
 
     def remove(self, adapter_id: str) -> None:
         self._by_id.pop(adapter_id, None)
-        self._selected = None
+        self._selected, self._groups = None, ()
 
     def select(self, runs: Sequence[TokenRun]) -> Sequence[Group]:
         """Return the adapters of a pass, with their tokens."""

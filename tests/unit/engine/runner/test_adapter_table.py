@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -15,8 +16,8 @@ from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.core.ids import RequestId
 from baton.core.sampling import SamplingParams
 from baton.engine.plan import PlanRow
-from baton.engine.runner.adapters.adapters import ActiveAdapters, AdapterTable
-from baton.engine.runner.adapters.low_rank import TORCH_LOW_RANK, Adapter
+from baton.engine.runner.adapters.adapters import AdapterTable
+from baton.engine.runner.adapters.low_rank import TORCH_LOW_RANK, ActiveAdapters, Adapter, Group
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.layout import TokenRun
 from tests.support.hub_configs import HUB_CONFIGS
@@ -56,9 +57,9 @@ def runs_of(*runs: tuple[str, int]) -> list[TokenRun]:
     ]
 
 
-def tokens_of(table: AdapterTable, name: str, adapters: dict[str, Adapter]) -> list[int]:
+def tokens_of(groups: Sequence[Group], adapter: Adapter) -> list[int]:
     """Return the tokens of the one group with this adapter."""
-    [group] = [each for each in table.active.groups if each.adapter is adapters[name]]
+    [group] = [each for each in groups if each.adapter is adapter]
     assert group.tokens.dtype is torch.int64
     return list(map(int, group.tokens))
 
@@ -84,12 +85,12 @@ def expected(runs: Sequence[tuple[str, int]], name: str) -> list[int]:
 def test_each_adapter_gets_its_tokens(
     table: AdapterTable, adapters: dict[str, Adapter], runs: list[tuple[str, int]]
 ) -> None:
-    assert table.select(runs_of(*runs))
+    groups = table.select(runs_of(*runs))
 
     used = list(dict.fromkeys(name for name, _ in runs if name))
-    assert [group.adapter for group in table.active.groups] == [adapters[name] for name in used]
+    assert [group.adapter for group in groups] == [adapters[name] for name in used]
     for name in used:
-        assert tokens_of(table, name, adapters) == expected(runs, name)
+        assert tokens_of(groups, adapters[name]) == expected(runs, name)
 
 
 @pytest.mark.parametrize("runs", [[], [("", 1), ("", 40)]])
@@ -97,16 +98,14 @@ def test_a_pass_without_adapters(table: AdapterTable, runs: list[tuple[str, int]
     table.select(runs_of(("first", 1)))
 
     assert not table.select(runs_of(*runs))
-    assert not table.active.groups
 
 
 def test_the_next_step_of_the_same_decodes_reuses_its_groups(table: AdapterTable) -> None:
     decodes = [("first", 1), ("", 1), ("second", 1)]
-    table.select(runs_of(*decodes))
-    groups = table.active.groups
+    groups = table.select(runs_of(*decodes))
 
-    assert table.select(runs_of(*decodes))
-    assert table.active.groups is groups
+    assert groups
+    assert table.select(runs_of(*decodes)) is groups
 
 
 @pytest.mark.parametrize("others", [[("first", 2), ("second", 1)], [("second", 1), ("first", 1)]])
@@ -115,10 +114,10 @@ def test_other_runs_get_groups_of_their_own(
 ) -> None:
     table.select(runs_of(("first", 1), ("second", 1)))
 
-    table.select(runs_of(*others))
+    groups = table.select(runs_of(*others))
 
     for name in ("first", "second"):
-        assert tokens_of(table, name, adapters) == expected(others, name)
+        assert tokens_of(groups, adapters[name]) == expected(others, name)
 
 
 def test_an_adapter_that_replaces_another_is_used(
@@ -130,9 +129,21 @@ def test_an_adapter_that_replaces_another_is_used(
     adapters["first"] = Adapter({})
     table.add("first", adapters["first"])
 
-    table.select(runs_of(*runs))
+    groups = table.select(runs_of(*runs))
 
-    assert tokens_of(table, "first", adapters) == [0, 1, 2, 3]
+    assert tokens_of(groups, adapters["first"]) == [0, 1, 2, 3]
+
+
+def test_an_adapter_that_is_removed_is_not_kept(table: AdapterTable) -> None:
+    kept = Adapter({})
+    table.add("other", kept)
+    table.select(runs_of(("other", 1)))
+    alive = weakref.ref(kept)
+    del kept
+
+    table.remove("other")
+
+    assert alive() is None
 
 
 def test_an_adapter_that_is_not_in_memory_is_an_error(table: AdapterTable) -> None:
