@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -135,7 +136,11 @@ class LowRank(NamedTuple):
 
 
 class PeftFolder:
-    """An adapter's files. Raises ModelError, which names file and tensor."""
+    """An adapter's files. Raises ModelError, which names file and tensor.
+
+    The weights are read once: `digest` and `modules` see the same bytes, and a file that is cut
+    off meanwhile, which would end a process that had mapped it, does no harm.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder
@@ -152,26 +157,25 @@ class PeftFolder:
     def digest(self) -> str:
         """Hash the configuration and all bytes of the weights: equal adapters have equal ones."""
         found = hashlib.blake2b(repr(self.config).encode(), digest_size=16)
-        with self._weights.open("rb") as file:
-            while piece := file.read(1 << 20):
-                found.update(piece)
+        found.update(self._bytes)
         return found.hexdigest()
 
     def modules(self) -> Iterator[tuple[str, Sides]]:
         """Yield each module's name and its tensors."""
-        from safetensors import SafetensorError, safe_open
+        from safetensors import SafetensorError
+        from safetensors.torch import load
 
         try:
-            with safe_open(self._weights, "pt") as file:
-                names: dict[str, dict[str, str]] = {}  # by module and side
-                for name in file.keys():  # noqa: SIM118
-                    module, side = self._parse(name)
-                    names.setdefault(module, {})[side] = name
-                for module, own in names.items():
-                    tensors = {side: file.get_tensor(name).float() for side, name in own.items()}
-                    yield module, self._sides(module, tensors)
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{self._weights} cannot be read: {error}") from error
+            found = load(self._bytes)
+        except (SafetensorError, KeyError) as error:  # KeyError: a dtype that torch lacks
+            raise self._unreadable(error) from error
+        tensors: dict[str, dict[str, Tensor]] = {}  # by module and side
+        for name, tensor in found.items():
+            module, side = self._parse(name)
+            tensors.setdefault(module, {})[side] = tensor
+        for module, own in tensors.items():
+            sides = {side: tensor.float() for side, tensor in own.items()}
+            yield module, self._sides(module, sides)
 
     def low_rank(self, module: str, sides: Sides, max_rank: int) -> LowRank:
         """Return the matrices of a linear layer."""
@@ -201,6 +205,16 @@ class PeftFolder:
         up = up * self.config.scale(module, rank)
         ups = up.unflatten(1, (rank, count)).unbind(2)
         return [*map(LowRank, down.chunk(count), ups)]
+
+    @cached_property
+    def _bytes(self) -> bytes:
+        try:
+            return self._weights.read_bytes()
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: Exception) -> ModelError:
+        return ModelError(f"{self._weights} cannot be read: {error}")
 
     def _parse(self, name: str) -> tuple[str, str]:
         found = TENSOR.fullmatch(name)

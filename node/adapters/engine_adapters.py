@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 
 from baton.checkpoint.peft_folder import PeftFolder
-from baton.core.errors import ModelError
 from baton.engine.engine_thread import EngineThread
 from baton.engine.runner.adapters.adapters import AdapterTable
 from baton.engine.runner.adapters.low_rank import Adapter
@@ -27,16 +26,18 @@ class EngineAdapters:
         self._engine = engine
 
     def digest(self, folder: Path) -> str:
-        try:
-            return PeftFolder(folder).digest()
-        except OSError as error:
-            raise ModelError(f"{folder} cannot be read: {error}") from error
+        return PeftFolder(folder).digest()
 
     def read(self, folder: Path, adapter_id: str) -> Adapter:
-        self._check(folder, adapter_id)
-        adapter = self._table.load(PeftFolder(folder))
-        self._check(folder, adapter_id)  # it was not written meanwhile
-        return adapter
+        """Raises AdapterUnreadable if the files are those of another adapter."""
+        files = PeftFolder(folder)
+        found = files.digest()
+        if found != adapter_id:
+            raise AdapterUnreadable(
+                f"the files in {folder} have changed: they are the adapter {found}, not "
+                f"{adapter_id}; load the adapter again"
+            )
+        return self._table.load(files)
 
     def add(self, adapter_id: str, adapter: Adapter) -> None:
         self._scheduler.adapters.add(adapter_id)
@@ -45,12 +46,3 @@ class EngineAdapters:
     def remove(self, adapter_id: str) -> None:
         self._scheduler.adapters.discard(adapter_id)
         self._engine.post_after_passes(partial(self._table.remove, adapter_id))
-
-    def _check(self, folder: Path, adapter_id: str) -> None:
-        """Raises AdapterUnreadable if the files are those of another adapter."""
-        found = self.digest(folder)
-        if found != adapter_id:
-            raise AdapterUnreadable(
-                f"the files in {folder} have changed: they are the adapter {found}, not "
-                f"{adapter_id}; load the adapter again"
-            )

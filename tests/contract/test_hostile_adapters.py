@@ -121,13 +121,27 @@ def test_ranks_above_the_limit(base: Path, tmp_path: Path) -> None:
         load(base, write_adapter(base, tmp_path), max_rank=2)
 
 
-@pytest.mark.parametrize("content", [b"", b"x" * 100, b"\xff" * 64])
+def with_unknown_dtype() -> bytes:
+    header = json.dumps({"x": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(2)
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 100, b"\xff" * 64, with_unknown_dtype()])
 def test_damaged_weights(base: Path, tmp_path: Path, content: bytes) -> None:
     adapter = write_adapter(base, tmp_path)
     (adapter / "adapter_model.safetensors").write_bytes(content)
 
     with pytest.raises(ModelError, match="cannot be read"):
         load(base, adapter)
+
+
+def test_weights_that_change_after_they_were_hashed(base: Path, tmp_path: Path) -> None:
+    folder = PeftFolder(write_adapter(base, tmp_path))
+    hashed = folder.digest()
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+
+    assert folder.digest() == hashed
+    assert len(list(folder.modules())) > 1
 
 
 def test_pickled_weights_are_not_read(base: Path, tmp_path: Path) -> None:
