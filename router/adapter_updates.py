@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from grpc import RpcError, StatusCode, aio
 
@@ -31,6 +32,7 @@ REFUSED = {
     StatusCode.RESOURCE_EXHAUSTED,
 }
 
+Result = TypeVar("Result")
 Outcome = AdapterRef | RemoteError | None  # None: the node did not know the name
 
 
@@ -57,6 +59,7 @@ class AdapterUpdates:
         self._channel = channel
         self._operators = replace(operators, is_open=False)  # they change answers of all clients
         self._turn = asyncio.Lock()
+        self._updates: set[asyncio.Future[Any]] = set()
         self._reported = asyncio.Event()
 
     def handle_reports(self) -> None:
@@ -72,6 +75,29 @@ class AdapterUpdates:
         """
         self._operators.check(shown)
         _check_order(order)
+        return await self._complete(self._load_on_all(order))
+
+    async def unload(self, name: str, shown: str | None = None) -> int:
+        """Return the number of nodes that had the adapter. Requests in progress keep it.
+
+        Raises NotAnOperator, UnknownModel, and NodeFailed if a node has not unloaded it.
+        """
+        self._operators.check(shown)
+        return await self._complete(self._unload_from_all(name))
+
+    async def _complete(self, update: Coroutine[None, None, Result]) -> Result:
+        """Run an update to its end even if its caller disconnects: nodes must not differ."""
+        task = asyncio.ensure_future(update)
+        self._updates.add(task)
+        task.add_done_callback(self._note_end)
+        return await asyncio.shield(task)
+
+    def _note_end(self, task: asyncio.Future[Any]) -> None:
+        self._updates.discard(task)
+        if not task.cancelled():
+            task.exception()  # its caller may have disconnected
+
+    async def _load_on_all(self, order: AdapterOrder) -> tuple[ModelVariant, int]:
         async with self._turn:
             previous = self._check_name_is_free(order)
             nodes = self._nodes_for(order)
@@ -95,12 +121,7 @@ class AdapterUpdates:
             )
         return ModelVariant(nodes[0].card.model, adapter), len(nodes)
 
-    async def unload(self, name: str, shown: str | None = None) -> int:
-        """Return the number of nodes that had the adapter. Requests in progress keep it.
-
-        Raises NotAnOperator, UnknownModel, and NodeFailed if a node has not unloaded it.
-        """
-        self._operators.check(shown)
+    async def _unload_from_all(self, name: str) -> int:
         async with self._turn:
             variant = self._table.served.variants.get(name)
             if variant is None or not variant.adapter.name:

@@ -19,7 +19,6 @@ class AdapterStatus:
     num_nodes: int = 0
     num_in_memory: int = 0  # of num_nodes; the others read it when a request needs it
     num_bytes: int = 0  # on each node that has it in memory
-    num_requests: int = 0  # in progress, on all nodes
 
 
 def adapters_of(nodes: Iterable[NodeStatus]) -> list[AdapterStatus]:
@@ -52,5 +51,4 @@ def _status(model: str, adapter: AdapterRef, each: list[LoadedAdapter]) -> Adapt
         num_nodes=len(each),
         num_in_memory=sum(one.is_in_memory for one in each),
         num_bytes=max(one.num_bytes for one in each),
-        num_requests=sum(one.num_requests for one in each),
     )

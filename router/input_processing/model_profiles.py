@@ -68,7 +68,7 @@ class ModelProfiles:
         served = self._table.served
         if not served.names:
             return True
-        if only.name in served.variants:
+        if only.name in served.bases:
             return False
         try:
             return served.find("").name == name

@@ -15,7 +15,7 @@ from baton.core.ids import AdapterRef, ModelVariant, NodeId
 from baton.router.doors.grpc.cluster_servicer import ClusterServicer
 from baton.router.prefix_resets import PrefixResets
 from baton.rpc.channel import open_channel
-from baton.rpc.errors import NodeFailed
+from baton.rpc.errors import AdapterUnreadable, NodeFailed
 from baton.rpc.node_info import NodeAvailability
 from baton.rpc.security.operators import NO_OPERATORS, Operators
 from baton.rpc.security.token import AcceptedTokens
@@ -128,6 +128,26 @@ def test_a_node_that_fails_is_named_and_no_node_keeps_the_adapter() -> None:
     run(scenario)
 
 
+def test_an_update_is_completed_or_undone_after_its_client_has_disconnected() -> None:
+    async def scenario() -> None:
+        async with adapter_cluster(FILES) as cluster, a_client(cluster) as client:
+            first, last = cluster.nodes
+            last.memory.may_read.clear()
+            last.memory.faults = [NodeFailed("the disk is gone")]
+            loading = asyncio.ensure_future(client.load_adapter("sql", "tenants/sql"))
+            await cluster.until(lambda: "sql" in cluster.table.served.variants)
+            assert "sql" in first.adapters
+
+            loading.cancel()
+            await asyncio.wait([loading])
+            last.memory.may_read.set()
+
+            await cluster.until(lambda: "sql" not in cluster.table.served.variants)
+            assert cluster.held == NONE
+
+    run(scenario)
+
+
 def test_unlike_files_are_refused_with_the_names_of_the_nodes() -> None:
     async def scenario() -> None:
         async with adapter_cluster(FILES) as cluster, a_client(cluster) as client:
@@ -168,6 +188,24 @@ def test_a_replacement_that_a_node_refuses_leaves_the_old_adapter_on_all_nodes()
                 await client.load_adapter("sql", "tenants/new", can_replace=True)
 
             assert [node.adapters["sql"] for node in cluster.nodes] == [SQL, SQL]
+            await cluster.until(lambda: cluster.table.find_model("sql").adapter == SQL)
+
+    run(scenario)
+
+
+def test_a_reload_of_a_folder_that_a_node_refuses_leaves_the_old_adapter_there() -> None:
+    async def scenario() -> None:
+        async with adapter_cluster(FILES) as cluster, a_client(cluster) as client:
+            await client.load_adapter("sql", "tenants/sql")
+            for node in cluster.nodes:
+                node.write("tenants/sql", "newer")
+            cluster.nodes[1].memory.faults = [AdapterUnreadable("it is being written")]
+
+            with pytest.raises(BatonError, match="decode-0: it is being written"):
+                await client.load_adapter("sql", "tenants/sql", can_replace=True)
+
+            # The files of the old one are gone: it can only stay where it is in memory.
+            assert [node.adapters.get("sql") for node in cluster.nodes] == [None, SQL]
             await cluster.until(lambda: cluster.table.find_model("sql").adapter == SQL)
 
     run(scenario)

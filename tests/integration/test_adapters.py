@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -13,7 +14,9 @@ from pathlib import Path
 import numpy as np
 import openai
 import pytest
+import torch
 from openai import OpenAI
+from safetensors.torch import load_file, save_file
 
 from baton.client import BatonError, Client, Generation
 from baton.cluster import ClusterOptions, LocalCluster
@@ -27,6 +30,8 @@ from tests.support.nodes import await_all_free, kill_the_writer
 NUM_TOKENS = 16
 PROMPT = prompt_of(87, seed=700)
 PATIENCE_S = 60.0
+WEIGHTS = "adapter_model.safetensors"
+FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 SEEDS = {"fixed": 1, "sql": 2, "chat": 3, "newer": 4}
 NODES = 2  # of a pair
 
@@ -314,6 +319,36 @@ def test_refusals_name_the_cause_and_leave_no_adapter(
     assert {each.id for each in api.models.list().data} == {"tiny", "fixed"}
     result = call_baton("adapters", "load", "x", "sql", "--address", pair.address)
     assert (result.returncode, "--operator-token-file" in result.stderr) == (1, True)
+
+
+def test_damaged_adapters_are_refused_and_other_answers_go_on(
+    client: Client, api: OpenAI, root: Path, model_folder: Path, alone: LLM
+) -> None:
+    write_adapter(model_folder, root / "large", rank=65, seed=5)
+    nan = load_file(write_adapter(model_folder, root / "nan", seed=6) / WEIGHTS)
+    save_file({**nan, FIRST: torch.full_like(nan[FIRST], torch.nan)}, root / "nan" / WEIGHTS)
+    (write_adapter(model_folder, root / "damaged", seed=7) / WEIGHTS).write_bytes(b"x" * 100)
+    expected = alone.generate(PROMPT, sampling(150))[0].token_ids
+    gaps: list[float] = []
+
+    def stream() -> list[int]:
+        token_ids: list[int] = []
+        last_s = time.monotonic()
+        for chunk in client.stream(PROMPT, greedy("tiny", 150)):
+            token_ids += chunk.token_ids
+            now_s = time.monotonic()
+            gaps.append(now_s - last_s)
+            last_s = now_s
+        return token_ids
+
+    with ThreadPoolExecutor(1) as threads:
+        bystander = threads.submit(stream)
+        for path, cause in (("large", "rank"), ("nan", "not finite"), ("damaged", "be read")):
+            with pytest.raises(openai.BadRequestError, match=rf"2 of 2 nodes .*{cause}"):
+                load(api, "x", path)
+        assert bystander.result() == expected
+    assert max(gaps) < 1.0
+    assert {each.id for each in api.models.list().data} == {"tiny", "fixed"}
 
 
 def test_an_answer_continues_with_its_adapter_on_another_node_when_its_node_dies(

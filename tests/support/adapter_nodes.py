@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -52,11 +53,14 @@ class TextMemory:
     def __init__(self) -> None:
         self.loaded: dict[str, TextAdapter] = {}
         self.faults: list[Exception] = []  # of the next reads
+        self.may_read = threading.Event()  # clear: reads take long
+        self.may_read.set()
 
     def digest(self, folder: Path) -> str:
         return adapter_id((folder / WEIGHTS).read_text())
 
     def read(self, folder: Path, adapter_id: str) -> TextAdapter:
+        self.may_read.wait()
         if self.faults:
             raise self.faults.pop(0)
         if self.digest(folder) != adapter_id:

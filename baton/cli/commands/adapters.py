@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from baton.client.adapter_status import AdapterStatus
 
 MAX_ID_CHARACTERS = 12
-TO_THE_RIGHT = {"in memory", "size", "requests"}
+TO_THE_RIGHT = {"in memory", "size"}
 
 adapters = typer.Typer(cls=Group, help="List, load and unload LoRA adapters.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(help="Name of the adapter, which requests send as model.")]
@@ -136,5 +136,4 @@ def _row(status: AdapterStatus) -> dict[str, str]:
         "id": status.adapter.id[:MAX_ID_CHARACTERS],
         "in memory": f"{status.num_in_memory} of {status.num_nodes} nodes",
         "size": format_bytes(status.num_bytes) if status.num_in_memory else "",
-        "requests": str(status.num_requests),
     }

@@ -10,7 +10,7 @@ from baton.router.input_processing.tokenization import TextBoundary
 from baton.router.routing.node_table import NodeTable
 from baton.router.values import Parsing, TextPrompt
 from baton.rpc.errors import UnsupportedInput
-from baton.rpc.node_info import NodeRole
+from baton.rpc.node_info import LoadedAdapter, NodeAdapters, NodeRole
 from tests.support.node_calls import a_node_of, an_embedder
 
 CHAT = ModelProfile(TextBoundary(), "chat")
@@ -81,6 +81,15 @@ def test_a_tokenizer_is_never_used_for_a_model_that_may_have_another(
     served: tuple[str, ...], model: str, profile: ModelProfile
 ) -> None:
     assert profile_for(model, a_table_of(*served), profile) is None
+
+
+def test_an_adapter_with_the_name_of_a_folder_takes_no_tokenizer_away() -> None:
+    table = a_table_of("chat")
+    adapter = LoadedAdapter(AdapterRef(FOLDER.name, "1"), is_in_memory=True)
+    for node in table.nodes:
+        table.note_adapters(node.address, NodeAdapters((adapter,)))
+
+    assert profile_for("chat", table, FOLDER) is FOLDER
 
 
 def test_before_any_node_is_known_a_request_without_a_model_has_the_only_profile() -> None:
