@@ -120,7 +120,7 @@ def test_a_pass_takes_the_tokens_of_the_one_before_without_the_host(
     requests = requests_of(GREEDY, replace(RANDOM, min_tokens=2), replace(RANDOM, max_tokens=3))
     device = FakeDevice(costs=Costs(launch_s=1.0, copy_s=1.0, replay_s=1.0))
     with runner_on(device, folder, parts) as runner:
-        on_threads = RunnerOnThreads(runner, device)
+        on_threads = RunnerOnThreads(runner.launch, device)
         device.counts = Counts()
         found = answers(engine_of(on_threads), requests)
 
@@ -132,7 +132,7 @@ def test_a_pass_takes_the_tokens_of_the_one_before_without_the_host(
 def test_a_replayed_step_adds_two_launches_and_allocates_nothing(folder: Path) -> None:
     device = FakeDevice()
     with runner_on(device, folder) as runner:
-        engine = engine_of(RunnerOnThreads(runner, device))
+        engine = engine_of(RunnerOnThreads(runner.launch, device))
         for request in requests_of(*[replace(GREEDY, max_tokens=9)] * 3):
             engine.scheduler.add(request)
         for _ in range(3):
@@ -166,7 +166,7 @@ def test_requests_of_all_kinds_get_the_outputs_of_synchronous_steps(
     )
     device = FakeDevice()
     with runner_on(device, poisoned_folder, parts) as runner:
-        on_threads = RunnerOnThreads(runner, device)
+        on_threads = RunnerOnThreads(runner.launch, device)
         found = answers(engine_of(on_threads), requests)
 
     expected = answers_on_the_cpu(poisoned_folder, requests)
@@ -191,7 +191,7 @@ def test_rows_that_need_their_tokens_wait_for_them_behind_the_forward_pass(folde
     requests = requests_of(replace(RANDOM, presence_penalty=0.5), GREEDY)
     device = FakeDevice()
     with runner_on(device, folder, TORCH) as runner:
-        on_threads = RunnerOnThreads(runner, device)
+        on_threads = RunnerOnThreads(runner.launch, device)
         device.counts = Counts()
         found = answers(engine_of(on_threads), requests)
 
@@ -206,7 +206,7 @@ def test_passes_after_one_that_failed_are_run_again(folder: Path, place: str) ->
     requests = requests_of(GREEDY, RANDOM, replace(RANDOM, max_tokens=9))
     device = FakeDevice()
     with runner_on(device, folder, TORCH) as runner:
-        on_threads = RunnerOnThreads(runner, device)
+        on_threads = RunnerOnThreads(runner.launch, device)
         engine = engine_of(on_threads)
         if place == "collect":
             on_threads.fails_at_collect = 3

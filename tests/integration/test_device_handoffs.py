@@ -18,10 +18,10 @@ from baton.engine.runner.load import load_runner
 from baton.engine.runner.model_runner import TorchRunner
 from baton.node.kv.staged_copies import NoteStaged
 from baton.telemetry.metrics.instruments import NodeMetrics
+from tests.support.device_runners import GRAPHABLE, RunnerOnThreads
 from tests.support.fake_device import Costs, FakeDevice
 from tests.support.local_handoffs import LocalHandoffs
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
-from tests.support.static_attention import StaticPagedAttention
 from tests.support.triton_parts import interpreted_parts, kernels_on, require_triton
 
 CHUNK, NUM_TOKENS = 24, 4
@@ -29,7 +29,6 @@ LENGTHS = (1, 16, 100)
 STAGING_BYTES = 1 << 20
 STEP_S = 1e-5  # of simulated time, in which a block is copied or 10 operations are launched
 SENT, RECEIVED = "device meta to cpu", "device cpu to meta"
-GRAPHABLE = replace(TORCH, make_attention=StaticPagedAttention, has_static_launches=True)
 
 pytestmark = pytest.mark.slow
 
@@ -58,6 +57,7 @@ def pair(
     parts: Parts = GRAPHABLE,
     dtype: str = "auto",
     note_staged: NoteStaged | None = None,
+    async_scheduling: bool = False,
 ) -> Iterator[LocalHandoffs]:
     """Yield a prefill and a decode engine. Those on a GPU share a simulated one."""
     device = FakeDevice(costs=Costs(copy_s=STEP_S, block_copy_s=STEP_S))
@@ -73,7 +73,12 @@ def pair(
         )
         if side.place == "cpu":
             return load_runner(config)
-        return load_runner(config, make_device=lambda _: device, make_parts=lambda *_, **__: parts)
+        runner = load_runner(
+            config, make_device=lambda _: device, make_parts=lambda *_, **__: parts
+        )
+        launch = RunnerOnThreads(runner.launch, device).launch
+        runner.launch = launch  # type: ignore[method-assign]
+        return runner
 
     with device, ExitStack() as stack:
         if parts.make_block_hashes is not TORCH.make_block_hashes:
@@ -87,6 +92,7 @@ def pair(
             wait=lambda: device.advance(STEP_S),
             note_staged=note_staged,
             clock=lambda: device.now_s,
+            async_scheduling=async_scheduling,
         )
         yield stack.enter_context(engines)
 
@@ -111,13 +117,21 @@ def tokens_on_the_cpu(folder: Path) -> Callable[..., list[list[int]]]:
     return compute
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [("gpu", "cpu"), ("cpu", "gpu"), ("gpu", "gpu")])
+@pytest.mark.parametrize(
+    ("prefill", "decode", "async_scheduling"),
+    [("gpu", "cpu", False), ("cpu", "gpu", False), ("gpu", "gpu", False), ("gpu", "gpu", True)],
+)
 def test_tokens_equal_those_of_the_cpu(
-    folder: Path, tokens_on_the_cpu: Callable[..., list[list[int]]], prefill: str, decode: str
+    folder: Path,
+    tokens_on_the_cpu: Callable[..., list[list[int]]],
+    prefill: str,
+    decode: str,
+    *,
+    async_scheduling: bool,
 ) -> None:
     expected = tokens_on_the_cpu()
 
-    with pair(folder, *sides(prefill, decode)) as engines:
+    with pair(folder, *sides(prefill, decode), async_scheduling=async_scheduling) as engines:
         found = tokens_of(engines)
         sent, received = (
             {each.conversion for each in engine.take_records()}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 from baton.engine.plan import Pending, Plan, RunResult
@@ -41,20 +42,25 @@ def runner_on(
 
 
 class RunnerOnThreads:
-    """Runner whose passes any thread can launch, one at a time, on a simulated device."""
+    """Runner whose passes another thread than its own can launch, on a simulated device."""
 
-    def __init__(self, runner: TorchRunner, device: FakeDevice) -> None:
-        self._runner = runner
-        self._device = device
+    def __init__(self, launch: Callable[[Plan], Pending], device: FakeDevice) -> None:
+        self._launch = launch
+        self.device = device
+        self._own_thread = get_ident()
         self.num_launched = self.num_collected = 0
         self.fails_at_collect: int | None = None  # counted from one
         self.results: list[RunResult] = []
         self.busy: list[bool] = []  # by collected pass: whether the device has work after it
 
     def launch(self, plan: Plan) -> Pending:
-        with self._device:
+        with self.computing():
             self.num_launched += 1
-            return _PassOnThreads(self, self._device, self._runner.launch(plan))
+            return _PassOnThreads(self, self._launch(plan))
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Compute on the device, as the thread of the test already does."""
+        return nullcontext() if get_ident() == self._own_thread else self.device
 
     def note_end(self, result: RunResult) -> None:
         """Note the result of a pass. Raises MemoryError if the test wants that."""
@@ -62,22 +68,21 @@ class RunnerOnThreads:
         self.results.append(result)
         if self.num_collected == self.fails_at_collect:
             raise MemoryError("the result is lost, as the test wants")
-        self.busy.append(not self._device.is_idle)
+        self.busy.append(not self.device.is_idle)
 
 
 class _PassOnThreads:
     """Implements `Pending`."""
 
-    def __init__(self, runner: RunnerOnThreads, device: FakeDevice, pending: Pending) -> None:
+    def __init__(self, runner: RunnerOnThreads, pending: Pending) -> None:
         self._runner = runner
-        self._device = device
         self._pending = pending
 
     def allows(self, plan: Plan) -> bool:
         return self._pending.allows(plan)
 
     def collect(self) -> RunResult:
-        with self._device:
+        with self._runner.computing():
             result = self._pending.collect()
             self._runner.note_end(result)
             return result
