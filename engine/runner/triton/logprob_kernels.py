@@ -46,7 +46,10 @@ def logprob_of_key(key):
     return tl.where(ordered < 0, ordered ^ MAX_INT32, ordered).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["num_tops"], do_not_specialize_on_alignment=["rows", "chosen"])
+@triton.jit(
+    do_not_specialize=["has_rows", "num_tops"],
+    do_not_specialize_on_alignment=["chosen", "rows"],
+)
 def logprobs_kernel(
     token_ids,
     logprobs,
@@ -56,20 +59,21 @@ def logprobs_kernel(
     logits,
     chosen,
     rows,
+    has_rows,
     row_stride,
     size,
     num_tops,
-    has_rows: tl.constexpr,
     num_pieces: tl.constexpr,
     num_columns: tl.constexpr,
 ):
     """Logprobs of the chosen token of a row, with its rank, and of the top tokens.
 
-    The highest key of each piece is kept, so that only the piece of a top token is read again.
+    Rows are all, or those of `rows`, which is no variant to compile. The highest key of each piece
+    is kept, so that only the piece of a top token is read again.
     """
     program = tl.program_id(0).to(tl.int64)
     row = program
-    if has_rows:
+    if has_rows != 0:
         row = tl.load(rows + program)
     logits += row * row_stride
     highest = find_highest(logits, size, num_columns)
