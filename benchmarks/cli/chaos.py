@@ -53,8 +53,8 @@ def chaos(
         str,
         typer.Option(
             help="Attacks of the hostile client: large-answers, token-lists, large-settings, "
-            "idle-connections, long-ids, ambiguous-grammars, dead-peers, kv-hints, kv-events, "
-            "mutations."
+            "idle-connections, long-ids, ambiguous-grammars, dead-peers, kv-hints, embeddings, "
+            "kv-events, mutations."
         ),
     ] = EVERYTHING,
     clients: Annotated[

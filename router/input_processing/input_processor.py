@@ -127,6 +127,8 @@ class InputProcessor:
         self, call: GenerateCall, num_prompt_tokens: int, budget: LogprobBudget
     ) -> None:
         """Check what depends on the number of prompt tokens."""
+        if num_prompt_tokens == 0 and call.is_pooled:
+            raise EmptyPrompt("a text has no tokens; there is nothing to embed")
         if num_prompt_tokens == 0:
             raise EmptyPrompt("the prompt has no tokens; there is nothing to continue")
         max_model_len = self._table.served_model(call.model).max_model_len

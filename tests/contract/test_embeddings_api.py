@@ -212,6 +212,15 @@ ERRORS: list[tuple[str, Body, str]] = [
     ("/v1/embeddings", {"input": "a", "model": "other"}, "'other' is not served here"),
     ("/v1/embeddings", {"input": ""}, "no tokens"),
     ("/v1/embeddings", {"input": list(range(3, 99)) * 6}, "the text has 576 tokens"),
+    ("/v1/embeddings", {"input": ["a"] * 10_000}, "at most 2048"),
+    ("/v1/embeddings", {"input": [[3]] * 10_000}, "at most 2048"),
+    ("/v1/embeddings", {"input": ["a", ""]}, "no tokens"),
+    ("/v1/embeddings", {"input": [[]]}, "a text has no tokens"),
+    ("/v1/embeddings", {"input": "a" * 1_000_000}, "tokens"),
+    ("/v1/embeddings", {"input": "a", "dimensions": 1 << 40}, "dimensions"),
+    ("/v1/embeddings", {"input": "a", "dimensions": 1 << 70}, "dimensions"),
+    ("/v1/embeddings", {"input": "a", "dimensions": 1.5}, "dimensions"),
+    ("/v1/rerank", {"query": "a", "documents": ["a"] * 10_000}, "at most 2048"),
     ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c", "d", "e"]}, "text_1 has 2 texts"),
     ("/v1/rerank", {"query": "a", "documents": []}, "documents"),
     ("/v1/rerank", {"query": "a", "documents": [{"body": "b"}]}, "documents must be texts"),
@@ -224,6 +233,21 @@ def test_errors_name_the_field_and_the_remedy(text: TextBoundary) -> None:
         for path, body, expected in ERRORS:
             status, message = await error_of(client, router, path, body)
             assert (400 <= status < 500, expected in message) == (True, True), (path, message)
+
+    run(check, text)
+
+
+@pytest.mark.parametrize("written", ["NaN", "Infinity", "1e999", "null null"])
+def test_bodies_that_are_not_json_are_refused(text: TextBoundary, written: str) -> None:
+    async def check(client: AsyncOpenAI, router: HttpRouter) -> None:
+        body = f'{{"input": "a", "dimensions": {written}}}'
+        response = await client._client.post(
+            f"{router.url}/v1/embeddings",
+            content=body,
+            headers={"content-type": "application/json"},
+        )
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["reason"]
 
     run(check, text)
 

@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any
 
 COMPLETIONS, CHAT, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
+EMBEDDINGS, RERANK = "/v1/embeddings", "/v1/rerank"
 AMBIGUOUS = 'start: s\ns: s s | s s s | "a"'
 TOKEN = 5  # a token id of any model
 MIB = 1 << 20
@@ -26,6 +27,7 @@ class Attack(Enum):
     AMBIGUOUS_GRAMMARS = "ambiguous-grammars"
     DEAD_PEERS = "dead-peers"  # Connect calls to decode nodes with unreachable peers
     KV_HINTS = "kv-hints"  # distinct sessions with retention, and prefetches of long prompts
+    EMBEDDINGS = "embeddings"  # thousands of texts, a text of 1 MB, huge dimensions
     KV_EVENTS = "kv-events"  # floods of the KV event sockets of all nodes
     MUTATIONS = "mutations"  # of valid bodies, over HTTP and gRPC
 
@@ -65,9 +67,33 @@ def posts(attack: Attack, model: str, draw: random.Random) -> list[HttpPost]:
             ]
         case Attack.KV_HINTS:
             return [*_sessions(model, draw), *_prefetches(model, draw)]
+        case Attack.EMBEDDINGS:
+            return list(_embeddings(model))
         case Attack.MUTATIONS:
             return [mutated_post(draw, model) for _ in range(60)]
     return []
+
+
+MAX_TEXTS, TOO_MANY_TEXTS = 2048, 10_000
+
+
+def _embeddings(model: str) -> Iterator[HttpPost]:
+    """Yield refused bodies, and the largest that are not refused."""
+    inputs: list[Any] = [
+        ["text"] * TOO_MANY_TEXTS,
+        [[TOKEN]] * TOO_MANY_TEXTS,
+        ["a" * MIB],
+        [""] * MAX_TEXTS,
+        ["one text of many " * 12] * MAX_TEXTS,
+    ]
+    bodies = [{"input": texts} for texts in inputs]
+    bodies += [{"input": "a", "dimensions": size} for size in (1 << 40, -1, 1.5, float("nan"))]
+    for body in bodies:
+        for encoding in ("float", "base64"):
+            whole = {"model": model, "encoding_format": encoding, **body}
+            yield HttpPost(EMBEDDINGS, json.dumps(whole).encode())
+    ranking = {"model": model, "query": "a" * MIB, "documents": ["text"] * MAX_TEXTS}
+    yield HttpPost(RERANK, json.dumps(ranking).encode())
 
 
 NUM_SESSIONS, SESSION_TOKENS = 150, 40
