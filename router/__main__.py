@@ -77,7 +77,7 @@ async def serve(
         readiness = Readiness(
             wants_prefill=bool(options.prefill_nodes),
             now=time.monotonic(),
-            models=[profile.name for profile in profiles] if len(profiles) > 1 else (),
+            models=router.table.expected_models,
         )
 
         async def note_change() -> None:
@@ -101,7 +101,9 @@ class RouterComponents:
     def __init__(
         self, options: RouterOptions, profiles: Sequence[ModelProfile], tracer: Tracer
     ) -> None:
-        self.table, self.node_calls = NodeTable(), GrpcNodeCalls(options.tls)
+        # The name of a single model can be an assumption.
+        expected = [profile.name for profile in profiles] if len(profiles) > 1 else ()
+        self.table, self.node_calls = NodeTable(expected), GrpcNodeCalls(options.tls)
         self.compiler = GrammarCompiler(validate_grammar)
         self.pipeline = Pipeline(
             table=self.table,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -76,7 +76,9 @@ class NodeGroup:
 class NodeTable:
     """Nodes by address, with their load, health and prefixes."""
 
-    def __init__(self) -> None:
+    def __init__(self, expected_models: Collection[str] = ()) -> None:
+        """`expected_models` are names of models that have nodes, now or soon."""
+        self.expected_models = expected_models
         self._nodes: dict[str, Node] = {}
         self._loads: dict[str, LoadEstimate] = {}
         self.watched: frozenset[Member] = frozenset()  # including unreachable ones
@@ -89,7 +91,7 @@ class NodeTable:
         # That have had open nodes of both roles, by model.
         self._kinds_in_service: set[tuple[str, KvKind]] = set()
         self._with_decode_nodes: set[str] = set()  # models that have, or have had, some
-        self.served = ServedModels()
+        self.served = ServedModels(expected=expected_models)
         self._namings: Mapping[str, frozenset[PrefixNaming]] = {}  # by model
         self.prefixes = NodePrefixes()
         self.adapters = AdapterTable()
@@ -280,7 +282,9 @@ class NodeTable:
 
     def _rebuild_served(self) -> None:
         cards = [node.card for node in self._nodes.values()]
-        self.served = ServedModels(cards, self._with_decode_nodes, self.adapters.variants)
+        self.served = ServedModels(
+            cards, self._with_decode_nodes, self.adapters.variants, self.expected_models
+        )
 
     def _all_open(self) -> list[Node]:
         return [node for role in NodeRole for node in self.open_nodes(role)]

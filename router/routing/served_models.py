@@ -49,11 +49,16 @@ class ServedModels:
         cards: Sequence[NodeCard] = (),
         with_decode_nodes: Collection[str] = (),
         adapters: Mapping[str, ModelVariant] = NO_VARIANTS,
+        expected: Collection[str] = (),
     ) -> None:
-        """`with_decode_nodes` names the models that have had decode nodes."""
+        """`with_decode_nodes` names the models that have had decode nodes.
+
+        `expected` names models that may have no nodes at the moment, but will have some.
+        """
         self.bases: Mapping[str, ModelVariant] = {
             card.model: ModelVariant(card.model) for card in cards
         }  # by name
+        self._missing = sorted({*expected} - self.bases.keys())
         # An adapter cannot take the name of a model.
         self.variants: Mapping[str, ModelVariant] = {**adapters, **self.bases}
         self._served = {
@@ -84,22 +89,30 @@ class ServedModels:
         """Return the model of a name, which need not be served.
 
         Without a name, return the only base model that can do the task, or ANY_MODEL if none is
-        served.
+        served. If one that is expected has no nodes, it is taken to be able to.
         Raises InvalidRequest if there are several.
         """
         if name:
             return self.variants.get(name) or ModelVariant(name)
         models = list(self.bases.values())
-        able = [model for model in models if self.of(model).can(is_pooled=is_pooled)]
-        if not is_pooled:
-            able = [model for model in able if self.of(model).has_decode_nodes] or able
+        able = self._able(is_pooled=is_pooled)
         found = able or models
+        if not able and models and self._missing:
+            found = [ModelVariant(name) for name in self._missing]
         if len(found) > 1:
-            which = "several models" if able else "no model"
+            which = "several models" if able or self._missing else "no model"
             verb = "embed" if is_pooled else "generate text"
             names = ", ".join(sorted(model.name for model in found))
             raise InvalidRequest(f"{which} can {verb} here; set model to one of: {names}", "model")
         return found[0] if found else ANY_MODEL
+
+    def _able(self, *, is_pooled: bool) -> Sequence[ModelVariant]:
+        """Return the base models that can do a task: to generate text, those with decode nodes."""
+        able = [model for model in self.bases.values() if self.of(model).can(is_pooled=is_pooled)]
+        if is_pooled:
+            return able
+        with_decode_nodes = [model for model in able if self.of(model).has_decode_nodes]
+        return with_decode_nodes or ([] if self._missing else able)
 
 
 def _served_model(cards: Sequence[NodeCard], *, has_decode_nodes: bool) -> ServedModel:

@@ -51,6 +51,26 @@ def test_a_decoder_on_prefill_nodes_alone_only_embeds() -> None:
     assert table.find_model("") == ModelVariant("chat")
 
 
+def test_a_request_waits_for_the_expected_model_that_may_do_its_task() -> None:
+    def found(*nodes: Node, is_pooled: bool = False) -> ModelVariant:
+        table = NodeTable(("chat", "embedder"))
+        for node in nodes:
+            table.join(node.address, node.card)
+        return table.find_model("", is_pooled=is_pooled)
+
+    assert found(an_embedder()) == ModelVariant("chat")
+    decoder = an_embedder("embedder", size=8)
+    generating = replace(decoder, card=replace(decoder.card, generates=True))
+    assert found(generating) == ModelVariant("chat")
+    assert found(*a_pair_of("chat"), is_pooled=True) == ModelVariant("embedder")
+    assert found(an_embedder(), *a_pair_of("other")) == ModelVariant("other")
+    assert found() == ANY_MODEL
+    with pytest.raises(
+        InvalidRequest, match=r"several models can .*: chat, embedder$"
+    ):
+        found(an_embedder("other"))
+
+
 @pytest.mark.parametrize(
     ("nodes", "is_pooled", "expected"),
     [
