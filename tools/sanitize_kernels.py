@@ -35,6 +35,7 @@ RUNTIMES = ("libasan.so", "libubsan.so", "libstdc++.so")
 FOUND = "found"  # prefix of the report files, one per process
 TESTS = (
     "tests/contract/test_block_copies.py",
+    "tests/contract/test_encoder_ops.py",
     "tests/contract/test_int8_activations.py",
     "tests/contract/test_linear_attention.py",
     "tests/contract/test_low_rank_products.py",

@@ -14,6 +14,7 @@ from baton.rpc.process_end import exit_on_sigterm
 from benchmarks.cli.adapters import adapters
 from benchmarks.cli.chaos import chaos
 from benchmarks.cli.chart import chart
+from benchmarks.cli.embeddings import embeddings
 from benchmarks.cli.forms import forms
 from benchmarks.cli.frontier import frontier
 from benchmarks.cli.handover import handover
@@ -39,6 +40,10 @@ EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
     scheduler: ("scheduler --running 256,1024",),
     speculation: ("speculation --speculative ngram:6",),
     adapters: ("adapters --model ~/models/Qwen3-0.6B --batch 32 --adapters 8 --rank 16",),
+    embeddings: (
+        "embeddings --model ~/models/all-MiniLM-L6-v2 --json embeddings.json",
+        "embeddings --shape qwen3-0.6b --layers 4 --dtype bfloat16 --peers sentence-transformers",
+    ),
     forms: ("forms --model models/demo --runs 20",),
     index: ("index --nodes 64",),
     router: ("router --streams 64 --json router.json",),

@@ -13,10 +13,10 @@ from baton.core.exclusions import Feature, check_exclusions
 from baton.core.options import BATCHING, KV_CACHE, MACHINE, MODEL, Option, check_options
 from baton.core.pooling import PoolingKind
 from baton.core.units import AUTO, GIB, parse_bytes, parse_kv_memory
+from baton.engine.runner.encoders.config import EncoderConfig
 from baton.engine.spec_decode.config import Speculation, parse_speculation
 
 if TYPE_CHECKING:
-    from baton.engine.runner.encoders.config import EncoderConfig
     from baton.engine.runner.model.config import ModelConfig
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
@@ -240,7 +240,8 @@ def dtype_name(config: RunnerConfig, model: ModelConfig | EncoderConfig) -> str:
 
 def fits_kernels(config: RunnerConfig, model: ModelConfig | EncoderConfig) -> bool:
     """Return whether the model would compute with the native kernels."""
-    is_fitting = config.device == "cpu" and dtype_name(config, model) == "bfloat16"
+    dtypes = ("bfloat16", "float32") if isinstance(model, EncoderConfig) else ("bfloat16",)
+    is_fitting = config.device == "cpu" and dtype_name(config, model) in dtypes
     return is_fitting and config.kernels in ("auto", "native")
 
 

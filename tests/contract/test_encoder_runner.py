@@ -109,7 +109,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "length": ({"max_model_len": 131}, "at most 130"),
     "speculation": ({"speculation": Speculation(4)}, "generates nothing"),
     "int8 KV": ({"kv_cache_dtype": "int8"}, "no KV cache"),
-    "native": ({"kernels": "native"}, "bfloat16 on the CPU"),
+    "native": ({"kernels": "native", "dtype": "float16"}, "bfloat16 on the CPU"),
 }
 
 

@@ -12,6 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from torch.nn import functional
 
 from baton.core.vectors import Floats
+from baton.engine.runner.encoders.weights import LayerNorm
 from tests.support.models import import_transformers, save_tokenizer
 
 VOCAB_SIZE = 320
@@ -111,3 +112,7 @@ def scored(model: Any, text: Sequence[int], second: int) -> Floats:
         logits = model(**inputs).logits[0].float()
     found: Floats = (logits.sigmoid() if len(logits) == 1 else logits.softmax(0)).numpy()
     return found
+
+
+def a_layer_norm(size: int) -> LayerNorm:
+    return LayerNorm(torch.ones(size), torch.zeros(size), 1e-12)

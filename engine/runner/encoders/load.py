@@ -14,7 +14,8 @@ from baton.engine.runner.encoders.encoder_runner import EncoderRunner
 from baton.engine.runner.encoders.ops import TorchEncoderOps
 from baton.engine.runner.encoders.read_config import read_encoder_config
 from baton.engine.runner.encoders.weight_loading import load_encoder_weights
-from baton.engine.runner.kernels.choose import choose_parts
+from baton.engine.runner.kernels.choose import choose_parts, encoder_kernels
+from baton.engine.runner.kernels.native_encoder import NativeEncoderOps, with_packed_layers
 from baton.engine.runner.load import DTYPES, choose_max_model_len
 from baton.engine.runner.model.rope import Rope
 from baton.engine.runner.model_info import LoadProgressCallback, ModelInfo
@@ -32,7 +33,10 @@ def load_encoder(
     _check_settings(config, model)
     dtype, place = DTYPES[dtype_name(config, model)], torch.device(config.device)
     is_int8 = config.activation_dtype == "int8"
-    parts = choose_parts(config.kernels, dtype, place, int8_activations=is_int8)
+    kernels = encoder_kernels(config.kernels, dtype, place)
+    # Those kernels take the place of `Parts`, which torch computes in float32.
+    name = "torch" if kernels is not None and not is_int8 else config.kernels
+    parts = choose_parts(name, dtype, place, int8_activations=is_int8)
     pooling, defaults = (
         _choose_pooling(config, checkpoint, model),
         checkpoint.read_generation_defaults(),
@@ -57,7 +61,10 @@ def load_encoder(
     )
     dim = model.head_dim
     ropes = [Rope(rope, dim, dim, model.max_text_len, place, dtype) for rope in model.ropes]
-    encoder = Encoder(model, TorchEncoderOps(), weights, tuple(ropes))
+    ops = TorchEncoderOps()
+    if kernels is not None:
+        ops, weights = NativeEncoderOps(kernels), with_packed_layers(weights, kernels)
+    encoder = Encoder(model, ops, weights, tuple(ropes))
     return EncoderRunner(info, encoder, config.max_num_seqs)
 
 

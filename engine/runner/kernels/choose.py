@@ -117,6 +117,23 @@ def choose_parts(
         return TORCH
 
 
+def encoder_kernels(name: str, dtype: torch.dtype, device: torch.device) -> Kernels | None:
+    """Load the native kernels of encoders, which compute float32 on the CPU. None: torch computes.
+
+    Raises InvalidConfig if they are requested by name, but not available.
+    """
+    is_fitting = dtype is torch.float32 and device.type == "cpu"
+    if not is_fitting or name not in ("auto", "native"):
+        return None
+    try:
+        return Kernels(library(best_variant(cpu_features())), torch.get_num_threads())
+    except KernelsUnavailable as error:
+        if name == "native":
+            raise InvalidConfig(f"kernels 'native' are not available: {error}") from error
+        log.warning("Using plain torch, which is slower: %s", error)
+        return None
+
+
 def native_parts(*, int8_activations: bool = False) -> Parts:
     """Load the native kernels. Raises KernelsUnavailable."""
     variant = best_variant(cpu_features())

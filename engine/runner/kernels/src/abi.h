@@ -120,6 +120,40 @@ struct LowRankArgs {
     std::int32_t num_threads;
 };
 
+// Matrix of float32, packed for baton_linear_f32.
+struct PackF32Args {
+    const float* weights;  // [rows, columns]
+    float* packed;
+    std::int64_t num_rows, num_columns;
+    std::int32_t num_threads;
+};
+
+struct LinearF32Args {
+    const float* src;            // [tokens, columns]
+    const float *packed, *bias;  // the bias may be null
+    float* dst;                  // [tokens, rows]
+    std::int64_t num_rows, num_columns, num_tokens;
+    std::int32_t num_threads;
+};
+
+struct GeluF32Args {
+    const float* src;
+    float* dst;
+    std::int64_t count;
+    std::int32_t is_exact;  // 0: by tanh
+    std::int32_t num_threads;
+};
+
+// Texts one after the other, of which each token attends to its whole text.
+struct TextAttentionArgs {
+    const float* qkv;                  // [tokens, 3 * size]
+    float* dst;                        // [tokens, size]
+    const std::int64_t* first_tokens;  // [texts + 1]
+    std::int64_t num_texts, num_heads, head_dim, size;
+    float scale;
+    std::int32_t num_threads;
+};
+
 // RMS norm. A bf16 weight multiplies rounded numbers; with a float32 weight only the product is
 // rounded.
 struct NormParams {
@@ -358,6 +392,19 @@ void baton_rope(const baton::RopeArgs* args);
 
 // Adds the products of adapters to the outputs of a linear layer.
 void baton_add_low_rank(const baton::LowRankArgs* args);
+
+// Numbers of a packed float32 matrix, and its packing.
+std::int64_t baton_packed_f32_size(std::int64_t num_rows, std::int64_t num_columns);
+void baton_pack_f32(const baton::PackF32Args* args);
+
+// Linear layer in float32.
+void baton_linear_f32(const baton::LinearF32Args* args);
+
+// GELU of float32 numbers.
+void baton_gelu_f32(const baton::GeluF32Args* args);
+
+// Attention within texts, in float32.
+void baton_text_attention(const baton::TextAttentionArgs* args);
 
 // Gate of an MLP.
 void baton_gate(const baton::GateArgs* args);

@@ -65,9 +65,7 @@ def test_a_request_waits_for_the_expected_model_that_may_do_its_task() -> None:
     assert found(*a_pair_of("chat"), is_pooled=True) == ModelVariant("embedder")
     assert found(an_embedder(), *a_pair_of("other")) == ModelVariant("other")
     assert found() == ANY_MODEL
-    with pytest.raises(
-        InvalidRequest, match=r"several models can .*: chat, embedder$"
-    ):
+    with pytest.raises(InvalidRequest, match=r"several models can .*: chat, embedder$"):
         found(an_embedder("other"))
 
 

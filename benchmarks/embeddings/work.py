@@ -1,0 +1,53 @@
+"""Products of numbers that texts need at least: those of matrices and of attention."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from baton.checkpoint.checkpoint import Shape
+from baton.checkpoint.hub import open_checkpoint
+from baton.core.pooling import PoolingKind
+from baton.engine.runner.encoders.config import EncoderConfig
+from baton.engine.runner.encoders.tensor_names import EncoderTensors
+from baton.engine.runner.open_runner import read_any_config
+from baton.engine.runner.weights.tensor_names import expected_tensors
+
+LAYER = re.compile(r"\blayers?\.(\d+)\.")
+KEYS_AND_VALUES = re.compile(r"\b(k_proj|v_proj)\.")
+
+
+def products_of(model: Path, texts: Sequence[str]) -> int:
+    """Return the products of the texts' tokens, in a dense model."""
+    checkpoint = open_checkpoint(str(model))
+    config, tokenizer = read_any_config(checkpoint), checkpoint.load_tokenizer()
+    is_encoder = isinstance(config, EncoderConfig)
+    limit = config.max_text_len if isinstance(config, EncoderConfig) else None
+    lens = [len(tokenizer.encode(text)[:limit]) for text in texts]
+    shapes: Mapping[str, Shape] = (
+        EncoderTensors(config, {}).shapes()
+        if isinstance(config, EncoderConfig)
+        else expected_tensors(config)
+    )
+    matrices = {
+        name: torch.Size(shape).numel()
+        for name, shape in shapes.items()
+        if len(shape) == 2 and LAYER.search(name)
+    }
+    num_layers = len(config.layers)
+    pooling = checkpoint.read_pooling()
+    is_last_token = pooling is not None and pooling.kind is PoolingKind.LAST
+    products = sum(lens) * sum(matrices.values())
+    if is_last_token:  # the other tokens need only keys and values of the last layer
+        other = sum(
+            count
+            for name, count in matrices.items()
+            if f".{num_layers - 1}." in name and not KEYS_AND_VALUES.search(name)
+        )
+        products -= (sum(lens) - len(lens)) * other
+    pairs = sum(length * length if is_encoder else length * (length + 1) // 2 for length in lens)
+    size = config.num_heads * config.head_dim
+    return products + 2 * pairs * size * num_layers
