@@ -36,6 +36,7 @@ WORDS = (
 )
 PEAK_SIZE, PEAK_RUNS = 1024, 3
 LAST_TOKEN = {"pooling_mode_lasttoken": True}
+PADDING = "!"  # in no text
 MODULES = ("Transformer", "Pooling", "Normalize")
 
 
@@ -102,10 +103,17 @@ def make_shape(folder: Path, shape: str, layers: int | None, dtype: str) -> None
     make_model(folder, SHAPES[shape].scale(layers), dtype)
     paths = ("", "1_Pooling", "2_Normalize")
     modules = [
-        {"idx": index, "path": path, "type": f"sentence_transformers.models.{name}"}
+        {
+            "idx": index,
+            "name": str(index),
+            "path": path,
+            "type": f"sentence_transformers.models.{name}",
+        }
         for index, (path, name) in enumerate(zip(paths, MODULES, strict=True))
     ]
     (folder / "modules.json").write_text(json.dumps(modules))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": PADDING}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))  # peers pad
     size = json.loads((folder / "config.json").read_text())["hidden_size"]
     for path in paths[1:]:
         (folder / path).mkdir()
