@@ -41,6 +41,7 @@ from tests.support.models import VARIANTS, make_model_folder
 NUM_ASKS = 15
 NUM_CLIENTS = 4
 LASTS_S = 1.0
+MAX_TRIES = 3
 POOLED = {"embed", "encode", "rerank"}
 # Of each client after an answer, once the fault has struck: it leaves the cores to other tests.
 PAUSE_S, LONG_PAUSE_S = 0.5, 3.0
@@ -172,13 +173,17 @@ def test_corrupted_kv_is_detected_and_the_prompt_is_computed_on_decode(
     running: Running,
 ) -> None:
     before = running.total(TargetRole.DECODE, DIGEST_MISMATCHES)
+    num_found = 0.0
 
-    report = running.through(
-        Fault(0, 0.3, FaultKind.CORRUPT, TargetRole.PREFILL, 0, Phase.SENT, LASTS_S)
-    )
+    for _ in range(MAX_TRIES):  # a hand-off that is corrupted can be given up on a busy machine
+        report = running.through(
+            Fault(0, 0.3, FaultKind.CORRUPT, TargetRole.PREFILL, 0, Phase.SENT, LASTS_S)
+        )
+        assert report.is_good, report
+        num_found = running.total(TargetRole.DECODE, DIGEST_MISMATCHES) - before
+        if num_found:
+            break
 
-    assert report.is_good, report
-    num_found = running.total(TargetRole.DECODE, DIGEST_MISMATCHES) - before
     assert num_found > 0
     assert report.counts["local"] > 0
 

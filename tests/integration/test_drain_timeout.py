@@ -19,7 +19,7 @@ from baton.rpc.node_info import NodeRole
 from baton.rpc.process_end import CUT_OFF
 from baton.v1 import node_pb2, node_pb2_grpc
 from tests.support.engine_nodes import EngineNode
-from tests.support.engine_pair import PairOptions, greedy
+from tests.support.engine_pair import OPERATOR, PairOptions, greedy
 from tests.support.models import prompt_of
 from tests.support.nodes import drain
 from tests.support.suspended_processes import suspended
@@ -35,7 +35,7 @@ def by_signal(node: EngineNode) -> None:
 
 
 def by_drain_call(node: EngineNode) -> None:
-    drain(node.address)
+    drain(node.address, OPERATOR)
 
 
 @pytest.fixture

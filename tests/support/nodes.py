@@ -19,6 +19,7 @@ from baton.rpc.node_info import (
     adapters_from,
     changes_from,
 )
+from baton.rpc.security.token import authorization
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, node_pb2, node_pb2_grpc
 
 
@@ -29,9 +30,10 @@ def card_at(address: str) -> NodeCard:
         )
 
 
-def drain(address: str) -> None:
+def drain(address: str, operator_token: str = "") -> None:
+    shown = (authorization(operator_token),) if operator_token else ()
     with grpc.insecure_channel(address) as channel:
-        node_pb2_grpc.NodeServiceStub(channel).Drain(node_pb2.DrainRequest())
+        node_pb2_grpc.NodeServiceStub(channel).Drain(node_pb2.DrainRequest(), metadata=shown)
 
 
 def load_at(address: str) -> NodeLoad:
