@@ -64,6 +64,7 @@ def embeddings(
         )
         figures = run(bench, on_missing=console(stderr=True).print)
     rows = [asdict(figure) for figure in figures.rows]
-    limit = f"limit: {figures.peak_gflops:.1f} GFLOP/s of a {dtype} or float32 product"
+    dtypes = " or ".join(dict.fromkeys((dtype, "float32")))
+    limit = f"limit: {figures.peak_gflops:.1f} GFLOP/s of a {dtypes} product"
     show_table(f"{model or shape}, {dtype}, {threads} threads; {limit}", rows)
     write_json(json_file, asdict(figures))

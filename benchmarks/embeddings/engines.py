@@ -30,7 +30,14 @@ class PeerMissing(Exception):
 
 @contextmanager
 def baton_engine(model: Path, dtype: str, num_threads: int) -> Iterator[Embed]:
-    with LLM(str(model), dtype=dtype, num_threads=num_threads, show_progress=False) as llm:
+    """Without a prefix cache: the same texts are embedded in each round."""
+    with LLM(
+        str(model),
+        dtype=dtype,
+        num_threads=num_threads,
+        enable_prefix_caching=False,
+        show_progress=False,
+    ) as llm:
         yield lambda texts: np.array(llm.embed(texts, truncate_prompt_tokens=WHOLE_CONTEXT))
 
 
