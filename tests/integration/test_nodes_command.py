@@ -26,15 +26,20 @@ def number(node: dict[str, object], name: str) -> int:
     return value
 
 
+def await_idle(cluster: LocalCluster) -> None:
+    for child in cluster.prefills + cluster.decodes:
+        await_load(child.address, lambda load: not is_busy(load))
+
+
 def test_the_nodes_command_lists_nodes_and_their_work(
     cluster: LocalCluster, client: Client
 ) -> None:
+    await_idle(cluster)  # requests of other tests may have just ended
     before = look(cluster)
     client.generate(
         prompt_of(33), Generation(SamplingParams(max_tokens=9, ignore_eos=True), cache_salt="new")
     )
-    for child in cluster.prefills + cluster.decodes:
-        await_load(child.address, lambda load: not is_busy(load))
+    await_idle(cluster)
 
     after = look(cluster)
 
