@@ -170,9 +170,11 @@ class LLM:
         *,
         dimensions: int | None = None,
         truncate_prompt_tokens: int | None = None,
+        lora: str | Sequence[str] = "",
     ) -> list[Floats]:
         """Return the embedding of each text, in order. The texts are batched.
 
+        `lora` names the adapter of all texts, or that of each; empty: none.
         `dimensions` keeps the first ones of models that were trained for it (Matryoshka).
         `truncate_prompt_tokens` cuts longer texts at their ends; -1: to what the model takes.
 
@@ -182,7 +184,7 @@ class LLM:
         check_dimensions(dimensions, self.info.hidden_size)
         encoder = self._text_encoder(truncate_prompt_tokens)
         encoded = [encoder.text(text) for text in _as_list(texts)]
-        return [shorten(vector, dimensions) for vector in self._pool(encoded)]
+        return [shorten(vector, dimensions) for vector in self._pool(encoded, lora)]
 
     def score(
         self,
@@ -213,9 +215,9 @@ class LLM:
     def _text_encoder(self, truncate_prompt_tokens: int | None) -> TextEncoder:
         return TextEncoder(self.tokenizer, self.info.max_model_len, truncate_prompt_tokens)
 
-    def _pool(self, texts: Sequence[EncodedText]) -> list[Floats]:
+    def _pool(self, texts: Sequence[EncodedText], lora: str | Sequence[str] = "") -> list[Floats]:
         """Return the vectors of texts."""
-        requests = [
+        plain = [
             replace(
                 self._make_request(text.token_ids, UNSAMPLED),
                 is_pooled=True,
@@ -223,6 +225,7 @@ class LLM:
             )
             for text in texts
         ]
+        requests = self._with_adapters(plain, lora)
         for index, request in enumerate(requests):
             with _naming_prompt(index):
                 self.engine.scheduler.validate(request)
@@ -244,6 +247,8 @@ class LLM:
         self, requests: list[EngineRequest], lora: str | Sequence[str]
     ) -> list[EngineRequest]:
         names = [lora] * len(requests) if isinstance(lora, str) else lora
+        if len(names) != len(requests):
+            raise InvalidRequest(f"lora names {len(names)} adapters for {len(requests)} prompts")
         for name in {*names} - {""} - self._adapters.keys():
             raise InvalidRequest(f"there is no adapter {name!r}: pass its folder in LLM(lora=)")
         return [

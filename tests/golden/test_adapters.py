@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from baton.core.errors import InvalidRequest
@@ -92,6 +93,30 @@ def test_native_kernels_give_a_request_the_same_tokens_in_any_batch(
     assert together == alone
     for adapter, answer, other in zip(names, together, plain, strict=True):
         assert (answer == other) is (not adapter)
+
+
+def test_embeddings_equal_those_of_merged_weights(folder_of: FolderOf, tmp_path: Path) -> None:
+    base = folder_of("qwen3")
+    adapter = write_adapter(base, tmp_path / "first", seed=1)
+    merged = merge(base, adapter, tmp_path / "merged")
+    with open_llm(base, pooling="last", lora={"first": str(adapter)}) as llm:
+        found = llm.embed(PROMPTS, lora="first")
+        mixed = llm.embed(PROMPTS, lora=["", "first", ""])
+        plain = llm.embed(PROMPTS)
+    with open_llm(merged, pooling="last") as llm:
+        expected = llm.embed(PROMPTS)
+
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    np.testing.assert_allclose(mixed, [plain[0], found[1], plain[2]], atol=1e-5)
+    assert np.abs(np.subtract(found, plain)).max() > 1e-3
+
+
+def test_as_many_adapters_as_prompts_are_named(folder_of: FolderOf) -> None:
+    with (
+        open_llm(folder_of("qwen3")) as llm,
+        pytest.raises(InvalidRequest, match="2 adapters for 3 prompts"),
+    ):
+        llm.generate(PROMPTS, GREEDY, lora=["", ""])
 
 
 def test_cached_prefixes_belong_to_an_adapter(folder_of: FolderOf, tmp_path: Path) -> None:
