@@ -70,7 +70,9 @@ def device_memory_finding(*, has_cuda: bool) -> Finding:
     """Report how KV of GPUs is transferred."""
     if has_cuda:
         return ok("KV of GPUs", "NIXL reads and writes it directly")
-    advice = "UCX of NIXL lacks CUDA: check UCX_TLS and that libcuda.so.1 can be loaded"
+    advice = (
+        "UCX of NIXL lacks CUDA: check UCX_TLS and that libcuda.so.1 and libnvidia-ml.so.1 load"
+    )
     return warn("KV of GPUs", "NIXL moves it through pinned host memory", advice)
 
 

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from baton.kv_transfer.transports.base import UcxConfig
 
-CUDA_DRIVER = "libcuda.so.1"
+# Libraries of the driver that the module loads. Containers without the driver capability "utility"
+# lack the second one, although torch computes on the GPU.
+DRIVER_LIBRARIES = "libcuda.so.1", "libnvidia-ml.so.1"
 MODULES = "libuct_cuda.so*"
 SYSTEM_FOLDERS = Path("/usr/lib/ucx"), Path("/usr/lib64/ucx"), Path("/usr/local/lib/ucx")
 
 
-def ucx_has_cuda(package: Path, config: UcxConfig, driver: str = CUDA_DRIVER) -> bool:
+def ucx_has_cuda(
+    package: Path, config: UcxConfig, driver: Sequence[str] = DRIVER_LIBRARIES
+) -> bool:
     """Return whether UCX has CUDA: its module, the driver, and UCX_TLS allow it.
 
     The module is next to the package of a wheel, or where the system has it.
     """
     folders = (package.with_name(f"{package.name}.libs") / "ucx", *SYSTEM_FOLDERS)
     has_module = any(any(folder.glob(MODULES)) for folder in folders)
-    return has_module and allows_cuda(os.environ.get("UCX_TLS", config.tls)) and _loads(driver)
+    is_allowed = allows_cuda(os.environ.get("UCX_TLS", config.tls))
+    return has_module and is_allowed and all(map(_loads, driver))
 
 
 def allows_cuda(tls: str) -> bool:

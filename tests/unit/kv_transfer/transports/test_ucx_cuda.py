@@ -9,7 +9,8 @@ import pytest
 from baton.kv_transfer.transports.base import UcxConfig
 from baton.kv_transfer.transports.ucx_cuda import allows_cuda, ucx_has_cuda
 
-LOADABLE, MISSING = "libc.so.6", "libno_such_driver.so.1"
+LOADABLE = ("libc.so.6", "libm.so.6")
+MISSING = ("libc.so.6", "libno_such_driver.so.1")
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ def test_cuda_needs_a_module_a_driver_and_the_permission(
     monkeypatch: pytest.MonkeyPatch,
     *,
     has_module: bool,
-    driver: str,
+    driver: tuple[str, ...],
     tls: str,
     has_cuda: bool,
 ) -> None:
