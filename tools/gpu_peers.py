@@ -73,6 +73,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--gpu", choices=GPUS, help="of the limits; by default, the device")
     parser.add_argument("--batches", type=int, nargs="*", default=(1, 32, 256))
     parser.add_argument("--prompts", type=int, nargs="*", default=(2048,))
+    parser.add_argument("--context", type=int, default=32, help="of decodes, at their start")
     parser.add_argument("--steps", type=int, default=32, help="of a measured decode")
     parser.add_argument("--runs", type=int, default=5)
     return parser.parse_args(arguments)
@@ -88,6 +89,7 @@ def make_bench(options: argparse.Namespace, checkpoint: Checkpoint) -> EngineBen
         prompt_lens=tuple(min(length, max_len) for length in options.prompts),
         batch_sizes=tuple(options.batches),
         num_decode_steps=options.steps,
+        decode_prompt_len=min(options.context, max_len - 2 * options.steps),
         num_runs=options.runs,
         device=options.device,
     )

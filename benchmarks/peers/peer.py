@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from baton.bench.engine.benchmark import DECODE_PROMPT_LEN, EngineBench, engine_meter, longest
+from baton.bench.engine.benchmark import EngineBench, engine_meter, longest
 from baton.core.errors import InvalidConfig, NamedError
 from benchmarks.peers.settings import (
     GPU_SHARE,
@@ -189,7 +189,7 @@ def _starts(bench: PeerBench) -> Iterator[tuple[str, StartPeer]]:
         "max_model_len": longest(bench.engine) + 64,
         "num_threads": len(cpus),
         "num_decode_steps": bench.engine.num_decode_steps,
-        "decode_prompt_len": DECODE_PROMPT_LEN,
+        "decode_prompt_len": bench.engine.decode_prompt_len,
         "scratch": str(bench.scratch),
         "weights": bench.llamacpp_weights,
     }

@@ -48,6 +48,7 @@ class EngineBench:
     prompt_lens: Sequence[int] = (128, 512)
     batch_sizes: Sequence[int] = (1, 4, 16, 32)
     num_decode_steps: int = 16
+    decode_prompt_len: int = DECODE_PROMPT_LEN
     num_runs: int = 5
     kv_cache_dtype: str = "auto"
     activation_dtypes: Sequence[str] = ("auto",)
@@ -127,18 +128,18 @@ def _config(bench: EngineBench, kernels: str, quantize: str, activation_dtype: s
 
 
 def longest(bench: EngineBench) -> int:
-    decoding = DECODE_PROMPT_LEN + NUM_WARM_UP_STEPS + bench.num_decode_steps
+    decoding = bench.decode_prompt_len + NUM_WARM_UP_STEPS + bench.num_decode_steps
     return max(*bench.prompt_lens, decoding) + 2
 
 
 def context_of(bench: EngineBench) -> int:
     """Return the context of a sequence in the middle of a measured decode."""
-    return DECODE_PROMPT_LEN + NUM_WARM_UP_STEPS + bench.num_decode_steps // 2
+    return bench.decode_prompt_len + NUM_WARM_UP_STEPS + bench.num_decode_steps // 2
 
 
 def _max_step(bench: EngineBench) -> int:
     """Return the tokens of a step: one prompt, or those of the largest batch."""
-    return max(2048, *bench.prompt_lens, DECODE_PROMPT_LEN * max(bench.batch_sizes))
+    return max(2048, *bench.prompt_lens, bench.decode_prompt_len * max(bench.batch_sizes))
 
 
 def _limit_meter() -> LimitMeter | None:
@@ -237,7 +238,7 @@ class _Meter:
         """Start a batch; all following steps decode."""
         max_tokens = NUM_WARM_UP_STEPS + self._bench.num_decode_steps + 2
         for _ in range(batch_size):
-            self._add(DECODE_PROMPT_LEN, max_tokens)
+            self._add(self._bench.decode_prompt_len, max_tokens)
         for _ in range(NUM_WARM_UP_STEPS):  # the first step computes the prompts
             self._engine.step()
 
