@@ -78,12 +78,12 @@ def tests(device: str, kernels: str) -> list[Check]:
     pytest = (python, "-m", "pytest", "-q", "-m", "gpu")
     tokens = ("--device", device, "--kernels", names_of(kernels))
     return [
-        Check("devices", (*pytest, "tests/contract"), 600),
+        Check("devices", (*pytest, "tests/contract/test_devices.py"), 600),
         Check("contract", (python, "-m", "pytest", "-q", "-k", ON_A_GPU, *SUITES), 3600),
         Check("compiled kernels", (python, "-m", "tools.report_triton_kernels"), 1800),
         Check("greedy tokens", (python, "-m", "tools.compare_devices", *tokens), 900),
-        Check("golden", (*pytest, "tests/golden"), 1800),
-        Check("integration", (*pytest, "tests/integration"), 900),
+        Check("golden", (*pytest, "tests/golden/test_triton_kernels.py"), 1800),
+        Check("integration", (*pytest, "tests/integration/test_same_tokens.py"), 900),
     ]
 
 

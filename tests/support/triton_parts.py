@@ -28,9 +28,10 @@ Run = Callable[..., None]  # method of a kernel that launches it
 
 
 def require_triton() -> None:
-    """Skip the test without Triton. Older interpreters do not run the kernels."""
-    reason = "the package triton is not installed, or older than 3.9"
-    pytest.importorskip("triton", minversion="3.9", reason=reason)
+    """Skip the test without Triton. Interpreters before 3.9's do not run the kernels."""
+    oldest = "3.9" if uses_interpreter() else "3.6"
+    reason = f"the package triton is not installed, or older than {oldest}"
+    pytest.importorskip("triton", minversion=oldest, reason=reason)
 
 
 @cache
