@@ -26,6 +26,7 @@ from baton.engine.structured_output.grammar import Bits, num_words
 from baton.engine.structured_output.schema_cost import embedded_schemas, expense_reason
 from baton.engine.structured_output.schema_ends import check_grammar_ends, check_schema_ends
 from baton.engine.structured_output.schema_rewrite import prepare_schema
+from baton.engine.structured_output.schema_width import is_too_wide
 
 ANY_OBJECT = '{"type": "object"}'
 # A space, or a newline with indentation, which suffices for any JSON style. With more allowed, a
@@ -35,6 +36,10 @@ WHITESPACE = r"( |\n[ \t]{0,16})?"
 # they would allow only the tokenizer's canonical tokenization of a text.
 HEADER = '%llguidance {"no_forcing": true}'
 GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+TOO_WIDE = (
+    "it combines too many alternatives: use fewer anyOf, oneOf, not and dependencies in one object"
+)
+MAX_REWRITTEN_CHARACTERS = 1 << 19  # twice that of a client's schema
 # In CPU time of the thread. No realistic grammar comes near these limits.
 MAX_COMPILE_S = 3.0
 MAX_MASK_S = 0.5
@@ -208,7 +213,12 @@ def _schema(params: StructuredOutputs, text: str) -> str:
         if schema is False:
             raise _error(params, "no value matches the schema false")
         fields = {} if schema is True else prepare_schema(schema)
-        return json.dumps({**fields, "x-guidance": _json_settings(params)}, allow_nan=False)
+        if is_too_wide(fields):
+            raise _error(params, TOO_WIDE)
+        ready = json.dumps({**fields, "x-guidance": _json_settings(params)}, allow_nan=False)
+        if len(ready) > MAX_REWRITTEN_CHARACTERS:
+            raise _error(params, TOO_WIDE)
+        return ready
     except RecursionError:
         raise _error(params, TOO_DEEP) from None
     except ValueError as error:

@@ -1,16 +1,31 @@
-"""Equivalent rewriting of JSON schemas into the subset that llguidance supports. Pure.
+"""Rewriting of JSON schemas into the subset that llguidance supports. Pure.
 
-- A `format` that llguidance does not support is removed: by the standard, it is an annotation.
-- `oneOf` becomes `anyOf` if no value can match two of its branches.
-- `uniqueItems` is removed if no list can contain an item twice.
+A rewritten schema allows no value that the original forbids. It is equivalent where possible, and
+narrower where the grammar would have to count or compare: see docs/structured-output.md. Keywords
+that cannot be rewritten stay, and llguidance refuses them by name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from baton.engine.structured_output.disjoint_schemas import Disjointness
-from baton.engine.structured_output.subschemas import read_list, rewrite_subschemas
+from baton.engine.structured_output.object_rules import (
+    DEPENDENCIES,
+    dependencies,
+    property_counts,
+    property_names,
+)
+from baton.engine.structured_output.schema_negation import (
+    Negation,
+    NegationLimitExceeded,
+    any_of,
+)
+from baton.engine.structured_output.subschemas import read_list, rewrite_with_originals
+from baton.engine.structured_output.unique_items import is_unique_anyway, unique_lists
+
+Schema = dict[str, Any]
 
 KNOWN_FORMATS = frozenset(
     {
@@ -18,46 +33,121 @@ KNOWN_FORMATS = frozenset(
         *("uri", "unknown"),
     }
 )
+NEGATED = frozenset({"not"})  # a narrower schema there would widen the whole
+NEXT_TO_REFS = frozenset({"description", "title", "default", "examples", "$comment"})
 
 
-def prepare_schema(schema: dict[str, Any]) -> dict[str, Any]:
+def prepare_schema(schema: Schema) -> Schema:
     """Return the rewritten schema. llguidance rejects the keywords that remain unsupported."""
-    disjointness = Disjointness(schema)
-
-    def change(part: dict[str, Any]) -> dict[str, Any]:
-        name = part.get("format")
-        if isinstance(name, str) and name not in KNOWN_FORMATS:
-            del part["format"]
-        if _is_unique_anyway(part):
-            del part["uniqueItems"]
-        return _without_one_of(part, disjointness)
-
-    ready: dict[str, Any] = rewrite_subschemas(schema, change)
+    ready: Schema = _Rewriting(schema).rewrite(schema)
     return ready
 
 
-def _is_unique_anyway(part: dict[str, Any]) -> bool:
-    if "uniqueItems" not in part:
-        return False
-    max_items = part.get("maxItems")
-    is_short = isinstance(max_items, int | float) and max_items <= 1
-    return part["uniqueItems"] is False or is_short or _excludes_lists(part.get("type"))
+class _Rewriting:
+    """Rules for the parts of one schema.
 
+    A rule takes a part whose subschemas are rewritten, and the original part, since only originals
+    can be negated. It returns schemas that replace its keywords, or None if it cannot.
+    """
 
-def _excludes_lists(types: Any) -> bool:
-    names = types if isinstance(types, list) else [types]
-    return all(isinstance(name, str) and name != "array" for name in names)
+    def __init__(self, root: Schema) -> None:
+        self._root = root
+        self._disjointness = Disjointness(root)
+        self._negation = Negation(root, self.rewrite)
+        self._rules: Mapping[tuple[str, ...], Callable[[Schema, Schema], list[Schema] | None]] = {
+            ("oneOf",): self._one_of,
+            ("not",): self._not,
+            ("if", "then", "else"): self._if,
+            DEPENDENCIES: lambda part, _: dependencies(part),
+            ("propertyNames",): lambda part, _: property_names(part, self._root),
+            ("minProperties", "maxProperties"): lambda part, _: property_counts(part),
+            ("uniqueItems",): self._unique_items,
+        }
 
+    def rewrite(self, schema: Any) -> Any:
+        return rewrite_with_originals(schema, self._change, kept=NEGATED)
 
-def _without_one_of(part: dict[str, Any], disjointness: Disjointness) -> dict[str, Any]:
-    branches = read_list(part, "oneOf")
-    if not branches:
+    def _change(self, part: Schema, original: Schema) -> Schema:
+        name = part.get("format")
+        if isinstance(name, str) and name not in KNOWN_FORMATS:
+            del part["format"]
+        if isinstance(part.get("$ref"), str):
+            # Annotations next to a reference count as constraints where it refers to itself.
+            part = {name: value for name, value in part.items() if name not in NEXT_TO_REFS}
+        for keywords, rule in self._rules.items():
+            if part.keys().isdisjoint(keywords):
+                continue
+            try:
+                clauses = rule(part, original)
+            except NegationLimitExceeded:
+                clauses = None
+            if clauses is not None:
+                rest = {name: value for name, value in part.items() if name not in keywords}
+                part = _with_clauses(rest, clauses)
         return part
-    rest = {name: value for name, value in part.items() if name != "oneOf"}
-    # Older drafts ignore keywords next to a reference.
-    also = True if "$ref" in rest else rest
-    if not disjointness.at_most_one_matches(branches, also):
-        return part
-    if "anyOf" not in rest:
-        return {**rest, "anyOf": branches}
-    return {**rest, "allOf": [*read_list(rest, "allOf"), {"anyOf": branches}]}
+
+    def _one_of(self, part: Schema, original: Schema) -> list[Schema] | None:
+        branches, originals = read_list(part, "oneOf"), read_list(original, "oneOf")
+        if not branches:
+            return None
+        rest = {name: value for name, value in part.items() if name != "oneOf"}
+        # Older drafts ignore keywords next to a reference.
+        also = True if "$ref" in rest else rest
+        if self._disjointness.at_most_one_matches(originals, also):
+            return [{"anyOf": list(branches)}]
+        alternatives: list[Any] = []
+        for index, branch in enumerate(branches):
+            conditions = [branch]
+            for other, schema in enumerate(originals):
+                pair = (originals[index], schema)
+                if other == index or self._disjointness.at_most_one_matches(pair, also):
+                    continue
+                forbidden = self._negation.alternatives(schema)
+                if not forbidden:
+                    return None
+                conditions.append(self._any_possible(forbidden, originals[index], also))
+            if False not in conditions:
+                alternatives.append(branch if len(conditions) == 1 else {"allOf": conditions})
+        return [{"anyOf": alternatives}] if alternatives else None
+
+    def _not(self, part: Schema, original: Schema) -> list[Schema] | None:
+        forbidden = self._negation.alternatives(original["not"])
+        rest = {name: value for name, value in part.items() if name != "not"}
+        return [self._any_possible(forbidden, rest)] if forbidden else None
+
+    def _if(self, part: Schema, original: Schema) -> list[Schema] | None:
+        if "if" not in part or not {"then", "else"} & part.keys():
+            return []  # without effect
+        rest = {name: value for name, value in part.items() if name not in ("if", "then", "else")}
+        met = {"allOf": [part["if"], part.get("then", True)]}
+        forbidden = self._negation.alternatives(original["if"])
+        if not forbidden and original["if"] not in (True, {}):
+            return None
+        otherwise = self._any_possible(forbidden, rest)
+        unmet = [{"allOf": [otherwise, part["else"]]} if "else" in part else otherwise]
+        return [{"anyOf": [met, *(each for each in unmet if each is not False)]}]
+
+    def _any_possible(self, schemas: Sequence[Schema], *also: Any) -> Any:
+        """Return a schema of any of `schemas`, without those that exclude one of `also`."""
+        possible = [
+            schema
+            for schema in schemas
+            if not any(self._disjointness.at_most_one_matches((schema, each)) for each in also)
+        ]
+        return any_of(possible) or False
+
+    def _unique_items(self, part: Schema, original: Schema) -> list[Schema] | None:
+        if is_unique_anyway(part):
+            return []
+        lists = unique_lists(original, self._root)
+        return None if lists is None else [lists]
+
+
+def _with_clauses(part: Schema, clauses: Sequence[Any]) -> Schema:
+    """Return the part with schemas, booleans included, that must hold next to it."""
+    match clauses:
+        case []:
+            return part
+        case [{"anyOf": branches, **others}] if not others and "anyOf" not in part:
+            return {**part, "anyOf": branches}
+    return {**part, "allOf": [*read_list(part, "allOf"), *clauses]}

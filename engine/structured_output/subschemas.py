@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 from urllib.parse import unquote
 
@@ -19,19 +19,33 @@ def rewrite_subschemas(schema: Any, change: Callable[[dict[str, Any]], dict[str,
 
     Unknown keywords can contain schemas, too, since references can point anywhere.
     """
+    return rewrite_with_originals(schema, lambda copied, _original: change(copied))
+
+
+def rewrite_with_originals(
+    schema: Any,
+    change: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]],
+    kept: Set[str] = frozenset(),
+) -> Any:
+    """Rewrite with a `change` that takes a copy whose subschemas are changed, and the original.
+
+    The values of the keywords in `kept` are not changed.
+    """
     if isinstance(schema, list):
-        return [rewrite_subschemas(each, change) for each in schema]
+        return [rewrite_with_originals(each, change, kept) for each in schema]
     if not isinstance(schema, dict):
         return schema
     copied: dict[str, Any] = {}
     for name, value in schema.items():
-        if name in DATA:
+        if name in DATA or name in kept:
             copied[name] = value
         elif name in BY_NAME and isinstance(value, dict):
-            copied[name] = {each: rewrite_subschemas(value[each], change) for each in value}
+            copied[name] = {
+                each: rewrite_with_originals(value[each], change, kept) for each in value
+            }
         else:
-            copied[name] = rewrite_subschemas(value, change)
-    return change(copied)
+            copied[name] = rewrite_with_originals(value, change, kept)
+    return change(copied, schema)
 
 
 def list_subschemas(schema: Any) -> Iterator[dict[str, Any]]:
@@ -78,3 +92,8 @@ def resolve_pointer(root: Any, ref: str) -> Any:
         else:
             return None
     return part
+
+
+def changes_base(part: Mapping[str, Any]) -> bool:
+    """Return whether the part changes the base URI of the references inside it."""
+    return any(isinstance(part.get(name), str) for name in ("$id", "id"))

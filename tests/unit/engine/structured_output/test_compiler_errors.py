@@ -20,7 +20,7 @@ INTERNALS = (
 REASONS: dict[str, tuple[dict[str, Any], str]] = {
     "not": ({"json": {"not": {}}}, "the keyword not is not supported: leave it out, or describe"),
     "several": (
-        {"json": {"if": {}, "then": {}, "not": {}}},
+        {"json": {"if": {"format": "a"}, "then": {}, "not": {}}},
         "the keywords if, not and then are not supported: leave them out",
     ),
     "oneOf": ({"json": {"oneOf": [{}, {"minLength": 3}]}}, "use anyOf"),
@@ -41,7 +41,7 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
         "its regular expression cannot be used: word boundaries",
     ),
     "number of properties": (
-        {"json": {"type": "object", "properties": {"a": {}}, "minProperties": 1}},
+        {"json": {"type": "object", "properties": {"a": {}}, "minProperties": 2}},
         "minProperties and maxProperties are supported only if",
     ),
     "deep": (
