@@ -189,6 +189,7 @@ async def _http_server(
         scrape=partial(exposition, metrics.registry),
         tokens=options.client_tokens,
         on_refusal=metrics.refused,
+        cors=options.cors,
     )
     host = options.http_host or options.host
     async with http_serving(app, host, options.http_port, options.tls, DEFAULT_ERRORS) as address:

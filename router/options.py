@@ -11,6 +11,7 @@ from baton.core.options import NETWORK, SECURITY, Option, check_options
 from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.discovery.sources import NodeSource, check_single_role, parse_sources
 from baton.router.dispatch.config import DispatchConfig
+from baton.router.http.config import NO_CORS, CorsConfig
 from baton.router.model_options import ModelOptions
 from baton.rpc.listening import MAX_PORT, ListenHost, ListenPort
 from baton.rpc.process_end import DRAIN_TIMEOUT_S, DrainTimeout
@@ -57,6 +58,7 @@ class RouterOptions:
     http_host: Annotated[
         str, Option("Address to serve HTTP on. Default: that of --host.", NETWORK)
     ] = ""
+    cors: CorsConfig = NO_CORS
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
     admission_queue: AdmissionQueueConfig = field(default_factory=AdmissionQueueConfig)
     tokens: Annotated[  # None: no authentication

@@ -12,6 +12,7 @@ from baton.router.doors.openai.routes import openai_routes
 from baton.router.doors.unserved import handle_http_exception
 from baton.router.http.app import Probes, Scrape, asgi_app
 from baton.router.http.bodies import Bodies
+from baton.router.http.config import NO_CORS, CorsConfig
 from baton.router.pipeline import Pipeline
 from baton.router.prefix_resets import PrefixResets
 from baton.router.request_scope import RequestScopes
@@ -32,10 +33,11 @@ def http_app(
     scrape: Scrape,
     tokens: AcceptedTokens | None = None,
     on_refusal: Callable[[str], None] = ignore_refusal,
+    cors: CorsConfig = NO_CORS,
 ) -> ASGIApp:
     bodies = Bodies(pipeline.table)
     routes = [
         *openai_routes(pipeline, scopes, bodies, resets, adapters),
         *Probes(health, pipeline, scrape).routes,
     ]
-    return asgi_app(routes, DEFAULT_ERRORS, handle_http_exception, tokens, on_refusal)
+    return asgi_app(routes, DEFAULT_ERRORS, handle_http_exception, tokens, on_refusal, cors)

@@ -19,8 +19,8 @@ NO_SCHEMA = (
     "served, with Baton's own fields"
 )
 NO_CORS = (
-    "cross-origin requests are not supported (CORS): use a proxy that adds the headers, or call "
-    "this server from a program"
+    "cross-origin requests are off (CORS): start the router with --allowed-origins, or call this "
+    "server from a program"
 )
 # Parts of OpenAI's, Anthropic's and vLLM's APIs that clients look for here, by path prefix.
 REASONS = {

@@ -15,7 +15,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, ExceptionHandler, Receive, Scope, Send
 
 from baton.core.errors import NamedError
+from baton.router.http.config import NO_CORS, CorsConfig
 from baton.router.http.errors import INTERNAL, ErrorFormat, failure_of
+from baton.router.http.middleware import RequestIds, with_cors
 from baton.router.pipeline import Pipeline
 from baton.rpc.errors import Unauthenticated
 from baton.rpc.health import Health
@@ -24,8 +26,8 @@ from baton.rpc.security.token_gate import ignore_refusal
 from baton.rpc.status import reason_of
 
 # Probes send no tokens.
-HEALTH, READY = "/health", "/ready"
-PATHS_WITHOUT_TOKEN = frozenset({HEALTH, READY})
+HEALTH, READY, PING = "/health", "/ready", "/ping"
+PATHS_WITHOUT_TOKEN = frozenset({HEALTH, READY, PING})
 
 # Takes the Accept header. Returns the metrics and their content type.
 Scrape = Callable[[str], tuple[bytes, str]]
@@ -42,6 +44,8 @@ class Probes:
         return [
             Route(HEALTH, self._is_alive),
             Route(READY, self._is_ready),
+            Route(PING, self._ping, methods=["GET", "POST"]),
+            Route("/load", self._load),
             Route("/metrics", self._metrics),
             Route("/version", self._version),
         ]
@@ -52,6 +56,15 @@ class Probes:
     async def _is_ready(self, _request: Request) -> Response:
         """Ready unless the router drains or has no nodes yet."""
         return _probe_response(self.health.is_ready and not self.pipeline.is_draining)
+
+    async def _ping(self, _request: Request) -> Response:
+        """Answer as vLLM does for SageMaker, which expects an empty body."""
+        return Response(status_code=200 if self.health.is_alive else 503)
+
+    async def _load(self, _request: Request) -> Response:
+        """Return the number of requests that wait or are computed, under vLLM's name."""
+        traffic = self.pipeline.traffic
+        return JSONResponse({"server_load": traffic.num_waiting + traffic.num_in_flight})
 
     async def _metrics(self, request: Request) -> Response:
         # On a thread, since a scrape blocks on readings that this event loop provides.
@@ -74,6 +87,7 @@ def asgi_app(
     handle_http_exception: ExceptionHandler,
     tokens: AcceptedTokens | None = None,
     on_refusal: Callable[[str], None] = ignore_refusal,
+    cors: CorsConfig = NO_CORS,
 ) -> ASGIApp:
     """Return the app. `handle_http_exception` handles unknown paths and methods."""
 
@@ -91,7 +105,8 @@ def asgi_app(
             Exception: handle_bug,
         },
     )
-    return app if tokens is None else Gate(app, errors, tokens, on_refusal)
+    gated = app if tokens is None else Gate(app, errors, tokens, on_refusal)
+    return RequestIds(with_cors(gated, cors))
 
 
 class Gate:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -13,11 +12,15 @@ from starlette.types import Receive, Scope, Send
 from baton.core.errors import NamedError
 from baton.router.http.bodies import Bodies, ReceivedBody, run_while_connected
 from baton.router.http.errors import ErrorFormat, failure_of
-from baton.router.input_processing.limits import check_name, is_valid_name
+from baton.router.http.middleware import (
+    REQUEST_ID,
+    SESSION_ID,
+    TRACE_ID,
+    request_id_of,
+)
+from baton.router.input_processing.limits import check_name
 from baton.router.request_scope import RequestScope, RequestScopes
 
-ID_BYTES = 12
-REQUEST_ID, TRACE_ID, SESSION_ID = "x-request-id", "x-trace-id", "x-session-id"
 JSON_HEADERS = {"content-type": "application/json"}
 # Proxies must not buffer events.
 EVENT_HEADERS = {
@@ -106,9 +109,7 @@ class GenerationEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         client_request_id = request.headers.get(REQUEST_ID, "")
-        request_id = (
-            client_request_id if is_valid_name(client_request_id) else secrets.token_hex(ID_BYTES)
-        )
+        request_id = request_id_of(scope)
         request_scope = self._scopes.begin(request_id, request.headers.items())
         ids = {REQUEST_ID: request_id, TRACE_ID: request_scope.trace_id}
         headers = {name: value for name, value in ids.items() if value}

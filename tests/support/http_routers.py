@@ -15,6 +15,7 @@ from baton.router.adapter_updates import AdapterUpdates
 from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.dispatch.config import DispatchConfig
 from baton.router.doors.http_app import DEFAULT_ERRORS, http_app
+from baton.router.http.config import NO_CORS, CorsConfig
 from baton.router.http.connections import ConnectionLimits
 from baton.router.http.server import http_serving
 from baton.router.input_processing.model_profiles import ModelProfiles
@@ -64,6 +65,7 @@ async def an_http_router(
     limits: ConnectionLimits | None = None,
     channel: Callable[[str], aio.Channel] | None = None,  # to nodes, for what is no request
     adapters: AdapterUpdates | None = None,
+    cors: CorsConfig = NO_CORS,
 ) -> AsyncIterator[HttpRouter]:
     table = table or a_table()
     pipeline = Pipeline(
@@ -86,6 +88,7 @@ async def an_http_router(
         adapters=adapters or AdapterUpdates(table, channel or open_channel, operators),
         scrape=partial(exposition, CollectorRegistry()),
         tokens=tokens,
+        cors=cors,
     )
     async with http_serving(app, "127.0.0.1", 0, tls, DEFAULT_ERRORS, limits) as address:
         yield HttpRouter(address, pipeline, health)

@@ -1,0 +1,128 @@
+"""HTTP manners that all APIs share: request ids, cross-origin requests, probes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+
+from baton.core.errors import InvalidConfig
+from baton.core.options import build_config
+from baton.router.http.config import CorsConfig
+from baton.rpc.security.token import AcceptedTokens
+from tests.support.http_routers import HttpRouter, an_http_router
+
+PAGE = "https://chat.example"
+TIMEOUT_S = 30
+BODY: dict[str, Any] = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 4}
+Scenario = Callable[[HttpRouter, Any], Awaitable[None]]
+
+
+def over_http(scenario: Scenario, **around: Any) -> None:
+    async def run() -> None:
+        async with (
+            asyncio.timeout(TIMEOUT_S),
+            an_http_router(**around) as router,
+            AsyncOpenAI(base_url=router.url, api_key="none") as client,
+        ):
+            await scenario(router, client._client)
+
+    asyncio.run(run())
+
+
+def test_every_response_has_the_clients_request_id_or_a_new_one() -> None:
+    async def scenario(_router: HttpRouter, client: Any) -> None:
+        paths = ("/health", "/version", "/v1/models", "/v1/models/tiny", "/v1/none", "/v1/models/x")
+        for path in paths:
+            ids = [
+                (await client.get(path, headers=sent)).headers["x-request-id"]
+                for sent in ({"x-request-id": "mine"}, {}, {"x-request-id": "x" * 300})
+            ]
+            assert ids[0] == "mine"
+            assert len({*ids}) == 3
+            assert all(len(each) == 24 for each in ids[1:])
+        streamed = await client.post("/v1/completions", json=BODY, headers={"x-request-id": "mine"})
+        assert streamed.headers.get_list("x-request-id") == ["mine"]
+
+    over_http(scenario)
+
+
+def test_a_request_without_a_token_is_refused_with_a_request_id() -> None:
+    async def scenario(_router: HttpRouter, client: Any) -> None:
+        refused = await client.get("/load", headers={"x-request-id": "mine"})
+
+        assert (refused.status_code, refused.headers["x-request-id"]) == (401, "mine")
+        assert (await client.get("/ping")).status_code == 200
+
+    over_http(scenario, tokens=AcceptedTokens(("secret",)))
+
+
+def test_pages_of_other_origins_are_not_answered_by_default() -> None:
+    async def scenario(_router: HttpRouter, client: Any) -> None:
+        answer = await client.get("/v1/models", headers={"origin": PAGE})
+        preflight = await client.options(
+            "/v1/completions", headers={"origin": PAGE, "access-control-request-method": "POST"}
+        )
+
+        assert "--allowed-origins" in preflight.json()["message"]
+        for one in (answer, preflight):
+            assert not [name for name in one.headers if name.startswith("access-control")]
+
+    over_http(scenario)
+
+
+def test_allowed_pages_may_call_with_a_token_and_read_the_headers() -> None:
+    async def scenario(_router: HttpRouter, client: Any) -> None:
+        preflight = {
+            "origin": PAGE,
+            "access-control-request-method": "POST",
+            "access-control-request-headers": "authorization,content-type",
+        }
+        asked = await client.options("/v1/completions", headers=preflight)
+        assert asked.status_code == 200
+        assert asked.headers["access-control-allow-origin"] == PAGE
+        assert "authorization" in asked.headers["access-control-allow-headers"]
+
+        other = await client.options(
+            "/v1/completions", headers={**preflight, "origin": "https://other.example"}
+        )
+        assert "access-control-allow-origin" not in other.headers
+
+        secret = {"origin": PAGE, "authorization": "Bearer secret"}
+        answer = await client.post("/v1/completions", json=BODY, headers=secret)
+        refusal = await client.post("/v1/completions", json=BODY, headers={"origin": PAGE})
+        assert (answer.status_code, refusal.status_code) == (200, 401)
+        for one in (answer, refusal):
+            assert one.headers["access-control-allow-origin"] == PAGE
+            assert "x-request-id" in one.headers["access-control-expose-headers"]
+
+    over_http(scenario, cors=CorsConfig((PAGE,)), tokens=AcceptedTokens(("secret",)))
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"allowed_origins": "chat.example"}, "scheme://host"),
+        ({"allowed_origins": f"{PAGE}/page"}, "without a path"),
+        ({"allowed_origins": "*", "allow_credentials": True}, "not \\*"),
+        ({"allow_credentials": True}, "needs --allowed-origins"),
+    ],
+)
+def test_origins_that_no_browser_sends_are_refused(given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidConfig, match=reason):
+        build_config(CorsConfig, given)
+
+
+def test_probes_of_other_servers_are_answered() -> None:
+    async def scenario(router: HttpRouter, client: Any) -> None:
+        for method in ("GET", "POST"):
+            ping = await client.request(method, "/ping")
+            assert (ping.status_code, ping.content) == (200, b"")
+        assert (await client.get("/load")).json() == {"server_load": 0}
+        model = (await client.get("/v1/models/tiny")).json()
+        assert model == (await client.get("/v1/models")).json()["data"][0]
+
+    over_http(scenario)
