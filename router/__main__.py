@@ -118,7 +118,9 @@ class RouterComponents:
         self.metrics = RouterMetrics() if is_counted else None
         self.tracer = tracer
         self.scopes = RequestScopes(
-            Tracing(tracer, self.metrics), by_token=options.tokens is not None
+            Tracing(tracer, self.metrics),
+            by_token=options.tokens is not None,
+            rate_limits=options.rate_limits,
         )
         self.resets = PrefixResets(self.table, self.node_calls.channel, options.operators)
         self.adapters = AdapterUpdates(self.table, self.node_calls.channel, options.operators)

@@ -21,6 +21,10 @@ class PromptPlacement:
     has_kv: bool = False  # it has the KV of the whole prompt
 
 
+def _ignore_count(count: int) -> None:
+    """Drop the number: nothing is limited."""
+
+
 def _ignore(placement: PromptPlacement) -> None:
     """Drop the placement: no other answer needs it."""
 
@@ -37,6 +41,7 @@ class RequestContext:
     placement: PromptPlacement | None = None
     # Called when nodes are chosen, and again when the decode node has the KV.
     note_placement: Callable[[PromptPlacement], None] = _ignore
+    note_tokens: Callable[[int], None] = _ignore_count  # called with numbers of computed tokens
 
     def remaining_s(self, now: float) -> float | None:
         """Return the time until the deadline. Raises DeadlineExceeded if it has passed."""

@@ -9,6 +9,7 @@ from typing import Annotated
 from baton.core.errors import InvalidConfig
 from baton.core.options import NETWORK, SECURITY, Option, check_options
 from baton.router.admission.admission_queue import AdmissionQueueConfig
+from baton.router.admission.rate_limits import NO_RATE_LIMITS, RateLimitConfig
 from baton.router.discovery.sources import NodeSource, check_single_role, parse_sources
 from baton.router.dispatch.config import DispatchConfig
 from baton.router.http.config import NO_CORS, CorsConfig
@@ -61,6 +62,7 @@ class RouterOptions:
     cors: CorsConfig = NO_CORS
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
     admission_queue: AdmissionQueueConfig = field(default_factory=AdmissionQueueConfig)
+    rate_limits: RateLimitConfig = NO_RATE_LIMITS
     tokens: Annotated[  # None: no authentication
         AcceptedTokens | None,
         Option(

@@ -18,7 +18,7 @@ from baton.router.input_processing.form_checks import FormChecks
 from baton.router.input_processing.input_processor import InputProcessor
 from baton.router.input_processing.model_profiles import ModelProfiles
 from baton.router.routing.node_table import NodeTable
-from baton.router.values import AnswerPart, GenerateCall
+from baton.router.values import AnswerPart, GenerateCall, TokenChunk
 from baton.rpc.errors import Draining, RequestIdInUse
 
 
@@ -98,8 +98,12 @@ class Pipeline:
         answer = self._dispatcher.run(call, context, traffic.retry_budget)
         turn = traffic.admission.turn(call, context)
         async with turn as note_part, aclosing(answer) as parts:
+            if context.placement is None:  # the prompt is not that of another answer
+                context.note_tokens(len(call.prompt_token_ids))
             async for part in parts:
                 note_part(part)
+                if isinstance(part, TokenChunk):
+                    context.note_tokens(len(part.token_ids))
                 if isinstance(part, Finish):
                     yield replace(part, warnings=call.warnings)
                 else:

@@ -5,9 +5,15 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
+from baton.router.admission.rate_limits import (
+    NO_RATE_LIMITS,
+    ClientUsage,
+    RateLimitConfig,
+    RateLimits,
+)
 from baton.router.context import RequestContext
 from baton.router.tracing import NO_REQUEST_TRACING, Tracing
 from baton.router.values import GenerateCall
@@ -21,8 +27,14 @@ class RequestScope:
     """Scope of one answer; traces and counts it once."""
 
     def __init__(
-        self, tracing: Tracing, context: RequestContext, owner: str, call: HasDeadline | None
+        self,
+        tracing: Tracing,
+        context: RequestContext,
+        owner: str,
+        call: HasDeadline | None,
+        usage: ClientUsage,
     ) -> None:
+        self.usage = usage  # of the client
         self.context = context
         self._tracing = tracing
         self._trace = context.trace
@@ -44,6 +56,14 @@ class RequestScope:
                 raise
 
     @contextmanager
+    def within_limits(self) -> Iterator[None]:
+        """Count the request in the client's limits until the block ends. Raises RateLimited."""
+        with ExitStack() as admitted:
+            with self.ending_on_error():
+                admitted.enter_context(self.usage.admitting())
+            yield
+
+    @contextmanager
     def answering(self, call: GenerateCall) -> Iterator[GenerateCall]:
         """Yield the call with its salt bound to the client. The request ends with the block."""
         with self._trace.ending(self._is_late):
@@ -58,8 +78,8 @@ class RequestScope:
         metadata = [(names.TRACEPARENT, self._trace.traceparent)]
         now = time.monotonic()
         trace = self._tracing.begin(metadata, request_id, now)
-        context = RequestContext(now, self.context.deadline_s, trace)
-        return RequestScope(self._tracing, context, self._owner, self._call)
+        context = replace(self.context, received_s=now, trace=trace)
+        return RequestScope(self._tracing, context, self._owner, self._call, self.usage)
 
     def _is_late(self) -> bool:
         """Return whether the deadline has passed, within a tolerance."""
@@ -69,11 +89,19 @@ class RequestScope:
 class RequestScopes:
     """Creates the scopes of requests.
 
-    With `by_token`, cache salts are bound to the client's token, so tenants never share KV.
+    With `by_token`, cache salts are bound to the client's token, so tenants never share KV, and
+    each token has rate limits of its own.
     """
 
-    def __init__(self, tracing: Tracing = NO_REQUEST_TRACING, *, by_token: bool = False) -> None:
+    def __init__(
+        self,
+        tracing: Tracing = NO_REQUEST_TRACING,
+        *,
+        by_token: bool = False,
+        rate_limits: RateLimitConfig = NO_RATE_LIMITS,
+    ) -> None:
         self._tracing = tracing
+        self._limits = RateLimits(rate_limits, time.monotonic)
         self._by_token = by_token
 
     def begin(
@@ -85,7 +113,9 @@ class RequestScopes:
         owner = token_digest(metadata) if self._by_token and metadata is not None else ""
         trace = self._tracing.begin(metadata, request_id, now)
         deadline_s = None if remaining_s is None else now + remaining_s
-        return RequestScope(self._tracing, RequestContext(now, deadline_s, trace), owner, call)
+        usage = self._limits.of(owner)
+        context = RequestContext(now, deadline_s, trace, note_tokens=usage.note_tokens)
+        return RequestScope(self._tracing, context, owner, call, usage)
 
 
 def token_digest(metadata: Received) -> str:

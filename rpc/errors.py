@@ -63,6 +63,10 @@ class QueueFull(ServiceError):
         self.retry_after_s = retry_after_s
 
 
+class RateLimited(QueueFull):
+    """The client has used up one of its limits. It can retry after `retry_after_s`."""
+
+
 class TooLate(QueueFull):
     """The forecast time to the first token exceeds the client's deadline."""
 

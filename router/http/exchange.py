@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 from baton.core.errors import NamedError
 from baton.router.http.bodies import Bodies, ReceivedBody, run_while_connected
 from baton.router.http.errors import ErrorFormat, failure_of
+from baton.router.http.limit_headers import admitting
 from baton.router.http.middleware import (
     REQUEST_ID,
     SESSION_ID,
@@ -120,6 +121,7 @@ class GenerationEndpoint:
                     check_name(REQUEST_ID, client_request_id)
                     session_id = request.headers.get(SESSION_ID, "")
                     check_name(SESSION_ID, session_id)
+                    receiving.enter_context(admitting(request_scope.usage, headers))
                     body = await receiving.enter_async_context(self._bodies.receive(request))
             except NamedError as error:
                 await reply.send_error(error)

@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from baton.client import Access, Answer, AsyncClient, BatonError, Client, Generation, Retries
 from baton.core.errors import InvalidConfig
 from baton.core.sampling import SamplingDefaults, SamplingParams
+from baton.router.admission.rate_limits import RateLimitConfig
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import NoNodes, QueueFull, RequestIdInUse, UnknownModel
 from baton.rpc.messages.interceptor import MAX_FIELDS
@@ -395,3 +396,19 @@ def test_a_token_that_cannot_be_sent_is_refused_and_not_quoted() -> None:
         Client("127.0.0.1:1", token="two words")
 
     assert "words" not in str(refusal.value)
+
+
+def test_a_client_over_its_rate_limit_learns_when_to_try_again() -> None:
+    async def scenario() -> None:
+        limits = RateLimitConfig(client_tokens_per_minute=5)
+        never = Retries(max_attempts=1)
+        async with a_router(rate_limits=limits) as (_router, address):
+            assert len((await by_async_client(address, never)).token_ids) == 6
+            with pytest.raises(BatonError, match="5 tokens per minute") as refusal:
+                await by_async_client(address, never)
+
+        assert refusal.value.reason == "RATE_LIMITED"
+        # 3 tokens of the prompt and 6 more are 4 too many, and one must be there.
+        assert refusal.value.retry_after_s == pytest.approx(60, abs=2)
+
+    run(scenario())

@@ -11,9 +11,11 @@ from openai import AsyncOpenAI
 
 from baton.core.errors import InvalidConfig
 from baton.core.options import build_config
+from baton.router.admission.rate_limits import RateLimitConfig
 from baton.router.http.config import CorsConfig
 from baton.rpc.security.token import AcceptedTokens
 from tests.support.http_routers import HttpRouter, an_http_router
+from tests.support.node_calls import FakeNodeCalls
 
 PAGE = "https://chat.example"
 TIMEOUT_S = 30
@@ -126,3 +128,47 @@ def test_probes_of_other_servers_are_answered() -> None:
         assert model == (await client.get("/v1/models")).json()["data"][0]
 
     over_http(scenario)
+
+
+def test_a_client_over_its_limit_is_refused_and_others_are_not() -> None:
+    limits = RateLimitConfig(client_requests_per_minute=2, client_tokens_per_minute=1000)
+
+    async def scenario(_router: HttpRouter, client: Any) -> None:
+        async def complete(token: str) -> Any:
+            sent = {"authorization": f"Bearer {token}"}
+            return await client.post("/v1/completions", json=BODY, headers=sent)
+
+        first, second, third = [await complete("one") for _ in range(3)]
+        assert [each.status_code for each in (first, second, third)] == [200, 200, 429]
+        assert [each.headers["x-ratelimit-remaining-requests"] for each in (first, second)] == [
+            *("1", "0")
+        ]
+        assert first.headers["x-ratelimit-remaining-tokens"] == "1000"
+        assert second.headers["x-ratelimit-remaining-tokens"] == "993"  # 3 of the prompt, 4 more
+        error = third.json()["error"]
+        assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+        assert error["reason"] == "RATE_LIMITED"
+        assert 28 <= int(third.headers["retry-after"]) <= 30
+        assert third.headers["x-ratelimit-limit-requests"] == "2"
+        assert (await complete("two")).status_code == 200
+
+    over_http(scenario, rate_limits=limits, tokens=AcceptedTokens(("one", "two")))
+
+
+def test_a_client_that_disconnects_frees_its_place_and_pays_for_its_tokens() -> None:
+    limits = RateLimitConfig(client_max_requests=1, client_tokens_per_minute=10_000)
+    nodes = FakeNodeCalls(is_endless=True)
+
+    async def scenario(_router: HttpRouter, client: Any) -> None:
+        streamed = {**BODY, "stream": True, "max_tokens": 100}
+        async with client.stream("POST", "/v1/completions", json=streamed) as answer:
+            await anext(answer.aiter_lines())
+            refused = await client.post("/v1/completions", json=BODY)
+            assert refused.status_code == 429
+            assert "in progress" in refused.json()["error"]["message"]
+        while (again := await client.post("/v1/embeddings", json={})).status_code == 429:
+            """The router has not noticed the end of the stream yet."""
+        assert again.status_code == 400
+        assert int(again.headers["x-ratelimit-remaining-tokens"]) < 9_998
+
+    over_http(scenario, rate_limits=limits, node_calls=nodes)

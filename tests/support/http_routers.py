@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.router.adapter_updates import AdapterUpdates
 from baton.router.admission.admission_queue import AdmissionQueueConfig
+from baton.router.admission.rate_limits import NO_RATE_LIMITS, RateLimitConfig
 from baton.router.dispatch.config import DispatchConfig
 from baton.router.doors.http_app import DEFAULT_ERRORS, http_app
 from baton.router.http.config import NO_CORS, CorsConfig
@@ -66,6 +67,7 @@ async def an_http_router(
     channel: Callable[[str], aio.Channel] | None = None,  # to nodes, for what is no request
     adapters: AdapterUpdates | None = None,
     cors: CorsConfig = NO_CORS,
+    rate_limits: RateLimitConfig = NO_RATE_LIMITS,
 ) -> AsyncIterator[HttpRouter]:
     table = table or a_table()
     pipeline = Pipeline(
@@ -82,7 +84,7 @@ async def an_http_router(
     operators = operators or Operators(is_open=tokens is None)
     app = http_app(
         pipeline=pipeline,
-        scopes=RequestScopes(tracing),
+        scopes=RequestScopes(tracing, by_token=tokens is not None, rate_limits=rate_limits),
         health=health,
         resets=PrefixResets(table, channel or open_channel, operators),
         adapters=adapters or AdapterUpdates(table, channel or open_channel, operators),

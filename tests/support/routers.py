@@ -11,6 +11,7 @@ from typing import Any
 from grpc import aio
 
 from baton.router.admission.admission_queue import AdmissionQueueConfig
+from baton.router.admission.rate_limits import NO_RATE_LIMITS, RateLimitConfig
 from baton.router.dispatch.config import DispatchConfig
 from baton.router.doors.grpc.servicer import InferenceServicer
 from baton.router.input_processing.tokenization import TextBoundary
@@ -53,6 +54,7 @@ class UnreliableRouter(InferenceServicer):
         table: NodeTable,
         admission_queue: AdmissionQueueConfig,
         tracing: Tracing = NO_REQUEST_TRACING,
+        rate_limits: RateLimitConfig = NO_RATE_LIMITS,
     ) -> None:
         self.text = PromptRecorder()
         self.pipeline = Pipeline(
@@ -64,7 +66,7 @@ class UnreliableRouter(InferenceServicer):
                 DispatchConfig(routing=Routing(RoutingPolicy.ROUND_ROBIN)), admission_queue
             ),
         )
-        super().__init__(self.pipeline, RequestScopes(tracing))
+        super().__init__(self.pipeline, RequestScopes(tracing, rate_limits=rate_limits))
         self.faults = list(faults)
         self.num_asked = 0
         self.ended: asyncio.Queue[str] = asyncio.Queue()  # ids of released requests
@@ -103,10 +105,13 @@ async def a_router(
     admission_queue: AdmissionQueueConfig = UNCROWDED,
     port: int = 0,
     tracing: Tracing = NO_REQUEST_TRACING,
+    rate_limits: RateLimitConfig = NO_RATE_LIMITS,
 ) -> AsyncIterator[tuple[UnreliableRouter, str]]:
     """Serve a router; yield it and its address."""
     nodes = node_calls or FakeNodeCalls()
-    router = UnreliableRouter(nodes, faults, table or a_table(), admission_queue, tracing)
+    router = UnreliableRouter(
+        nodes, faults, table or a_table(), admission_queue, tracing, rate_limits
+    )
     service = Service(
         "baton.v1.InferenceService",
         lambda server: inference_pb2_grpc.add_InferenceServiceServicer_to_server(router, server),

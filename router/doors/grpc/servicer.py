@@ -59,12 +59,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 calls = calls_from(request, request_id, served.sampling_defaults, model)
             builders = [ResponseBuilder(request_id, index) for index in range(len(calls))]
             answers = generate_answers(self._pipeline, scope, calls, len(calls))
-            async with aclosing(answers) as parts:
-                async for index, part in parts:
-                    if isinstance(part, TokenChunk) and part.prompt_logprobs:
-                        yield await builders[index].build_in_slices(part)
-                    else:
-                        yield builders[index].next(part)
+            with scope.within_limits():
+                async with aclosing(answers) as parts:
+                    async for index, part in parts:
+                        if isinstance(part, TokenChunk) and part.prompt_logprobs:
+                            yield await builders[index].build_in_slices(part)
+                        else:
+                            yield builders[index].next(part)
 
     async def Embed(
         self, request: inference_pb2.EmbedRequest, context: aio.ServicerContext[Any, Any]
@@ -78,7 +79,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 calls = embed_calls_from(request, request_id, model)
                 num_dimensions = request.dimensions if request.HasField("dimensions") else None
                 check_dimensions(num_dimensions, self._table.served_model(model).vector_size)
-            texts = await embed_texts(self._pipeline, scope, calls)
+            with scope.within_limits():
+                texts = await embed_texts(self._pipeline, scope, calls)
         embeddings = [
             inference_pb2.Embedding(
                 values=shorten(text.vector, num_dimensions).tolist(), prompt_tokens=text.num_tokens
