@@ -7,12 +7,14 @@ from collections.abc import Callable
 from starlette.types import ASGIApp
 
 from baton.router.adapter_updates import AdapterUpdates
+from baton.router.doors.openai.descriptions import DESCRIPTIONS
 from baton.router.doors.openai.errors import OPENAI_ERRORS
 from baton.router.doors.openai.routes import openai_routes
 from baton.router.doors.unserved import handle_http_exception
 from baton.router.http.app import Probes, Scrape, asgi_app
 from baton.router.http.bodies import Bodies
 from baton.router.http.config import NO_CORS, CorsConfig
+from baton.router.http.documentation import documentation
 from baton.router.pipeline import Pipeline
 from baton.router.prefix_resets import PrefixResets
 from baton.router.request_scope import RequestScopes
@@ -40,4 +42,5 @@ def http_app(
         *openai_routes(pipeline, scopes, bodies, resets, adapters),
         *Probes(health, pipeline, scrape).routes,
     ]
+    routes += documentation(routes, DESCRIPTIONS, has_tokens=tokens is not None)
     return asgi_app(routes, DEFAULT_ERRORS, handle_http_exception, tokens, on_refusal, cors)

@@ -14,10 +14,6 @@ from baton.router.http.errors import HttpFailure
 
 MAX_SHOWN_PATH_CHARACTERS = 200
 USE_CHAT = "use /v1/chat/completions"
-NO_SCHEMA = (
-    "there is no OpenAPI document; the API is OpenAI's, and Baton's docs/openai.md lists what is "
-    "served, with Baton's own fields"
-)
 NO_CORS = (
     "cross-origin requests are off (CORS): start the router with --allowed-origins, or call this "
     "server from a program"
@@ -35,9 +31,7 @@ REASONS = {
     "/v1/files": "files are not stored here; send each request by itself",
     "/v1/batches": "batches are not stored here; send each request by itself",
     "/v1/fine_tuning": "Baton does not train; start it with the model you want (--model)",
-    "/openapi.json": NO_SCHEMA,
-    "/docs": NO_SCHEMA,
-    "/redoc": NO_SCHEMA,
+    "/redoc": "the page of the API is /docs",
 }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 from openai import AsyncOpenAI
 
 from baton.core.errors import InvalidConfig
@@ -172,3 +173,28 @@ def test_a_client_that_disconnects_frees_its_place_and_pays_for_its_tokens() -> 
         assert int(again.headers["x-ratelimit-remaining-tokens"]) < 9_998
 
     over_http(scenario, rate_limits=limits, node_calls=nodes)
+
+
+def test_the_openapi_document_has_every_path_and_valid_schemas() -> None:
+    async def scenario(_router: HttpRouter, client: Any) -> None:
+        document = (await client.get("/openapi.json")).json()
+        served = (await client.get("/none")).json()["error"]["message"]
+        page = await client.get("/docs")
+
+        paths = document["paths"]
+        listed = [word.rstrip(",") for word in served.split() if word.startswith("/")][1:]
+        assert {*paths, "/openapi.json", "/docs"} == {*listed}
+        assert all(one["summary"] for operations in paths.values() for one in operations.values())
+        schemas = document["components"]["schemas"]
+        for schema in schemas.values():
+            Draft202012Validator.check_schema(schema)
+        completion = Draft202012Validator(
+            {**document, "$ref": "#/components/schemas/CompletionBody"}
+        )
+        assert completion.is_valid(BODY)
+        assert not completion.is_valid({**BODY, "other": 1})
+        assert not completion.is_valid({**BODY, "n": 0})
+        assert page.headers["content-type"].startswith("text/html")
+        assert all(name in page.text for name in (*paths, *schemas))
+
+    over_http(scenario)
