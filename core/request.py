@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from baton.core.foreign_kv import ForeignKv
 from baton.core.ids import (
     NO_ADAPTER,
     AdapterRef,
@@ -40,6 +41,7 @@ class EngineRequest:
     receive_from: ReceiveKv | None = None
     send_to: HandoffId | None = None
     prefix_source: PrefixSource | None = None
+    foreign_kv: ForeignKv | None = None  # of its prompt, on a server that is not Baton's
     # Limits its prefill chunks to about the time that decoding takes in the same step.
     is_paced: bool = False
     is_pooled: bool = False  # it ends with a vector instead of tokens

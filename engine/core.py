@@ -15,6 +15,7 @@ from baton.engine.plan import KvWorker, Plan, Runner, RunResult
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.step_observer import StepObserver, StepRecord
 from baton.kv_transfer.external_kv import ExternalKv
+from baton.kv_transfer.foreign.types import ForeignReader
 from baton.kv_transfer.records import TransferRecord
 from baton.kv_transfer.types import NO_KV_ORDERS, NO_REPORTS, KvOrders, KvReports
 
@@ -32,6 +33,7 @@ class EngineCore:
         external: ExternalKv | None = None,  # None: no KV cache outside the engine
         clock: Callable[[], float] = time.monotonic,
         observers: Sequence[StepObserver] = (),
+        foreign: ForeignReader | None = None,  # None: no KV of foreign servers
     ) -> None:
         self.scheduler = scheduler
         self._passes = PassThread(runner) if scheduler.config.async_scheduling else None
@@ -40,6 +42,7 @@ class EngineCore:
         self._containment = Containment(self._run_pass, scheduler)
         self._kv_worker = kv_worker
         self._external = external
+        self._foreign = foreign
         self._clock = clock
         self._observers = observers
         self._made_progress = False
@@ -78,6 +81,8 @@ class EngineCore:
         reports = self._kv_worker.poll(now)
         if self._external is not None:
             reports = replace(reports, external=self._external.poll())
+        if self._foreign is not None:
+            reports = replace(reports, foreign=self._foreign.poll())
         polled_s = self._clock()
         has_reports = reports != NO_REPORTS
         self._made_progress = not plan.is_empty or has_reports or self.scheduler.is_cut_short
@@ -96,6 +101,8 @@ class EngineCore:
         self._kv_worker.start(orders, now)
         if self._external is not None:
             self._external.start(orders.external)
+        if self._foreign is not None:
+            self._foreign.start(orders.foreign)
         return now
 
     def _run(self, plan: Plan, launched: LaunchedPass | None) -> RunResult:

@@ -57,6 +57,8 @@ class SchedulerStats:
     total_accepted_tokens: int = 0  # of the proposed ones
     total_pulled_blocks: int = 0  # from peers
     total_failed_pull_blocks: int = 0
+    total_foreign_blocks: int = 0  # from servers that are not Baton's
+    total_failed_foreign_blocks: int = 0
     # Of prompts, loaded from outside the KV cache, by source.
     total_loaded_tokens: Mapping[str, int] = field(default_factory=dict)
 

@@ -16,6 +16,7 @@ from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.step_observer import StepObserver
 from baton.engine.structured_output.llguidance_backend import GrammarLibrary
 from baton.kv_transfer.external_kv import ExternalKv
+from baton.kv_transfer.foreign.types import ForeignReader
 
 
 def build_engine(
@@ -34,6 +35,7 @@ def build_scheduler(
     options: EngineOptions,
     external: ExternalKv | None = None,
     pulls: PullConfig = DEFAULT_PULLS,
+    foreign: ForeignReader | None = None,
 ) -> Scheduler:
     """Build a scheduler for the runner's model, for callers that wire up the engine themselves."""
     return Scheduler(
@@ -50,6 +52,7 @@ def build_scheduler(
         ),
         external,
         pulls,
+        foreign,
     )
 
 

@@ -12,6 +12,7 @@ from baton.kv_transfer.external_kv import (
     ExternalOrders,
     ExternalReports,
 )
+from baton.kv_transfer.foreign.types import ForeignOrder, ForeignPulled
 
 # Orders are part of a step's plan and start before its forward pass; reports return after it.
 # The hand-off holds its own reference on every block named in a Receive or a Send, in addition
@@ -74,6 +75,7 @@ class KvOrders:
     # After the pass, a Send that begins with the same blocks is ordered.
     layer_sends: tuple[Send, ...] = ()
     external: ExternalOrders = NO_ORDERS  # of a KV cache outside the engine
+    foreign: tuple[ForeignOrder, ...] = ()  # of servers that are not Baton's
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,7 @@ class KvReports:
     finished_sending: tuple[HandoffId, ...] = ()  # no read of their source blocks is in flight
     requested: tuple[Requested, ...] = ()  # pulls by peers
     external: ExternalReports = NO_EXTERNAL_REPORTS  # of a KV cache outside the engine
+    foreign: tuple[ForeignPulled, ...] = ()
 
 
 NO_KV_ORDERS = KvOrders()

@@ -16,6 +16,7 @@ from baton.engine.config import HEARTBEAT_S
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.kv_transfer.config import KvWorkerConfig
+from baton.kv_transfer.foreign.config import ForeignSource, parse_sources
 from baton.node.adapters.config import AdapterConfig
 from baton.node.cpus import parse_cpus
 from baton.node.kv.events.config import KvEventsConfig
@@ -109,6 +110,17 @@ class NodeOptions:
             name="prefix_caching",
         ),
     ] = True
+    kv_sources: Annotated[
+        tuple[ForeignSource, ...],
+        Option(
+            "vLLM servers (NixlConnector) whose KV requests may name in kv_transfer_params, "
+            "comma-separated: vllm://HOST:PORT of the side channel, with ?packing=vec or amx for a "
+            "server on a CPU, and &model=, &version=, &lease= where they differ. Default: none.",
+            KV_CACHE,
+            default="",
+            parse=parse_sources,
+        ),
+    ] = ()
     kv_transport: Annotated[
         str, Option("KV transport: nixl or ucxx.", KV_CACHE, choices=("nixl", "ucxx"))
     ] = "nixl"

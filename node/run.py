@@ -135,9 +135,11 @@ async def serve(
         ):
             connector = nullcontext() if node.connector is None else node.connector
             kv_events = nullcontext() if node.kv_events is None else node.kv_events
+            foreign = nullcontext() if node.foreign is None else node.foreign
             adapters = nullcontext() if node.adapters is None else node.adapters.loader
             with (
                 connector,
+                foreign,
                 kv_events,
                 adapters,
                 node.worker,

@@ -29,6 +29,7 @@ from baton.node.engine_calls import EngineCalls, NodeChanges
 from baton.node.kv.connectors import make_connector, tiers_in
 from baton.node.kv.events.messages import CacheFacts, spec_kind_of
 from baton.node.kv.events.publisher import KvEventPublisher
+from baton.node.kv.foreign import make_foreign_reader
 from baton.node.kv.link import GrpcLinks
 from baton.node.kv.tiers import CopyPacing
 from baton.node.kv.worker import Around, KvPassHook, make_kv_worker
@@ -78,6 +79,7 @@ class NodeComponents:
         self.worker = make_kv_worker(options, identity, runner, self.links, around, note_staged)
         self.links.attach(self.worker.inbox, partial(self._inbox.put, _poll))
         self.connector = make_connector(options, identity, runner, self._wake)
+        self.foreign = make_foreign_reader(options, runner, partial(self._inbox.put, _poll))
         engine_options = EngineOptions(
             options.scheduling,
             options.enable_prefix_caching,
@@ -86,7 +88,9 @@ class NodeComponents:
         )
         # No other process uses this name of its pulls.
         pulls = PullConfig(f"pull-{identity.node_id}-{identity.incarnation}", memory.block_bytes)
-        self.scheduler = build_scheduler(runner, engine_options, self.connector, pulls)
+        self.scheduler = build_scheduler(
+            runner, engine_options, self.connector, pulls, self.foreign
+        )
         self.compiler: Compiler = GrammarCompiler(build_grammars(runner).compile)
         self.engine = self._build_engine(runner, identity)
         tiers = tiers_in(self.connector)
@@ -111,7 +115,14 @@ class NodeComponents:
         tiers = tiers_in(self.connector)
         pacing = () if tiers is None else (CopyPacing(tiers.pace),)
         observers = (self.ledger, *counters, *self.tracing.step_observers(), *pacing)
-        core = EngineCore(self.scheduler, runner, self.worker, self.connector, observers=observers)
+        core = EngineCore(
+            self.scheduler,
+            runner,
+            self.worker,
+            self.connector,
+            observers=observers,
+            foreign=self.foreign,
+        )
         name, groups = identity.node_id, runner.kv_memory.layout.groups
         engine = EngineThread(core, name=name, compiler=self.compiler, inbox=self._inbox)
         runner.hook = KvPassHook(self.worker, groups, engine.beat, core.post_from_pass)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,6 +22,8 @@ from baton.rpc.call_outcome import HasDeadline, is_late
 from baton.rpc.security.token import HEADER
 from baton.telemetry import names
 from baton.telemetry.tracing.tracer import Received
+
+NONCE_BYTES = 16
 
 
 class RequestScope:
@@ -69,6 +72,8 @@ class RequestScope:
         with self._trace.ending(self._is_late):
             self._trace.note_call(call)
             salt = bind_salt(call.cache_salt, self._owner)
+            if call.foreign_kv is not None:
+                salt = private_salt(self._owner)
             if salt != call.cache_salt:
                 call = replace(call, cache_salt=salt, tenant=self._owner)
             yield call
@@ -123,6 +128,15 @@ def token_digest(metadata: Received) -> str:
     header = next((value for key, value in metadata if key == HEADER), "")
     token = (header.decode() if isinstance(header, bytes) else header).partition(" ")[2].strip()
     return hashlib.sha256(token.encode()).hexdigest() if token else ""
+
+
+def private_salt(owner: str) -> str:
+    """Return a salt that no other request has.
+
+    A client alone says that KV on a foreign server is that of its prompt. So no other request may
+    hit it.
+    """
+    return f"{owner}!{secrets.token_hex(NONCE_BYTES)}"
 
 
 def bind_salt(salt: str, owner: str) -> str:

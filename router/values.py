@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from baton.core.finish import Finish
+from baton.core.foreign_kv import ForeignKv
 from baton.core.ids import ANY_MODEL, MediaSegment, ModelVariant
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
 from baton.core.logprobs import TokenLogprobs
@@ -105,6 +106,7 @@ class GenerateCall:
     fills_context: bool = False
     is_pooled: bool = False  # it asks for a vector instead of an answer
     max_prompt_tokens: int | None = None  # a longer prompt is cut; None: it is refused
+    foreign_kv: ForeignKv | None = None  # of the prompt, on a vLLM server
     warnings: tuple[str, ...] = ()  # what is done only in part
 
     @property

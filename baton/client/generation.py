@@ -58,6 +58,7 @@ class Generation:
     priority: int = 0
     cache_salt: str = ""
     kv_hints: KvHints = NO_KV_HINTS
+    kv_transfer_params: str = ""  # JSON, of a vLLM server that has computed the prompt's KV
     n: int = 1  # number of answers; answer i is sampled with the seed of the request plus i
     traceparent: str = ""  # of the caller's own W3C trace, which the request then joins
 

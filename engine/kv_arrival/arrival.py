@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from baton.core.foreign_kv import ForeignKv
 from baton.core.request import PrefixSource, ReceiveKv
 from baton.engine.kv_cache.held_kv import HeldKv
 
 MAX_LOOKS = 8  # of a request for its prefix, after blocks that it had found were evicted
+
+
+class GivenKv(NamedTuple):
+    """KV on a foreign server that the client names."""
+
+    kv: ForeignKv
+    received_s: float  # when the router received the request
 
 
 @dataclass(slots=True, eq=False)
@@ -19,6 +28,7 @@ class Arrival:
     rank: tuple[float, ...]  # lower is scheduled earlier
     handoff: ReceiveKv | None = None  # None once its KV landed or was lost
     prefix_source: PrefixSource | None = None
+    foreign_kv: GivenKv | None = None  # until it is pulled, or released
     waits_until_s: float | None = None  # for all fills in sum; None: it has not waited yet
     asked: set[str] = field(default_factory=set)  # sources that it does not ask again
     num_found_blocks: int = 0  # leading blocks that it found in the prefix cache while waiting

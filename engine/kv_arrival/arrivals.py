@@ -1,15 +1,16 @@
 """KV that comes from, or goes to, elsewhere: the interface of this room for the scheduler.
 
 Other nodes and caches fill blocks (`fills.py`), and requests wait for fills. What accesses blocks
-holds them (`holds.py`). Receiving (`receives.py`, `pulls.py`, `loads.py`) and giving (`sends.py`,
-`gives.py`, `stores.py`) are apart: blocks that a peer pulls may be loaded for it, but never pulled,
-or two nodes could wait for each other.
+holds them (`holds.py`). Receiving (`receives.py`, `pulls.py`, `loads.py`, `foreign.py`) and giving
+(`sends.py`, `gives.py`, `stores.py`) are apart: blocks that a peer pulls may be loaded for it, but
+never pulled, or two nodes could wait for each other.
 """
 
 from __future__ import annotations
 
 from baton.engine.kv_arrival.arrival import Arrival
 from baton.engine.kv_arrival.fills import Fill, FillId, Fills
+from baton.engine.kv_arrival.foreign import ForeignPrefixes
 from baton.engine.kv_arrival.gives import GivenPulls
 from baton.engine.kv_arrival.holds import Holds
 from baton.engine.kv_arrival.kv_source import KvSource, Offer, PrefixNeed
@@ -21,6 +22,7 @@ from baton.engine.kv_arrival.sends import BlockSends
 from baton.engine.kv_arrival.stores import BlockStores
 from baton.engine.kv_cache.cache import KvCache
 from baton.kv_transfer.external_kv import ExternalKv
+from baton.kv_transfer.foreign.types import ForeignReader
 from baton.kv_transfer.types import KvReports
 
 
@@ -31,6 +33,7 @@ class KvArrivals:
         external: ExternalKv | None,  # None: no tiers
         pulls: PullConfig,
         max_wait_s: float,
+        foreign: ForeignReader | None = None,  # None: nothing is read from foreign servers
     ) -> None:
         self._cache = cache
         self._max_wait_s = max_wait_s
@@ -42,9 +45,10 @@ class KvArrivals:
         self.stores = BlockStores(cache, holds, self.orders, external)
         self.loads = ExternalLoads(cache, fills, self.orders, external)
         self.pulls = PeerPulls(cache, fills, self.receives, pulls)
+        self.foreign = ForeignPrefixes(cache, fills, self.orders, foreign)
         self.gives = GivenPulls(cache, self.sends, self.loads)
-        # The last one wins a tie: a load takes nothing from a peer.
-        self._sources: tuple[KvSource, ...] = (self.pulls, self.loads)
+        # The last one wins a tie: a load takes nothing from others.
+        self._sources: tuple[KvSource, ...] = (self.foreign, self.pulls, self.loads)
 
     # --- waits of requests ----------------------------------------------------------
 
@@ -74,7 +78,7 @@ class KvArrivals:
     # --- reports --------------------------------------------------------------------
 
     def settle_fills(self, reports: KvReports, now: float) -> list[FillId]:
-        """Apply the ends of loads and pulls and return them."""
+        """Apply the ends of loads and pulls, and return these."""
         return [ended for source in self._sources for ended in source.settle(reports, now)]
 
     def settle_gives(self, reports: KvReports, ended: list[FillId], now: float) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 
 from baton.core.ids import BlockName, HandoffId
 from baton.kv_transfer.external_kv import ExternalOrders, Load, Store, Use
+from baton.kv_transfer.foreign.types import ForeignOrder
 from baton.kv_transfer.types import NO_KV_ORDERS, Complete, KvOrders, Receive, Send, Withdraw
 
 
@@ -21,10 +22,11 @@ class StepOrders:
     stores: list[Store] = field(default_factory=list)
     drops: list[BlockName] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
+    foreign: list[ForeignOrder] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         receiving, sending = self.receives or self.revokes, self.sends or self.layer_sends
-        external = self.loads or self.stores or self.drops or self.uses
+        external = self.loads or self.stores or self.drops or self.uses or self.foreign
         return bool(receiving or sending or self.completes or self.withdraws or external)
 
     def take(self) -> KvOrders:
@@ -41,6 +43,7 @@ class StepOrders:
             ExternalOrders(
                 tuple(self.loads), tuple(self.stores), tuple(self.drops), tuple(self.uses)
             ),
+            tuple(self.foreign),
         )
         for each in fields(self):
             getattr(self, each.name).clear()

@@ -13,11 +13,14 @@ import xxhash
 from torch import Tensor
 
 from baton.core.ids import BlockId
+from baton.engine.runner.attention.foreign_kv import unpack
 from baton.engine.runner.attention.kv_conversion import view_blocks, write_converted
+from baton.engine.runner.attention.kv_tensor import scale_bytes
 from baton.engine.runner.device.block_copies import BlockCopies
 from baton.engine.runner.device.device import CopyStream, Device
 from baton.engine.runner.device.step_inputs import StepInputs, make_inputs
 from baton.kv_transfer.fence import PASSED, Fence
+from baton.kv_transfer.foreign.connection import RunRead
 from baton.kv_transfer.protocol.conversion import StagedBlocks
 from baton.kv_transfer.protocol.digest import HASH_BYTES, AwaitHashes
 from baton.kv_transfer.protocol.messages import Region
@@ -131,6 +134,26 @@ class KvBlocks:
         targets = self._inputs.put(np.array(order.block_ids, dtype=np.int64))
         self._inputs.send()
         write_converted(blocks, self.kv, targets, conversion.num_skipped_tokens(order))
+        return self._device.record()
+
+    def convert_foreign(self, read: RunRead, dtype: str) -> Fence:
+        """Convert blocks of a vLLM server, in staging memory, into those of its pull.
+
+        The memory is read until the fence has passed. `dtype` is that of the server's KV.
+        """
+        run, blocks = read.run, read.blocks
+        count = len(run.remote_block_ids) * blocks.block_bytes
+        memory, offset = read.bay
+        own = torch.frombuffer(memory, dtype=torch.uint8, offset=offset, count=count)
+        numbers = self._send(own).view(getattr(torch, dtype))
+        num_layers, heads, slot = self.kv.shape[1], self.kv.shape[3], self.kv.shape[5]
+        dim = slot - scale_bytes(self.kv.dtype)
+        shape = num_layers, heads, blocks.block_size, dim
+        self._inputs.begin()
+        targets = self._inputs.put(np.array(run.block_ids, dtype=np.int64))
+        self._inputs.send()
+        staged = unpack(numbers, blocks.packing, shape)
+        write_converted(staged, self.kv, targets, run.first_token)
         return self._device.record()
 
     def _hash_copies(self, block_ids: Sequence[BlockId]) -> Iterator[bytes]:

@@ -11,7 +11,7 @@ from baton.core.output import RequestStats
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
 from baton.engine.errors import OutOfOrder
-from baton.engine.kv_arrival.arrival import Arrival
+from baton.engine.kv_arrival.arrival import Arrival, GivenKv
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.structured_output.grammar import Grammar
@@ -103,7 +103,14 @@ class Request:
             submitted.media,
             submitted.adapter,
         )
-        self.arrival = Arrival(self.kv, self.rank, submitted.receive_from, submitted.prefix_source)
+        foreign = submitted.foreign_kv
+        self.arrival = Arrival(
+            self.kv,
+            self.rank,
+            submitted.receive_from,
+            submitted.prefix_source,
+            None if foreign is None else GivenKv(foreign, submitted.arrival_s - submitted.age_s),
+        )
 
     @property
     def max_num_hit_tokens(self) -> int:

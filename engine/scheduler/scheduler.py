@@ -27,6 +27,7 @@ from baton.engine.scheduler.state import SchedulerState
 from baton.engine.scheduler.validation import validate_request
 from baton.engine.structured_output.grammar import Grammar
 from baton.kv_transfer.external_kv import KV, ExternalKv
+from baton.kv_transfer.foreign.types import ForeignReader
 from baton.kv_transfer.types import NO_REPORTS, KvOrders, KvReports
 
 
@@ -37,6 +38,7 @@ class Scheduler:
         cache_config: CacheConfig,
         external: ExternalKv | None = None,
         pulls: PullConfig = DEFAULT_PULLS,
+        foreign: ForeignReader | None = None,
     ) -> None:
         check_exclusions(
             {
@@ -47,7 +49,7 @@ class Scheduler:
         self.config = config
         self.cache_config = cache_config
         self.adapters: set[str] = set()  # ids of those that requests can use
-        self._state = SchedulerState(config, cache_config, external, pulls)
+        self._state = SchedulerState(config, cache_config, external, pulls, foreign)
         self._planner = StepPlanner(self._state)
         self._output_processor = OutputProcessor(self._state)
         self._began_s = 0.0  # the first of the pending steps
@@ -57,6 +59,7 @@ class Scheduler:
     def validate(self, request: EngineRequest) -> None:
         """Raise InvalidRequest if it can never be served. Reads only settings: thread-safe."""
         validate_request(request, self.config, self.cache_config, self.adapters)
+        self._state.arrivals.foreign.validate(request)
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises InvalidRequest, changing nothing, if it can never be served."""

@@ -25,6 +25,7 @@ from baton.engine.scheduler.running_batch import Batch
 from baton.engine.scheduler.validation import max_num_tokens
 from baton.engine.structured_output.grammar import Grammar
 from baton.kv_transfer.external_kv import ExternalKv
+from baton.kv_transfer.foreign.types import ForeignReader
 
 
 class SchedulerState:
@@ -36,10 +37,11 @@ class SchedulerState:
         cache_config: CacheConfig,
         external: ExternalKv | None,
         pulls: PullConfig,
+        foreign: ForeignReader | None = None,
     ) -> None:
         self.config = config
         self.cache = KvCache(cache_config, is_stored=external is not None)
-        self.arrivals = KvArrivals(self.cache, external, pulls, config.max_fill_wait_s)
+        self.arrivals = KvArrivals(self.cache, external, pulls, config.max_fill_wait_s, foreign)
         # Blocks that a grant to a peer leaves free for each request that holds blocks.
         self.num_headroom_blocks = config.remote_headroom_blocks * len(cache_config.layout.groups)
         self.requests: dict[RequestId, Request] = {}
@@ -151,6 +153,7 @@ class SchedulerState:
         self.arrivals.sends.withdraw(request.submitted.send_to, reason)
         is_written = self._dequeue(request)
         self._release_adapter(request)
+        self.arrivals.foreign.let_go(request.arrival)
         request.arrival.is_over = True  # others no longer wait behind it for room to load
         self.arrivals.stores.note_end(request.kv, request.num_cached_tokens)
         if is_written:
@@ -232,6 +235,8 @@ class SchedulerState:
             total_accepted_tokens=self.total_accepted_tokens,
             total_pulled_blocks=self.arrivals.pulls.total_landed_blocks,
             total_failed_pull_blocks=self.arrivals.pulls.total_failed_blocks,
+            total_foreign_blocks=self.arrivals.foreign.total_filled_blocks,
+            total_failed_foreign_blocks=self.arrivals.foreign.total_failed_blocks,
             total_loaded_tokens=dict(self.arrivals.loads.total_tokens),
         )
 

@@ -62,7 +62,7 @@ class NixlTransport:
     def open(self) -> NixlChannel:
         try:
             return NixlChannel(self._nixl, self._region, self._config, self._staging)
-        except _errors(self._nixl) as error:
+        except nixl_errors(self._nixl) as error:
             raise PeerUnreachable(f"NIXL cannot create an agent: {error!r}") from error
 
     def close(self) -> None:
@@ -76,11 +76,11 @@ class NixlChannel:
         self, nixl: ModuleType, region: Region, config: UcxConfig, staging: Region | None
     ) -> None:
         self._nixl = nixl
-        self._errors = _errors(nixl)
+        self._errors = nixl_errors(nixl)
         self._region = region
         self._mark = current_process_mark()
-        self._agent: Any = nixl.nixlAgent(os.urandom(12).hex(), _agent_config(nixl))
-        self._agent.createBackend("UCX", _backend_parameters(config))
+        self._agent: Any = nixl.nixlAgent(os.urandom(12).hex(), agent_config(nixl))
+        self._agent.createBackend("UCX", backend_parameters(config))
         # One for each: they can be on different devices.
         self._registered = [_registration(nixl, each) for each in (region, staging) if each]
         for registered in self._registered:
@@ -254,7 +254,7 @@ def import_nixl() -> ModuleType:
         logging.getLogger("nixl").propagate = True
 
 
-def _errors(nixl: ModuleType) -> tuple[type[Exception], ...]:
+def nixl_errors(nixl: ModuleType) -> tuple[type[Exception], ...]:
     """Return the exception types that NIXL raises; any other exception is a bug of ours."""
     return tuple(
         value
@@ -263,7 +263,7 @@ def _errors(nixl: ModuleType) -> tuple[type[Exception], ...]:
     )
 
 
-def _agent_config(nixl: ModuleType) -> Any:
+def agent_config(nixl: ModuleType) -> Any:
     config = nixl.nixlAgentConfig()
     config.useProgThread = False
     config.useListenThread = False
@@ -271,7 +271,7 @@ def _agent_config(nixl: ModuleType) -> Any:
     return config
 
 
-def _backend_parameters(config: UcxConfig) -> dict[str, str]:
+def backend_parameters(config: UcxConfig) -> dict[str, str]:
     settings = {"TLS": config.tls, "NET_DEVICES": config.net_devices}
     for name, value in settings.items():
         if "," in value:

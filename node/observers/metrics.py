@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from baton.engine.events import SchedulerStats
 from baton.engine.runner.device.graphs import EagerCause, GraphSize
 from baton.engine.scheduler.scheduler import Scheduler
+from baton.kv_transfer.foreign.reader import VllmReader
 from baton.kv_transfer.kv_connector import GuardedConnector
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
 from baton.kv_transfer.worker import KvTransferWorker
@@ -32,6 +33,7 @@ def export_node_metrics(process: Process, node: NodeComponents) -> Iterator[None
         node.engine.post,
         lambda: {
             **read_gauges(node.scheduler, node.worker, node.connector),
+            **_foreign_gauges(node.foreign, node.scheduler.stats()),
             counted.PASSES: passes_by_launch(node.num_passes),
         },
     )
@@ -138,6 +140,19 @@ def _connector_gauges(connector: GuardedConnector, stats: SchedulerStats) -> Rea
     inner = connector.connector
     errors: Reading = {counted.CONNECTOR_ERRORS: connector.num_errors}
     return {**errors, **_tier_gauges(inner, stats)} if isinstance(inner, TieredKv) else errors
+
+
+def _foreign_gauges(reader: VllmReader | None, stats: SchedulerStats) -> Reading:
+    if reader is None:
+        return {}
+    return {
+        counted.FOREIGN_BYTES: reader.num_bytes,
+        counted.FOREIGN_BLOCKS: {
+            "filled": stats.total_foreign_blocks,
+            "failed": stats.total_failed_foreign_blocks,
+        },
+        counted.FOREIGN_FAILURES: dict(reader.failures),
+    }
 
 
 def _tier_gauges(tiers: TieredKv, stats: SchedulerStats) -> Reading:

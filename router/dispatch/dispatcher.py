@@ -86,6 +86,8 @@ class DispatchedRequest:
             cache_salt=call.cache_salt,
             tenant=call.tenant,
             kv_hints=call.kv_hints,
+            # The server releases it at the first attempt, and may then write other KV there.
+            foreign_kv=call.foreign_kv if handoff_id.attempt == 1 else None,
             prior_output_token_ids=self.answer.token_ids,
             is_paced=is_paced,
             is_pooled=call.is_pooled,
@@ -156,6 +158,7 @@ class Dispatcher:
             cache_salt=request.call.cache_salt,
             revision=request.revision,
             is_pooled=request.call.is_pooled,
+            has_foreign_kv=request.call.foreign_kv is not None and number == 1,
         )
         placement, prompt_node = request.context.placement, None
         if number == 1 and placement is not None and placement.has_kv:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from baton.core.errors import InvalidRequest
+from baton.core.foreign_kv import FIELD
 from baton.core.sampling import SamplingParams
 from baton.router.input_processing.limits import check_hints, check_total_size
 from baton.router.values import GenerateCall, Prompt
@@ -24,6 +26,10 @@ def calls_for_answers(
     check_hints(call.kv_hints, num_answers, call.sampling.prompt_logprobs)
     if num_answers == 1:
         return [call]
+    if call.foreign_kv is not None:
+        raise InvalidRequest(
+            f"{FIELD} is for one prompt and one answer, not for {num_answers}: set n to 1", FIELD
+        )
     return [
         replace(
             call,

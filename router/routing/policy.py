@@ -22,6 +22,7 @@ from baton.rpc.node_info import NodeRole
 # Decode computes a prompt itself only if prefill would compute at least so many times its tokens.
 MIN_SAVING = 2
 UINT64 = 2**64 - 1
+FOREIGN_KV = "the request names KV on a vLLM server"
 ADVICE = "start one, or try again later"
 
 
@@ -77,6 +78,8 @@ def choose(
     groups = _filter_by_revision(groups, request.revision)
     if not groups:
         raise NoNodes(f"no decode node{_adapter_of(request)} is reachable and open; {ADVICE}")
+    if request.has_foreign_kv:
+        return _choose_for_foreign_kv(table, routing, request, groups)
     paired = [group for group in groups if group.prefills]
     if not paired:
         # Prefer revisions that have had prefill nodes before.
@@ -99,6 +102,19 @@ def choose(
         return Route(decode, None, reason, view.missing_from_reported(decode), names, is_paced=True)
     holder = view.holder_for(prefill)
     return Route(decode, prefill, "", view.missing(prefill), names, holder=holder)
+
+
+def _choose_for_foreign_kv(
+    table: NodeTable, routing: Routing, request: RoutingRequest, groups: Sequence[NodeGroup]
+) -> Route:
+    """Choose the decode node that reads a prompt's KV from a vLLM server.
+
+    It computes what follows the last full block, or all if the KV is gone.
+    """
+    view = RoutingView(table, request)
+    decode = pick(routing, view, _concatenate([group.decodes for group in groups]))
+    num_missing = 1 + (request.num_tokens - 1) % decode.card.fingerprint.block_size
+    return Route(decode, None, FOREIGN_KV, num_missing, is_paced=True)
 
 
 def _late_model(table: NodeTable, request: RoutingRequest) -> ModelVariant:

@@ -44,6 +44,7 @@ class RoutingRequest:
     cache_salt: str = ""
     revision: Revision | None = None  # that started the answer and alone may continue it
     is_pooled: bool = False  # one node computes all of it
+    has_foreign_kv: bool = False  # of the prompt: no prefill node is needed
 
     @property
     def num_tokens(self) -> int:

@@ -285,6 +285,19 @@ PULL_BLOCKS = _counter(
     "KV blocks that this node pulled from others instead of computing them: landed, or failed.",
     "outcome",
 )
+FOREIGN_BYTES = _counter(
+    "baton.kv.foreign.bytes", "Bytes of KV that were read from vLLM servers.", unit="By"
+)
+FOREIGN_BLOCKS = _counter(
+    "baton.kv.foreign.blocks",
+    "KV blocks that were to be filled from vLLM servers: filled, or failed.",
+    "outcome",
+)
+FOREIGN_FAILURES = _counter(
+    "baton.kv.foreign.failures",
+    "Failed pulls of KV from vLLM servers: unreachable, refused, expired, read, or late.",
+    "reason",
+)
 ADAPTERS = _gauge("baton.adapters", "LoRA adapters of a node. state: named, or in_memory.", "state")
 ADAPTER_BYTES = _gauge("baton.adapters.memory", "Memory of LoRA adapters.", unit="By")
 ADAPTER_WAITING = _gauge(

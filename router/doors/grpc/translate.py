@@ -10,6 +10,7 @@ from google.protobuf import struct_pb2
 from baton.core.errors import InvalidRequest
 from baton.core.extra_args import MAX_ARGUMENT_ENTRIES
 from baton.core.finish import Finish
+from baton.core.foreign_kv import foreign_kv_from_json
 from baton.core.ids import ANY_MODEL, ModelVariant
 from baton.core.sampling import (
     MAX_BANNED_SEQUENCE_TOKENS,
@@ -82,6 +83,7 @@ def calls_from(
         cache_salt=message.cache_salt,
         kv_hints=KV_HINTS.from_message(message.kv_hints),
         bad_words=tuple(params.bad_words),
+        foreign_kv=foreign_kv_from_json(message.kv_transfer_params),
     )
     return calls_for_answers(call, [call.prompt], message.n if message.HasField("n") else 1)
 

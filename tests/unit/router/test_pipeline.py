@@ -15,6 +15,7 @@ import pytest
 
 from baton.core.errors import InvalidRequest
 from baton.core.finish import Finish
+from baton.core.foreign_kv import ForeignKv
 from baton.core.ids import AdapterRef, ModelVariant, NodeId, Peer, RequestId
 from baton.core.kv_hints import KvHints
 from baton.core.logprobs import TokenLogprobs
@@ -227,6 +228,19 @@ def test_the_node_that_computes_the_prompt_gets_the_holder_of_its_prefix() -> No
     assert sources == {NodeRole.PREFILL: source, NodeRole.DECODE: None}
     assert [call.node for call in alone.received] == ["d0"]
     assert [call.request.prefix_source for call in alone.received] == [source]
+
+
+def test_kv_of_a_vllm_server_needs_no_prefill_and_is_read_once() -> None:
+    """A second attempt must not read it: the server may have written other KV there since."""
+    nodes = FakeNodeCalls(decode_breaks_after=[1])
+    kv = ForeignKv("vllm", 5600, "engine", "cmpl-1", (7,), 96)
+
+    asyncio.run(run(a_pipeline(nodes, cached_on()), replace(a_call(), foreign_kv=kv)))
+
+    first, *others = nodes.received
+    assert (first.leg, first.request.foreign_kv) == (NodeRole.DECODE, kv)
+    assert {call.leg for call in others} == {NodeRole.PREFILL, NodeRole.DECODE}
+    assert all(call.request.foreign_kv is None for call in others)
 
 
 def test_a_holder_that_has_just_failed_is_not_named_again() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from baton.core.foreign_kv import ForeignKv
 from baton.core.sampling import SamplingParams
 from baton.router.request_scope import RequestScopes, bind_salt, token_digest
 from baton.router.values import GenerateCall, TokenPrompt
@@ -39,6 +42,19 @@ def test_all_salts_of_a_client_have_one_tenant() -> None:
             tenants.append(bound.tenant)
 
     assert tenants == [token_digest(ann), token_digest(ann), ""]
+
+
+def test_kv_that_a_client_names_is_shared_with_no_other_request() -> None:
+    kv = ForeignKv("vllm", 5600, "engine", "cmpl-1", (7,), 16)
+    call = GenerateCall("id", TokenPrompt((1,)), SamplingParams(), foreign_kv=kv)
+    salts = []
+    for salt in ("", "", "s"):
+        scope = RequestScopes().begin("id", None)
+        with scope.answering(replace(call, cache_salt=salt)) as bound:
+            salts.append(bound.cache_salt)
+
+    assert len(set(salts)) == 3
+    assert all(len(salt) > 16 for salt in salts)
 
 
 def test_no_salt_of_a_client_equals_that_of_another() -> None:

@@ -104,6 +104,7 @@ class GenerationBody(Body):
     priority: AnyInt = 0
     cache_salt: str = ""
     kv_hints: KvHintsBody = KvHintsBody()
+    kv_transfer_params: dict[str, Any] | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from baton.core.errors import InvalidRequest
 from baton.core.extra_args import parse_argument
+from baton.core.foreign_kv import foreign_kv_from
 from baton.core.ids import ANY_MODEL, ModelVariant
 from baton.core.kv_hints import KvHints
 from baton.core.sampling import SamplingDefaults
@@ -226,6 +227,7 @@ def _parsed_request(
         bad_words=tuple(body.bad_words),
         shown_tokens=text_format.marks,
         fills_context=fills_context,
+        foreign_kv=foreign_kv_from(body.kv_transfer_params),
     )
     calls = calls_for_answers(call, prompts, num_each)
     if not body.stream:

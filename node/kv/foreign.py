@@ -1,0 +1,66 @@
+"""Reader of KV from vLLM servers, made for the model and the KV cache of a node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from mmap import mmap
+
+from baton.core.errors import InvalidConfig
+from baton.engine.kv_cache.groups import FULL
+from baton.engine.runner.host_memory import huge_page_memory
+from baton.engine.runner.loaded_runner import LoadedRunner
+from baton.engine.runner.model_info import KvMemory
+from baton.kv_transfer.foreign.connection import PullEnded, ReadSettings, RunRead
+from baton.kv_transfer.foreign.metadata import KvShape
+from baton.kv_transfer.foreign.reader import VllmReader
+from baton.kv_transfer.transports.base import UcxConfig
+from baton.node.options import NodeOptions
+
+NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def make_foreign_reader(
+    options: NodeOptions, runner: LoadedRunner, wake: Callable[[], None]
+) -> VllmReader | None:
+    """Return the reader; None without --kv-sources. Raises InvalidConfig."""
+    if not options.kv_sources:
+        return None
+    memory = runner.kv_memory
+    _check_layout(memory)
+    dtype = memory.dtype.rpartition("/")[2]
+    shape = KvShape(
+        options.runner.model,
+        dtype,
+        memory.num_layers,
+        memory.num_kv_heads,
+        memory.head_dim,
+        NUMBER_BYTES[dtype],
+    )
+
+    def settings(note: Callable[[RunRead | PullEnded], None]) -> ReadSettings:
+        ucx = UcxConfig(options.kv_tls, options.kv_device)
+        return ReadSettings(shape, memory.block_size, ucx, _staging(runner), note)
+
+    convert = partial(runner.blocks.convert_foreign, dtype=dtype)
+    return VllmReader(options.kv_sources, settings, convert, wake)
+
+
+def _check_layout(memory: KvMemory) -> None:
+    groups = memory.layout.groups
+    is_plain = len(groups) == 1 and groups[0].spec == FULL and memory.num_tensors == 2
+    if not is_plain or memory.layout.has_state:
+        raise InvalidConfig(
+            "--kv-sources needs a model whose layers all attend to all tokens, without latent "
+            "attention and recurrent layers: leave the option out"
+        )
+
+
+def _staging(runner: LoadedRunner) -> Callable[[int], mmap]:
+    def allocate(num_bytes: int) -> mmap:
+        memory = huge_page_memory(num_bytes)
+        if runner.kv_memory.device != "cpu":
+            runner.blocks.pin(memory)
+        return memory
+
+    return allocate

@@ -1,0 +1,308 @@
+"""Reads of KV from a vLLM server that is faked by a real side channel and a real NIXL agent."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from baton.core.foreign_kv import ForeignKv
+from baton.core.ids import BlockId
+from baton.engine.runner.host_memory import huge_page_memory
+from baton.kv_transfer.fence import PASSED, Fence
+from baton.kv_transfer.foreign.config import ForeignSource, KvPacking
+from baton.kv_transfer.foreign.connection import PullEnded, ReadSettings, RunRead
+from baton.kv_transfer.foreign.metadata import KvShape
+from baton.kv_transfer.foreign.reader import VllmReader
+from baton.kv_transfer.foreign.types import (
+    ForeignPull,
+    ForeignPulled,
+    ForeignPullId,
+    ForeignRelease,
+)
+from baton.kv_transfer.transports.base import UcxConfig
+from tests.support.fake_vllm import HOST, SHAPE, FakeGeometry, FakeVllm, on_engine
+
+BLOCK_SIZE = 16
+LOOPBACK = UcxConfig("tcp", "lo")
+END_S = 20.0
+
+
+class Node:
+    """A reader as a node uses it. What is converted is kept as bytes, by block of the server."""
+
+    def __init__(self, *sources: ForeignSource, shape: KvShape = SHAPE) -> None:
+        self.converted: list[tuple[RunRead, bytes]] = []
+        self.woken = queue.SimpleQueue[None]()
+        self.late_s = 0.0  # by which the clock is ahead
+        self._shape = shape
+        self.reader = VllmReader(
+            sources, self._settings, self._convert, lambda: self.woken.put(None), self.clock
+        )
+
+    def clock(self) -> float:
+        return time.monotonic() + self.late_s
+
+    def pull(
+        self,
+        kv: ForeignKv,
+        places: tuple[int, ...],
+        *,
+        pull_id: int = 1,
+        age_s: float = 0.0,
+    ) -> None:
+        blocks = tuple(BlockId(100 + place) for place in places)
+        received_s = time.monotonic() - age_s
+        order = ForeignPull(ForeignPullId(pull_id), kv, received_s, places, blocks)
+        self.reader.start((order,))
+
+    def await_end(self, number: int = 1) -> list[ForeignPulled]:
+        ended: list[ForeignPulled] = []
+        while len(ended) < number:
+            self.woken.get(timeout=END_S)
+            ended += self.reader.poll()
+        return ended
+
+    def _settings(self, note: Callable[[RunRead | PullEnded], None]) -> ReadSettings:
+        return ReadSettings(self._shape, BLOCK_SIZE, LOOPBACK, huge_page_memory, note)
+
+    def _convert(self, read: RunRead) -> Fence:
+        count = len(read.run.remote_block_ids) * read.blocks.block_bytes
+        memory, offset = read.bay
+        self.converted.append((read, memory[offset : offset + count]))
+        return PASSED
+
+
+@contextmanager
+def node(*sources: ForeignSource, shape: KvShape = SHAPE) -> Iterator[Node]:
+    it = Node(*sources, shape=shape)
+    with it.reader:
+        yield it
+
+
+@pytest.fixture
+def server() -> Iterator[FakeVllm]:
+    with FakeVllm() as it:
+        yield it
+
+
+def fails(it: Node, kv: ForeignKv, reason: str, places: tuple[int, ...] = (0, 1)) -> None:
+    """Pull, and see that no block is filled, for this reason."""
+    before = it.reader.failures[reason]
+    it.pull(kv, places)
+    [ended] = it.await_end()
+    assert not any(ended.are_filled)
+    assert not it.converted
+    assert it.reader.failures[reason] == before + 1
+
+
+def test_blocks_are_read_and_the_server_may_release_them(server: FakeVllm) -> None:
+    with node(server.source) as it:
+        it.pull(server.kv((5, 3, 9)), tuple(range(5)))
+        [ended] = it.await_end()
+        assert ended.are_filled == (True,) * 5
+        [(read, content)] = it.converted
+        assert content == server.block(5) + server.block(3) + server.block(9)
+        assert read.run.first_token == 0
+        assert read.run.block_ids == tuple(range(100, 105))
+        server.await_note(lambda note: note == "HB:cmpl-1")
+        server.await_note(lambda note: note == "cmpl-1:1")
+        assert it.reader.num_bytes == len(content)
+
+
+def test_only_blocks_with_missing_tokens_are_read(server: FakeVllm) -> None:
+    with node(server.source) as it:
+        it.pull(server.kv((5, 3, 9, 4)), (3, 4, 7))
+        it.await_end()
+        runs = [(read.run.remote_block_ids, read.run.first_token) for read, _ in it.converted]
+        # A block of the server has two of this node.
+        assert runs == [((3, 9), 16), ((4,), 16)]
+
+
+def test_a_long_prompt_is_read_in_runs() -> None:
+    # Blocks of 3 MiB, so that five fit into half of the staging memory.
+    large = FakeGeometry(num_blocks=16, block_size=1 << 13)
+    with FakeVllm(large) as server, node(server.source) as it:
+        num_places = 12 * large.block_size // BLOCK_SIZE
+        it.pull(server.kv(tuple(range(12))), tuple(range(num_places)))
+        [ended] = it.await_end()
+        assert all(ended.are_filled)
+        assert [len(read.run.remote_block_ids) for read, _ in it.converted] == [5, 5, 2]
+        assert b"".join(content for _, content in it.converted) == b"".join(
+            server.block(block_id) for block_id in range(12)
+        )
+
+
+def test_a_second_pull_needs_no_second_handshake(server: FakeVllm) -> None:
+    with node(server.source) as it:
+        for number in (1, 2):
+            it.pull(server.kv((number,), f"cmpl-{number}"), (0, 1), pull_id=number)
+            it.await_end()
+        assert server.num_requests == 1
+        server.await_note(lambda note: note == "cmpl-2:1")
+
+
+def test_kv_that_is_not_needed_is_released(server: FakeVllm) -> None:
+    with node(server.source) as it:
+        it.reader.start((ForeignRelease(server.kv((1,))),))
+        server.await_note(lambda note: note == "cmpl-1:1")
+        assert not it.converted
+
+
+def test_a_used_request_is_not_read_again(server: FakeVllm) -> None:
+    with node(server.source) as it:
+        it.pull(server.kv((1,)), (0, 1))
+        it.await_end()
+        it.converted.clear()
+        fails(it, server.kv((1,)), "expired")
+
+
+# --- leases -------------------------------------------------------------------------
+
+
+def test_kv_is_not_read_near_the_end_of_its_lease(server: FakeVllm) -> None:
+    with node(server.source) as it:
+        assert it.reader.may_read(server.kv((1,)), time.monotonic() - 24.0, time.monotonic())
+        assert not it.reader.may_read(server.kv((1,)), time.monotonic() - 26.0, time.monotonic())
+        it.pull(server.kv((1,)), (0, 1), age_s=26.0)
+        [ended] = it.await_end()
+        assert not any(ended.are_filled)
+        assert it.reader.failures["expired"] == 1
+
+
+def test_kv_is_not_read_near_an_expiry_by_the_servers_clock(server: FakeVllm) -> None:
+    with node(server.source) as it:
+        kv = replace(server.kv((1,)), expires_at_s=time.perf_counter() + 4.0)
+        fails(it, kv, "expired")
+        later = replace(server.kv((1,), "cmpl-2"), expires_at_s=time.perf_counter() + 9.0)
+        it.pull(later, (0, 1))
+        [ended] = it.await_end()
+        assert all(ended.are_filled)
+
+
+def test_a_read_that_ends_after_the_lease_is_not_used(server: FakeVllm) -> None:
+    with node(replace(server.source, lease_s=1.0)) as it:
+        # The read begins at 0.2 s; by the reader's clock, it ends after the lease.
+        original = server.change_reply
+
+        def reply_late(parts: list[bytes]) -> list[bytes]:
+            it.late_s = 2.0
+            return original(parts)
+
+        server.change_reply = reply_late
+        fails(it, server.kv((1,)), "expired")
+
+
+# --- servers that do not fit ----------------------------------------------------------
+
+
+def test_a_server_with_other_kv_is_refused(server: FakeVllm) -> None:
+    server.metadata["kv_cache_layout"] = "LBNHC"
+    with node(server.source) as it:
+        fails(it, server.kv((1,)), "refused")
+        now = it.clock()
+        assert not it.reader.may_read(server.kv((2,)), now, now)
+
+
+def test_a_client_that_names_another_engine_costs_only_its_pull(server: FakeVllm) -> None:
+    with node(server.source) as it:
+        fails(it, on_engine(server.kv((1,)), "engine-2"), "refused")
+        it.pull(server.kv((1,), "cmpl-2"), (0, 1))
+        assert all(it.await_end()[0].are_filled)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_broken_metadata_of_nixl_fail_the_pull(server: FakeVllm, seed: int) -> None:
+    broken = bytearray(server.metadata["agent_metadata"])
+    broken[seed * 5 % 40] ^= 0xFF  # in the header, before the addresses
+    server.metadata["agent_metadata"] = bytes(broken[: len(broken) - seed * 40])
+    with node(server.source) as it:
+        it.pull(server.kv((1,)), (0, 1))
+        [ended] = it.await_end()
+        if any(ended.are_filled):  # the name of the agent was changed
+            assert it.converted[0][1] == server.block(1)
+
+
+def test_blocks_that_the_server_does_not_have_are_refused(server: FakeVllm) -> None:
+    with node(server.source) as it:
+        fails(it, server.kv((64,)), "refused")
+        fails(it, server.kv((1,), "cmpl-3"), "refused", places=(0, 1, 2))
+        short = replace(server.kv((1,), "cmpl-4"), num_tokens=16)
+        fails(it, short, "refused")
+        # The connection is good: the client was wrong.
+        it.pull(server.kv((1,), "cmpl-2"), (0, 1))
+        assert all(it.await_end()[0].are_filled)
+
+
+def test_addresses_outside_the_servers_memory_cannot_be_read(server: FakeVllm) -> None:
+    server.metadata["kv_caches_base_addr"] = [4096] * 3
+    with node(server.source) as it:
+        fails(it, server.kv((1,)), "read")
+
+
+# --- servers that end, and clients that are wrong ------------------------------------------
+
+
+def test_a_restarted_server_is_found_by_its_new_engine(server: FakeVllm) -> None:
+    with node(server.source) as it:
+        it.pull(server.kv((1,)), (0, 1))
+        it.await_end()
+        it.converted.clear()
+        server.engine_id = server.metadata["engine_id"] = "engine-2"
+        it.pull(server.kv((2,), "cmpl-2"), (0, 1), pull_id=2)
+        assert all(it.await_end()[0].are_filled)
+        it.converted.clear()
+        fails(it, on_engine(server.kv((1,), "cmpl-3"), "engine-1"), "refused")
+
+
+def test_a_server_that_does_not_answer_is_avoided(server: FakeVllm) -> None:
+    server.answers = False
+    with node(server.source) as it:
+        it.pull(server.kv((1,)), (0, 1))
+        it.late_s = 6.0
+        [ended] = it.await_end()
+        assert not any(ended.are_filled)
+        assert it.reader.failures["unreachable"] == 1
+        now = it.clock()
+        assert not it.reader.may_read(server.kv((1,)), now, now)
+        assert it.reader.may_read(server.kv((1,)), now + 11, now + 11)
+
+
+def test_servers_that_are_not_listed_are_never_dialled(server: FakeVllm) -> None:
+    with node(server.source) as it:
+        other = replace(server.kv((1,)), port=server.port + 1)
+        assert not it.reader.allows(other)
+        assert not it.reader.may_read(other, time.monotonic(), time.monotonic())
+
+
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "frozen"])
+def test_a_server_that_ends_during_a_read_costs_only_the_pull(is_killed: bool) -> None:
+    command = [sys.executable, "-m", "tests.support.fake_vllm"]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as process:
+        assert process.stdout is not None
+        port = json.loads(process.stdout.readline())["port"]
+        source = ForeignSource(HOST, port, packing=KvPacking.VEC)
+        num_places = 8 * (1 << 14) // BLOCK_SIZE
+        kv = ForeignKv(HOST, port, "engine-1", "cmpl-1", tuple(range(8)), 8 << 14)
+        with node(source) as it:
+            it.pull(replace(kv, request_id="cmpl-0"), (0, 1))
+            assert all(it.await_end()[0].are_filled)
+            os.kill(process.pid, signal.SIGSTOP)
+            it.pull(kv, tuple(range(num_places)), pull_id=2)
+            if is_killed:
+                os.kill(process.pid, signal.SIGKILL)
+            else:
+                it.late_s = 11.0
+            [ended] = it.await_end()
+            assert not all(ended.are_filled)
+            assert sum(it.reader.failures.values()) == 1
+        os.kill(process.pid, signal.SIGKILL)

@@ -1,0 +1,110 @@
+"""KV blocks as vLLM's own kernel packs them, and what becomes of them in Baton's KV cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.core.foreign_kv import ForeignKv
+from baton.core.ids import BlockId
+from baton.engine.runner.attention.foreign_kv import unpack
+from baton.engine.runner.attention.int8_kv import dequantize
+from baton.engine.runner.device.device import CpuDevice
+from baton.engine.runner.host_memory import huge_page_memory
+from baton.engine.runner.kv_blocks import KvBlocks
+from baton.kv_transfer.foreign.config import KvPacking
+from baton.kv_transfer.foreign.connection import Bay, RunRead
+from baton.kv_transfer.foreign.metadata import ForeignBlocks
+from baton.kv_transfer.foreign.runs import split_pull
+from baton.kv_transfer.foreign.types import ForeignPull, ForeignPullId
+from tools.vllm_kv_bytes import DIM, HEADS, NUM_BLOCKS, SIZE
+
+RECORDED = Path(__file__).parent / "vllm"
+NUM_TOKENS = NUM_BLOCKS * SIZE
+SHAPE = (1, HEADS, SIZE, DIM)
+
+
+def tokens() -> Tensor:
+    """Return what the recording script wrote: keys and values, [2, tokens, heads, dim]."""
+    places = torch.arange(2 * NUM_TOKENS * HEADS * DIM, dtype=torch.int16)
+    return places.view(2, NUM_TOKENS, HEADS, DIM)
+
+
+def blocks_of(numbers: Tensor) -> Tensor:
+    """Return keys and values in blocks, [blocks, layers, 2, heads, tokens, dim]."""
+    blocks = numbers.view(2, NUM_BLOCKS, SIZE, HEADS, DIM)
+    return blocks.permute(1, 0, 3, 2, 4).unsqueeze(1)
+
+
+def test_blocks_of_vllms_kernel_are_unpacked() -> None:
+    memory = torch.frombuffer(bytearray((RECORDED / "vec.bin").read_bytes()), dtype=torch.int16)
+    assert torch.equal(unpack(memory, KvPacking.VEC, SHAPE), blocks_of(tokens()))
+
+
+def test_plain_blocks_are_unpacked() -> None:
+    keys, values = blocks_of(tokens()).unbind(2)
+    memory = torch.cat((keys, values), dim=-1).flatten()
+    assert torch.equal(unpack(memory, KvPacking.PLAIN, SHAPE), blocks_of(tokens()))
+
+
+def test_blocks_for_amx_are_unpacked() -> None:
+    """The order of vLLM's AMX tiles, number by number: no recording of its kernel exists yet."""
+    blocks = blocks_of(tokens())
+    memory = torch.empty(NUM_BLOCKS, HEADS, 2, SIZE * DIM, dtype=torch.int16)
+    for token in range(SIZE):
+        for column in range(DIM):
+            # 16 tokens by pairs of columns; 16 columns by pairs of tokens.
+            key = ((token // 16 * (DIM // 2) + column // 2) * 16 + token % 16) * 2 + column % 2
+            value = ((column // 16 * (SIZE // 2) + token // 2) * 16 + column % 16) * 2 + token % 2
+            memory[:, :, 0, key] = blocks[:, 0, 0, :, token, column]
+            memory[:, :, 1, value] = blocks[:, 0, 1, :, token, column]
+    assert torch.equal(unpack(memory.flatten(), KvPacking.AMX, SHAPE), blocks)
+
+
+@pytest.mark.parametrize("size", [8, 16, 32, 48])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_blocks_of_another_size_enter_the_kv_cache(size: int, dtype: torch.dtype) -> None:
+    num_places = NUM_TOKENS // size
+    slot = DIM + 2 * (dtype is torch.int8)
+    kv = torch.zeros(num_places + 3, 1, 2, HEADS, size, slot, dtype=dtype)
+    target_ids = tuple(BlockId(index) for index in range(num_places + 2, 2, -1))
+    foreign = ForeignBlocks(
+        engine_id="e",
+        agent_metadata=b"",
+        layer_addresses=(1,),
+        layer_strides=(1,),
+        layer_bytes=2 * HEADS * SIZE * DIM * 2,
+        num_blocks=NUM_BLOCKS,
+        block_size=SIZE,
+        packing=KvPacking.VEC,
+        device_id=0,
+        is_on_cpu=True,
+    )
+    source = ForeignKv("h", 1, "e", "r", tuple(range(NUM_BLOCKS)), NUM_TOKENS)
+    pull = ForeignPull(ForeignPullId(1), source, 0.0, tuple(range(num_places)), target_ids)
+    memory = huge_page_memory(2 * NUM_BLOCKS * foreign.block_bytes)
+    recorded, blocks = (RECORDED / "vec.bin").read_bytes(), KvBlocks(kv, CpuDevice())
+    for run in split_pull(pull, size, SIZE, max_blocks=-(-size // SIZE) + 1):
+        offset = foreign.block_bytes  # not at the beginning
+        bytes_each = foreign.block_bytes
+        content = b"".join(
+            recorded[index * bytes_each : (index + 1) * bytes_each]
+            for index in run.remote_block_ids
+        )
+        memory[offset : offset + len(content)] = content
+        read = RunRead(pull, run, foreign, Bay(memory, offset))
+        assert blocks.convert_foreign(read, "bfloat16").is_passed
+    expected = tokens()[:, : num_places * size].view(torch.bfloat16)
+    landed = kv[list(target_ids)]
+    if dtype is torch.int8:
+        landed = dequantize(landed, torch.bfloat16)
+    by_token = landed[:, 0].permute(1, 0, 3, 2, 4).reshape(2, -1, HEADS, DIM)
+    if dtype is torch.int8:
+        largest = expected.float().abs().amax(dim=-1, keepdim=True)
+        assert ((by_token.float() - expected.float()).abs() <= largest / 100).all()
+    else:
+        assert torch.equal(by_token.view(torch.int16), expected.view(torch.int16))
+    assert not kv[:3].any()
