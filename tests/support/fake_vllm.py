@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,7 @@ class FakeVllm:
             layer.write(os.urandom(num_bytes))
         self.notes: list[str] = []
         self.num_requests = 0
+        self.num_used_blocks = 0
         self.answers = True  # to requests on the side channel
         self._agent = self._make_agent()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -93,6 +94,29 @@ class FakeVllm:
         """Return a block of all layers."""
         size = self.geometry.layer_bytes
         return b"".join(layer[block_id * size : (block_id + 1) * size] for layer in self.layers)
+
+    def write_block(self, block_id: int, by_layer: Sequence[bytes]) -> None:
+        size = self.geometry.layer_bytes
+        for layer, content in zip(self.layers, by_layer, strict=True):
+            layer[block_id * size : (block_id + 1) * size] = content
+
+    def params(self, kv: ForeignKv, num_tokens: int) -> dict[str, Any]:
+        """Return the `kv_transfer_params` of an answer."""
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [list(kv.block_ids)],
+            "remote_engine_id": kv.engine_id,
+            "remote_request_id": kv.request_id,
+            "remote_host": kv.host,
+            "remote_port": kv.port,
+            "tp_size": 1,
+            "dcp_size": 1,
+            "pp_size": 1,
+            "remote_num_tokens": num_tokens,
+            "remote_blocks_expiry_time": None,
+            "transfer_mode": "pull",
+        }
 
     def await_note(self, wanted: Callable[[str], bool], timeout_s: float = 10.0) -> str:
         with self._changed:

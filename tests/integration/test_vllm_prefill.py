@@ -1,0 +1,150 @@
+"""Requests whose prompt a vLLM server has computed, through router and decode node.
+
+The server is faked: a real side channel and NIXL agent, over KV that Baton's runner has computed.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.client import Client, Generation
+from baton.cluster import ClusterOptions, LocalCluster
+from baton.core.foreign_kv import ForeignKv
+from baton.core.sampling import SamplingParams
+from baton.engine.runner.load import RunnerConfig, load_runner
+from baton.kv_transfer.foreign.metadata import KvShape
+from tests.support.fake_vllm import HOST, FakeGeometry, FakeVllm
+from tests.support.models import prompt_of
+from tests.support.vllm_blocks import prefill
+
+PROMPT, OTHER = prompt_of(75), prompt_of(75, seed=9)
+NUM_READ = 64  # tokens in full blocks
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+@dataclass
+class World:
+    cluster: LocalCluster
+    client: Client
+    server: FakeVllm
+    prompt_blocks: tuple[int, ...]
+    other_blocks: tuple[int, ...]
+    num_requests: int = 0
+
+    def kv(self, block_ids: tuple[int, ...]) -> ForeignKv:
+        """Return KV that no other request has used."""
+        self.num_requests += 1
+        return self.server.kv(block_ids, f"cmpl-{self.num_requests}")
+
+    def generate(self, kv: ForeignKv | None = None) -> tuple[tuple[int, ...], dict[str, int]]:
+        """Return the answer to PROMPT, and the tokens of the prompt that were loaded."""
+        params = "" if kv is None else json.dumps(self.server.params(kv, len(PROMPT)))
+        answer = self.client.generate(PROMPT, Generation(GREEDY, kv_transfer_params=params))
+        assert answer.finish is not None
+        return tuple(answer.token_ids), dict(answer.finish.served.prompt_tokens_loaded)
+
+    def post(self, **fields: Any) -> dict[str, Any]:
+        body = {"prompt": list(PROMPT), "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+        request = urllib.request.Request(
+            f"http://{self.cluster.router.http_address}/v1/completions",
+            json.dumps(body | fields).encode(),
+            {"content-type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as reply:
+                return dict(json.load(reply))
+        except urllib.error.HTTPError as error:
+            return dict(json.load(error))
+
+
+@pytest.fixture(scope="module")
+def world(model_folder: Path, cluster_options: Callable[..., ClusterOptions]) -> Iterator[World]:
+    shape = KvShape(str(model_folder), "float32", 2, 2, 16, number_bytes=4)
+    with FakeVllm(FakeGeometry(shape)) as server:
+        with load_runner(RunnerConfig(str(model_folder), kv_cache_bytes=1 << 20)) as runner:
+            blocks, others = (prefill(server, runner, prompt) for prompt in (PROMPT, OTHER))
+        options = cluster_options(num_prefill=0, router_arguments=("--http-port", "0"))
+        sources = ("--kv-sources", f"vllm://{HOST}:{server.port}?packing=vec")
+        options = replace(options, decode_arguments=sources)
+        with LocalCluster(options) as cluster, Client(cluster.address, timeout_s=60) as client:
+            yield World(cluster, client, server, blocks, others)
+
+
+def test_kv_of_the_server_gives_the_same_tokens(world: World) -> None:
+    kv = world.kv(world.prompt_blocks)
+    answer, loaded = world.generate(kv)
+    assert loaded == {"vllm": NUM_READ}
+    world.server.await_note(lambda note: note == f"{kv.request_id}:1")
+    assert answer == world.generate()[0]
+
+
+def test_kv_of_another_prompt_changes_the_answer_of_its_request_alone(world: World) -> None:
+    """The KV is really used, and a client cannot poison the prefix cache for others."""
+    wrong, loaded = world.generate(world.kv(world.other_blocks))
+    right, _ = world.generate()
+    assert loaded == {"vllm": NUM_READ}
+    assert wrong != right
+    assert world.generate(world.kv(world.prompt_blocks))[0] == right
+    assert world.generate()[0] == right
+
+
+def test_http_clients_relay_the_parameters(world: World) -> None:
+    expected = world.post()
+    kv = world.kv(world.prompt_blocks)
+    answer = world.post(kv_transfer_params=world.server.params(kv, len(PROMPT)))
+    assert answer["choices"][0]["text"] == expected["choices"][0]["text"]
+    details = answer["usage"]["prompt_tokens_details"]
+    assert details == {"cached_tokens": NUM_READ, "loaded_tokens": {"vllm": NUM_READ}}
+
+
+def test_kv_that_is_used_twice_is_computed_the_second_time(world: World) -> None:
+    kv = world.kv(world.prompt_blocks)
+    first, loaded = world.generate(kv)
+    assert loaded == {"vllm": NUM_READ}
+    assert world.generate(kv) == (first, {})
+
+
+def test_kv_of_an_engine_that_is_gone_is_computed(world: World) -> None:
+    gone = replace(world.kv(world.prompt_blocks), engine_id="engine-0")
+    assert world.generate(gone) == (world.generate()[0], {})
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"remote_host": "169.254.169.254"}, "--kv-sources"),
+        ({"remote_port": 22}, "--kv-sources"),
+        ({"do_remote_decode": True}, "do_remote_decode"),
+        ({"tp_size": 2}, "tp_size"),
+        ({"remote_block_ids": [[1], [2]]}, "remote_block_ids"),
+    ],
+)
+def test_requests_that_cannot_be_served_are_refused_by_name(
+    world: World, change: dict[str, Any], named: str
+) -> None:
+    params = world.server.params(world.kv(world.prompt_blocks), len(PROMPT))
+    error = world.post(kv_transfer_params=params | change)["error"]
+    assert error["param"].startswith("kv_transfer_params")
+    assert named in error["message"]
+
+
+def test_several_answers_are_refused(world: World) -> None:
+    params = world.server.params(world.kv(world.prompt_blocks), len(PROMPT))
+    assert "one answer" in world.post(kv_transfer_params=params, n=2)["error"]["message"]
+
+
+def test_a_server_that_does_not_answer_costs_computing(world: World) -> None:
+    """Last: it leaves the server avoided."""
+    expected, _ = world.generate()
+    world.server.metadata["engine_id"] = "engine-9"
+    world.server.answers = False
+    kv = replace(world.kv(world.prompt_blocks), engine_id="engine-9")
+    assert world.generate(kv) == (expected, {})
