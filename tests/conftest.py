@@ -49,6 +49,10 @@ LONG_FILES = (
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--vllm-venv", default=None, help="Virtual environment with vLLM.")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the long files first."""
     rank_by_file = {name: rank for rank, name in enumerate(LONG_FILES)}

