@@ -20,7 +20,7 @@ from baton.engine.runner.device.block_copies import BlockCopies
 from baton.engine.runner.device.device import CopyStream, Device
 from baton.engine.runner.device.step_inputs import StepInputs, make_inputs
 from baton.kv_transfer.fence import PASSED, Fence
-from baton.kv_transfer.foreign.connection import RunRead
+from baton.kv_transfer.foreign.runs import RunRead
 from baton.kv_transfer.protocol.conversion import StagedBlocks
 from baton.kv_transfer.protocol.digest import HASH_BYTES, AwaitHashes
 from baton.kv_transfer.protocol.messages import Region

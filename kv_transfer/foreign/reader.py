@@ -21,13 +21,12 @@ from baton.kv_transfer.fence import Fence
 from baton.kv_transfer.foreign.config import ForeignSource
 from baton.kv_transfer.foreign.connection import (
     LEASE_SHARE,
-    Bay,
     Connection,
     Failure,
     PullEnded,
     ReadSettings,
-    RunRead,
 )
+from baton.kv_transfer.foreign.runs import Bay, RunRead
 from baton.kv_transfer.foreign.types import (
     ForeignOrder,
     ForeignPull,

@@ -1,9 +1,11 @@
-"""Split of a pull into runs, which are read one after the other. Pure."""
+"""Runs of a pull, which are read one after the other, and how a pull is split into them. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from mmap import mmap
+from typing import NamedTuple
 
 from baton.core.foreign_kv import ForeignKv
 from baton.core.ids import BlockId
@@ -19,6 +21,23 @@ class Run:
     first_token: int  # in the first of them, of the first block to fill
     first: int  # index in the pull of the first block to fill
     block_ids: tuple[BlockId, ...]
+
+
+class Bay(NamedTuple):
+    """Part of the staging memory of a session."""
+
+    memory: mmap
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunRead:
+    """Blocks that are read, to be converted. Their bay is lent until it is given back."""
+
+    pull: ForeignPull
+    run: Run
+    blocks: ForeignBlocks
+    bay: Bay
 
 
 def find_excess(kv: ForeignKv, blocks: ForeignBlocks, num_tokens: int) -> str:

@@ -11,9 +11,10 @@ from baton.engine.kv_cache.groups import FULL
 from baton.engine.runner.host_memory import huge_page_memory
 from baton.engine.runner.loaded_runner import LoadedRunner
 from baton.engine.runner.model_info import KvMemory
-from baton.kv_transfer.foreign.connection import PullEnded, ReadSettings, RunRead
+from baton.kv_transfer.foreign.connection import PullEnded, ReadSettings
 from baton.kv_transfer.foreign.metadata import KvShape
 from baton.kv_transfer.foreign.reader import VllmReader
+from baton.kv_transfer.foreign.runs import RunRead
 from baton.kv_transfer.transports.base import UcxConfig
 from baton.node.options import NodeOptions
 

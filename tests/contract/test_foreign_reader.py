@@ -20,9 +20,10 @@ from baton.core.ids import BlockId
 from baton.engine.runner.host_memory import huge_page_memory
 from baton.kv_transfer.fence import PASSED, Fence
 from baton.kv_transfer.foreign.config import ForeignSource, KvPacking
-from baton.kv_transfer.foreign.connection import PullEnded, ReadSettings, RunRead
+from baton.kv_transfer.foreign.connection import PullEnded, ReadSettings
 from baton.kv_transfer.foreign.metadata import KvShape
 from baton.kv_transfer.foreign.reader import VllmReader
+from baton.kv_transfer.foreign.runs import RunRead
 from baton.kv_transfer.foreign.types import (
     ForeignPull,
     ForeignPulled,

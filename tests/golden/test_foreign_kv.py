@@ -16,9 +16,8 @@ from baton.engine.runner.device.device import CpuDevice
 from baton.engine.runner.host_memory import huge_page_memory
 from baton.engine.runner.kv_blocks import KvBlocks
 from baton.kv_transfer.foreign.config import KvPacking
-from baton.kv_transfer.foreign.connection import Bay, RunRead
 from baton.kv_transfer.foreign.metadata import ForeignBlocks
-from baton.kv_transfer.foreign.runs import split_pull
+from baton.kv_transfer.foreign.runs import Bay, RunRead, split_pull
 from baton.kv_transfer.foreign.types import ForeignPull, ForeignPullId
 from tools.vllm_kv_bytes import DIM, HEADS, NUM_BLOCKS, SIZE
 
