@@ -44,6 +44,7 @@ class Node:
     def __init__(self, *sources: ForeignSource, shape: KvShape = SHAPE) -> None:
         self.converted: list[tuple[RunRead, bytes]] = []
         self.woken = queue.SimpleQueue[None]()
+        self._calls = queue.SimpleQueue[None]()  # of the clock
         self.late_s = 0.0  # by which the clock is ahead
         self._shape = shape
         self.reader = VllmReader(
@@ -51,7 +52,15 @@ class Node:
         )
 
     def clock(self) -> float:
+        self._calls.put(None)
         return time.monotonic() + self.late_s
+
+    def await_turns(self, number: int = 5) -> None:
+        """Wait until the reader has looked at its connections again, so many times."""
+        while not self._calls.empty():
+            self._calls.get()
+        for _ in range(2 * number):
+            self._calls.get(timeout=END_S)
 
     def pull(
         self,
@@ -190,19 +199,6 @@ def test_kv_is_not_read_near_an_expiry_by_the_servers_clock(server: FakeVllm) ->
         assert all(ended.are_filled)
 
 
-def test_a_read_that_ends_after_the_lease_is_not_used(server: FakeVllm) -> None:
-    with node(replace(server.source, lease_s=1.0)) as it:
-        # The read begins at 0.2 s; by the reader's clock, it ends after the lease.
-        original = server.change_reply
-
-        def reply_late(parts: list[bytes]) -> list[bytes]:
-            it.late_s = 2.0
-            return original(parts)
-
-        server.change_reply = reply_late
-        fails(it, server.kv((1,)), "expired")
-
-
 # --- servers that do not fit ----------------------------------------------------------
 
 
@@ -236,6 +232,7 @@ def test_broken_metadata_of_nixl_fail_the_pull(server: FakeVllm, seed: int) -> N
 def test_blocks_that_the_server_does_not_have_are_refused(server: FakeVllm) -> None:
     with node(server.source) as it:
         fails(it, server.kv((64,)), "refused")
+        server.await_note(lambda note: note == "cmpl-1:1")  # it holds its blocks for nobody
         fails(it, server.kv((1,), "cmpl-3"), "refused", places=(0, 1, 2))
         short = replace(server.kv((1,), "cmpl-4"), num_tokens=16)
         fails(it, short, "refused")
@@ -269,6 +266,7 @@ def test_a_server_that_does_not_answer_is_avoided(server: FakeVllm) -> None:
     server.answers = False
     with node(server.source) as it:
         it.pull(server.kv((1,)), (0, 1))
+        it.await_turns()
         it.late_s = 6.0
         [ended] = it.await_end()
         assert not any(ended.are_filled)
@@ -285,25 +283,59 @@ def test_servers_that_are_not_listed_are_never_dialled(server: FakeVllm) -> None
         assert not it.reader.may_read(other, time.monotonic(), time.monotonic())
 
 
-@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "frozen"])
-def test_a_server_that_ends_during_a_read_costs_only_the_pull(is_killed: bool) -> None:
+@contextmanager
+def large_server() -> Iterator[tuple[subprocess.Popen[str], ForeignSource, ForeignKv]]:
+    """Run a server in a process of its own. Yields it, and KV of 12 MiB."""
     command = [sys.executable, "-m", "tests.support.fake_vllm"]
     with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as process:
         assert process.stdout is not None
         port = json.loads(process.stdout.readline())["port"]
         source = ForeignSource(HOST, port, packing=KvPacking.VEC)
-        num_places = 8 * (1 << 14) // BLOCK_SIZE
-        kv = ForeignKv(HOST, port, "engine-1", "cmpl-1", tuple(range(8)), 8 << 14)
-        with node(source) as it:
-            it.pull(replace(kv, request_id="cmpl-0"), (0, 1))
-            assert all(it.await_end()[0].are_filled)
-            os.kill(process.pid, signal.SIGSTOP)
-            it.pull(kv, tuple(range(num_places)), pull_id=2)
-            if is_killed:
-                os.kill(process.pid, signal.SIGKILL)
-            else:
-                it.late_s = 11.0
-            [ended] = it.await_end()
-            assert not all(ended.are_filled)
-            assert sum(it.reader.failures.values()) == 1
+        yield process, source, ForeignKv(HOST, port, "engine-1", "cmpl-1", (0, 1), 2 << 14)
         os.kill(process.pid, signal.SIGKILL)
+
+
+def freeze_in_read(it: Node, process: subprocess.Popen[str], kv: ForeignKv) -> None:
+    """Begin to read from a server that is connected, but does not move."""
+    it.pull(replace(kv, request_id="cmpl-0"), (0, 1))
+    assert all(it.await_end()[0].are_filled)
+    it.converted.clear()
+    os.kill(process.pid, signal.SIGSTOP)
+    it.pull(kv, tuple(range(kv.num_tokens // BLOCK_SIZE)), pull_id=2)
+    it.await_turns()
+
+
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "frozen"])
+def test_a_server_that_ends_during_a_read_costs_only_the_pull(is_killed: bool) -> None:
+    with large_server() as (process, source, kv), node(source) as it:
+        freeze_in_read(it, process, kv)
+        if is_killed:
+            os.kill(process.pid, signal.SIGKILL)
+        else:
+            it.late_s = 11.0
+        [ended] = it.await_end()
+        assert not any(ended.are_filled)
+        assert it.reader.failures["read" if is_killed else "late"] == 1
+
+
+def test_a_read_that_ends_after_the_lease_is_not_used() -> None:
+    with large_server() as (process, source, kv), node(replace(source, lease_s=6.0)) as it:
+        freeze_in_read(it, process, kv)
+        it.late_s = 6.0
+        os.kill(process.pid, signal.SIGCONT)
+        [ended] = it.await_end()
+        assert not any(ended.are_filled)
+        assert not it.converted
+        assert it.reader.failures["expired"] == 1
+
+
+def test_a_read_does_not_begin_after_the_lease() -> None:
+    with large_server() as (process, source, kv), node(source) as it:
+        freeze_in_read(it, process, kv)
+        it.pull(replace(kv, request_id="cmpl-2"), (0, 1), pull_id=3, age_s=26.0)
+        it.await_turns()
+        os.kill(process.pid, signal.SIGCONT)
+        first, second = it.await_end(2)
+        assert all(first.are_filled)
+        assert not any(second.are_filled)
+        assert len(it.converted) == 1

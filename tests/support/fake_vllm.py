@@ -191,7 +191,7 @@ def _address(memory: mmap.mmap) -> int:
 
 def main() -> None:
     """Serve large blocks until the standard input ends."""
-    geometry = FakeGeometry(num_blocks=32, block_size=1 << 14)
+    geometry = FakeGeometry(num_blocks=4, block_size=1 << 14)
     with FakeVllm(geometry) as server:
         print(json.dumps({"port": server.port}), flush=True)
         sys.stdin.read()
