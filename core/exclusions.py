@@ -35,6 +35,7 @@ class Feature(Enum):
     NO_HOST_MEMORY_TIER = auto()
     FOLDER_TIER = auto()
     OBJECT_TIER = auto()
+    KV_SOURCES = auto()
     KV_CONNECTOR = auto()
     NO_KV_CONNECTOR = auto()
     KV_CONNECTOR_CONFIG = auto()
@@ -119,6 +120,11 @@ EXCLUSIONS = (
         Feature.HOST_MEMORY_TIER,
         Feature.NO_PREFIX_CACHING,
         "--kv-host-memory cannot be used with --no-prefix-caching",
+    ),
+    Exclusion(
+        Feature.KV_SOURCES,
+        Feature.NO_PREFIX_CACHING,
+        "--kv-sources cannot be used with --no-prefix-caching",
     ),
 )
 

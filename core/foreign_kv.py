@@ -56,7 +56,7 @@ class ForeignKv:
 
     @property
     def address(self) -> str:
-        return f"{self.host}:{self.port}"
+        return f"{self.host.lower()}:{self.port}"
 
 
 def foreign_kv_from(params: Mapping[str, object] | None) -> ForeignKv | None:

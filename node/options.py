@@ -177,6 +177,7 @@ class NodeOptions:
                 Feature.NO_KV_CONNECTOR: not self.kv_connector,
                 Feature.KV_CONNECTOR_CONFIG: self.kv_connector_config,
                 Feature.KV_EVENTS: self.kv_events.is_on,
+                Feature.KV_SOURCES: self.kv_sources,
             }
         )
 

@@ -21,6 +21,7 @@ from baton.kv_transfer.transports.nixl import import_nixl
 from baton.node.kv.connectors import find_connector, shared_tiers_of
 from baton.node.kv.events.config import TCP, KvEventsConfig, is_bound
 from baton.node.kv.events.peers import check_target, listen
+from baton.node.kv.foreign import check_libraries
 from baton.node.kv.tiers import check_tiers
 from baton.node.kv.worker import NO_NODE_DECORATORS, Around
 from baton.node.observers.metrics import export_node_metrics
@@ -92,6 +93,8 @@ def _check_start(options: NodeOptions) -> None:
         find_connector(connector.name)
         if connector.name == "tiers":
             check_tiers(connector.config)
+    if options.kv_sources:
+        check_libraries()
     if options.kv_transport == "nixl":
         import_nixl()
     if options.telemetry.metrics_port is not None:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from mmap import mmap
+from typing import TYPE_CHECKING
 
 from baton.core.errors import InvalidConfig
 from baton.engine.kv_cache.groups import FULL
 from baton.engine.runner.host_memory import huge_page_memory
 from baton.engine.runner.loaded_runner import LoadedRunner
 from baton.engine.runner.model_info import KvMemory
-from baton.kv_transfer.foreign.connection import PullEnded, ReadSettings
+from baton.kv_transfer.errors import TransportMissing
 from baton.kv_transfer.foreign.metadata import KvShape
-from baton.kv_transfer.foreign.reader import VllmReader
-from baton.kv_transfer.foreign.runs import RunRead
 from baton.kv_transfer.transports.base import UcxConfig
+from baton.kv_transfer.transports.nixl import import_nixl
 from baton.node.options import NodeOptions
+
+if TYPE_CHECKING:
+    from baton.kv_transfer.foreign.reader import VllmReader
 
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -27,6 +31,11 @@ def make_foreign_reader(
     """Return the reader; None without --kv-sources. Raises InvalidConfig."""
     if not options.kv_sources:
         return None
+    check_libraries()
+    from baton.kv_transfer.foreign.connection import PullEnded, ReadSettings
+    from baton.kv_transfer.foreign.reader import VllmReader
+    from baton.kv_transfer.foreign.runs import RunRead
+
     memory = runner.kv_memory
     _check_layout(memory)
     dtype = memory.dtype.rpartition("/")[2]
@@ -45,6 +54,13 @@ def make_foreign_reader(
 
     convert = partial(runner.blocks.convert_foreign, dtype=dtype)
     return VllmReader(options.kv_sources, settings, convert, wake)
+
+
+def check_libraries() -> None:
+    """Raise TransportMissing unless the libraries for reads of foreign KV are installed."""
+    if find_spec("zmq") is None:
+        raise TransportMissing("--kv-sources needs pyzmq: pip install 'baton[vllm]'")
+    import_nixl()
 
 
 def _check_layout(memory: KvMemory) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from baton.engine.events import SchedulerStats
 from baton.engine.runner.device.graphs import EagerCause, GraphSize
 from baton.engine.scheduler.scheduler import Scheduler
-from baton.kv_transfer.foreign.reader import VllmReader
 from baton.kv_transfer.kv_connector import GuardedConnector
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
 from baton.kv_transfer.worker import KvTransferWorker
@@ -19,6 +19,9 @@ from baton.telemetry.metrics.instruments import Reading
 from baton.telemetry.metrics.readers import export_metrics
 from baton.telemetry.metrics.scrapes import OwnerThreadReader
 from baton.telemetry.resource import Process
+
+if TYPE_CHECKING:
+    from baton.kv_transfer.foreign.reader import VllmReader
 
 
 @contextmanager
