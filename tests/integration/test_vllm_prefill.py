@@ -5,17 +5,19 @@ The server is faked: a real side channel and NIXL agent, over KV that Baton's ru
 
 from __future__ import annotations
 
+import asyncio
 import json
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from baton.client import Client, Generation
+from baton.client import AsyncClient, Client, Generation
 from baton.cluster import ClusterOptions, LocalCluster
 from baton.core.foreign_kv import ForeignKv
 from baton.core.sampling import SamplingParams
@@ -23,6 +25,7 @@ from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.kv_transfer.foreign.metadata import KvShape
 from tests.support.fake_vllm import HOST, FakeGeometry, FakeVllm
 from tests.support.models import prompt_of
+from tests.support.nodes import await_all_free
 from tests.support.vllm_blocks import prefill
 
 PROMPT, OTHER = prompt_of(75), prompt_of(75, seed=9)
@@ -139,6 +142,37 @@ def test_requests_that_cannot_be_served_are_refused_by_name(
 def test_several_answers_are_refused(world: World) -> None:
     params = world.server.params(world.kv(world.prompt_blocks), len(PROMPT))
     assert "one answer" in world.post(kv_transfer_params=params, n=2)["error"]["message"]
+
+
+def test_requests_that_are_cancelled_in_any_state_leave_nothing_behind(world: World) -> None:
+    """Cancelled while they wait, are read, or decode: the server releases the KV of each."""
+    given = [world.kv(world.prompt_blocks) for _ in range(24)]
+    expected, _ = world.generate()
+
+    async def run(client: AsyncClient, number: int, kv: ForeignKv) -> tuple[int, ...] | None:
+        params = json.dumps(world.server.params(kv, len(PROMPT)))
+        long = replace(GREEDY, max_tokens=12 if number % 3 == 0 else 200)
+        chunks = client.stream(PROMPT, Generation(long, kv_transfer_params=params))
+        token_ids: list[int] = []
+        async with asyncio.timeout(None if number % 3 == 0 else 0.01 * number), aclosing(chunks):
+            async for chunk in chunks:
+                token_ids += chunk.token_ids
+        return tuple(token_ids)
+
+    async def run_all() -> list[tuple[int, ...] | BaseException | None]:
+        async with AsyncClient(world.cluster.address) as client:
+            runs = (run(client, number, kv) for number, kv in enumerate(given))
+            return await asyncio.gather(*runs, return_exceptions=True)
+
+    answers = asyncio.run(run_all())
+
+    assert [each for each in answers[::3] if each != expected] == []
+    assert any(isinstance(each, TimeoutError) for each in answers)
+    await_all_free(world.cluster.decodes[0].address)
+    # A request that was cancelled on its way to the node had no KV read: its lease ends.
+    reached = [kv for kv in given if f"{kv.request_id}:1" in world.server.notes]
+    assert len(reached) >= 8
+    assert world.generate(world.kv(world.prompt_blocks)) == (expected, {"vllm": NUM_READ})
 
 
 def test_a_server_that_does_not_answer_costs_computing(world: World) -> None:
