@@ -173,13 +173,14 @@ def _metrics(options: RouterOptions, process: Process, router: RouterComponents)
 async def _http_server(
     options: RouterOptions, router: RouterComponents, health: Health
 ) -> AsyncIterator[None]:
-    """Serve the OpenAI API over HTTP if a port is configured."""
+    """Serve the HTTP APIs if a port is configured."""
     metrics = router.metrics
     if options.http_port is None or metrics is None:
         yield
         return
     # Imported late: routers that only serve gRPC do not need the HTTP stack.
-    from baton.router.doors.http_app import DEFAULT_ERRORS, http_app
+    from baton.router.doors.error_formats import DEFAULT_ERRORS
+    from baton.router.doors.http_app import http_app
     from baton.router.http.server import http_serving
 
     app = http_app(

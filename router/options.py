@@ -50,7 +50,7 @@ class RouterOptions:
     http_port: Annotated[
         int | None,
         Option(
-            "Port of the OpenAI-compatible HTTP API; 0 takes a free port. Default: no HTTP.",
+            "Port of the HTTP APIs (OpenAI, Anthropic); 0 takes a free port. Default: no HTTP.",
             NETWORK,
             at_least=0,
             at_most=MAX_PORT,

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from starlette.types import ASGIApp
 
 from baton.router.adapter_updates import AdapterUpdates
+from baton.router.doors.error_formats import errors_of
+from baton.router.doors.messages.routes import messages_routes
 from baton.router.doors.openai.descriptions import DESCRIPTIONS
-from baton.router.doors.openai.errors import OPENAI_ERRORS
 from baton.router.doors.openai.routes import openai_routes
 from baton.router.doors.unserved import handle_http_exception
 from baton.router.http.app import Probes, Scrape, asgi_app
@@ -21,8 +22,6 @@ from baton.router.request_scope import RequestScopes
 from baton.rpc.health import Health
 from baton.rpc.security.token import AcceptedTokens
 from baton.rpc.security.token_gate import ignore_refusal
-
-DEFAULT_ERRORS = OPENAI_ERRORS  # outside of the paths of an API
 
 
 def http_app(
@@ -40,7 +39,8 @@ def http_app(
     bodies = Bodies(pipeline.table)
     routes = [
         *openai_routes(pipeline, scopes, bodies, resets, adapters),
+        *messages_routes(pipeline, scopes, bodies),
         *Probes(health, pipeline, scrape).routes,
     ]
     routes += documentation(routes, DESCRIPTIONS, has_tokens=tokens is not None)
-    return asgi_app(routes, DEFAULT_ERRORS, handle_http_exception, tokens, on_refusal, cors)
+    return asgi_app(routes, errors_of, handle_http_exception, tokens, on_refusal, cors)

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from baton.router.doors.openai.errors import OPENAI_ERRORS
+from baton.router.doors.error_formats import errors_of, is_under
 from baton.router.http.errors import HttpFailure
 
 MAX_SHOWN_PATH_CHARACTERS = 200
@@ -21,7 +21,7 @@ NO_CORS = (
 # Parts of OpenAI's, Anthropic's and vLLM's APIs that clients look for here, by path prefix.
 REASONS = {
     "/v1/responses": f"the Responses API is not implemented; {USE_CHAT}",
-    "/v1/messages": f"Anthropic's Messages API is not implemented; {USE_CHAT}",
+    "/v1/messages/batches": "batches are not stored here; send each request by itself",
     "/v1/moderations": "moderation is not implemented; Baton generates text only",
     "/v1/images": "images are not implemented; Baton generates text only",
     "/v1/audio": "audio is not implemented; Baton generates text only",
@@ -43,7 +43,7 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
         return _wrong_method(request, error)
     message = _not_found(request) if error.status_code == 404 else error.detail
     reason = error.detail.upper().replace(" ", "_")
-    return _response(error, message, reason)
+    return _response(request, error, message, reason)
 
 
 def _wrong_method(request: Request, error: HTTPException) -> Response:
@@ -53,18 +53,18 @@ def _wrong_method(request: Request, error: HTTPException) -> Response:
         body = {"path": path, "allow": allowed.split(", "), "message": NO_CORS}
         return JSONResponse(body, headers={"allow": f"{allowed}, OPTIONS"})
     message = f"{path} takes {allowed}, not {_shorten(request.method)}"
-    return _response(error, message, "METHOD_NOT_ALLOWED")
+    return _response(request, error, message, "METHOD_NOT_ALLOWED")
 
 
-def _response(error: HTTPException, message: str, reason: str) -> Response:
+def _response(request: Request, error: HTTPException, message: str, reason: str) -> Response:
     failure = HttpFailure(error.status_code, message, reason, headers=error.headers or {})
-    return OPENAI_ERRORS.response(failure)
+    return errors_of(request.url.path).response(failure)
 
 
 def _not_found(request: Request) -> str:
     path = request.url.path
     served = list(_list_routes(request.app.routes))
-    reason = next((REASONS[prefix] for prefix in REASONS if _is_under(path, prefix)), None)
+    reason = next((REASONS[prefix] for prefix in REASONS if is_under(path, prefix)), None)
     if reason is None:
         known = {served_path for _, served_path in served}
         # A base URL without /v1, or with it twice.
@@ -80,10 +80,6 @@ def _list_routes(routes: Iterable[BaseRoute]) -> Iterable[tuple[str, str]]:
         if isinstance(route, Route):
             methods = sorted((route.methods or set()) - {"HEAD"})
             yield "/".join(methods), route.path.replace(":path}", "}")
-
-
-def _is_under(path: str, prefix: str) -> bool:
-    return path == prefix or path.startswith(f"{prefix}/")
 
 
 def _shorten(text: str) -> str:

@@ -16,18 +16,19 @@ from starlette.types import ASGIApp, ExceptionHandler, Receive, Scope, Send
 
 from baton.core.errors import NamedError
 from baton.router.http.config import NO_CORS, CorsConfig
-from baton.router.http.errors import INTERNAL, ErrorFormat, failure_of
+from baton.router.http.errors import INTERNAL, ErrorFormats, failure_of
 from baton.router.http.middleware import RequestIds, with_cors
 from baton.router.pipeline import Pipeline
 from baton.rpc.errors import Unauthenticated
 from baton.rpc.health import Health
-from baton.rpc.security.token import HEADER, AcceptedTokens
+from baton.rpc.security.token import HEADER, AcceptedTokens, authorization
 from baton.rpc.security.token_gate import ignore_refusal
 from baton.rpc.status import reason_of
 
 # Probes send no tokens.
 HEALTH, READY, PING = "/health", "/ready", "/ping"
 PATHS_WITHOUT_TOKEN = frozenset({HEALTH, READY, PING})
+API_KEY = "x-api-key"  # header of Anthropic's clients for the token
 
 # Takes the Accept header. Returns the metrics and their content type.
 Scrape = Callable[[str], tuple[bytes, str]]
@@ -83,7 +84,7 @@ def _probe_response(is_well: bool) -> Response:
 
 def asgi_app(
     routes: Sequence[Route],
-    errors: ErrorFormat,
+    errors_of: ErrorFormats,
     handle_http_exception: ExceptionHandler,
     tokens: AcceptedTokens | None = None,
     on_refusal: Callable[[str], None] = ignore_refusal,
@@ -91,11 +92,11 @@ def asgi_app(
 ) -> ASGIApp:
     """Return the app. `handle_http_exception` handles unknown paths and methods."""
 
-    async def handle_named(_request: Request, error: Exception) -> Response:
-        return errors.response(failure_of(error))
+    async def handle_named(request: Request, error: Exception) -> Response:
+        return errors_of(request.url.path).response(failure_of(error))
 
-    async def handle_bug(_request: Request, _error: Exception) -> Response:
-        return errors.response(INTERNAL)
+    async def handle_bug(request: Request, _error: Exception) -> Response:
+        return errors_of(request.url.path).response(INTERNAL)
 
     app = Starlette(
         routes=list(routes),
@@ -105,7 +106,7 @@ def asgi_app(
             Exception: handle_bug,
         },
     )
-    gated = app if tokens is None else Gate(app, errors, tokens, on_refusal)
+    gated = app if tokens is None else Gate(app, errors_of, tokens, on_refusal)
     return RequestIds(with_cors(gated, cors))
 
 
@@ -115,21 +116,33 @@ class Gate:
     def __init__(
         self,
         app: ASGIApp,
-        errors: ErrorFormat,
+        errors_of: ErrorFormats,
         accepted: AcceptedTokens,
         on_refusal: Callable[[str], None],
     ) -> None:
         self._app = app
-        self._errors = errors
+        self._errors_of = errors_of
         self._accepted = accepted
         self._on_refusal = on_refusal  # called with the reason
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in PATHS_WITHOUT_TOKEN:
+            scope = _with_bearer_token(scope)
             try:
                 self._accepted.check(Request(scope).headers.get(HEADER))
             except Unauthenticated as refusal:
                 self._on_refusal(reason_of(Unauthenticated))
-                await self._errors.response(failure_of(refusal))(scope, receive, send)
+                errors = self._errors_of(scope["path"])
+                await errors.response(failure_of(refusal))(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def _with_bearer_token(scope: Scope) -> Scope:
+    """Add the token of `x-api-key` as a bearer token, unless there is one."""
+    headers = Request(scope).headers
+    key = headers.get(API_KEY)
+    if key is None or HEADER in headers:
+        return scope
+    name, value = authorization(key)
+    return {**scope, "headers": [*scope["headers"], (name.encode(), value.encode("latin-1"))]}

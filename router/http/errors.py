@@ -70,6 +70,8 @@ class ErrorFormat:
         return JSONResponse(self.body(failure), failure.status, both)
 
 
+ErrorFormats = Callable[[str], ErrorFormat]  # by the path of a request
+
 # The log has the traceback.
 INTERNAL = HttpFailure(500, "internal error; see the server's log", "INTERNAL")
 

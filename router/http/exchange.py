@@ -100,19 +100,27 @@ class GenerationEndpoint:
     """ASGI app of one path. A request is one task, cancelled when its client disconnects."""
 
     def __init__(
-        self, scopes: RequestScopes, bodies: Bodies, errors: ErrorFormat, answer: Answer
+        self,
+        scopes: RequestScopes,
+        bodies: Bodies,
+        errors: ErrorFormat,
+        answer: Answer,
+        id_header: str = REQUEST_ID,
     ) -> None:
+        """`id_header` is a further header of responses for the request's id."""
         self._scopes = scopes
         self._bodies = bodies
         self._errors = errors
         self._answer = answer
+        self._id_header = id_header
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         client_request_id = request.headers.get(REQUEST_ID, "")
         request_id = request_id_of(scope)
         request_scope = self._scopes.begin(request_id, request.headers.items())
-        ids = {REQUEST_ID: request_id, TRACE_ID: request_scope.trace_id}
+        trace_id = request_scope.trace_id
+        ids = {REQUEST_ID: request_id, self._id_header: request_id, TRACE_ID: trace_id}
         headers = {name: value for name, value in ids.items() if value}
         reply = Reply(scope, receive, send, self._errors, headers)
         async with AsyncExitStack() as receiving:

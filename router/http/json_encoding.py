@@ -30,6 +30,11 @@ def server_sent_event(message: Json) -> bytes:
     return b"data: " + as_json(message) + b"\n\n"
 
 
+def named_event(message: Json) -> bytes:
+    """Return an event that has the message's `type` as its name, too."""
+    return f"event: {message['type']}\n".encode() + server_sent_event(message)
+
+
 async def encode_in_slices(value: object) -> list[bytes]:
     """Encode in slices that join to the bytes of `as_json`."""
     slices: list[bytes] = []

@@ -15,7 +15,8 @@ from baton.router.adapter_updates import AdapterUpdates
 from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.admission.rate_limits import NO_RATE_LIMITS, RateLimitConfig
 from baton.router.dispatch.config import DispatchConfig
-from baton.router.doors.http_app import DEFAULT_ERRORS, http_app
+from baton.router.doors.error_formats import DEFAULT_ERRORS
+from baton.router.doors.http_app import http_app
 from baton.router.http.config import NO_CORS, CorsConfig
 from baton.router.http.connections import ConnectionLimits
 from baton.router.http.server import http_serving

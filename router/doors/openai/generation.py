@@ -22,7 +22,7 @@ from baton.router.doors.openai.response.choices import EchoedPrompt
 from baton.router.http.exchange import ReceivedRequest, Reply
 from baton.router.http.json_encoding import encode_in_slices
 from baton.router.pipeline import Pipeline
-from baton.router.values import TextPrompt
+from baton.router.values import GenerateCall, TextPrompt
 
 Read = Callable[[Mapping[str, Any], str, ModelContext], ParsedRequest]
 
@@ -41,11 +41,7 @@ class AnswerHandler:
 
     async def _parse(self, request: ReceivedRequest) -> ParsedRequest:
         fields = with_session(await request.body.fields(), request.session_id)
-        name = fields.get("model")
-        model = self.pipeline.table.find_model(name if isinstance(name, str) else "")
-        served = self.pipeline.table.served_model(model)
-        parsing = self.pipeline.profiles.of(model).parsing
-        context = ModelContext(served.sampling_defaults, served.max_model_len, parsing, model)
+        context = model_context(self.pipeline, fields)
         return await request.body.run(partial(self.read, fields, request.id, context))
 
     async def _repeated_prompts(self, parsed: ParsedRequest) -> list[EchoedPrompt]:
@@ -70,7 +66,8 @@ class AnswerHandler:
         request: ReceivedRequest,
         reply: Reply,
     ) -> None:
-        header = make_header(parsed, request.id, int(time.time()), self._model(parsed))
+        name = served_name(self.pipeline, parsed.calls[0])
+        header = make_header(parsed, request.id, int(time.time()), name)
         text = self.pipeline.profiles.of(parsed.calls[0].model).text
         answers = generate_answers(self.pipeline, request.scope, parsed.calls, parsed.num_each)
         async with aclosing(answers) as parts:
@@ -85,5 +82,15 @@ class AnswerHandler:
                 await reply.send_events(await streamed.chunk(index, part))
             await reply.send_events(streamed.end(), is_last=True)
 
-    def _model(self, parsed: ParsedRequest) -> str:
-        return parsed.calls[0].model.name or next(iter(self.pipeline.table.served.names), "")
+
+def model_context(pipeline: Pipeline, fields: Mapping[str, Any]) -> ModelContext:
+    """Return what the router knows of the model that a body names. Raises UnknownModel."""
+    name = fields.get("model")
+    model = pipeline.table.find_model(name if isinstance(name, str) else "")
+    served, parsing = pipeline.table.served_model(model), pipeline.profiles.of(model).parsing
+    return ModelContext(served.sampling_defaults, served.max_model_len, parsing, model)
+
+
+def served_name(pipeline: Pipeline, call: GenerateCall) -> str:
+    """Return the model's name for the response."""
+    return call.model.name or next(iter(pipeline.table.served.names), "")

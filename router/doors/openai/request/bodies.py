@@ -167,14 +167,24 @@ def with_session(fields: dict[str, Any], session_id: str) -> dict[str, Any]:
 
 def openai_body(fields: Mapping[str, Any], kind: type[B]) -> B:
     """Raises InvalidRequest and UnsupportedInput, which name the field."""
+    check_fields(fields)
+    return validate_body(_effective_fields(fields, kind), kind)
+
+
+def check_fields(fields: Mapping[str, Any]) -> None:
+    """Raises InvalidRequest if a body, or an object directly in it, has too many fields."""
     check_count("body", len(fields), MAX_FIELDS)
     for name, value in fields.items():
         if isinstance(value, dict):
             check_count(name, len(value), MAX_FIELDS)
+
+
+def validate_body(fields: object, kind: type[B], where: str = "") -> B:
+    """Validate a body, or the part of one at `where`. Raises InvalidRequest."""
     try:
-        return kind.model_validate(_effective_fields(fields, kind))
+        return kind.model_validate(fields)
     except ValidationError as error:
-        raise _invalid_request(error) from error
+        raise _invalid_request(error, where) from error
 
 
 def _effective_fields(fields: Mapping[str, Any], kind: type[Body]) -> dict[str, Any]:
@@ -187,9 +197,9 @@ def _effective_fields(fields: Mapping[str, Any], kind: type[Body]) -> dict[str, 
     return effective
 
 
-def _invalid_request(error: ValidationError) -> InvalidRequest:
+def _invalid_request(error: ValidationError, where: str) -> InvalidRequest:
     first = error.errors(include_url=False, include_input=False)[0]
-    field = ".".join(str(part) for part in first["loc"])
+    field = ".".join(filter(None, (where, *(str(part) for part in first["loc"]))))
     if first["type"] == "extra_forbidden":
         return InvalidRequest(f"{field} is not a known field: leave it out", field)
     if first["type"] == "missing":

@@ -1,0 +1,123 @@
+"""Messages of Anthropic's API as messages of a chat. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from baton.core.errors import InvalidRequest
+from baton.router.doors.messages.bodies import (
+    Block,
+    CacheControl,
+    Message,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from baton.router.doors.openai.request.bodies import validate_body
+from baton.rpc.errors import UnsupportedInput
+
+TEXT: dict[str, type[Block]] = {"text": TextBlock}
+OF_USERS: dict[str, type[Block]] = {**TEXT, "tool_result": ToolResultBlock}
+OF_ASSISTANTS: dict[str, type[Block]] = {
+    **TEXT,
+    "thinking": ThinkingBlock,
+    "tool_use": ToolUseBlock,
+}
+
+
+class Conversation:
+    """Builds the messages of a chat. Successive messages of one role become one message."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.retain_s = 0  # the longest that a `cache_control` asks for
+        self._tool_by_use: dict[str, str] = {}
+
+    def add_system(self, content: str | list[Any]) -> None:
+        for block in self._blocks(content, TEXT, "system"):
+            self._add_text("system", block)
+
+    def add(self, message: Mapping[str, Any], where: str) -> None:
+        """Raises InvalidRequest and UnsupportedInput, which name the field."""
+        read = validate_body(message, Message, where)
+        kinds = OF_USERS if read.role == "user" else OF_ASSISTANTS
+        for block in self._blocks(read.content, kinds, f"{where}.content"):
+            match block:
+                case ThinkingBlock():
+                    turn = self._turn(read.role)
+                    thinking = turn.get("reasoning_content", "") + block.thinking
+                    turn["reasoning_content"] = thinking
+                case ToolUseBlock():
+                    self._add_call(block)
+                case ToolResultBlock():
+                    self._add_result(block, f"{where}.content")
+                case _:
+                    self._add_text(read.role, block)
+
+    def check_end(self) -> None:
+        """Raises UnsupportedInput if the answer would have to continue an assistant's message."""
+        if self.messages and self.messages[-1]["role"] == "assistant":
+            raise UnsupportedInput(
+                "messages: the last message is the assistant's; the beginning of an answer cannot "
+                "be given here: end with a message of the user",
+                "messages",
+            )
+
+    def note_cache(self, control: CacheControl | None) -> None:
+        if control is not None:
+            self.retain_s = max(self.retain_s, control.retain_s)
+
+    def _blocks(
+        self, content: str | list[Any], kinds: Mapping[str, type[Block]], where: str
+    ) -> list[Block]:
+        if isinstance(content, str):
+            return [TextBlock(type="text", text=content)]
+        blocks = [_block(each, kinds, f"{where}.{index}") for index, each in enumerate(content)]
+        for block in blocks:
+            self.note_cache(block.cache_control)
+        return blocks
+
+    def _turn(self, role: str) -> dict[str, Any]:
+        """Return the current message, a new one if it is of another role."""
+        if not self.messages or self.messages[-1]["role"] != role:
+            self.messages.append({"role": role, "content": []})
+        return self.messages[-1]
+
+    def _add_text(self, role: str, block: Block) -> None:
+        if isinstance(block, TextBlock):
+            self._turn(role)["content"].append({"type": "text", "text": block.text})
+
+    def _add_call(self, block: ToolUseBlock) -> None:
+        self._tool_by_use[block.id] = block.name
+        function = {"name": block.name, "arguments": block.input}
+        call = {"id": block.id, "type": "function", "function": function}
+        self._turn("assistant").setdefault("tool_calls", []).append(call)
+
+    def _add_result(self, block: ToolResultBlock, where: str) -> None:
+        texts = self._blocks(block.content or "", TEXT, f"{where}.content")
+        parts = [
+            {"type": "text", "text": each.text} for each in texts if isinstance(each, TextBlock)
+        ]
+        name = self._tool_by_use.get(block.tool_use_id)
+        self.messages.append(
+            {
+                "role": "tool",
+                "content": parts,
+                "tool_call_id": block.tool_use_id,
+                **({} if name is None else {"name": name}),
+                **({"is_error": True} if block.is_error else {}),
+            }
+        )
+
+
+def _block(block: object, kinds: Mapping[str, type[Block]], where: str) -> Block:
+    kind = block.get("type") if isinstance(block, dict) else None
+    if not isinstance(kind, str):
+        raise InvalidRequest(f"{where} must be an object with a type", f"{where}.type")
+    if kind not in kinds:
+        raise UnsupportedInput(
+            f"{where}.type is {kind[:64]!r}: supported here are {', '.join(kinds)}", f"{where}.type"
+        )
+    return validate_body(block, kinds[kind], where)

@@ -1,0 +1,95 @@
+"""Messages and token counts: a request from its body to the last byte of its response."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from baton.core.finish import Finish
+from baton.router.answers import generate_answers
+from baton.router.doors.field_names import renaming_fields
+from baton.router.doors.messages.parsed_message import (
+    FIELD_NAMES,
+    ParsedMessage,
+    message_from,
+    prompt_to_count,
+)
+from baton.router.doors.messages.response import MessageResponse
+from baton.router.doors.openai.generation import model_context, served_name
+from baton.router.doors.openai.request.bodies import with_session
+from baton.router.doors.openai.request.structured_outputs import errors_of_field
+from baton.router.http.bodies import Bodies
+from baton.router.http.exchange import ReceivedRequest, Reply
+from baton.router.http.json_encoding import Json, encode_in_slices
+from baton.router.pipeline import Pipeline
+from baton.router.values import GenerateCall, TokenPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class MessageHandler:
+    pipeline: Pipeline
+
+    async def answer(self, request: ReceivedRequest, reply: Reply) -> None:
+        with renaming_fields(FIELD_NAMES):
+            with request.scope.ending_on_error():
+                parsed = await self._parse(request)
+                [call] = parsed.request.calls
+                if parsed.request.options.is_streamed:
+                    call = await self._tokenize(call)
+            with errors_of_field(parsed.request.options.form_field):
+                await self._answer(parsed, call, request, reply)
+
+    async def _parse(self, request: ReceivedRequest) -> ParsedMessage:
+        fields = with_session(await request.body.fields(), request.session_id)
+        context = model_context(self.pipeline, fields)
+        return await request.body.run(partial(message_from, fields, request.id, context))
+
+    async def _tokenize(self, call: GenerateCall) -> GenerateCall:
+        """Tokenize the prompt, whose length the first event reports."""
+        self.pipeline.inputs.check_model(call.model)
+        token_ids = await self.pipeline.inputs.token_ids(call.prompt, call.model)
+        return replace(call, prompt=TokenPrompt(token_ids))
+
+    async def _answer(
+        self, parsed: ParsedMessage, call: GenerateCall, request: ReceivedRequest, reply: Reply
+    ) -> None:
+        text = self.pipeline.profiles.of(call.model).text
+        response = MessageResponse(parsed, request.id, served_name(self.pipeline, call), text)
+        answers = generate_answers(self.pipeline, request.scope, [call], 1)
+        content: list[Json] = []
+        is_streamed, has_begun = parsed.request.options.is_streamed, False
+        async with aclosing(answers) as parts:
+            async for _, part in parts:
+                if not is_streamed:
+                    content += response.content_events(part)
+                    if isinstance(part, Finish):
+                        whole = response.whole(content, part)
+                        await reply.send_body(await encode_in_slices(whole))
+                    continue
+                start = b"" if has_begun else response.start(len(call.prompt_token_ids))
+                has_begun = True
+                await reply.send_events(
+                    start + response.chunk(part), is_last=isinstance(part, Finish)
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCount:
+    """`count_tokens`: the length of a prompt, which is not computed."""
+
+    pipeline: Pipeline
+    bodies: Bodies
+
+    async def count(self, request: Request) -> Response:
+        async with self.bodies.receive(request) as received:
+            with renaming_fields(FIELD_NAMES):
+                fields = await received.fields()
+                context = model_context(self.pipeline, fields)
+                self.pipeline.inputs.check_model(context.variant)
+                prompt = await received.run(partial(prompt_to_count, fields, context))
+                token_ids = await self.pipeline.inputs.token_ids(prompt, context.variant)
+        return JSONResponse({"input_tokens": len(token_ids)})

@@ -1,0 +1,80 @@
+"""Content blocks of Anthropic's API."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.router.doors.messages.content import ContentBlocks, whole_content
+from baton.router.http.json_encoding import Json
+from baton.router.text_events.events import (
+    ArgumentsDelta,
+    ReasoningDelta,
+    TextDelta,
+    TextEvent,
+    ToolCall,
+)
+
+TEXTS: list[TextEvent] = [
+    ReasoningDelta("hm"),
+    ReasoningDelta("m"),
+    TextDelta("I "),
+    TextDelta("look."),
+    ToolCall("see", '{"x":'),
+    ArgumentsDelta(" 1}"),
+    ToolCall("rest"),
+    TextDelta("Done."),
+]
+
+
+def events_of(texts: list[TextEvent], *, hides_thinking: bool = False) -> list[Json]:
+    blocks = ContentBlocks(hides_thinking=hides_thinking)
+    return [*blocks.events(texts), *blocks.end()]
+
+
+def test_each_block_starts_and_stops_once_and_in_order() -> None:
+    events = events_of(TEXTS)
+
+    kinds = [(event["type"].removeprefix("content_block_"), event["index"]) for event in events]
+    assert kinds == [
+        *[("start", 0), ("delta", 0), ("delta", 0), ("stop", 0)],
+        *[("start", 1), ("delta", 1), ("delta", 1), ("stop", 1)],
+        *[("start", 2), ("delta", 2), ("delta", 2), ("stop", 2)],
+        *[("start", 3), ("stop", 3)],
+        *[("start", 4), ("delta", 4), ("stop", 4)],
+    ]
+
+
+def test_the_whole_content_is_that_of_the_events() -> None:
+    thinking, text, see, rest, end = whole_content(events_of(TEXTS))
+
+    assert thinking == {"type": "thinking", "thinking": "hmm", "signature": ""}
+    assert (text, end) == (
+        {"type": "text", "text": "I look."},
+        {"type": "text", "text": "Done."},
+    )
+    assert (see["name"], see["input"]) == ("see", {"x": 1})
+    assert (rest["name"], rest["input"]) == ("rest", {})
+    assert see["id"] != rest["id"]
+    assert see["id"].startswith("toolu_")
+
+
+def test_omitted_thinking_is_an_empty_block() -> None:
+    events = events_of(TEXTS, hides_thinking=True)
+
+    assert whole_content(events)[0] == {"type": "thinking", "thinking": "", "signature": ""}
+    assert [event["type"] for event in events[:2]] == ["content_block_start", "content_block_stop"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"), [('{"x": [1, 2', {"x": [1, 2]}), ("{", {}), ("no JSON", {})]
+)
+def test_arguments_that_are_cut_off_are_read_as_far_as_they_go(
+    arguments: str, expected: object
+) -> None:
+    [call] = whole_content(events_of([ToolCall("see", arguments)]))
+
+    assert call["input"] == expected
+
+
+def test_an_answer_without_text_has_no_blocks() -> None:
+    assert events_of([]) == []
