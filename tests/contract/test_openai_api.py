@@ -619,8 +619,8 @@ def test_a_list_longer_than_any_prompt_is_refused_before_its_end() -> None:
     [
         ("POST", "/v1/responses", 404, "Responses API is not implemented; use /v1/chat/comp"),
         ("POST", "/v1/images/edits", 404, "images are not implemented"),
-        ("POST", "/v1/messages/count_tokens", 404, "Messages API is not implemented"),
         ("GET", "/redoc", 404, "is /docs"),
+        ("POST", "/v1/messages/batches", 404, "batches are not stored here"),
         ("POST", "/chat/completions", 404, "its path here is /v1/chat/completions"),
         ("GET", "/v1/health", 404, "its path here is /health"),
         ("GET", "/", 404, "POST /v1/completions, POST /v1/chat/completions, POST /v1/embeddings"),

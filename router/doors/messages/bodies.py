@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from baton.router.doors.chats import BATON_FIELDS
 from baton.router.doors.openai.request.bodies import (
     MAX_INT32,
     Body,
@@ -30,11 +31,7 @@ UNFULFILLED_FIELDS = {
     "context_management": "context_management: no messages were removed from the prompt"
 }
 # Fields of chats with the same meaning: Anthropic's, and after them Baton's own.
-CHAT_FIELDS = (
-    *("model", "stream", "temperature", "top_p", "top_k"),
-    *("seed", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
-    *("priority", "cache_salt", "kv_hints", "chat_template_kwargs"),
-)
+CHAT_FIELDS = ("model", "stream", "temperature", "top_p", *BATON_FIELDS)
 RETAIN_S = {"5m": 300, "1h": 3600}
 Positive = Annotated[int, Field(ge=1, le=MAX_INT32)]
 Display = Literal["summarized", "omitted"] | None

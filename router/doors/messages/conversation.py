@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from baton.core.errors import InvalidRequest
+from baton.router.doors.chats import ChatTurns
 from baton.router.doors.messages.bodies import (
     Block,
     CacheControl,
@@ -28,16 +29,19 @@ OF_ASSISTANTS: dict[str, type[Block]] = {
 
 
 class Conversation:
-    """Builds the messages of a chat. Successive messages of one role become one message."""
+    """Builds the messages of a chat from Anthropic's."""
 
     def __init__(self) -> None:
-        self.messages: list[dict[str, Any]] = []
         self.retain_s = 0  # the longest that a `cache_control` asks for
-        self._tool_by_use: dict[str, str] = {}
+        self._turns = ChatTurns()
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        return self._turns.messages
 
     def add_system(self, content: str | list[Any]) -> None:
         for block in self._blocks(content, TEXT, "system"):
-            self._add_text("system", block)
+            self._add_texts("system", block)
 
     def add(self, message: Mapping[str, Any], where: str) -> None:
         """Raises InvalidRequest and UnsupportedInput, which name the field."""
@@ -46,15 +50,13 @@ class Conversation:
         for block in self._blocks(read.content, kinds, f"{where}.content"):
             match block:
                 case ThinkingBlock():
-                    turn = self._turn(read.role)
-                    thinking = turn.get("reasoning_content", "") + block.thinking
-                    turn["reasoning_content"] = thinking
+                    self._turns.add_reasoning(block.thinking)
                 case ToolUseBlock():
-                    self._add_call(block)
+                    self._turns.add_call(block.id, block.name, block.input)
                 case ToolResultBlock():
                     self._add_result(block, f"{where}.content")
                 case _:
-                    self._add_text(read.role, block)
+                    self._add_texts(read.role, block)
 
     def check_end(self) -> None:
         """Raises UnsupportedInput if the answer would have to continue an assistant's message."""
@@ -79,37 +81,14 @@ class Conversation:
             self.note_cache(block.cache_control)
         return blocks
 
-    def _turn(self, role: str) -> dict[str, Any]:
-        """Return the current message, a new one if it is of another role."""
-        if not self.messages or self.messages[-1]["role"] != role:
-            self.messages.append({"role": role, "content": []})
-        return self.messages[-1]
-
-    def _add_text(self, role: str, block: Block) -> None:
+    def _add_texts(self, role: str, block: Block) -> None:
         if isinstance(block, TextBlock):
-            self._turn(role)["content"].append({"type": "text", "text": block.text})
-
-    def _add_call(self, block: ToolUseBlock) -> None:
-        self._tool_by_use[block.id] = block.name
-        function = {"name": block.name, "arguments": block.input}
-        call = {"id": block.id, "type": "function", "function": function}
-        self._turn("assistant").setdefault("tool_calls", []).append(call)
+            self._turns.add_text(role, block.text)
 
     def _add_result(self, block: ToolResultBlock, where: str) -> None:
-        texts = self._blocks(block.content or "", TEXT, f"{where}.content")
-        parts = [
-            {"type": "text", "text": each.text} for each in texts if isinstance(each, TextBlock)
-        ]
-        name = self._tool_by_use.get(block.tool_use_id)
-        self.messages.append(
-            {
-                "role": "tool",
-                "content": parts,
-                "tool_call_id": block.tool_use_id,
-                **({} if name is None else {"name": name}),
-                **({"is_error": True} if block.is_error else {}),
-            }
-        )
+        blocks = self._blocks(block.content or "", TEXT, f"{where}.content")
+        texts = [each.text for each in blocks if isinstance(each, TextBlock)]
+        self._turns.add_result(block.tool_use_id, texts, is_error=bool(block.is_error))
 
 
 def _block(block: object, kinds: Mapping[str, type[Block]], where: str) -> Block:

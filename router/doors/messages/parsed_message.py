@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.core.errors import InvalidRequest
+from baton.router.doors.chats import with_retain_s, with_thinking
 from baton.router.doors.field_names import Renames
 from baton.router.doors.messages.bodies import (
     CHAT_FIELDS,
     MessagesBody,
-    Thinking,
     TokenCountBody,
     Tool,
     ToolChoiceBody,
@@ -37,8 +37,6 @@ FIELD_NAMES: Renames = (
     (re.compile(r"^prompt$"), "messages"),
 )
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-# Variables of chat templates that turn thinking on: of Qwen and GLM, of DeepSeek and Granite.
-THINKING_VARIABLES = ("enable_thinking", "thinking")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +97,17 @@ def _chat(fields: Mapping[str, Any], body: TokenCountBody) -> dict[str, Any]:
         raise InvalidRequest("messages is empty: send at least one", "messages")
     conversation.check_end()
     chat = {name: fields[name] for name in CHAT_FIELDS if name in fields}
+    variables = fields.get("chat_template_kwargs", {})
+    if body.thinking is not None:
+        variables = with_thinking(variables, is_on=body.thinking.type != "disabled")
     return {
         **chat,
         "messages": conversation.messages,
         "tools": [_function(tool) for tool in tools],
         **_tool_choice(body.tool_choice),
         **_output(body),
-        "kv_hints": _kv_hints(fields.get("kv_hints", {}), conversation.retain_s),
-        "chat_template_kwargs": _variables(fields.get("chat_template_kwargs", {}), body.thinking),
+        "kv_hints": with_retain_s(fields.get("kv_hints", {}), conversation.retain_s),
+        "chat_template_kwargs": variables,
     }
 
 
@@ -140,17 +141,3 @@ def _output(body: TokenCountBody) -> dict[str, Any]:
         named = {"name": "output", "schema": output.output_schema}
         fields["response_format"] = {"type": "json_schema", "json_schema": named}
     return fields
-
-
-def _kv_hints(given: object, retain_s: int) -> object:
-    """Add the time of `cache_control`, unless the client's own hints say otherwise."""
-    if not isinstance(given, dict) or not retain_s or given.get("release"):
-        return given
-    return {"retain_s": float(retain_s), **given}
-
-
-def _variables(given: object, thinking: Thinking | None) -> object:
-    if not isinstance(given, dict) or thinking is None:
-        return given
-    is_on = thinking.type != "disabled"
-    return {**dict.fromkeys(THINKING_VARIABLES, is_on), **given}
