@@ -49,6 +49,11 @@ class RequestScope:
         """Empty if the request is not traced."""
         return self._trace.trace_id
 
+    @property
+    def owner(self) -> str:
+        """Digest of the client's token; empty without authentication."""
+        return self._owner
+
     @contextmanager
     def ending_on_error(self) -> Iterator[None]:
         """End the request's trace if the block, which parses the request, raises."""
@@ -115,12 +120,16 @@ class RequestScopes:
         """Begin the scope of a request that arrives now, by a call that may have a deadline."""
         now = time.monotonic()
         remaining_s = None if call is None else call.time_remaining()
-        owner = token_digest(metadata) if self._by_token and metadata is not None else ""
+        owner = "" if metadata is None else self.owner_of(metadata)
         trace = self._tracing.begin(metadata, request_id, now)
         deadline_s = None if remaining_s is None else now + remaining_s
         usage = self._limits.of(owner)
         context = RequestContext(now, deadline_s, trace, note_tokens=usage.note_tokens)
         return RequestScope(self._tracing, context, owner, call, usage)
+
+    def owner_of(self, metadata: Received) -> str:
+        """Return the digest of the client's token; empty without authentication."""
+        return token_digest(metadata) if self._by_token else ""
 
 
 def token_digest(metadata: Received) -> str:

@@ -15,6 +15,10 @@ class UnknownModel(ServiceError):
     """The request names a model that is not served here."""
 
 
+class UnknownResponse(ServiceError):
+    """No stored response of this client has the id."""
+
+
 class EmptyPrompt(ServiceError):
     """The prompt has no tokens to continue."""
 

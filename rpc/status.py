@@ -46,6 +46,7 @@ from baton.rpc.errors import (
     Unauthenticated,
     UnknownAdapter,
     UnknownModel,
+    UnknownResponse,
     Unreadable,
     UnsupportedInput,
 )
@@ -65,6 +66,7 @@ CODE_AND_REASON: dict[type[Exception], tuple[StatusCode, str]] = {
     Unreadable: (StatusCode.INVALID_ARGUMENT, "UNREADABLE"),
     InvalidMessage: (StatusCode.INVALID_ARGUMENT, "INVALID_MESSAGE"),
     UnknownModel: (StatusCode.NOT_FOUND, "UNKNOWN_MODEL"),
+    UnknownResponse: (StatusCode.NOT_FOUND, "UNKNOWN_RESPONSE"),
     UnknownAdapter: (StatusCode.NOT_FOUND, "UNKNOWN_ADAPTER"),
     AdapterExists: (StatusCode.ALREADY_EXISTS, "ADAPTER_EXISTS"),
     AdapterUnreadable: (StatusCode.FAILED_PRECONDITION, "ADAPTER_UNREADABLE"),

@@ -11,6 +11,7 @@ from baton.router.doors.error_formats import errors_of
 from baton.router.doors.messages.routes import messages_routes
 from baton.router.doors.openai.descriptions import DESCRIPTIONS
 from baton.router.doors.openai.routes import openai_routes
+from baton.router.doors.responses.routes import responses_routes
 from baton.router.doors.unserved import handle_http_exception
 from baton.router.http.app import Probes, Scrape, asgi_app
 from baton.router.http.bodies import Bodies
@@ -40,6 +41,7 @@ def http_app(
     routes = [
         *openai_routes(pipeline, scopes, bodies, resets, adapters),
         *messages_routes(pipeline, scopes, bodies),
+        *responses_routes(pipeline, scopes, bodies),
         *Probes(health, pipeline, scrape).routes,
     ]
     routes += documentation(routes, DESCRIPTIONS, has_tokens=tokens is not None)

@@ -20,7 +20,7 @@ NO_CORS = (
 )
 # Parts of OpenAI's, Anthropic's and vLLM's APIs that clients look for here, by path prefix.
 REASONS = {
-    "/v1/responses": f"the Responses API is not implemented; {USE_CHAT}",
+    "/v1/conversations": "conversations are not stored here; send previous_response_id",
     "/v1/messages/batches": "batches are not stored here; send each request by itself",
     "/v1/moderations": "moderation is not implemented; Baton generates text only",
     "/v1/images": "images are not implemented; Baton generates text only",

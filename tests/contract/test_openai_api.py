@@ -617,7 +617,7 @@ def test_a_list_longer_than_any_prompt_is_refused_before_its_end() -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status", "word"),
     [
-        ("POST", "/v1/responses", 404, "Responses API is not implemented; use /v1/chat/comp"),
+        ("POST", "/v1/conversations", 404, "conversations are not stored here"),
         ("POST", "/v1/images/edits", 404, "images are not implemented"),
         ("GET", "/redoc", 404, "is /docs"),
         ("POST", "/v1/messages/batches", 404, "batches are not stored here"),

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from baton.core.errors import NamedError
 from baton.core.sampling import NO_SAMPLING_DEFAULTS
-from baton.router.doors.field_names import renaming_fields
 from baton.router.doors.messages.bodies import CHAT_FIELDS, IGNORED_FIELDS, MessagesBody
 from baton.router.doors.messages.content import ContentBlocks, whole_content
 from baton.router.doors.messages.errors import error_body
-from baton.router.doors.messages.parsed_message import FIELD_NAMES, message_from, prompt_to_count
+from baton.router.doors.messages.parsed_message import message_from, prompt_to_count
 from baton.router.doors.openai.request.parsed_request import ModelContext
 from baton.router.http.bodies import json_object
 from baton.router.http.errors import failure_of
@@ -95,8 +94,7 @@ def test_a_request_is_accepted_or_refused_by_name_in_anthropics_format(
     body = json.dumps(fields).encode()
     for read in (lambda parsed: message_from(parsed, "id", CONTEXT), _count):
         try:
-            with renaming_fields(FIELD_NAMES):
-                read(json_object(body))
+            read(json_object(body))
         except NamedError as refusal:
             failure = failure_of(refusal)
             error = error_body(failure)["error"]

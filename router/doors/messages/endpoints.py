@@ -34,14 +34,14 @@ class MessageHandler:
     pipeline: Pipeline
 
     async def answer(self, request: ReceivedRequest, reply: Reply) -> None:
-        with renaming_fields(FIELD_NAMES):
-            with request.scope.ending_on_error():
-                parsed = await self._parse(request)
-                [call] = parsed.request.calls
-                if parsed.request.options.is_streamed:
-                    call = await self._tokenize(call)
-            with errors_of_field(parsed.request.options.form_field):
-                await self._answer(parsed, call, request, reply)
+        with request.scope.ending_on_error():
+            parsed = await self._parse(request)
+            [call] = parsed.request.calls
+            if parsed.request.options.is_streamed:
+                call = await self._tokenize(call)
+        form_field = parsed.request.options.form_field
+        with renaming_fields(FIELD_NAMES), errors_of_field(form_field):
+            await self._answer(parsed, call, request, reply)
 
     async def _parse(self, request: ReceivedRequest) -> ParsedMessage:
         fields = with_session(await request.body.fields(), request.session_id)
@@ -51,7 +51,8 @@ class MessageHandler:
     async def _tokenize(self, call: GenerateCall) -> GenerateCall:
         """Tokenize the prompt, whose length the first event reports."""
         self.pipeline.inputs.check_model(call.model)
-        token_ids = await self.pipeline.inputs.token_ids(call.prompt, call.model)
+        with renaming_fields(FIELD_NAMES):
+            token_ids = await self.pipeline.inputs.token_ids(call.prompt, call.model)
         return replace(call, prompt=TokenPrompt(token_ids))
 
     async def _answer(
@@ -86,10 +87,9 @@ class TokenCount:
 
     async def count(self, request: Request) -> Response:
         async with self.bodies.receive(request) as received:
-            with renaming_fields(FIELD_NAMES):
-                fields = await received.fields()
-                context = model_context(self.pipeline, fields)
-                self.pipeline.inputs.check_model(context.variant)
-                prompt = await received.run(partial(prompt_to_count, fields, context))
-                token_ids = await self.pipeline.inputs.token_ids(prompt, context.variant)
+            fields = await received.fields()
+            context = model_context(self.pipeline, fields)
+            self.pipeline.inputs.check_model(context.variant)
+            prompt = await received.run(partial(prompt_to_count, fields, context))
+            token_ids = await self.pipeline.inputs.token_ids(prompt, context.variant)
         return JSONResponse({"input_tokens": len(token_ids)})

@@ -9,7 +9,7 @@ from typing import Any
 
 from baton.core.errors import InvalidRequest
 from baton.router.doors.chats import with_retain_s, with_thinking
-from baton.router.doors.field_names import Renames
+from baton.router.doors.field_names import Renames, renaming_fields
 from baton.router.doors.messages.bodies import (
     CHAT_FIELDS,
     MessagesBody,
@@ -65,7 +65,7 @@ def message_from(
             "thinking and answer together"
         )
     return ParsedMessage(
-        chat_completion_from(chat, request_id, context),
+        _parse_chat(chat, request_id, context),
         body.max_tokens,
         hides_thinking=thinking is not None and thinking.display == "omitted",
         warnings=warnings,
@@ -76,7 +76,12 @@ def prompt_to_count(fields: Mapping[str, Any], context: ModelContext) -> Prompt:
     """Return the prompt whose tokens are to be counted. Raises as `message_from` does."""
     effective, _ = effective_fields(fields)
     chat = _chat(effective, validate_body(_own(effective), TokenCountBody))
-    return chat_completion_from(chat, "", context).calls[0].prompt
+    return _parse_chat(chat, "", context).calls[0].prompt
+
+
+def _parse_chat(chat: Mapping[str, Any], request_id: str, context: ModelContext) -> ParsedRequest:
+    with renaming_fields(FIELD_NAMES):
+        return chat_completion_from(chat, request_id, context)
 
 
 def _own(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,8 +10,7 @@ from baton.core.errors import InvalidRequest
 from baton.core.kv_hints import KvHints
 from baton.core.sampling import NO_SAMPLING_DEFAULTS
 from baton.core.structured_outputs import StructuredOutputs
-from baton.router.doors.field_names import renaming_fields
-from baton.router.doors.messages.parsed_message import FIELD_NAMES, ParsedMessage, message_from
+from baton.router.doors.messages.parsed_message import ParsedMessage, message_from
 from baton.router.doors.openai.request.parsed_request import ModelContext
 from baton.router.text_events.parsing import ToolCallMode
 from baton.router.values import ChatMessage, ChatPrompt, GenerateCall
@@ -26,8 +25,7 @@ LARGE = {"type": "string", "description": "x" * (1 << 19)}
 
 
 def parse(**fields: Any) -> ParsedMessage:
-    with renaming_fields(FIELD_NAMES):
-        return message_from({"messages": [USER], "max_tokens": 9, **fields}, "id", CONTEXT)
+    return message_from({"messages": [USER], "max_tokens": 9, **fields}, "id", CONTEXT)
 
 
 def call_of(**fields: Any) -> GenerateCall:
@@ -192,6 +190,7 @@ def assistant(block: dict[str, Any]) -> dict[str, Any]:
         ({"mcp_servers": [{"url": "x"}]}, UnsupportedInput, "mcp_servers"),
         ({"cache_control": {"type": "forever"}}, InvalidRequest, "cache_control.type"),
         ({"n": 2}, InvalidRequest, "n"),
+        ({"stop": "x"}, InvalidRequest, "stop"),
         ({"container": "c"}, InvalidRequest, "container"),
     ],
 )

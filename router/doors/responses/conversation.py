@@ -1,0 +1,78 @@
+"""Items of a Responses input as messages of a chat. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from baton.core.errors import InvalidRequest
+from baton.router.doors.chats import ChatTurns
+from baton.router.doors.openai.request.bodies import validate_body
+from baton.router.doors.responses.bodies import (
+    CallItem,
+    CallOutputItem,
+    Item,
+    MessageItem,
+    ReasoningItem,
+    TextPart,
+)
+from baton.rpc.errors import UnsupportedInput
+
+ITEMS: Mapping[str, type[Item]] = {
+    "message": MessageItem,
+    "function_call": CallItem,
+    "function_call_output": CallOutputItem,
+    "reasoning": ReasoningItem,
+}
+TEXTS = ("input_text", "output_text", "text")
+# Few chat templates know OpenAI's name.
+ROLES = {"developer": "system"}
+
+
+def add_items(turns: ChatTurns, items: Sequence[Any], where: str = "input") -> None:
+    """Raises InvalidRequest and UnsupportedInput, which name the field."""
+    for index, value in enumerate(items):
+        _add_item(turns, _item(value, f"{where}.{index}"), f"{where}.{index}")
+
+
+def _add_item(turns: ChatTurns, item: Item, where: str) -> None:
+    match item:
+        case MessageItem():
+            for text in _texts(item.content, f"{where}.content", TEXTS):
+                turns.add_text(ROLES.get(item.role, item.role), text)
+        case CallItem():
+            turns.add_call(item.call_id, item.name, item.arguments)
+        case CallOutputItem():
+            turns.add_result(item.call_id, _texts(item.output, f"{where}.output", TEXTS))
+        case ReasoningItem():
+            kind, parts = "reasoning_text", item.content
+            if not parts:
+                kind, parts = "summary_text", item.summary
+            for text in _texts(parts, f"{where}.content", (kind,)):
+                turns.add_reasoning(text)
+
+
+def _item(value: object, where: str) -> Item:
+    kind = value.get("type", "message") if isinstance(value, dict) else None
+    if not isinstance(kind, str):
+        raise InvalidRequest(f"{where} must be an object with a type", where)
+    if kind not in ITEMS:
+        raise UnsupportedInput(
+            f"{where}.type is {kind[:64]!r}: supported here are {', '.join(ITEMS)}", f"{where}.type"
+        )
+    return validate_body(value, ITEMS[kind], where)
+
+
+def _texts(content: str | list[Any], where: str, kinds: Sequence[str]) -> list[str]:
+    if isinstance(content, str):
+        return [content]
+    return [_text(part, f"{where}.{index}", kinds) for index, part in enumerate(content)]
+
+
+def _text(part: object, where: str, kinds: Sequence[str]) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind not in kinds:
+        raise UnsupportedInput(
+            f"{where}.type is {kind[:64]!r}: only text is supported here", f"{where}.type"
+        )
+    return validate_body(part, TextPart, where).text

@@ -1,0 +1,170 @@
+"""Conversion of Responses requests to chats, and so to calls of the pipeline. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic_core import from_json
+
+from baton.core.errors import InvalidRequest
+from baton.router.doors.chats import ChatTurns, with_retain_s, with_thinking
+from baton.router.doors.field_names import Renames, renaming_fields
+from baton.router.doors.openai.request.bodies import validate_body
+from baton.router.doors.openai.request.parsed_request import (
+    ModelContext,
+    ParsedRequest,
+    chat_completion_from,
+)
+from baton.router.doors.responses.bodies import (
+    CHAT_FIELDS,
+    RETAIN_S,
+    Format,
+    FunctionTool,
+    NamedFunction,
+    ResponsesBody,
+    effective_fields,
+    read_tools,
+)
+from baton.router.doors.responses.conversation import add_items
+from baton.router.http.json_encoding import Json
+from baton.rpc.errors import UnsupportedInput
+
+# Names of a chat's fields, and what they are here. The message of an error begins with the name.
+FIELD_NAMES: Renames = (
+    (re.compile(r"^max_(completion_)?tokens\b"), "max_output_tokens"),
+    (re.compile(r"^(tools\.\d+)\.function\b"), r"\1"),
+    (re.compile(r"^tool_choice\.function\b"), "tool_choice"),
+    (re.compile(r"^response_format(\.json_schema)?\b"), "text.format"),
+    (re.compile(r"^messages(\.\d+)?(?=$|[ .])(\.[\w.]+)?"), "input"),
+    (re.compile(r"^prompt$"), "input"),
+)
+ENCRYPTED_REASONING = "reasoning.encrypted_content"
+PLAIN_REASONING = f"include: {ENCRYPTED_REASONING} is not needed: reasoning is returned as text"
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedResponse:
+    request: ParsedRequest
+    echo: Json  # fields of the request that the response repeats
+    items: Sequence[Any]  # of the whole conversation, without instructions
+    is_stored: bool
+    num_history_bytes: int = 0
+    warnings: Sequence[str] = ()
+
+
+def response_from(
+    fields: Mapping[str, Any], history: bytes, request_id: str, context: ModelContext
+) -> ParsedResponse:
+    """Parse a request. `history` are the items before it, as JSON.
+
+    Raises InvalidRequest and UnsupportedInput.
+    """
+    effective = effective_fields(fields)
+    own = {name: value for name, value in effective.items() if name not in CHAT_FIELDS}
+    body = validate_body(own, ResponsesBody)
+    given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    turns, before = ChatTurns(), from_json(history)
+    if body.instructions is not None:
+        turns.add_text("system", body.instructions)
+    add_items(turns, before)
+    add_items(turns, given)
+    if not given:
+        raise InvalidRequest("input is empty: send a text, or at least one item", "input")
+    tools = read_tools(body.tools)
+    chat = {
+        **{name: effective[name] for name in CHAT_FIELDS if name in effective},
+        "messages": turns.messages,
+        "tools": [_function(tool) for tool in tools],
+        "tool_choice": _tool_choice(body.tool_choice),
+        **_options(body, effective),
+    }
+    with renaming_fields(FIELD_NAMES):
+        parsed = chat_completion_from(chat, request_id, context)
+    echo = _echo(body, effective, fields, parsed)
+    return ParsedResponse(
+        parsed, echo, [*before, *given], body.store, len(history), _warnings(body)
+    )
+
+
+def _function(tool: FunctionTool) -> dict[str, Any]:
+    optional = {
+        "description": tool.description,
+        "parameters": tool.parameters,
+        "strict": tool.strict,
+    }
+    given = {name: value for name, value in optional.items() if value is not None}
+    return {"type": "function", "function": {"name": tool.name, **given}}
+
+
+def _tool_choice(choice: str | dict[str, Any]) -> str | dict[str, Any]:
+    if isinstance(choice, str):
+        return choice
+    if choice.get("type") != "function":
+        raise UnsupportedInput(
+            'tool_choice must be none, auto, required or {"type": "function", "name": …}',
+            "tool_choice",
+        )
+    named = validate_body(choice, NamedFunction, "tool_choice")
+    return {"type": "function", "function": {"name": named.name}}
+
+
+def _options(body: ResponsesBody, fields: Mapping[str, Any]) -> dict[str, Any]:
+    variables, effort = fields.get("chat_template_kwargs", {}), body.reasoning.effort
+    if effort == "none":
+        variables = with_thinking(variables, is_on=False)
+    options: dict[str, Any] = {"chat_template_kwargs": variables}
+    if effort is not None:
+        options["reasoning_effort"] = effort
+    if body.max_output_tokens is not None:
+        options["max_completion_tokens"] = body.max_output_tokens
+    if body.text.format is not None:
+        options["response_format"] = _response_format(body.text.format)
+    retain_s = RETAIN_S[body.prompt_cache_retention or "in_memory"]
+    options["kv_hints"] = with_retain_s(fields.get("kv_hints", {}), retain_s)
+    return options
+
+
+def _response_format(form: Format) -> dict[str, Any]:
+    if form.type != "json_schema":
+        return {"type": form.type}
+    if form.output_schema is None:
+        raise InvalidRequest("text.format.schema is missing", "text.format.schema")
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": form.name or "output", "schema": form.output_schema},
+    }
+
+
+def _warnings(body: ResponsesBody) -> list[str]:
+    for name in body.include:
+        if name != ENCRYPTED_REASONING:
+            raise UnsupportedInput(f"include: {name[:64]!r} is not supported here", "include")
+    return [PLAIN_REASONING] if body.include else []
+
+
+def _echo(
+    body: ResponsesBody,
+    effective: Mapping[str, Any],
+    fields: Mapping[str, Any],
+    parsed: ParsedRequest,
+) -> Json:
+    sampling = parsed.calls[0].sampling
+    return {
+        "background": False,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata,
+        "parallel_tool_calls": effective.get("parallel_tool_calls", True),
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": body.reasoning.effort, "summary": None},
+        "store": body.store,
+        "temperature": sampling.temperature,
+        "text": {"format": fields.get("text", {}).get("format") or {"type": "text"}},
+        "tool_choice": body.tool_choice,
+        "tools": body.tools,
+        "top_p": sampling.top_p,
+        "truncation": "disabled",
+    }

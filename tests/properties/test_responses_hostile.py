@@ -1,0 +1,128 @@
+"""Hostile Responses requests: accepted or refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core.errors import NamedError
+from baton.core.sampling import NO_SAMPLING_DEFAULTS
+from baton.router.doors.openai.errors import error_body
+from baton.router.doors.openai.request.parsed_request import ModelContext
+from baton.router.doors.responses.bodies import (
+    ACCEPTED_VALUES,
+    CHAT_FIELDS,
+    IGNORED_FIELDS,
+    ResponsesBody,
+)
+from baton.router.doors.responses.output_items import OutputItems
+from baton.router.doors.responses.parsed_response import response_from
+from baton.router.http.bodies import json_object
+from baton.router.http.errors import failure_of
+from baton.router.http.json_encoding import as_json
+from baton.router.text_events.events import (
+    ArgumentsDelta,
+    ReasoningDelta,
+    TextDelta,
+    ToolCall,
+    fold,
+)
+
+CONTEXT = ModelContext(NO_SAMPLING_DEFAULTS, 512)
+numbers = st.integers() | st.sampled_from([-1, 0, 1, 2**31 - 1, 2**31, 2**63, 10**400])
+scalars = st.none() | st.booleans() | numbers | st.floats(allow_nan=False) | st.text(max_size=5)
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=4,
+)
+parts = st.fixed_dictionaries(
+    {"type": st.sampled_from(["input_text", "output_text", "reasoning_text", "input_image"])},
+    optional={"text": st.text(max_size=3) | scalars},
+)
+texts = st.text(max_size=3) | st.lists(parts | values, max_size=2) | scalars
+items = st.fixed_dictionaries(
+    {},
+    optional={
+        "type": st.sampled_from(
+            ["message", "function_call", "function_call_output", "reasoning", "item_reference"]
+        )
+        | scalars,
+        "role": st.sampled_from(["user", "assistant", "system", "developer"]) | scalars,
+        "content": texts,
+        "call_id": st.text(max_size=3),
+        "name": st.text(max_size=3),
+        "arguments": st.sampled_from(["{}", "{", "[1]", ""]) | scalars,
+        "output": texts,
+        "summary": st.lists(parts, max_size=2) | scalars,
+    },
+)
+tools = st.fixed_dictionaries(
+    {"type": st.just("function") | scalars},
+    optional={
+        "name": st.text(max_size=3),
+        "parameters": st.dictionaries(st.text(max_size=4), values, max_size=2) | scalars,
+        "strict": st.booleans() | scalars,
+    },
+)
+FIELDS = [*ResponsesBody.model_fields, *CHAT_FIELDS, *IGNORED_FIELDS, *ACCEPTED_VALUES, "x"]
+bodies = st.tuples(
+    st.dictionaries(st.sampled_from(FIELDS), values, max_size=4),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "input": st.text(max_size=3) | st.lists(items, max_size=3),
+            "tools": st.lists(tools, max_size=2),
+            "tool_choice": st.sampled_from(["auto", "required", "none"]) | tools,
+            "text": st.fixed_dictionaries({"format": values}),
+            "reasoning": st.fixed_dictionaries({"effort": st.sampled_from(["none", "low"])}),
+        },
+    ),
+).map(lambda pair: {**pair[0], **pair[1]})
+
+
+@given(bodies, st.lists(items, max_size=1))
+def test_a_request_is_accepted_or_refused_by_name(
+    fields: dict[str, Any], history: list[Any]
+) -> None:
+    body, before = json.dumps(fields).encode(), json.dumps(history).encode()
+    try:
+        parsed = response_from(json_object(body), before, "id", CONTEXT)
+    except NamedError as refusal:
+        failure = failure_of(refusal)
+        error = error_body(failure)["error"]
+        assert (failure.status, error["type"]) == (400, "invalid_request_error")
+        assert error["message"]
+    else:
+        as_json({**parsed.echo, "items": list(parsed.items)})
+
+
+some_text = st.text(min_size=1, max_size=4)
+arguments = st.sampled_from(["", "{", '{"x": 1}'])
+calls = st.tuples(st.builds(ToolCall, st.just("see"), arguments), st.just(ArgumentsDelta("}")))
+one_text = st.builds(TextDelta, some_text) | st.builds(ReasoningDelta, some_text)
+events = st.lists(one_text.map(lambda event: (event,)) | calls).map(
+    lambda groups: [event for group in groups for event in group]
+)
+
+
+@given(events)
+def test_a_streamed_answer_equals_the_whole_one(text_events: list[Any]) -> None:
+    output = OutputItems()
+    streamed = [*output.events(text_events), *output.end()]
+    folded = fold(text_events)
+
+    by_kind = {"message": "", "reasoning": ""}
+    for item in output.items:
+        if item["type"] in by_kind:
+            by_kind[item["type"]] += item["content"][0]["text"]
+    deltas = {
+        kind: "".join(event["delta"] for event in streamed if event["type"] == f"response.{name}")
+        for kind, name in (("message", "output_text.delta"), ("reasoning", "reasoning_text.delta"))
+    }
+    assert by_kind == deltas == {"message": folded.content, "reasoning": folded.reasoning}
+    made = [(item["name"], item["arguments"]) for item in output.items if "name" in item]
+    assert made == [(call.name, call.arguments) for call in folded.calls]

@@ -1,0 +1,67 @@
+"""Output items of Responses."""
+
+from __future__ import annotations
+
+from baton.router.doors.responses.output_items import INCOMPLETE, OutputItems
+from baton.router.http.json_encoding import Json
+from baton.router.text_events.events import (
+    ArgumentsDelta,
+    ReasoningDelta,
+    TextDelta,
+    ToolCall,
+)
+
+
+def test_items_are_added_and_done_in_order_with_their_texts() -> None:
+    items = OutputItems()
+
+    events: list[Json] = [
+        *items.events([ReasoningDelta("h"), ReasoningDelta("m"), TextDelta("I look.")]),
+        *items.events([ToolCall("see", '{"x":'), ArgumentsDelta(" 1}")]),
+        *items.end(),
+    ]
+
+    assert [
+        (event["type"].removeprefix("response."), event["output_index"]) for event in events
+    ] == [
+        ("output_item.added", 0),
+        ("content_part.added", 0),
+        ("reasoning_text.delta", 0),
+        ("reasoning_text.delta", 0),
+        ("reasoning_text.done", 0),
+        ("content_part.done", 0),
+        ("output_item.done", 0),
+        ("output_item.added", 1),
+        ("content_part.added", 1),
+        ("output_text.delta", 1),
+        ("output_text.done", 1),
+        ("content_part.done", 1),
+        ("output_item.done", 1),
+        ("output_item.added", 2),
+        ("function_call_arguments.delta", 2),
+        ("function_call_arguments.delta", 2),
+        ("function_call_arguments.done", 2),
+        ("output_item.done", 2),
+    ]
+    reasoning, message, call = items.items
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "hm"}]
+    assert [part["text"] for part in message["content"]] == ["I look."]
+    assert (call["name"], call["arguments"]) == ("see", '{"x": 1}')
+    assert {item["status"] for item in items.items} == {"completed"}
+    assert [event["item"] for event in events if event["type"].endswith("item.done")] == items.items
+
+
+def test_the_last_item_of_an_answer_that_is_cut_off_is_incomplete() -> None:
+    items = OutputItems()
+
+    added, *_ = items.events([ToolCall("see"), TextDelta("tex")])
+    assert [*items.end(INCOMPLETE)]
+
+    assert [item["status"] for item in items.items] == ["completed", "incomplete"]
+    assert added["item"]["status"] == "in_progress"
+
+
+def test_an_answer_without_text_has_no_items() -> None:
+    items = OutputItems()
+
+    assert [*items.events([]), *items.end()] == items.items == []

@@ -1,0 +1,174 @@
+"""Translation of Responses requests to chats."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from baton.core.errors import InvalidRequest
+from baton.core.kv_hints import KvHints
+from baton.core.sampling import NO_SAMPLING_DEFAULTS
+from baton.core.structured_outputs import StructuredOutputs
+from baton.router.doors.openai.request.parsed_request import ModelContext
+from baton.router.doors.responses.parsed_response import (
+    ParsedResponse,
+    response_from,
+)
+from baton.router.text_events.parsing import ToolCallMode
+from baton.router.values import ChatMessage, ChatPrompt, GenerateCall
+from baton.rpc.errors import UnsupportedInput
+
+CONTEXT = ModelContext(NO_SAMPLING_DEFAULTS, 512)
+SEE = {"type": "function", "name": "see", "parameters": {"type": "object", "properties": {}}}
+IMAGE = {"type": "input_image", "image_url": "http://127.0.0.1/fox.png"}
+LARGE = {"type": "string", "description": "x" * (1 << 19)}
+
+
+def parse(history: list[Any] | None = None, **fields: Any) -> ParsedResponse:
+    before = json.dumps(history or []).encode()
+    return response_from({"input": "hi", **fields}, before, "id", CONTEXT)
+
+
+def call_of(history: list[Any] | None = None, **fields: Any) -> GenerateCall:
+    [call] = parse(history, **fields).request.calls
+    return call
+
+
+def prompt_of(history: list[Any] | None = None, **fields: Any) -> ChatPrompt:
+    prompt = call_of(history, **fields).prompt
+    assert isinstance(prompt, ChatPrompt)
+    return prompt
+
+
+def test_items_become_messages_of_a_chat_behind_the_history() -> None:
+    history = [{"role": "user", "content": "before"}]
+    items: list[dict[str, Any]] = [
+        {"type": "message", "role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        {
+            "type": "reasoning",
+            "id": "rs_1",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": "hm"}],
+        },
+        {"type": "function_call", "call_id": "c1", "name": "see", "arguments": '{"x": 1}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "a fox"},
+    ]
+
+    prompt = prompt_of(history, input=items, instructions="S", tools=[SEE])
+
+    use = {
+        "id": "c1",
+        "type": "function",
+        "function": {"name": "see", "arguments": {"x": 1}},
+    }
+    assert prompt.messages == (
+        ChatMessage("system", "S"),
+        ChatMessage("user", "before"),
+        ChatMessage("system", "Be brief."),
+        ChatMessage("user", "hi"),
+        ChatMessage("assistant", "", {"reasoning_content": "hm", "tool_calls": [use]}),
+        ChatMessage("tool", "a fox", {"tool_call_id": "c1", "name": "see"}),
+    )
+    assert parse(history, input=items, instructions="S").items == [*history, *items]
+
+
+def test_options_are_those_of_a_chat() -> None:
+    schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    call = call_of(
+        max_output_tokens=9,
+        temperature=0.5,
+        seed=7,
+        text={"format": {"type": "json_schema", "name": "n", "schema": schema}},
+        reasoning={"effort": "low", "summary": "auto"},
+        prompt_cache_retention="24h",
+    )
+
+    assert (call.sampling.max_tokens, call.sampling.temperature, call.sampling.seed) == (9, 0.5, 7)
+    assert isinstance(call.sampling.structured_outputs, StructuredOutputs)
+    assert call.kv_hints == KvHints(retain_s=86_400)
+    assert isinstance(call.prompt, ChatPrompt)
+    assert call.prompt.variables == {"reasoning_effort": "low"}
+    assert not call.fills_context
+    assert call_of().fills_context
+
+
+def test_no_effort_turns_thinking_off() -> None:
+    variables = prompt_of(reasoning={"effort": "none"}).variables
+
+    assert variables == {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}
+
+
+def test_a_named_function_is_forced() -> None:
+    text_format = parse(
+        tools=[SEE], tool_choice={"type": "function", "name": "see"}
+    ).request.options.text_format
+
+    assert (text_format.tool_calls, text_format.function) == (ToolCallMode.NAMED, "see")
+
+
+def test_the_response_repeats_the_request() -> None:
+    parsed = parse(metadata={"k": "v"}, tools=[SEE], store=False, max_output_tokens=3)
+
+    assert not parsed.is_stored
+    assert parsed.echo["metadata"] == {"k": "v"}
+    assert parsed.echo["tools"] == [SEE]
+    assert (parsed.echo["max_output_tokens"], parsed.echo["text"]) == (
+        3,
+        {"format": {"type": "text"}},
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "field"),
+    [
+        ({"background": True}, UnsupportedInput, "background"),
+        ({"conversation": "c"}, UnsupportedInput, "conversation"),
+        ({"truncation": "auto"}, UnsupportedInput, "truncation"),
+        ({"include": ["message.output_text.logprobs"]}, UnsupportedInput, "include"),
+        ({"input": []}, InvalidRequest, "input"),
+        ({"input": [7]}, InvalidRequest, "input.0"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, UnsupportedInput, "input.0.type"),
+        (
+            {"input": [{"role": "user", "content": [IMAGE]}]},
+            UnsupportedInput,
+            "input.0.content.0.type",
+        ),
+        ({"input": [{"role": "robot", "content": "hi"}]}, InvalidRequest, "input.0.role"),
+        (
+            {
+                "input": [
+                    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "no JSON"}
+                ]
+            },
+            InvalidRequest,
+            "input",
+        ),
+        ({"tools": [{"type": "web_search"}]}, UnsupportedInput, "tools.0.type"),
+        ({"tools": [{"type": "function"}]}, InvalidRequest, "tools.0.name"),
+        ({"tool_choice": "maybe"}, InvalidRequest, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}}, UnsupportedInput, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, InvalidRequest, "tool_choice.name"),
+        ({"text": {"format": {"type": "json_schema"}}}, InvalidRequest, "text.format.schema"),
+        (
+            {"text": {"format": {"type": "json_schema", "schema": LARGE}}},
+            InvalidRequest,
+            "text.format",
+        ),
+        ({"max_output_tokens": 0}, InvalidRequest, "max_output_tokens"),
+        ({"temperature": -1}, InvalidRequest, "temperature"),
+        ({"metadata": {"k": "v" * 513}}, InvalidRequest, "metadata.k"),
+        ({"n": 2}, InvalidRequest, "n"),
+        ({"messages": []}, InvalidRequest, "messages"),
+    ],
+)
+def test_a_refusal_names_the_field_of_the_client(
+    fields: dict[str, Any], kind: type[Exception], field: str
+) -> None:
+    with pytest.raises(kind) as refusal:
+        parse(**fields)
+
+    assert getattr(refusal.value, "field", None) == field
+    assert str(refusal.value).startswith(field)
