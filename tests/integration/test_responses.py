@@ -136,7 +136,7 @@ def test_errors_name_the_field(door: OpenAI) -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"background": True}, "background"),
         ({"input": [{"type": "computer_call"}]}, "input.0.type"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [{"type": "function"}]}, "tools.0.name"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "fox " * 900}, "input"),
     ]

@@ -77,7 +77,7 @@ class ToolResultBlock(Block):
 
 
 class Message(Body):
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[Any]
 
 

@@ -26,6 +26,7 @@ OF_ASSISTANTS: dict[str, type[Block]] = {
     "thinking": ThinkingBlock,
     "tool_use": ToolUseBlock,
 }
+BLOCKS_BY_ROLE = {"user": OF_USERS, "assistant": OF_ASSISTANTS, "system": TEXT}
 
 
 class Conversation:
@@ -46,15 +47,15 @@ class Conversation:
     def add(self, message: Mapping[str, Any], where: str) -> None:
         """Raises InvalidRequest and UnsupportedInput, which name the field."""
         read = validate_body(message, Message, where)
-        kinds = OF_USERS if read.role == "user" else OF_ASSISTANTS
-        for block in self._blocks(read.content, kinds, f"{where}.content"):
+        kinds, inside = BLOCKS_BY_ROLE[read.role], f"{where}.content"
+        for block in self._blocks(read.content, kinds, inside):
             match block:
                 case ThinkingBlock():
                     self._turns.add_reasoning(block.thinking)
                 case ToolUseBlock():
                     self._turns.add_call(block.id, block.name, block.input)
                 case ToolResultBlock():
-                    self._add_result(block, f"{where}.content")
+                    self._add_result(block, inside)
                 case _:
                     self._add_texts(read.role, block)
 

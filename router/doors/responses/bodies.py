@@ -24,7 +24,10 @@ from baton.rpc.errors import UnsupportedInput
 
 # Accepted and ignored: these fields do not affect the answer.
 IGNORED_FIELDS = frozenset(
-    {"user", "safety_identifier", "service_tier", "prompt_cache_key", "max_tool_calls"}
+    {
+        *("user", "safety_identifier", "service_tier", "prompt_cache_key", "max_tool_calls"),
+        "client_metadata",  # of Codex
+    }
 )
 # Fields without support, and the values that are accepted because they match the behaviour.
 ACCEPTED_VALUES: Mapping[str, tuple[object, ...]] = {
@@ -40,6 +43,7 @@ CHAT_FIELDS = ("model", "stream", "temperature", "top_p", "parallel_tool_calls",
 RETAIN_S = {"in_memory": 0, "24h": 86_400}
 MAX_METADATA = 16
 MAX_METADATA_CHARACTERS = 512
+MAX_SHOWN_CHARACTERS = 200
 Positive = Annotated[int, Field(ge=1, le=MAX_INT32)]
 ShortText = Annotated[str, Field(max_length=MAX_METADATA_CHARACTERS)]
 Items = Annotated[list[Any], Field(max_length=MAX_CHAT_MESSAGES, fail_fast=True)]
@@ -153,15 +157,22 @@ def effective_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_tools(tools: list[dict[str, Any]]) -> list[FunctionTool]:
-    return [_tool(tool, f"tools.{index}") for index, tool in enumerate(tools)]
+    """Return the functions. Other tools cannot be called and are left out, with a warning."""
+    return [
+        validate_body(tool, FunctionTool, f"tools.{index}")
+        for index, tool in enumerate(tools)
+        if not _other_kind(tool)
+    ]
 
 
-def _tool(tool: Mapping[str, Any], where: str) -> FunctionTool:
+def unsupported_tools(tools: list[dict[str, Any]]) -> list[str]:
+    """Return a warning about tools that are no functions, if there are any."""
+    kinds = ", ".join(dict.fromkeys(kind for tool in tools if (kind := _other_kind(tool))))
+    shown = kinds if len(kinds) <= MAX_SHOWN_CHARACTERS else f"{kinds[:MAX_SHOWN_CHARACTERS]}…"
+    return [f"tools: only functions are shown to the model, not {shown}"] if kinds else []
+
+
+def _other_kind(tool: Mapping[str, Any]) -> str:
+    """Return the type of a tool that is no function; empty for others."""
     kind = tool.get("type")
-    if isinstance(kind, str) and kind != "function":
-        raise UnsupportedInput(
-            f"{where}.type is {kind[:64]!r}: only functions are supported here; make it a function "
-            "with parameters, and run it in your program",
-            f"{where}.type",
-        )
-    return validate_body(tool, FunctionTool, where)
+    return kind if isinstance(kind, str) and kind != "function" else ""

@@ -27,6 +27,7 @@ from baton.router.doors.responses.bodies import (
     ResponsesBody,
     effective_fields,
     read_tools,
+    unsupported_tools,
 )
 from baton.router.doors.responses.conversation import add_items
 from baton.router.http.json_encoding import Json
@@ -142,7 +143,7 @@ def _warnings(body: ResponsesBody) -> list[str]:
     for name in body.include:
         if name != ENCRYPTED_REASONING:
             raise UnsupportedInput(f"include: {name[:64]!r} is not supported here", "include")
-    return [PLAIN_REASONING] if body.include else []
+    return [*([PLAIN_REASONING] if body.include else []), *unsupported_tools(body.tools)]
 
 
 def _echo(

@@ -72,6 +72,7 @@ def test_a_conversation_with_tools_becomes_messages_of_a_chat() -> None:
                 ],
             },
             {"role": "user", "content": "well?"},
+            {"role": "system", "content": "now"},
         ],
     )
 
@@ -86,6 +87,7 @@ def test_a_conversation_with_tools_becomes_messages_of_a_chat() -> None:
         ChatMessage("assistant", "I look.", {"reasoning_content": "hm", "tool_calls": [use]}),
         ChatMessage("tool", "a fox", {"tool_call_id": "t1", "name": "see"}),
         ChatMessage("user", "and?\nwell?"),
+        ChatMessage("system", "now"),
     )
     function = {"name": "see", "description": "looks", "parameters": SEE["input_schema"]}
     assert prompt.variables == {"tools": [{"type": "function", "function": function}]}
@@ -170,7 +172,7 @@ def assistant(block: dict[str, Any]) -> dict[str, Any]:
         ),
         (assistant({"type": "redacted_thinking"}), UnsupportedInput, "0.content.0.type"),
         (assistant({"type": "tool_use", "id": "1"}), InvalidRequest, "0.content.0.name"),
-        ({"messages": [{"role": "system", "content": "x"}]}, InvalidRequest, "messages.0.role"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, InvalidRequest, "messages.0.role"),
         ({"messages": [USER, {"role": "assistant", "content": "{"}]}, UnsupportedInput, "messages"),
         ({"messages": []}, InvalidRequest, "messages"),
         ({"messages": [7]}, InvalidRequest, "messages.0"),

@@ -109,6 +109,20 @@ def test_a_named_function_is_forced() -> None:
     assert (text_format.tool_calls, text_format.function) == (ToolCallMode.NAMED, "see")
 
 
+def test_tools_that_are_no_functions_are_left_out_with_a_warning() -> None:
+    tools = [{"type": "web_search"}, SEE, {"type": "namespace", "name": "n", "tools": []}]
+
+    parsed = parse(tools=tools)
+
+    assert parsed.warnings == [
+        "tools: only functions are shown to the model, not web_search, namespace"
+    ]
+    [call] = parsed.request.calls
+    assert isinstance(call.prompt, ChatPrompt)
+    shown: Any = call.prompt.variables["tools"]
+    assert [tool["function"]["name"] for tool in shown] == ["see"]
+
+
 def test_the_response_repeats_the_request() -> None:
     parsed = parse(metadata={"k": "v"}, tools=[SEE], store=False, max_output_tokens=3)
 
@@ -146,7 +160,11 @@ def test_the_response_repeats_the_request() -> None:
             InvalidRequest,
             "input",
         ),
-        ({"tools": [{"type": "web_search"}]}, UnsupportedInput, "tools.0.type"),
+        (
+            {"tools": [{"type": "web_search"}], "tool_choice": "required"},
+            InvalidRequest,
+            "tool_choice",
+        ),
         ({"tools": [{"type": "function"}]}, InvalidRequest, "tools.0.name"),
         ({"tool_choice": "maybe"}, InvalidRequest, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools"}}, UnsupportedInput, "tool_choice"),
