@@ -76,6 +76,11 @@ class Tokenizer:
             return False
         return "tools" in jinja2.meta.find_undeclared_variables(parsed)
 
+    @property
+    def chat_template(self) -> str:
+        """Source of the chat templates, all of them; empty without one."""
+        return "\n".join(self._chat_templates.values())
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
 

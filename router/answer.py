@@ -48,7 +48,9 @@ class AnswerAssembler:
         detokenizer: IncrementalDetokenizer | None = None,
         stop: StopRule | None = None,
         num_prompt_logprobs: int = 0,
+        prompt_end: str = "",
     ) -> None:
+        """`prompt_end`, the last text of the prompt, is passed on with the first part."""
         self._detokenizer = detokenizer or NoDetokenizer()
         self._stops = StopWatcher(stop or StopRule())
         self._token_ids: list[int] = []
@@ -59,6 +61,7 @@ class AnswerAssembler:
         self._prompt_logprobs: list[TokenLogprobs | None] = []
         self._num_prompt_logprobs = num_prompt_logprobs
         self._has_passed_prompt = num_prompt_logprobs == 0
+        self._prompt_end = prompt_end
         self.finish: FinishStatus | None = None
 
     @property
@@ -87,13 +90,17 @@ class AnswerAssembler:
         vector = outputs[-1].vector
         if not (token_ids or text or prompt_logprobs or vector):
             return None
-        return TokenChunk(first_index, token_ids, text, logprobs, prompt_logprobs, vector)
+        prompt_end, self._prompt_end = self._prompt_end, ""
+        return TokenChunk(
+            first_index, token_ids, text, logprobs, prompt_logprobs, vector, prompt_end
+        )
 
     def _is_plain_next(self, output: Output) -> bool:
         """True if the output is only the next token, as nearly all outputs are."""
         is_next = output.first_index == len(self._token_ids) and not self._early
         has_more = output.logprobs or output.prompt_logprobs or output.finish_reason
-        is_in_order = is_next and self._has_passed_prompt and self._end is None
+        has_passed_prompt = self._has_passed_prompt and not self._prompt_end
+        is_in_order = is_next and has_passed_prompt and self._end is None
         return is_in_order and not has_more and len(output.token_ids) == 1
 
     def _take_next(self, output: Output) -> TokenChunk:

@@ -16,16 +16,18 @@ def load_profiles(options: ModelOptions) -> list[ModelProfile]:
         if names.count(name) > 1:
             raise InvalidConfig(f"--model: two models have the name {name!r}; give NAME=FOLDER")
     _check_known(options, names)
-    return [
-        ModelProfile(
-            ModelText(open_checkpoint(model.value).load_tokenizer()),
-            name,
-            is_name_assumed=not model.name,
-            parsing=options.parsing_of(name),
-            root=model_root(model.value),
-        )
-        for name, model in zip(names, options.folders, strict=True)
-    ]
+    return [_load(options, model, name) for name, model in zip(names, options.folders, strict=True)]
+
+
+def _load(options: ModelOptions, model: ByName, name: str) -> ModelProfile:
+    tokenizer = open_checkpoint(model.value).load_tokenizer()
+    return ModelProfile(
+        ModelText(tokenizer),
+        name,
+        is_name_assumed=not model.name,
+        parsing=options.parsing_of(name, tokenizer.chat_template),
+        root=model_root(model.value),
+    )
 
 
 def _name_of(model: ByName) -> str:

@@ -9,7 +9,13 @@ from typing import Annotated
 
 from baton.core.errors import InvalidConfig
 from baton.core.options import MODEL, Option
-from baton.router.text_events.parsing import REASONING_BEGINS_INSIDE, TOOL_PARSERS
+from baton.router.text_events.table import (
+    AUTO,
+    NONE,
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    parsing_of_template,
+)
 from baton.router.values import Parsing
 
 
@@ -38,11 +44,11 @@ def _parse_model(written: str, flag: str) -> ByName:
 
 
 def parse_tool_parsers(written: Sequence[str]) -> tuple[ByName, ...]:
-    return _parse_parsers("--tool-parser", written, TOOL_PARSERS)
+    return _parse_parsers("--tool-parser", written, TOOL_FORMATS)
 
 
 def parse_reasoning_parsers(written: Sequence[str]) -> tuple[ByName, ...]:
-    return _parse_parsers("--reasoning-parser", written, REASONING_BEGINS_INSIDE)
+    return _parse_parsers("--reasoning-parser", written, REASONING_FORMATS)
 
 
 def _parse_parsers(flag: str, written: Sequence[str], known: Collection[str]) -> tuple[ByName, ...]:
@@ -53,9 +59,10 @@ def _parse_parsers(flag: str, written: Sequence[str], known: Collection[str]) ->
 
 def _parse_parser(flag: str, written: str, known: Collection[str]) -> ByName:
     name, equals, parser = written.rpartition("=")
-    if parser not in known or (equals and not name):
+    choices = (AUTO, NONE, *known)
+    if parser not in choices or (equals and not name):
         raise InvalidConfig(
-            f"{flag} {written!r}: choose one of {', '.join(known)}, for one model as MODEL=PARSER"
+            f"{flag} {written!r}: choose one of {', '.join(choices)}, for one model as MODEL=PARSER"
         )
     return ByName(parser, name)
 
@@ -82,8 +89,8 @@ class ModelOptions:
     tool_parsers: Annotated[
         tuple[ByName, ...],
         Option(
-            "Parser of tool calls for the OpenAI API: hermes (also for Qwen) or llama3_json; "
-            "MODEL=PARSER for one of several models. Default: tool calls stay text.",
+            "Parser of tool calls for the OpenAI API, such as hermes or llama3_json; none keeps "
+            "them as text; MODEL=PARSER for one of several models. Default: by the chat template.",
             MODEL,
             name="tool_parser",
             kind=list[str],
@@ -93,9 +100,8 @@ class ModelOptions:
     reasoning_parsers: Annotated[
         tuple[ByName, ...],
         Option(
-            "Parser of reasoning for the OpenAI API: qwen3, or deepseek_r1 if the chat template "
-            "opens the reasoning; MODEL=PARSER for one of several models. Default: reasoning "
-            "stays text.",
+            "Parser of reasoning for the OpenAI API, such as qwen3 or deepseek_r1; none keeps it "
+            "as text; MODEL=PARSER for one of several models. Default: by the chat template.",
             MODEL,
             name="reasoning_parser",
             kind=list[str],
@@ -103,11 +109,16 @@ class ModelOptions:
         ),
     ] = ()
 
-    def parsing_of(self, name: str = "") -> Parsing:
+    def parsing_of(self, name: str = "", chat_template: str = "") -> Parsing:
         """Return the formats of a model's answers; without a name, those for all others."""
-        return Parsing(_of(name, self.tool_parsers), _of(name, self.reasoning_parsers))
+        found = parsing_of_template(chat_template)
+        return Parsing(
+            _of(name, self.tool_parsers, found.tools),
+            _of(name, self.reasoning_parsers, found.reasoning),
+        )
 
 
-def _of(name: str, parsers: Sequence[ByName]) -> str:
+def _of(name: str, parsers: Sequence[ByName], by_template: str) -> str:
     by_name = {parser.name: parser.value for parser in parsers}
-    return by_name.get(name, by_name.get("", ""))
+    chosen = by_name.get(name, by_name.get("", AUTO))
+    return {AUTO: by_template, NONE: ""}.get(chosen, chosen)

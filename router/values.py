@@ -76,7 +76,7 @@ class PairPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Parsing:
-    """Names of the parsers of a model's answers; empty: all text is content."""
+    """Names of the formats of a model's answers; empty: all text is content."""
 
     tools: str = ""
     reasoning: str = ""
@@ -134,6 +134,7 @@ class TokenChunk(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     vector: bytes = b""  # of a pooled prompt, see Output
+    prompt_end: str = ""  # last text of the prompt, in the first part, for parsers of the answer
 
 
 AnswerPart = TokenChunk | Finish  # a Finish is the last part

@@ -145,8 +145,10 @@ class Dispatcher:
     def _create_answer(self, call: GenerateCall) -> AnswerAssembler:
         text = self._profiles.of(call.model).text
         detokenizer = text.create_detokenizer(call.shown_tokens)
+        prompt = call.prompt_token_ids
         wants_prompt = call.sampling.prompt_logprobs is not None
-        return AnswerAssembler(detokenizer, call.stop, len(call.prompt_token_ids) * wants_prompt)
+        prompt_end = text.end_of(prompt) if call.shown_tokens else ""
+        return AnswerAssembler(detokenizer, call.stop, len(prompt) * wants_prompt, prompt_end)
 
     async def _find_route(self, request: DispatchedRequest, number: int) -> Route:
         """Choose the nodes of an attempt. All attempts keep to the model revision of the first."""

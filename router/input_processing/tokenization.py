@@ -11,6 +11,8 @@ from baton.router.answer import IncrementalDetokenizer, NoDetokenizer
 from baton.router.values import ChatPrompt, PairPrompt, Prompt, TextPrompt, TokenPrompt
 from baton.rpc.errors import UnsupportedInput
 
+NUM_END_TOKENS = 16  # of a prompt: more than a chat template adds at its end
+
 
 class TextBoundary:
     """Text boundary of the pipeline. Without a tokenizer, as here, it accepts token ids only."""
@@ -38,6 +40,10 @@ class TextBoundary:
 
     def text(self, token_ids: tuple[int, ...], *, skip_special_tokens: bool = True) -> str:
         raise _no_tokenizer_error(self._model)
+
+    def end_of(self, token_ids: tuple[int, ...]) -> str:
+        """Return the text of the last tokens of a prompt, with special tokens."""
+        return ""
 
     def token_prompt(
         self, prompt: Prompt, max_tokens: int | None, cut_at: int | None
@@ -122,6 +128,9 @@ class ModelText(TextBoundary):
 
     def text(self, token_ids: tuple[int, ...], *, skip_special_tokens: bool = True) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def end_of(self, token_ids: tuple[int, ...]) -> str:
+        return self.text(token_ids[-NUM_END_TOKENS:], skip_special_tokens=False)
 
     @property
     def supports_tools(self) -> bool:

@@ -55,12 +55,20 @@ class OutputParser(Protocol):
 class EventReader:
     """Turns the parts of all answers to a request into events."""
 
-    def __init__(self, new_parser: Callable[[], OutputParser], num_answers: int) -> None:
-        self._parsers = [new_parser() for _ in range(num_answers)]
+    def __init__(self, new_parser: Callable[[str], OutputParser], num_answers: int) -> None:
+        """`new_parser` takes the end of the prompt's text, which the first part of an answer has.
+
+        Chat templates begin some answers, such as their reasoning.
+        """
+        self._new_parser = new_parser
+        self._parsers: list[OutputParser | None] = [None] * num_answers
 
     def read(self, index: int, part: AnswerPart) -> Sequence[TextEvent]:
         """Return the events of the next part of this answer."""
         parser = self._parsers[index]
+        if parser is None:
+            prompt_end = part.prompt_end if isinstance(part, TokenChunk) else ""
+            parser = self._parsers[index] = self._new_parser(prompt_end)
         if isinstance(part, TokenChunk):
             return parser.push(part.text)
         return parser.finish(is_cut_off=part.reason is FinishReason.LENGTH)

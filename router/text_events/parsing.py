@@ -1,11 +1,13 @@
-"""Formats of answers, and the parsers for them. Pure."""
+"""Format of the answers to one request, and the parser for it. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
 
+from baton.router.text_events.call_writer import CallWriter
 from baton.router.text_events.events import (
     ArgumentsDelta,
     OutputParser,
@@ -14,27 +16,11 @@ from baton.router.text_events.events import (
     ToolCall,
 )
 from baton.router.text_events.forced_calls import NamedCallParser, RequiredCallsParser
-from baton.router.text_events.reasoning_parsers import (
-    END_THINK,
-    THINK,
-    ThinkTagParser,
-)
-from baton.router.text_events.tool_parsers import (
-    CALL,
-    END_CALL,
-    PYTHON_TAG,
-    HermesToolParser,
-    LlamaToolParser,
-)
+from baton.router.text_events.formats.argument_types import ArgumentTypes
+from baton.router.text_events.reasoning_parsers import ReasoningMarks, ReasoningParser
+from baton.router.text_events.script_parser import ScriptParser
+from baton.router.text_events.table import REASONING_FORMATS, TOOL_FORMATS, ToolFormat
 from baton.router.values import NO_PARSING, Parsing
-
-TOOL_PARSERS: dict[str, Callable[[], OutputParser]] = {
-    "hermes": HermesToolParser,
-    "llama3_json": LlamaToolParser,
-}
-TOOL_MARKS = {"hermes": (CALL, END_CALL), "llama3_json": (PYTHON_TAG,)}
-# True if the chat template ends with `<think>`.
-REASONING_BEGINS_INSIDE = {"qwen3": False, "deepseek_r1": True}
 
 
 class ToolCallMode(Enum):
@@ -42,6 +28,9 @@ class ToolCallMode(Enum):
     BY_MODEL = auto()  # the model decides, in its own format
     REQUIRED = auto()  # the answer is a list of calls
     NAMED = auto()  # the answer is one function's arguments
+
+
+FORCED = (ToolCallMode.REQUIRED, ToolCallMode.NAMED)
 
 
 class PlainTextParser:
@@ -52,11 +41,12 @@ class PlainTextParser:
         return []
 
 
-class FirstCallFilter:
-    """Drops calls after the first, for `parallel_tool_calls: false`, as vLLM does."""
+class EventFilter:
+    """Drops events: calls after the first, for `parallel_tool_calls: false`, or all calls."""
 
-    def __init__(self, parser: OutputParser) -> None:
+    def __init__(self, parser: OutputParser, max_calls: int) -> None:
         self._parser = parser
+        self._max_calls = max_calls
         self._num_calls = 0
 
     def push(self, text: str) -> Sequence[TextEvent]:
@@ -67,7 +57,8 @@ class FirstCallFilter:
 
     def _is_kept(self, event: TextEvent) -> bool:
         self._num_calls += isinstance(event, ToolCall)
-        return self._num_calls <= 1 or not isinstance(event, ToolCall | ArgumentsDelta)
+        is_of_call = isinstance(event, ToolCall | ArgumentsDelta)
+        return self._num_calls <= self._max_calls or not is_of_call
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +71,20 @@ class TextFormat:
     has_one_call: bool = False  # further calls are dropped
     # By structured output: no reasoning, and no calls but forced ones.
     is_constrained: bool = False
+    tools: Sequence[Mapping[str, Any]] = ()  # their schemas type arguments that are plain text
+    streams_arguments: bool = False  # calls are emitted before they are complete
 
     @property
     def marks(self) -> tuple[str, ...]:
         """Marks that must be visible in the text, also where they are special tokens."""
         if self.is_constrained:
             return ()
-        calls_by_model = self.tool_calls is ToolCallMode.BY_MODEL
-        marks = TOOL_MARKS.get(self.parsing.tools, ()) if calls_by_model else ()
-        return (*marks, *((THINK, END_THINK) if self.parsing.reasoning else ()))
+        tools, reasoning = self._tools, self._reasoning
+        marks = () if tools is None else tools.marks
+        return marks if reasoning is None else (*marks, *reasoning.texts)
 
-    def parser(self) -> OutputParser:
-        """Return a new parser, one for each answer."""
+    def parser(self, prompt_end: str = "") -> OutputParser:
+        """Return a new parser for one answer to a prompt whose text ends so."""
         if self.tool_calls is ToolCallMode.NAMED:
             return NamedCallParser(self.function)
         if self.tool_calls is ToolCallMode.REQUIRED:
@@ -99,14 +92,32 @@ class TextFormat:
         content: OutputParser = PlainTextParser()
         if self.is_constrained:
             return content
-        if self.tool_calls is ToolCallMode.BY_MODEL and self.parsing.tools:
-            content = TOOL_PARSERS[self.parsing.tools]()
-        if self.has_one_call:
-            content = FirstCallFilter(content)
-        if not self.parsing.reasoning:
+        if self._tools is not None:
+            content = self._call_parser(self._tools)
+        reasoning = self._reasoning
+        if reasoning is None or (self._tools is not None and self._tools.has_reasoning):
             return content
-        begins_inside = REASONING_BEGINS_INSIDE[self.parsing.reasoning]
-        return ThinkTagParser(content, begins_inside=begins_inside)
+        return ReasoningParser(content, reasoning, is_open=reasoning.is_open_after(prompt_end))
+
+    @property
+    def _tools(self) -> ToolFormat | None:
+        """Format of tool calls; also without tools if it is the only one that has the reasoning."""
+        found = TOOL_FORMATS.get(self.parsing.tools)
+        if found is None or self.tool_calls is ToolCallMode.BY_MODEL:
+            return found
+        return found if found.has_reasoning else None
+
+    @property
+    def _reasoning(self) -> ReasoningMarks | None:
+        return REASONING_FORMATS.get(self.parsing.reasoning)
+
+    def _call_parser(self, tools: ToolFormat) -> OutputParser:
+        types = ArgumentTypes(self.tools)
+        writer = CallWriter(streams_arguments=self.streams_arguments, names=types.names)
+        parser = ScriptParser(tools.script(types), writer)
+        if self.tool_calls is not ToolCallMode.BY_MODEL:
+            return EventFilter(parser, max_calls=0)
+        return EventFilter(parser, max_calls=1) if self.has_one_call else parser
 
 
 PLAIN_TEXT = TextFormat()

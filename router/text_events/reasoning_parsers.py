@@ -3,25 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from baton.router.text_events.events import OutputParser, ReasoningDelta, TextEvent
-from baton.router.text_events.scanning import split_at
-
-THINK, END_THINK = "<think>", "</think>"
+from baton.router.text_events.scanning import find_first, held_length
 
 
-class ThinkTagParser:
-    """Parses a leading `<think>…</think>` as reasoning."""
+@dataclass(frozen=True, slots=True)
+class ReasoningMarks:
+    """Marks around the reasoning, which begins an answer, or which the prompt has begun."""
+
+    begin: str
+    end: str
+    is_always_open: bool = False  # the model reasons, even if the prompt does not show it
+    next_tags: tuple[str, ...] = ()  # that end a reasoning without its end mark
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        return self.begin, self.end
+
+    def is_open_after(self, prompt_end: str) -> bool:
+        """Return whether an answer begins inside the reasoning, after a prompt that ends so."""
+        before = prompt_end.rstrip()
+        if before.endswith(self.end.rstrip()):
+            return False
+        return self.is_always_open or before.endswith(self.begin.rstrip())
+
+
+class ReasoningParser:
+    """Parses a leading section between marks as reasoning."""
 
     class _Section(Enum):
         START = auto()
         REASONING = auto()
         CONTENT = auto()
 
-    def __init__(self, content: OutputParser, *, begins_inside: bool) -> None:
+    def __init__(self, content: OutputParser, marks: ReasoningMarks, *, is_open: bool) -> None:
         self._content = content  # parser of the text after the reasoning
-        self._default = self._Section.REASONING if begins_inside else self._Section.CONTENT
+        self._marks = marks
+        self._default = self._Section.REASONING if is_open else self._Section.CONTENT
         self._section = self._Section.START
         self._buffer = ""
 
@@ -30,7 +51,7 @@ class ThinkTagParser:
         if self._section is self._Section.START and not self._has_started():
             return []
         if self._section is self._Section.REASONING:
-            reasoning, has_ended = self._split_buffer(END_THINK)
+            reasoning, has_ended = self._split_buffer()
             if not has_ended:
                 return _reasoning(reasoning)
             self._section = self._Section.CONTENT
@@ -45,18 +66,25 @@ class ThinkTagParser:
         return [*pushed, *self._content.finish(is_cut_off=is_cut_off)]
 
     def _has_started(self) -> bool:
-        """Return whether enough text has arrived to see whether it begins with `<think>`."""
-        start = self._buffer.lstrip()
-        if len(start) < len(THINK) and THINK.startswith(start):
+        """Return whether enough text has arrived to see whether it begins with the mark."""
+        begin, start = self._marks.begin, self._buffer.lstrip()
+        if len(start) < len(begin) and begin.startswith(start):
             return False
         self._section = self._default
-        if start.startswith(THINK):
-            self._section, self._buffer = self._Section.REASONING, start.removeprefix(THINK)
+        if start.startswith(begin):
+            self._section, self._buffer = self._Section.REASONING, start.removeprefix(begin)
         return True
 
-    def _split_buffer(self, mark: str) -> tuple[str, bool]:
-        before_mark, self._buffer, is_found = split_at(self._buffer, mark)
-        return before_mark, is_found
+    def _split_buffer(self) -> tuple[str, bool]:
+        """Return the reasoning before its end, and whether it has ended."""
+        marks = (self._marks.end, *self._marks.next_tags)
+        index, mark = find_first(self._buffer, marks)
+        if not mark:
+            index = len(self._buffer) - held_length(self._buffer, marks)
+        reasoning, self._buffer = self._buffer[:index], self._buffer[index:]
+        if mark == self._marks.end:
+            self._buffer = self._buffer.removeprefix(mark)
+        return reasoning, bool(mark)
 
     def _take_buffer(self) -> str:
         buffered, self._buffer = self._buffer, ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 _SIGNS = re.compile(r'["\\{}\[\],\x00-\x1f]')
 
@@ -53,14 +54,16 @@ class JsonScan:
         return None
 
 
-def split_at(text: str, mark: str) -> tuple[str, str, bool]:
-    """Split at the mark. Return the text before it, the rest, and whether the mark was found.
+def find_first(text: str, marks: Sequence[str]) -> tuple[int, str]:
+    """Return the index of the first mark in the text, and the mark; (-1, "") without one."""
+    found = [(index, mark) for mark in marks if (index := text.find(mark)) >= 0]
+    return min(found, default=(-1, ""))
 
-    If it was not found, the rest is the longest suffix that may begin the mark.
-    """
-    before, found, after = text.partition(mark)
-    if found:
-        return before, after, True
-    longest = min(len(mark) - 1, len(text))
-    held = next((size for size in range(longest, 0, -1) if mark.startswith(text[-size:])), 0)
-    return text[: len(text) - held], text[len(text) - held :], False
+
+def held_length(text: str, marks: Sequence[str]) -> int:
+    """Return the length of the longest suffix that may begin one of the marks."""
+    longest = min(max(map(len, marks), default=1) - 1, len(text))
+    for size in range(longest, 0, -1):
+        if any(mark.startswith(text[-size:]) for mark in marks):
+            return size
+    return 0

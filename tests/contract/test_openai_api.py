@@ -899,7 +899,7 @@ def test_unfulfilled_options_are_reported_as_warnings() -> None:
         whole: Any = await client.chat.completions.create(**parameters, stop="e")
         [unseen, unread, capped] = whole.warnings
         assert "template does not show them" in unseen
-        assert "without --tool-parser" in unread
+        assert "set --tool-parser" in unread
         assert capped.startswith("max_tokens 600 was lowered to ")
 
         stream: Any = await client.chat.completions.create(**parameters, stop="e", stream=True)

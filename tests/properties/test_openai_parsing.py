@@ -24,17 +24,19 @@ from baton.router.text_events.events import (
 )
 from baton.router.text_events.forced_calls import RequiredCallsParser
 from baton.router.text_events.parsing import (
-    REASONING_BEGINS_INSIDE,
-    TOOL_PARSERS,
     TextFormat,
     ToolCallMode,
 )
+from baton.router.text_events.table import REASONING_FORMATS, TOOL_FORMATS
 from baton.router.values import (
     Parsing,
     TokenChunk,
 )
+from tests.support.written_calls import WRITERS
 
+TAGS = tuple(dict.fromkeys(mark for form in TOOL_FORMATS.values() for mark in form.marks if mark))
 FRAGMENTS = (
+    *TAGS,
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>"),
     *('{"name": "f", "arguments": {"x": 1}}', '{"name": "g", "parameters": {}}', '{"name": 1}'),
     *('{"name": "h", "arguments": {"x": "</tool_call>', '"}}', "\\"),
@@ -42,7 +44,7 @@ FRAGMENTS = (
 )
 texts = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=12)
 parsings = st.builds(
-    Parsing, st.sampled_from(["", *TOOL_PARSERS]), st.sampled_from(["", *REASONING_BEGINS_INSIDE])
+    Parsing, st.sampled_from(["", *TOOL_FORMATS]), st.sampled_from(["", *REASONING_FORMATS])
 )
 
 
@@ -53,20 +55,64 @@ def read(parser: OutputParser, chunks: Sequence[str], *, is_cut_off: bool = Fals
     return fold([*events, *parser.finish(is_cut_off=is_cut_off)])
 
 
-@given(texts, parsings, st.booleans(), st.data())
+def split(text: str, data: st.DataObject) -> list[str]:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+@given(texts, parsings, st.booleans(), st.booleans(), st.data())
 def test_parsing_does_not_depend_on_how_the_text_is_split(
-    fragments: list[str], parsing: Parsing, is_cut_off: bool, data: st.DataObject
+    fragments: list[str],
+    parsing: Parsing,
+    is_cut_off: bool,
+    streams_arguments: bool,
+    data: st.DataObject,
 ) -> None:
     text = "".join(fragments)
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
-    chunks = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    form = TextFormat(parsing, ToolCallMode.BY_MODEL, streams_arguments=streams_arguments)
 
     def read_as(chunks: list[str]) -> AnswerText:
-        return read(
-            TextFormat(parsing, ToolCallMode.BY_MODEL).parser(), chunks, is_cut_off=is_cut_off
-        )
+        return read(form.parser(), chunks, is_cut_off=is_cut_off)
 
-    assert read_as(chunks) == read_as(list(text)) == read_as([text])
+    assert read_as(split(text, data)) == read_as(list(text)) == read_as([text])
+
+
+words = st.text(st.sampled_from("ab_ñ {}[]\"'\\,:<>/|\n"), max_size=8)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-99, 99) | words,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab", min_size=1), inner),
+    max_leaves=4,
+)
+written_calls = st.lists(
+    st.tuples(st.sampled_from("fg"), st.dictionaries(st.text("xyz", min_size=1), values)),
+    min_size=1,
+    max_size=3,
+)
+
+
+@given(st.sampled_from(sorted(TOOL_FORMATS)), written_calls, st.data())
+def test_streamed_calls_are_the_whole_ones_in_each_format(
+    name: str, calls: list[tuple[str, dict[str, Any]]], data: st.DataObject
+) -> None:
+    text = WRITERS[name]("", calls)
+    # Formats with plain text cannot tell a text from a number by themselves.
+    schema = {"type": "object", "additionalProperties": {"type": "string"}}
+    is_plain = name in ("qwen3_xml", "glm45")
+    tools = [{"function": {"name": each, "parameters": schema}} for each in "fg"]
+    if is_plain:
+        calls = [(each, dict.fromkeys(given, "w")) for each, given in calls]
+        text = WRITERS[name]("", calls)
+
+    def read_as(chunks: list[str], *, streams_arguments: bool) -> AnswerText:
+        mode = ToolCallMode.BY_MODEL
+        form = TextFormat(Parsing(name), mode, tools=tools, streams_arguments=streams_arguments)
+        return read(form.parser(), chunks)
+
+    whole = read_as([text], streams_arguments=False)
+    streamed = read_as(split(text, data), streams_arguments=True)
+
+    assert [(call.name, json.loads(call.arguments)) for call in whole.calls] == calls
+    assert whole == streamed
 
 
 @given(texts, parsings)

@@ -142,7 +142,7 @@ CHUNK = Mapper(
     TokenChunk,
     inference_pb2.GenerateResponse,
     converters={"logprobs": LOGPROBS, "prompt_logprobs": PROMPT_LOGPROBS},
-    unmapped=("request_id", "index", "finish", "vector"),
+    unmapped=("request_id", "index", "finish", "vector", "prompt_end"),
 )
 
 

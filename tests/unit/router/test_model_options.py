@@ -87,9 +87,9 @@ def test_parsers_apply_to_all_models_or_to_one() -> None:
         ({"model": ["=/a"]}, "NAME=FOLDER"),
         ({"model": ["a="]}, "NAME=FOLDER"),
         ({"model": ["a=/a", "a=/b"]}, "--model is given twice for a"),
-        ({"tool_parser": ["other"]}, "choose one of hermes, llama3_json"),
+        ({"tool_parser": ["other"]}, "choose one of auto, none, hermes, "),
         ({"tool_parser": ["=hermes"]}, "MODEL=PARSER"),
-        ({"reasoning_parser": ["hermes"]}, "choose one of qwen3, deepseek_r1"),
+        ({"reasoning_parser": ["hermes"]}, "choose one of auto, none, qwen3, deepseek_r1"),
         ({"reasoning_parser": ["qwen3", "deepseek_r1"]}, "given twice for all models"),
     ],
 )

@@ -175,6 +175,8 @@ def chat_completion_from(
             choice.name,
             has_one_call=not body.parallel_tool_calls,
             is_constrained=output_format is not None,
+            tools=choice.shown,
+            streams_arguments=body.stream,
         ),
         fills_context=max_tokens is None,
     )

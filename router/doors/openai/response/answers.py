@@ -242,5 +242,8 @@ def tool_warnings(text_format: TextFormat, *, supports_tools: bool) -> Sequence[
                 "tools: structured output contains no calls unless tool_choice forces one"
             )
         elif not text_format.parsing.tools:
-            warnings.append("tools: without --tool-parser, tool calls stay in the content")
+            warnings.append(
+                "tools: no parser of this model's tool calls is known, so they stay in the "
+                "content: set --tool-parser"
+            )
     return warnings

@@ -46,7 +46,7 @@ def test_events_keep_the_order_of_text_reasoning_and_calls() -> None:
         ("thinking", "why"),
         ("text", "so"),
         ("f", '{"x": 1}'),
-        ("text", " done"),
+        ("text", "  done"),
     ]
 
 

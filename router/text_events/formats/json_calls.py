@@ -1,0 +1,224 @@
+"""Tool calls as JSON objects, `{"name": …, "arguments": {…}}`. Pure.
+
+Alone, in a list or in a row, with marks around: Hermes, Qwen, Llama, Granite, Mistral, Phi.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from baton.router.text_events.call_writer import CallWriter
+from baton.router.text_events.scanning import JsonScan, find_first, held_length
+from baton.router.text_events.script_parser import TextSource, Waiting
+
+MAX_HEAD_CHARACTERS = 1 << 12
+NO_JSON = (ValueError, RecursionError)
+ARGUMENTS = ("arguments", "parameters")
+# Up to the first character of the arguments.
+_HEAD = re.compile(
+    r'\s*\{\s*(?:"(?:id|type)"\s*:\s*"[^"\\]*"\s*,\s*)*'
+    r'"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+
+
+def parse_object(text: str) -> dict[str, Any] | None:
+    """Return the JSON object in a text, None if it is none or not strict JSON."""
+    try:
+        value = json.loads(text, parse_constant=_refuse)
+        text.encode()
+        json.dumps(value, ensure_ascii=False).encode()  # raises for a lone surrogate
+    except NO_JSON:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def call_from(value: Any) -> tuple[str, str] | None:
+    """Return name and arguments of a call, None if the value is no call."""
+    if not isinstance(value, dict):
+        return None
+    function = value.get("function")
+    if isinstance(function, dict):
+        value = function
+    name = value.get("name")
+    arguments = next((value[key] for key in ARGUMENTS if key in value), None)
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return None
+    return name, json.dumps(arguments, ensure_ascii=False)
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+class ObjectCall:
+    """A call as one JSON object, `{"name": …, "arguments": {…}}`, written as it arrives.
+
+    An end mark inside a JSON string belongs to the string.
+    """
+
+    def __init__(
+        self, writer: CallWriter, end: str = "", *, needs_known_name: bool = False
+    ) -> None:
+        self._writer, self._ends = writer, (end,) if end else ()
+        self._needs_known_name = needs_known_name  # to be sure of a call before its end
+        self._parts: list[str] = []
+        self._num_characters = 0
+        self._scan = JsonScan()
+        self._arguments: JsonScan | None = None  # None: they have not begun
+        self._has_begun = False
+        self.is_whole = False
+
+    def read(self, source: TextSource, *, counts_marks: bool = False) -> Waiting[None]:
+        """Read the object. `counts_marks`: an end mark inside a string ends it, too."""
+        while True:
+            index, found = find_first(source.buffer, self._ends)
+            if not found:
+                held = 0 if source.is_closed else held_length(source.buffer, self._ends)
+                index = len(source.buffer) - held
+            end = self._scan.scan(source.buffer[:index])
+            self._add(source.take(index if end is None else end))
+            if end is not None:
+                self._finish()
+                return
+            if found and (counts_marks or not self._scan.is_in_string):
+                return
+            if found:
+                self._scan.scan(found)
+                self._add(source.take(len(found)))
+            elif not (yield from source.more()):
+                return
+
+    def _add(self, text: str) -> None:
+        self._parts.append(text)
+        if self._has_begun:
+            self._write(text)
+            return
+        self._num_characters += len(text)
+        if self._num_characters > MAX_HEAD_CHARACTERS and len(self._parts) > 1:
+            return
+        head = _HEAD.match("".join(self._parts))
+        name = None if head is None else _name_in(head[1])
+        is_sure = not self._needs_known_name or name in self._writer.names
+        if head is not None and name is not None and is_sure:
+            self._has_begun, self._arguments = True, JsonScan()
+            self._writer.begin_call(name)
+            self._write(head.string[head.end() :])
+
+    def _write(self, text: str) -> None:
+        if self._arguments is None or not text:
+            return  # what follows the arguments
+        end = self._arguments.scan(text)
+        self._writer.arguments(text if end is None else text[:end])
+        if end is not None:
+            self._arguments = None
+
+    def _finish(self) -> None:
+        text = "".join(self._parts)
+        call = call_from(parse_object(text))
+        self.is_whole = call is not None
+        if call is None:
+            return
+        if self._has_begun:
+            self._writer.end_call()
+            return
+        name, arguments = call
+        head = _HEAD.match(text)
+        if head is not None:
+            written = text[head.end() :]
+            arguments = written[: JsonScan().scan(written)]
+        self._writer.call(name, arguments)
+
+
+def _name_in(quoted: str) -> str | None:
+    try:
+        name = json.loads(quoted)
+        name.encode()
+    except ValueError:
+        return None
+    return str(name)
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedObjects:
+    """Objects, or a list of them, between marks."""
+
+    begins: tuple[str, ...]
+    end: str = ""
+
+    def __call__(self, source: TextSource, writer: CallWriter) -> Waiting[None]:
+        counts_marks = False
+        while not source.is_at_end:
+            found = yield from source.read_to(self.begins, writer.text)
+            if not found:
+                continue
+            source.mark()
+            is_whole = yield from read_objects(source, writer, self.end, counts_marks=counts_marks)
+            if is_whole:
+                if self.end:
+                    yield from source.accept(self.end)
+                continue
+            rest = source.text_since_mark.partition(self.end)[2] if self.end else ""
+            if rest:
+                counts_marks = True  # parsing the rest again and again would be slow
+                source.put_back(rest)
+            writer.fail_call(found, source)
+
+
+def read_objects(
+    source: TextSource, writer: CallWriter, end: str = "", *, counts_marks: bool = False
+) -> Waiting[bool]:
+    """Read an object or a list of them. Returns False if what is read since a mark is no call."""
+    is_list = bool((yield from source.accept("[")))
+    while True:
+        call = ObjectCall(writer, end)
+        yield from call.read(source, counts_marks=counts_marks)
+        if not call.is_whole:
+            return False
+        source.mark()
+        if not is_list:
+            return True
+        sign = yield from source.accept(",", "]")
+        if sign != ",":
+            return True
+
+
+PYTHON_TAG = "<|python_tag|>"
+
+
+def read_llama_calls(source: TextSource, writer: CallWriter) -> Waiting[None]:
+    """Read calls that are the whole answer, or follow `<|python_tag|>`, with `;` between."""
+    found = ""
+    while True:
+        source.mark()
+        is_tagged = bool(found) or bool((yield from source.accept(PYTHON_TAG)))
+        if (yield from source.choose("{")):
+            yield from _read_row(source, writer, found)
+        elif is_tagged:
+            writer.text(found + source.text_since_mark)
+        found = yield from source.read_to((PYTHON_TAG,), writer.text)
+        if not found:
+            return
+
+
+def _read_row(source: TextSource, writer: CallWriter, tag: str) -> Waiting[None]:
+    while True:
+        call = ObjectCall(writer, needs_known_name=True)
+        yield from call.read(source)
+        if not call.is_whole:
+            writer.fail_call(tag, source)
+            return
+        tag = ""
+        source.mark()
+        sign = yield from source.choose(";", "{", ",")
+        if not sign:
+            return
+        if sign != "{":
+            yield from source.accept(sign)
+        if not (yield from source.choose("{")):
+            writer.text(source.text_since_mark)
+            return
+        source.skip_space()
+        source.mark()

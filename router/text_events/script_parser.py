@@ -1,0 +1,121 @@
+"""Parsers written as scripts: generators that read an answer's text and wait where it ends. Pure.
+
+A script decides only what more text cannot change, so its events do not depend on how the text is
+split into parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import TypeVar
+
+from baton.router.text_events.call_writer import CallWriter
+from baton.router.text_events.events import TextEvent
+from baton.router.text_events.scanning import find_first, held_length
+
+Result = TypeVar("Result")
+Waiting = Generator[None, None, Result]  # yields while it waits for more text
+
+
+class TextSource:
+    """Text of one answer that has arrived and is not read yet."""
+
+    def __init__(self) -> None:
+        self.buffer = ""
+        self.is_closed = False
+        self.is_cut_off = False  # by max_tokens
+        self._read: list[str] = []
+
+    def mark(self) -> None:
+        """Begin to record what is read, for `text_since_mark`."""
+        self._read = []
+
+    @property
+    def text_since_mark(self) -> str:
+        return "".join(self._read)
+
+    @property
+    def is_at_end(self) -> bool:
+        return self.is_closed and not self.buffer
+
+    def take(self, count: int) -> str:
+        taken, self.buffer = self.buffer[:count], self.buffer[count:]
+        self._read.append(taken)
+        return taken
+
+    def put_back(self, text: str) -> None:
+        """Return the last text that was read, to be read again."""
+        self._read = [self.text_since_mark.removesuffix(text)]
+        self.buffer = text + self.buffer
+
+    def more(self) -> Waiting[bool]:
+        """Wait for more text. Returns False at the end of the answer."""
+        if self.is_closed:
+            return False
+        yield
+        return True
+
+    def read_to(self, marks: Sequence[str], on_text: Callable[[str], None]) -> Waiting[str]:
+        """Read up to the first of the marks, and the mark. Returns it, or "" at the end."""
+        while True:
+            index, found = find_first(self.buffer, marks)
+            if found:
+                on_text(self.take(index))
+                return self.take(len(found))
+            held = 0 if self.is_closed else held_length(self.buffer, marks)
+            if len(self.buffer) > held:
+                on_text(self.take(len(self.buffer) - held))
+            if not (yield from self.more()):
+                return ""
+
+    def read_until(self, *marks: str) -> Waiting[str | None]:
+        """Read up to the first of the marks, and the mark. Returns the text, None at the end."""
+        parts: list[str] = []
+        found = yield from self.read_to(marks, parts.append)
+        return "".join(parts) if found else None
+
+    def choose(self, *texts: str, skips_space: bool = True) -> Waiting[str]:
+        """Return which of the texts comes next, without reading it; "" if none does."""
+        while True:
+            start = self.buffer.lstrip() if skips_space else self.buffer
+            found = next((text for text in texts if start.startswith(text)), "")
+            if found or not any(text.startswith(start) for text in texts):
+                return found
+            if not (yield from self.more()):
+                return ""
+
+    def accept(self, *texts: str) -> Waiting[str]:
+        """Read whitespace and the one of the texts that comes next; reads nothing if none does."""
+        found = yield from self.choose(*texts)
+        if found:
+            self.skip_space()
+            self.take(len(found))
+        return found
+
+    def skip_space(self) -> None:
+        self.take(len(self.buffer) - len(self.buffer.lstrip()))
+
+
+class ScriptParser:
+    """Implements `OutputParser` by a script."""
+
+    def __init__(
+        self, script: Callable[[TextSource, CallWriter], Waiting[None]], writer: CallWriter
+    ) -> None:
+        self._source = TextSource()
+        self._writer = writer
+        self._steps = script(self._source, writer)
+
+    def push(self, text: str) -> list[TextEvent]:
+        if text:
+            self._source.buffer += text
+            next(self._steps, None)
+        return self._writer.take_events()
+
+    def finish(self, *, is_cut_off: bool = False) -> list[TextEvent]:
+        self._source.is_closed, self._source.is_cut_off = True, is_cut_off
+        if is_cut_off and self._writer.has_called:
+            self._source.buffer = ""  # the beginning of a mark, or part of a call
+        next(self._steps, None)
+        self._writer.finish()
+        return self._writer.take_events()

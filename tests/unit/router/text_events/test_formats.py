@@ -1,0 +1,192 @@
+"""Formats of tool calls: an answer of each, and the chat templates that announce them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import pytest
+
+from baton.router.text_events.events import AnswerText, ArgumentsDelta, TextEvent, ToolCall, fold
+from baton.router.text_events.parsing import TextFormat, ToolCallMode
+from baton.router.text_events.table import TOOL_FORMATS, parsing_of_template
+from baton.router.values import Parsing
+from tests.support.written_calls import WRITERS
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "parameters": {
+                "type": "object",
+                "properties": {"x": {"type": "string"}, "n": {"type": ["integer", "null"]}},
+            },
+        },
+    }
+]
+ARGUMENTS = {"x": 'a "b" \\ {c}', "n": 2}
+# Formats that become JSON when a call is complete.
+TRANSLATED = ("pythonic", "llama4_pythonic", "gemma4", "functiongemma")
+
+
+def events_of(
+    parsing: Parsing,
+    chunks: Sequence[str],
+    *,
+    streams_arguments: bool = False,
+    is_cut_off: bool = False,
+    prompt_end: str = "",
+) -> list[TextEvent]:
+    form = TextFormat(
+        parsing, ToolCallMode.BY_MODEL, tools=TOOLS, streams_arguments=streams_arguments
+    )
+    parser = form.parser(prompt_end)
+    pushed = [event for chunk in chunks for event in parser.push(chunk)]
+    return [*pushed, *parser.finish(is_cut_off=is_cut_off)]
+
+
+def read(parsing: Parsing, text: str, *, prompt_end: str = "") -> AnswerText:
+    return fold(events_of(parsing, [text], prompt_end=prompt_end))
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_each_format_has_parallel_calls_and_text_before_them(name: str) -> None:
+    write = WRITERS[name]
+
+    found = read(Parsing(name), write("", [("f", ARGUMENTS), ("g", {})]))
+
+    assert [call.name for call in found.calls] == ["f", "g"]
+    assert [json.loads(call.arguments) for call in found.calls] == [ARGUMENTS, {}]
+    assert (found.content.strip(), found.reasoning) == ("", "")
+    if write.has_text_before:
+        assert read(Parsing(name), write("so", [("g", {})])).content == "so"
+
+
+@pytest.mark.parametrize("name", sorted(set(TOOL_FORMATS) - set(TRANSLATED)))
+def test_arguments_arrive_before_their_call_is_complete(name: str) -> None:
+    text = WRITERS[name]("", [("f", {"x": "a" * 40})])
+    begun = text[: text.rindex("aaaa")]
+
+    sent = fold(events_of(Parsing(name), list(begun), streams_arguments=True))
+    kept = fold(events_of(Parsing(name), list(begun), is_cut_off=True))
+
+    assert [(call.name, call.arguments.count("a")) for call in sent.calls] == [("f", 36)]
+    assert not kept.calls
+
+
+def test_a_long_text_argument_is_streamed_as_it_arrives() -> None:
+    begun = "<tool_call><function=f><parameter=x>\none\ntwo"
+
+    events = events_of(Parsing("qwen3_xml"), [begun, ' "three"'], streams_arguments=True)
+
+    assert fold(events).calls == (ToolCall("f", '{"x": "one\\ntwo \\"three\\"'),)
+    assert sum(isinstance(event, ArgumentsDelta) for event in events) >= 4
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "expected"),
+    [
+        ({"type": "string"}, "12", "12"),
+        ({"type": "integer"}, "12", 12),
+        ({"type": "integer"}, "many", "many"),
+        ({"type": "number"}, "3", 3),
+        ({"type": "boolean"}, "True", True),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, "12", "12"),
+        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "12", 12),
+        ({"$ref": "#/$defs/size"}, "12", 12),
+        ({"enum": ["12", "13"]}, "12", "12"),
+        ({"type": "object"}, "{'a': True}", {"a": True}),
+        ({"type": "number"}, "1e999", "1e999"),
+        ({}, "[1, 2", "[1, 2"),
+        ({}, "[1, 2]", [1, 2]),
+    ],
+)
+def test_texts_become_the_types_of_the_schema(
+    schema: dict[str, object], written: str, expected: object
+) -> None:
+    parameters = {"properties": {"x": schema}, "$defs": {"size": {"type": "integer"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    parser = TextFormat(Parsing("glm45"), ToolCallMode.BY_MODEL, tools=tools).parser()
+    text = f"<tool_call>f<arg_key>x</arg_key><arg_value>{written}</arg_value></tool_call>"
+
+    [call] = fold([*parser.push(text), *parser.finish()]).calls
+
+    assert json.loads(call.arguments) == {"x": expected}
+
+
+@pytest.mark.parametrize(
+    ("prompt_end", "expected"),
+    [
+        ("<|im_start|>assistant\n<think>\n", AnswerText("b", "a")),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", AnswerText("a</think>b")),
+        ("<think>\nold\n</think>\n\nold<|im_end|>\n<|im_start|>assistant\n", None),
+    ],
+)
+def test_the_prompt_shows_whether_an_answer_begins_inside_the_reasoning(
+    prompt_end: str, expected: AnswerText | None
+) -> None:
+    found = read(Parsing("hermes", "qwen3"), "a</think>b", prompt_end=prompt_end)
+
+    assert found == (expected or AnswerText("a</think>b"))
+
+
+def test_a_call_ends_a_reasoning_that_lacks_its_end_mark() -> None:
+    text = "why <|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"
+    text += "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"
+
+    found = read(Parsing("kimi_k2", "kimi_k2"), text, prompt_end="<think>")
+
+    assert found == AnswerText("", "why ", (ToolCall("f", "{}"),))
+
+
+def test_harmony_separates_channels_also_without_tools() -> None:
+    text = "<|channel|>analysis<|message|>why<|end|><|start|>assistant"
+    text += "<|channel|>final<|message|>so"
+    parser = TextFormat(Parsing("openai", "openai_gptoss")).parser("<|start|>assistant")
+
+    assert fold([*parser.push(text), *parser.finish()]) == AnswerText("so", "why")
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("", Parsing()),
+        ("{% for message in messages %}{{ message['content'] }}{% endfor %}", Parsing()),
+        (
+            '<tool_call>\\n{"name": <function-name>}\\n</tool_call>',
+            Parsing("hermes"),
+        ),
+        ("<tool_call></tool_call> <think></think>", Parsing("hermes", "qwen3")),
+        ("<tool_call>\n<function=a>\n<parameter=b></tool_call>", Parsing("qwen3_xml")),
+        ("<tool_call>{name}<arg_key></tool_call><think>", Parsing("glm45", "glm45")),
+        ("<|start_header_id|> {%- if tools %} <|python_tag|>", Parsing("llama3_json")),
+        ("<|header_start|> {%- if tools %}", Parsing("llama4_json")),
+        ("<|header_start|> [func_name1(params_name1=", Parsing("llama4_pythonic")),
+        ("[INST] [TOOL_CALLS] [AVAILABLE_TOOLS]", Parsing("mistral")),
+        ("[INST] [TOOL_CALLS] [THINK]", Parsing("mistral", "mistral")),
+        (
+            "<｜Assistant｜><｜tool▁calls▁begin｜>```json</think>",
+            Parsing("deepseek_v3", "deepseek_v3"),
+        ),
+        (
+            "<｜Assistant｜><think>\\n<｜tool▁calls▁begin｜>```json</think>",
+            Parsing("deepseek_v3", "deepseek_r1"),
+        ),
+        (
+            "<｜Assistant｜><｜tool▁calls▁begin｜></think>",
+            Parsing("deepseek_v31", "deepseek_v3"),
+        ),
+        ("<|tool_calls_section_begin|>", Parsing("kimi_k2")),
+        ("<|start|>assistant<|channel|>analysis", Parsing("openai", "openai_gptoss")),
+        ("<|tool_call>call:<tool_call|><|channel>thought", Parsing("gemma4", "gemma4")),
+        (
+            "<|start_of_role|>assistant_tool_call Here is my thought process:",
+            Parsing("granite", "granite"),
+        ),
+        ("<|tool|>{{ tools }}<|/tool|>", Parsing("phi4_mini_json")),
+    ],
+)
+def test_formats_are_chosen_by_the_chat_template(template: str, expected: Parsing) -> None:
+    assert parsing_of_template(template) == expected
