@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any, TypeAlias
 
 from baton.core.errors import InvalidRequest
+from baton.core.reasoning import ReasoningSection
 from baton.core.structured_outputs import StructuredOutputs
 
 MAX_LOGPROBS = 64
@@ -47,6 +48,7 @@ class SamplingParams:
     logprobs: int | None = None  # number of top tokens; 0: the sampled token only
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None  # constrains the output
+    reasoning: ReasoningSection | None = None  # in front of the structured output
     extra_args: Mapping[str, Argument] = field(default_factory=dict)  # for logits processors
 
     @property
@@ -107,7 +109,9 @@ class SamplingParams:
         _check_count("banned_token_ids", len(self.banned_token_ids), MAX_LISTED_TOKEN_IDS)
         _check_count("allowed_token_ids", len(allowed), MAX_LISTED_TOKEN_IDS)
         banned = chain(self.banned_token_ids, chain.from_iterable(self.banned_sequences))
-        lowest = min(chain(self.stop_token_ids, banned, allowed, self.logit_bias), default=0)
+        section = () if self.reasoning is None else self.reasoning.token_ids
+        listed = chain(self.stop_token_ids, banned, allowed, self.logit_bias, section)
+        lowest = min(listed, default=0)
         if lowest < 0:
             raise _invalid("token id", lowest, "at least 0")
 
@@ -133,6 +137,11 @@ class SamplingParams:
         return num_ids + 4 * len(self.logit_bias) + 8 * (len(self.banned_sequences) + num_arguments)
 
     def _check_form(self) -> None:
+        if self.reasoning is not None and self.structured_outputs is None:
+            raise InvalidRequest(
+                "reasoning needs structured_outputs, which begin after it: leave it out",
+                "reasoning",
+            )
         if self.structured_outputs is not None and self.ignore_eos:
             raise InvalidRequest(
                 "ignore_eos and structured_outputs exclude each other: a complete answer cannot "

@@ -23,6 +23,7 @@ from baton.engine.scheduler.queues import ADAPTER_PLACE, RankedQueue, WaitingQue
 from baton.engine.scheduler.request import BY_RANK, Rank, Request, RequestStatus
 from baton.engine.scheduler.running_batch import Batch
 from baton.engine.scheduler.validation import max_num_tokens
+from baton.engine.structured_output.after_reasoning import AfterReasoning
 from baton.engine.structured_output.grammar import Grammar
 from baton.kv_transfer.external_kv import ExternalKv
 from baton.kv_transfer.foreign.types import ForeignReader
@@ -90,6 +91,9 @@ class SchedulerState:
     def enqueue_compiled(self, request: Request, grammar: Grammar) -> None:
         """Queue a request whose grammar is compiled. It keeps its place by arrival."""
         self._dequeue(request)
+        section = request.submitted.sampling.reasoning
+        if section is not None:
+            grammar = AfterReasoning(grammar, section, self.config.eos_token_ids)
         request.grammar = grammar
         request.move(RequestStatus.WAITING)
         self.waiting.push(request)

@@ -92,6 +92,7 @@ def _named_token_ids(request: EngineRequest) -> Iterator[tuple[str, tuple[int, .
     yield "allowed_token_ids", sampling.allowed_token_ids or ()
     yield "banned_sequences", tuple(chain.from_iterable(sampling.banned_sequences))
     yield "logit_bias", tuple(sampling.logit_bias)
+    yield "reasoning", () if sampling.reasoning is None else sampling.reasoning.token_ids
 
 
 def _check_lengths(request: EngineRequest, config: SchedulerConfig) -> None:

@@ -27,6 +27,17 @@ class Matcher(Protocol):
         """Advance over output tokens, in order."""
         ...
 
+    def try_advance(self, token_id: int) -> bool:
+        """Advance over a drafted token. Returns False, and stays, if it cannot come next.
+
+        The EOS token is never advanced over.
+        """
+        ...
+
+    def rollback(self, num_tokens: int) -> None:
+        """Return to the state before the last tokens: drafts that were rejected."""
+        ...
+
     def fill(self, allowed: Bits) -> None:
         """Fill the bitmask with the tokens that can follow.
 

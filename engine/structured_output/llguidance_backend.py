@@ -96,7 +96,7 @@ class GrammarLibrary:
             matcher = llguidance.LLMatcher(
                 tokenizer, _definition(params), log_level=0, limits=LIMITS
             )
-        grammar = CompiledGrammar(params, matcher)
+        grammar = CompiledGrammar(params, matcher, self._eos_token_ids)
         # The first mask is often the most expensive, and shows whether any output fits.
         grammar.matcher().fill(np.zeros(num_words(self._vocab_size), dtype=np.int32))
         _check_cost(params, began_s, MAX_COMPILE_S)
@@ -123,25 +123,54 @@ class GrammarLibrary:
 class CompiledGrammar:
     """Compiled grammar. Its matchers share llguidance's caches, so later ones are faster."""
 
-    def __init__(self, params: StructuredOutputs, start: llguidance.LLMatcher) -> None:
+    def __init__(
+        self,
+        params: StructuredOutputs,
+        start: llguidance.LLMatcher,
+        eos_token_ids: Sequence[int],
+    ) -> None:
         self._wanted = params
         self._start = start
+        self._eos_token_ids = eos_token_ids
         if start.is_error():
             raise _error(params, start.get_error())
 
     def matcher(self) -> GrammarMatcher:
-        return GrammarMatcher(self._wanted, self._start.deep_copy())
+        return GrammarMatcher(self._wanted, self._start.deep_copy(), self._eos_token_ids)
 
 
 class GrammarMatcher:
-    def __init__(self, params: StructuredOutputs, matcher: llguidance.LLMatcher) -> None:
+    """Implements `Matcher`."""
+
+    def __init__(
+        self,
+        params: StructuredOutputs,
+        matcher: llguidance.LLMatcher,
+        eos_token_ids: Sequence[int],
+    ) -> None:
         self._wanted = params
         self._matcher = matcher
+        self._eos_token_ids = eos_token_ids
 
     def advance(self, token_ids: Sequence[int]) -> None:
         with _refuse_panics(self._wanted):
             is_taken = self._matcher.consume_tokens(list(token_ids))
         if not is_taken:
+            raise self._matcher_error()
+
+    def try_advance(self, token_id: int) -> bool:
+        if token_id in self._eos_token_ids:
+            return False
+        with _refuse_panics(self._wanted):
+            is_allowed = self._matcher.validate_tokens([token_id]) == 1
+            if is_allowed:
+                self.advance((token_id,))
+        return is_allowed
+
+    def rollback(self, num_tokens: int) -> None:
+        with _refuse_panics(self._wanted):
+            is_done = self._matcher.rollback(num_tokens)
+        if not is_done:
             raise self._matcher_error()
 
     def fill(self, allowed: Bits) -> None:

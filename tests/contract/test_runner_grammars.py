@@ -134,6 +134,12 @@ def test_each_token_advances_the_matcher_once(runner: TorchRunner, library: Gram
             self.taken += token_ids
             self._matcher.advance(token_ids)
 
+        def try_advance(self, token_id: int) -> bool:
+            return self._matcher.try_advance(token_id)
+
+        def rollback(self, num_tokens: int) -> None:
+            self._matcher.rollback(num_tokens)
+
         def fill(self, allowed: Bits) -> None:
             self._matcher.fill(allowed)
 

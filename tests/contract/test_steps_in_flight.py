@@ -67,6 +67,12 @@ class NextTokens:
             assert self.newest < token_id < self.newest + 10
             self.newest = token_id
 
+    def try_advance(self, token_id: int) -> bool:
+        raise NotImplementedError  # there are no drafts
+
+    def rollback(self, num_tokens: int) -> None:
+        raise NotImplementedError
+
     def fill(self, allowed: Bits) -> None:
         allowed.fill(0)
         for token_id in range(self.newest + 1, self.newest + 10):

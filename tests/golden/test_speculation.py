@@ -12,6 +12,7 @@ import pytest
 from baton.core.ids import RequestId
 from baton.core.logprobs import TokenLogprobs
 from baton.core.output import FinishReason, Output
+from baton.core.reasoning import ReasoningSection
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
 from baton.core.structured_outputs import StructuredOutputs
@@ -336,18 +337,33 @@ def test_nothing_is_proposed_without_free_rows(engine_of: MakeEngine) -> None:
     assert engine.scheduler.stats().total_proposed_tokens == 0
 
 
-def test_a_constrained_answer_is_the_same_next_to_an_unconstrained_one(
-    model_folder: FolderOf,
-) -> None:
-    form = StructuredOutputs(regex="[a-f]{3,9}(-[0-9]{2}){4}")
-    requested = [replace(GREEDY, ignore_eos=False, structured_outputs=form), LOOPING.sampling]
-    answers = []
+def test_constrained_answers_take_drafts_and_stay_the_same(model_folder: FolderOf) -> None:
+    forms = [
+        StructuredOutputs(regex="[a-f]{3,9}(-[0-9]{2}){4}"),
+        StructuredOutputs(regex="(the quick )+fox"),
+        StructuredOutputs(json='{"type": "array", "items": {"enum": ["ab", "cd"]}, "minItems": 9}'),
+    ]
+    constrained = [
+        replace(GREEDY, ignore_eos=False, max_tokens=60, structured_outputs=form) for form in forms
+    ]
+    sampled = [replace(one, temperature=1.0, seed=seed) for seed, one in enumerate(constrained)]
+    reasoning = ReasoningSection((40,))
+    after = [
+        replace(one, reasoning=replace(reasoning, begin_token_id=begin))
+        for one in (constrained[0], sampled[1])
+        for begin in (None, 41)
+    ]
+    requested = [*constrained, *sampled, *after, LOOPING.sampling]
+    prompts = [[7, 8, 9] * 5] * len(requested)
+    answers, accepted = [], []
     for speculative in ("", "ngram:4"):
         folder = str(model_folder("llama"))
         with LLM(folder, kv_cache_memory="4MiB", speculative=speculative) as llm:
-            got = llm.generate([[7, 8, 9], [7, 8, 9]], requested)
+            got = llm.generate(prompts, requested)
             answers.append([one.token_ids for one in got])
-            stats = llm.engine.scheduler.stats()
+            before = llm.engine.scheduler.stats().total_accepted_tokens
+            llm.generate(prompts[:3], constrained)  # alone: all drafts are of constrained rows
+            accepted.append(llm.engine.scheduler.stats().total_accepted_tokens - before)
 
     assert answers[0] == answers[1]
-    assert 0 < stats.total_accepted_tokens < len(answers[1][1])  # of the other one alone
+    assert accepted[0] == 0 < accepted[1]

@@ -19,6 +19,7 @@ from baton.client import BatonError, Client, Generation
 from baton.cluster import ClusterOptions, LocalCluster
 from baton.core.errors import InvalidRequest
 from baton.core.output import FinishReason
+from baton.core.reasoning import ReasoningSection
 from baton.core.sampling import SamplingParams
 from baton.core.structured_outputs import StructuredOutputs
 from baton.llm import LLM
@@ -44,6 +45,7 @@ SCHEMA: Schema = {
 }
 BY_SCHEMA = StructuredOutputs(json=json.dumps(SCHEMA))
 NUM_SCHEMAS = num_examples(200)
+REASONING_BEGIN, REASONING_END = 50, 51
 LONG = StructuredOutputs(regex="([a-z]{3} ){60,70}")
 FORMS = [
     BY_SCHEMA,
@@ -73,10 +75,26 @@ def client_requests(num_each: int) -> list[ClientRequest]:
     return requests
 
 
+def reasoning_requests() -> list[ClientRequest]:
+    """Return constrained requests that first reason; the end of it is made likely."""
+    requests = []
+    for number, form in enumerate(FORMS[2:4]):
+        for begin in (None, REASONING_BEGIN):
+            sampling = SamplingParams(
+                max_tokens=90,
+                seed=number,
+                structured_outputs=form,
+                reasoning=ReasoningSection((REASONING_END,), begin),
+                logit_bias={REASONING_END: 6.0, REASONING_BEGIN: 9.0 * (number % 2)},
+            )
+            requests.append(ClientRequest(prompt_of(40, seed=number), Generation(sampling)))
+    return requests
+
+
 def test_disaggregated_colocated_and_local_tokens_are_the_same(
     cluster: LocalCluster, colocated: LocalCluster, local: LLM
 ) -> None:
-    requests = client_requests(3)
+    requests = [*client_requests(3), *reasoning_requests()]
 
     apart, together = answer_all(cluster.address, requests), answer_all(colocated.address, requests)
 
@@ -88,6 +106,13 @@ def test_disaggregated_colocated_and_local_tokens_are_the_same(
     assert [one.token_ids for one in together] == expected
     for one in apart:
         assert one.finish.served.prompt_tokens_computed_on_decode == 0
+    for one in together[-len(reasoning_requests()) :]:
+        sampling = _sampling(one.request)
+        assert sampling.reasoning is not None
+        begin, tokens = sampling.reasoning.begin_token_id, list(one.token_ids)
+        has_section = begin is None or tokens[0] == begin
+        assert one.finish.reason == "stop"
+        assert REASONING_END in tokens or not has_section
     reasons: Counter[str] = Counter(
         one.finish.reason for one in apart if _sampling(one.request).structured_outputs
     )

@@ -30,6 +30,12 @@ class AnyAnswer:
     def advance(self, token_ids: Sequence[int]) -> None:
         pass
 
+    def try_advance(self, token_id: int) -> bool:
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        pass
+
     def fill(self, allowed: Bits) -> None:
         allowed.fill(-1)
 

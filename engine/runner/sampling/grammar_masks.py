@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import takewhile
 from time import thread_time
 
 import numpy as np
@@ -30,7 +31,18 @@ class _MatcherState:
     """A row's matcher and the number of outputs that it has consumed."""
 
     matcher: Matcher
-    num_consumed: int = 0  # outputs
+    num_consumed: int = 0  # outputs, without drafts
+    drafted: list[int] = field(default_factory=list)  # drafts of this step that it has consumed
+
+    def settle_drafts(self, outputs: list[int]) -> int:
+        """Roll back the drafts that were rejected. Returns the number of the accepted ones."""
+        pairs = zip(self.drafted, outputs, strict=False)
+        num_accepted = sum(1 for _ in takewhile(_are_equal, pairs))
+        if num_accepted < len(self.drafted):
+            self.matcher.rollback(len(self.drafted) - num_accepted)
+        self.drafted = []
+        self.num_consumed += num_accepted
+        return num_accepted
 
 
 class GrammarMasks:
@@ -38,6 +50,8 @@ class GrammarMasks:
 
     A row's matcher is created when the row is first sampled and then consumes the outputs that it
     lacks. So it consumes each token once, whether this runner sampled it or another node did.
+    It also consumes drafts, for the masks of the places after them, and goes back over those that
+    are rejected in the next step.
     A row whose grammar exceeds the time budget for masks is refused, with the reason.
     """
 
@@ -59,6 +73,8 @@ class GrammarMasks:
         masked = {
             index: run.row.grammar for index, run in enumerate(runs) if run.row.grammar is not None
         }
+        first: dict[RequestId, TokenRun] = {}
+        has_mask: dict[int, bool] = {}
         if not masked:
             return runs
         too_costly = self._budget.begin_step([runs[index].row.request_id for index in masked])
@@ -69,12 +85,17 @@ class GrammarMasks:
             request_id = runs[index].row.request_id
             if request_id in failures:
                 continue
+            newest = first.setdefault(request_id, runs[index])
             try:
-                self._fill_mask(runs[index], grammar, bits[row])
+                if newest is runs[index]:
+                    self._fill_mask(newest, grammar, bits[row])
+                    has_mask[index] = True
+                else:
+                    has_mask[index] = self._fill_after_draft(runs[index], newest, bits[row])
             except InvalidRequest as error:
                 failures[request_id] = _request_failure(error)
         for row, index in enumerate(masked):
-            if runs[index].row.request_id not in failures:
+            if runs[index].row.request_id not in failures and has_mask[index]:
                 runs[index] = runs[index]._replace(allowed=bits[row])
         return runs
 
@@ -84,6 +105,7 @@ class GrammarMasks:
             self._states[request_id] = _MatcherState(grammar.matcher())
         state = self._states[request_id]
         new = run.known_tokens[run.row.num_prompt_tokens + state.num_consumed :].tolist()
+        new = new[state.settle_drafts(new) :]
         if len(new) > 1:
             self._replay(state.matcher, new)
             state.num_consumed += len(new)
@@ -94,6 +116,25 @@ class GrammarMasks:
             state.num_consumed += 1
         state.matcher.fill(bits)
         self._budget.note_step(request_id, self._clock() - began_s)
+
+    def _fill_after_draft(self, run: TokenRun, newest: TokenRun, bits: Bits) -> bool:
+        """Fill the mask of the place after a drafted token, and after those before it.
+
+        Returns False if the grammar does not allow the drafts: the place before them has a mask,
+        so that they are rejected, and what is sampled here is dropped.
+        """
+        request_id = run.row.request_id
+        state = self._states[request_id]
+        draft = run.known_tokens[newest.end :].tolist()
+        if len(state.drafted) < len(draft) - 1:
+            return False
+        began_s = self._clock()
+        is_allowed = state.matcher.try_advance(draft[-1])
+        if is_allowed:
+            state.drafted.append(draft[-1])
+            state.matcher.fill(bits)
+        self._budget.note_step(request_id, self._clock() - began_s)
+        return is_allowed
 
     def _replay(self, matcher: Matcher, tokens: list[int]) -> None:
         """Advance a matcher over outputs of another node, or of before a preemption."""
@@ -156,6 +197,10 @@ class MaskBudget:
 
     def forget(self, request_id: RequestId) -> None:
         self._average_s.pop(request_id, None)
+
+
+def _are_equal(pair: tuple[int, int]) -> bool:
+    return pair[0] == pair[1]
 
 
 def _request_failure(error: InvalidRequest) -> Failure:

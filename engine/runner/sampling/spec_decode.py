@@ -60,8 +60,6 @@ class SpecDecoder:
 
     def _rows(self, num_scheduled_tokens: Mapping[RequestId, int]) -> Iterator[DraftRow]:
         for row in self.batch.decoding(num_scheduled_tokens):
-            if row.sampling.structured_outputs is not None:
-                continue  # a matcher cannot go back after a rejected draft
             max_tokens = min(self.speculation.num_tokens, self.batch.max_draft_len(row))
             if max_tokens > 0:
                 yield DraftRow(row.request_id, self._tokens_from(row), max_tokens)

@@ -43,6 +43,13 @@ class CostlyGrammar:
         self.clock.now_s += self.token_s * len(token_ids)
         self.taken += token_ids
 
+    def try_advance(self, token_id: int) -> bool:
+        self.advance([token_id])
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        del self.taken[len(self.taken) - num_tokens :]
+
     def fill(self, allowed: Bits) -> None:
         self.clock.now_s += self.mask_s
         allowed.fill(-1)
