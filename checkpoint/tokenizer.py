@@ -84,6 +84,11 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
 
+    def encode_mark(self, mark: str) -> tuple[int, ...]:
+        """Return the tokens of a mark; none if it can be written with other tokens, too."""
+        token_ids = tuple(self.encode(mark, add_special_tokens=False))
+        return token_ids if token_ids and token_ids[0] in self._added_ids else ()
+
     def encode_text(
         self, text: str, second: str | None = None, max_tokens: int | None = None
     ) -> EncodedText:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from baton.checkpoint.hub import model_root, open_checkpoint, served_name
+from baton.checkpoint.tokenizer import Tokenizer
 from baton.core.errors import InvalidConfig
+from baton.core.reasoning import MAX_END_TOKENS
 from baton.router.input_processing.model_profiles import ModelProfile
 from baton.router.input_processing.tokenization import ModelText
 from baton.router.model_options import ByName, ModelOptions
+from baton.router.text_events.table import REASONING_FORMATS
+from baton.router.values import Parsing, ReasoningTokens
 
 
 def load_profiles(options: ModelOptions) -> list[ModelProfile]:
@@ -21,13 +27,26 @@ def load_profiles(options: ModelOptions) -> list[ModelProfile]:
 
 def _load(options: ModelOptions, model: ByName, name: str) -> ModelProfile:
     tokenizer = open_checkpoint(model.value).load_tokenizer()
+    parsing = options.parsing_of(name, tokenizer.chat_template)
+    tokens = _reasoning_tokens(parsing, tokenizer)
     return ModelProfile(
         ModelText(tokenizer),
         name,
         is_name_assumed=not model.name,
-        parsing=options.parsing_of(name, tokenizer.chat_template),
+        parsing=replace(parsing, reasoning_tokens=tokens),
         root=model_root(model.value),
     )
+
+
+def _reasoning_tokens(parsing: Parsing, tokenizer: Tokenizer) -> ReasoningTokens | None:
+    """Return the tokens of the reasoning marks, None if the tokenizer has none for them."""
+    marks = REASONING_FORMATS.get(parsing.reasoning)
+    if marks is None:
+        return None
+    begin, end = tokenizer.encode_mark(marks.begin), tokenizer.encode_mark(marks.end)
+    if not begin or not 0 < len(end) <= MAX_END_TOKENS:
+        return None
+    return ReasoningTokens(marks, begin[0], end)
 
 
 def _name_of(model: ByName) -> str:

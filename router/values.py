@@ -11,6 +11,7 @@ from baton.core.foreign_kv import ForeignKv
 from baton.core.ids import ANY_MODEL, MediaSegment, ModelVariant
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
 from baton.core.logprobs import TokenLogprobs
+from baton.core.reasoning import ReasoningSection
 from baton.core.sampling import SamplingParams
 from baton.core.stop_strings import StopRule
 from baton.core.task import Task, task_of
@@ -75,11 +76,53 @@ class PairPrompt:
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningMarks:
+    """Marks around the reasoning, which begins an answer, or which the prompt has begun."""
+
+    begin: str
+    end: str
+    is_always_open: bool = False  # the model reasons, even if the prompt does not show it
+    next_tags: tuple[str, ...] = ()  # that end a reasoning without its end mark
+    tool_format: str = ""  # whose script parses the reasoning, too
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        return self.begin, self.end
+
+    def is_closed_after(self, prompt_end: str) -> bool:
+        """Return whether a prompt that ends so has ended the reasoning."""
+        return prompt_end.rstrip().endswith(self.end.rstrip())
+
+    def is_open_after(self, prompt_end: str) -> bool:
+        """Return whether an answer begins inside the reasoning, after a prompt that ends so."""
+        if self.is_closed_after(prompt_end):
+            return False
+        return self.is_always_open or prompt_end.rstrip().endswith(self.begin.rstrip())
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningTokens:
+    """Tokens of a model's reasoning marks, if structured output can begin after them."""
+
+    marks: ReasoningMarks
+    begin_token_id: int
+    end_token_ids: tuple[int, ...]
+
+    def section_after(self, prompt_end: str) -> ReasoningSection | None:
+        """Return the section of an answer to a prompt that ends so; None if it has ended one."""
+        if self.marks.is_closed_after(prompt_end):
+            return None
+        is_open = self.marks.is_open_after(prompt_end)
+        return ReasoningSection(self.end_token_ids, None if is_open else self.begin_token_id)
+
+
+@dataclass(frozen=True, slots=True)
 class Parsing:
     """Names of the formats of a model's answers; empty: all text is content."""
 
     tools: str = ""
     reasoning: str = ""
+    reasoning_tokens: ReasoningTokens | None = None  # None: structured output has no reasoning
 
 
 NO_PARSING = Parsing()
@@ -101,6 +144,7 @@ class GenerateCall:
     kv_hints: KvHints = NO_KV_HINTS
     bad_words: tuple[str, ...] = ()  # texts that the answer must not contain
     shown_tokens: tuple[str, ...] = ()  # special tokens to include in the text
+    reasoning: ReasoningTokens | None = None  # in front of the structured output
     # The client set no max_tokens: the answer is limited only by the model's context length and
     # the KV caches, less the prompt.
     fills_context: bool = False

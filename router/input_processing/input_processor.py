@@ -54,7 +54,8 @@ class InputProcessor:
         self._check_prompt(call, len(token_ids), context.logprob_budget or LogprobBudget())
         if self._forms is not None and call.sampling.structured_outputs is not None:
             await self._forms.check(call.sampling.structured_outputs)
-        return self._fit_max_tokens(replace(call, prompt=prompt), len(token_ids))
+        call = self._begin_after_reasoning(replace(call, prompt=prompt))
+        return self._fit_max_tokens(call, len(token_ids))
 
     def _known_model(self, call: GenerateCall) -> ModelVariant:
         """Return the model of a call, which may have arrived before any node did.
@@ -148,6 +149,14 @@ class InputProcessor:
         text = self._profiles.of(call.model).text
         banned = (*call.sampling.banned_sequences, *self._spellings(text, call.bad_words))
         return replace(call, sampling=replace(call.sampling, banned_sequences=banned))
+
+    def _begin_after_reasoning(self, call: GenerateCall) -> GenerateCall:
+        """Let structured output begin after the reasoning, unless the prompt has ended it."""
+        if call.reasoning is None or call.sampling.structured_outputs is None:
+            return call
+        text = self._profiles.of(call.model).text
+        section = call.reasoning.section_after(text.end_of(call.prompt_token_ids))
+        return replace(call, sampling=replace(call.sampling, reasoning=section))
 
     def _fit_max_tokens(self, call: GenerateCall, num_prompt_tokens: int) -> GenerateCall:
         """Lower `max_tokens` to what the model and the KV cache of every decode node can hold."""

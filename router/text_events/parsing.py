@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
@@ -17,10 +17,10 @@ from baton.router.text_events.events import (
 )
 from baton.router.text_events.forced_calls import NamedCallParser, RequiredCallsParser
 from baton.router.text_events.formats.argument_types import ArgumentTypes
-from baton.router.text_events.reasoning_parsers import ReasoningMarks, ReasoningParser
+from baton.router.text_events.reasoning_parsers import ReasoningParser
 from baton.router.text_events.script_parser import ScriptParser
 from baton.router.text_events.table import REASONING_FORMATS, TOOL_FORMATS, ToolFormat
-from baton.router.values import NO_PARSING, Parsing
+from baton.router.values import NO_PARSING, Parsing, ReasoningMarks, ReasoningTokens
 
 
 class ToolCallMode(Enum):
@@ -28,9 +28,6 @@ class ToolCallMode(Enum):
     BY_MODEL = auto()  # the model decides, in its own format
     REQUIRED = auto()  # the answer is a list of calls
     NAMED = auto()  # the answer is one function's arguments
-
-
-FORCED = (ToolCallMode.REQUIRED, ToolCallMode.NAMED)
 
 
 class PlainTextParser:
@@ -61,6 +58,29 @@ class EventFilter:
         return self._num_calls <= self._max_calls or not is_of_call
 
 
+class ContentPipe:
+    """Passes the content that a parser finds on to another one."""
+
+    def __init__(self, parser: OutputParser, content: OutputParser) -> None:
+        self._parser, self._content = parser, content
+
+    def push(self, text: str) -> Sequence[TextEvent]:
+        return self._pass_on(self._parser.push(text))
+
+    def finish(self, *, is_cut_off: bool = False) -> Sequence[TextEvent]:
+        rest = self._pass_on(self._parser.finish(is_cut_off=is_cut_off))
+        return [*rest, *self._content.finish(is_cut_off=is_cut_off)]
+
+    def _pass_on(self, events: Sequence[TextEvent]) -> list[TextEvent]:
+        passed: list[TextEvent] = []
+        for event in events:
+            if isinstance(event, TextDelta):
+                passed += self._content.push(event.text)
+            else:
+                passed.append(event)
+        return passed
+
+
 @dataclass(frozen=True, slots=True)
 class TextFormat:
     """Format of the answers to one request: what a model may write besides plain text."""
@@ -69,15 +89,20 @@ class TextFormat:
     tool_calls: ToolCallMode = ToolCallMode.NONE
     function: str = ""  # the one of mode NAMED
     has_one_call: bool = False  # further calls are dropped
-    # By structured output: no reasoning, and no calls but forced ones.
+    # By structured output, which has no calls but forced ones.
     is_constrained: bool = False
     tools: Sequence[Mapping[str, Any]] = ()  # their schemas type arguments that are plain text
     streams_arguments: bool = False  # calls are emitted before they are complete
 
     @property
+    def reasoning_tokens(self) -> ReasoningTokens | None:
+        """Tokens of the reasoning in front of a structured output, None without one."""
+        return self.parsing.reasoning_tokens if self.is_constrained else None
+
+    @property
     def marks(self) -> tuple[str, ...]:
         """Marks that must be visible in the text, also where they are special tokens."""
-        if self.is_constrained:
+        if self.is_constrained and self.reasoning_tokens is None:
             return ()
         tools, reasoning = self._tools, self._reasoning
         marks = () if tools is None else tools.marks
@@ -85,37 +110,52 @@ class TextFormat:
 
     def parser(self, prompt_end: str = "") -> OutputParser:
         """Return a new parser for one answer to a prompt whose text ends so."""
+        content, reasoning = self._content_parser(), self._reasoning
+        if self._has_joint_script:
+            is_plain = isinstance(content, PlainTextParser | EventFilter | ScriptParser)
+            return self._call_parser() if is_plain else ContentPipe(self._call_parser(), content)
+        if reasoning is None or (self.is_constrained and self.reasoning_tokens is None):
+            return content
+        if self.is_constrained:
+            reasoning = replace(reasoning, next_tags=())
+        return ReasoningParser(content, reasoning, is_open=reasoning.is_open_after(prompt_end))
+
+    def _content_parser(self) -> OutputParser:
+        """Return the parser of what follows the reasoning."""
         if self.tool_calls is ToolCallMode.NAMED:
             return NamedCallParser(self.function)
         if self.tool_calls is ToolCallMode.REQUIRED:
             return RequiredCallsParser()
-        content: OutputParser = PlainTextParser()
-        if self.is_constrained:
-            return content
-        if self._tools is not None:
-            content = self._call_parser(self._tools)
+        if self.is_constrained or self._tools is None:
+            return PlainTextParser()
+        return self._call_parser()
+
+    @property
+    def _has_joint_script(self) -> bool:
+        """True if one script parses reasoning and calls."""
+        can_reason = not self.is_constrained or self.reasoning_tokens is not None
         reasoning = self._reasoning
-        if reasoning is None or (self._tools is not None and self._tools.has_reasoning):
-            return content
-        return ReasoningParser(content, reasoning, is_open=reasoning.is_open_after(prompt_end))
+        return can_reason and reasoning is not None and bool(reasoning.tool_format)
 
     @property
     def _tools(self) -> ToolFormat | None:
-        """Format of tool calls; also without tools if it is the only one that has the reasoning."""
-        found = TOOL_FORMATS.get(self.parsing.tools)
-        if found is None or self.tool_calls is ToolCallMode.BY_MODEL:
-            return found
-        return found if found.has_reasoning else None
+        """Format of tool calls, also without tools if its script parses the reasoning."""
+        if self._has_joint_script and self._reasoning is not None:
+            return TOOL_FORMATS[self._reasoning.tool_format]
+        is_free = self.tool_calls is ToolCallMode.BY_MODEL and not self.is_constrained
+        return TOOL_FORMATS.get(self.parsing.tools) if is_free else None
 
     @property
     def _reasoning(self) -> ReasoningMarks | None:
         return REASONING_FORMATS.get(self.parsing.reasoning)
 
-    def _call_parser(self, tools: ToolFormat) -> OutputParser:
+    def _call_parser(self) -> OutputParser:
+        if self._tools is None:
+            return PlainTextParser()
         types = ArgumentTypes(self.tools)
         writer = CallWriter(streams_arguments=self.streams_arguments, names=types.names)
-        parser = ScriptParser(tools.script(types), writer)
-        if self.tool_calls is not ToolCallMode.BY_MODEL:
+        parser = ScriptParser(self._tools.script(types), writer)
+        if self.tool_calls is not ToolCallMode.BY_MODEL or self.is_constrained:
             return EventFilter(parser, max_calls=0)
         return EventFilter(parser, max_calls=1) if self.has_one_call else parser
 

@@ -3,32 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 
 from baton.router.text_events.events import OutputParser, ReasoningDelta, TextEvent
 from baton.router.text_events.scanning import find_first, held_length
-
-
-@dataclass(frozen=True, slots=True)
-class ReasoningMarks:
-    """Marks around the reasoning, which begins an answer, or which the prompt has begun."""
-
-    begin: str
-    end: str
-    is_always_open: bool = False  # the model reasons, even if the prompt does not show it
-    next_tags: tuple[str, ...] = ()  # that end a reasoning without its end mark
-
-    @property
-    def texts(self) -> tuple[str, str]:
-        return self.begin, self.end
-
-    def is_open_after(self, prompt_end: str) -> bool:
-        """Return whether an answer begins inside the reasoning, after a prompt that ends so."""
-        before = prompt_end.rstrip()
-        if before.endswith(self.end.rstrip()):
-            return False
-        return self.is_always_open or before.endswith(self.begin.rstrip())
+from baton.router.values import ReasoningMarks
 
 
 class ReasoningParser:

@@ -20,9 +20,8 @@ from baton.router.text_events.formats.json_calls import (
 )
 from baton.router.text_events.formats.mistral import read_mistral_calls
 from baton.router.text_events.formats.named_calls import NamedCalls
-from baton.router.text_events.reasoning_parsers import ReasoningMarks
 from baton.router.text_events.script_parser import TextSource, Waiting
-from baton.router.values import Parsing
+from baton.router.values import Parsing, ReasoningMarks
 
 Script = Callable[[TextSource, CallWriter], Waiting[None]]
 NONE, AUTO = "none", "auto"  # names of options: no parser, and the one of the chat template
@@ -32,7 +31,6 @@ NONE, AUTO = "none", "auto"  # names of options: no parser, and the one of the c
 class ToolFormat:
     script: Callable[[ArgumentTypes], Script]
     marks: tuple[str, ...] = ()  # that may be special tokens
-    has_reasoning: bool = False  # the script parses reasoning, too
 
 
 def _always(script: Script) -> Callable[[ArgumentTypes], Script]:
@@ -97,7 +95,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
             name=lambda text: re.sub(r"^functions\.|:\d+$", "", text.strip()),
         )
     ),
-    "openai": ToolFormat(_always(harmony.read_harmony), harmony.MARKS, has_reasoning=True),
+    "openai": ToolFormat(_always(harmony.read_harmony), harmony.MARKS),
     "gemma4": _gemma("<|tool_call>", "<tool_call|>", '<|"|>'),
     "functiongemma": _gemma("<start_function_call>", "<end_function_call>", "<escape>"),
     "granite": _objects("<|tool_call|>", "<tool_call>"),
@@ -115,7 +113,9 @@ REASONING_FORMATS: Mapping[str, ReasoningMarks] = {
         "<|open|>think<|sep|>", "<|close|>think<|sep|>", next_tags=("<|open|>response<|sep|>",)
     ),
     "mistral": ReasoningMarks("[THINK]", "[/THINK]"),
-    "openai_gptoss": ReasoningMarks("<|channel|>analysis<|message|>", "<|end|>"),
+    "openai_gptoss": ReasoningMarks(
+        harmony.CHANNEL, f"{harmony.CHANNEL}final{harmony.MESSAGE}", tool_format="openai"
+    ),
     "gemma4": ReasoningMarks("<|channel>thought\n", "<channel|>"),
     "granite": ReasoningMarks("Here is my thought process:", "Here is my response:"),
 }

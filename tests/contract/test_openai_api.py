@@ -22,6 +22,7 @@ from baton.client import AsyncClient, BatonError
 from baton.core.errors import ContextLengthExceeded
 from baton.core.kv_hints import KvHints
 from baton.core.output import FinishReason
+from baton.core.reasoning import ReasoningSection
 from baton.core.sampling import SamplingParams
 from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.answer import IncrementalDetokenizer
@@ -30,7 +31,14 @@ from baton.router.http.bodies import MAX_BODY_BYTES, max_values
 from baton.router.input_processing.tokenization import ModelText, TextBoundary
 from baton.router.routing.node_table import NodeTable
 from baton.router.tracing import Tracing
-from baton.router.values import GenerateCall, Parsing, Prompt, TokenPrompt
+from baton.router.values import (
+    GenerateCall,
+    Parsing,
+    Prompt,
+    ReasoningMarks,
+    ReasoningTokens,
+    TokenPrompt,
+)
 from baton.rpc.errors import FailureKind, NodeFailed
 from baton.rpc.messages.calls import CallReport
 from baton.rpc.node_info import NodeRole
@@ -784,12 +792,16 @@ async def status_at(
 class Scripted(TextBoundary):
     """Tokenizer with a fixed prompt and a fixed answer of three characters per token."""
 
-    def __init__(self, script: str) -> None:
+    def __init__(self, script: str, prompt_end: str = "") -> None:
         super().__init__()
         self._script = script
+        self._prompt_end = prompt_end
 
     def token_ids(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[int, ...]:
         return tuple(PROMPT)
+
+    def end_of(self, token_ids: tuple[int, ...]) -> str:
+        return self._prompt_end
 
     def create_detokenizer(self, shown: Collection[str] = ()) -> IncrementalDetokenizer:
         return ScriptedSpeller(self._script)
@@ -845,6 +857,7 @@ def test_reasoning_and_tool_calls_are_separated_with_and_without_streaming() -> 
 
 
 LOOK: Any = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+OBJECT: Any = {"type": "json_object"}
 NAMED: Any = {"type": "function", "function": {"name": "look"}}
 
 
@@ -885,6 +898,65 @@ def test_forced_calls_are_returned_with_and_without_streaming(
 
     nodes = FakeNodeCalls(ends_by=FinishReason.STOP)
     through_the_door(scenario, nodes, text=Scripted(script), parsing=Parsing("hermes", "qwen3"))
+
+
+THINK = ReasoningMarks("<think>", "</think>")
+HARMONY_START = "<|channel|>analysis<|message|>why<|end|><|start|>assistant<|channel|>final"
+
+
+@pytest.mark.parametrize(
+    ("prompt_end", "script", "begin", "reasoning"),
+    [
+        ("<think>\n", 'why</think>{"a": 1}', None, "why"),
+        ("assistant\n", '<think>why</think>{"a": 1}', 8, "why"),
+        ("assistant\n", '{"a": 1}', 8, None),
+        ("<think>\n\n</think>\n\n", '{"a": 1}', "no section", None),
+    ],
+)
+@pytest.mark.parametrize("is_call", [False, True], ids=["format", "call"])
+def test_structured_output_and_forced_calls_begin_after_the_reasoning(
+    prompt_end: str, script: str, begin: object, reasoning: str | None, is_call: bool
+) -> None:
+    parameters: dict[str, Any] = {"model": "tiny", "messages": CHAT, "response_format": OBJECT}
+    if is_call:
+        parameters = {"model": "tiny", "messages": CHAT, "tools": LOOK, "tool_choice": NAMED}
+    parameters["max_tokens"] = -(-len(script) // 3)
+    nodes = FakeNodeCalls(ends_by=FinishReason.STOP)
+
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
+        whole: Any = (await client.chat.completions.create(**parameters)).choices[0].message
+        stream: Any = await client.chat.completions.create(**parameters, stream=True)
+        deltas = [chunk.choices[0].delta async for chunk in stream]
+
+        text = whole.tool_calls[0].function.arguments if is_call else whole.content
+        assert (text, getattr(whole, "reasoning_content", None)) == ('{"a": 1}', reasoning)
+        told = [getattr(delta, "reasoning_content", None) or "" for delta in deltas]
+        assert "".join(told) == (reasoning or "")
+
+    parsing = Parsing("hermes", "qwen3", ReasoningTokens(THINK, 8, (9,)))
+    through_the_door(scenario, nodes, text=Scripted(script, prompt_end), parsing=parsing)
+    expected = None
+    if begin != "no section":
+        expected = ReasoningSection((9,), 8 if begin == 8 else None)
+    assert {one.request.sampling.reasoning for one in nodes.received} == {expected}
+
+
+def test_structured_output_of_harmony_is_on_its_final_channel() -> None:
+    script = f'{HARMONY_START}<|message|>{{"a": 1}}'
+    parameters: dict[str, Any] = {"model": "tiny", "messages": CHAT, "response_format": OBJECT}
+    parameters["max_tokens"] = -(-len(script) // 3)
+
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
+        whole: Any = (await client.chat.completions.create(**parameters)).choices[0].message
+        assert (whole.content, whole.reasoning_content) == ('{"a": 1}', "why")
+
+    marks = ReasoningMarks("<|channel|>", "<|channel|>final<|message|>")
+    parsing = Parsing("openai", "openai_gptoss", ReasoningTokens(marks, 8, (8, 7, 9)))
+    nodes = FakeNodeCalls(ends_by=FinishReason.STOP)
+    text = Scripted(script, "<|start|>assistant")
+    through_the_door(scenario, nodes, text=text, parsing=parsing)
+    [sections] = {one.request.sampling.reasoning for one in nodes.received}
+    assert sections == ReasoningSection((8, 7, 9), 8)
 
 
 def test_unfulfilled_options_are_reported_as_warnings() -> None:

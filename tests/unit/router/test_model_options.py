@@ -16,7 +16,8 @@ from baton.core.errors import InvalidConfig
 from baton.core.options import build_config
 from baton.router.loading import load_profiles
 from baton.router.model_options import ByName, ModelOptions
-from baton.router.values import NO_PARSING, Parsing, TextPrompt
+from baton.router.text_events.table import REASONING_FORMATS
+from baton.router.values import NO_PARSING, Parsing, ReasoningTokens, TextPrompt
 from tests.support.models import EOS_TOKEN_ID, save_tokenizer
 
 
@@ -117,3 +118,29 @@ def test_profiles_with_one_name_and_parsers_without_a_model_are_refused(tmp_path
         load_profiles(options(model=[str(folder) for folder in same]))
     with pytest.raises(InvalidConfig, match="no --model has the name 'other'; there are: same"):
         load_profiles(options(model=[str(same[0])], tool_parser=["other=hermes"]))
+
+
+def test_parsers_follow_the_chat_template_unless_an_option_sets_them(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path / "model")
+    change_texts(folder, {"<pad>": "</think>", "<s>": "<think>"})
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] = "<tool_call></tool_call> <think> </think>"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+    [by_template] = load_profiles(options(model=[str(folder)]))
+    [by_option] = load_profiles(options(model=[str(folder)], reasoning_parser=["none"]))
+    [other] = load_profiles(options(model=[str(folder)], reasoning_parser=["mistral"]))
+
+    marks = REASONING_FORMATS["qwen3"]
+    assert by_template.parsing == Parsing("hermes", "qwen3", ReasoningTokens(marks, 1, (0,)))
+    assert by_option.parsing == Parsing("hermes")
+    assert other.parsing == Parsing("hermes", "mistral")  # its marks are plain text here
+
+
+def change_texts(folder: Path, texts: dict[str, str]) -> None:
+    """Replace special tokens of a tokenizer."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        written = (folder / name).read_text()
+        for old, new in texts.items():
+            written = written.replace(json.dumps(old), json.dumps(new))
+        (folder / name).write_text(written)

@@ -228,6 +228,7 @@ def _parsed_request(
         kv_hints=KvHints(**dict(body.kv_hints)),
         bad_words=tuple(body.bad_words),
         shown_tokens=text_format.marks,
+        reasoning=text_format.reasoning_tokens,
         fills_context=fills_context,
         foreign_kv=foreign_kv_from(body.kv_transfer_params),
     )
