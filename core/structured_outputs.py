@@ -11,20 +11,27 @@ from baton.core.errors import InvalidRequest
 
 FIELD = "structured_outputs"
 # Limits on schemas, expressions and grammars, which come from untrusted clients.
-MAX_CHARACTERS = {"json": 1 << 18, "regex": 1 << 12, "choice": 1 << 16, "grammar": 1 << 14}
+MAX_CHARACTERS = {
+    "json": 1 << 18,
+    "regex": 1 << 12,
+    "choice": 1 << 16,
+    "grammar": 1 << 14,
+    "structural_tag": 1 << 18,
+}
 MAX_CHOICES = 1024
-FORMS = ("json", "json_object", "regex", "choice", "grammar")
+FORMS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
-    """Exactly one of five kinds of constraint. Names and meanings follow vLLM."""
+    """Exactly one of six kinds of constraint. Names and meanings follow vLLM."""
 
     json: str | None = None  # a JSON schema
     json_object: bool = False  # any JSON object
     regex: str | None = None  # matches the whole answer
     choice: tuple[str, ...] = ()
     grammar: str | None = None  # in Lark or GBNF notation
+    structural_tag: str | None = None  # free text with JSON after some beginnings, as JSON
     disable_any_whitespace: bool = False  # JSON without whitespace outside of strings
 
     def __post_init__(self) -> None:
@@ -34,7 +41,8 @@ class StructuredOutputs:
             raise InvalidRequest(
                 f"{FIELD} must have one of {', '.join(FORMS)}; it has {found}", FIELD
             )
-        if self.disable_any_whitespace and not fields_set[0].startswith("json"):
+        has_json = fields_set[0] in ("json", "json_object", "structural_tag")
+        if self.disable_any_whitespace and not has_json:
             raise InvalidRequest(
                 f"disable_any_whitespace applies to JSON, not to a {fields_set[0]}: leave it out",
                 FIELD,
@@ -50,7 +58,11 @@ class StructuredOutputs:
     @property
     def text(self) -> str:
         """The text of the constraint; choices are concatenated."""
-        return "".join(filter(None, (self.json, self.regex, self.grammar, *self.choice)))
+        return "".join(filter(None, self._texts))
+
+    @property
+    def _texts(self) -> tuple[str | None, ...]:
+        return (self.json, self.regex, self.grammar, self.structural_tag, *self.choice)
 
     def _check_text(self) -> None:
         try:
@@ -122,5 +134,6 @@ _READERS: Mapping[str, Callable[[str, object], object]] = {
     "regex": _text,
     "choice": _texts,
     "grammar": _text,
+    "structural_tag": _schema,
     "disable_any_whitespace": _flag,
 }

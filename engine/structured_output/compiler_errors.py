@@ -16,7 +16,7 @@ MAX_REASON_CHARACTERS = 400
 # Lines that Baton puts in front of a client's grammar.
 NUM_HEADER_LINES = 1
 
-_LISTING = re.compile(r"\n\s*1 \| %llguidance")
+_LISTING = re.compile(r"\n\s*\d+ \| ")
 _POSITION = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
 _CONTEXTS = (
     "failed to compile JSON schema: ",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import thread_time
 from typing import Any, NoReturn
@@ -27,6 +27,10 @@ from baton.engine.structured_output.schema_cost import embedded_schemas, expense
 from baton.engine.structured_output.schema_ends import check_grammar_ends, check_schema_ends
 from baton.engine.structured_output.schema_rewrite import prepare_schema
 from baton.engine.structured_output.schema_width import is_too_wide
+from baton.engine.structured_output.structural_tags import (
+    lark_of_structural_tag,
+    parse_structural_tag,
+)
 
 ANY_OBJECT = '{"type": "object"}'
 # A space, or a newline with indentation, which suffices for any JSON style. With more allowed, a
@@ -40,6 +44,7 @@ TOO_WIDE = (
     "it combines too many alternatives: use fewer anyOf, oneOf, not and dependencies in one object"
 )
 MAX_REWRITTEN_CHARACTERS = 1 << 19  # twice that of a client's schema
+NO_SPECIAL_TOKENS: Mapping[str, int] = {}
 # In CPU time of the thread. No realistic grammar comes near these limits.
 MAX_COMPILE_S = 3.0
 MAX_MASK_S = 0.5
@@ -86,6 +91,7 @@ class GrammarLibrary:
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._tokenizer: llguidance.LLTokenizer | None = None
+        self._special_ids: Mapping[str, int] = NO_SPECIAL_TOKENS
         self._tokenizer_lock = threading.Lock()
 
     def compile(self, params: StructuredOutputs) -> CompiledGrammar:
@@ -94,7 +100,7 @@ class GrammarLibrary:
         began_s = thread_time()
         with _refuse_panics(params):
             matcher = llguidance.LLMatcher(
-                tokenizer, _definition(params), log_level=0, limits=LIMITS
+                tokenizer, _definition(params, self._special_ids), log_level=0, limits=LIMITS
             )
         grammar = CompiledGrammar(params, matcher, self._eos_token_ids)
         # The first mask is often the most expensive, and shows whether any output fits.
@@ -106,8 +112,10 @@ class GrammarLibrary:
         with self._tokenizer_lock:
             if self._tokenizer is None:
                 try:
+                    described = self._checkpoint.read_tokenizer_json()
+                    self._special_ids = _special_ids_in(described)
                     self._tokenizer = llguidance.LLTokenizer(
-                        self._checkpoint.read_tokenizer_json(),
+                        described,
                         n_vocab=self._vocab_size,
                         eos_token=self._eos_token_ids,
                     )
@@ -118,6 +126,12 @@ class GrammarLibrary:
                         FIELD,
                     ) from error
             return self._tokenizer
+
+
+def _special_ids_in(described: str) -> dict[str, int]:
+    """Return the special tokens of a tokenizer.json, which grammars do not match as text."""
+    added = json.loads(described).get("added_tokens") or ()
+    return {token["content"]: token["id"] for token in added if token.get("special")}
 
 
 class CompiledGrammar:
@@ -198,12 +212,14 @@ def _refuse_panics(params: StructuredOutputs) -> Iterator[None]:
         raise
 
 
-def _definition(params: StructuredOutputs) -> str:
+def _definition(
+    params: StructuredOutputs, special_ids: Mapping[str, int] = NO_SPECIAL_TOKENS
+) -> str:
     """Return the grammar in llguidance's format. Raises InvalidRequest."""
-    return llguidance.LLMatcher.grammar_from_lark(f"{HEADER}\n{_lark(params)}")
+    return llguidance.LLMatcher.grammar_from_lark(f"{HEADER}\n{_lark(params, special_ids)}")
 
 
-def _lark(params: StructuredOutputs) -> str:
+def _lark(params: StructuredOutputs, special_ids: Mapping[str, int]) -> str:
     if params.choice:
         return f"start: {' | '.join(map(json.dumps, params.choice))}"
     if params.regex is not None:
@@ -211,7 +227,23 @@ def _lark(params: StructuredOutputs) -> str:
         return str(parsed["grammars"][0]["lark_grammar"])
     if params.grammar is not None:
         return _lark_of_grammar(params, params.grammar)
+    if params.structural_tag is not None:
+        return _lark_of_structural_tag(params, params.structural_tag, special_ids)
     return f"start: %json {_schema(params, ANY_OBJECT if params.json is None else params.json)}"
+
+
+def _lark_of_structural_tag(
+    params: StructuredOutputs, text: str, special_ids: Mapping[str, int]
+) -> str:
+    try:
+        tag = parse_structural_tag(text)
+        return lark_of_structural_tag(
+            tag, lambda schema: _schema(params, json.dumps(schema)), special_ids
+        )
+    except RecursionError:
+        raise _error(params, TOO_DEEP) from None
+    except ValueError as error:
+        raise _error(params, str(error)) from error
 
 
 def _lark_of_grammar(params: StructuredOutputs, text: str) -> str:

@@ -30,6 +30,14 @@ class ToolCallMode(Enum):
     NAMED = auto()  # the answer is one function's arguments
 
 
+class Constraint(Enum):
+    """What structured output constrains."""
+
+    NONE = auto()
+    CALLS = auto()  # the arguments of calls that the model decides about
+    ANSWER = auto()  # all that follows the reasoning: there are no calls but forced ones
+
+
 class PlainTextParser:
     def push(self, text: str) -> Sequence[TextEvent]:
         return [TextDelta(text)] if text else []
@@ -89,15 +97,25 @@ class TextFormat:
     tool_calls: ToolCallMode = ToolCallMode.NONE
     function: str = ""  # the one of mode NAMED
     has_one_call: bool = False  # further calls are dropped
-    # By structured output, which has no calls but forced ones.
-    is_constrained: bool = False
+    constraint: Constraint = Constraint.NONE
     tools: Sequence[Mapping[str, Any]] = ()  # their schemas type arguments that are plain text
     streams_arguments: bool = False  # calls are emitted before they are complete
 
     @property
+    def has_unenforced_strict(self) -> bool:
+        """True if a tool is strict, but its arguments are not constrained."""
+        functions = (tool.get("function") for tool in self.tools)
+        is_strict = any(isinstance(each, dict) and each.get("strict") is True for each in functions)
+        return is_strict and self.constraint is Constraint.NONE
+
+    @property
+    def is_constrained(self) -> bool:
+        return self.constraint is Constraint.ANSWER
+
+    @property
     def reasoning_tokens(self) -> ReasoningTokens | None:
-        """Tokens of the reasoning in front of a structured output, None without one."""
-        return self.parsing.reasoning_tokens if self.is_constrained else None
+        """Tokens of the reasoning in front of a structured output, None if it has none."""
+        return self.parsing.reasoning_tokens
 
     @property
     def marks(self) -> tuple[str, ...]:

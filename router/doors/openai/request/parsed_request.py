@@ -36,7 +36,7 @@ from baton.router.input_processing.limits import (
     check_texts,
     max_tokens_with_logprobs,
 )
-from baton.router.text_events.parsing import PLAIN_TEXT, TextFormat
+from baton.router.text_events.parsing import PLAIN_TEXT, Constraint, TextFormat, ToolCallMode
 from baton.router.values import NO_PARSING, GenerateCall, Parsing, Prompt
 from baton.rpc.errors import UnsupportedInput
 
@@ -146,7 +146,7 @@ def chat_completion_from(
 ) -> ParsedRequest:
     """Parse a chat completion. Raises InvalidRequest and UnsupportedInput."""
     body = openai_body(fields, ChatBody)
-    choice = tool_choice_from(body)
+    choice = tool_choice_from(body, context.parsing)
     prompt = chat_from(body, choice.shown)
     max_tokens = (
         body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -174,7 +174,7 @@ def chat_completion_from(
             choice.tool_call_mode,
             choice.name,
             has_one_call=not body.parallel_tool_calls,
-            is_constrained=output_format is not None,
+            constraint=_constraint_of(output_format, choice),
             tools=choice.shown,
             streams_arguments=body.stream,
         ),
@@ -228,7 +228,7 @@ def _parsed_request(
         kv_hints=KvHints(**dict(body.kv_hints)),
         bad_words=tuple(body.bad_words),
         shown_tokens=text_format.marks,
-        reasoning=text_format.reasoning_tokens,
+        reasoning=None if form is None else text_format.reasoning_tokens,
         fills_context=fills_context,
         foreign_kv=foreign_kv_from(body.kv_transfer_params),
     )
@@ -289,6 +289,13 @@ def _check_logprobs_fit(calls: Sequence[GenerateCall], context: ModelContext) ->
             "logprobs, or stream the answer",
             "max_tokens",
         )
+
+
+def _constraint_of(output_format: OutputFormat | None, choice: ToolChoice) -> Constraint:
+    if output_format is None:
+        return Constraint.NONE
+    is_by_model = choice.form is not None and choice.tool_call_mode is ToolCallMode.BY_MODEL
+    return Constraint.CALLS if is_by_model else Constraint.ANSWER
 
 
 def _output_format(body: GenerationBody, choice: ToolChoice) -> OutputFormat | None:

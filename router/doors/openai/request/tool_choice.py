@@ -16,13 +16,20 @@ from baton.core.structured_outputs import StructuredOutputs, parse_structured_ou
 from baton.engine.structured_output.subschemas import rewrite_subschemas
 from baton.router.doors.openai.request.bodies import ChatBody
 from baton.router.doors.openai.request.closed_schemas import close_objects
-from baton.router.doors.openai.request.structured_outputs import TOOLS, errors_of_field
+from baton.router.doors.openai.request.structured_outputs import (
+    TOOLS,
+    errors_of_field,
+    output_format_from,
+)
 from baton.router.text_events.parsing import ToolCallMode
+from baton.router.text_events.table import TOOL_FORMATS
+from baton.router.values import NO_PARSING, Parsing
 from baton.rpc.errors import UnsupportedInput
 
 Schema = dict[str, Any]
 
 TOOL_CHOICE = "tool_choice"
+ANY_ARGUMENTS: Schema = {"type": "object"}
 NO_ARGUMENTS: Schema = {"type": "object", "properties": {}}
 
 
@@ -37,13 +44,13 @@ class ToolChoice:
 NO_TOOLS = ToolChoice()
 
 
-def tool_choice_from(body: ChatBody) -> ToolChoice:
+def tool_choice_from(body: ChatBody, parsing: Parsing = NO_PARSING) -> ToolChoice:
     """Raises InvalidRequest and UnsupportedInput, which name the field."""
     choice = body.tool_choice
     if choice == "none" or (choice == "auto" and not body.tools):
         return NO_TOOLS
     if choice == "auto":
-        return ToolChoice(ToolCallMode.BY_MODEL, body.tools)
+        return ToolChoice(ToolCallMode.BY_MODEL, body.tools, form=_strict_form(body, parsing))
     if choice == "required":
         functions = _functions(body.tools)
         form = _form(_schema_of_calls(functions, body))
@@ -56,6 +63,32 @@ def tool_choice_from(body: ChatBody) -> ToolChoice:
         )
     form = _form(functions[name])
     return ToolChoice(ToolCallMode.NAMED, body.tools, name, form)
+
+
+def is_strict(tool: Mapping[str, Any]) -> bool:
+    function = tool.get("function")
+    return isinstance(function, dict) and function.get("strict") is True
+
+
+def _strict_form(body: ChatBody, parsing: Parsing) -> StructuredOutputs | None:
+    """Return the constraint of calls that the model decides about, None without strict tools.
+
+    Arguments of the other tools are any objects. An output format leaves no room for calls.
+    """
+    form = TOOL_FORMATS.get(parsing.tools)
+    if form is None or form.around is None or not any(map(is_strict, body.tools)):
+        return None
+    if output_format_from(body) is not None:
+        return None
+    names = [_function(tool, f"{TOOLS}.{index}") for index, tool in enumerate(body.tools)]
+    structures = []
+    for tool, (name, parameters) in zip(body.tools, names, strict=True):
+        begin, end = form.around(name)
+        schema = parameters if is_strict(tool) else ANY_ARGUMENTS
+        structures.append({"begin": begin, "schema": schema, "end": end})
+    with errors_of_field(TOOLS):
+        tag = {"structures": structures, "triggers": [form.marks[0]]}
+        return parse_structured_outputs({"structural_tag": tag})
 
 
 def _name_in(choice: str | Mapping[str, Any]) -> str:

@@ -67,7 +67,24 @@ def tokenizer(folder: Path) -> Tokenizer:
     return load_tokenizer(folder)
 
 
+CALLS = {
+    "structures": [
+        {"begin": "<call>f:", "schema": OBJECT, "end": "</call>"},
+        {"begin": "<call>g:", "schema": {"type": "object"}},
+    ],
+    "triggers": ["<call>"],
+}
 FITTING: list[tuple[StructuredOutputs, list[str], list[str]]] = [
+    (
+        StructuredOutputs(structural_tag=json.dumps(CALLS)),
+        [
+            "",
+            "no calls",
+            'a <call>f:{"a": 1}</call> b <call>g:{"x": "y"}',
+            '<call>f:{"a": 1}</call><call>f:{"a": 2}</call>',
+        ],
+        ["<call>", '<call>f:{"a": "x"}</call>', '<call>f:{"a": 1}', "<call>h:{}", "a <call> b"],
+    ),
     (
         StructuredOutputs(json=json.dumps(OBJECT)),
         ['{"a":1}', '{ "a" : -12 }', '{\n  "a": 1\n}', f'{{\n{" " * 16}"a": 1}}'],
@@ -281,3 +298,39 @@ def test_tokens_outside_the_grammar_raise(library: GrammarLibrary, tokenizer: To
 
     with pytest.raises(InvalidRequest, match="cannot be enforced"):
         matcher.advance(tokenizer.encode("no", add_special_tokens=False))
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"structures": []}, "1 to 256 structures"),
+        ({"structures": "f"}, "lists structures and triggers"),
+        ({"structures": [{"begin": "<call>"}]}, "must have begin and schema"),
+        ({"structures": [{"begin": "f", "schema": True}]}, "no trigger begins 'f'"),
+        ({"triggers": ["<call>", "<other>"]}, "no structure begins with the trigger '<other>'"),
+        ({"triggers": ["<call>", "<c"]}, "the trigger '<c' begins another one"),
+        ({"triggers": [""]}, "none empty"),
+        (
+            {"structures": [{"begin": "<call>", "schema": {"not": {}}}]},
+            "the keyword not is not supported",
+        ),
+    ],
+)
+def test_wrong_structural_tags_are_refused_with_the_reason(
+    changed: dict[str, Any], reason: str
+) -> None:
+    tag = StructuredOutputs(structural_tag=json.dumps({**CALLS, **changed}))
+
+    with pytest.raises(InvalidRequest, match=reason):
+        validate_grammar(tag)
+
+
+def test_special_tokens_of_a_structural_tag_are_tokens(library: GrammarLibrary) -> None:
+    structure = {"begin": "<s>f:", "schema": {"const": 1}, "end": "<pad>"}
+    tag = {"structures": [structure], "triggers": ["<s>"]}
+    matcher = library.compile(StructuredOutputs(structural_tag=json.dumps(tag))).matcher()
+
+    assert {1, EOS_TOKEN_ID} <= allowed_by(matcher)
+    matcher.advance([1])
+
+    assert EOS_TOKEN_ID not in allowed_by(matcher)

@@ -225,3 +225,37 @@ def test_with_parallel_tool_calls_false_only_the_first_call_is_returned() -> Non
     parts = [parser.push(f"<tool_call>{CALL}</tool_call>") for _ in range(2)]
 
     assert [len(fold(events).calls) for events in parts] == [1, 0]
+
+
+def strict_format(**fields: Any) -> tuple[TextFormat, StructuredOutputs | None]:
+    tools = [
+        {"type": "function", "function": {"name": "f", "strict": True, "parameters": LOOK}},
+        {"type": "function", "function": {"name": "g", "parameters": LOOK}},
+    ]
+    context = ModelContext(SamplingDefaults(), 100, Parsing(fields.pop("parser", "hermes")))
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": tools, **fields}
+    parsed = chat_completion_from(body, "id", context)
+    return parsed.options.text_format, parsed.calls[0].sampling.structured_outputs
+
+
+def test_strict_tools_constrain_the_calls_that_the_model_decides_about() -> None:
+    text_format, form = strict_format()
+
+    assert form is not None
+    assert form.structural_tag is not None
+    tag = json.loads(form.structural_tag)
+    assert tag["triggers"] == ["<tool_call>"]
+    assert [each["schema"].get("additionalProperties") for each in tag["structures"]] == [
+        False,
+        None,
+    ]
+    assert not text_format.has_unenforced_strict
+    assert "<tool_call>" in text_format.marks  # calls are parsed as usual
+
+
+def test_strict_is_not_enforced_for_other_formats_and_next_to_an_output_format() -> None:
+    text_format, form = strict_format(parser="qwen3_xml")
+    assert (text_format.has_unenforced_strict, form) == (True, None)
+
+    _, form = strict_format(response_format={"type": "json_object"})
+    assert form == StructuredOutputs(json_object=True)
