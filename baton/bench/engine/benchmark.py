@@ -48,11 +48,11 @@ class EngineBench:
     prompt_lens: Sequence[int] = (128, 512)
     batch_sizes: Sequence[int] = (1, 4, 16, 32)
     num_decode_steps: int = 16
-    decode_prompt_len: int = DECODE_PROMPT_LEN
     num_runs: int = 5
     kv_cache_dtype: str = "auto"
     activation_dtypes: Sequence[str] = ("auto",)
     device: str = "cpu"
+    decode_prompt_len: int = DECODE_PROMPT_LEN
 
 
 @dataclass(frozen=True, slots=True)
