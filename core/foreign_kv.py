@@ -30,6 +30,9 @@ class ForeignKv:
     request_id: str  # under which the server holds the blocks
     block_ids: tuple[int, ...]  # in the order of the prompt
     num_tokens: int  # leading tokens of the prompt whose KV is in the blocks
+    # Seconds since the server's lease began, as the router saw it. None: the router did not ask the
+    # server itself, and the lease is older than the request.
+    age_s: float | None = None
     expires_at_s: float | None = None  # by the server's clock; vLLM 0.32 gives none after a prefill
 
     def __post_init__(self) -> None:

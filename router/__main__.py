@@ -19,6 +19,7 @@ from baton.router.adapter_updates import AdapterUpdates
 from baton.router.discovery.readiness import PATIENCE_S, Readiness
 from baton.router.discovery.watcher import NodeDiscovery, watching
 from baton.router.dispatch.node_calls import GrpcNodeCalls
+from baton.router.dispatch.vllm_prefills import VllmPrefills
 from baton.router.doors.grpc.cluster_servicer import ClusterServicer
 from baton.router.doors.grpc.servicer import InferenceServicer
 from baton.router.input_processing.form_checks import FormChecks
@@ -75,7 +76,7 @@ async def serve(
         router.node_calls,
     ):
         readiness = Readiness(
-            wants_prefill=bool(options.prefill_nodes),
+            wants_prefill=bool(options.baton_prefill_nodes),
             now=time.monotonic(),
             models=router.table.expected_models,
         )
@@ -112,6 +113,7 @@ class RouterComponents:
             clock=time.monotonic,
             config=PipelineConfig(options.dispatch, options.admission_queue),
             forms=FormChecks(self.compiler),
+            vllm_prefills=VllmPrefills(options.vllm_servers, time.monotonic),
         )
         # None: neither exported nor served over HTTP
         is_counted = options.telemetry.counts or options.http_port is not None
@@ -138,7 +140,7 @@ def _services(router: RouterComponents) -> tuple[Service, ...]:
 
 
 def node_discovery(options: RouterOptions) -> NodeDiscovery:
-    prefills = dict.fromkeys(options.prefill_nodes, NodeRole.PREFILL)
+    prefills = dict.fromkeys(options.baton_prefill_nodes, NodeRole.PREFILL)
     decodes = dict.fromkeys(options.decode_nodes, NodeRole.DECODE)
     return NodeDiscovery(prefills | decodes, options.find_every_s)
 

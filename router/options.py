@@ -10,7 +10,14 @@ from baton.core.errors import InvalidConfig
 from baton.core.options import NETWORK, SECURITY, Option, check_options
 from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.admission.rate_limits import NO_RATE_LIMITS, RateLimitConfig
-from baton.router.discovery.sources import NodeSource, check_single_role, parse_sources
+from baton.router.discovery.sources import (
+    NodeSource,
+    PrefillSource,
+    VllmServer,
+    check_single_role,
+    parse_prefill_sources,
+    parse_sources,
+)
 from baton.router.dispatch.config import DispatchConfig
 from baton.router.http.config import NO_CORS, CorsConfig
 from baton.router.model_options import ModelOptions
@@ -37,7 +44,14 @@ class RouterOptions:
         tuple[NodeSource, ...], Option(NODES_HELP, NETWORK, parse=parse_sources)
     ]
     prefill_nodes: Annotated[
-        tuple[NodeSource, ...], Option(NODES_HELP, NETWORK, default="", parse=parse_sources)
+        tuple[PrefillSource, ...],
+        Option(
+            f"{NODES_HELP} Also vllm://host:port: a vLLM server with NixlConnector, whose KV "
+            "decode nodes read (--kv-sources); used for models without another prefill node.",
+            NETWORK,
+            default="",
+            parse=parse_prefill_sources,
+        ),
     ] = ()
     find_every_s: Annotated[
         float,
@@ -82,6 +96,15 @@ class RouterOptions:
         if not self.decode_nodes:
             raise InvalidConfig("no decode node is named; give --decode-nodes host:port")
         check_single_role(self.prefill_nodes, self.decode_nodes)
+
+    @property
+    def baton_prefill_nodes(self) -> tuple[NodeSource, ...]:
+        return tuple(each for each in self.prefill_nodes if not isinstance(each, VllmServer))
+
+    @property
+    def vllm_servers(self) -> tuple[tuple[str, int], ...]:
+        servers = (each for each in self.prefill_nodes if isinstance(each, VllmServer))
+        return tuple((server.host, server.port) for server in servers)
 
     @property
     def operators(self) -> Operators:

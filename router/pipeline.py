@@ -14,6 +14,7 @@ from baton.router.context import RequestContext
 from baton.router.dispatch.config import DispatchConfig
 from baton.router.dispatch.dispatcher import Dispatcher
 from baton.router.dispatch.node_rpcs import NodeCalls
+from baton.router.dispatch.vllm_prefills import VllmPrefills
 from baton.router.input_processing.form_checks import FormChecks
 from baton.router.input_processing.input_processor import InputProcessor
 from baton.router.input_processing.model_profiles import ModelProfiles
@@ -38,6 +39,7 @@ class Pipeline:
         clock: Callable[[], float],
         config: PipelineConfig,
         forms: FormChecks | None = None,
+        vllm_prefills: VllmPrefills | None = None,
     ) -> None:
         self.table = table
         self.profiles = profiles
@@ -49,6 +51,7 @@ class Pipeline:
             profiles=profiles,
             clock=clock,
             config=config.dispatch,
+            vllm_prefills=vllm_prefills,
         )
         self._ids_in_use: set[tuple[str, bool]] = set()
         self._became_idle = asyncio.Event()

@@ -50,13 +50,17 @@ class ForeignPrefixes:
     def validate(self, request: EngineRequest) -> None:
         """Raise InvalidRequest if the request names a server that must not be dialled."""
         kv, reader = request.foreign_kv, self._reader
-        if kv is not None and (reader is None or not reader.allows(kv)):
+        if kv is None:
+            return
+        # What the router has asked for is not read then: the client is not to blame.
+        is_of_client = kv.age_s is None
+        if is_of_client and (reader is None or not reader.allows(kv)):
             raise InvalidRequest(
                 f"{FIELD} names the server {kv.address}, which is not among the --kv-sources of "
                 "the decode node: add it there, or leave the field out",
                 FIELD,
             )
-        if kv is not None and request.adapter.id:
+        if request.adapter.id:
             raise InvalidRequest(f"{FIELD} cannot be used with adapters: leave it out", FIELD)
 
     def offer(self, arrival: Arrival, need: PrefixNeed, min_saved_s: float) -> Offer | None:

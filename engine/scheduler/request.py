@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
 from operator import attrgetter
 
+from baton.core.foreign_kv import ForeignKv
 from baton.core.ids import RequestId
 from baton.core.output import RequestStats
 from baton.core.request import EngineRequest
@@ -109,7 +111,7 @@ class Request:
             self.rank,
             submitted.receive_from,
             submitted.prefix_source,
-            None if foreign is None else GivenKv(foreign, submitted.arrival_s - submitted.age_s),
+            None if foreign is None else _given(foreign, submitted),
         )
 
     @property
@@ -162,6 +164,12 @@ class Request:
         if status not in _TRANSITIONS[self.status]:
             raise OutOfOrder(f"{self.request_id} cannot go from {self.status} to {status}")
         self.status = status
+
+
+def _given(kv: ForeignKv, submitted: EngineRequest) -> GivenKv:
+    age_s = submitted.age_s if kv.age_s is None else kv.age_s
+    # A negative age, or NaN, is not trusted.
+    return GivenKv(kv, submitted.arrival_s - age_s if age_s >= 0 else -math.inf)
 
 
 def _initial_status(sampling: SamplingParams) -> RequestStatus:

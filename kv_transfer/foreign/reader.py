@@ -68,6 +68,7 @@ class VllmReader:
         self._clock = clock
         self._orders: deque[ForeignOrder | tuple[Connection, Bay]] = deque()
         self._events: deque[RunRead | PullEnded] = deque()
+        self._unlisted: set[str] = set()  # servers that routers have named
         self._filled: dict[ForeignPullId, list[bool]] = {}
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK)
         self._is_stopping = False
@@ -91,6 +92,9 @@ class VllmReader:
 
     def may_read(self, kv: ForeignKv, received_s: float, now: float) -> bool:
         connection = self._connections.get(kv.address)
+        if connection is None and kv.address not in self._unlisted:
+            self._unlisted.add(kv.address)
+            log.warning("%s is not among the --kv-sources: its KV is not read", kv.address)
         if connection is None or now < connection.avoided_until_s:
             return False
         return now < received_s + LEASE_SHARE * connection.source.lease_s
@@ -149,7 +153,9 @@ class VllmReader:
             if isinstance(order, tuple):
                 order[0].give_back(order[1])
                 continue
-            connection = self._connections[order.kv.address]
+            connection = self._connections.get(order.kv.address)
+            if connection is None:
+                continue  # it was never dialled, and holds the KV for its lease
             if isinstance(order, ForeignPull):
                 self._guard(connection, partial(connection.pull, order))
             else:

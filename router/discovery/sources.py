@@ -12,7 +12,7 @@ from baton.rpc.router_address import HOST, MAX_PORT, is_port
 if TYPE_CHECKING:
     from baton.rpc.node_info import NodeRole
 
-DNS, FILE = "dns:", "file:"
+DNS, FILE, VLLM = "dns:", "file:", "vllm:"
 ADDRESS_ADVICE = "write host:port, dns:///name:port or file:///path"
 
 
@@ -45,7 +45,19 @@ class ListFile:
         return f"{FILE}//{self.path}"
 
 
+@dataclass(frozen=True, slots=True)
+class VllmServer:
+    """HTTP address of a vLLM server, which computes prompts."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{VLLM}//{self.host}:{self.port}"
+
+
 NodeSource = FixedNode | DnsName | ListFile
+PrefillSource = NodeSource | VllmServer
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +70,14 @@ class Member:
 
 def parse_sources(text: str) -> tuple[NodeSource, ...]:
     """Parse a comma-separated list of sources. Raises InvalidConfig."""
-    return tuple(_parse_source(part.strip()) for part in text.split(",") if part.strip())
+    return tuple(map(_parse_source, _parts(text)))
+
+
+def parse_prefill_sources(text: str) -> tuple[PrefillSource, ...]:
+    """Parse a list of sources that can have vLLM servers, too. Raises InvalidConfig."""
+    return tuple(
+        _parse_vllm(part) if part.startswith(VLLM) else _parse_source(part) for part in _parts(text)
+    )
 
 
 def parse_list(text: str) -> frozenset[str]:
@@ -67,11 +86,15 @@ def parse_list(text: str) -> frozenset[str]:
     return frozenset(_check_address(line) for line in lines if line)
 
 
-def check_single_role(prefills: Iterable[NodeSource], decodes: Iterable[NodeSource]) -> None:
+def check_single_role(prefills: Iterable[PrefillSource], decodes: Iterable[NodeSource]) -> None:
     """Raises InvalidConfig if a source is listed for both roles."""
     both = sorted(map(str, set(prefills) & set(decodes)))
     if both:
         raise InvalidConfig(f"{both[0]} is listed both as a prefill node and as a decode node")
+
+
+def _parts(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def join_address(host: str, port: int) -> str:
@@ -86,7 +109,14 @@ def _parse_source(written: str) -> NodeSource:
         if not path.startswith("///"):
             raise InvalidConfig(f"node list {written!r}: write the whole path, as file:///path")
         return ListFile(path.removeprefix("//"))
+    if written.startswith(VLLM):
+        raise InvalidConfig(f"{written} cannot decode: list it in --prefill-nodes")
     return FixedNode(_check_address(written))
+
+
+def _parse_vllm(written: str) -> VllmServer:
+    host, _, port = _check_address(written.removeprefix(f"{VLLM}//"), written).rpartition(":")
+    return VllmServer(host.strip("[]"), int(port))
 
 
 def _parse_dns(written: str) -> DnsName:

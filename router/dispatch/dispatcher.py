@@ -9,8 +9,10 @@ from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
 
+from baton.core.foreign_kv import ForeignKv
 from baton.core.ids import HandoffId
 from baton.core.request import EngineRequest
+from baton.core.task import GENERATE
 from baton.router.answer import AnswerAssembler
 from baton.router.context import PromptPlacement, RequestContext
 from baton.router.dispatch.attempt import Attempt
@@ -24,6 +26,7 @@ from baton.router.dispatch.quarantine import (
 )
 from baton.router.dispatch.retries import AttemptFailures, CircuitBreakers, RetryBudget
 from baton.router.dispatch.route_finder import RouteFinder
+from baton.router.dispatch.vllm_prefills import MIN_TOKENS, ComputedKv, VllmPrefills
 from baton.router.input_processing.model_profiles import ModelProfiles
 from baton.router.routing.assignment import Assignment
 from baton.router.routing.node_table import NodeTable, Revision
@@ -38,6 +41,7 @@ from baton.rpc.errors import (
     PoisonedRequest,
 )
 from baton.rpc.messages.calls import node_request_id
+from baton.rpc.node_info import NodeRole
 
 SEED_BITS = 63
 NONCE_BYTES = 8
@@ -59,6 +63,7 @@ class DispatchedRequest:
         self.failures = AttemptFailures()
         self.suspicion = Suspicion(context.quarantine_group)
         self.revision = self.pinned_revision
+        self.computed: ComputedKv | None = None  # by a vLLM server that this router asked
         # Unique across routers: clients choose request ids, and hand-offs of different requests
         # must not share an id.
         self.own_id = f"{call.request_id}.{secrets.token_hex(NONCE_BYTES)}"
@@ -86,13 +91,20 @@ class DispatchedRequest:
             cache_salt=call.cache_salt,
             tenant=call.tenant,
             kv_hints=call.kv_hints,
-            # The server releases it at the first attempt, and may then write other KV there.
-            foreign_kv=call.foreign_kv if handoff_id.attempt == 1 else None,
+            foreign_kv=self._foreign_kv(now) if handoff_id.attempt == 1 else None,
             prior_output_token_ids=self.answer.token_ids,
             is_paced=is_paced,
             is_pooled=call.is_pooled,
             second_text_start=call.token_prompt.second_text_start,
         )
+
+    @property
+    def has_foreign_kv(self) -> bool:
+        return self.call.foreign_kv is not None or self.computed is not None
+
+    def _foreign_kv(self, now: float) -> ForeignKv | None:
+        """Return KV for the first attempt. The server then releases it, and reuses the room."""
+        return self.call.foreign_kv if self.computed is None else self.computed.aged(now)
 
 
 class Dispatcher:
@@ -104,12 +116,14 @@ class Dispatcher:
         profiles: ModelProfiles,
         clock: Callable[[], float],
         config: DispatchConfig,
+        vllm_prefills: VllmPrefills | None = None,
     ) -> None:
         self._table = table
         self._node_calls = node_calls
         self._profiles = profiles
         self._clock = clock
         self._config = config
+        self._vllm_prefills = vllm_prefills
         self._breakers = CircuitBreakers(config.breakers)
         self._quarantine = Quarantine(self.wake)
         self._routes = RouteFinder(table, config, self._breakers, self._quarantine, clock)
@@ -123,6 +137,7 @@ class Dispatcher:
         """Run attempts until one completes. Each continues the answer where the last one failed."""
         retry_budget.note_request()
         request = DispatchedRequest(call, context, self._create_answer(call))
+        request.computed = await self._compute_by_vllm(call, context)
         for number in itertools.count(1):
             context.trace.note_attempt_began(number, len(request.answer.token_ids))
             route = await self._find_route(request, number)
@@ -142,6 +157,26 @@ class Dispatcher:
                     if is_last or not self._may_retry(request.failures, retry_budget):
                         raise
 
+    async def _compute_by_vllm(
+        self, call: GenerateCall, context: RequestContext
+    ) -> ComputedKv | None:
+        """Let a vLLM server compute the prompt, if no prefill node of the model can."""
+        servers = self._vllm_prefills
+        if not servers or call.foreign_kv is not None or context.placement is not None:
+            return None
+        is_plain = call.task is GENERATE and not call.model.adapter.id
+        if not is_plain or call.sampling.prompt_logprobs is not None:
+            return None
+        base = call.model.base
+        prefills = self._table.open_nodes(NodeRole.PREFILL)
+        is_known = not self._table.models or base in self._table.models
+        if not is_known or any(base in ("", node.card.model) for node in prefills):
+            return None
+        if len(call.prompt_token_ids) < MIN_TOKENS:
+            return None
+        timeout_s = context.remaining_s(self._clock())
+        return await servers.compute(call.prompt_token_ids, timeout_s, context.trace.traceparent)
+
     def _create_answer(self, call: GenerateCall) -> AnswerAssembler:
         text = self._profiles.of(call.model).text
         detokenizer = text.create_detokenizer(call.shown_tokens)
@@ -160,7 +195,7 @@ class Dispatcher:
             cache_salt=request.call.cache_salt,
             revision=request.revision,
             is_pooled=request.call.is_pooled,
-            has_foreign_kv=request.call.foreign_kv is not None and number == 1,
+            has_foreign_kv=request.has_foreign_kv and number == 1,
         )
         placement, prompt_node = request.context.placement, None
         if number == 1 and placement is not None and placement.has_kv:

@@ -79,23 +79,22 @@ def world(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory)
     log = tmp_path_factory.mktemp("vllm") / "log"
     more = ("--max-model-len", "1024", "--kv-transfer-config", json.dumps(transfer))
     side_channel = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
-    options = ClusterOptions(
-        str(MODEL),
-        0,
-        1,
-        False,
-        node_arguments=("--kv-cache-memory", "64MiB", "--threads", "1", "--metrics-port", "0"),
-        decode_arguments=("--kv-sources", f"vllm://localhost:{port}?packing={packing}"),
-        router_arguments=("--http-port", "0"),
-    )
     text = (MODEL / "LICENSE-PYTHON.txt").read_text()
     token_ids = Tokenizer.from_file(str(MODEL / "tokenizer.json")).encode(text).ids
-    with (
-        vllm_server(str(MODEL), Path(venv), [0], log, more, side_channel) as vllm,
-        LocalCluster(options) as cluster,
-    ):
-        vllm.wait_until_ready()
-        yield World(vllm, cluster, token_ids)
+    with vllm_server(str(MODEL), Path(venv), [0], log, more, side_channel) as vllm:
+        address = vllm.url.removeprefix("http://")
+        options = ClusterOptions(
+            str(MODEL),
+            0,
+            1,
+            False,
+            node_arguments=("--kv-cache-memory", "64MiB", "--threads", "1", "--metrics-port", "0"),
+            decode_arguments=("--kv-sources", f"vllm://localhost:{port}?packing={packing}"),
+            router_arguments=("--http-port", "0", "--prefill-nodes", f"vllm://{address}"),
+        )
+        with LocalCluster(options) as cluster:
+            vllm.wait_until_ready()
+            yield World(vllm, cluster, token_ids)
 
 
 def check_equal(got: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -127,6 +126,20 @@ def test_the_answer_is_that_of_vllm_alone(world: World, num_tokens: int) -> None
     assert after - before == -(-num_read // 128) * BLOCK_BYTES
 
 
+def test_the_router_lets_the_server_compute_prompts(world: World) -> None:
+    prompt = world.token_ids[1000:1300]
+    wanted = world.ask_vllm(prompt)
+
+    got = world.ask_baton(prompt)
+    again = world.ask_baton(prompt)
+
+    check_equal(got, wanted)
+    assert got["usage"]["prompt_tokens_details"]["loaded_tokens"] == {"vllm": 288}
+    # The KV is shared, other than that which a client names.
+    assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": 288}
+    assert again["choices"][0]["text"] == got["choices"][0]["text"]
+
+
 def test_the_server_releases_its_blocks(world: World) -> None:
     """After all reads before; what was not read, for short prompts, is released too."""
     until_s = time.monotonic() + 20
@@ -147,3 +160,4 @@ def test_a_server_that_dies_between_the_legs_costs_computing(world: World) -> No
 
     check_equal(got, wanted)
     assert "loaded_tokens" not in got["usage"]["prompt_tokens_details"]
+    check_equal(world.ask_baton(prompt), wanted)

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import threading
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -26,6 +26,7 @@ from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.context import RequestContext
 from baton.router.dispatch.config import DispatchConfig
 from baton.router.dispatch.node_rpcs import MAX_WAITING, Events, LegOutput
+from baton.router.dispatch.vllm_prefills import ComputedKv, VllmPrefills
 from baton.router.input_processing.tokenization import TextBoundary
 from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.routing.config import Routing, RoutingPolicy
@@ -80,6 +81,7 @@ def a_pipeline(
     max_in_flight: int | None = 1024,
     clock: Callable[[], float] | None = None,
     text: TextBoundary | None = None,
+    vllm: VllmPrefills | None = None,
 ) -> Pipeline:
     ticks = itertools.count()
     table = table or a_table()
@@ -97,6 +99,7 @@ def a_pipeline(
             ),
             AdmissionQueueConfig(max_in_flight),
         ),
+        vllm_prefills=vllm,
     )
 
 
@@ -241,6 +244,49 @@ def test_kv_of_a_vllm_server_needs_no_prefill_and_is_read_once() -> None:
     assert (first.leg, first.request.foreign_kv) == (NodeRole.DECODE, kv)
     assert {call.leg for call in others} == {NodeRole.PREFILL, NodeRole.DECODE}
     assert all(call.request.foreign_kv is None for call in others)
+
+
+class FakePrefills(VllmPrefills):
+    """vLLM servers that have computed every prompt at time 0."""
+
+    def __init__(self) -> None:
+        super().__init__([("vllm", 8000)], lambda: 0.0)
+        self.num_asked = 0
+
+    async def compute(
+        self, token_ids: Sequence[int], timeout_s: float | None, traceparent: str = ""
+    ) -> ComputedKv | None:
+        self.num_asked += 1
+        kv = ForeignKv("vllm", 5600, "engine", "cmpl-1", (7,), len(token_ids))
+        return ComputedKv(kv, "vllm", answered_s=0.0)
+
+
+def test_a_vllm_server_computes_prompts_of_models_without_prefill_nodes() -> None:
+    nodes, prefills = FakeNodeCalls(decode_breaks_after=[1]), FakePrefills()
+    table = cached_on()
+    table.lose("p0:1")
+
+    asyncio.run(run(a_pipeline(nodes, table, vllm=prefills), a_call(prompt=LONG_PROMPT)))
+
+    first, second = [call.request.foreign_kv for call in nodes.received]
+    assert first is not None
+    assert first.age_s is not None
+    assert first.age_s > 0
+    assert second is None
+    assert prefills.num_asked == 1
+    # The router has asked for this prompt itself, so that its KV can be shared.
+    assert nodes.received[0].request.cache_salt == ""
+
+
+@pytest.mark.parametrize("prompt", [LONG_PROMPT, PROMPT], ids=["has prefill nodes", "short"])
+def test_vllm_servers_are_not_asked_without_need(prompt: tuple[int, ...]) -> None:
+    nodes, prefills, table = FakeNodeCalls(), FakePrefills(), cached_on()
+    if prompt is PROMPT:
+        table.lose("p0:1")
+
+    asyncio.run(run(a_pipeline(nodes, table, vllm=prefills), a_call(prompt=prompt)))
+
+    assert not prefills.num_asked
 
 
 def test_a_holder_that_has_just_failed_is_not_named_again() -> None:
