@@ -79,6 +79,7 @@ def world(model_folder: Path, cluster_options: Callable[..., ClusterOptions]) ->
         options = replace(options, decode_arguments=sources)
         with LocalCluster(options) as cluster, Client(cluster.address, timeout_s=60) as client:
             yield World(cluster, client, server, blocks, others)
+    assert {child.process.returncode for child in cluster.children} == {0}
 
 
 def test_kv_of_the_server_gives_the_same_tokens(world: World) -> None:
