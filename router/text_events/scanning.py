@@ -62,8 +62,11 @@ def find_first(text: str, marks: Sequence[str]) -> tuple[int, str]:
 
 def held_length(text: str, marks: Sequence[str]) -> int:
     """Return the length of the longest suffix that may begin one of the marks."""
-    longest = min(max(map(len, marks), default=1) - 1, len(text))
-    for size in range(longest, 0, -1):
-        if any(mark.startswith(text[-size:]) for mark in marks):
-            return size
-    return 0
+    longest = 0
+    for mark in marks:
+        index = text.find(mark[0], max(0, len(text) - len(mark) + 1))
+        while index >= 0 and not mark.startswith(text[index:]):
+            index = text.find(mark[0], index + 1)
+        if index >= 0:
+            longest = max(longest, len(text) - index)
+    return longest

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 ANY_TYPE = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
 MAX_DEPTH = 8
+MAX_PYTHON_CHARACTERS = 1 << 14  # of a list or dictionary in Python's notation
 PYTHON_WORDS = {"True": True, "False": False, "None": None}
 
 
@@ -88,7 +89,8 @@ def _python_value(text: str, types: frozenset[str]) -> Any:
     if text in PYTHON_WORDS:
         value = PYTHON_WORDS[text]
         return value if _type_of(value) in types else text
-    if text[:1] in ("{", "[") and types & {"object", "array"}:
+    is_short = len(text) <= MAX_PYTHON_CHARACTERS
+    if is_short and text[:1] in ("{", "[") and types & {"object", "array"}:
         try:
             value = ast.literal_eval(text)
             json.dumps(value, allow_nan=False)

@@ -48,6 +48,7 @@ def test_reasoning_is_separated_from_the_answer(
         (CALLED, AnswerText(calls=(ToolCall("f", '{"x": "ü"}'),))),
         (f"let me\n{CALLED}\n", AnswerText("let me", calls=(ToolCall("f", '{"x": "ü"}'),))),
         (f"{CALLED}\n{CALLED}", AnswerText(calls=(ToolCall("f", '{"x": "ü"}'),) * 2)),
+        (f"\n{CALLED} so", AnswerText(" so", calls=(ToolCall("f", '{"x": "ü"}'),))),
         (f"{CALLED} done ", AnswerText(" done", calls=(ToolCall("f", '{"x": "ü"}'),))),
         ("<tool_call>{oh}</tool_call> no", AnswerText("<tool_call>{oh}</tool_call> no")),
         (
