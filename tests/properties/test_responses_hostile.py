@@ -12,12 +12,6 @@ from baton.core.errors import NamedError
 from baton.core.sampling import NO_SAMPLING_DEFAULTS
 from baton.router.doors.openai.errors import error_body
 from baton.router.doors.openai.request.parsed_request import ModelContext
-from baton.router.doors.responses.bodies import (
-    ACCEPTED_VALUES,
-    CHAT_FIELDS,
-    IGNORED_FIELDS,
-    ResponsesBody,
-)
 from baton.router.doors.responses.output_items import OutputItems
 from baton.router.doors.responses.parsed_response import response_from
 from baton.router.http.bodies import json_object
@@ -30,61 +24,12 @@ from baton.router.text_events.events import (
     ToolCall,
     fold,
 )
+from tests.support.hostile_bodies import responses_items, responses_requests
 
 CONTEXT = ModelContext(NO_SAMPLING_DEFAULTS, 512)
-numbers = st.integers() | st.sampled_from([-1, 0, 1, 2**31 - 1, 2**31, 2**63, 10**400])
-scalars = st.none() | st.booleans() | numbers | st.floats(allow_nan=False) | st.text(max_size=5)
-values = st.recursive(
-    scalars,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
-    max_leaves=4,
-)
-parts = st.fixed_dictionaries(
-    {"type": st.sampled_from(["input_text", "output_text", "reasoning_text", "input_image"])},
-    optional={"text": st.text(max_size=3) | scalars},
-)
-texts = st.text(max_size=3) | st.lists(parts | values, max_size=2) | scalars
-items = st.fixed_dictionaries(
-    {},
-    optional={
-        "type": st.sampled_from(
-            ["message", "function_call", "function_call_output", "reasoning", "item_reference"]
-        )
-        | scalars,
-        "role": st.sampled_from(["user", "assistant", "system", "developer"]) | scalars,
-        "content": texts,
-        "call_id": st.text(max_size=3),
-        "name": st.text(max_size=3),
-        "arguments": st.sampled_from(["{}", "{", "[1]", ""]) | scalars,
-        "output": texts,
-        "summary": st.lists(parts, max_size=2) | scalars,
-    },
-)
-tools = st.fixed_dictionaries(
-    {"type": st.just("function") | scalars},
-    optional={
-        "name": st.text(max_size=3),
-        "parameters": st.dictionaries(st.text(max_size=4), values, max_size=2) | scalars,
-        "strict": st.booleans() | scalars,
-    },
-)
-FIELDS = [*ResponsesBody.model_fields, *CHAT_FIELDS, *IGNORED_FIELDS, *ACCEPTED_VALUES, "x"]
-bodies = st.tuples(
-    st.dictionaries(st.sampled_from(FIELDS), values, max_size=4),
-    st.fixed_dictionaries(
-        {},
-        optional={
-            "input": st.text(max_size=3) | st.lists(items, max_size=3),
-            "tools": st.lists(tools, max_size=2),
-            "tool_choice": st.sampled_from(["auto", "required", "none"]) | tools,
-            "text": st.fixed_dictionaries({"format": values}),
-            "reasoning": st.fixed_dictionaries({"effort": st.sampled_from(["none", "low"])}),
-        },
-    ),
-).map(lambda pair: {**pair[0], **pair[1]})
 
 
-@given(bodies, st.lists(items, max_size=1))
+@given(responses_requests, st.lists(responses_items, max_size=1))
 def test_a_request_is_accepted_or_refused_by_name(
     fields: dict[str, Any], history: list[Any]
 ) -> None:
