@@ -22,6 +22,7 @@ from baton.checkpoint.tokenizer import Tokenizer
 from baton.completion import Completion, CompletionBuilder, VectorBuilder
 from baton.core.errors import InvalidConfig, InvalidRequest
 from baton.core.ids import AdapterRef, RequestId
+from baton.core.logprobs import RAW_LOGPROBS
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams, fit_max_tokens
 from baton.core.stop_strings import StopRule
@@ -77,6 +78,7 @@ class LLM:
         lora: Mapping[str, str] | None = None,  # folders of adapters, by name
         max_lora_rank: int = 64,
         speculative: str = "",
+        logprobs_mode: str = RAW_LOGPROBS,
         weight_cache_dir: str = "",  # as --weight-cache-dir
         show_progress: bool | None = None,
         tokenizer: Tokenizer | None = None,  # None: that of the model folder
@@ -107,6 +109,7 @@ class LLM:
                 weight_cache_dir or os.environ.get(WEIGHT_CACHE_VARIABLE, "")
             ),
             speculation=parse_speculation(speculative),
+            logprobs_mode=logprobs_mode,
         )
         scheduling = SchedulerConfig(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Logprobs of generated tokens: before all sampling settings, or after them, as in vLLM.
+RAW_LOGPROBS, PROCESSED_LOGPROBS = LOGPROBS_MODES = "raw_logprobs", "processed_logprobs"
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from baton.checkpoint.user_cache import user_cache_folder
 from baton.core.errors import InvalidConfig
 from baton.core.exclusions import Feature, check_exclusions
+from baton.core.logprobs import LOGPROBS_MODES, RAW_LOGPROBS
 from baton.core.options import BATCHING, KV_CACHE, MACHINE, MODEL, Option, check_options
 from baton.core.pooling import PoolingKind
 from baton.core.units import AUTO, GIB, parse_bytes, parse_kv_memory
@@ -189,6 +190,15 @@ class RunnerConfig:
             parse=parse_speculation,
         ),
     ] = None
+    logprobs_mode: Annotated[
+        str,
+        Option(
+            "raw_logprobs: of the model's logits; processed_logprobs: of the probabilities that "
+            "tokens are drawn with; the same on all nodes.",
+            BATCHING,
+            choices=LOGPROBS_MODES,
+        ),
+    ] = RAW_LOGPROBS
     logits_processors: Annotated[  # entry points; see engine.runner.sampling.logits_processors
         tuple[str, ...],
         Option(

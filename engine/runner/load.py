@@ -108,6 +108,7 @@ def load_runner(
             device,
             parts.make_block_hashes(kv),
             adapters,
+            config.logprobs_mode,
         )
 
     num_blocks = choose_num_blocks(config, cache, device, make_runner)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from baton.core.ids import RequestId
+from baton.core.logprobs import RAW_LOGPROBS
 from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.plan import Pending, Plan, RunResult
 from baton.engine.runner.adapters.adapters import AdapterTable
@@ -80,6 +81,7 @@ class TorchRunner:
         device: Device = CPU,
         block_hashes: BlockHashes | None = None,
         adapters: AdapterTable | None = None,
+        logprobs_mode: str = RAW_LOGPROBS,
     ) -> None:
         self.info = info
         self.kv_memory: KvMemory = describe(kv, layout, info.dtype)
@@ -98,7 +100,9 @@ class TorchRunner:
             decoder, ropes, attention, linear_attention, info.max_model_len
         )
         find_peaks = decoder.ops.find_peaks
-        self.sampler = Sampler(info.eos_token_ids, processors, find_peaks, sampling, self.device)
+        self.sampler = Sampler(
+            info.eos_token_ids, processors, find_peaks, sampling, self.device, logprobs_mode
+        )
         self._heads: tuple[OutputHead, ...] = (
             PromptLogprobs(decoder, self.device, sampling),
             SamplingHead(decoder, self.sampler, info.vocab_size, self.device),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.generation import logits_process as generation
 
-from baton.core.logprobs import TokenLogprobs
+from baton.core.logprobs import PROCESSED_LOGPROBS, TokenLogprobs
 from baton.core.output import Failure, FailureCause
 from baton.core.sampling import MAX_LOGPROBS, SamplingParams
 from baton.engine.runner.device.step_inputs import SHARED_INPUTS
@@ -627,3 +627,70 @@ def test_with_a_grammar_min_tokens_is_ignored_if_only_an_end_token_is_allowed(
     requested = allow_only(row(min_tokens=2, max_tokens=4), EOS[:1], VOCAB_SIZE)
 
     assert choose(random_logits(1, VOCAB_SIZE), requested, sampling=sampling) == [EOS[0]]
+
+
+PROCESSED: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "greedy with a penalty": {"temperature": 0.0, "frequency_penalty": 1.5},
+    "a temperature": {"temperature": 0.5},
+    "min_p": {"temperature": 2.0, "min_p": 0.3},
+    "top_k": {"temperature": 1.0, "top_k": 5},
+    "top_p": {"temperature": 1.0, "top_p": 0.6},
+    "all": {"temperature": 0.8, "min_p": 0.05, "top_k": 9, "top_p": 0.7, "presence_penalty": 1.0},
+    "allowed tokens": {"temperature": 1.0, "allowed_token_ids": (4, 9, 11)},
+}
+
+
+def expected_distribution(
+    logits: Tensor, known: Sequence[int], requested: dict[str, Any]
+) -> Tensor:
+    """Return logprobs by the logits processors of transformers, in vLLM's order."""
+    scores = logits.clone()
+    counts = Counter(known[3:])
+    for token_id, count in counts.items():
+        scores[token_id] -= requested.get("frequency_penalty", 0.0) * count
+        scores[token_id] -= requested.get("presence_penalty", 0.0)
+    allowed = requested.get("allowed_token_ids")
+    if allowed is not None:
+        scores[[id_ for id_ in range(VOCAB_SIZE) if id_ not in allowed]] = -math.inf
+    temperature = requested["temperature"]
+    filters: list[Any] = []
+    if temperature:
+        filters.append(generation.TemperatureLogitsWarper(temperature))
+        if "min_p" in requested:
+            filters.append(generation.MinPLogitsWarper(requested["min_p"]))
+        if "top_k" in requested:
+            filters.append(generation.TopKLogitsWarper(requested["top_k"]))
+        if "top_p" in requested:
+            filters.append(generation.TopPLogitsWarper(requested["top_p"]))
+    batch = scores[None]
+    for each in filters:
+        batch = each(torch.tensor([known]), batch)
+    return batch.log_softmax(dim=-1)[0]
+
+
+def test_processed_logprobs_are_those_of_what_is_drawn_from(sampling: Sampling) -> None:
+    sampler = Sampler(EOS, sampling=sampling, logprobs_mode=PROCESSED_LOGPROBS)
+    known = (1, 2, 3, 9, 9, 4)
+    rows = [
+        row(known, num_prompt=3, seed=seed, logprobs=4 if name != "top_k" else VOCAB_SIZE, **each)
+        for seed, (name, each) in enumerate(PROCESSED.items())
+    ]
+    rows.append(row(known, num_prompt=3, temperature=0.7))  # without logprobs
+    logits = random_logits(len(rows), VOCAB_SIZE, seed=5)
+
+    samples = sample(sampler, logits, rows)
+
+    plain = sample(Sampler(EOS, sampling=sampling), logits, rows)
+    assert samples.choices == plain.choices
+    assert [*samples.logprobs] == [*range(len(PROCESSED))]
+    for index, requested in enumerate(PROCESSED.values()):
+        expected = expected_distribution(logits[index], known, requested)
+        found = samples.logprobs[index]
+        assert found.token_id == samples.choices[index]
+        assert found.logprob == pytest.approx(float(expected[found.token_id]), abs=1e-5)
+        best = expected.sort(descending=True).values.tolist()[: len(found.top)]
+        assert [logprob for _, logprob in found.top] == pytest.approx(best, abs=1e-5)
+    raw = logits[0].log_softmax(dim=-1)
+    assert plain.logprobs[2].logprob != samples.logprobs[2].logprob
+    assert samples.logprobs[0].top[0][1] == pytest.approx(float(raw.max()), abs=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -40,6 +41,22 @@ def test_generate_accepts_and_returns_text(local: LLM) -> None:
 
     assert answer.prompt_token_ids == local.tokenizer.encode("the quick brown fox")
     assert answer.text == local.tokenizer.decode(answer.token_ids)
+
+
+def test_processed_logprobs_are_those_of_the_sampling_settings(
+    local: LLM, model_folder: Path
+) -> None:
+    allowed = SamplingParams(max_tokens=2, temperature=0.5, allowed_token_ids=(5, 6), logprobs=2)
+    prompt = prompt_of(20)
+
+    [raw] = local.generate([prompt], allowed)
+    with LLM(str(model_folder), logprobs_mode="processed_logprobs", dtype="float32") as processed:
+        [answer] = processed.generate([prompt], allowed)
+
+    for entry in answer.logprobs:
+        assert {token_id for token_id, _ in entry.top} == {5, 6}
+        assert sum(math.exp(logprob) for _, logprob in entry.top) == pytest.approx(1, abs=1e-5)
+    assert all(sum(math.exp(value) for _, value in entry.top) < 0.9 for entry in raw.logprobs)
 
 
 def test_an_answer_ends_at_a_stop_string_and_others_continue(local: LLM) -> None:

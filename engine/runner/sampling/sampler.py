@@ -1,9 +1,9 @@
 """Sampler: turns logits into tokens. Each row depends only on its own parameters.
 
-The order is that of vLLM V1, except that logprobs are taken from the raw logits before the grammar
-mask: logprobs, grammar mask, allowed and banned tokens, min_tokens, logit bias, penalties, custom
+The order is that of vLLM V1, except that raw logprobs are taken before the grammar mask: raw
+logprobs, grammar mask, allowed and banned tokens, min_tokens, logit bias, penalties, custom
 logits processors. Greedy rows end here. Random rows go on with temperature, min-p, top-k and top-p
-(renormalised after each), and the draw.
+(renormalised after each), and the draw. Processed logprobs are those of what is drawn from.
 
 The parameters of a step are put into its inputs before it is launched, and its results come back
 in one copy. Only custom logits processors read from the device in between.
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from baton.core.logprobs import TokenLogprobs
+from baton.core.logprobs import RAW_LOGPROBS, TokenLogprobs
 from baton.core.output import Failure, FailureCause
 from baton.engine.runner.device.device import CPU, Device
 from baton.engine.runner.device.step_inputs import Array, StepInputs
@@ -29,6 +29,7 @@ from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.sampling.logits_processors import NEVER, NO_PROCESSORS, Processors
 from baton.engine.runner.sampling.logprobs import read_logprobs
 from baton.engine.runner.sampling.packed_peaks import PackedPeaks
+from baton.engine.runner.sampling.processed_logits import ProcessedLogits
 from baton.engine.runner.sampling.sampling import SampledRows, Sampling, SamplingPass
 from baton.engine.runner.sampling.torch_sampling import TORCH_SAMPLING
 
@@ -56,6 +57,7 @@ class SampledStep(NamedTuple):
     runs: Sequence[TokenRun]
     sampling: SamplingPass
     logprobs: _RequestedLogprobs | None
+    processed: ProcessedLogits | None  # None: logprobs are those of the raw logits
 
 
 class LaunchedSamples(NamedTuple):
@@ -86,7 +88,9 @@ class Sampler:
         find_peaks: Callable[[Tensor], Peaks] = TORCH.find_peaks,
         sampling: Sampling = TORCH_SAMPLING,
         device: Device = CPU,
+        logprobs_mode: str = RAW_LOGPROBS,
     ) -> None:
+        self._logprobs_mode = logprobs_mode
         self._eos_token_ids = eos_token_ids
         self._processors = processors
         self._find_peaks = find_peaks
@@ -101,7 +105,10 @@ class Sampler:
             runs, self._eos_token_ids, vocab_size, self._place, self._find_peaks, self._memory
         )
         sampling = self._sampling.begin(rows, inputs)
-        return SampledStep(runs, sampling, _RequestedLogprobs.of(runs, inputs))
+        processed = None
+        if self._logprobs_mode != RAW_LOGPROBS:
+            processed = ProcessedLogits.of(runs, vocab_size, inputs)
+        return SampledStep(runs, sampling, _RequestedLogprobs.of(runs, inputs), processed)
 
     def launch(
         self, step: SampledStep, logits: Tensor, peaks: PackedPeaks | None = None
@@ -124,10 +131,11 @@ class Sampler:
             peaks = None
         elif peaks is not None:
             chosen = [peaks.packed]
+        measured = logits if step.processed is None else step.processed.compute(scores)
         step.sampling.draw(scores, token_ids)
         requested: Sequence[Tensor] = ()
         if step.logprobs is not None:
-            requested = step.logprobs.compute(logits, token_ids, self._sampling, self._memory)
+            requested = step.logprobs.compute(measured, token_ids, self._sampling, self._memory)
         received = self._outputs.send([*chosen, *requested])
         return LaunchedSamples(step, token_ids, failures, is_constrained, peaks, received)
 

@@ -64,9 +64,7 @@ class TorchSamplingPass:
             if not run.row.sampling.is_greedy:
                 count = _num_candidates(run.row.sampling, rows.vocab_size, is_on_cpu)
                 by_count.setdefault(count, []).append(index)
-        self._draws = [
-            _Draw.of(count, indices, runs, inputs) for count, indices in by_count.items()
-        ]
+        self._draws = [Draw.of(count, indices, runs, inputs) for count, indices in by_count.items()]
 
     def constrain(self, logits: Tensor) -> Tensor:
         return self._constraints.apply(logits)
@@ -88,7 +86,7 @@ def _num_candidates(sampling: SamplingParams, vocab_size: int, is_on_cpu: bool) 
     return min(TOP_P_CANDIDATES, vocab_size) if sampling.top_p < 1 and is_on_cpu else vocab_size
 
 
-class _Draw(NamedTuple):
+class Draw(NamedTuple):
     """Draw of the rows with the same number of candidates. Arrays are [rows, 1]."""
 
     num_candidates: int
@@ -103,7 +101,7 @@ class _Draw(NamedTuple):
     @classmethod
     def of(
         cls, num_candidates: int, indices: list[int], runs: Sequence[TokenRun], inputs: StepInputs
-    ) -> _Draw:
+    ) -> Draw:
         drawn = [runs[index] for index in indices]
         params = [run.row.sampling for run in drawn]
         temperatures = [max(each.temperature, MIN_TEMPERATURE) for each in params]
@@ -127,6 +125,25 @@ class _Draw(NamedTuple):
         )
 
     def apply(self, scores: Tensor, token_ids: Tensor) -> None:
+        chosen = self._filters.draw(self._scale(scores), self.num_candidates)
+        if self.rows is None:
+            token_ids.copy_(chosen)
+        else:
+            token_ids[self.rows] = chosen
+
+    def filter(self, scores: Tensor) -> Tensor:
+        """Return scaled logits of the rows, with -inf for tokens that cannot be drawn.
+
+        For draws that consider the whole vocabulary.
+        """
+        return self._filters.apply(self._scale(scores))
+
+    @property
+    def _filters(self) -> _Filters:
+        return _Filters(self.keys, self.top_k, self.top_p, self.all_have_top_k)
+
+    def _scale(self, scores: Tensor) -> Tensor:
+        """Apply temperatures and min-p."""
         logits = scores if self.rows is None else scores[self.rows]
         # Distances to the largest logit cannot overflow, however small the temperature.
         distances = logits - logits.amax(dim=-1, keepdim=True)
@@ -135,17 +152,7 @@ class _Draw(NamedTuple):
             # log 0 = -inf keeps all tokens.
             floor = scaled.amax(dim=-1, keepdim=True) + self.min_p.log()
             scaled = scaled.masked_fill(scaled < floor, NEVER)
-        filters = _Filters(
-            self.keys,
-            None if self.top_k is None else self.top_k,
-            None if self.top_p is None else self.top_p,
-            self.all_have_top_k,
-        )
-        chosen = filters.draw(scaled, self.num_candidates)
-        if self.rows is None:
-            token_ids.copy_(chosen)
-        else:
-            token_ids[self.rows] = chosen
+        return scaled
 
 
 class _Filters(NamedTuple):
@@ -175,6 +182,17 @@ class _Filters(NamedTuple):
         if len(short):
             chosen[short] = self._select(short).draw(scaled[short], scaled.shape[1])
         return chosen
+
+    def apply(self, scaled: Tensor) -> Tensor:
+        """Return the logits with -inf for tokens that `draw` never chooses."""
+        if self.top_k is None and self.top_p is None:
+            return scaled
+        values, token_ids = _likeliest(scaled, scaled.shape[1])
+        if self.top_k is not None:
+            values = _apply_top_k(values, self.top_k)
+        if self.top_p is not None:
+            values = _apply_top_p(values, self._mass(values, scaled), self.top_p)
+        return scaled.scatter(1, token_ids, values)
 
     def _mass(self, values: Tensor, scaled: Tensor) -> Tensor:
         """Return the probability of the tokens up to each candidate."""
