@@ -12,7 +12,7 @@ from baton.engine.structured_output.subschemas import read_list, resolve_pointer
 
 Schema = dict[str, Any]
 
-MAX_LISTS = 512
+MAX_LISTS = 128  # compiled in about 0.3 s
 MAX_REFERENCES = 8
 NOT_LISTS = ["null", "boolean", "number", "string", "object"]
 
