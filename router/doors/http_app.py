@@ -8,9 +8,11 @@ from starlette.types import ASGIApp
 
 from baton.router.adapter_updates import AdapterUpdates
 from baton.router.doors.error_formats import errors_of
+from baton.router.doors.messages import descriptions as messages
 from baton.router.doors.messages.routes import messages_routes
-from baton.router.doors.openai.descriptions import DESCRIPTIONS
+from baton.router.doors.openai import descriptions as openai
 from baton.router.doors.openai.routes import openai_routes
+from baton.router.doors.responses import descriptions as responses
 from baton.router.doors.responses.routes import responses_routes
 from baton.router.doors.unserved import handle_http_exception
 from baton.router.http.app import Probes, Scrape, asgi_app
@@ -23,6 +25,8 @@ from baton.router.request_scope import RequestScopes
 from baton.rpc.health import Health
 from baton.rpc.security.token import AcceptedTokens
 from baton.rpc.security.token_gate import ignore_refusal
+
+DESCRIPTIONS = {**openai.DESCRIPTIONS, **messages.DESCRIPTIONS, **responses.DESCRIPTIONS}
 
 
 def http_app(

@@ -40,7 +40,7 @@ def openapi_document(
         path = route.path.replace(":path}", "}")
         operation = _operation(path, described.get(path, Described("")))
         methods = sorted((route.methods or {"GET"}) - {"HEAD"})
-        paths[path] = {method.lower(): operation for method in methods}
+        paths.setdefault(path, {}).update({method.lower(): operation for method in methods})
     components: Json = {"schemas": schemas.get("$defs", {})}
     document: Json = {
         "openapi": "3.1.0",

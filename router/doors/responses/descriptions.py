@@ -1,0 +1,13 @@
+"""Descriptions of paths and bodies of the Responses API for the OpenAPI document."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from baton.router.doors.responses.bodies import ResponsesBody
+from baton.router.http.openapi import Described
+
+DESCRIPTIONS: Mapping[str, Described] = {
+    "/v1/responses": Described("Answer a list of items", (ResponsesBody,)),
+    "/v1/responses/{response_id}": Described("Return or delete a stored response"),
+}
