@@ -11,7 +11,9 @@ import pytest
 
 from baton.client import AsyncClient, Client, Generation
 from baton.cluster import ClusterOptions, LocalCluster
+from baton.core.reasoning import ReasoningSection
 from baton.core.sampling import SamplingParams
+from baton.core.structured_outputs import StructuredOutputs
 from baton.rpc.node_info import NodeStatus
 from tests.support.client_load import ClientRequest, answer_all
 from tests.support.models import prompt_of
@@ -66,6 +68,30 @@ def test_answers_equal_those_without_speculation(
         assert other.finish.served.prompt_tokens_computed_on_decode == 0
         assert one.finish.served.tokens_proposed == 0
     assert sum(one.finish.served.tokens_accepted for one in speculated) > 0
+
+
+def constrained_requests() -> list[ClientRequest]:
+    """Return constrained requests, half of which reason first until a likely token."""
+    form = StructuredOutputs(regex="([ab]{2}-){9,12}c")
+    plain = SamplingParams(max_tokens=90, seed=3, temperature=0.7, structured_outputs=form)
+    samplings = [plain, replace(plain, temperature=0.0)]
+    samplings += [
+        replace(one, reasoning=ReasoningSection((50,)), logit_bias={50: 6.0}) for one in samplings
+    ]
+    prompts = [prompt_of(9) * 3, prompt_of(40)]
+    return [ClientRequest(prompt, Generation(one)) for prompt in prompts for one in samplings]
+
+
+def test_constrained_answers_equal_those_without_speculation(
+    cluster: LocalCluster, speculating: LocalCluster
+) -> None:
+    plain = answer_all(cluster.address, constrained_requests())
+    speculated = answer_all(speculating.address, constrained_requests())
+
+    assert [one.token_ids for one in speculated] == [one.token_ids for one in plain]
+    assert {one.finish.reason for one in speculated} == {"stop"}
+    assert sum(one.finish.served.tokens_accepted for one in speculated) > 0
+    assert all(one.finish.served.prompt_tokens_computed_on_decode == 0 for one in speculated)
 
 
 def test_a_stop_string_among_accepted_tokens_ends_the_answer(
