@@ -117,6 +117,13 @@ def test_each_tool_choice_has_its_mode(choice: dict[str, Any], mode: ToolCallMod
         ({"cache_control": EPHEMERAL}, 300),
         ({"tools": [{**SEE, "cache_control": {**EPHEMERAL, "ttl": "1h"}}]}, 3600),
         ({"system": [{"type": "text", "text": "S", "cache_control": EPHEMERAL}]}, 300),
+        (
+            {
+                "cache_control": {**EPHEMERAL, "ttl": "1h"},
+                "system": [{"type": "text", "text": "S", "cache_control": EPHEMERAL}],
+            },
+            3600,
+        ),
         ({"cache_control": {**EPHEMERAL, "ttl": "1h"}, "kv_hints": {"retain_s": 7}}, 7),
     ],
 )
