@@ -102,7 +102,10 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
             adapters = self._adapters_for(context)
             with self._state.count_call():
                 adapter = await adapters.load(
-                    request.name, request.path, can_replace=request.can_replace
+                    request.name,
+                    request.path,
+                    can_replace=request.can_replace,
+                    adapter_id=request.id,
                 )
         return node_pb2.LoadAdapterResponse(adapter=ADAPTER.to_message(adapter))
 

@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from grpc import RpcError, StatusCode, aio
+from grpc import aio
 
 from baton.core.errors import InvalidRequest
 from baton.core.ids import AdapterRef, ModelVariant
+from baton.router.adapter_calls import AdapterCalls, Outcome, only_adapter, raise_failures
 from baton.router.input_processing.limits import check_name, is_valid_name
 from baton.router.routing.node_table import Node, NodeTable
 from baton.rpc.errors import NodeFailed, NotAnOperator, UnknownModel
-from baton.rpc.node_info import ADAPTER
 from baton.rpc.security.operators import NO_OPERATORS, Operators
-from baton.rpc.status import RemoteError, remote_error
-from baton.v1 import node_pb2, node_pb2_grpc
 
-LOAD_TIMEOUT_S = 120.0  # of a file that may be on a network
-UNLOAD_TIMEOUT_S = 10.0
 REPORT_TIMEOUT_S = 10.0  # in which nodes report what they have done
-# Codes of refusals that another try would get, too.
-REFUSED = {
-    StatusCode.INVALID_ARGUMENT,
-    StatusCode.NOT_FOUND,
-    StatusCode.ALREADY_EXISTS,
-    StatusCode.FAILED_PRECONDITION,
-    StatusCode.RESOURCE_EXHAUSTED,
-}
+log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-Outcome = AdapterRef | RemoteError | None  # None: the node did not know the name
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +45,8 @@ class AdapterUpdates:
         operators: Operators = NO_OPERATORS,
     ) -> None:
         self._table = table
-        self._channel = channel
         self._operators = replace(operators, is_open=False)  # they change answers of all clients
+        self._calls = AdapterCalls(channel, self._operators)
         self._turn = asyncio.Lock()
         self._updates: set[asyncio.Future[Any]] = set()
         self._reported = asyncio.Event()
@@ -99,18 +88,23 @@ class AdapterUpdates:
 
     async def _load_on_all(self, order: AdapterOrder) -> tuple[ModelVariant, int]:
         async with self._turn:
-            previous = self._check_name_is_free(order)
+            self._check_name_is_free(order)
             nodes = self._nodes_for(order)
-            outcomes = await _each(nodes, lambda node: self._load(node, order))
+            previous = {node: self._named_on(node, order.name) for node in nodes}
+            adapter = AdapterRef(order.name, path=order.path)
+            outcomes = await _each(
+                nodes,
+                lambda node: self._calls.load(node, adapter, can_replace=order.can_replace),
+            )
             try:
-                adapter = _only_adapter(order, nodes, outcomes)
+                adapter = only_adapter(order.name, order.path, nodes, outcomes)
             except (InvalidRequest, NodeFailed, NotAnOperator):
                 loaded = [
                     node
                     for node, outcome in zip(nodes, outcomes, strict=True)
                     if isinstance(outcome, AdapterRef)
                 ]
-                await _each(loaded, lambda node: self._undo(node, order, previous))
+                await _each(loaded, lambda node: self._undo(node, order.name, previous[node]))
                 raise
             await self._until_reported(
                 lambda: all(
@@ -128,8 +122,8 @@ class AdapterUpdates:
                 raise UnknownModel(f"there is no adapter {_quoted(name)}; {self._known()}")
             nodes = [node for node in self._table.nodes if node.card.model == variant.base]
             nodes = [node for node in nodes if node.card.max_loras]
-            outcomes = await _each(nodes, lambda node: self._unload(node, name))
-            _raise_failures(nodes, outcomes, f"did not unload adapter {name!r}")
+            outcomes = await _each(nodes, lambda node: self._calls.unload(node, name))
+            raise_failures(nodes, outcomes, f"did not unload adapter {name!r}")
             await self._until_reported(
                 lambda: (
                     not any(
@@ -142,11 +136,11 @@ class AdapterUpdates:
             )
         return sum(isinstance(outcome, AdapterRef) for outcome in outcomes)
 
-    def _check_name_is_free(self, order: AdapterOrder) -> AdapterRef | None:
-        """Return the adapter to replace. Raises InvalidRequest if the name is taken."""
+    def _check_name_is_free(self, order: AdapterOrder) -> None:
+        """Raises InvalidRequest if the name is taken."""
         taken = self._table.served.variants.get(order.name)
         if taken is None:
-            return None
+            return
         if not taken.adapter.name:
             raise InvalidRequest(f"{order.name!r} is the name of a served model; choose another")
         if order.model not in ("", taken.base):
@@ -158,7 +152,10 @@ class AdapterUpdates:
                 f"the adapter {order.name!r} has already been loaded; unload it first, or replace "
                 "it: --replace, load_inplace over HTTP"
             )
-        return taken.adapter
+
+    def _named_on(self, node: Node, name: str) -> AdapterRef | None:
+        refs = self._table.adapters.at(node.address).refs
+        return next((ref for ref in refs if ref.name == name), None)
 
     def _nodes_for(self, order: AdapterOrder) -> list[Node]:
         """Return the nodes that serve adapters of the model. Raises what names the remedy."""
@@ -196,42 +193,14 @@ class AdapterUpdates:
                 "`baton nodes`"
             ) from None
 
-    async def _load(self, node: Node, order: AdapterOrder) -> Outcome:
-        request = node_pb2.LoadAdapterRequest(
-            name=order.name, path=order.path, can_replace=order.can_replace
-        )
-        try:
-            response = await self._stub(node).LoadAdapter(
-                request, timeout=LOAD_TIMEOUT_S, metadata=self._operators.metadata
-            )
-        except RpcError as error:
-            return remote_error(error)
-        return ADAPTER.from_message(response.adapter)
-
-    async def _unload(self, node: Node, name: str) -> Outcome:
-        try:
-            await self._stub(node).UnloadAdapter(
-                node_pb2.UnloadAdapterRequest(name=name),
-                timeout=UNLOAD_TIMEOUT_S,
-                metadata=self._operators.metadata,
-            )
-        except RpcError as error:
-            remote = remote_error(error)
-            return None if remote.code is StatusCode.NOT_FOUND else remote
-        return AdapterRef(name)
-
-    async def _undo(self, node: Node, order: AdapterOrder, previous: AdapterRef | None) -> Outcome:
-        """Unload what a node has loaded, and load what it has replaced if that is still there."""
-        if previous is None or previous.path in ("", order.path):
-            return await self._unload(node, order.name)
-        back = AdapterOrder(order.name, previous.path, can_replace=True)
-        return await self._load(node, back)
-
-    def _stub(self, node: Node) -> node_pb2_grpc.NodeServiceAsyncStub:
-        stub: node_pb2_grpc.NodeServiceAsyncStub = node_pb2_grpc.NodeServiceStub(
-            self._channel(node.address)
-        )
-        return stub
+    async def _undo(self, node: Node, name: str, previous: AdapterRef | None) -> Outcome:
+        """Give the name back to what the node had, or unload it if that is not there any more."""
+        if previous is not None:
+            outcome = await self._calls.load(node, previous, can_replace=True)
+            if isinstance(outcome, AdapterRef):
+                return outcome
+            log.warning("%s could not take adapter %r back: %s", node.address, name, outcome)
+        return await self._calls.unload(node, name)
 
     def _known(self) -> str:
         served = self._table.served
@@ -248,46 +217,6 @@ def _check_order(order: AdapterOrder) -> None:
         raise InvalidRequest("both the name and the path of an adapter must be given")
     check_name("name", order.name)
     check_name("path", order.path)
-
-
-def _only_adapter(
-    order: AdapterOrder, nodes: Sequence[Node], outcomes: Sequence[Outcome]
-) -> AdapterRef:
-    """Return the adapter that all nodes have loaded. Raises what names those that have not."""
-    _raise_failures(nodes, outcomes, f"did not load adapter {order.name!r}, so no node serves it")
-    names_by_adapter: defaultdict[AdapterRef, list[str]] = defaultdict(list)
-    for node, outcome in zip(nodes, outcomes, strict=True):
-        if isinstance(outcome, AdapterRef):
-            names_by_adapter[outcome].append(node.card.node_id)
-    if len(names_by_adapter) > 1:
-        found = "; ".join(
-            f"{adapter.id[:12]} on {', '.join(names)}"
-            for adapter, names in names_by_adapter.items()
-        )
-        raise InvalidRequest(
-            f"nodes read unlike adapters from {order.path!r} ({found}), so no node serves it: copy "
-            "the same folder below the --lora-root of each node"
-        )
-    return next(iter(names_by_adapter))
-
-
-def _raise_failures(nodes: Sequence[Node], outcomes: Sequence[Outcome], failed: str) -> None:
-    """Raise the failures of all nodes as one error."""
-    failures = [
-        (node, outcome)
-        for node, outcome in zip(nodes, outcomes, strict=True)
-        if isinstance(outcome, RemoteError)
-    ]
-    if not failures:
-        return
-    causes = "; ".join(f"{node.card.node_id}: {remote.message}" for node, remote in failures)
-    message = f"{len(failures)} of {len(nodes)} nodes {failed} ({causes})"
-    codes = {remote.code for _, remote in failures}
-    if StatusCode.PERMISSION_DENIED in codes:
-        raise NotAnOperator(message)
-    if codes <= REFUSED:
-        raise InvalidRequest(message)
-    raise NodeFailed(f"{message}; try again")
 
 
 def _quoted(name: str) -> str:

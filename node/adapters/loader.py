@@ -96,6 +96,10 @@ class AdapterLoader(Generic[Loaded]):
         load, resident = self._loads.get(adapter_id), self.resident.find(adapter_id)
         return (load.num_users if load else 0) + (resident.num_users if resident else 0)
 
+    def keeps_beside_loads(self, adapter_id: str) -> bool:
+        """Return whether an adapter in memory can stay there while another one is read."""
+        return adapter_id in self.resident and self.resident.num_places > 1
+
     async def digest(self, folder: Path) -> str:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self._memory.digest, folder)

@@ -72,24 +72,48 @@ class AdapterRegistry:
             self._folder_by_id[adapter_id] = folder
             self._set_name(AdapterRef(name, adapter_id, path_below(self._root, folder)))
 
-    async def load(self, name: str, path: str, *, can_replace: bool = False) -> AdapterRef:
+    async def load(
+        self, name: str, path: str, *, can_replace: bool = False, adapter_id: str = ""
+    ) -> AdapterRef:
         """Read an adapter below the root, and name it.
+
+        The folder of one that is in memory is not read if `adapter_id` is given. An adapter that is
+        replaced stays in memory until its place is needed: requests on their way to this node use
+        it, and it gets its name back if another node cannot replace it.
 
         Raises InvalidRequest for what cannot be served, AdapterExists, TooManyAdapters, and what
         `AdapterLoader.held` raises.
         """
         self._check_name(name)
-        folder = folder_below(self._root, path)
         try:
-            adapter_id = await self.loader.digest(folder)
-            adapter = AdapterRef(name, adapter_id, PurePosixPath(path).as_posix())
+            adapter = await self._identify(name, path, adapter_id)
             self._check_is_free(adapter, can_replace)
-            async with self.loader.held(adapter.id, lambda: folder):
+            folder = partial(self._folder_of, adapter)
+            async with self._keeping_replaced(adapter), self.loader.held(adapter.id, folder):
                 self._check_is_free(adapter, can_replace)  # others may have taken it meanwhile
                 self._set_name(adapter)
         except ModelError as error:
             raise InvalidRequest(str(error), "path") from error
         return adapter
+
+    async def _identify(self, name: str, path: str, adapter_id: str) -> AdapterRef:
+        """Return the adapter in a folder. With an id, its folder is not read yet."""
+        if not adapter_id:
+            adapter_id = await self.loader.digest(folder_below(self._root, path))
+        return AdapterRef(name, adapter_id, PurePosixPath(path).as_posix() if path else "")
+
+    @asynccontextmanager
+    async def _keeping_replaced(self, adapter: AdapterRef) -> AsyncGenerator[None]:
+        """Keep the adapter that has the name from being evicted for the new one.
+
+        Its files may be those of the new one already. With one place it cannot be kept.
+        """
+        old = self._by_name.get(adapter.name)
+        if old is None or old.id == adapter.id or not self.loader.keeps_beside_loads(old.id):
+            yield
+            return
+        async with self.loader.held(old.id, partial(self._folder_of, old)):
+            yield
 
     def unload(self, name: str) -> None:
         """Forget a name. Requests in progress keep the adapter. Raises UnknownAdapter."""
@@ -97,7 +121,9 @@ class AdapterRegistry:
         if adapter is None:
             raise UnknownAdapter(f"this node has no adapter {name!r}")
         log.info("unloaded adapter %r (%s)", name, adapter.id)
-        self._drop_name_of(adapter.id)
+        if self._drop_name_of(adapter.id):
+            self._folder_by_id.pop(adapter.id, None)
+            self.loader.forget(adapter.id)
         self.note_change()
 
     @asynccontextmanager
@@ -194,14 +220,17 @@ class AdapterRegistry:
         log.info("serve adapter %r (%s)", adapter.name, adapter.id)
         if replaced is not None:
             self._drop_name_of(replaced.id)
+            if replaced.id in self.loader.resident:
+                self._note_unnamed(replaced)
         self.note_change()
 
-    def _drop_name_of(self, adapter_id: str) -> None:
+    def _drop_name_of(self, adapter_id: str) -> bool:
+        """Return whether it was the last name of the adapter."""
         self._num_names[adapter_id] -= 1
-        if not self._num_names[adapter_id]:
-            del self._num_names[adapter_id]
-            self._folder_by_id.pop(adapter_id, None)
-            self.loader.forget(adapter_id)
+        if self._num_names[adapter_id]:
+            return False
+        del self._num_names[adapter_id]
+        return True
 
     def _note_unnamed(self, adapter: AdapterRef) -> None:
         """Note an adapter that a router knows, but no operator has loaded here."""

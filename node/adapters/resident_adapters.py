@@ -17,7 +17,7 @@ class ResidentAdapters:
     """At most `num_places` adapters, by id, counting those that are being read."""
 
     def __init__(self, num_places: int) -> None:
-        self._num_places = num_places
+        self.num_places = num_places
         self.num_reserved = 0  # of those that are being read
         self._by_id: OrderedDict[str, ResidentAdapter] = OrderedDict()
 
@@ -38,7 +38,7 @@ class ResidentAdapters:
     def reserve(self) -> list[str] | None:
         """Reserve a place. Returns the ids evicted for it, or None if all places are in use."""
         evicted: list[str] = []
-        if len(self._by_id) + self.num_reserved >= self._num_places:
+        if len(self._by_id) + self.num_reserved >= self.num_places:
             oldest = next((id_ for id_, each in self._by_id.items() if not each.num_users), None)
             if oldest is None:
                 return None

@@ -22,6 +22,7 @@ class AdapterReport:
 
 
 NO_REPORT = AdapterReport("")
+MAX_PAST_MEANINGS = 8  # of a name, that no node has at present
 
 
 @dataclass(slots=True)
@@ -47,7 +48,8 @@ class AdapterTable:
 
     Where nodes differ, a name means the adapter that most of them have, or else the one that was
     reported last for the first time: a reload reaches one node after the other, and a node that
-    was not reachable meanwhile still has the old one.
+    was not reachable meanwhile still has the old one. The order outlives the last node that has an
+    adapter, since a node that returns with it is no reload.
     """
 
     def __init__(self) -> None:
@@ -87,36 +89,40 @@ class AdapterTable:
         before = self.at(address)
         self._reports[address] = report
         gained, lost = report.refs - before.refs, before.refs - report.refs
+        is_joining = before.reported is NO_ADAPTERS
         for ref in sorted(gained, key=_sort_key):
-            self._meaning(report.model, ref).num_nodes[ref] += 1
+            self._meaning(report.model, ref, is_joining=is_joining).num_nodes[ref] += 1
         for ref in lost:
             self._remove(before.model, ref)
         for name in {ref.name for ref in gained | lost}:
             self._resolve(name)
         return bool(gained or lost)
 
-    def _meaning(self, model: str, ref: AdapterRef) -> Meaning:
+    def _meaning(self, model: str, ref: AdapterRef, *, is_joining: bool) -> Meaning:
         meanings, key = self._meanings.setdefault(ref.name, {}), (model, ref.id)
-        if key not in meanings:
+        found = meanings.get(key)
+        if found is None or not (found.num_nodes or is_joining):
             self._num_meanings += 1
-            meanings[key] = Meaning(model, self._num_meanings)
-        return meanings[key]
+            found = meanings[key] = Meaning(model, self._num_meanings)
+        return found
 
     def _remove(self, model: str, ref: AdapterRef) -> None:
-        meanings, key = self._meanings[ref.name], (model, ref.id)
-        counts = meanings[key].num_nodes
+        counts = self._meanings[ref.name][model, ref.id].num_nodes
         counts[ref] -= 1
         if not counts[ref]:
             del counts[ref]
-        if not counts:
-            del meanings[key]
 
     def _resolve(self, name: str) -> None:
-        meanings = self._meanings[name].values()
-        if meanings:
-            self._variants[name] = max(meanings, key=lambda one: one.rank).variant
-        else:
-            del self._meanings[name], self._variants[name]
+        meanings = self._meanings[name]
+        present = [one for one in meanings.values() if one.num_nodes]
+        if not present:
+            del self._meanings[name]
+            self._variants.pop(name, None)
+            return
+        self._variants[name] = max(present, key=lambda one: one.rank).variant
+        past = sorted((one.number, key) for key, one in meanings.items() if not one.num_nodes)
+        for _, key in past[:-MAX_PAST_MEANINGS]:
+            del meanings[key]
 
 
 def _path(adapter: AdapterRef) -> str:

@@ -193,7 +193,7 @@ def test_a_replacement_that_a_node_refuses_leaves_the_old_adapter_on_all_nodes()
     run(scenario)
 
 
-def test_a_reload_of_a_folder_that_a_node_refuses_leaves_the_old_adapter_there() -> None:
+def test_a_reload_of_a_folder_that_a_node_refuses_leaves_the_old_adapter_on_all_nodes() -> None:
     async def scenario() -> None:
         async with adapter_cluster(FILES) as cluster, a_client(cluster) as client:
             await client.load_adapter("sql", "tenants/sql")
@@ -204,8 +204,11 @@ def test_a_reload_of_a_folder_that_a_node_refuses_leaves_the_old_adapter_there()
             with pytest.raises(BatonError, match="decode-0: it is being written"):
                 await client.load_adapter("sql", "tenants/sql", can_replace=True)
 
-            # The files of the old one are gone: it can only stay where it is in memory.
-            assert [node.adapters.get("sql") for node in cluster.nodes] == [None, SQL]
+            # The files of the old one are gone: it is in memory.
+            assert [node.adapters.get("sql") for node in cluster.nodes] == [SQL, SQL]
+            for node in cluster.nodes:
+                async with node.registry.held(SQL):
+                    assert node.memory.loaded[SQL.id] == "old"
             await cluster.until(lambda: cluster.table.find_model("sql").adapter == SQL)
 
     run(scenario)

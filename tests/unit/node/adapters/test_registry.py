@@ -126,14 +126,57 @@ def test_broken_files_are_an_error_of_the_request_or_of_the_operator(root: Path)
     run(scenario, root)
 
 
-def test_requests_keep_a_replaced_adapter_to_their_end(root: Path) -> None:
+def test_a_replaced_adapter_leaves_memory_when_its_place_is_needed(root: Path) -> None:
     async def scenario(registry: AdapterRegistry, memory: FakeMemory) -> None:
         old = await registry.load("sql", "folder-1")
         async with registry.held(old):
             new = await registry.load("sql", "folder-2", can_replace=True)
-            assert memory.content == {"1", "2"}
             await use(registry, new)
-        assert memory.content == {"2"}
+        write_fake(root / "folder-1", "other")
+        await use(registry, old)  # a request that was on its way
+        await use(registry, new)
+        assert memory.content == {"1", "2"}
+        assert {each.adapter.name: each.adapter.id for each in registry.report().adapters} == {
+            "": "1",
+            "sql": "2",
+        }
+        await registry.load("chat", "folder-3")
+
+        assert memory.content == {"2", "3"}
+        assert names_in(registry) == {"sql": "2", "chat": "3"}
+
+    run(scenario, root)
+
+
+def test_a_replaced_adapter_gets_its_name_back_after_its_files_have_changed(root: Path) -> None:
+    async def scenario(registry: AdapterRegistry, memory: FakeMemory) -> None:
+        old = await registry.load("sql", "folder-1")
+        write_fake(root / "folder-1", "new")
+        await registry.load("sql", "folder-1", can_replace=True)
+
+        assert await registry.load("sql", "folder-1", can_replace=True, adapter_id="1") == old
+
+        await use(registry, old)
+        assert (names_in(registry)["sql"], memory.num_reads) == ("1", 2)
+        registry.loader.forget("1")
+        with pytest.raises(AdapterUnreadable, match="changed"):
+            await registry.load("chat", "folder-1", adapter_id="1")
+
+    run(scenario, root)
+
+
+def test_a_replacement_that_cannot_be_read_does_not_evict_the_old_adapter(root: Path) -> None:
+    async def scenario(registry: AdapterRegistry, memory: FakeMemory) -> None:
+        old = await registry.load("sql", "folder-1")
+        await registry.load("chat", "folder-2")
+        write_fake(root / "folder-1", "new")
+        memory.broken = ("new",)
+
+        with pytest.raises(InvalidRequest, match="broken"):
+            await registry.load("sql", "folder-1", can_replace=True)
+
+        await use(registry, old)  # its files are gone
+        assert names_in(registry)["sql"] == "1"
 
     run(scenario, root)
 

@@ -110,6 +110,42 @@ def test_after_a_reload_the_name_means_the_new_weights_although_a_node_returns_w
     assert table.find_model("sql").adapter == NEW_SQL
 
 
+def test_of_two_nodes_the_one_that_returns_with_the_old_adapter_does_not_turn_a_name_back() -> None:
+    table = a_cluster()
+    for address in ("p0:1", "d0:1"):
+        report(table, address, SQL)
+    table.lose("d0:1")
+    report(table, "p0:1", NEW_SQL)
+
+    table.join("d0:1", adapter_node(NodeRole.DECODE, "d0", 2).card)
+    report(table, "d0:1", SQL)
+
+    assert table.find_model("sql").adapter == NEW_SQL
+
+
+def test_an_adapter_that_is_loaded_again_is_the_newest() -> None:
+    table = a_cluster()
+    report(table, "p0:1", SQL)
+    report(table, "p0:1", NEW_SQL)
+    report(table, "p0:1", SQL)
+
+    report(table, "d0:1", NEW_SQL)
+
+    assert table.find_model("sql").adapter == SQL
+
+
+def test_a_name_that_no_node_has_any_more_is_forgotten_with_its_order() -> None:
+    table = a_cluster()
+    for adapter in (SQL, NEW_SQL):
+        report(table, "p0:1", adapter)
+    report(table, "p0:1")
+
+    report(table, "p0:1", NEW_SQL)
+    report(table, "d0:1", SQL)
+
+    assert table.find_model("sql").adapter == SQL
+
+
 def test_later_reports_of_a_node_do_not_change_what_a_name_means() -> None:
     table = a_cluster()
     report(table, "p0:1", SQL)
