@@ -21,9 +21,11 @@ from baton.core.request import EngineRequest, PrefixSource, ReceiveKv
 from baton.core.sampling import SamplingParams
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.scheduler.config import SchedulerConfig
+from baton.engine.spec_decode.config import parse_speculation
 from baton.kv_transfer.config import KvWorkerConfig, ReceiverConfig, SenderConfig
 from baton.node.adapters.config import AdapterConfig
 from baton.node.call_server import FINISHED_WITH_FIRST_TOKEN
+from baton.node.kv.tiers_config import TiersConfig
 from baton.node.options import NodeOptions
 from baton.rpc.channel import open_blocking_channel
 from baton.rpc.messages.calls import decode_order, node_request_id, prefill_order
@@ -31,6 +33,7 @@ from baton.rpc.messages.conversion import FINISH_REASON
 from baton.rpc.node_info import ADAPTER, NodeCard, NodeLoad, NodeRole
 from baton.rpc.security.token import AcceptedTokens, authorization
 from baton.rpc.status import RemoteError, remote_error_in
+from baton.telemetry.options import TelemetryOptions
 from baton.v1 import node_pb2, node_pb2_grpc
 from tests.support.engine_nodes import EngineNode
 from tests.support.nodes import await_load, card_at, is_busy
@@ -74,6 +77,9 @@ class PairOptions:
     adapters: AdapterConfig = AdapterConfig()
     pooling: str = "auto"
     async_scheduling: bool = False
+    tiers: TiersConfig = TiersConfig()
+    speculative: str = ""
+    metrics_port: int | None = None  # of D
 
     def of(self, role: NodeRole) -> NodeOptions:
         is_prefill = role is NodeRole.PREFILL
@@ -87,6 +93,7 @@ class PairOptions:
                 pooling=self.pooling,
                 block_size=self.block_sizes[not is_prefill],
                 kv_cache_dtype=self.kv_cache_dtypes[not is_prefill],
+                speculation=parse_speculation(self.speculative),
             ),
             scheduling=SchedulerConfig(
                 max_num_seqs=self.max_num_seqs,
@@ -95,7 +102,9 @@ class PairOptions:
                 async_scheduling=self.async_scheduling,
             ),
             adapters=self.adapters,
+            tiers=self.tiers,
             operator_tokens=AcceptedTokens((OPERATOR,)),
+            telemetry=TelemetryOptions(metrics_port=None if is_prefill else self.metrics_port),
             node_id=role.value,
             kv_staging_bytes=0 if is_prefill else self.kv_staging_bytes,
             kv_worker=self._limits(),
@@ -286,11 +295,14 @@ class Pair:
         prompt: Sequence[int],
         sampling: SamplingParams,
         source: PrefixSource | None,
+        adapter: AdapterRef = NO_ADAPTER,
     ) -> Answered:
         """Let this prefill node compute the prompt, or pull its prefix."""
         handoff_id = self.new_id()
-        prefill = self.prefill(handoff_id, prompt, sampling, node=node, source=source)
-        decode = self.decode(handoff_id, prompt, sampling, node=node)
+        prefill = self.prefill(
+            handoff_id, prompt, sampling, node=node, source=source, adapter=adapter
+        )
+        decode = self.decode(handoff_id, prompt, sampling, node=node, adapter=adapter)
         return Answered(prefill.to_its_end(), decode.to_its_end())
 
     def start(
