@@ -25,9 +25,8 @@ from baton.node.kv.tiers_config import TiersConfig
 from baton.rpc.node_info import NodeRole
 from tests.support.adapters import merge, write_adapter
 from tests.support.engine_nodes import EngineNode
-from tests.support.engine_pair import Answered, Pair, PairOptions, all_free, greedy, source_of
+from tests.support.engine_pair import Answered, Pair, PairOptions, greedy, source_of
 from tests.support.models import prompt_of
-from tests.support.nodes import await_load, card_at
 from tests.support.ports import free_port
 
 BLOCK_SIZE = 16
@@ -62,13 +61,12 @@ def models(
     tmp_path_factory: pytest.TempPathFactory, model_folder: Path, local: LLM
 ) -> Iterator[Models]:
     root, merged = tmp_path_factory.mktemp("adapters"), tmp_path_factory.mktemp("merged")
-    settings = {"kv_cache_memory": "4MiB", "num_threads": 1, "show_progress": False}
     engines = {"": local}
     for seed, name in enumerate(NAMES[1:]):
         folder = merge(
             model_folder, write_adapter(model_folder, root / name, seed=seed), merged / name
         )
-        engines[name] = LLM(str(folder), **settings)
+        engines[name] = LLM(str(folder), kv_cache_memory="4MiB", num_threads=1, show_progress=False)
     yield Models(root, engines)
     for name in NAMES[1:]:
         engines[name].close()
