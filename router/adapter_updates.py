@@ -14,6 +14,7 @@ from grpc import aio
 from baton.core.errors import InvalidRequest
 from baton.core.ids import AdapterRef, ModelVariant
 from baton.router.adapter_calls import AdapterCalls, Outcome, only_adapter, raise_failures
+from baton.router.adapter_restores import AdapterRestores
 from baton.router.input_processing.limits import check_name, is_valid_name
 from baton.router.routing.node_table import Node, NodeTable
 from baton.rpc.errors import NodeFailed, NotAnOperator, UnknownModel
@@ -48,11 +49,17 @@ class AdapterUpdates:
         self._operators = replace(operators, is_open=False)  # they change answers of all clients
         self._calls = AdapterCalls(channel, self._operators)
         self._turn = asyncio.Lock()
+        # Without operators of its own, the router cannot load anything.
+        self._restores = (
+            None if operators.tokens is None else AdapterRestores(table, self._calls, self._turn)
+        )
         self._updates: set[asyncio.Future[Any]] = set()
         self._reported = asyncio.Event()
 
     def handle_reports(self) -> None:
         """Look again for what nodes have reported: the table has changed."""
+        if self._restores is not None:
+            self._restores.handle_reports()
         self._reported.set()
         self._reported = asyncio.Event()
 

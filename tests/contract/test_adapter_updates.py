@@ -325,3 +325,26 @@ def test_a_new_router_learns_the_adapters_from_its_nodes() -> None:
             await cluster.until(lambda: cluster.table.find_model("sql").adapter == SQL)
 
     run(scenario)
+
+
+def test_a_node_that_joins_gets_the_names_of_the_others_again() -> None:
+    async def scenario() -> None:
+        async with adapter_cluster(FILES) as cluster, a_client(cluster) as client:
+            await client.load_adapter("sql", "tenants/sql")
+            returned = cluster.nodes[1]
+            address = cluster.node("decode-0").address
+            cluster.table.lose(address)
+            returned.registry.unload("sql")  # as by a restart
+            assert cluster.held["decode-0"] == set()
+
+            cluster.table.join(address, returned.card)
+            cluster.updates.handle_reports()
+
+            await cluster.until(lambda: SQL in cluster.table.adapters.at(address).refs)
+            assert returned.adapters == {"sql": SQL}
+
+            await client.unload_adapter("sql")
+            cluster.updates.handle_reports()
+            assert cluster.held == NONE
+
+    run(scenario)
