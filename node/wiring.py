@@ -27,7 +27,7 @@ from baton.node.adapters.loader import AdapterLoader
 from baton.node.adapters.registry import AdapterRegistry
 from baton.node.engine_calls import EngineCalls, NodeChanges
 from baton.node.kv.connectors import make_connector, tiers_in
-from baton.node.kv.events.messages import CacheFacts, spec_kind_of
+from baton.node.kv.events.messages import CacheFacts, HashFormat, spec_kind_of
 from baton.node.kv.events.publisher import KvEventPublisher
 from baton.node.kv.foreign import make_foreign_reader
 from baton.node.kv.link import GrpcLinks
@@ -224,7 +224,9 @@ def _build_kv_events(
     kind = spec_kind_of(memory.layout, is_latent=memory.num_tensors == 1)
     window = memory.layout.groups[0].spec.window
     root_of = lru_cache(MAX_ROOTS)(partial(_unsalted_root, scheduler.cache_config.naming))
-    facts = CacheFacts(memory.block_size, root_of, kind, window)
+    facts = CacheFacts(
+        memory.block_size, root_of, kind, window, HashFormat(options.kv_events.hashes)
+    )
     config = options.kv_events.for_node(identity.node_id, options.host)
     return KvEventPublisher(config, facts)
 

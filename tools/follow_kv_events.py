@@ -27,7 +27,7 @@ REPLAY_TIMEOUT_MS = 10_000
 class CachedBlock(NamedTuple):
     """A block of a node's prefix cache."""
 
-    parent: bytes | None
+    parent: int | bytes | None
     token_ids: tuple[int, ...]
     extra_keys: tuple[Any, ...] | None
     lora_name: str | None = None
@@ -66,7 +66,7 @@ def vllm_decoder() -> DecodeEvents:
 class CacheView:
     """The cached blocks of a node, as its events name them. Pure."""
 
-    blocks: dict[bytes, CachedBlock] = field(default_factory=dict)
+    blocks: dict[int | bytes, CachedBlock] = field(default_factory=dict)
     num_stored: int = 0
     num_removed: int = 0
     num_cleared: int = 0
@@ -194,14 +194,18 @@ def main() -> None:
 
 def _as_json(follower: KvEventFollower) -> str:
     blocks = {
-        name.hex(): {
-            "parent": None if block.parent is None else block.parent.hex(),
+        _as_text(name): {
+            "parent": None if block.parent is None else _as_text(block.parent),
             "token_ids": block.token_ids,
             "extra_keys": block.extra_keys,
         }
         for name, block in follower.view.blocks.items()
     }
     return json.dumps({"next_sequence": follower.next_sequence, "blocks": blocks})
+
+
+def _as_text(name: int | bytes) -> str:
+    return str(name) if isinstance(name, int) else name.hex()
 
 
 if __name__ == "__main__":

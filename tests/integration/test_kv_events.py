@@ -14,6 +14,7 @@ from baton.client import AsyncClient, Client, Generation
 from baton.cluster import Child, ClusterOptions, LocalCluster
 from baton.core.sampling import SamplingParams
 from baton.engine.kv_cache.block_hashes import BlockHash, block_hashes
+from baton.node.kv.events.messages import SALT_KEY_PREFIX, HashFormat
 from tests.support.models import prompt_of
 from tests.support.nodes import card_at, prefixes_at
 from tools.follow_kv_events import KvEventFollower
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.slow
 
 SAMPLING = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
 PATIENCE_MS = 30_000
+encode = HashFormat.INT.encode
 NUM_PROMPTS = 10  # more than the small KV caches hold
 
 
@@ -62,7 +64,7 @@ def reset(cluster: LocalCluster) -> None:
 def catch_up(follower: KvEventFollower, node: Child) -> None:
     """Read events until the follower has the names that the node reports to routers."""
     follower.catch_up()
-    while follower.view.blocks.keys() != prefixes_at(node.address):
+    while follower.view.blocks.keys() != {encode(name) for name in prefixes_at(node.address)}:
         assert follower.receive(PATIENCE_MS), "what the node published is not what it reports"
 
 
@@ -70,16 +72,20 @@ def check_tokens(follower: KvEventFollower, node: Child) -> set[str]:
     """Check that each name is the hash of the block's tokens. Returns the keys of salts."""
     naming = card_at(node.address).prefix_naming
     assert naming is not None
+    names = {encode(name): name for name in prefixes_at(node.address)}
     salts = set()
     for name, block in follower.view.blocks.items():
         parent = block.parent
         if parent is None:
             [key] = block.extra_keys or [""]
             salts.add(key)
-            parent = bytes.fromhex(key) if key else naming.root()
+            digest = key.removeprefix(SALT_KEY_PREFIX)
+            root = BlockHash(bytes.fromhex(digest)) if key else naming.root()
         else:
             assert block.extra_keys is None
-        assert block_hashes(block.token_ids, naming.block_size, BlockHash(parent)) == [name]
+            assert isinstance(parent, int)
+            root = names[parent]
+        assert block_hashes(block.token_ids, naming.block_size, root) == [names[name]]
     return salts
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 from baton.core.errors import InvalidConfig
 from baton.core.exclusions import Feature, check_exclusions
 from baton.core.options import KV_EVENTS, Option, check_options
+from baton.node.kv.events.messages import HashFormat
 
 TCP, IPC = "tcp://", "ipc://"
 WILDCARD = "*"  # as a host: the addresses that the node listens on
@@ -75,6 +76,15 @@ class KvEventsConfig:
             at_least=1,
         ),
     ] = MAX_QUEUED
+    hashes: Annotated[
+        str,
+        Option(
+            "Form of block hashes in KV events: int (low 64 bits, as vLLM sends them) or bytes.",
+            KV_EVENTS,
+            name="kv_events_hashes",
+            choices=tuple(each.value for each in HashFormat),
+        ),
+    ] = HashFormat.INT.value
     host: str = LOOPBACK  # where an endpoint with `*` listens
 
     def __post_init__(self) -> None:

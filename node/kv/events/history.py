@@ -17,6 +17,7 @@ from baton.node.kv.events.messages import (
     CacheFacts,
     ClearedMessage,
     EventMessage,
+    ExternalHash,
     ExtraKeys,
     Lora,
     MessageBatch,
@@ -36,7 +37,7 @@ class SentMessage(NamedTuple):
 
 
 class _CachedBlock(NamedTuple):
-    parent: bytes | None
+    parent: ExternalHash | None
     token_ids: bytes  # packed
     extra_keys: ExtraKeys
     lora: Lora
@@ -53,7 +54,7 @@ class EventHistory:
         self._max_kept = max_len + max_len // SLACK
         self._recent: deque[SentMessage] = deque()
         # After the last message that was forgotten.
-        self._blocks: dict[bytes, _CachedBlock] = {}
+        self._blocks: dict[ExternalHash, _CachedBlock] = {}
         self._time_s = 0.0
         self._encoded_content: bytes | None = None
 

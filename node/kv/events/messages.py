@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple
 
 from msgspec import Struct, msgpack
@@ -20,7 +21,23 @@ from baton.engine.kv_cache.groups import CacheLayout
 MEDIUM = "GPU"  # vLLM's name of the KV cache itself, also where that is on a CPU
 FIRST_GROUP = 0
 LORA_ID_DIGITS = 15  # hexadecimal, so that a signed integer of 64 bits can hold it
+# Key of a salt, as Dynamo writes and reads it; others compare keys as a whole.
+SALT_KEY_PREFIX = "dynamo-cache-salt:"
+INT_HASH_BYTES = 8
 ExtraKeys = tuple[str, ...] | None  # of one block
+ExternalHash = int | bytes  # hash of a block on the wire
+
+
+class HashFormat(Enum):
+    """Form of block hashes on the wire."""
+
+    INT = "int"  # low 64 bits, unsigned: vLLM's default
+    BYTES = "bytes"  # the whole name
+
+    def encode(self, name: BlockHash) -> ExternalHash:
+        if self is HashFormat.BYTES:
+            return name
+        return int.from_bytes(name[-INT_HASH_BYTES:], "big")
 
 
 class Lora(NamedTuple):
@@ -34,8 +51,8 @@ NO_LORA = Lora(None, None)
 
 
 class StoredMessage(Struct, tag="BlockStored", omit_defaults=True, gc=False):
-    block_hashes: list[bytes]
-    parent_block_hash: bytes | None
+    block_hashes: list[ExternalHash]
+    parent_block_hash: ExternalHash | None
     token_ids: list[int]
     block_size: int
     lora_id: int | None
@@ -48,7 +65,7 @@ class StoredMessage(Struct, tag="BlockStored", omit_defaults=True, gc=False):
 
 
 class RemovedMessage(Struct, tag="BlockRemoved", omit_defaults=True, gc=False):
-    block_hashes: list[bytes]
+    block_hashes: list[ExternalHash]
     medium: str | None
     group_idx: int | None = None
 
@@ -79,14 +96,15 @@ class CacheFacts:
     unsalted_root: Callable[[str], BlockHash]
     spec_kind: str
     sliding_window: int | None = None
+    hash_format: HashFormat = HashFormat.INT
 
     def to_batch(self, events: Iterable[KvEvent], time_s: float) -> MessageBatch:
         return MessageBatch(time_s, [self._to_message(event) for event in events], 0)
 
     def stored(
         self,
-        names: list[bytes],
-        parent: bytes | None,
+        names: list[ExternalHash],
+        parent: ExternalHash | None,
         token_ids: list[int],
         extra_keys: list[ExtraKeys],
         lora: Lora = NO_LORA,
@@ -106,17 +124,19 @@ class CacheFacts:
         )
 
     def _to_message(self, event: KvEvent) -> EventMessage:
+        encode = self.hash_format.encode
         match event:
             case BlockStored():
+                parent = event.parent_block_hash
                 return self.stored(
-                    list(event.block_hashes),
-                    event.parent_block_hash,
+                    list(map(encode, event.block_hashes)),
+                    None if parent is None else encode(parent),
                     list(event.token_ids),
                     self._extra_keys(event),
                     _lora_of(event.adapter),
                 )
             case BlockRemoved():
-                return RemovedMessage(list(event.block_hashes), MEDIUM, FIRST_GROUP)
+                return RemovedMessage(list(map(encode, event.block_hashes)), MEDIUM, FIRST_GROUP)
             case AllBlocksCleared():
                 return ClearedMessage()
 
@@ -132,7 +152,7 @@ class CacheFacts:
         root = event.root_hash
         is_first = event.parent_block_hash is None
         if is_first and root is not None and root != self.unsalted_root(adapter.id):
-            keys[0] = (*own, root.hex())
+            keys[0] = (*own, SALT_KEY_PREFIX + root.hex())
         return keys
 
 

@@ -1,9 +1,10 @@
 """Publisher of a node's KV events with ZeroMQ's protocol and vLLM's messages.
 
 Each message has three frames: topic, sequence number (8 bytes, big-endian) and payload. A PUB
-socket sends it to all subscribers, without waiting for any. A ROUTER socket serves replays: a
-request has an empty frame and the first sequence number wanted; the answer is one message for each
-that is still known, with an empty frame before the three, and an end marker.
+socket sends it to all subscribers, without waiting for any. A subscription begins with the messages
+that are still known, so that late subscribers learn all that is cached. A ROUTER socket serves
+replays: a request has an empty frame and the first sequence number wanted; the answer is one
+message for each that is still known, with an empty frame before the three, and an end marker.
 
 Subscribers and replays read the messages from the history, each at its own pace, so that slow ones
 take no memory.
@@ -183,8 +184,13 @@ class KvEventPublisher:
             prefixes.discard(prefix)
 
     async def _send_events(self, peer: ZmtpPeer) -> None:
-        sequence = self._history.end
+        """Send everything that is cached, then each message. Slow peers miss the oldest ones."""
+        sequence = 0
         try:
+            for message in self._history.since(0):
+                await self._take_replay_turn()
+                await peer.send(self._frames(message))
+                sequence = message.sequence + 1
             while True:
                 grown = self._grown
                 sequence = max(sequence, self._history.end - self._config.hwm)

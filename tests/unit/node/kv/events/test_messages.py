@@ -9,11 +9,33 @@ from baton.core.ids import AdapterRef
 from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.groups import CacheLayout, KvCacheSpec, KvGroup
-from baton.node.kv.events.messages import CacheFacts, StoredMessage, encode_batch, spec_kind_of
+from baton.node.kv.events.messages import (
+    CacheFacts,
+    HashFormat,
+    StoredMessage,
+    encode_batch,
+    spec_kind_of,
+)
 
 ONE, TWO, THREE = (BlockHash(bytes([number]) * 16) for number in (1, 2, 3))
 UNSALTED, SALTED, ADAPTED = (BlockHash(letter * 16) for letter in (b"u", b"s", b"a"))
-FACTS = CacheFacts(2, lambda _: UNSALTED, "sliding_window", 128)
+FACTS = CacheFacts(2, lambda _: UNSALTED, "sliding_window", 128, HashFormat.BYTES)
+SALT_KEY = "dynamo-cache-salt:" + SALTED.hex()
+
+
+def test_hashes_are_the_low_64_bits_by_default() -> None:
+    facts = CacheFacts(2, lambda _: UNSALTED, "full_attention")
+    name, parent = (
+        BlockHash(bytes(8) + b"\xff" * 7 + b"\x01"),
+        BlockHash(b"p" * 8 + bytes(7) + b"\2"),
+    )
+    events = BlockStored((name,), parent, (5, 6), 2, UNSALTED), BlockRemoved((parent, name))
+
+    _, (stored, removed), _ = msgspec.msgpack.decode(encode_batch(facts.to_batch(events, 0.0)))
+
+    assert stored["block_hashes"] == [(1 << 64) - 255]
+    assert stored["parent_block_hash"] == 2
+    assert removed["block_hashes"] == [2, (1 << 64) - 255]
 
 
 def test_a_batch_is_an_array_of_tagged_maps_with_the_fields_of_vllm() -> None:
@@ -56,7 +78,7 @@ def test_only_the_first_block_of_a_salted_sequence_has_a_key() -> None:
     batch = FACTS.to_batch((first, later), 0.0)
 
     keys = [getattr(message, "extra_keys", None) for message in batch.events]
-    assert keys == [[(SALTED.hex(),), None], [None]]
+    assert keys == [[(SALT_KEY,), None], [None]]
 
 
 def test_blocks_of_an_adapter_have_its_number_and_name() -> None:
@@ -72,7 +94,7 @@ def test_blocks_of_an_adapter_have_its_number_and_name() -> None:
     assert isinstance(second, StoredMessage)
     assert (first.lora_id, first.lora_name) == (second.lora_id, second.lora_name) == (7, "sql")
     assert first.extra_keys == [("sql",), ("sql",)]
-    assert second.extra_keys == [("sql", SALTED.hex())]
+    assert second.extra_keys == [("sql", SALT_KEY)]
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,8 @@ def stored(number: int) -> BlockStored:
     return BlockStored((name_of(number),), None, (number,), 1)
 
 
-def numbers_in(follower: KvEventFollower) -> set[int]:
-    return {int.from_bytes(name, "big") for name in follower.view.blocks}
+def numbers_in(follower: KvEventFollower) -> set[int | bytes]:
+    return set(follower.view.blocks)
 
 
 def publish_until_received(publisher: KvEventPublisher, follower: KvEventFollower) -> int:
@@ -89,7 +89,22 @@ def test_a_late_subscriber_gets_the_cached_blocks(make_config: MakeConfig) -> No
             follower.catch_up()
 
         assert numbers_in(follower) == {0, 2, 3, 5}
-        assert follower.view.blocks[name_of(3)].token_ids == (3,)
+        assert follower.view.blocks[3].token_ids == (3,)
+
+
+def test_a_late_subscriber_without_replays_gets_the_cached_blocks(make_config: MakeConfig) -> None:
+    config = make_config(buffer_steps=2)
+    with KvEventPublisher(config, FACTS) as publisher:
+        for number in range(6):
+            publisher.publish([stored(number)])
+        publisher.publish([BlockRemoved((name_of(1), name_of(4)))])
+        with KvEventFollower(config.endpoint) as follower:
+            while follower.next_sequence < 7:
+                assert follower.receive(PATIENCE_MS)
+            publisher.publish([BlockRemoved((name_of(0),))])
+            assert follower.receive(PATIENCE_MS)
+
+            assert numbers_in(follower) == {2, 3, 5}
 
 
 def test_a_replay_is_complete_regardless_of_earlier_replays(make_config: MakeConfig) -> None:
@@ -270,6 +285,7 @@ def test_closing_the_publisher_closes_pending_connections() -> None:
     [
         ("5557", {}, "tcp://"),
         ("tcp://*:5557", {"replay_endpoint": "*:5558"}, "--kv-events-replay-endpoint"),
+        ("tcp://*:5557", {"hashes": "hex"}, "--kv-events-hashes"),
         ("tcp://*:5557", {"buffer_steps": 0}, "--kv-events-buffer-steps is 0"),
     ],
 )
