@@ -187,10 +187,10 @@ class KvEventPublisher:
         """Send everything that is cached, then each message. Slow peers miss the oldest ones."""
         sequence = 0
         try:
-            for message in self._history.since(0):
+            for known in self._history.since(0):
                 await self._take_replay_turn()
-                await peer.send(self._frames(message))
-                sequence = message.sequence + 1
+                await peer.send(self._frames(known))
+                sequence = known.sequence + 1
             while True:
                 grown = self._grown
                 sequence = max(sequence, self._history.end - self._config.hwm)
