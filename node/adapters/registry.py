@@ -175,6 +175,17 @@ class AdapterRegistry:
             loader.total_evicted,
         )
 
+    def names_in_use(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the adapters that requests use, and those they wait for. For any thread."""
+        running, waiting = [], []
+        for adapter in tuple(self._by_name.values()):
+            resident = self.loader.resident.find(adapter.id)
+            if resident is not None and resident.num_users:
+                running.append(adapter.name)
+            elif resident is None and self.loader.num_users(adapter.id):
+                waiting.append(adapter.name)
+        return tuple(running), tuple(waiting)
+
     def note_change(self) -> None:
         """Let routers learn of a change."""
         self.version += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from baton.engine.events import SchedulerStats
@@ -13,6 +14,7 @@ from baton.kv_transfer.kv_connector import GuardedConnector
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
 from baton.kv_transfer.worker import KvTransferWorker
 from baton.node.adapters.registry import AdapterCounts, AdapterRegistry
+from baton.node.observers.vllm_metrics import AdaptersInUse, VllmGauges
 from baton.node.wiring import NodeComponents
 from baton.telemetry.metrics import names as counted
 from baton.telemetry.metrics.instruments import Reading
@@ -47,6 +49,14 @@ def export_node_metrics(process: Process, node: NodeComponents) -> Iterator[None
         others = {counted.TRACES_LOST: node.tracing.num_lost, **adapter_gauges(node.adapters)}
         return {**facts, **silence, **others, **read_on_engine()}
 
+    metrics.registry.register(
+        VllmGauges(
+            read_on_engine,
+            node.scheduler.cache_config.naming.block_size,
+            0 if node.adapters is None else node.options.adapters.max_loras,
+            partial(_adapters_in_use, node.adapters),
+        )
+    )
     with export_metrics(node.options.telemetry, process, metrics.registry, read):
         yield
 
@@ -104,6 +114,10 @@ def adapter_gauges(adapters: AdapterRegistry | None) -> Reading:
         counted.ADAPTER_FAILURES: counts.total_failed,
         counted.ADAPTER_EVICTIONS: counts.total_evicted,
     }
+
+
+def _adapters_in_use(adapters: AdapterRegistry | None) -> AdaptersInUse:
+    return AdaptersInUse() if adapters is None else AdaptersInUse(*adapters.names_in_use())
 
 
 def passes_by_launch(num_passes: Mapping[GraphSize | EagerCause, int]) -> dict[str, float]:

@@ -184,7 +184,8 @@ class ScrapeCollector(Collector):
 def exposition(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
     """Return body and content type: OpenMetrics if the client accepts it, else Prometheus text."""
     encode, content_type = choose_encoder(accept)
-    return encode(registry), content_type
+    # prometheus_client escapes the colons of samples in OpenMetrics, but not of their families.
+    return encode(registry).replace(b"\nvllm_", b"\nvllm:"), content_type
 
 
 def _counter(registry: CollectorRegistry, metric: Metric) -> Counter:

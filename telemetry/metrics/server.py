@@ -5,11 +5,14 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from functools import partial
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry
+
+from baton.telemetry.metrics.instruments import exposition
 
 MAX_CONNECTIONS = 16
 SILENCE_S = 5.0  # timeout of a connection
@@ -19,8 +22,16 @@ ACCEPT_RETRY_S = 0.1
 def metrics_server(registry: CollectorRegistry, host: str, port: int) -> WSGIServer:
     """Return a listening server that does not serve yet. Raises OSError."""
     server = MetricsServer((host, port), MetricsRequestHandler)
-    server.set_app(make_wsgi_app(registry))
+    server.set_app(partial(_answer, registry))
     return server
+
+
+def _answer(
+    registry: CollectorRegistry, environ: dict[str, Any], start_response: Any
+) -> list[bytes]:
+    body, content_type = exposition(registry, environ.get("HTTP_ACCEPT", ""))
+    start_response("200 OK", [("Content-Type", content_type)])
+    return [body]
 
 
 class MetricsRequestHandler(WSGIRequestHandler):
