@@ -14,12 +14,12 @@ from baton.kv_transfer.kv_connector import GuardedConnector
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
 from baton.kv_transfer.worker import KvTransferWorker
 from baton.node.adapters.registry import AdapterCounts, AdapterRegistry
-from baton.node.observers.vllm_metrics import AdaptersInUse, VllmGauges
 from baton.node.wiring import NodeComponents
 from baton.telemetry.metrics import names as counted
 from baton.telemetry.metrics.instruments import Reading
 from baton.telemetry.metrics.readers import export_metrics
 from baton.telemetry.metrics.scrapes import OwnerThreadReader
+from baton.telemetry.metrics.vllm_gauges import AdaptersInUse, VllmGauges
 from baton.telemetry.resource import Process
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.node.observers.vllm_metrics import AdaptersInUse, VllmGauges
 from baton.telemetry.metrics import names as counted
 from baton.telemetry.metrics.instruments import Reading, exposition
+from baton.telemetry.metrics.vllm_gauges import AdaptersInUse, VllmGauges
 
 READING: Reading = {
     counted.RUNNING: 3,
