@@ -82,12 +82,14 @@ class Connection:
         settings: ReadSettings,
         context: zmq.Context[zmq.Socket[bytes]],
         failures: Counter[str],
+        clock: Callable[[], float],
     ) -> None:
         self.source = source
         self.avoided_until_s = 0.0  # read by the engine thread
         self._settings = settings
         self._context = context
         self._failures = failures
+        self._clock = clock
         self._pulls: deque[_Pull] = deque()
         # Requests whose blocks the server may have released, because a pull of them has ended.
         self._used: OrderedDict[tuple[str, str], None] = OrderedDict()
@@ -148,7 +150,7 @@ class Connection:
         try:
             self._take_handshake()
             if self._session is not None:
-                self._take_read(self._session, now)
+                self._take_read(self._session)
                 self._begin_read(self._session, now)
                 held = (pull.order.kv for pull in self._pulls)
                 self._session.beat(held, HEARTBEAT_SHARE * self.source.lease_s, now)
@@ -219,12 +221,13 @@ class Connection:
 
     # --- reads --------------------------------------------------------------------
 
-    def _take_read(self, session: Session, now: float) -> None:
+    def _take_read(self, session: Session) -> None:
         read = session.take_read()
         if read is None:
             return
         pull = next(pull for pull in self._pulls if pull.order is read.pull)
-        if now > self._usable_until_s(read.pull):
+        # Asked now: the thread may have stood still since the turn began, longer than the lease.
+        if self._clock() > self._usable_until_s(read.pull):
             session.give_back(read.bay)
             self._end(pull, Failure.EXPIRED)
             return

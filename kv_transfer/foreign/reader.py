@@ -60,7 +60,7 @@ class VllmReader:
         self.num_bytes = 0  # read since the start
         shared = settings(self._note)
         self._connections = {
-            source.address: Connection(source, shared, self._context, self.failures)
+            source.address: Connection(source, shared, self._context, self.failures, clock)
             for source in sources
         }
         self._convert = convert
