@@ -13,6 +13,7 @@ from typing import Any
 
 from baton.engine.structured_output.subschemas import (
     changes_base,
+    kind_of,
     list_objects,
     read_list,
     resolve_pointer,
@@ -155,11 +156,11 @@ class Disjointness:
         if "enum" in schema:
             listed = read_list(schema, "enum")
             self._spend(len(listed))
-            values = {json_key(value): _kind(value) for value in listed}
+            values = {json_key(value): kind_of(value) for value in listed}
         if "const" in schema and self._has_const:
             key = json_key(schema["const"])
             if values is None or key in values:
-                return {key: _kind(schema["const"])}
+                return {key: kind_of(schema["const"])}
             return {}
         return values
 
@@ -191,19 +192,6 @@ def _kinds(given: Any) -> frozenset[str]:
     return frozenset().union(*(KINDS_OF_TYPE[name] for name in names))
 
 
-def _kind(value: Any) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case int() | float():
-            return "integer" if value == int(value) else "fraction"
-        case str():
-            return "string"
-    return "array" if isinstance(value, list) else "object"
-
-
 def json_key(value: Any) -> Hashable:
     """Return a key that is equal for equal JSON values: 1 equals 1.0, but not true."""
     match value:
@@ -211,7 +199,7 @@ def json_key(value: Any) -> Hashable:
             return "object", frozenset((name, json_key(each)) for name, each in value.items())
         case list():
             return "array", tuple(map(json_key, value))
-    return _kind(value), value
+    return kind_of(value), value
 
 
 def is_old_draft(root: Any) -> bool:

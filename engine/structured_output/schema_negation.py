@@ -14,7 +14,12 @@ from baton.engine.structured_output.string_complement import (
     pattern_of_mismatches,
     pattern_of_others,
 )
-from baton.engine.structured_output.subschemas import changes_base, list_objects, resolve_pointer
+from baton.engine.structured_output.subschemas import (
+    changes_base,
+    kind_of,
+    list_objects,
+    resolve_pointer,
+)
 
 Schema = dict[str, Any]
 
@@ -165,16 +170,8 @@ def _other_types(names: Sequence[str]) -> Iterator[Schema]:
 
 
 def _type_of(value: Any) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case int() | float():
-            return "number"
-        case str():
-            return "string"
-    return "array" if isinstance(value, list) else "object"
+    kind = kind_of(value)
+    return "number" if kind in ("integer", "fraction") else kind
 
 
 def _bound(kind: str, name: str, change: int = 0) -> Callable[[Any], Iterator[Schema]]:
@@ -185,7 +182,7 @@ def _bound(kind: str, name: str, change: int = 0) -> Callable[[Any], Iterator[Sc
             return
         if kind == "number":
             yield {"type": kind, name: limit}
-        elif limit == int(limit) and limit + change >= 0:
+        elif kind_of(limit) == "integer" and limit + change >= 0:
             yield {"type": kind, name: int(limit) + change}
 
     return rule

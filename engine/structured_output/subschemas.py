@@ -97,3 +97,19 @@ def resolve_pointer(root: Any, ref: str) -> Any:
 def changes_base(part: Mapping[str, Any]) -> bool:
     """Return whether the part changes the base URI of the references inside it."""
     return any(isinstance(part.get(name), str) for name in ("$id", "id"))
+
+
+def kind_of(value: Any) -> str:
+    """Return the type of a JSON value. A number is an `integer` or a `fraction`."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int():
+            return "integer"
+        case float():
+            return "integer" if value.is_integer() else "fraction"
+        case str():
+            return "string"
+    return "array" if isinstance(value, list) else "object"

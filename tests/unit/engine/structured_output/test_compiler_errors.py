@@ -76,6 +76,19 @@ def test_a_refusal_names_the_cause_in_the_clients_text_and_the_remedy(
 @pytest.mark.parametrize(
     "text",
     [
+        '{"oneOf": [{"const": 1e999}, {"type": "string"}]}',
+        '{"type": "integer", "not": {"enum": [1e999]}}',
+        '{"type": "string", "not": {"maxLength": 1e999}}',
+    ],
+)
+def test_numbers_beyond_doubles_are_refused_by_name(text: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"out of range|is not supported"):
+        validate_grammar(StructuredOutputs(json=text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
         (
             "Parser Error: Current row has 10807 items; max is 2000; consider making it flat\n"
             "<non-verbose/>"
