@@ -66,7 +66,7 @@ class _Pull:
 
 @dataclass(frozen=True, slots=True)
 class ReadSettings:
-    """What all connections of a node share."""
+    """Settings that all connections of a node share."""
 
     shape: KvShape
     block_size: int

@@ -15,7 +15,7 @@ from baton.router.text_events.events import (
 
 
 class ReadText(Protocol):
-    """What has been read of an answer."""
+    """Result of reading an answer so far."""
 
     is_cut_off: bool  # by max_tokens
 

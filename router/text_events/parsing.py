@@ -31,7 +31,7 @@ class ToolCallMode(Enum):
 
 
 class Constraint(Enum):
-    """What structured output constrains."""
+    """Part of an answer that structured output constrains."""
 
     NONE = auto()
     CALLS = auto()  # the arguments of calls that the model decides about
