@@ -133,7 +133,7 @@ def ops_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
     norm, head_norm = Norm(rows[0], 1e-6), Norm(heads[0, 0], 1e-6)
     with recorded_launches() as launches:
         ops.rms_norm(rows, norm)
-        ops.apply_rope(heads, head_norm, angles)
+        ops.apply_ropes((heads, heads), (head_norm, head_norm), angles)
         for activation in Activation:
             ops.apply_gate(rows, MlpGate(activation, 1.702, 7.0))
         ops.multiply_sigmoid(rows, gates)
@@ -193,7 +193,7 @@ def attention_launches(
     attention = parts().make_attention(kv, [layer])
     with recorded_launches() as launches:
         attention_pass = attention.begin(make_layout(num_tokens=32, context_len=32))
-        attention_pass.write(0, keys, None)
+        attention_pass.write(0, keys, None if is_latent else keys)
         attention_pass.attend(0, query)
         if dtype is torch.bfloat16:
             decodes = attention.begin(make_layout(num_tokens=1, context_len=LONG_CONTEXT))

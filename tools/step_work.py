@@ -6,7 +6,7 @@ are bfloat16. Copies of a step's input to the GPU are not counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -108,19 +108,24 @@ def attention_works(
     if names.input_norm:
         yield norm("norm", step.num_tokens, hidden)
     yield product("qkv", step.num_tokens, hidden, queries + 2 * keys, config.has_qkv_bias)
-    yield from rope_works("rope of keys", layer, step.num_tokens, keys, head_dim)
-    yield elementwise("write", 4 * step.num_tokens * keys, launches=2)
-    if needed.num_tokens < step.num_tokens:
-        yield from select_works(config, needed.num_tokens)
-    yield from rope_works("rope of queries", layer, needed.num_tokens, queries, head_dim)
+    if needed.num_tokens < step.num_tokens or layer.query_rope != layer.key_rope:
+        yield from rope_works("rope of keys", layer, step.num_tokens, [keys], head_dim)
+        yield from select_works(config, step, needed)
+        yield from rope_works("rope of queries", layer, needed.num_tokens, [queries], head_dim)
+    else:
+        yield from rope_works("rope", layer, step.num_tokens, [queries, keys], head_dim)
+    yield elementwise("write", 4 * step.num_tokens * keys)
     yield from scores_works(config, layer, needed, num_processors)
     yield product("output", needed.num_tokens, queries, hidden, config.has_output_bias)
     if names.attention_norm:
         yield norm("norm of outputs", needed.num_tokens, hidden)
 
 
-def select_works(config: ModelConfig, num_tokens: int) -> Iterator[Work]:
+def select_works(config: ModelConfig, step: Step, needed: Step) -> Iterator[Work]:
     """Yield the selections of sampled tokens: angles, queries and hidden states."""
+    num_tokens = needed.num_tokens
+    if num_tokens == step.num_tokens:
+        return
     for _rope in config.ropes:
         yield elementwise("select", 4 * num_tokens * config.head_dim, launches=2)
     yield elementwise("select", 2 * num_tokens * config.num_heads * config.head_dim)
@@ -128,13 +133,14 @@ def select_works(config: ModelConfig, num_tokens: int) -> Iterator[Work]:
 
 
 def rope_works(
-    name: str, layer: LayerConfig, num_tokens: int, size: int, head_dim: int
+    name: str, layer: LayerConfig, num_tokens: int, sizes: Sequence[int], head_dim: int
 ) -> Iterator[Work]:
     """Yield the launches of RoPE, which reads cosines and sines and norms each head."""
     if layer.qk_norm is QkNorm.ALL_HEADS:
-        yield norm("norm of heads", num_tokens, size)
-    weights = head_dim if layer.qk_norm is QkNorm.HEAD else 0
-    yield elementwise(name, 2 * num_tokens * (size + head_dim), weights)
+        for size in sizes:
+            yield norm("norm of heads", num_tokens, size)
+    weights = len(sizes) * head_dim if layer.qk_norm is QkNorm.HEAD else 0
+    yield elementwise(name, 2 * num_tokens * (sum(sizes) + head_dim), weights)
 
 
 def scores_works(

@@ -549,14 +549,31 @@ def test_head_norms_and_rope_equal_those_of_torch(
     seed: int,
 ) -> None:
     size = 2 * half
-    # A part of a wider tensor, as queries and keys are.
-    heads = drawn(seed, num_tokens, num_heads + 2, size)[:, 1 : 1 + num_heads]
+    # Parts of a wider tensor, as queries and keys are.
+    heads = drawn(seed, num_tokens, 2 * num_heads + 3, size)
+    query, key = heads[:, 1 : 1 + num_heads], heads[:, 2 + num_heads : -1]
     angles = drawn(seed + 1, num_tokens, 1, size), drawn(seed + 2, num_tokens, 1, size)
     norm = None if rounds_once is None else make_norm(size, rounds_once)
+    other = None if norm is None else replace(norm, weight=norm.weight.flip(0))
+    ops = make_ops()
 
-    rotated = make_ops().apply_rope(heads, norm, angles)
+    rotated = ops.apply_rope(query, norm, angles)
+    both = ops.apply_ropes((query, key), (norm, other), angles)
 
-    assert is_near(rotated, REFERENCE.apply_rope(heads, norm, angles))
+    assert is_near(rotated, REFERENCE.apply_rope(query, norm, angles))
+    assert torch.equal(both[0], rotated)
+    assert torch.equal(both[1], ops.apply_rope(key, other, angles))
+
+
+@each_ops
+def test_unlike_norms_of_queries_and_keys_equal_those_of_torch(make_ops: Callable[[], Ops]) -> None:
+    heads, angles = (drawn(1, 3, 2, 8), drawn(2, 3, 1, 8)), (drawn(3, 3, 1, 8), drawn(4, 3, 1, 8))
+    norm = make_norm(8, rounds_once=False)
+    for norms in [(norm, None), (None, norm), (norm, replace(norm, epsilon=0.5))]:
+        query, key = make_ops().apply_ropes(heads, norms, angles)
+
+        assert is_near(query, REFERENCE.apply_rope(heads[0], norms[0], angles))
+        assert is_near(key, REFERENCE.apply_rope(heads[1], norms[1], angles))
 
 
 @each_ops

@@ -149,6 +149,12 @@ class NativeOps:
         )
         return output
 
+    def apply_ropes(
+        self, heads: tuple[Tensor, Tensor], norms: tuple[Norm | None, Norm | None], angles: Angles
+    ) -> tuple[Tensor, Tensor]:
+        (query, key), (q_norm, k_norm) = heads, norms
+        return self.apply_rope(query, q_norm, angles), self.apply_rope(key, k_norm, angles)
+
     def apply_gate(self, gate_up: Tensor, gate: MlpGate) -> Tensor:
         gate_up = gate_up.contiguous()
         num_tokens, both = gate_up.shape

@@ -86,23 +86,38 @@ class AttentionMixer:
         by_head = self.layer.qkv(inputs).view(len(inputs), -1, config.head_dim)
         split: tuple[Tensor, ...] = by_head.split(heads, dim=1)
         query, key, value, *gates = split
-        key = self._apply_rope(key, self.layer.k_norm, forward_pass.angles[self.own.key_rope])
+        is_rotated = ends is None and self.own.query_rope == self.own.key_rope
+        key_angles = forward_pass.angles[self.own.key_rope]
+        if is_rotated:
+            query, key = self._apply_ropes(query, key, key_angles)
+        else:
+            key = self._apply_rope(key, self.layer.k_norm, key_angles)
         forward_pass.attention.write(self.number, key, value)
         if ends is not None:
             forward_pass = forward_pass.restrict_to(ends)
             query, gates = query[ends.indices], [gate[ends.indices] for gate in gates]
             if not len(query):
                 return query
-        angles = forward_pass.angles[self.own.query_rope]
-        query = self._apply_rope(query, self.layer.q_norm, angles)
+        if not is_rotated:
+            angles = forward_pass.angles[self.own.query_rope]
+            query = self._apply_rope(query, self.layer.q_norm, angles)
         attended = forward_pass.attention.attend(self.number, query).flatten(1)
         return self.ops.multiply_sigmoid(attended, gates[0].flatten(1)) if gates else attended
 
+    def _apply_ropes(self, query: Tensor, key: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
+        query, q_norm = self._norm_all_heads(query, self.layer.q_norm)
+        key, k_norm = self._norm_all_heads(key, self.layer.k_norm)
+        return self.ops.apply_ropes((query, key), (q_norm, k_norm), angles)
+
     def _apply_rope(self, heads: Tensor, norm: Norm | None, angles: Angles) -> Tensor:
-        if norm is not None and self.own.qk_norm is QkNorm.ALL_HEADS:
-            heads = self.ops.rms_norm(heads.flatten(1), norm).view(heads.shape)
-            norm = None
+        heads, norm = self._norm_all_heads(heads, norm)
         return self.ops.apply_rope(heads, norm, angles)
+
+    def _norm_all_heads(self, heads: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
+        """Apply a norm over all heads of a token. Return a norm of single heads for RoPE."""
+        if norm is not None and self.own.qk_norm is QkNorm.ALL_HEADS:
+            return self.ops.rms_norm(heads.flatten(1), norm).view(heads.shape), None
+        return heads, norm
 
 
 @dataclass(frozen=True, slots=True)

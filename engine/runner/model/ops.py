@@ -60,6 +60,12 @@ class Ops(Protocol):
         """RoPE of [tokens, heads, head_dim]. If `norm` is given, each head is RMS-normed first."""
         ...
 
+    def apply_ropes(
+        self, heads: tuple[Tensor, Tensor], norms: tuple[Norm | None, Norm | None], angles: Angles
+    ) -> tuple[Tensor, Tensor]:
+        """Return what `apply_rope` does for queries and keys, which have the same angles."""
+        ...
+
     def apply_gate(self, gate_up: Tensor, gate: MlpGate) -> Tensor:
         """[tokens, 2 * size] → [tokens, size]: function of the first half times the second."""
         ...

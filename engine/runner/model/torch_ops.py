@@ -42,6 +42,12 @@ class TorchOps:
             heads = self.rms_norm(heads, norm)
         return rotate(heads, *angles)
 
+    def apply_ropes(
+        self, heads: tuple[Tensor, Tensor], norms: tuple[Norm | None, Norm | None], angles: Angles
+    ) -> tuple[Tensor, Tensor]:
+        (query, key), (q_norm, k_norm) = heads, norms
+        return self.apply_rope(query, q_norm, angles), self.apply_rope(key, k_norm, angles)
+
     def apply_gate(self, gate_up: Tensor, gate: MlpGate) -> Tensor:
         first, up = gate_up.chunk(2, dim=-1)
         if gate.activation is Activation.SILU:

@@ -124,16 +124,20 @@ def norm_heads(
 
 @triton.jit
 def rope_kernel(
-    dst,
-    src,
-    weight,
+    query_dst,
+    key_dst,
+    query,
+    key,
+    query_weight,
+    key_weight,
     cos,
     sin,
-    token_stride,
-    head_stride,
+    query_strides,
+    key_strides,
     cos_stride,
     sin_stride,
-    num_heads,
+    num_query_heads,
+    num_key_heads,
     half,
     epsilon,
     has_norm: tl.constexpr,
@@ -141,11 +145,22 @@ def rope_kernel(
     tile_heads: tl.constexpr,
     padded_half: tl.constexpr,
 ):
-    """RoPE of some heads of [tokens, heads, 2 * half], with an RMS norm of each before it."""
+    """RoPE of some heads of queries or keys, with an RMS norm of each before it.
+
+    Both are [tokens, heads, 2 * half]. Tiles of keys follow those of queries.
+    """
     token = tl.program_id(0).to(tl.int64)
-    dtype: tl.constexpr = src.dtype.element_ty
+    tile, num_query_tiles = tl.program_id(1), tl.cdiv(num_query_heads, tile_heads)
+    if tile < num_query_tiles:
+        dst, src, weight, num_heads = query_dst, query, query_weight, num_query_heads
+        token_stride, head_stride = query_strides[0], query_strides[1]
+    else:
+        dst, src, weight, num_heads = key_dst, key, key_weight, num_key_heads
+        token_stride, head_stride = key_strides[0], key_strides[1]
+        tile -= num_query_tiles
+    dtype: tl.constexpr = query.dtype.element_ty
     columns = tl.arange(0, padded_half)
-    heads = tl.program_id(1) * tile_heads + tl.arange(0, tile_heads)
+    heads = tile * tile_heads + tl.arange(0, tile_heads)
     is_inside = (heads < num_heads)[:, None] & (columns < half)[None, :]
     start = src + token * token_stride + heads[:, None] * head_stride + columns[None, :]
     first, second = load_wide(start, is_inside), load_wide(start + half, is_inside)

@@ -12,7 +12,6 @@ import torch
 import triton
 from torch import Tensor
 
-from baton.engine.runner.attention.int8_kv import quantize
 from baton.engine.runner.attention.paged_attention import AttentionPass, LayerAttention
 from baton.engine.runner.device.step_inputs import SHARED_INPUTS, StepInputs
 from baton.engine.runner.layout import PassLayout
@@ -109,29 +108,30 @@ class TritonPass:
     context_lens: Tensor
 
     def write(self, layer: int, key: Tensor, value: Tensor | None) -> None:
-        self._write(layer, 0, key)
-        if value is not None:
-            self._write(layer, 1, value)
-
-    def _write(self, layer: int, tensor: int, numbers: Tensor) -> None:
-        own = self.layers[layer]
-        slots = quantize(numbers) if self.kv.dtype is torch.int8 else row_contiguous(numbers)
-        num_tokens, num_kv_heads, slot_size = slots.shape
+        """Write both with one launch, which quantises them if the cache is int8."""
+        own, kv, key = self.layers[layer], self.kv, row_contiguous(key)
+        values = key if value is None else row_contiguous(value)
+        num_tokens, num_kv_heads, size = key.shape
         launch(
             write_kernel,
-            (num_tokens, num_kv_heads),
-            self.kv,
-            slots,
+            (num_tokens, num_kv_heads, 1 if value is None else 2),
+            kv,
+            key,
+            values,
             *self._sequences(own),
             self.num_single,
             self.block_tables.stride(1),
-            self.kv.stride(0),
-            self.kv.stride(3),
-            self._place(own, tensor),
-            *slots.stride()[:2],
-            slot_size=slot_size,
-            padded_size=triton.next_power_of_2(slot_size),
-            block_size=self.kv.shape[4],
+            kv.stride(0),
+            kv.stride(2),
+            kv.stride(3),
+            self._place(own, 0),
+            *key.stride()[:2],
+            *values.stride()[:2],
+            size=size,
+            padded_size=triton.next_power_of_2(size),
+            slot_size=kv.shape[5],
+            block_size=kv.shape[4],
+            is_int8=kv.dtype is torch.int8,
             num_warps=1,
         )
 

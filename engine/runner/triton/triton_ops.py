@@ -100,32 +100,14 @@ class TritonOps(TorchOps):
         return dst, normed
 
     def apply_rope(self, heads: Tensor, norm: Norm | None, angles: Angles) -> Tensor:
-        src = row_contiguous(heads)
-        cos, sin = (row_contiguous(each) for each in angles)
-        num_tokens, num_heads, head_dim = src.shape
-        padded_half = triton.next_power_of_2(head_dim // 2)
-        tile_heads = min(triton.next_power_of_2(num_heads), max(1, MAX_ROPE_NUMBERS // padded_half))
-        dst = torch.empty_like(src, memory_format=torch.contiguous_format)
-        launch(
-            rope_kernel,
-            (num_tokens, triton.cdiv(num_heads, tile_heads)),
-            dst,
-            src,
-            src if norm is None else norm.weight,
-            cos,
-            sin,
-            *src.stride()[:2],
-            cos.stride(0),
-            sin.stride(0),
-            num_heads,
-            head_dim // 2,
-            0.0 if norm is None else norm.epsilon,
-            has_norm=norm is not None,
-            rounds_once=norm is not None and norm.rounds_once,
-            tile_heads=tile_heads,
-            padded_half=padded_half,
-        )
-        return dst
+        return _apply_ropes(heads, None, (norm, norm), angles)[0]
+
+    def apply_ropes(
+        self, heads: tuple[Tensor, Tensor], norms: tuple[Norm | None, Norm | None], angles: Angles
+    ) -> tuple[Tensor, Tensor]:
+        if not _are_alike(*norms):
+            return super().apply_ropes(heads, norms, angles)
+        return _apply_ropes(*heads, norms, angles)
 
     def apply_gate(self, gate_up: Tensor, gate: MlpGate) -> Tensor:
         gate_up = row_contiguous(gate_up)
@@ -234,6 +216,54 @@ class BatchInvariantOps(TritonOps):
 
     def head_linears(self, weights: Tensor) -> HeadLinears:
         return PlainHeadLinears(weights.contiguous())
+
+
+def _are_alike(one: Norm | None, other: Norm | None) -> bool:
+    """Return whether a launch can apply both: they differ in their weights at most."""
+    if one is None or other is None:
+        return one is other
+    return (one.epsilon, one.rounds_once) == (other.epsilon, other.rounds_once)
+
+
+def _apply_ropes(
+    query: Tensor, key: Tensor | None, norms: tuple[Norm | None, Norm | None], angles: Angles
+) -> tuple[Tensor, Tensor]:
+    """Launch RoPE of queries, and of keys if there are any."""
+    query = row_contiguous(query)
+    num_tokens, num_heads, head_dim = query.shape
+    num_key_heads = 0 if key is None else key.shape[1]
+    key = query if key is None else row_contiguous(key)
+    cos, sin = (row_contiguous(each) for each in angles)
+    padded_half = triton.next_power_of_2(head_dim // 2)
+    tile_heads = min(triton.next_power_of_2(num_heads), max(1, MAX_ROPE_NUMBERS // padded_half))
+    query_dst = query.new_empty(query.shape)
+    key_dst = query.new_empty(num_tokens, num_key_heads, head_dim) if num_key_heads else query_dst
+    q_norm, k_norm = norms
+    launch(
+        rope_kernel,
+        (num_tokens, triton.cdiv(num_heads, tile_heads) + triton.cdiv(num_key_heads, tile_heads)),
+        query_dst,
+        key_dst,
+        query,
+        key,
+        query if q_norm is None else q_norm.weight,
+        key if k_norm is None else k_norm.weight,
+        cos,
+        sin,
+        query.stride()[:2],
+        key.stride()[:2],
+        cos.stride(0),
+        sin.stride(0),
+        num_heads,
+        num_key_heads,
+        head_dim // 2,
+        0.0 if q_norm is None else q_norm.epsilon,
+        has_norm=q_norm is not None,
+        rounds_once=q_norm is not None and q_norm.rounds_once,
+        tile_heads=tile_heads,
+        padded_half=padded_half,
+    )
+    return query_dst, key_dst
 
 
 def _row_warps(size: int) -> int:
