@@ -75,8 +75,10 @@ def step_works(config: ModelConfig, step: Step, num_processors: int) -> Iterator
     names, last = FAMILIES[config.architecture].names, len(config.layers) - 1
     for index, layer in enumerate(config.layers):
         needed = step.sampled if index == last else step
+        if names.input_norm and index == 0:  # those of other layers follow a sum
+            yield norm("norm", step.num_tokens, config.hidden_size)
         yield from attention_works(config, names, layer, step, needed, num_processors)
-        yield from mlp_works(config, names, layer, needed)
+        yield from mlp_works(config, names, layer, needed, norms_next=index < last)
     yield from output_works(config, step)
 
 
@@ -105,8 +107,6 @@ def attention_works(
     """Yield the launches up to the output of attention."""
     hidden, head_dim = config.hidden_size, config.head_dim
     queries, keys = config.num_heads * head_dim, config.num_kv_heads * head_dim
-    if names.input_norm:
-        yield norm("norm", step.num_tokens, hidden)
     yield product("qkv", step.num_tokens, hidden, queries + 2 * keys, config.has_qkv_bias)
     if needed.num_tokens < step.num_tokens or layer.query_rope != layer.key_rope:
         yield from rope_works("rope of keys", layer, step.num_tokens, [keys], head_dim)
@@ -183,20 +183,17 @@ def see(layer: LayerConfig, position: int) -> int:
 
 
 def mlp_works(
-    config: ModelConfig, names: TensorNames, layer: LayerConfig, step: Step
+    config: ModelConfig, names: TensorNames, layer: LayerConfig, step: Step, *, norms_next: bool
 ) -> Iterator[Work]:
     """Yield the launches from the sum with attention's output on."""
     tokens, hidden, size = step.num_tokens, config.hidden_size, layer.mlp_size
-    if names.mlp_norm:
-        yield elementwise("add and norm", 4 * tokens * hidden, hidden)
-    else:
-        yield elementwise("add", 3 * tokens * hidden)
+    yield add(tokens, hidden, has_norm=bool(names.mlp_norm))
     yield product("gate and up", tokens, hidden, 2 * size, config.has_mlp_bias)
     yield elementwise("gate", 3 * tokens * size)
     yield product("down", tokens, size, hidden, config.has_mlp_bias)
     if names.mlp_output_norm:
         yield norm("norm of outputs", tokens, hidden)
-    yield elementwise("add", 3 * tokens * hidden)
+    yield add(tokens, hidden, has_norm=norms_next and bool(names.input_norm))
 
 
 def output_works(config: ModelConfig, step: Step) -> Iterator[Work]:
@@ -216,6 +213,13 @@ def elementwise(kernel: str, numbers: int, weights: int = 0, launches: int = 1) 
     """Return the work of a kernel that reads and writes so many numbers."""
     weight_bytes, num_bytes = weights * NUMBER_BYTES, numbers * NUMBER_BYTES
     return Work(kernel, Kind.ELEMENTWISE, weight_bytes, 0, num_bytes, launches=launches)
+
+
+def add(num_rows: int, size: int, *, has_norm: bool) -> Work:
+    """Return the work of a sum, and of its norm if the same launch computes it."""
+    if has_norm:
+        return elementwise("add and norm", 4 * num_rows * size, size)
+    return elementwise("add", 3 * num_rows * size)
 
 
 def norm(kernel: str, num_rows: int, size: int) -> Work:

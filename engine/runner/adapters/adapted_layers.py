@@ -13,7 +13,7 @@ from baton.engine.runner.adapters.low_rank import ActiveAdapters
 from baton.engine.runner.adapters.place import Place
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.layer_weights import LatentProjections, Layer
-from baton.engine.runner.model.layers import DecoderLayer, gate_of, unfused_layers
+from baton.engine.runner.model.layers import DecoderLayer, LayerInput, gate_of, unfused_layers
 from baton.engine.runner.model.linear import HeadLinears, Linear, Mlp, Moe
 from baton.engine.runner.model.mixers import Ends, ForwardPass
 from baton.engine.runner.model.ops import MlpGate, Ops
@@ -61,14 +61,14 @@ class AdaptableLayer:
     active: ActiveAdapters
 
     def forward(
-        self, forward_pass: ForwardPass, hidden_states: Tensor, ends: Ends | None
-    ) -> Tensor:
+        self, forward_pass: ForwardPass, inputs: LayerInput, ends: Ends | None
+    ) -> LayerInput:
         if not forward_pass.groups:
-            return self.plain.forward(forward_pass, hidden_states, ends)
+            return self.plain.forward(forward_pass, inputs, ends)
         self.active.groups = forward_pass.groups
         # The groups are those of all tokens.
-        hidden_states = self.adapted.forward(forward_pass, hidden_states, None)
-        return hidden_states if ends is None else hidden_states[ends.indices]
+        outputs = self.adapted.forward(forward_pass, inputs, None)
+        return outputs if ends is None else LayerInput(outputs.hidden_states[ends.indices])
 
 
 def adaptable_layers(

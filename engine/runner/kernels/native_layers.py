@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,14 @@ from baton.engine.runner.kernels.native_low_rank import FusedLowRank, first_plac
 from baton.engine.runner.kernels.torch_parts import torch_parts
 from baton.engine.runner.model.config import ModelConfig, QkNorm
 from baton.engine.runner.model.layer_weights import Layer
-from baton.engine.runner.model.layers import DecoderLayer, add_mlp, gate_of, unfused_layers
+from baton.engine.runner.model.layers import (
+    DecoderLayer,
+    LayerInput,
+    UnfusedLayer,
+    compute_output,
+    gate_of,
+    unfused_layers,
+)
 from baton.engine.runner.model.linear import Linear, Mlp, Moe
 from baton.engine.runner.model.mixers import Ends, ForwardPass
 
@@ -36,7 +44,7 @@ def native_layers(
     parts = torch_parts(config, layers)
     if parts:
         log.info("%s: torch computes the %s", config.architecture, ", the ".join(parts))
-    made = list(unfused_layers(NativeOps(kernels), config, layers))
+    made: list[DecoderLayer] = list(unfused_layers(NativeOps(kernels), config, layers))
     places = layer_places(config.kv_groups())
     fused = {
         number: _layer_args(config, index, layers[index], places[number].place)
@@ -47,6 +55,9 @@ def native_layers(
     for number, args in fused.items():
         index = config.attention_layers[number]
         made[index] = FusedLayer(passes, layers[index], args, number)
+        before = made[index - 1] if index else None
+        if isinstance(before, UnfusedLayer):  # fused layers compute their input norm
+            made[index - 1] = replace(before, next_norm=None)
     return made
 
 
@@ -134,21 +145,21 @@ class FusedLayer:
         return isinstance(self._layer.mlp, Mlp)
 
     def forward(
-        self, forward_pass: ForwardPass, hidden_states: Tensor, ends: Ends | None
-    ) -> Tensor:
-        hidden_states = hidden_states.contiguous()
+        self, forward_pass: ForwardPass, inputs: LayerInput, ends: Ends | None
+    ) -> LayerInput:
+        hidden_states = inputs.hidden_states.contiguous()
         pass_args = self._pass_args(forward_pass)
         if ends is not None:
             self._library.baton_layer_write_kv(self._args, pass_args, hidden_states.data_ptr())
             hidden_states = hidden_states[ends.indices]
             if not len(hidden_states):
-                return hidden_states
+                return LayerInput(hidden_states)
             forward_pass = forward_pass.restrict_to(ends)  # owns what the arguments point to
             pass_args = self._pass_args(forward_pass)
         if isinstance(self._layer.mlp, Moe):
-            return self._through_experts(pass_args, hidden_states)
+            return LayerInput(self._through_experts(pass_args, hidden_states))
         self._library.baton_layer(self._args, pass_args, hidden_states.data_ptr())
-        return hidden_states
+        return LayerInput(hidden_states)
 
     def _through_experts(self, pass_args: Struct, hidden_states: Tensor) -> Tensor:
         passes, layer = self._passes, self._layer
@@ -156,7 +167,8 @@ class FusedLayer:
         self._library.baton_layer_attention(
             self._args, pass_args, hidden_states.data_ptr(), mlp_input.data_ptr()
         )
-        return add_mlp(passes.config, passes.ops, layer, hidden_states, mlp_input)
+        output = compute_output(passes.config, passes.ops, layer, mlp_input)
+        return passes.ops.add(hidden_states, output, passes.config.residual_scale)
 
     def _pass_args(self, forward_pass: ForwardPass) -> Struct:
         return forward_pass.once(self._passes.begin).args[self._number]

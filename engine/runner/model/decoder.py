@@ -10,7 +10,7 @@ from torch import Tensor
 
 from baton.engine.runner.device.fenced_hook import FencedHook
 from baton.engine.runner.model.config import ModelConfig
-from baton.engine.runner.model.layers import DecoderLayer
+from baton.engine.runner.model.layers import DecoderLayer, LayerInput
 from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.mixers import Ends, ForwardPass
 from baton.engine.runner.model.ops import Norm, Ops
@@ -40,15 +40,15 @@ class Decoder:
 
         With `ends`, only the hidden states of those tokens are returned.
         """
-        hidden_states, last = self._embed(token_ids), len(self.layers) - 1
+        inputs, last = LayerInput(self._embed(token_ids)), len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             needed = ends if index == last else None
-            hidden_states = layer.forward(forward_pass, hidden_states, needed)
+            inputs = layer.forward(forward_pass, inputs, needed)
             if hook is not None:
                 hook.layer_done(index)
         if hook is not None:
             hook.pass_done()
-        return self.ops.rms_norm(hidden_states, self.norm)
+        return self.ops.rms_norm(inputs.hidden_states, self.norm)
 
     def logits(self, hidden_states: Tensor, dst: Tensor | None = None) -> Tensor:
         """[rows, hidden_size] → [rows, vocab_size] in float32, in `dst` if it is given."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -16,6 +16,13 @@ from baton.engine.runner.model.mlp import compute_mlp, compute_moe
 from baton.engine.runner.model.ops import MlpGate, Norm, Ops
 
 
+class LayerInput(NamedTuple):
+    """Hidden states between two layers."""
+
+    hidden_states: Tensor
+    normed: Tensor | None = None  # by the input norm, if the layer before has computed it
+
+
 class DecoderLayer(Protocol):
     """A layer of the decoder, with or without fused kernels: each layer for itself."""
 
@@ -25,8 +32,8 @@ class DecoderLayer(Protocol):
         ...
 
     def forward(
-        self, forward_pass: ForwardPass, hidden_states: Tensor, ends: Ends | None
-    ) -> Tensor:
+        self, forward_pass: ForwardPass, inputs: LayerInput, ends: Ends | None
+    ) -> LayerInput:
         """Compute the layer; with `ends`, return those tokens alone, after all wrote their KV.
 
         The input can be overwritten: do not use it after the call.
@@ -44,36 +51,43 @@ class UnfusedLayer:
     ops: Ops
     layer: Layer
     mixer: Mixer
+    next_norm: Norm | None = None  # input norm of the next layer
 
     def forward(
-        self, forward_pass: ForwardPass, hidden_states: Tensor, ends: Ends | None
-    ) -> Tensor:
-        layer, config, ops = self.layer, self.config, self.ops
-        inputs = _apply_norm(ops, hidden_states, layer.input_norm)
-        mixed = self.mixer.mix(forward_pass, inputs, ends)
+        self, forward_pass: ForwardPass, inputs: LayerInput, ends: Ends | None
+    ) -> LayerInput:
+        layer, (hidden_states, normed) = self.layer, inputs
+        if normed is None:
+            normed = _apply_norm(self.ops, hidden_states, layer.input_norm)
+        mixed = self.mixer.mix(forward_pass, normed, ends)
         if ends is not None:
             hidden_states = hidden_states[ends.indices]
             if not len(hidden_states):
-                return hidden_states
+                return LayerInput(hidden_states)
         hidden_states, mlp_input = self._add_and_norm(hidden_states, layer.output(mixed))
-        return add_mlp(config, ops, layer, hidden_states, mlp_input)
+        output = compute_output(self.config, self.ops, layer, mlp_input)
+        if self.next_norm is None:
+            return LayerInput(self.ops.add(hidden_states, output, self.config.residual_scale))
+        scale, norm = self.config.residual_scale, self.next_norm
+        return LayerInput(*self.ops.add_and_norm(hidden_states, output, scale, norm))
 
     def _add_and_norm(self, hidden_states: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
         """Return `hidden_states` plus the output of the mixer, and the input of the MLP."""
         layer, config, ops = self.layer, self.config, self.ops
-        if layer.mlp_norm is None:
-            added = _add(config, ops, hidden_states, output, layer.attention_norm)
-            return added, added
         output = _apply_norm(ops, output, layer.attention_norm)
+        if layer.mlp_norm is None:
+            added = ops.add(hidden_states, output, config.residual_scale)
+            return added, added
         return ops.add_and_norm(hidden_states, output, config.residual_scale, layer.mlp_norm)
 
 
 def unfused_layers(
     ops: Ops, config: ModelConfig, layers: Sequence[Layer]
 ) -> Sequence[DecoderLayer]:
+    next_norms = [layer.input_norm for layer in layers[1:]] + [None]
     return [
-        UnfusedLayer(config, ops, layer, make_mixer(config, ops, layer, index))
-        for index, layer in enumerate(layers)
+        UnfusedLayer(config, ops, layer, make_mixer(config, ops, layer, index), next_norm)
+        for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True))
     ]
 
 
@@ -81,23 +95,14 @@ def gate_of(config: ModelConfig) -> MlpGate:
     return MlpGate(config.activation, config.swiglu_alpha, config.swiglu_limit)
 
 
-def add_mlp(
-    config: ModelConfig, ops: Ops, layer: Layer, hidden_states: Tensor, mlp_input: Tensor
-) -> Tensor:
-    """Return `hidden_states` plus the output of the layer's MLP or experts for `mlp_input`."""
+def compute_output(config: ModelConfig, ops: Ops, layer: Layer, mlp_input: Tensor) -> Tensor:
+    """Return the output of the layer's MLP or experts, and its norm if there is one."""
     gate = gate_of(config)
     if isinstance(layer.mlp, Moe):
         output = compute_moe(ops, layer.mlp, gate, mlp_input)
     else:
         output = compute_mlp(ops, layer.mlp, gate, mlp_input)
-    return _add(config, ops, hidden_states, output, layer.mlp_output_norm)
-
-
-def _add(
-    config: ModelConfig, ops: Ops, hidden_states: Tensor, output: Tensor, norm: Norm | None
-) -> Tensor:
-    """Return `hidden_states` plus the norm of an output, scaled."""
-    return ops.add(hidden_states, _apply_norm(ops, output, norm), config.residual_scale)
+    return _apply_norm(ops, output, layer.mlp_output_norm)
 
 
 def _apply_norm(ops: Ops, hidden_states: Tensor, norm: Norm | None) -> Tensor:
