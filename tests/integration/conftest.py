@@ -12,6 +12,7 @@ from baton.client import Client
 from baton.cluster import ClusterOptions, LocalCluster
 from baton.llm import LLM
 from tests.support.models import VARIANTS, make_model_folder
+from tests.support.scripted_agent import make_agent_folder
 
 NODE_ARGUMENTS = (
     "--kv-cache-memory",
@@ -75,6 +76,19 @@ def cluster(cluster_options: Callable[..., ClusterOptions]) -> Iterator[LocalClu
 def colocated(cluster_options: Callable[..., ClusterOptions]) -> Iterator[LocalCluster]:
     """Run two colocated nodes and one router."""
     with LocalCluster(cluster_options(is_colocated=True)) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """Run a model that reasons, calls tools and reads their results by a script."""
+    folder = make_agent_folder(tmp_path_factory.mktemp("models") / "agent")
+    options = ClusterOptions(
+        str(folder),
+        node_arguments=("--kv-cache-memory", "32MiB", "--threads", "1"),
+        router_arguments=("--http-port", "0"),
+    )
+    with LocalCluster(options) as running:
         yield running
 
 

@@ -76,6 +76,12 @@ class ToolResultBlock(Block):
     is_error: bool | None = None
 
 
+class ToolReferenceBlock(Block):
+    """Result of a client's search for tools: a deferred tool that the model sees from now on."""
+
+    tool_name: str
+
+
 class Message(Body):
     role: Literal["user", "assistant", "system"]
     content: str | list[Any]
@@ -90,9 +96,9 @@ class Tool(Body):
     input_schema: dict[str, Any]
     strict: bool | None = None
     cache_control: CacheControl | None = None
+    defer_loading: bool | None = None  # not shown to the model before a `tool_reference` to it
     # Accepted where they match the behaviour, or do not affect it.
     eager_input_streaming: bool | None = None
-    defer_loading: Literal[False] | None = None
     allowed_callers: list[Literal["direct"]] | None = None
     input_examples: list[Any] | None = None
 

@@ -13,6 +13,7 @@ from baton.router.doors.messages.bodies import (
     Message,
     TextBlock,
     ThinkingBlock,
+    ToolReferenceBlock,
     ToolResultBlock,
     ToolUseBlock,
 )
@@ -20,6 +21,7 @@ from baton.router.doors.openai.request.bodies import validate_body
 from baton.rpc.errors import UnsupportedInput
 
 TEXT: dict[str, type[Block]] = {"text": TextBlock}
+IN_RESULTS: dict[str, type[Block]] = {**TEXT, "tool_reference": ToolReferenceBlock}
 OF_USERS: dict[str, type[Block]] = {**TEXT, "tool_result": ToolResultBlock}
 OF_ASSISTANTS: dict[str, type[Block]] = {
     **TEXT,
@@ -34,6 +36,7 @@ class Conversation:
 
     def __init__(self) -> None:
         self.retain_s = 0  # the longest that a `cache_control` asks for
+        self.tool_references: dict[str, str] = {}  # field of the first one by the tool's name
         self._turns = ChatTurns()
 
     @property
@@ -48,14 +51,14 @@ class Conversation:
         """Raises InvalidRequest and UnsupportedInput, which name the field."""
         read = validate_body(message, Message, where)
         kinds, inside = BLOCKS_BY_ROLE[read.role], f"{where}.content"
-        for block in self._blocks(read.content, kinds, inside):
+        for index, block in enumerate(self._blocks(read.content, kinds, inside)):
             match block:
                 case ThinkingBlock():
                     self._turns.add_reasoning(block.thinking)
                 case ToolUseBlock():
                     self._turns.add_call(block.id, block.name, block.input)
                 case ToolResultBlock():
-                    self._add_result(block, inside)
+                    self._add_result(block, f"{inside}.{index}.content")
                 case _:
                     self._add_texts(read.role, block)
 
@@ -87,8 +90,15 @@ class Conversation:
             self._turns.add_text(role, block.text)
 
     def _add_result(self, block: ToolResultBlock, where: str) -> None:
-        blocks = self._blocks(block.content or "", TEXT, f"{where}.content")
-        texts = [each.text for each in blocks if isinstance(each, TextBlock)]
+        texts = []
+        for index, each in enumerate(self._blocks(block.content or "", IN_RESULTS, where)):
+            match each:
+                case ToolReferenceBlock():
+                    field = f"{where}.{index}.tool_name"
+                    self.tool_references.setdefault(each.tool_name, field)
+                    texts.append(f"The tool {each.tool_name} can be called now.")
+                case TextBlock():
+                    texts.append(each.text)
         self._turns.add_result(block.tool_use_id, texts, is_error=bool(block.is_error))
 
 

@@ -108,12 +108,21 @@ def _chat(fields: Mapping[str, Any], body: TokenCountBody) -> dict[str, Any]:
     return {
         **chat,
         "messages": conversation.messages,
-        "tools": [_function(tool) for tool in tools],
+        "tools": [_function(tool) for tool in _shown(tools, conversation.tool_references)],
         **_tool_choice(body.tool_choice),
         **_output(body),
         "kv_hints": with_retain_s(fields.get("kv_hints", {}), conversation.retain_s),
         "chat_template_kwargs": variables,
     }
+
+
+def _shown(tools: Sequence[Tool], references: Mapping[str, str]) -> list[Tool]:
+    """Return the tools without those that are deferred and not referred to."""
+    names = {tool.name for tool in tools}
+    for name, field in references.items():
+        if name not in names:
+            raise InvalidRequest(f"{field} is {name[:64]!r}, which is not in tools", field)
+    return [tool for tool in tools if not tool.defer_loading or tool.name in references]
 
 
 def _function(tool: Tool) -> dict[str, Any]:

@@ -93,6 +93,23 @@ def test_a_conversation_with_tools_becomes_messages_of_a_chat() -> None:
     assert prompt.variables == {"tools": [{"type": "function", "function": function}]}
 
 
+def test_deferred_tools_are_shown_from_a_reference_on() -> None:
+    result = [{"type": "tool_reference", "tool_name": "see"}]
+    found = {"type": "tool_result", "tool_use_id": "t1", "content": result}
+    tools = [{**SEE, "defer_loading": True}, {**SEE, "name": "feed", "defer_loading": False}]
+
+    before: Any = prompt_of(tools=tools).variables["tools"]
+    after: Any = prompt_of(tools=tools, messages=[{"role": "user", "content": [found]}]).variables[
+        "tools"
+    ]
+
+    assert [tool["function"]["name"] for tool in before] == ["feed"]
+    assert [tool["function"]["name"] for tool in after] == ["see", "feed"]
+    with pytest.raises(InvalidRequest, match="is 'see', which is not in tools") as refusal:
+        prompt_of(messages=[{"role": "user", "content": [found]}])
+    assert refusal.value.field == "messages.0.content.0.content.0.tool_name"
+
+
 @pytest.mark.parametrize(
     ("choice", "mode"),
     [

@@ -1,0 +1,101 @@
+"""Unmodified agents against a real cluster whose model calls one of their tools.
+
+Run with --agents FOLDER, after npm install --prefix FOLDER @anthropic-ai/claude-code @openai/codex
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.cluster import LocalCluster
+from tests.support.scripted_agent import SEEN
+
+MAX_S = 240
+TASK = "Open the door."
+NOWHERE = "http://127.0.0.1:9"  # proxy for all that does not go to the cluster
+CODEX_CONFIG = """
+model = "agent"
+model_provider = "baton"
+approval_policy = "never"
+sandbox_mode = "danger-full-access"
+[model_providers.baton]
+name = "baton"
+base_url = "http://{address}/v1"
+wire_api = "responses"
+"""
+
+
+@pytest.fixture
+def agents(request: pytest.FixtureRequest) -> Path:
+    folder = request.config.getoption("--agents")
+    if folder is None:
+        pytest.skip("needs --agents FOLDER, with Claude Code and Codex")
+    return Path(folder).resolve() / "node_modules" / ".bin"
+
+
+def run_agent(command: list[str], folder: Path, **environment: str) -> list[dict[str, Any]]:
+    """Run an agent in an empty folder, and return the JSON lines that it prints."""
+    for name in ("home", "work"):
+        (folder / name).mkdir(exist_ok=True)
+    ended = subprocess.run(
+        command,
+        cwd=folder / "work",
+        env={
+            "PATH": os.environ["PATH"],
+            "HOME": str(folder / "home"),
+            "HTTPS_PROXY": NOWHERE,
+            "HTTP_PROXY": NOWHERE,
+            "NO_PROXY": "127.0.0.1",
+            **environment,
+        },
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=MAX_S,
+        check=False,
+    )
+    assert ended.returncode == 0, (ended.stdout, ended.stderr)
+    return [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+
+
+def was_opened(folder: Path) -> bool:
+    return (folder / "work" / "opened.txt").read_text(encoding="utf-8") == "opened\n"
+
+
+def test_claude_code_runs_a_tool(agents: Path, scripted: LocalCluster, tmp_path: Path) -> None:
+    command = [str(agents / "claude"), "-p", TASK, "--allowedTools", "Bash"]
+    [ended] = run_agent(
+        [*command, "--output-format", "json"],
+        tmp_path,
+        ANTHROPIC_BASE_URL=f"http://{scripted.router.http_address}",
+        ANTHROPIC_AUTH_TOKEN="none",
+        ANTHROPIC_MODEL="agent",
+        ANTHROPIC_SMALL_FAST_MODEL="agent",
+        CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
+    )
+
+    assert was_opened(tmp_path)
+    assert (ended["result"], ended["is_error"], ended["num_turns"]) == (SEEN, False, 2)
+    assert ended["usage"]["cache_read_input_tokens"] > 16
+
+
+def test_codex_runs_a_tool(agents: Path, scripted: LocalCluster, tmp_path: Path) -> None:
+    config = tmp_path / "home" / ".codex" / "config.toml"
+    config.parent.mkdir(parents=True)
+    config.write_text(CODEX_CONFIG.format(address=scripted.router.http_address), encoding="utf-8")
+
+    events = run_agent(
+        [str(agents / "codex"), "exec", "--skip-git-repo-check", "--json", TASK], tmp_path
+    )
+
+    assert was_opened(tmp_path)
+    said = [event["item"]["text"] for event in events if "text" in event.get("item", ())]
+    assert said == [SEEN]
+    assert events[-1]["type"] == "turn.completed"
+    assert events[-1]["usage"]["cached_input_tokens"] > 16

@@ -1,0 +1,67 @@
+"""Script of a model that calls tools of agents, and reads their results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.support.scripted_models import make_scripted_folder
+
+SECRET = "sesame"  # what the tools of agents have to return
+RUN = f"echo opened > opened.txt; echo {SECRET[::-1]} | rev"
+FOX = {"colour": "red", "age": 3}
+TEXT, THOUGHT = "The answer is four.", "Two and two."
+SEEN, UNSEEN = f"The tool said {SECRET}.", "No result has arrived."
+
+
+def _call(name: str, arguments: Any) -> str:
+    written = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>\n{written}\n</tool_call>"
+
+
+CALLS = {
+    "get_weather": {"location": "San Francisco, CA"},
+    "Fox": FOX,
+    "Bash": {"command": RUN, "description": "Open the door"},  # Claude Code
+    "exec_command": {"cmd": RUN},  # Codex
+}
+ANSWERS = {
+    **{f"<|call {name}|>": _call(name, arguments) for name, arguments in CALLS.items()},
+    "<|seen|>": SEEN,
+    "<|unseen|>": UNSEEN,
+    "<|json|>": json.dumps(FOX),
+    "<|think|>": f"<think>\n{THOUGHT}\n</think>\n\n{TEXT}",
+    "<|text|>": TEXT,
+}
+# The formats of Hermes and Qwen 3: calls in <tool_call>, reasoning in <think>.
+CHAT_TEMPLATE = """
+{%- macro text(content) -%}
+{{ content if content is string else (content or []) | map(attribute='text') | join }}
+{%- endmacro -%}
+{%- for tool in tools or [] %}{{ tool | tojson }}\n{% endfor -%}
+{%- for message in messages -%}
+<|{{ message.role }}|>
+{%- if message.reasoning_content %}<think>\n{{ message.reasoning_content }}\n</think>\n{% endif -%}
+{{ text(message.content) }}
+{%- for call in message.tool_calls or [] -%}
+<tool_call>{{ call.function.name }} {{ call.function.arguments | tojson }}</tool_call>
+{%- endfor %}\n
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{%- set names = (tools or []) | map(attribute='function.name') | list -%}
+{%- set turn = (messages | rejectattr('role', 'equalto', 'system') | list)[-1] -%}
+{%- set last = text(turn.content) -%}
+{%- if turn.role == 'tool' -%}
+{{ '<|seen|>' if 'SECRET' in last else '<|unseen|>' }}
+{%- elif 'think' in last %}<|think|>
+{%- else -%}
+{%- set called = ['get_weather', 'Fox', 'Bash', 'exec_command'] | select('in', names) | first -%}
+{{ '<|call ' + called + '|>' if called else '<|json|>' if 'json_schema' in last else '<|text|>' }}
+{%- endif -%}
+{%- endif -%}
+""".replace("SECRET", SECRET)
+
+
+def make_agent_folder(folder: Path) -> Path:
+    return make_scripted_folder(folder, ANSWERS, CHAT_TEMPLATE)
