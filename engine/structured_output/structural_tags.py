@@ -2,6 +2,11 @@
 
 `{"structures": [{"begin": …, "schema": …, "end": …}, …], "triggers": [begin of a begin, …]}`, as in
 vLLM. Once a trigger is written, one of the structures that begin with it follows.
+
+Baton's own form has sections of several structures: `{"sections": [{"trigger": …, "begin": …,
+"structures": […], "separator": …, "end": …}, …]}`. Without a separator, a section has one
+structure. With the empty trigger, a section is the whole answer, and free text cannot begin with
+`{`. The begin of a structure can be a list of texts and `{"any": "number"}` or `{"any": "id"}`.
 """
 
 from __future__ import annotations
@@ -14,27 +19,55 @@ from typing import Any
 
 MAX_STRUCTURES = 256
 FIELDS = {"begin", "schema", "end"}
+WRONG_TEXTS = "begin and end of a structure must be texts"
+SECTION_FIELDS = {"trigger", "begin", "structures", "separator", "end"}
+# Texts that a model chooses inside the begin of a structure, as regular expressions.
+PATTERNS = {"number": "[0-9]{1,4}", "id": "[a-zA-Z0-9]{9}"}
+FREE_TEXT = r"/(.|\n)*/"
+NO_OBJECT = r"/\s*([^{\s](.|\n)*)?/"
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    name: str
+
+
+Begin = tuple[str | Pattern, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    begin: str
+    begin: Begin  # after the begin of the section
     schema: Any
     end: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class StructuralTag:
+class Section:
+    trigger: str  # empty: the section is the whole answer
     structures: tuple[Structure, ...]
-    triggers: tuple[str, ...]
+    begin: str = ""  # after the trigger
+    separator: str | None = None  # None: one structure
+    end: str = ""
 
-    def of_trigger(self, trigger: str) -> list[Structure]:
-        return [each for each in self.structures if each.begin.startswith(trigger)]
+
+@dataclass(frozen=True, slots=True)
+class StructuralTag:
+    sections: tuple[Section, ...]
+
+    @property
+    def triggers(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(each.trigger for each in self.sections))
+
+    def of_trigger(self, trigger: str) -> list[Section]:
+        return [each for each in self.sections if each.trigger == trigger]
 
 
 def parse_structural_tag(text: str) -> StructuralTag:
     """Raises ValueError with the reason."""
     value = json.loads(text)
+    if isinstance(value, dict) and "sections" in value:
+        return _parse_sections(value)
     structures = value.get("structures") if isinstance(value, dict) else None
     triggers = value.get("triggers") if isinstance(value, dict) else None
     if not isinstance(structures, list) or not isinstance(triggers, list):
@@ -43,46 +76,128 @@ def parse_structural_tag(text: str) -> StructuralTag:
         raise ValueError(f"it must have 1 to {MAX_STRUCTURES} structures and triggers")
     if not all(isinstance(trigger, str) and trigger for trigger in triggers):
         raise ValueError("its triggers must be texts, none empty")
-    tag = StructuralTag(tuple(map(_structure, structures)), tuple(dict.fromkeys(triggers)))
-    for structure in tag.structures:
-        if not any(structure.begin.startswith(trigger) for trigger in tag.triggers):
-            raise ValueError(f"no trigger begins {structure.begin!r}")
-    for trigger in tag.triggers:
-        if not tag.of_trigger(trigger):
+    return StructuralTag(_sections_of(structures, list(dict.fromkeys(triggers))))
+
+
+def _sections_of(structures: Sequence[Any], triggers: Sequence[str]) -> tuple[Section, ...]:
+    """Return a section for each trigger, with the structures that it begins."""
+    begun: dict[str, list[Structure]] = {trigger: [] for trigger in triggers}
+    for structure in map(_structure, structures):
+        begin = structure.begin[0]
+        if not isinstance(begin, str) or len(structure.begin) > 1:
+            raise ValueError(WRONG_TEXTS)
+        matching = [trigger for trigger in triggers if begin.startswith(trigger)]
+        if not matching:
+            raise ValueError(f"no trigger begins {begin!r}")
+        for trigger in matching:
+            rest = (begin.removeprefix(trigger),)
+            begun[trigger].append(Structure(rest, structure.schema, structure.end))
+    for trigger, found in begun.items():
+        if not found:
             raise ValueError(f"no structure begins with the trigger {trigger!r}")
-        if any(other != trigger and other.startswith(trigger) for other in tag.triggers):
+    _check_triggers(triggers)
+    return tuple(Section(trigger, tuple(found)) for trigger, found in begun.items())
+
+
+def _check_triggers(triggers: Sequence[str]) -> None:
+    for trigger in triggers:
+        if any(other != trigger and other.startswith(trigger) for other in triggers):
             raise ValueError(f"the trigger {trigger!r} begins another one")
+
+
+def _parse_sections(value: Mapping[str, Any]) -> StructuralTag:
+    sections = value["sections"]
+    if len(value) != 1 or not isinstance(sections, list) or not sections:
+        raise ValueError("with sections, it must be a list of them and nothing else")
+    tag = StructuralTag(tuple(map(_section, sections)))
+    if sum(len(each.structures) for each in tag.sections) > MAX_STRUCTURES:
+        raise ValueError(f"its sections must have 1 to {MAX_STRUCTURES} structures")
+    _check_triggers(tag.triggers)  # an empty one begins all others, so it is the only one
     return tag
+
+
+def _section(value: Any) -> Section:
+    if not isinstance(value, dict) or not {"trigger", "structures"} <= value.keys():
+        raise ValueError("each section must have trigger and structures")
+    texts = [value[name] for name in SECTION_FIELDS - {"structures"} if name in value]
+    is_known = value.keys() <= SECTION_FIELDS and all(isinstance(text, str) for text in texts)
+    structures = value["structures"]
+    if not is_known or not isinstance(structures, list) or not structures:
+        raise ValueError("trigger, begin, separator and end of a section must be texts")
+    return Section(
+        value["trigger"],
+        tuple(map(_structure, structures)),
+        value.get("begin", ""),
+        value.get("separator"),
+        value.get("end", ""),
+    )
 
 
 def _structure(value: Any) -> Structure:
     if not isinstance(value, dict) or not {"begin", "schema"} <= value.keys() <= FIELDS:
         raise ValueError("each structure must have begin and schema, and can have end")
     begin, end = value["begin"], value.get("end", "")
-    if not isinstance(begin, str) or not isinstance(end, str):
-        raise ValueError("begin and end of a structure must be texts")
-    return Structure(begin, value["schema"], end)
+    parts = begin if isinstance(begin, list) and 0 < len(begin) <= MAX_STRUCTURES else [begin]
+    if not isinstance(end, str):
+        raise ValueError(WRONG_TEXTS)
+    return Structure(tuple(map(_part, parts)), value["schema"], end)
+
+
+def _part(value: Any) -> str | Pattern:
+    if isinstance(value, str):
+        return value
+    name = value.get("any") if isinstance(value, dict) and len(value) == 1 else None
+    if not isinstance(name, str) or name not in PATTERNS:
+        raise ValueError(WRONG_TEXTS)
+    return Pattern(name)
 
 
 def lark_of_structural_tag(
     tag: StructuralTag, schema_of: Callable[[Any], str], special_ids: Mapping[str, int]
 ) -> str:
     """Return the grammar. `special_ids` are the special tokens, which are no text."""
-    options = " | ".join(f"tag_{index}" for index in range(len(tag.triggers)))
-    lines = [f"start: ({options})* TAG_TEXT", r"TAG_TEXT: /(.|\n)*/"]
+    if tag.triggers == ("",):
+        lines = ["start: rest_0 | TAG_TEXT", f"TAG_TEXT: {NO_OBJECT}"]
+    else:
+        options = " | ".join(f"tag_{index}" for index in range(len(tag.triggers)))
+        lines = [f"start: ({options})* TAG_TEXT", f"TAG_TEXT: {FREE_TEXT}"]
     for index, trigger in enumerate(tag.triggers):
-        rests = [
-            f"{_literal(each.begin.removeprefix(trigger), special_ids)} "
-            f"%json {schema_of(each.schema)} {_literal(each.end, special_ids)}"
-            for each in tag.of_trigger(trigger)
-        ]
         if trigger in special_ids:
             lines.append(f"tag_{index}: TAG_TEXT {_literal(trigger, special_ids)} rest_{index}")
-        else:
+        elif trigger:
             lines.append(f"begin_{index}[lazy]: TAG_TEXT {json.dumps(trigger)}")
             lines.append(f"tag_{index}: begin_{index} rest_{index}")
-        lines.append(f"rest_{index}: {' | '.join(rests)}")
+        bodies = []
+        for number, section in enumerate(tag.of_trigger(trigger)):
+            name = f"one_{index}_{number}"
+            lines.append(f"{name}: {_structures(section, schema_of, special_ids)}")
+            bodies.append(_body(section, name, special_ids))
+        lines.append(f"rest_{index}: {' | '.join(bodies)}")
     return "\n".join(lines)
+
+
+def _body(section: Section, name: str, special_ids: Mapping[str, int]) -> str:
+    begin, end = (_literal(text, special_ids) for text in (section.begin, section.end))
+    if section.separator is None:
+        return f"{begin} {name} {end}"
+    return f"{begin} {name} ({_literal(section.separator, special_ids)} {name})* {end}"
+
+
+def _structures(
+    section: Section, schema_of: Callable[[Any], str], special_ids: Mapping[str, int]
+) -> str:
+    return " | ".join(
+        f"{_begin(each.begin, special_ids)} %json {schema_of(each.schema)} "
+        f"{_literal(each.end, special_ids)}"
+        for each in section.structures
+    )
+
+
+def _begin(begin: Begin, special_ids: Mapping[str, int]) -> str:
+    return " ".join(
+        f"/{PATTERNS[part.name]}/" if isinstance(part, Pattern) else _literal(part, special_ids)
+        for part in begin
+    )
 
 
 def _literal(text: str, special_ids: Mapping[str, int]) -> str:

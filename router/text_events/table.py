@@ -5,10 +5,9 @@ Names are vLLM's. A new format is a row here, and a script in `formats/` if none
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from baton.router.text_events.call_writer import CallWriter
 from baton.router.text_events.formats import harmony, pythonic_calls, tagged_calls
@@ -32,9 +31,6 @@ NONE, AUTO = "none", "auto"  # names of options: no parser, and the one of the c
 class ToolFormat:
     script: Callable[[ArgumentTypes], Script]
     marks: tuple[str, ...] = ()  # that may be special tokens
-    # What a model writes around the arguments of a function, if they are JSON between fixed texts.
-    # A strict tool constrains them from the first mark on.
-    around: Callable[[str], tuple[str, str]] | None = None
 
 
 def _always(script: Script) -> Callable[[ArgumentTypes], Script]:
@@ -70,16 +66,11 @@ def _deepseek(separator: str, end: str, name: Callable[[str], str]) -> NamedCall
     )
 
 
-def _around_hermes(name: str) -> tuple[str, str]:
-    quoted = json.dumps(name, ensure_ascii=False)
-    return f'<tool_call>\n{{"name": {quoted}, "arguments": ', "}\n</tool_call>"
-
-
 _LLAMA = ToolFormat(_always(read_llama_calls), (PYTHON_TAG,))
 _PYTHONIC = ToolFormat(_always(pythonic_calls.read_pythonic_calls), pythonic_calls.MARKS)
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
-    "hermes": replace(_objects("<tool_call>", end="</tool_call>"), around=_around_hermes),
+    "hermes": _objects("<tool_call>", end="</tool_call>"),
     "qwen3_xml": _tags(tagged_calls.QWEN),
     "llama3_json": _LLAMA,
     "llama4_json": _LLAMA,

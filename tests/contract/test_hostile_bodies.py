@@ -46,6 +46,7 @@ def test_hostile_bodies_are_refused_by_name_and_leave_nothing_behind(
             sent = [("/v1/messages", {**body, "max_tokens": 2}) for body in messages]
             sent += [("/v1/messages/count_tokens", to_count(body)) for body in messages]
             sent += [("/v1/responses", {**body, "max_output_tokens": 2}) for body in responses]
+            sent += [("/v1/responses/compact", {"model": "", **body}) for body in responses]
             answers = await asyncio.gather(
                 *(client.post(path, content=json.dumps(body)) for path, body in sent)
             )

@@ -60,19 +60,21 @@ class HeldLibrary:
         return AnyAnswer()
 
 
-def is_whole(grammar: CompiledGrammar, tokenizer: Tokenizer, text: str) -> bool:
+def is_whole(
+    grammar: CompiledGrammar, tokenizer: Tokenizer, text: str, vocab_size: int = VOCAB_SIZE
+) -> bool:
     """Return whether the grammar accepts the text as a complete answer."""
     matcher = grammar.matcher()
     for token in tokenizer.encode(text, add_special_tokens=False):
-        if token not in allowed_by(matcher):
+        if token not in allowed_by(matcher, vocab_size):
             return False
         matcher.advance([token])
-    return EOS_TOKEN_ID in allowed_by(matcher)
+    return EOS_TOKEN_ID in allowed_by(matcher, vocab_size)
 
 
-def allowed_by(matcher: Matcher) -> set[int]:
+def allowed_by(matcher: Matcher, vocab_size: int = VOCAB_SIZE) -> set[int]:
     """Return the tokens that are allowed next."""
-    bits = np.zeros(num_words(VOCAB_SIZE), dtype=np.int32)
+    bits = np.zeros(num_words(vocab_size), dtype=np.int32)
     matcher.fill(bits)
     flags = np.unpackbits(bits.view(np.uint8), bitorder="little")
     return set(np.flatnonzero(flags).tolist())

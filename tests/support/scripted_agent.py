@@ -10,7 +10,7 @@ from tests.support.scripted_models import make_scripted_folder
 
 SECRET = "sesame"  # what the tools of agents have to return
 RUN = f"echo opened > opened.txt; echo {SECRET[::-1]} | rev"
-FOX = {"colour": "red", "age": 3}
+FOX = {"colour": "red", "is_young": True}
 TEXT, THOUGHT = "The answer is four.", "Two and two."
 SEEN, UNSEEN = f"The tool said {SECRET}.", "No result has arrived."
 
@@ -27,12 +27,12 @@ CALLS = {
     "exec_command": {"cmd": RUN},  # Codex
 }
 ANSWERS = {
+    "<|text|>": TEXT,  # first, since later texts cannot use its tokens
     **{f"<|call {name}|>": _call(name, arguments) for name, arguments in CALLS.items()},
     "<|seen|>": SEEN,
     "<|unseen|>": UNSEEN,
     "<|json|>": json.dumps(FOX),
     "<|think|>": f"<think>\n{THOUGHT}\n</think>\n\n{TEXT}",
-    "<|text|>": TEXT,
 }
 # The formats of Hermes and Qwen 3: calls in <tool_call>, reasoning in <think>.
 CHAT_TEMPLATE = """

@@ -91,17 +91,17 @@ def _kind(value: object) -> str:
     return "string" if isinstance(value, str) else "object"
 
 
-def _deepseek(head: str, foot: str, prefix: str = "") -> CallWriting:
+def _deepseek(head: str, foot: str, prefix: str = "", between: str = "") -> CallWriting:
     def one(name: str, arguments: Mapping[str, Any]) -> str:
         return (
             f"<｜tool▁call▁begin｜>{prefix}{name}{head}{_json(arguments)}{foot}<｜tool▁call▁end｜>"
         )
 
-    return CallWriting(
-        lambda calls: (
-            f"<｜tool▁calls▁begin｜>{''.join(one(*each) for each in calls)}<｜tool▁calls▁end｜>"
-        )
-    )
+    def write(calls: Sequence[Call]) -> str:
+        written = between.join(one(*each) for each in calls)
+        return f"<｜tool▁calls▁begin｜>{written}<｜tool▁calls▁end｜>"
+
+    return CallWriting(write)
 
 
 def _kimi_k2(calls: Sequence[Call]) -> str:
@@ -157,7 +157,7 @@ WRITERS: Mapping[str, CallWriting] = {
     "pythonic": _PYTHONIC,
     "llama4_pythonic": _PYTHONIC,
     "mistral": _each(lambda name, arguments: f"[TOOL_CALLS]{name}[ARGS]{_json(arguments)}"),
-    "deepseek_v3": _deepseek("\n```json\n", "\n```", "function<｜tool▁sep｜>"),
+    "deepseek_v3": _deepseek("\n```json\n", "\n```", "function<｜tool▁sep｜>", "\n"),
     "deepseek_v31": _deepseek("<｜tool▁sep｜>", ""),
     "deepseek_v32": _dsml("function_calls"),
     "deepseek_v4": _dsml("tool_calls"),

@@ -143,12 +143,16 @@ class MessagesBody(TokenCountBody):
 
 
 def effective_fields(fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the fields without those that are ignored, and warnings about some of these.
+    """Return the fields without those that are ignored or null, and warnings about some of these.
 
     Raises UnsupportedInput and InvalidRequest.
     """
     check_fields(fields)
-    effective = {name: value for name, value in fields.items() if name not in IGNORED_FIELDS}
+    effective = {
+        name: value
+        for name, value in fields.items()
+        if value is not None and name not in IGNORED_FIELDS
+    }
     for name in ACCEPTED_VALUES.keys() & effective.keys():
         if effective.pop(name) != ACCEPTED_VALUES[name]:
             raise UnsupportedInput(f"{name} is not supported here: leave it out", name)

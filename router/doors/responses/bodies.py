@@ -39,7 +39,10 @@ ACCEPTED_VALUES: Mapping[str, tuple[object, ...]] = {
     "context_management": ([],),
     "moderation": (),
 }
-CHAT_FIELDS = ("model", "stream", "temperature", "top_p", "parallel_tool_calls", *BATON_FIELDS)
+CHAT_FIELDS = (
+    *("model", "stream", "temperature", "top_p", "parallel_tool_calls"),
+    *("presence_penalty", "frequency_penalty", *BATON_FIELDS),
+)
 RETAIN_S = {"in_memory": 0, "24h": 86_400}
 MAX_METADATA = 16
 MAX_METADATA_CHARACTERS = 512
@@ -83,6 +86,11 @@ class ReasoningItem(Item):
     summary: list[Any] = Field(default_factory=list)
     content: list[Any] | None = None
     encrypted_content: Any = None
+
+
+class CompactionItem(Item):
+    encrypted_content: str
+    created_by: Any = None
 
 
 class TextPart(Body):
@@ -147,9 +155,13 @@ class ResponsesBody(Body):
 
 
 def effective_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields without those that are ignored. Raises UnsupportedInput."""
+    """Return the fields without those that are ignored or null. Raises UnsupportedInput."""
     check_fields(fields)
-    effective = {name: value for name, value in fields.items() if name not in IGNORED_FIELDS}
+    effective = {
+        name: value
+        for name, value in fields.items()
+        if value is not None and name not in IGNORED_FIELDS
+    }
     for name in ACCEPTED_VALUES.keys() & effective.keys():
         if effective.pop(name) not in ACCEPTED_VALUES[name]:
             raise UnsupportedInput(f"{name} is not supported here: leave it out", name)

@@ -11,11 +11,13 @@ from baton.router.doors.openai.request.bodies import validate_body
 from baton.router.doors.responses.bodies import (
     CallItem,
     CallOutputItem,
+    CompactionItem,
     Item,
     MessageItem,
     ReasoningItem,
     TextPart,
 )
+from baton.router.doors.responses.summaries import read_summary
 from baton.rpc.errors import UnsupportedInput
 
 ITEMS: Mapping[str, type[Item]] = {
@@ -23,6 +25,7 @@ ITEMS: Mapping[str, type[Item]] = {
     "function_call": CallItem,
     "function_call_output": CallOutputItem,
     "reasoning": ReasoningItem,
+    "compaction": CompactionItem,
 }
 TEXTS = ("input_text", "output_text", "text")
 # Few chat templates know OpenAI's name.
@@ -44,6 +47,9 @@ def _add_item(turns: ChatTurns, item: Item, where: str) -> None:
             turns.add_call(item.call_id, item.name, item.arguments)
         case CallOutputItem():
             turns.add_result(item.call_id, _texts(item.output, f"{where}.output", TEXTS))
+        case CompactionItem():
+            summary = read_summary(item.encrypted_content, f"{where}.encrypted_content")
+            turns.add_text("user", summary)
         case ReasoningItem():
             kind, parts = "reasoning_text", item.content
             if not parts:

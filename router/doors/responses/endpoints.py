@@ -50,12 +50,12 @@ class ResponseHandler:
 
     async def _parse(self, request: ReceivedRequest) -> ParsedResponse:
         fields = with_session(await request.body.fields(), request.session_id)
-        history = self._history(fields.get("previous_response_id"), request.scope.owner)
+        history = self.history(fields.get("previous_response_id"), request.scope.owner)
         context = model_context(self.pipeline, fields)
         parse = partial(response_from, fields, history, request.id, context)
         return await request.body.thread.run(len(request.body.raw) + len(history), parse)
 
-    def _history(self, previous: object, owner: str) -> bytes:
+    def history(self, previous: object, owner: str) -> bytes:
         """Return the items before this request. Raises InvalidRequest."""
         if not isinstance(previous, str):
             return NO_HISTORY
@@ -128,7 +128,7 @@ class ResponseHandler:
         end: Finish,
     ) -> Json:
         """Return the whole response, and store it if the client wants that."""
-        whole = response.whole(end)
+        whole = response.whole(end, int(time.time()))
         if not parsed.is_stored:
             return whole
         encode = partial(as_json, [*parsed.items, *response.items])

@@ -152,20 +152,46 @@ def _echo(
     fields: Mapping[str, Any],
     parsed: ParsedRequest,
 ) -> Json:
+    """Return the fields of the request, in the shape that Open Responses has for a response."""
     sampling = parsed.calls[0].sampling
     return {
         "background": False,
+        "frequency_penalty": sampling.frequency_penalty,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": fields.get("max_tool_calls"),
         "metadata": body.metadata,
         "parallel_tool_calls": effective.get("parallel_tool_calls", True),
+        "presence_penalty": sampling.presence_penalty,
         "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": fields.get("prompt_cache_key"),
         "reasoning": {"effort": body.reasoning.effort, "summary": None},
+        "safety_identifier": fields.get("safety_identifier"),
+        "service_tier": "default",
         "store": body.store,
         "temperature": sampling.temperature,
-        "text": {"format": fields.get("text", {}).get("format") or {"type": "text"}},
+        "text": {"format": _echoed_format(body.text.format)},
         "tool_choice": body.tool_choice,
-        "tools": body.tools,
+        "tools": [_echoed_tool(tool) for tool in body.tools],
+        "top_logprobs": 0,
         "top_p": sampling.top_p,
         "truncation": "disabled",
     }
+
+
+def _echoed_format(form: Format | None) -> Json:
+    if form is None or form.type != "json_schema":
+        return {"type": "text" if form is None else form.type}
+    return {
+        "type": form.type,
+        "name": form.name or "output",
+        "description": form.description,
+        "schema": form.output_schema,
+        "strict": bool(form.strict),
+    }
+
+
+def _echoed_tool(tool: Mapping[str, Any]) -> Json:
+    if tool.get("type") != "function":
+        return dict(tool)
+    return {**dict.fromkeys(("description", "parameters", "strict")), **tool}

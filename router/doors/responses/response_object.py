@@ -75,12 +75,17 @@ class ResponseObject:
     def last_event(self, whole: Json) -> Json:
         return {"type": f"response.{whole['status']}", "response": whole}
 
-    def whole(self, end: Finish) -> Json:
+    def whole(self, end: Finish, completed_at: int) -> Json:
         status = _status(end)
         reason = {"reason": "max_output_tokens"} if status == INCOMPLETE else None
         warnings = list(dict.fromkeys((*self._warnings, *end.warnings)))
         return {
-            **self._response(status, incomplete_details=reason, usage=self._usage(end)),
+            **self._response(
+                status,
+                completed_at=completed_at if status == COMPLETED else None,
+                incomplete_details=reason,
+                usage=usage_of(end, self._num_reasoning_tokens),
+            ),
             **({"warnings": warnings} if warnings else {}),
         }
 
@@ -100,7 +105,8 @@ class ResponseObject:
         return named_event(numbered)
 
     def _response(self, status: str, **fields: object) -> Json:
-        empty = {"error": None, "incomplete_details": None, "usage": None}
+        names = ("completed_at", "error", "incomplete_details", "usage")
+        empty: Json = dict.fromkeys(names)
         return {
             **self._header,
             "status": status,
@@ -115,15 +121,16 @@ class ResponseObject:
         if texts and all(isinstance(text, ReasoningDelta) for text in texts):
             self._num_reasoning_tokens += len(chunk.token_ids)
 
-    def _usage(self, end: Finish) -> Json:
-        num_cached = end.num_cached_prompt_tokens or 0
-        return {
-            "input_tokens": end.num_prompt_tokens,
-            "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
-            "output_tokens": end.num_completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
-            "total_tokens": end.num_prompt_tokens + end.num_completion_tokens,
-        }
+
+def usage_of(end: Finish, num_reasoning_tokens: int) -> Json:
+    num_cached = end.num_cached_prompt_tokens or 0
+    return {
+        "input_tokens": end.num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
+        "output_tokens": end.num_completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
+        "total_tokens": end.num_prompt_tokens + end.num_completion_tokens,
+    }
 
 
 def _status(end: Finish) -> str:

@@ -188,8 +188,12 @@ def validate_body(fields: object, kind: type[B], where: str = "") -> B:
 
 
 def _effective_fields(fields: Mapping[str, Any], kind: type[Body]) -> dict[str, Any]:
-    """Return the fields without those that are ignored. Raises UnsupportedInput."""
-    effective = {name: value for name, value in fields.items() if name not in IGNORED_FIELDS}
+    """Return the fields without those that are ignored or null. Raises UnsupportedInput."""
+    effective = {
+        name: value
+        for name, value in fields.items()
+        if value is not None and name not in IGNORED_FIELDS
+    }
     for name in ACCEPTED_VALUES.keys() & effective.keys() - kind.model_fields.keys():
         value = effective.pop(name)
         if value not in ACCEPTED_VALUES[name]:

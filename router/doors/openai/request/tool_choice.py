@@ -22,7 +22,7 @@ from baton.router.doors.openai.request.structured_outputs import (
     output_format_from,
 )
 from baton.router.text_events.parsing import ToolCallMode
-from baton.router.text_events.table import TOOL_FORMATS
+from baton.router.text_events.strict_calls import STRICT_CALLS
 from baton.router.values import NO_PARSING, Parsing
 from baton.rpc.errors import UnsupportedInput
 
@@ -75,19 +75,17 @@ def _strict_form(body: ChatBody, parsing: Parsing) -> StructuredOutputs | None:
 
     Arguments of the other tools are any objects. An output format leaves no room for calls.
     """
-    form = TOOL_FORMATS.get(parsing.tools)
-    if form is None or form.around is None or not any(map(is_strict, body.tools)):
+    notations = STRICT_CALLS.get(parsing.tools, ())
+    if not notations or not any(map(is_strict, body.tools)):
         return None
     if output_format_from(body) is not None:
         return None
-    names = [_function(tool, f"{TOOLS}.{index}") for index, tool in enumerate(body.tools)]
-    structures = []
-    for tool, (name, parameters) in zip(body.tools, names, strict=True):
-        begin, end = form.around(name)
-        schema = parameters if is_strict(tool) else ANY_ARGUMENTS
-        structures.append({"begin": begin, "schema": schema, "end": end})
+    functions = []
+    for index, tool in enumerate(body.tools):
+        name, parameters = _function(tool, f"{TOOLS}.{index}")
+        functions.append((name, parameters if is_strict(tool) else ANY_ARGUMENTS))
     with errors_of_field(TOOLS):
-        tag = {"structures": structures, "triggers": [form.marks[0]]}
+        tag = {"sections": [each.section(functions) for each in notations]}
         return parse_structured_outputs({"structural_tag": tag})
 
 

@@ -248,7 +248,7 @@ def tool_warnings(text_format: TextFormat, *, supports_tools: bool) -> Sequence[
             )
         elif text_format.has_unenforced_strict:
             warnings.append(
-                "tools: strict is not enforced for this model's tool calls unless tool_choice "
-                "forces one"
+                f"tools: strict is not enforced for calls of the format "
+                f"{text_format.parsing.tools} unless tool_choice forces one"
             )
     return warnings

@@ -243,9 +243,9 @@ def test_strict_tools_constrain_the_calls_that_the_model_decides_about() -> None
 
     assert form is not None
     assert form.structural_tag is not None
-    tag = json.loads(form.structural_tag)
-    assert tag["triggers"] == ["<tool_call>"]
-    assert [each["schema"].get("additionalProperties") for each in tag["structures"]] == [
+    [section] = json.loads(form.structural_tag)["sections"]
+    assert section["trigger"] == "<tool_call>"
+    assert [each["schema"].get("additionalProperties") for each in section["structures"]] == [
         False,
         None,
     ]

@@ -128,7 +128,7 @@ def test_the_response_repeats_the_request() -> None:
 
     assert not parsed.is_stored
     assert parsed.echo["metadata"] == {"k": "v"}
-    assert parsed.echo["tools"] == [SEE]
+    assert parsed.echo["tools"] == [{**SEE, "description": None, "strict": None}]
     assert (parsed.echo["max_output_tokens"], parsed.echo["text"]) == (
         3,
         {"format": {"type": "text"}},

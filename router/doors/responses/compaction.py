@@ -1,0 +1,101 @@
+"""Compaction: a conversation becomes one item, which holds a summary that the model writes."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from baton.core.errors import InvalidRequest
+from baton.core.finish import Finish
+from baton.core.output import FinishReason
+from baton.router.answers import generate_answers
+from baton.router.doors.openai.generation import model_context
+from baton.router.doors.openai.request.bodies import Body, check_fields, validate_body
+from baton.router.doors.responses.bodies import IGNORED_FIELDS, Items
+from baton.router.doors.responses.parsed_response import ParsedResponse, response_from
+from baton.router.doors.responses.response_object import usage_of
+from baton.router.doors.responses.summaries import content_of
+from baton.router.http.exchange import ReceivedRequest, Reply
+from baton.router.http.json_encoding import Json, as_json
+from baton.router.pipeline import Pipeline
+from baton.router.text_events.events import EventReader, TextEvent, fold
+
+ID_BYTES = 12
+SUMMARIZE = (
+    "Summarize this conversation for whoever continues it in its place: what was asked, decided, "
+    "done and found, with all names, numbers and paths that matter, and what is open."
+)
+CUT_OFF = "the summary is cut off: the conversation leaves too little of the model's context"
+
+
+class CompactionBody(Body):
+    model: str
+    input: str | Items | None = None
+    previous_response_id: str | None = None
+    instructions: str | None = None
+
+
+def compaction_from(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of the request for the summary. Raises InvalidRequest."""
+    check_fields(fields)
+    own = {
+        name: value
+        for name, value in fields.items()
+        if value is not None and name not in IGNORED_FIELDS
+    }
+    body = validate_body(own, CompactionBody)
+    given = body.input or []
+    items: Sequence[Any] = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if not items and body.previous_response_id is None:
+        raise InvalidRequest("input is empty: send a text, or at least one item", "input")
+    own["input"] = [*items, {"role": "user", "content": SUMMARIZE}]
+    return {**own, "store": False}
+
+
+@dataclass(frozen=True, slots=True)
+class CompactionHandler:
+    pipeline: Pipeline
+    history_of: Callable[[object, str], bytes]  # by previous_response_id and owner
+
+    async def answer(self, request: ReceivedRequest, reply: Reply) -> None:
+        with request.scope.ending_on_error():
+            parsed = await self._parse(request)
+        created_at = int(time.time())
+        text_format = parsed.request.options.text_format
+        reader, texts = EventReader(text_format.parser, 1), list[TextEvent]()
+        answers = generate_answers(self.pipeline, request.scope, parsed.request.calls, 1)
+        async with aclosing(answers) as parts:
+            async for _, part in parts:
+                texts += reader.read(0, part)
+                if isinstance(part, Finish):
+                    whole = compacted(fold(texts).content.strip(), part, created_at)
+                    await reply.send_body([await request.body.run(partial(as_json, whole))])
+
+    async def _parse(self, request: ReceivedRequest) -> ParsedResponse:
+        fields = compaction_from(await request.body.fields())
+        history = self.history_of(fields.get("previous_response_id"), request.scope.owner)
+        context = model_context(self.pipeline, fields)
+        parse = partial(response_from, fields, history, request.id, context)
+        return await request.body.thread.run(len(request.body.raw) + len(history), parse)
+
+
+def compacted(summary: str, end: Finish, created_at: int) -> Json:
+    item = {
+        "id": f"cmp_{secrets.token_hex(ID_BYTES)}",
+        "type": "compaction",
+        "encrypted_content": content_of(summary),
+    }
+    warnings = [*end.warnings, *([CUT_OFF] if end.reason is FinishReason.LENGTH else [])]
+    return {
+        "id": f"resp_{secrets.token_hex(ID_BYTES)}",
+        "object": "response.compaction",
+        "created_at": created_at,
+        "output": [item],
+        "usage": usage_of(end, num_reasoning_tokens=0),
+        **({"warnings": warnings} if warnings else {}),
+    }
