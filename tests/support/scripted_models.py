@@ -31,10 +31,10 @@ def make_scripted_folder(
     tokenizer.add_special_tokens([AddedToken(key, special=True) for key in answers])
     next_token: dict[int, int] = {}
     for key, text in answers.items():
-        before: int = tokenizer.token_to_id(key)
+        before = _id_of(tokenizer, key)
         for piece in _pieces(text, taken={*answers, *tokenizer.get_vocab()}):
             tokenizer.add_tokens([AddedToken(piece, normalized=False)])
-            following: int = tokenizer.token_to_id(piece)
+            following = _id_of(tokenizer, piece)
             next_token[before] = before = following
         next_token[before] = EOS_TOKEN_ID
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -43,6 +43,12 @@ def make_scripted_folder(
     settings: dict[str, Any] = json.loads(config.read_text(encoding="utf-8"))
     config.write_text(json.dumps({**settings, "chat_template": chat_template}), encoding="utf-8")
     return folder
+
+
+def _id_of(tokenizer: Tokenizer, token: str) -> int:
+    token_id = tokenizer.token_to_id(token)
+    assert token_id is not None
+    return token_id
 
 
 def _pieces(text: str, taken: set[str]) -> list[str]:
