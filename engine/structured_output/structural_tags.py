@@ -7,6 +7,7 @@ Baton's own form has sections of several structures: `{"sections": [{"trigger": 
 "structures": […], "separator": …, "end": …}, …]}`. Without a separator, a section has one
 structure. With the empty trigger, a section is the whole answer, and free text cannot begin with
 `{`. The begin of a structure can be a list of texts and `{"any": "number"}` or `{"any": "id"}`.
+With `parameter`, a structure has no JSON value, but the arguments of its schema between tags.
 """
 
 from __future__ import annotations
@@ -17,10 +18,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from baton.engine.structured_output.tagged_parameters import (
+    ParameterTags,
+    parameters,
+    text_rule,
+)
+
 MAX_STRUCTURES = 256
 FIELDS = {"begin", "schema", "end"}
 WRONG_TEXTS = "begin and end of a structure must be texts"
-SECTION_FIELDS = {"trigger", "begin", "structures", "separator", "end"}
+SECTION_FIELDS = {"trigger", "begin", "structures", "separator", "end", "parameter"}
+PARAMETER_FIELDS = {"begin", "end", "never"}
 # Texts that a model chooses inside the begin of a structure, as regular expressions.
 PATTERNS = {"number": "[0-9]{1,4}", "id": "[a-zA-Z0-9]{9}"}
 FREE_TEXT = r"/(.|\n)*/"
@@ -49,6 +57,7 @@ class Section:
     begin: str = ""  # after the trigger
     separator: str | None = None  # None: one structure
     end: str = ""
+    parameter: ParameterTags | None = None  # None: the values are JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +128,8 @@ def _parse_sections(value: Mapping[str, Any]) -> StructuralTag:
 def _section(value: Any) -> Section:
     if not isinstance(value, dict) or not {"trigger", "structures"} <= value.keys():
         raise ValueError("each section must have trigger and structures")
-    texts = [value[name] for name in SECTION_FIELDS - {"structures"} if name in value]
+    names = SECTION_FIELDS - {"structures", "parameter"}
+    texts = [value[name] for name in names if name in value]
     is_known = value.keys() <= SECTION_FIELDS and all(isinstance(text, str) for text in texts)
     structures = value["structures"]
     if not is_known or not isinstance(structures, list) or not structures:
@@ -130,7 +140,18 @@ def _section(value: Any) -> Section:
         value.get("begin", ""),
         value.get("separator"),
         value.get("end", ""),
+        _parameter(value["parameter"]) if "parameter" in value else None,
     )
+
+
+def _parameter(value: Any) -> ParameterTags:
+    if not isinstance(value, dict) or not {"begin", "end"} <= value.keys() <= PARAMETER_FIELDS:
+        raise ValueError("parameter must have begin and end, and can have never")
+    never = value.get("never", [])
+    texts = [value["begin"], value["end"], *(never if isinstance(never, list) else [None])]
+    if not all(isinstance(text, str) and text for text in texts) or len(texts) > MAX_STRUCTURES:
+        raise ValueError("begin, end and never of parameter must be texts, none empty")
+    return ParameterTags(value["begin"], value["end"], tuple(never))
 
 
 def _structure(value: Any) -> Structure:
@@ -170,7 +191,9 @@ def lark_of_structural_tag(
         bodies = []
         for number, section in enumerate(tag.of_trigger(trigger)):
             name = f"one_{index}_{number}"
-            lines.append(f"{name}: {_structures(section, schema_of, special_ids)}")
+            if section.parameter is not None:
+                lines.append(text_rule(f"text_{name}", section.parameter, special_ids))
+            lines.append(f"{name}: {_structures(section, name, schema_of, special_ids)}")
             bodies.append(_body(section, name, special_ids))
         lines.append(f"rest_{index}: {' | '.join(bodies)}")
     return "\n".join(lines)
@@ -184,11 +207,21 @@ def _body(section: Section, name: str, special_ids: Mapping[str, int]) -> str:
 
 
 def _structures(
-    section: Section, schema_of: Callable[[Any], str], special_ids: Mapping[str, int]
+    section: Section,
+    name: str,
+    schema_of: Callable[[Any], str],
+    special_ids: Mapping[str, int],
 ) -> str:
+    def literal(text: str) -> str:
+        return _literal(text, special_ids)
+
+    def value(schema: Any) -> str:
+        if section.parameter is None:
+            return f"%json {schema_of(schema)}"
+        return parameters(schema, section.parameter, f"text_{name}", literal, schema_of)
+
     return " | ".join(
-        f"{_begin(each.begin, special_ids)} %json {schema_of(each.schema)} "
-        f"{_literal(each.end, special_ids)}"
+        f"{_begin(each.begin, special_ids)} {value(each.schema)} {literal(each.end)}"
         for each in section.structures
     )
 

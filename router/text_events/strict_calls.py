@@ -1,9 +1,9 @@
 """Texts around the arguments of calls that a strict tool constrains, by format. Pure.
 
-A format is here if its arguments are JSON between texts that do not vary. The arguments follow the
-tool's schema from the trigger on. Not here: arguments as plain text (Qwen 3 Coder, GLM, DeepSeek
-from V3.2 on, Kimi K3), in Python's or Gemma's notation, and Harmony, whose calls begin as other
-messages do.
+A format is here if its arguments are JSON between texts that do not vary, or stand between tags.
+The arguments follow the tool's schema from the trigger on. Not here: tags that special tokens are a
+part of (DeepSeek from V3.2 on, Kimi K3), Python's and Gemma's notations, and Harmony, whose calls
+begin as other messages do.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class StrictCalls:
     begin: str = ""
     separator: str | None = None  # None: each call has its trigger
     end: str = ""
+    parameter: Mapping[str, Any] | None = None  # tags of one argument; None: JSON
 
     def section(self, functions: Sequence[tuple[str, Any]]) -> dict[str, Any]:
         """Return a section of a structural tag, for functions with schemas of their arguments."""
@@ -40,7 +41,8 @@ class StrictCalls:
             for name, schema in functions
         ]
         texts = {"trigger": self.trigger, "begin": self.begin, "end": self.end}
-        return {**texts, **separator, "structures": structures}
+        tags = {} if self.parameter is None else {"parameter": self.parameter}
+        return {**texts, **separator, **tags, "structures": structures}
 
     def _begin(self, name: str) -> list[Any]:
         """Split the text at what the model chooses, and insert the name."""
@@ -55,11 +57,30 @@ def _objects(trigger: str, key: str = "arguments", **around: Any) -> StrictCalls
     return StrictCalls(trigger, f'{{"name": $quoted, "{key}": ', "}", **around)
 
 
+_QWEN_PARAMETER = {
+    "begin": "<parameter=$name>\n",
+    "end": "\n</parameter>\n",
+    "never": ["</parameter>", "\n<parameter=", "\n</function>"],
+}
+_GLM_PARAMETER = {
+    "begin": "<arg_key>$name</arg_key>\n<arg_value>",
+    "end": "</arg_value>\n",
+    "never": ["</arg_value>", "</tool_call>"],
+}
 _LLAMA = (_objects("", key="parameters", separator="; "),)
 _DEEPSEEK, _DEEPSEEK_CALL = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"
 
 STRICT_CALLS: Mapping[str, tuple[StrictCalls, ...]] = {
     "hermes": (_objects("<tool_call>", begin="\n", end="\n</tool_call>"),),
+    "qwen3_xml": (
+        StrictCalls(
+            "<tool_call>",
+            "\n<function=$name>\n",
+            "</function>\n</tool_call>",
+            parameter=_QWEN_PARAMETER,
+        ),
+    ),
+    "glm45": (StrictCalls("<tool_call>", "$name\n", "</tool_call>", parameter=_GLM_PARAMETER),),
     "llama3_json": _LLAMA,
     "llama4_json": _LLAMA,
     "mistral": (

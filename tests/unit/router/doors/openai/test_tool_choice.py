@@ -254,7 +254,7 @@ def test_strict_tools_constrain_the_calls_that_the_model_decides_about() -> None
 
 
 def test_strict_is_not_enforced_for_other_formats_and_next_to_an_output_format() -> None:
-    text_format, form = strict_format(parser="qwen3_xml")
+    text_format, form = strict_format(parser="openai")
     assert (text_format.has_unenforced_strict, form) == (True, None)
 
     _, form = strict_format(response_format={"type": "json_object"})
