@@ -17,7 +17,6 @@ from baton.router.doors.openai.request.bodies import (
     Texts,
     Tools,
     check_fields,
-    validate_body,
 )
 from baton.router.input_processing.limits import MAX_CHAT_MESSAGES
 from baton.rpc.errors import UnsupportedInput
@@ -46,7 +45,6 @@ CHAT_FIELDS = (
 RETAIN_S = {"in_memory": 0, "24h": 86_400}
 MAX_METADATA = 16
 MAX_METADATA_CHARACTERS = 512
-MAX_SHOWN_CHARACTERS = 200
 Positive = Annotated[int, Field(ge=1, le=MAX_INT32)]
 ShortText = Annotated[str, Field(max_length=MAX_METADATA_CHARACTERS)]
 Items = Annotated[list[Any], Field(max_length=MAX_CHAT_MESSAGES, fail_fast=True)]
@@ -71,6 +69,7 @@ class MessageItem(Item):
 class CallItem(Item):
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
     caller: Any = None
 
@@ -79,6 +78,7 @@ class CallOutputItem(Item):
     call_id: str
     output: str | list[Any]
     name: Any = None
+    namespace: Any = None
     caller: Any = None
 
 
@@ -98,14 +98,6 @@ class TextPart(Body):
     text: str
     annotations: Any = None
     logprobs: Any = None
-
-
-class FunctionTool(Body):
-    type: Literal["function"]
-    name: Annotated[str, Field(min_length=1)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 class NamedFunction(Body):
@@ -166,25 +158,3 @@ def effective_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
         if effective.pop(name) not in ACCEPTED_VALUES[name]:
             raise UnsupportedInput(f"{name} is not supported here: leave it out", name)
     return effective
-
-
-def read_tools(tools: list[dict[str, Any]]) -> list[FunctionTool]:
-    """Return the functions. Other tools cannot be called and are left out, with a warning."""
-    return [
-        validate_body(tool, FunctionTool, f"tools.{index}")
-        for index, tool in enumerate(tools)
-        if not _other_kind(tool)
-    ]
-
-
-def unsupported_tools(tools: list[dict[str, Any]]) -> list[str]:
-    """Return a warning about tools that are no functions, if there are any."""
-    kinds = ", ".join(dict.fromkeys(kind for tool in tools if (kind := _other_kind(tool))))
-    shown = kinds if len(kinds) <= MAX_SHOWN_CHARACTERS else f"{kinds[:MAX_SHOWN_CHARACTERS]}…"
-    return [f"tools: only functions are shown to the model, not {shown}"] if kinds else []
-
-
-def _other_kind(tool: Mapping[str, Any]) -> str:
-    """Return the type of a tool that is no function; empty for others."""
-    kind = tool.get("type")
-    return kind if isinstance(kind, str) and kind != "function" else ""

@@ -18,6 +18,7 @@ from baton.router.doors.responses.bodies import (
     TextPart,
 )
 from baton.router.doors.responses.summaries import read_summary
+from baton.router.doors.responses.tools import joined_name
 from baton.rpc.errors import UnsupportedInput
 
 ITEMS: Mapping[str, type[Item]] = {
@@ -44,7 +45,8 @@ def _add_item(turns: ChatTurns, item: Item, where: str) -> None:
             for text in _texts(item.content, f"{where}.content", TEXTS):
                 turns.add_text(ROLES.get(item.role, item.role), text)
         case CallItem():
-            turns.add_call(item.call_id, item.name, item.arguments)
+            name = joined_name(item.namespace, item.name)
+            turns.add_call(item.call_id, name, item.arguments)
         case CallOutputItem():
             turns.add_result(item.call_id, _texts(item.output, f"{where}.output", TEXTS))
         case CompactionItem():

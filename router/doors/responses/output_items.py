@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from baton.router.http.json_encoding import Json
 from baton.router.text_events.events import (
@@ -15,6 +15,7 @@ from baton.router.text_events.events import (
 )
 
 ID_BYTES = 12
+NO_NAMESPACES: Mapping[str, tuple[str, str]] = {}
 MESSAGE, REASONING, CALL = "message", "reasoning", "function_call"
 PREFIXES = {MESSAGE: "msg", REASONING: "rs", CALL: "fc"}
 TEXTS = {MESSAGE: "output_text", REASONING: "reasoning_text"}
@@ -24,7 +25,9 @@ IN_PROGRESS, COMPLETED, INCOMPLETE = "in_progress", "completed", "incomplete"
 class OutputItems:
     """Turns the text events of one answer into events of output items."""
 
-    def __init__(self) -> None:
+    def __init__(self, namespaces: Mapping[str, tuple[str, str]] = NO_NAMESPACES) -> None:
+        """`namespaces` are namespace and name of functions by the model's name for them."""
+        self._namespaces = namespaces
         self.items: list[Json] = []  # that have ended
         self._item: Json = {}  # the current one; empty: none
         self._texts: list[str] = []  # of the current item
@@ -37,7 +40,7 @@ class OutputItems:
                 case ReasoningDelta():
                     yield from self._add_text(REASONING, event.text)
                 case ToolCall():
-                    yield from self._begin(_call(event.name))
+                    yield from self._begin(_call(event.name, self._namespaces.get(event.name)))
                     if event.arguments:
                         yield self._add_arguments(event.arguments)
                 case ArgumentsDelta():
@@ -99,9 +102,12 @@ def _text_item(kind: str) -> Json:
     return {**_new_item(kind), **more, "content": []}
 
 
-def _call(name: str) -> Json:
+def _call(name: str, full_name: tuple[str, str] | None) -> Json:
     call_id = f"call_{secrets.token_hex(ID_BYTES)}"
-    return {**_new_item(CALL), "call_id": call_id, "name": name, "arguments": ""}
+    item = {**_new_item(CALL), "call_id": call_id, "name": name, "arguments": ""}
+    if full_name is None:
+        return item
+    return {**item, "namespace": full_name[0], "name": full_name[1]}
 
 
 def _part(kind: str, text: str) -> Json:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic_core import from_json
@@ -22,14 +22,12 @@ from baton.router.doors.responses.bodies import (
     CHAT_FIELDS,
     RETAIN_S,
     Format,
-    FunctionTool,
     NamedFunction,
     ResponsesBody,
     effective_fields,
-    read_tools,
-    unsupported_tools,
 )
 from baton.router.doors.responses.conversation import add_items
+from baton.router.doors.responses.tools import read_tools
 from baton.router.http.json_encoding import Json
 from baton.rpc.errors import UnsupportedInput
 
@@ -54,6 +52,7 @@ class ParsedResponse:
     is_stored: bool
     num_history_bytes: int = 0
     warnings: Sequence[str] = ()
+    namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # of functions
 
 
 def response_from(
@@ -78,7 +77,7 @@ def response_from(
     chat = {
         **{name: effective[name] for name in CHAT_FIELDS if name in effective},
         "messages": turns.messages,
-        "tools": [_function(tool) for tool in tools],
+        "tools": tools.functions,
         "tool_choice": _tool_choice(body.tool_choice),
         **_options(body, effective),
     }
@@ -86,18 +85,14 @@ def response_from(
         parsed = chat_completion_from(chat, request_id, context)
     echo = _echo(body, effective, fields, parsed)
     return ParsedResponse(
-        parsed, echo, [*before, *given], body.store, len(history), _warnings(body)
+        parsed,
+        echo,
+        [*before, *given],
+        body.store,
+        len(history),
+        [*_warnings(body), *tools.warnings],
+        tools.namespaces,
     )
-
-
-def _function(tool: FunctionTool) -> dict[str, Any]:
-    optional = {
-        "description": tool.description,
-        "parameters": tool.parameters,
-        "strict": tool.strict,
-    }
-    given = {name: value for name, value in optional.items() if value is not None}
-    return {"type": "function", "function": {"name": tool.name, **given}}
 
 
 def _tool_choice(choice: str | dict[str, Any]) -> str | dict[str, Any]:
@@ -143,7 +138,7 @@ def _warnings(body: ResponsesBody) -> list[str]:
     for name in body.include:
         if name != ENCRYPTED_REASONING:
             raise UnsupportedInput(f"include: {name[:64]!r} is not supported here", "include")
-    return [*([PLAIN_REASONING] if body.include else []), *unsupported_tools(body.tools)]
+    return [PLAIN_REASONING] if body.include else []
 
 
 def _echo(

@@ -50,7 +50,7 @@ class ResponseObject:
             *tool_warnings(text_format, supports_tools=text.supports_tools),
         )
         self._reader = EventReader(text_format.parser, 1)
-        self._items = OutputItems()
+        self._items = OutputItems(parsed.namespaces)
         self._num_reasoning_tokens = 0
         self._num_events = 0
 

@@ -65,3 +65,11 @@ def test_an_answer_without_text_has_no_items() -> None:
     items = OutputItems()
 
     assert [*items.events([]), *items.end()] == items.items == []
+
+
+def test_a_call_of_a_namespace_has_both_names() -> None:
+    items = OutputItems({"zoo__see": ("zoo", "see")})
+
+    [*items.events([ToolCall("zoo__see", "{}")]), *items.end()]
+
+    assert [(item["namespace"], item["name"]) for item in items.items] == [("zoo", "see")]

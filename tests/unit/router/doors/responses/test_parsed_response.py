@@ -95,6 +95,26 @@ def test_options_are_those_of_a_chat() -> None:
     assert call_of().fills_context
 
 
+def test_functions_of_a_namespace_have_one_name_for_the_model() -> None:
+    space = {"type": "namespace", "name": "zoo", "description": "Animals.", "tools": [SEE]}
+    custom = {"type": "custom", "name": "free"}
+    call = {"type": "function_call", "call_id": "c", "namespace": "zoo", "name": "see"}
+    items = [{**call, "arguments": "{}"}, {"role": "user", "content": "and?"}]
+    mixed = {**space, "name": "mcp__", "tools": [custom, SEE]}
+
+    parsed = parse(input=items, tools=[SEE, space, mixed])
+
+    prompt: Any = parsed.request.calls[0].prompt
+    names = [tool["function"]["name"] for tool in prompt.variables["tools"]]
+    assert names == ["see", "zoo__see", "mcp__see"]
+    assert parsed.namespaces == {"zoo__see": ("zoo", "see"), "mcp__see": ("mcp__", "see")}
+    [use] = prompt.messages[0].others["tool_calls"]
+    assert use["function"]["name"] == "zoo__see"
+    assert parsed.warnings == ["tools: only functions are shown to the model, not custom"]
+    with pytest.raises(InvalidRequest, match="two functions named 'zoo__see'"):
+        parse(tools=[space, space])
+
+
 def test_no_effort_turns_thinking_off() -> None:
     variables = prompt_of(reasoning={"effort": "none"}).variables
 
@@ -110,12 +130,12 @@ def test_a_named_function_is_forced() -> None:
 
 
 def test_tools_that_are_no_functions_are_left_out_with_a_warning() -> None:
-    tools = [{"type": "web_search"}, SEE, {"type": "namespace", "name": "n", "tools": []}]
+    tools = [{"type": "web_search"}, SEE, {"type": "custom", "name": "n"}]
 
     parsed = parse(tools=tools)
 
     assert parsed.warnings == [
-        "tools: only functions are shown to the model, not web_search, namespace"
+        "tools: only functions are shown to the model, not web_search, custom"
     ]
     [call] = parsed.request.calls
     assert isinstance(call.prompt, ChatPrompt)
