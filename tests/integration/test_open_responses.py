@@ -1,4 +1,6 @@
-"""Open Responses' compliance templates over HTTP, but those of images and files."""
+"""Open Responses' compliance templates over HTTP, but those of images and files; and clients that
+read reasoning and calls that the model decides about.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from anthropic import Anthropic
 from jsonschema import Draft202012Validator
+from openai import OpenAI
 
 from baton.cluster import LocalCluster
 from tests.support.open_responses import COMPACTED, EVENTS, RESPONSE
-from tests.support.scripted_agent import SECRET, SEEN, TEXT
+from tests.support.scripted_agent import CALLS, SECRET, SEEN, TEXT, THOUGHT
 
 MAX_S = 60
 WEATHER: dict[str, Any] = {
@@ -184,3 +188,60 @@ def test_a_response_repeats_the_fields_of_its_request(url: str) -> None:
     assert response["presence_penalty"] == 0.5
     assert {name: response[name] for name in given} == given
     assert response["completed_at"] >= response["created_at"]
+
+
+def test_openai_reads_reasoning_and_calls(scripted: LocalCluster) -> None:
+    base = f"http://{scripted.router.http_address}/v1"
+    function = {name: value for name, value in WEATHER.items() if name != "type"}
+    tools: Any = [{"type": "function", "function": {**function, "strict": True}}]
+    thinking: Any = [{"role": "user", "content": "think"}]
+    asked: Any = [{"role": "user", "content": "the weather"}]
+    with OpenAI(base_url=base, api_key="none", max_retries=0, timeout=MAX_S) as client:
+        thought = client.chat.completions.create(model="", messages=thinking).choices[0].message
+        item, message = client.responses.create(model="", input="think").output
+        called = client.chat.completions.create(model="", messages=asked, tools=tools).choices[0]
+        with client.chat.completions.stream(model="", messages=asked, tools=tools) as events:
+            streamed = events.get_final_completion().choices[0]
+        [call] = called.message.tool_calls or ()
+        result = {"role": "tool", "tool_call_id": call.id, "content": SECRET}
+        turns = [*asked, called.message.model_dump(exclude_none=True), result]
+        answered = client.chat.completions.create(model="", messages=turns, tools=tools)
+
+    assert thought.content is not None
+    assert thought.content.strip() == TEXT
+    assert thought.reasoning_content.strip() == THOUGHT
+    assert (item.type, message.type) == ("reasoning", "message")
+    assert item.content[0].text.strip() == THOUGHT
+    assert called.finish_reason == streamed.finish_reason == "tool_calls"
+    assert json.loads(call.function.arguments) == CALLS["get_weather"]
+    [again] = streamed.message.tool_calls or ()
+    assert again.function.arguments == call.function.arguments
+    assert answered.choices[0].message.content == SEEN
+
+
+def test_anthropic_reads_thinking_and_calls(scripted: LocalCluster) -> None:
+    base = f"http://{scripted.router.http_address}"
+    tools: Any = [{"name": WEATHER["name"], "input_schema": WEATHER["parameters"], "strict": True}]
+    asked: Any = [{"role": "user", "content": "the weather"}]
+    thinking: Any = [{"role": "user", "content": "think"}]
+    common: Any = {"model": "agent", "max_tokens": 64}
+    with Anthropic(base_url=base, api_key="none", max_retries=0, timeout=MAX_S) as client:
+        messages: Any = client.messages
+        with messages.stream(**common, messages=thinking, thinking={"type": "adaptive"}) as events:
+            thought = events.get_final_message()
+        called = messages.create(**common, messages=asked, tools=tools)
+        [call] = called.content
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": SECRET}
+        turns = [
+            *asked,
+            {"role": "assistant", "content": called.content},
+            {"role": "user", "content": [result]},
+        ]
+        answered = messages.create(**common, messages=turns, tools=tools)
+
+    assert [block.type for block in thought.content] == ["thinking", "text"]
+    assert thought.content[0].thinking.strip() == THOUGHT
+    assert thought.content[1].text.strip() == TEXT
+    assert called.stop_reason == "tool_use"
+    assert (call.type, call.input) == ("tool_use", CALLS["get_weather"])
+    assert answered.content[0].text == SEEN
