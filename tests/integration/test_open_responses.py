@@ -202,7 +202,7 @@ def test_openai_reads_reasoning_and_calls(scripted: LocalCluster) -> None:
         called = client.chat.completions.create(model="", messages=asked, tools=tools).choices[0]
         with client.chat.completions.stream(model="", messages=asked, tools=tools) as events:
             streamed = events.get_final_completion().choices[0]
-        [call] = called.message.tool_calls or ()
+        [call] = called.message.tool_calls
         result = {"role": "tool", "tool_call_id": call.id, "content": SECRET}
         turns = [*asked, called.message.model_dump(exclude_none=True), result]
         answered = client.chat.completions.create(model="", messages=turns, tools=tools)
@@ -214,7 +214,7 @@ def test_openai_reads_reasoning_and_calls(scripted: LocalCluster) -> None:
     assert item.content[0].text.strip() == THOUGHT
     assert called.finish_reason == streamed.finish_reason == "tool_calls"
     assert json.loads(call.function.arguments) == CALLS["get_weather"]
-    [again] = streamed.message.tool_calls or ()
+    [again] = streamed.message.tool_calls
     assert again.function.arguments == call.function.arguments
     assert answered.choices[0].message.content == SEEN
 
