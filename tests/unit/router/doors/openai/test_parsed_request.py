@@ -45,6 +45,12 @@ def chat_prompt(*messages: dict[str, Any], **fields: Any) -> ChatPrompt:
     return call.prompt
 
 
+def test_null_leaves_a_field_out() -> None:
+    names = ("stop", "tools", "temperature", "n", "stream_options", "response_format", "suffix")
+
+    assert chat(**dict.fromkeys(names)) == chat()
+
+
 def test_every_sampling_field_is_parsed() -> None:
     [call] = completion(
         max_tokens=9,
