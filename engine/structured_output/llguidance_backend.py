@@ -22,7 +22,7 @@ from baton.checkpoint.checkpoint import Checkpoint
 from baton.core.errors import InvalidRequest, ModelError
 from baton.core.structured_outputs import FIELD, StructuredOutputs
 from baton.engine.structured_output.compiler_errors import PANIC, TOO_DEEP, reason_of
-from baton.engine.structured_output.grammar import Bits, num_words
+from baton.engine.structured_output.grammar import Bits, Grammar, num_words
 from baton.engine.structured_output.schema_cost import embedded_schemas, expense_reason
 from baton.engine.structured_output.schema_ends import check_grammar_ends, check_schema_ends
 from baton.engine.structured_output.schema_rewrite import prepare_schema
@@ -31,6 +31,8 @@ from baton.engine.structured_output.structural_tags import (
     lark_of_structural_tag,
     parse_structural_tag,
 )
+from baton.engine.structured_output.unique_arrays import Place, unique_arrays
+from baton.engine.structured_output.unique_matcher import TokenTexts, UniqueItems
 
 ANY_OBJECT = '{"type": "object"}'
 # A space, or a newline with indentation, which suffices for any JSON style. With more allowed, a
@@ -92,9 +94,10 @@ class GrammarLibrary:
         self._eos_token_ids = list(eos_token_ids)
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._special_ids: Mapping[str, int] = NO_SPECIAL_TOKENS
+        self._token_texts: TokenTexts | None = None
         self._tokenizer_lock = threading.Lock()
 
-    def compile(self, params: StructuredOutputs) -> CompiledGrammar:
+    def compile(self, params: StructuredOutputs) -> Grammar:
         """Compile a grammar, for up to seconds, without the GIL. Raises InvalidRequest."""
         tokenizer = self._read_tokenizer()
         began_s = thread_time()
@@ -106,7 +109,18 @@ class GrammarLibrary:
         # The first mask is often the most expensive, and shows whether any output fits.
         grammar.matcher().fill(np.zeros(num_words(self._vocab_size), dtype=np.int32))
         _check_cost(params, began_s, MAX_COMPILE_S)
-        return grammar
+        unique = _unique_arrays(params)
+        if unique is None:
+            return grammar
+        return UniqueItems(grammar, unique, self._read_token_texts(tokenizer))
+
+    def _read_token_texts(self, tokenizer: llguidance.LLTokenizer) -> TokenTexts:
+        with self._tokenizer_lock:
+            if self._token_texts is None:
+                self._token_texts = TokenTexts(
+                    [tokenizer.decode_bytes([token_id]) for token_id in range(self._vocab_size)]
+                )
+            return self._token_texts
 
     def _read_tokenizer(self) -> llguidance.LLTokenizer:
         with self._tokenizer_lock:
@@ -273,7 +287,8 @@ def _schema(params: StructuredOutputs, text: str) -> str:
         _check_schema_cost(params, schema)
         if schema is False:
             raise _error(params, "no value matches the schema false")
-        fields = {} if schema is True else prepare_schema(schema)
+        are_compared = params.json is not None and unique_arrays(schema) is not None
+        fields = {} if schema is True else prepare_schema(schema, are_items_compared=are_compared)
         if is_too_wide(fields):
             raise _error(params, TOO_WIDE)
         ready = json.dumps({**fields, "x-guidance": _json_settings(params)}, allow_nan=False)
@@ -284,6 +299,11 @@ def _schema(params: StructuredOutputs, text: str) -> str:
         raise _error(params, TOO_DEEP) from None
     except ValueError as error:
         raise _error(params, f"a number is out of range: {error}") from error
+
+
+def _unique_arrays(params: StructuredOutputs) -> Place | None:
+    """Return where an answer's items are compared, or None if they need not be."""
+    return None if params.json is None else unique_arrays(_parse_schema(params, params.json))
 
 
 def _json_settings(params: StructuredOutputs) -> dict[str, Any]:

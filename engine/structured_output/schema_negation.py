@@ -15,6 +15,7 @@ from baton.engine.structured_output.string_complement import (
     pattern_of_others,
 )
 from baton.engine.structured_output.subschemas import (
+    TYPES,
     changes_base,
     kind_of,
     list_objects,
@@ -23,7 +24,6 @@ from baton.engine.structured_output.subschemas import (
 
 Schema = dict[str, Any]
 
-TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 MAX_DEPTH = 12  # subschemas and references
 MAX_STEPS = 20_000  # for all negations of one schema
 MAX_NUMBERS = 16  # of an enum, each of which splits the numbers in two ranges

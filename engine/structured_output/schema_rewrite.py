@@ -22,8 +22,13 @@ from baton.engine.structured_output.schema_negation import (
     NegationLimitExceeded,
     any_of,
 )
-from baton.engine.structured_output.subschemas import read_list, rewrite_with_originals
-from baton.engine.structured_output.unique_items import is_unique_anyway, unique_lists
+from baton.engine.structured_output.subschemas import (
+    CONSTRAINTS,
+    allows_anything,
+    read_list,
+    rewrite_with_originals,
+)
+from baton.engine.structured_output.unique_items import is_unique_anyway, item_values, unique_lists
 
 Schema = dict[str, Any]
 
@@ -35,11 +40,15 @@ KNOWN_FORMATS = frozenset(
 )
 NEGATED = frozenset({"not"})  # a narrower schema there would widen the whole
 NEXT_TO_REFS = frozenset({"description", "title", "default", "examples", "$comment"})
+IGNORE_NEXT_TO_REFS = ("/draft-03/", "/draft-04/", "/draft-06/", "/draft-07/")
 
 
-def prepare_schema(schema: Schema) -> Schema:
-    """Return the rewritten schema. llguidance rejects the keywords that remain unsupported."""
-    ready: Schema = _Rewriting(schema).rewrite(schema)
+def prepare_schema(schema: Schema, *, are_items_compared: bool = False) -> Schema:
+    """Return the rewritten schema. llguidance rejects the keywords that remain unsupported.
+
+    `are_items_compared`: the matcher keeps items unique, so that the grammar need not.
+    """
+    ready: Schema = _Rewriting(schema, are_items_compared).rewrite(schema)
     return ready
 
 
@@ -50,11 +59,16 @@ class _Rewriting:
     can be negated. It returns schemas that replace its keywords, or None if it cannot.
     """
 
-    def __init__(self, root: Schema) -> None:
+    def __init__(self, root: Schema, are_items_compared: bool) -> None:
         self._root = root
+        self._are_items_compared = are_items_compared
+        draft = root.get("$schema")
+        self._ignores_next_to_refs = isinstance(draft, str) and any(
+            old in draft for old in IGNORE_NEXT_TO_REFS
+        )
         self._disjointness = Disjointness(root)
         self._negation = Negation(root, self.rewrite)
-        self._rules: Mapping[tuple[str, ...], Callable[[Schema, Schema], list[Schema] | None]] = {
+        self._rules: Mapping[tuple[str, ...], Callable[[Schema, Schema], list[Any] | None]] = {
             ("oneOf",): self._one_of,
             ("not",): self._not,
             ("if", "then", "else"): self._if,
@@ -74,6 +88,9 @@ class _Rewriting:
         if isinstance(part.get("$ref"), str):
             # Annotations next to a reference count as constraints where it refers to itself.
             part = {name: value for name, value in part.items() if name not in NEXT_TO_REFS}
+            if self._ignores_next_to_refs:
+                ignored = CONSTRAINTS - {"$ref"}
+                part = {name: value for name, value in part.items() if name not in ignored}
         for keywords, rule in self._rules.items():
             if part.keys().isdisjoint(keywords):
                 continue
@@ -102,6 +119,9 @@ class _Rewriting:
                 pair = (originals[index], schema)
                 if other == index or self._disjointness.at_most_one_matches(pair, also):
                     continue
+                if allows_anything(schema):
+                    conditions.append(False)
+                    continue
                 forbidden = self._negation.alternatives(schema)
                 if not forbidden:
                     return None
@@ -110,7 +130,9 @@ class _Rewriting:
                 alternatives.append(branch if len(conditions) == 1 else {"allOf": conditions})
         return [{"anyOf": alternatives}] if alternatives else None
 
-    def _not(self, part: Schema, original: Schema) -> list[Schema] | None:
+    def _not(self, part: Schema, original: Schema) -> list[Any] | None:
+        if allows_anything(original["not"]):
+            return [False]
         forbidden = self._negation.alternatives(original["not"])
         rest = {name: value for name, value in part.items() if name != "not"}
         return [self._any_possible(forbidden, rest)] if forbidden else None
@@ -139,6 +161,9 @@ class _Rewriting:
     def _unique_items(self, part: Schema, original: Schema) -> list[Schema] | None:
         if is_unique_anyway(part):
             return []
+        if self._are_items_compared:
+            values = item_values(original.get("items"), self._root)
+            return [] if values is None else [{"maxItems": len(values)}]
         lists = unique_lists(original, self._root)
         return None if lists is None else [lists]
 

@@ -13,6 +13,21 @@ BY_NAME = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
 )
 
+# Keywords of any draft that a value can violate. By the standard, `format` is an annotation.
+CONSTRAINTS = frozenset(
+    {
+        *("$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "not", "if", "then"),
+        *("else", "type", "enum", "const", "multipleOf", "divisibleBy", "minimum", "maximum"),
+        *("exclusiveMinimum", "exclusiveMaximum", "minLength", "maxLength", "pattern", "items"),
+        *("prefixItems", "additionalItems", "unevaluatedItems", "contains", "minContains"),
+        *("maxContains", "minItems", "maxItems", "uniqueItems", "properties", "required"),
+        *("patternProperties", "additionalProperties", "unevaluatedProperties", "propertyNames"),
+        *("minProperties", "maxProperties", "dependencies", "dependentRequired"),
+        *("dependentSchemas", "extends", "disallow"),
+    }
+)
+TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+
 
 def rewrite_subschemas(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
     """Return a copy of `schema` with `change` applied to each subschema, the innermost first.
@@ -96,7 +111,19 @@ def resolve_pointer(root: Any, ref: str) -> Any:
 
 def changes_base(part: Mapping[str, Any]) -> bool:
     """Return whether the part changes the base URI of the references inside it."""
-    return any(isinstance(part.get(name), str) for name in ("$id", "id"))
+    ids = (part.get(name) for name in ("$id", "id"))
+    return any(isinstance(each, str) and not each.startswith("#") for each in ids)
+
+
+def allows_anything(schema: Any) -> bool:
+    """Return whether a schema allows every value. Conservative: False where that is not plain."""
+    if not isinstance(schema, dict):
+        return schema is True
+    constraints = schema.keys() & CONSTRAINTS
+    if constraints == {"type"} and isinstance(schema["type"], list):
+        # Integers are numbers.
+        return set(TYPES) - {"integer"} <= set(map(str, schema["type"]))
+    return not constraints
 
 
 def kind_of(value: Any) -> str:

@@ -13,6 +13,7 @@ from baton.engine.structured_output.subschemas import read_list, resolve_pointer
 Schema = dict[str, Any]
 
 MAX_LISTS = 128  # compiled in about 0.3 s
+MAX_INTEGERS = 256
 MAX_REFERENCES = 8
 NOT_LISTS = ["null", "boolean", "number", "string", "object"]
 
@@ -22,7 +23,7 @@ def unique_lists(part: Schema, root: Any) -> Schema | None:
 
     Narrow: if there are too many orders of the items, only the order of the enum is allowed.
     """
-    values = _item_values(part.get("items"), root)
+    values = item_values(part.get("items"), root)
     if values is None:
         return None
     sizes = _sizes(part, len(values))
@@ -42,7 +43,7 @@ def is_unique_anyway(part: Schema) -> bool:
     return part["uniqueItems"] is False or is_short or _excludes_lists(part.get("type"))
 
 
-def _item_values(items: Any, root: Any) -> Sequence[Any] | None:
+def item_values(items: Any, root: Any) -> Sequence[Any] | None:
     """Return the values of an enum, each once."""
     for _ in range(MAX_REFERENCES):
         if not isinstance(items, dict):
@@ -52,11 +53,18 @@ def _item_values(items: Any, root: Any) -> Sequence[Any] | None:
         items = resolve_pointer(root, items["$ref"])
     if items is True or not isinstance(items, dict):
         return None
-    if items.get("type") == "boolean" and "enum" not in items:
-        return [False, True]
     if "enum" not in items:
-        return None
+        return _values_of_type(items)
     return list({json_key(value): value for value in read_list(items, "enum")}.values())
+
+
+def _values_of_type(items: Schema) -> Sequence[Any] | None:
+    least, most = items.get("minimum"), items.get("maximum")
+    if items.get("type") == "boolean":
+        return [False, True]
+    if items.get("type") != "integer" or not isinstance(least, int) or not isinstance(most, int):
+        return None
+    return range(least, most + 1) if most - least < MAX_INTEGERS else None
 
 
 def _sizes(part: Schema, num_values: int) -> range:

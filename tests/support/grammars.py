@@ -11,8 +11,7 @@ import numpy as np
 from baton.checkpoint.tokenizer import Tokenizer
 from baton.core.errors import InvalidRequest
 from baton.core.structured_outputs import StructuredOutputs
-from baton.engine.structured_output.grammar import Bits, Matcher, num_words
-from baton.engine.structured_output.llguidance_backend import CompiledGrammar
+from baton.engine.structured_output.grammar import Bits, Grammar, Matcher, num_words
 from tests.support.models import EOS_TOKEN_ID, VOCAB_SIZE
 
 PATIENCE_S = 30.0  # only a hanging test ever waits so long
@@ -61,7 +60,7 @@ class HeldLibrary:
 
 
 def is_whole(
-    grammar: CompiledGrammar, tokenizer: Tokenizer, text: str, vocab_size: int = VOCAB_SIZE
+    grammar: Grammar, tokenizer: Tokenizer, text: str, vocab_size: int = VOCAB_SIZE
 ) -> bool:
     """Return whether the grammar accepts the text as a complete answer."""
     matcher = grammar.matcher()

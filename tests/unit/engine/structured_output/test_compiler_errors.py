@@ -18,12 +18,15 @@ INTERNALS = (
     *("retriever", "Regex is empty", "regex parse error", "failed to compile", "2(8)"),
 )
 REASONS: dict[str, tuple[dict[str, Any], str]] = {
-    "not": ({"json": {"not": {}}}, "the keyword not is not supported: leave it out, or describe"),
+    "not": (
+        {"json": {"not": {"pattern": "a.b"}}},
+        "the keyword not is not supported: leave it out, or describe",
+    ),
     "several": (
-        {"json": {"if": {"format": "a"}, "then": {}, "not": {}}},
+        {"json": {"if": {"format": "a"}, "then": {}, "not": {"pattern": "a.b"}}},
         "the keywords if, not and then are not supported: leave them out",
     ),
-    "oneOf": ({"json": {"oneOf": [{}, {"minLength": 3}]}}, "use anyOf"),
+    "oneOf": ({"json": {"oneOf": [{"pattern": "a.b"}, {"minLength": 3}]}}, "use anyOf"),
     "elsewhere": ({"json": {"$ref": "http://a/b"}}, "http://a/b is not fetched: put that schema"),
     "nowhere": ({"json": {"$ref": "#/a"}}, "$ref names #/a, which does not exist"),
     "no number": ({"json": {"type": "integer", "minimum": "a"}}, "a number for 'minimum'"),
@@ -51,7 +54,7 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
     "regex": ({"regex": "(a"}, "its regular expression cannot be used: unclosed group"),
     "grammar": ({"grammar": 'start: a\na: "a" b'}, 'line 2, column 4: unknown name: "b"'),
     "schema in a grammar": (
-        {"grammar": 'start: a\na: %json {"not": {}}'},
+        {"grammar": 'start: a\na: %json {"not": {"pattern": "a.b"}}'},
         "line 2, column 4: the keyword not is not supported",
     ),
     "GBNF": ({"grammar": "root ::= a"}, "it is not GBNF: Rule 'a' not found"),

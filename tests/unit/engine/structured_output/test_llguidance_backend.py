@@ -134,9 +134,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no such type": ({"json": '{"type": "strnig"}'}, "strnig"),
     "type is a number": ({"json": '{"type": 5}'}, "type must be"),
     "properties is a list": ({"json": '{"properties": []}'}, "properties must be"),
-    "what cannot be enforced": ({"json": '{"not": {}}'}, "not"),
+    "what cannot be enforced": ({"json": '{"not": {"pattern": "a.b"}}'}, "not"),
     "told to be lenient": (
-        {"json": '{"x-guidance": {"lenient": true}, "not": {}}'},
+        {"json": '{"x-guidance": {"lenient": true}, "not": {"pattern": "a.b"}}'},
         "not is not supported",
     ),
     "false": ({"json": "false"}, "no value matches"),
@@ -311,8 +311,12 @@ def test_tokens_outside_the_grammar_raise(library: GrammarLibrary, tokenizer: To
         ({"triggers": ["<call>", "<c"]}, "the trigger '<c' begins another one"),
         ({"triggers": [""]}, "none empty"),
         (
-            {"structures": [{"begin": "<call>", "schema": {"not": {}}}]},
+            {"structures": [{"begin": "<call>", "schema": {"not": {"pattern": "a.b"}}}]},
             "the keyword not is not supported",
+        ),
+        (
+            {"structures": [{"begin": "<call>", "schema": {"uniqueItems": True}}]},
+            "the keyword uniqueItems is not supported",
         ),
     ],
 )

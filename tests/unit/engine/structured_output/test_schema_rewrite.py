@@ -130,12 +130,6 @@ def test_redundant_unique_items_are_removed(given: dict[str, Any]) -> None:
     assert "uniqueItems" not in prepare_schema({"uniqueItems": True, **given})
 
 
-def test_other_unique_items_are_refused_by_name() -> None:
-    schema = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
-    with pytest.raises(InvalidRequest, match="uniqueItems"):
-        validate_grammar(StructuredOutputs(json=json.dumps(schema)))
-
-
 def test_a_schema_of_200_kib_is_accepted() -> None:
     names = [f"property_{number:05d}_{'x' * 70}" for number in range(2000)]
     schema = {"type": "object", "properties": {name: {"type": "null"} for name in names}}

@@ -1,0 +1,119 @@
+"""Places of an answer where a JSON schema requires unique items. Pure.
+
+A place is the set of all subschemas that can apply to the value there, alternatives included. If
+one of them has `uniqueItems`, items are unique, although another alternative may allow repetitions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+from baton.engine.structured_output.subschemas import (
+    changes_base,
+    list_objects,
+    list_subschemas,
+    read_list,
+    resolve_pointer,
+)
+from baton.engine.structured_output.unique_items import is_unique_anyway
+
+# Keywords whose schemas apply to the same value.
+IN_PLACE = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else")
+IN_PLACE_BY_NAME = ("dependentSchemas", "dependencies")
+OF_MEMBERS = ("additionalProperties", "unevaluatedProperties")
+OF_ITEMS = ("items", "additionalItems", "unevaluatedItems", "contains")
+
+
+def unique_arrays(root: Any) -> Place | None:
+    """Return the place of the whole answer, or None if no items have to be kept unique."""
+    needs_it = any(
+        part.get("uniqueItems") is True and not is_unique_anyway(part)
+        for part in list_subschemas(root)
+    )
+    return Place((root,), root) if needs_it and can_find_arrays(root) else None
+
+
+def can_find_arrays(root: Any) -> bool:
+    """Return whether all references are understood."""
+    for part in list_objects(root):
+        if part is not root and changes_base(part):
+            return False
+        if {"$dynamicRef", "$recursiveRef"} & part.keys():
+            return False
+        ref = part.get("$ref")
+        if isinstance(ref, str) and not isinstance(resolve_pointer(root, ref), dict | bool):
+            return False
+    return True
+
+
+class Place:
+    """Subschemas that can apply to a value."""
+
+    def __init__(self, schemas: Iterable[Any], root: Any) -> None:
+        self._root = root
+        self._schemas = list(_all_in_place(schemas, root))
+        self._members: dict[str, Place] = {}
+        self._items: dict[int, Place] = {}
+
+    @cached_property
+    def is_unique(self) -> bool:
+        return any(schema.get("uniqueItems") is True for schema in self._schemas)
+
+    def member(self, name: str) -> Place:
+        """Return the place of a property."""
+        if name not in self._members:
+            self._members[name] = Place(self._member_schemas(name), self._root)
+        return self._members[name]
+
+    def item(self, index: int) -> Place:
+        index = min(index, self._num_prefixes)
+        if index not in self._items:
+            self._items[index] = Place(self._item_schemas(index), self._root)
+        return self._items[index]
+
+    @cached_property
+    def _num_prefixes(self) -> int:
+        lists = (read_list(each, name) for each in self._schemas for name in ITEM_LISTS)
+        return max(map(len, lists), default=0)
+
+    def _member_schemas(self, name: str) -> Iterator[Any]:
+        for schema in self._schemas:
+            properties = schema.get("properties")
+            if isinstance(properties, Mapping) and name in properties:
+                yield properties[name]
+            else:
+                yield from (schema.get(keyword) for keyword in OF_MEMBERS)
+            patterns = schema.get("patternProperties")
+            if isinstance(patterns, Mapping):
+                yield from patterns.values()
+
+    def _item_schemas(self, index: int) -> Iterator[Any]:
+        for schema in self._schemas:
+            yield from (schema.get(keyword) for keyword in OF_ITEMS)
+            for name in ITEM_LISTS:
+                yield from read_list(schema, name)[index : index + 1]
+
+
+ITEM_LISTS = ("prefixItems", "items")
+
+
+def _all_in_place(schemas: Iterable[Any], root: Any) -> Iterator[dict[str, Any]]:
+    """Yield the schemas and those that they apply to the same value, each once."""
+    seen: set[int] = set()
+    pending = list(schemas)
+    while pending:
+        schema = pending.pop()
+        if not isinstance(schema, dict) or id(schema) in seen:
+            continue
+        seen.add(id(schema))
+        yield schema
+        if isinstance(schema.get("$ref"), str):
+            pending.append(resolve_pointer(root, schema["$ref"]))
+        for name in IN_PLACE:
+            value = schema.get(name)
+            pending += value if isinstance(value, list) else [value]
+        for name in IN_PLACE_BY_NAME:
+            value = schema.get(name)
+            pending += value.values() if isinstance(value, Mapping) else ()
