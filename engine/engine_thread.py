@@ -14,7 +14,7 @@ from baton.core.errors import InvalidRequest
 from baton.core.ids import RequestId
 from baton.core.output import Failure, FailureCause, FinishReason, Output
 from baton.core.request import EngineRequest
-from baton.core.structured_outputs import FIELD
+from baton.core.structured_outputs import FIELD, StructuredOutputs
 from baton.engine.config import HEARTBEAT_S
 from baton.engine.core import EngineCore
 from baton.engine.errors import EngineGone
@@ -22,6 +22,7 @@ from baton.engine.structured_output.compiler import GrammarCompiler
 from baton.engine.structured_output.grammar import Grammar
 
 Compiler = GrammarCompiler[Grammar]
+OnCompiled = Callable[[Grammar | InvalidRequest], None]
 # Called on the engine thread with the outputs of one step; must not block.
 Deliver = Callable[[list[Output]], None]
 EngineInbox = queue.SimpleQueue[Callable[[], None]]  # actions, which run between two steps
@@ -57,6 +58,8 @@ class EngineThread:
         self._clock = clock
         self._inbox = EngineInbox() if inbox is None else inbox
         self._deliver: Deliver | None = None
+        # Not yet compiled grammars, and their callbacks.
+        self._compilations: dict[RequestId, tuple[StructuredOutputs, OnCompiled]] = {}
         self._thread = threading.Thread(target=self._run, name=name)
         self._is_stopping = False
         self._failure: BaseException | None = None
@@ -83,6 +86,8 @@ class EngineThread:
 
     def detach(self) -> None:
         """Abort all requests, and drop outputs from now on."""
+        for request_id in list(self._compilations):
+            self._cancel_compilation(request_id)
         self.post(self._abort_all)
 
     def submit(self, request: EngineRequest) -> None:
@@ -95,12 +100,11 @@ class EngineThread:
             self._raise_if_stopped()
             self.post(_AddRequest(request, self._add_request))
         if structured_outputs is not None and self._compiler is not None:
-            self._compiler.start(
-                structured_outputs, lambda outcome: self._on_compiled(request, outcome)
-            )
+            self._start_compilation(self._compiler, request, structured_outputs)
 
     def abort(self, request_id: RequestId) -> None:
         """Request the end of a request; unknown and finished ones are ignored."""
+        self._cancel_compilation(request_id)
         self.post(lambda: self._core.scheduler.abort(request_id))
 
     def post(self, action: Callable[[], None]) -> None:
@@ -168,8 +172,23 @@ class EngineThread:
             failure = Failure(str(refusal), FailureCause.REQUEST)
             self._pass_on([_failed_output(request.request_id, failure)])
 
+    def _start_compilation(
+        self, compiler: Compiler, request: EngineRequest, wanted: StructuredOutputs
+    ) -> None:
+        def on_compiled(outcome: Grammar | InvalidRequest) -> None:
+            self._on_compiled(request, outcome)
+
+        self._compilations[request.request_id] = (wanted, on_compiled)
+        compiler.start(wanted, on_compiled)
+
+    def _cancel_compilation(self, request_id: RequestId) -> None:
+        compilation = self._compilations.pop(request_id, None)
+        if compilation is not None and self._compiler is not None:
+            self._compiler.cancel(*compilation)
+
     def _on_compiled(self, request: EngineRequest, outcome: Grammar | InvalidRequest) -> None:
         """Called on any thread. The inbox is first in, first out: the request was added before."""
+        self._compilations.pop(request.request_id, None)
         scheduler = self._core.scheduler
         if isinstance(outcome, InvalidRequest):
             reason = str(outcome)

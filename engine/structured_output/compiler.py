@@ -94,6 +94,22 @@ class GrammarCompiler(Generic[Compiled]):
             self._cache.move_to_end(params)
         on_compiled(known)
 
+    def cancel(
+        self,
+        params: StructuredOutputs,
+        on_compiled: Callable[[Compiled | InvalidRequest], None],
+    ) -> None:
+        """Drop a callback, and its compilation if it has not begun and no other one waits for it.
+
+        A callback that is being called cannot be dropped any more.
+        """
+        with self._lock:
+            callbacks = self._callbacks.get(params, [])
+            if on_compiled in callbacks:
+                callbacks.remove(on_compiled)
+            if not callbacks:
+                self._callbacks.pop(params, None)
+
     def _work(self, jobs: _Jobs) -> None:
         while (params := jobs.get()) is not None:
             with self._lock:

@@ -26,7 +26,11 @@ from baton.engine.structured_output.grammar import Bits, Grammar, num_words
 from baton.engine.structured_output.schema_cost import embedded_schemas, expense_reason
 from baton.engine.structured_output.schema_ends import check_grammar_ends, check_schema_ends
 from baton.engine.structured_output.schema_rewrite import prepare_schema
-from baton.engine.structured_output.schema_width import is_too_wide
+from baton.engine.structured_output.schema_width import (
+    MAX_JOINED_PATTERNS,
+    is_too_wide,
+    joins_many_patterns,
+)
 from baton.engine.structured_output.structural_tags import (
     lark_of_structural_tag,
     parse_structural_tag,
@@ -45,6 +49,7 @@ GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 TOO_WIDE = (
     "it combines too many alternatives: use fewer anyOf, oneOf, not and dependencies in one object"
 )
+TOO_MANY_PATTERNS = f"more than {MAX_JOINED_PATTERNS} patterns apply to one string: join them"
 MAX_REWRITTEN_CHARACTERS = 1 << 19  # twice that of a client's schema
 NO_SPECIAL_TOKENS: Mapping[str, int] = {}
 # In CPU time of the thread. No realistic grammar comes near these limits.
@@ -287,10 +292,9 @@ def _schema(params: StructuredOutputs, text: str) -> str:
         _check_schema_cost(params, schema)
         if schema is False:
             raise _error(params, "no value matches the schema false")
-        are_compared = params.json is not None and unique_arrays(schema) is not None
-        fields = {} if schema is True else prepare_schema(schema, are_items_compared=are_compared)
-        if is_too_wide(fields):
-            raise _error(params, TOO_WIDE)
+        if joins_many_patterns(schema):
+            raise _error(params, TOO_MANY_PATTERNS)
+        fields = {} if schema is True else _rewritten(params, schema)
         ready = json.dumps({**fields, "x-guidance": _json_settings(params)}, allow_nan=False)
         if len(ready) > MAX_REWRITTEN_CHARACTERS:
             raise _error(params, TOO_WIDE)
@@ -299,6 +303,17 @@ def _schema(params: StructuredOutputs, text: str) -> str:
         raise _error(params, TOO_DEEP) from None
     except ValueError as error:
         raise _error(params, f"a number is out of range: {error}") from error
+
+
+def _rewritten(params: StructuredOutputs, schema: dict[str, Any]) -> dict[str, Any]:
+    are_compared = params.json is not None and unique_arrays(schema) is not None
+    fields = prepare_schema(schema, are_items_compared=are_compared)
+    if is_too_wide(fields):
+        # llguidance can prove more branches of oneOf disjoint, since it merges allOf before.
+        fields = prepare_schema(schema, are_items_compared=are_compared, splits_one_of=False)
+        if is_too_wide(fields):
+            raise _error(params, TOO_WIDE)
+    return fields
 
 
 def _unique_arrays(params: StructuredOutputs) -> Place | None:

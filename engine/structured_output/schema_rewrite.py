@@ -43,12 +43,15 @@ NEXT_TO_REFS = frozenset({"description", "title", "default", "examples", "$comme
 IGNORE_NEXT_TO_REFS = ("/draft-03/", "/draft-04/", "/draft-06/", "/draft-07/")
 
 
-def prepare_schema(schema: Schema, *, are_items_compared: bool = False) -> Schema:
+def prepare_schema(
+    schema: Schema, *, are_items_compared: bool = False, splits_one_of: bool = True
+) -> Schema:
     """Return the rewritten schema. llguidance rejects the keywords that remain unsupported.
 
     `are_items_compared`: the matcher keeps items unique, so that the grammar need not.
+    `splits_one_of`: branches that overlap are narrowed, which multiplies alternatives.
     """
-    ready: Schema = _Rewriting(schema, are_items_compared).rewrite(schema)
+    ready: Schema = _Rewriting(schema, are_items_compared, splits_one_of).rewrite(schema)
     return ready
 
 
@@ -59,9 +62,10 @@ class _Rewriting:
     can be negated. It returns schemas that replace its keywords, or None if it cannot.
     """
 
-    def __init__(self, root: Schema, are_items_compared: bool) -> None:
+    def __init__(self, root: Schema, are_items_compared: bool, splits_one_of: bool) -> None:
         self._root = root
         self._are_items_compared = are_items_compared
+        self._splits_one_of = splits_one_of
         draft = root.get("$schema")
         self._ignores_next_to_refs = isinstance(draft, str) and any(
             old in draft for old in IGNORE_NEXT_TO_REFS
@@ -112,6 +116,8 @@ class _Rewriting:
         also = True if "$ref" in rest else rest
         if self._disjointness.at_most_one_matches(originals, also):
             return [{"anyOf": list(branches)}]
+        if not self._splits_one_of:
+            return None
         alternatives: list[Any] = []
         for index, branch in enumerate(branches):
             conditions = [branch]

@@ -68,4 +68,8 @@ class FormChecks:
                 loop.call_soon_threadsafe(set_result, outcome)
 
         self._compiler.start(form, deliver)
-        return await result
+        try:
+            return await result
+        except asyncio.CancelledError:
+            self._compiler.cancel(form, deliver)
+            raise

@@ -14,11 +14,17 @@ from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.core.errors import InvalidRequest
 from baton.core.ids import RequestId
 from baton.core.output import Failure, FailureCause
+from baton.core.reasoning import ReasoningSection
+from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
 from baton.core.structured_outputs import StructuredOutputs
+from baton.engine.config import EngineOptions
+from baton.engine.factory import build_engine
 from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.runner.sampling.sampler import GRAMMAR_TOKENS_FORBIDDEN
+from baton.engine.scheduler.config import SchedulerConfig
+from baton.engine.spec_decode.config import Speculation
 from baton.engine.structured_output.grammar import Bits, Grammar, Matcher
 from baton.engine.structured_output.llguidance_backend import GrammarLibrary
 from tests.support.models import (
@@ -51,13 +57,14 @@ FORMS = {
 GREEDY = {"temperature": 0.0, "max_tokens": 64}
 
 
+def config_of(folder: Path) -> RunnerConfig:
+    block_bytes = 2 * 2 * 2 * 16 * BLOCK_SIZE * 4
+    return RunnerConfig(str(folder), block_size=BLOCK_SIZE, kv_cache_bytes=NUM_BLOCKS * block_bytes)
+
+
 @pytest.fixture(scope="module")
 def runner(folder: Path) -> Iterator[TorchRunner]:
-    block_bytes = 2 * 2 * 2 * 16 * BLOCK_SIZE * 4
-    config = RunnerConfig(
-        str(folder), block_size=BLOCK_SIZE, kv_cache_bytes=NUM_BLOCKS * block_bytes
-    )
-    with load_runner(config) as loaded:
+    with load_runner(config_of(folder)) as loaded:
         yield loaded
 
 
@@ -204,6 +211,73 @@ def test_prior_tokens_outside_the_grammar_end_only_that_request(
     assert bad.failure.cause is FailureCause.REQUEST
     assert good.failure is None
     assert good.outputs == driver(runner).run(drive(library, FORMS["regex"]))[0]
+
+
+REPETITIVE = StructuredOutputs(regex="([ab]{2}-){9,12}c")
+ITEMS = {"enum": ["aaa", "aab", "aaab"]}
+UNIQUE = StructuredOutputs(
+    json=json.dumps({"type": "array", "items": ITEMS, "uniqueItems": True, "minItems": 3}),
+    disable_any_whitespace=True,
+)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+def test_drafts_change_no_structured_answer_also_after_reasoning(
+    folder: Path, runner: TorchRunner, library: GrammarLibrary, async_scheduling: bool
+) -> None:
+    """Each drafted place is masked, and matchers return to the accepted tokens."""
+    reasoning = ReasoningSection((50,))
+    plain_sampling = SamplingParams(max_tokens=90, temperature=0.8)
+    samplings = [
+        plain_sampling,
+        replace(plain_sampling, reasoning=reasoning, logit_bias={50: 6.0}),
+    ]
+    requests = [
+        EngineRequest(
+            RequestId(f"{form.form}-{number}"),
+            prompt_of(9) * 3,
+            replace(sampling, structured_outputs=form),
+            seed=number,
+        )
+        for form in (REPETITIVE, UNIQUE)
+        for number, sampling in enumerate(samplings)
+    ]
+    config = replace(config_of(folder), speculation=Speculation(4, min_ngram=1))
+
+    plain, _ = _answers(runner, library, requests, async_scheduling=False)
+    with load_runner(config) as drafting:
+        drafted, num_accepted = _answers(
+            drafting, library, requests, async_scheduling=async_scheduling
+        )
+
+    assert drafted == plain
+    assert {answer[-1] for answer in plain.values()} == {EOS_TOKEN_ID}
+    assert num_accepted > 0
+
+
+def _answers(
+    runner: TorchRunner,
+    library: GrammarLibrary,
+    requests: Sequence[EngineRequest],
+    *,
+    async_scheduling: bool,
+) -> tuple[dict[str, list[int]], int]:
+    scheduling = SchedulerConfig(max_num_seqs=4, async_scheduling=async_scheduling)
+    engine = build_engine(runner, EngineOptions(scheduling, enable_prefix_caching=False))
+    for request in requests:
+        engine.scheduler.add(request)
+        wanted = request.sampling.structured_outputs
+        assert wanted is not None
+        engine.scheduler.add_grammar(request, library.compile(wanted))
+    found: dict[str, list[int]] = {}
+    while engine.scheduler.has_work:
+        for output in engine.step():
+            assert output.failure is None
+            found.setdefault(output.request_id, []).extend(output.token_ids)
+    num_accepted = engine.scheduler.stats().total_accepted_tokens
+    engine.close()
+    engine.scheduler.check()
+    return found, num_accepted
 
 
 def drive(

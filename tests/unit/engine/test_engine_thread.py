@@ -11,6 +11,7 @@ import pytest
 from baton.core.errors import InvalidRequest
 from baton.core.ids import RequestId
 from baton.core.output import Failure, FailureCause, FinishReason, Output
+from baton.core.structured_outputs import StructuredOutputs
 from baton.engine.core import EngineCore
 from baton.engine.engine_thread import Compiler, EngineThread
 from baton.engine.errors import EngineStopped
@@ -19,6 +20,7 @@ from baton.engine.structured_output.compiler import GrammarCompiler
 from tests.support.engines import VOCAB_SIZE, an_engine, an_engine_request
 from tests.support.fake_runner import SynchronousRunner, tokens_alone
 from tests.support.grammars import BAD, GOOD, SLOW, HeldLibrary
+from tests.support.scheduler_state import is_idle
 
 LONG = 10_000  # more tokens than a test waits for, fewer than the model may write
 PATIENCE_S = 30.0  # only a hanging test ever waits so long
@@ -171,7 +173,8 @@ def test_other_requests_are_answered_while_one_waits_for_its_grammar() -> None:
     with a_loop_with(library) as (loop, client):
         loop.submit(an_engine_request("slow", form=SLOW, max_tokens=1))
         loop.submit(an_engine_request("good", form=GOOD, max_tokens=1))
-        loop.submit(an_engine_request("plain", max_tokens=1))
+        loop.submit(an_engine_request("plain", max_tokens=40))
+        # All their steps end while the grammar is being compiled.
         before = {client.last_output().request_id for _ in range(2)}
         library.may_end.set()
         after = client.last_output()
@@ -191,15 +194,27 @@ def test_a_grammar_that_does_not_compile_is_an_error_of_the_request() -> None:
 
 
 def test_a_request_that_waits_for_its_grammar_can_be_aborted() -> None:
-    library = HeldLibrary()
+    held = [StructuredOutputs(regex=text) for text in ("one", "two")]
+    library = HeldLibrary(frozenset(held))
     with a_loop_with(library) as (loop, client):
-        loop.submit(an_engine_request("slow", form=SLOW))
-        loop.abort(RequestId("slow"))
-
-        ended = client.last_output()
+        for number, form in enumerate([*held, GOOD]):  # there are two threads
+            loop.submit(an_engine_request(f"aborted{number}", form=form))
+        library.has_begun.wait(PATIENCE_S)
+        for number in range(3):
+            loop.abort(RequestId(f"aborted{number}"))
+        ended = [client.last_output().finish_reason for _ in range(3)]
         library.may_end.set()
+        # Late results are ignored, and what no request waits for is not compiled.
+        loop.submit(an_engine_request("later", form=SLOW, max_tokens=1))
+        later = client.last_output()
+        is_freed = queue.SimpleQueue[bool]()
+        loop.post(lambda: is_freed.put(is_idle(loop._core.scheduler)))
 
-    assert ended.finish_reason is FinishReason.ABORT
+        assert is_freed.get(timeout=PATIENCE_S)
+
+    assert ended == [FinishReason.ABORT] * 3
+    assert later.request_id == "later"
+    assert GOOD not in library.compiled
 
 
 def test_constraints_are_refused_on_the_thread_of_the_caller_without_a_compiler() -> None:

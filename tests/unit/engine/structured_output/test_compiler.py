@@ -62,6 +62,26 @@ def test_requests_for_the_same_grammar_share_one_compilation() -> None:
     assert reported["a"] is reported["b"] is later
 
 
+def test_a_cancelled_grammar_is_compiled_only_if_another_request_waits_for_it() -> None:
+    library, listener = HeldLibrary(), Listener()
+    shared = StructuredOutputs(regex="shared")
+    first, second, third = (listener.callback(name) for name in ("first", "second", "third"))
+    with GrammarCompiler(library.compile, num_threads=1) as compiler:
+        compiler.start(SLOW, listener.callback("slow"))
+        library.has_begun.wait(PATIENCE_S)
+        for wanted, callback in ((GOOD, first), (shared, second), (shared, third)):
+            compiler.start(wanted, callback)
+        compiler.cancel(GOOD, first)
+        compiler.cancel(GOOD, first)  # without effect
+        compiler.cancel(shared, second)
+        library.may_end.set()
+        names = [listener.next()[0], listener.next()[0]]
+
+    assert names == ["slow", "third"]
+    assert library.compiled == [SLOW, shared]
+    assert listener.has_received_nothing
+
+
 def test_a_refusal_is_returned_and_not_cached() -> None:
     library, listener = HeldLibrary(), Listener()
     with GrammarCompiler(library.compile) as compiler:

@@ -87,7 +87,19 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         ],
         "$defs": {"days": {"type": "array", "items": {"type": "string"}, "uniqueItems": True}},
     },
-    "not anything": {**A_AND_B, "properties": {**A_AND_B["properties"], "a": {"not": {}}}},
+    "a discriminator that is required elsewhere": {
+        "type": "object",
+        "required": ["a"],
+        "allOf": [
+            {
+                "oneOf": [
+                    {"properties": {"a": {"enum": [name]}, "b": {"enum": [f"b{name}"]}}}
+                    for name in ("ab", "x", *map(str, range(24)))
+                ]
+            }
+        ],
+    },
+    "not anything": {**A_AND_B, "properties": {"a": {"not": {}}, "b": TEXT, "c": NUMBER}},
     "next to a reference": {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "definitions": {"t": {"id": "#t", "type": "string"}},

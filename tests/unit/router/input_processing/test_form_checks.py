@@ -56,6 +56,27 @@ def test_a_slow_check_blocks_neither_the_event_loop_nor_other_checks() -> None:
     assert library.compiled == [GOOD, SLOW]
 
 
+def test_a_form_whose_request_was_cancelled_is_not_compiled() -> None:
+    library = HeldLibrary()
+
+    async def look(checks: FormChecks) -> None:
+        slow = asyncio.ensure_future(checks.check(SLOW))
+        await asyncio.to_thread(library.has_begun.wait, PATIENCE_S)
+        cancelled = asyncio.ensure_future(checks.check(GOOD))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
+        library.may_end.set()
+        await slow
+        await checks.check(StructuredOutputs(regex="later"))
+
+    compiler = cast("GrammarCompiler[Checked]", GrammarCompiler(library.compile, num_threads=1))
+    with compiler:
+        asyncio.run(look(FormChecks(compiler)))
+
+    assert GOOD not in library.compiled
+
+
 def test_an_invalid_constraint_is_refused_with_the_reason() -> None:
     with compiler_of(HeldLibrary()) as compiler, pytest.raises(InvalidRequest, match="it is bad"):
         asyncio.run(FormChecks(compiler).check(BAD))

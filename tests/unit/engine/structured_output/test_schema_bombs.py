@@ -1,0 +1,110 @@
+"""Schemas made to be expensive: compiled or refused by name within the limit, on a thread."""
+
+from __future__ import annotations
+
+import json
+import queue
+from collections.abc import Iterator
+from pathlib import Path
+from time import thread_time
+from typing import Any
+
+import pytest
+
+from baton.checkpoint.safetensors_folder import SafetensorsFolder
+from baton.core.errors import InvalidRequest
+from baton.core.structured_outputs import StructuredOutputs
+from baton.engine.structured_output.compiler import GrammarCompiler
+from baton.engine.structured_output.grammar import Grammar
+from baton.engine.structured_output.llguidance_backend import GrammarLibrary
+from tests.support.grammars import PATIENCE_S
+
+DEMO = Path(__file__).parents[4] / "models" / "demo"
+MAX_CPU_S = 2.0
+TEXT = {"type": "string"}
+NAMES = [f"p{number}" for number in range(40)]
+EITHER = {"oneOf": [{"required": [name]} for name in NAMES[:12]]}
+
+
+def doubling(keyword: str, num_levels: int) -> dict[str, Any]:
+    """Return definitions each of which has the next one twice."""
+    links = {
+        f"d{level}": {keyword: [{"$ref": f"#/$defs/d{level + 1}"}] * 2}
+        for level in range(num_levels)
+    }
+    return {"$defs": {**links, f"d{num_levels}": TEXT}, "$ref": "#/$defs/d0"}
+
+
+def nested(num_levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = TEXT
+    for _ in range(num_levels):
+        schema = {"type": "array", "items": schema, "uniqueItems": True}
+    return schema
+
+
+BOMBS: dict[str, Any] = {
+    "anyOf doubled": doubling("anyOf", 30),
+    "allOf doubled": doubling("allOf", 30),
+    "oneOf doubled": doubling("oneOf", 30),
+    "deep unique lists": nested(300),
+    "products": {"allOf": [{"anyOf": [{"required": [name]} for name in NAMES]} for _ in range(9)]},
+    "negations of negations": {"not": {"not": {"not": {"not": EITHER}}}},
+    "overlapping branches": {
+        "type": "object",
+        "properties": dict.fromkeys(NAMES, TEXT),
+        "oneOf": [{"required": [one, other]} for one in NAMES[:9] for other in NAMES[:9]],
+    },
+    "conditions": {"allOf": [{"if": EITHER, "then": EITHER, "else": EITHER}] * 9},
+    "dependencies": {"dependentRequired": dict.fromkeys(NAMES, NAMES)},
+    "counted properties": {
+        "properties": dict.fromkeys(NAMES, TEXT),
+        "minProperties": 20,
+        "maxProperties": 20,
+    },
+    "a unique enum": {
+        "type": "array",
+        "uniqueItems": True,
+        "items": {"enum": list(range(20_000))},
+    },
+    "patterns": {"allOf": [{"pattern": f"({name}|.{{9}}){{9,99}}x"} for name in NAMES]},
+    "lengths": {"type": "string", "minLength": 10**9},
+    "list lengths": {"type": "array", "items": TEXT, "minItems": 10**6},
+    "remainders": {"type": "integer", "multipleOf": 9973, "minimum": -(10**18)},
+    "many names": {"type": "object", "properties": {f"n{n}": TEXT for n in range(1200)}},
+}
+
+
+@pytest.fixture(scope="module")
+def library() -> GrammarLibrary:
+    return GrammarLibrary(SafetensorsFolder(DEMO), 2048, [1])
+
+
+Timed = tuple[float, Grammar | InvalidRequest]
+
+
+@pytest.fixture(scope="module")
+def compiler(library: GrammarLibrary) -> Iterator[GrammarCompiler[Timed]]:
+    def compile_timed(wanted: StructuredOutputs) -> Timed:
+        began_s = thread_time()
+        try:
+            outcome: Grammar | InvalidRequest = library.compile(wanted)
+        except InvalidRequest as refusal:
+            outcome = refusal
+        return thread_time() - began_s, outcome
+
+    with GrammarCompiler(compile_timed) as running:
+        yield running
+
+
+@pytest.mark.parametrize("schema", BOMBS.values(), ids=BOMBS.keys())
+def test_an_expensive_schema_is_compiled_or_refused_by_name_within_the_limit(
+    schema: Any, compiler: GrammarCompiler[Timed]
+) -> None:
+    results = queue.SimpleQueue[Any]()
+    compiler.start(StructuredOutputs(json=json.dumps(schema)), results.put)
+
+    took_s, outcome = results.get(timeout=PATIENCE_S)
+
+    assert took_s < MAX_CPU_S
+    if isinstance(outcome, InvalidRequest):
+        assert "cannot be enforced: " in str(outcome)
