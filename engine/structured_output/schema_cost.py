@@ -9,6 +9,7 @@ from math import lcm
 from typing import Any
 
 from baton.core.structured_outputs import MAX_CHARACTERS
+from baton.engine.structured_output.json_patterns import has_range_from_zero
 from baton.engine.structured_output.subschemas import list_objects
 
 MAX_PATTERN_CHARACTERS = MAX_CHARACTERS["regex"]
@@ -31,6 +32,8 @@ def expense_reason(schema: Any) -> str | None:
                     f"it has a pattern of {len(pattern)} characters; at most "
                     f"{MAX_PATTERN_CHARACTERS} are allowed"
                 )
+        if has_range_from_zero(part):
+            return "its pattern has a range that begins with U+0000: begin it with a later one"
         # If subschemas are combined, a number must be a multiple of all their multipleOf.
         steps = lcm(steps, _remainders(part.get("multipleOf")))
         if steps > MAX_REMAINDERS:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from baton.engine.structured_output.disjoint_schemas import Disjointness
+from baton.engine.structured_output.json_patterns import without_zero
 from baton.engine.structured_output.object_rules import (
     DEPENDENCIES,
     dependencies,
@@ -26,6 +27,7 @@ from baton.engine.structured_output.subschemas import (
     CONSTRAINTS,
     allows_anything,
     read_list,
+    rewrite_subschemas,
     rewrite_with_originals,
 )
 from baton.engine.structured_output.unique_items import is_unique_anyway, item_values, unique_lists
@@ -51,8 +53,9 @@ def prepare_schema(
     `are_items_compared`: the matcher keeps items unique, so that the grammar need not.
     `splits_one_of`: branches that overlap are narrowed, which multiplies alternatives.
     """
-    ready: Schema = _Rewriting(schema, are_items_compared, splits_one_of).rewrite(schema)
-    return ready
+    ready = _Rewriting(schema, are_items_compared, splits_one_of).rewrite(schema)
+    exact: Schema = rewrite_subschemas(ready, without_zero)
+    return exact
 
 
 class _Rewriting:

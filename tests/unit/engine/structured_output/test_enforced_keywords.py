@@ -155,6 +155,36 @@ def test_a_grammar_accepts_valid_values_and_no_others(schema: dict[str, Any]) ->
     assert accepted
 
 
+# Each with whether it matches a quotation mark, a backslash, a line feed and "]".
+SETS = {
+    r'^[^"]$': (False, True, True, True),
+    r"^[^\\]$": (True, False, True, True),
+    r"^[^\]\\]$": (True, False, True, False),
+    r'^(a|[^"\n])$': (False, True, False, True),
+    r"^\P{P}$": (False, False, True, False),
+    r"^\W$": (True, True, True, True),
+    r"^.$": (True, True, False, True),
+    r'^\["$': (False, False, False, False),
+}
+MARKS = '"\\\n]'
+
+
+@pytest.mark.parametrize(("pattern", "expected"), SETS.items(), ids=SETS.keys())
+def test_sets_of_characters_are_exact(pattern: str, expected: tuple[bool, ...]) -> None:
+    text = compiled({"type": "string", "pattern": pattern})
+    by_name = {"patternProperties": {pattern: {}}, "additionalProperties": False}
+    names = compiled({"type": "object", **by_name})
+
+    assert tuple(accepts(text, mark) for mark in MARKS) == expected
+    assert tuple(accepts(names, {mark: 1}) for mark in MARKS) == expected
+
+
+def test_excluded_values_that_begin_with_a_quotation_mark_are_excluded() -> None:
+    grammar = compiled({"type": "string", "not": {"enum": ['"', '"a', "\\"]}})
+
+    assert [each for each in ('"', '"a', "\\", '"b', "a") if accepts(grammar, each)] == ['"b', "a"]
+
+
 NARROWED: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "properties without a name": (
         {"type": "object", "properties": {"a": TEXT, "b": TEXT}, "minProperties": 1},
@@ -177,6 +207,7 @@ def test_some_grammars_are_narrower_than_the_schema(
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a pattern": ({"type": "string", "not": {"pattern": "a.*b"}}, "not"),
+    "control characters": ({"type": "string", "pattern": r"^[\x00-!]$"}, "begins with U"),
     "everything": ({"not": {}}, "no value matches it"),
     "a draft without const": (
         {"$schema": "http://json-schema.org/draft-04/schema#", "not": {"const": 1}},

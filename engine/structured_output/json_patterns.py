@@ -1,0 +1,45 @@
+r"""Patterns without U+0000, which llguidance 1.9 mistranslates to JSON. Pure.
+
+A set of characters that has all control characters also matches the escapes `\"` and `\\`, although
+`"` or `\` is not in the set: `^[^"]*$` matched a quotation mark. Without U+0000 it is exact.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_NEGATION = re.compile(r"\[\^|\\P(\{[^}]*\}|[A-Z])|\\.", re.DOTALL)
+_RANGE_FROM_ZERO = re.compile(r"(?<!\^)\\(?:x00|x\{0+\}|u0000|u\{0+\}|0)-|\x00-")
+
+
+def without_zero(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a part of a schema whose patterns do not match U+0000."""
+    pattern, by_pattern = schema.get("pattern"), schema.get("patternProperties")
+    changed = dict(schema)
+    if isinstance(pattern, str):
+        changed["pattern"] = exclude_zero(pattern)
+    if isinstance(by_pattern, Mapping):
+        changed["patternProperties"] = {
+            exclude_zero(each): value for each, value in by_pattern.items()
+        }
+    return changed
+
+
+def exclude_zero(pattern: str) -> str:
+    """Return the pattern with U+0000 excluded from its negated sets."""
+    return _NEGATION.sub(_exclude, pattern)
+
+
+def has_range_from_zero(schema: Mapping[str, Any]) -> bool:
+    """Return whether a pattern has a range that begins with U+0000, which cannot be enforced."""
+    by_pattern = schema.get("patternProperties")
+    patterns = [schema.get("pattern"), *(by_pattern if isinstance(by_pattern, Mapping) else ())]
+    return any(isinstance(each, str) and _RANGE_FROM_ZERO.search(each) for each in patterns)
+
+
+def _exclude(found: re.Match[str]) -> str:
+    if found[0] == "[^":
+        return r"[^\x00"
+    return rf"[^\x00\p{found[1]}]" if found[1] else found[0]
