@@ -12,8 +12,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
-from baton.engine.structured_output.disjoint_schemas import json_key
-from baton.engine.structured_output.unique_arrays import Place
+from baton.engine.structured_output.schemas.disjointness import json_key
+from baton.engine.structured_output.schemas.unique_arrays import Place
 
 
 class Mode(Enum):

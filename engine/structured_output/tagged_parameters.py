@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from baton.engine.structured_output.subschemas import resolve_pointer
+from baton.engine.structured_output.schemas.subschemas import resolve_pointer
 
 ANY_NAME = r"/[^<>\n\"=]{1,64}/"
 MAX_DEPTH = 8  # of references

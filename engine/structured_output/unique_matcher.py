@@ -23,7 +23,7 @@ from baton.engine.structured_output.json_scanner import (
     begin_scan,
     scan,
 )
-from baton.engine.structured_output.unique_arrays import Place
+from baton.engine.structured_output.schemas.unique_arrays import Place
 
 # In larger masks, only the tokens that all but complete an earlier item are checked for dead ends.
 MAX_CHECKED_TOKENS = 32

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from baton.engine.structured_output.disjoint_schemas import Disjointness
+from baton.engine.structured_output.schemas.disjointness import Disjointness
 
 names = st.sampled_from(["a", "b"])
 scalars = st.sampled_from([None, True, False, 0, 1, 1.0, 1.5, "", "a", "b"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from baton.engine.structured_output.subschemas import (
+from baton.engine.structured_output.schemas.subschemas import (
     list_subschemas,
     resolve_pointer,
     rewrite_subschemas,

@@ -13,7 +13,7 @@ from typing import Any
 
 from baton.core.errors import InvalidRequest
 from baton.core.structured_outputs import StructuredOutputs, parse_structured_outputs
-from baton.engine.structured_output.subschemas import rewrite_subschemas
+from baton.engine.structured_output.schemas.subschemas import rewrite_subschemas
 from baton.router.doors.openai.request.bodies import ChatBody
 from baton.router.doors.openai.request.closed_schemas import close_objects
 from baton.router.doors.openai.request.structured_outputs import (

@@ -12,7 +12,7 @@ import pytest
 from baton.core.errors import InvalidRequest
 from baton.core.structured_outputs import MAX_CHARACTERS, StructuredOutputs
 from baton.engine.structured_output.llguidance_backend import validate_grammar
-from baton.engine.structured_output.schema_rewrite import KNOWN_FORMATS, prepare_schema
+from baton.engine.structured_output.schemas.rewrite import KNOWN_FORMATS, prepare_schema
 
 
 def kind(name: str, **more: Any) -> dict[str, Any]:

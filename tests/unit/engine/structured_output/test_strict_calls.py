@@ -17,8 +17,8 @@ from baton.checkpoint.tokenizer import Tokenizer
 from baton.checkpoint.tokenizer_files import load_tokenizer
 from baton.core.errors import InvalidRequest
 from baton.core.structured_outputs import StructuredOutputs
+from baton.engine.structured_output.grammar import Grammar
 from baton.engine.structured_output.llguidance_backend import (
-    CompiledGrammar,
     GrammarLibrary,
     validate_grammar,
 )
@@ -101,7 +101,7 @@ def test_calls_follow_the_schema_of_their_tool(
 ) -> None:
     tokenizer, library = request.getfixturevalue(kind)
     tag = {"sections": [each.section(FUNCTIONS) for each in STRICT_CALLS[name]]}
-    grammar: CompiledGrammar = library.compile(StructuredOutputs(structural_tag=json.dumps(tag)))
+    grammar: Grammar = library.compile(StructuredOutputs(structural_tag=json.dumps(tag)))
     write = WRITERS[name]
     before = "I look. " if write.has_text_before else ""
 
@@ -139,9 +139,7 @@ def test_random_calls_are_read_as_the_schema_says(
         assert all(is_valid(call.arguments, schema) for call in answer.calls), text
 
 
-def random_answer(
-    grammar: CompiledGrammar, tokenizer: Tokenizer, begin: str, chance: random.Random
-) -> str:
+def random_answer(grammar: Grammar, tokenizer: Tokenizer, begin: str, chance: random.Random) -> str:
     """Return a random answer that begins so, and ends where it can."""
     tokens = tokenizer.encode(begin, add_special_tokens=False)
     matcher = grammar.matcher()

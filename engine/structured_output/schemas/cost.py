@@ -9,8 +9,8 @@ from math import lcm
 from typing import Any
 
 from baton.core.structured_outputs import MAX_CHARACTERS
-from baton.engine.structured_output.json_patterns import has_range_from_zero
-from baton.engine.structured_output.subschemas import list_objects
+from baton.engine.structured_output.schemas.patterns import has_range_from_zero
+from baton.engine.structured_output.schemas.subschemas import list_objects
 
 MAX_PATTERN_CHARACTERS = MAX_CHARACTERS["regex"]
 MAX_REMAINDERS = 10_000

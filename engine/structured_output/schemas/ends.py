@@ -12,7 +12,11 @@ from typing import Any
 
 from baton.core.errors import InvalidRequest
 from baton.core.structured_outputs import FIELD
-from baton.engine.structured_output.subschemas import list_objects, read_list, resolve_pointer
+from baton.engine.structured_output.schemas.subschemas import (
+    list_objects,
+    read_list,
+    resolve_pointer,
+)
 
 Schema = Mapping[str, Any]
 

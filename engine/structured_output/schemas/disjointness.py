@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import combinations, product
 from typing import Any
 
-from baton.engine.structured_output.subschemas import (
+from baton.engine.structured_output.schemas.subschemas import (
     changes_base,
     kind_of,
     list_objects,

@@ -12,7 +12,11 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from baton.engine.structured_output.subschemas import list_subschemas, read_list, resolve_pointer
+from baton.engine.structured_output.schemas.subschemas import (
+    list_subschemas,
+    read_list,
+    resolve_pointer,
+)
 
 MAX_WIDTH = 400
 # 20 patterns that may match anywhere in a text took minutes, 10 take 10 ms.

@@ -7,8 +7,8 @@ from itertools import combinations, permutations
 from math import comb, perm
 from typing import Any
 
-from baton.engine.structured_output.disjoint_schemas import json_key
-from baton.engine.structured_output.subschemas import read_list, resolve_pointer
+from baton.engine.structured_output.schemas.disjointness import json_key
+from baton.engine.structured_output.schemas.subschemas import read_list, resolve_pointer
 
 Schema = dict[str, Any]
 

@@ -10,14 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
-from baton.engine.structured_output.subschemas import (
+from baton.engine.structured_output.schemas.subschemas import (
     changes_base,
     list_objects,
     list_subschemas,
     read_list,
     resolve_pointer,
 )
-from baton.engine.structured_output.unique_items import is_unique_anyway
+from baton.engine.structured_output.schemas.unique_items import is_unique_anyway
 
 # Keywords whose schemas apply to the same value.
 IN_PLACE = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else")

@@ -11,7 +11,7 @@ from itertools import combinations
 from math import comb
 from typing import Any
 
-from baton.engine.structured_output.subschemas import read_list, resolve_pointer
+from baton.engine.structured_output.schemas.subschemas import read_list, resolve_pointer
 
 Schema = dict[str, Any]
 

@@ -10,27 +10,31 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from baton.engine.structured_output.disjoint_schemas import Disjointness
-from baton.engine.structured_output.json_patterns import without_zero
-from baton.engine.structured_output.object_rules import (
+from baton.engine.structured_output.schemas.disjointness import Disjointness
+from baton.engine.structured_output.schemas.negation import (
+    Negation,
+    NegationLimitExceeded,
+    any_of,
+)
+from baton.engine.structured_output.schemas.object_rules import (
     DEPENDENCIES,
     dependencies,
     property_counts,
     property_names,
 )
-from baton.engine.structured_output.schema_negation import (
-    Negation,
-    NegationLimitExceeded,
-    any_of,
-)
-from baton.engine.structured_output.subschemas import (
+from baton.engine.structured_output.schemas.patterns import without_zero
+from baton.engine.structured_output.schemas.subschemas import (
     CONSTRAINTS,
     allows_anything,
     read_list,
     rewrite_subschemas,
     rewrite_with_originals,
 )
-from baton.engine.structured_output.unique_items import is_unique_anyway, item_values, unique_lists
+from baton.engine.structured_output.schemas.unique_items import (
+    is_unique_anyway,
+    item_values,
+    unique_lists,
+)
 
 Schema = dict[str, Any]
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from baton.engine.structured_output.disjoint_schemas import is_old_draft
-from baton.engine.structured_output.string_complement import (
+from baton.engine.structured_output.schemas.disjointness import is_old_draft
+from baton.engine.structured_output.schemas.string_complement import (
     pattern_of_mismatches,
     pattern_of_others,
 )
-from baton.engine.structured_output.subschemas import (
+from baton.engine.structured_output.schemas.subschemas import (
     TYPES,
     changes_base,
     kind_of,

@@ -1,0 +1,171 @@
+"""Grammars of requests as text for llguidance. Pure.
+
+What llguidance cannot enforce is refused: an unsupported keyword is an error, never ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import llguidance
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from baton.core.errors import InvalidRequest
+from baton.core.structured_outputs import FIELD, StructuredOutputs
+from baton.engine.structured_output.compiler_errors import TOO_DEEP, reason_of
+from baton.engine.structured_output.schemas.cost import embedded_schemas, expense_reason
+from baton.engine.structured_output.schemas.ends import check_grammar_ends, check_schema_ends
+from baton.engine.structured_output.schemas.rewrite import prepare_schema
+from baton.engine.structured_output.schemas.unique_arrays import Place, unique_arrays
+from baton.engine.structured_output.schemas.width import (
+    MAX_JOINED_PATTERNS,
+    is_too_wide,
+    joins_many_patterns,
+)
+from baton.engine.structured_output.structural_tags import (
+    lark_of_structural_tag,
+    parse_structural_tag,
+)
+
+ANY_OBJECT = '{"type": "object"}'
+# A space, or a newline with indentation, which suffices for any JSON style. With more allowed, a
+# weak model generates nothing but whitespace until max_tokens. Deeper levels are indented less.
+WHITESPACE = r"( |\n[ \t]{0,16})?"
+# Forced tokens are off: computing them never terminates for text that repeats without end, and
+# they would allow only the tokenizer's canonical tokenization of a text.
+HEADER = '%llguidance {"no_forcing": true}'
+GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+TOO_WIDE = (
+    "it combines too many alternatives: use fewer anyOf, oneOf, not and dependencies in one object"
+)
+TOO_MANY_PATTERNS = f"more than {MAX_JOINED_PATTERNS} patterns apply to one string: join them"
+MAX_REWRITTEN_CHARACTERS = 1 << 19  # twice that of a client's schema
+NO_SPECIAL_TOKENS: Mapping[str, int] = {}
+
+
+def grammar_text(
+    params: StructuredOutputs, special_ids: Mapping[str, int] = NO_SPECIAL_TOKENS
+) -> str:
+    """Return the grammar in llguidance's format. Raises InvalidRequest."""
+    return llguidance.LLMatcher.grammar_from_lark(f"{HEADER}\n{_lark(params, special_ids)}")
+
+
+def _lark(params: StructuredOutputs, special_ids: Mapping[str, int]) -> str:
+    if params.choice:
+        return f"start: {' | '.join(map(json.dumps, params.choice))}"
+    if params.regex is not None:
+        parsed = json.loads(llguidance.LLMatcher.grammar_from_regex(params.regex))
+        return str(parsed["grammars"][0]["lark_grammar"])
+    if params.grammar is not None:
+        return _lark_of_grammar(params, params.grammar)
+    if params.structural_tag is not None:
+        return _lark_of_structural_tag(params, params.structural_tag, special_ids)
+    return f"start: %json {_schema(params, ANY_OBJECT if params.json is None else params.json)}"
+
+
+def _lark_of_structural_tag(
+    params: StructuredOutputs, text: str, special_ids: Mapping[str, int]
+) -> str:
+    try:
+        tag = parse_structural_tag(text)
+        return lark_of_structural_tag(
+            tag, lambda schema: _schema(params, json.dumps(schema)), special_ids
+        )
+    except RecursionError:
+        raise refusal(params, TOO_DEEP) from None
+    except ValueError as error:
+        raise refusal(params, str(error)) from error
+
+
+def _lark_of_grammar(params: StructuredOutputs, text: str) -> str:
+    if "%llguidance" in text:
+        raise refusal(params, "%llguidance is not allowed: leave it out")
+    check_grammar_ends(text)
+    try:
+        for schema in embedded_schemas(text):
+            _check_schema_cost(params, schema)
+    except RecursionError:
+        raise refusal(params, TOO_DEEP) from None
+    if not GBNF_RULE.search(text):
+        return text
+    try:
+        return gbnf_to_lark(text).removeprefix("%llguidance {}")
+    except RecursionError:
+        raise refusal(params, TOO_DEEP) from None
+    except Exception as error:  # its parser has no exception class of its own
+        raise refusal(params, f"it is not GBNF: {error}") from error
+
+
+def _schema(params: StructuredOutputs, text: str) -> str:
+    """Return the rewritten schema with Baton's llguidance settings, which replace the client's."""
+    try:
+        schema = _parse_schema(params, text)
+        check_schema_ends(schema)
+        _check_schema_cost(params, schema)
+        if schema is False:
+            raise refusal(params, "no value matches the schema false")
+        if joins_many_patterns(schema):
+            raise refusal(params, TOO_MANY_PATTERNS)
+        fields = {} if schema is True else _rewritten(params, schema)
+        ready = json.dumps({**fields, "x-guidance": _json_settings(params)}, allow_nan=False)
+        if len(ready) > MAX_REWRITTEN_CHARACTERS:
+            raise refusal(params, TOO_WIDE)
+        return ready
+    except RecursionError:
+        raise refusal(params, TOO_DEEP) from None
+    except ValueError as error:
+        raise refusal(params, f"a number is out of range: {error}") from error
+
+
+def _rewritten(params: StructuredOutputs, schema: dict[str, Any]) -> dict[str, Any]:
+    are_compared = params.json is not None and unique_arrays(schema) is not None
+    fields = prepare_schema(schema, are_items_compared=are_compared)
+    if is_too_wide(fields):
+        # llguidance can prove more branches of oneOf disjoint, since it merges allOf before.
+        fields = prepare_schema(schema, are_items_compared=are_compared, splits_one_of=False)
+        if is_too_wide(fields):
+            raise refusal(params, TOO_WIDE)
+    return fields
+
+
+def compared_arrays(params: StructuredOutputs) -> Place | None:
+    """Return where an answer's items are compared, or None if they need not be."""
+    return None if params.json is None else unique_arrays(_parse_schema(params, params.json))
+
+
+def _json_settings(params: StructuredOutputs) -> dict[str, Any]:
+    settings = {"lenient": False, "item_separator": ",", "key_separator": ":"}
+    if params.disable_any_whitespace:
+        return {**settings, "whitespace_flexible": False}
+    return {**settings, "whitespace_pattern": WHITESPACE}
+
+
+def _parse_schema(params: StructuredOutputs, text: str) -> dict[str, Any] | bool:
+    try:
+        schema = json.loads(text, parse_constant=_refuse_constant)
+    except ValueError as error:
+        raise refusal(params, f"it is not JSON: {error}") from error
+    if not isinstance(schema, dict | bool):
+        kind = "a list" if isinstance(schema, list) else type(schema).__name__
+        raise refusal(params, f"a JSON schema is an object or a boolean; this is {kind}")
+    return schema
+
+
+def _check_schema_cost(params: StructuredOutputs, schema: Any) -> None:
+    reason = expense_reason(schema)
+    if reason is not None:
+        raise refusal(params, reason)
+
+
+def _refuse_constant(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def refusal(params: StructuredOutputs, text: str) -> InvalidRequest:
+    # The lines of GBNF differ from those of the Lark grammar that it is converted to.
+    has_lines = params.grammar is not None and not GBNF_RULE.search(params.grammar)
+    reason = reason_of(text, has_lines=has_lines)
+    return InvalidRequest(f"{FIELD}.{params.form} cannot be enforced: {reason}", FIELD)
