@@ -238,9 +238,10 @@ class LLM:
 
     def _load_adapter(self, folder: str) -> str:
         """Load an adapter and return its id."""
-        files, table = PeftFolder(Path(folder)), self._runner.adapters
+        table = self._runner.adapters
         if table is None:
             raise InvalidConfig("this model takes no adapters: leave out lora")
+        files = PeftFolder(Path(folder), table.limits)
         adapter_id = files.digest()
         table.add(adapter_id, table.load(files))
         self.engine.scheduler.adapters.add(adapter_id)

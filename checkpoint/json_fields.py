@@ -15,7 +15,7 @@ MAX_SHOWN = 200  # characters of a wrong value in an error
 MAX_TEXT_BYTES = 64 << 20  # per file; the largest tokenizers have 35 MB
 
 
-def read_model_text(path: Path) -> str:
+def read_model_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
     """Read a text file of a model folder. Raises ModelError, which names the file.
 
     Pipes and devices are refused: reading them might never end.
@@ -26,9 +26,9 @@ def read_model_text(path: Path) -> str:
         if not path.is_file():
             raise ModelError(f"{path} is not a file; fetch it again")
         with path.open("rb") as file:
-            content = file.read(MAX_TEXT_BYTES + 1)
-        if len(content) > MAX_TEXT_BYTES:
-            raise ModelError(f"{path} has more than {MAX_TEXT_BYTES} bytes; fetch it again")
+            content = file.read(max_bytes + 1)
+        if len(content) > max_bytes:
+            raise ModelError(f"{path} has more than {max_bytes} bytes; fetch it again")
         return content.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{path} cannot be read: {error}; fetch it again") from error
@@ -42,9 +42,9 @@ class JsonFields:
         self._fields = fields
 
     @classmethod
-    def read(cls, path: Path) -> JsonFields:
+    def read(cls, path: Path, max_bytes: int = MAX_TEXT_BYTES) -> JsonFields:
         try:
-            parsed = json.loads(read_model_text(path))
+            parsed = json.loads(read_model_text(path, max_bytes))
         except RecursionError:
             raise ModelError(f"{path} is nested too deeply; fetch it again") from None
         except ValueError as error:  # also for a number of too many digits

@@ -3,122 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from baton.checkpoint.json_fields import JsonFields, shorten
+from baton.checkpoint.json_fields import shorten
+from baton.checkpoint.peft_config import CONFIG, AdapterConfig
 from baton.core.errors import ModelError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-MAX_BYTES = 8 << 30
-# Settings that change the weights or the computation, and the values that Baton supports.
-SUPPORTED: Mapping[str, tuple[object, ...]] = {
-    "peft_type": ("LORA",),
-    "use_dora": (None, False),
-    "modules_to_save": (None, []),
-    "trainable_token_indices": (None, []),
-    "layer_replication": (None, []),
-    "fan_in_fan_out": (None, False),
-    "lora_bias": (None, False),
-    "bias": (None, "none"),
-    "use_qalora": (None, False),
-    "alora_invocation_tokens": (None, []),
-    "arrow_config": (None,),
-    "kasa_config": (None,),
-    "monteclora_config": (None,),
-    "use_bdlora": (None,),
-}
-# They initialise the adapter by changing the base model, which must then be saved with it.
-CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
+WEIGHTS = "adapter_model.safetensors"
+LENGTH_BYTES = 8  # of the header's length, with which the weights begin
 TENSOR = re.compile(
     r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight", re.ASCII
 )
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterConfig:
-    """Ranks and scales of an adapter's matrices."""
-
-    rank: int
-    alpha: float
-    uses_rank_root: bool  # rsLoRA: alpha is divided by the root of the rank
-    rank_pattern: Mapping[str, float]
-    alpha_pattern: Mapping[str, float]
-    target_parameters: Sequence[str] = ()
-
-    @classmethod
-    def read(cls, folder: Path) -> AdapterConfig:
-        """Raises ModelError for what is not supported."""
-        fields = JsonFields.read(folder / CONFIG)
-        for name, values in SUPPORTED.items():
-            if fields.get(name) not in values:
-                expected = " or ".join(map(repr, values))
-                raise fields.wrong(name, f"must be {expected}: other adapters are not supported")
-        how = fields.get("init_lora_weights")
-        if isinstance(how, str) and how.lower().startswith(CHANGES_BASE):
-            raise fields.wrong(
-                "init_lora_weights", "must leave the base model as it is: convert the adapter"
-            )
-        return cls(
-            rank=fields.positive_int("r"),
-            alpha=fields.number("lora_alpha", 8),
-            uses_rank_root=fields.flag("use_rslora", False),
-            rank_pattern=_pattern(fields, "rank_pattern"),
-            alpha_pattern=_pattern(fields, "alpha_pattern"),
-            target_parameters=_names(fields, "target_parameters"),
-        )
-
-    def targets_parameter(self, name: str) -> bool:
-        """Return whether a parameter is changed that is no weight of a linear layer."""
-        return any(name == each or name.endswith(f".{each}") for each in self.target_parameters)
-
-    def scale(self, module: str, rank: int) -> float:
-        """Return the factor of a module's product."""
-        alpha = _matching(self.alpha_pattern, module, self.alpha)
-        return alpha / (rank**0.5 if self.uses_rank_root else rank)
-
-    def rank_of(self, module: str) -> int:
-        return int(_matching(self.rank_pattern, module, self.rank))
-
-
-def _pattern(fields: JsonFields, name: str) -> Mapping[str, float]:
-    found = fields.get(name)
-    if found is None:
-        return {}
-    if not isinstance(found, dict) or not all(
-        type(number) in (int, float) and number > 0 for number in found.values()
-    ):
-        raise fields.wrong(name, "must map modules to positive numbers")
-    return {str(module): number for module, number in found.items()}
-
-
-def _names(fields: JsonFields, name: str) -> Sequence[str]:
-    found = fields.get(name) or []
-    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
-        raise fields.wrong(name, "must be a list of names")
-    return tuple(found)
-
-
-def _matching(pattern: Mapping[str, float], module: str, default: float) -> float:
-    """Return the number of the first pattern, a regular expression, that a module ends with."""
-    for key, number in pattern.items():
-        if module == key or module.endswith(f".{key}") or _matches(key, module):
-            return number
-    return default
-
-
-def _matches(key: str, module: str) -> bool:
-    try:
-        return re.fullmatch(rf"(.*\.)?({key})", module) is not None
-    except re.error:
-        return False
 
 
 class Sides(NamedTuple):
@@ -135,6 +38,17 @@ class LowRank(NamedTuple):
     up: Tensor  # [rows, rank], scaled
 
 
+class WeightLimits(NamedTuple):
+    """Sizes of the weights of adapters of a model, and why they cannot be larger."""
+
+    max_bytes: int = 8 << 30
+    max_header_bytes: int = 100_000_000  # as for safetensors
+    why: str = ""
+
+
+ANY_MODEL = WeightLimits()
+
+
 class PeftFolder:
     """An adapter's files. Raises ModelError, which names file and tensor.
 
@@ -142,7 +56,7 @@ class PeftFolder:
     off meanwhile, which would end a process that had mapped it, does no harm.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, limits: WeightLimits = ANY_MODEL) -> None:
         self.path = folder
         self.config = AdapterConfig.read(folder)
         self._weights = folder / WEIGHTS
@@ -151,8 +65,8 @@ class PeftFolder:
                 f"{self._weights} is missing: adapters are read from {WEIGHTS} alone; save this "
                 "one with safe_serialization=True"
             )
-        if self._weights.stat().st_size > MAX_BYTES:
-            raise ModelError(f"{self._weights} has more than {MAX_BYTES >> 30} GiB")
+        self._limits = limits
+        self._check_size(self._weights.stat().st_size)
 
     def digest(self) -> str:
         """Hash the configuration and all bytes of the weights: equal adapters have equal ones."""
@@ -208,10 +122,29 @@ class PeftFolder:
 
     @cached_property
     def _bytes(self) -> bytes:
+        """Read the weights, up to the limits, since parsing a header stops other threads."""
         try:
-            return self._weights.read_bytes()
+            with self._weights.open("rb") as file:
+                num_bytes = os.fstat(file.fileno()).st_size
+                self._check_size(num_bytes)
+                self._check_header(int.from_bytes(file.peek()[:LENGTH_BYTES], "little"))
+                return file.read(num_bytes)
         except OSError as error:
             raise self._unreadable(error) from error
+
+    def _check_header(self, num_bytes: int) -> None:
+        if num_bytes > self._limits.max_header_bytes:
+            raise ModelError(
+                f"{self._weights} cannot be read: its header has {num_bytes} bytes, more than "
+                f"{self._limits.max_header_bytes}{self._limits.why}"
+            )
+
+    def _check_size(self, num_bytes: int) -> None:
+        if num_bytes > self._limits.max_bytes:
+            raise ModelError(
+                f"{self._weights} has {num_bytes} bytes, more than "
+                f"{self._limits.max_bytes}{self._limits.why}"
+            )
 
     def _unreadable(self, error: Exception) -> ModelError:
         return ModelError(f"{self._weights} cannot be read: {error}")

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from baton.checkpoint.hub import open_checkpoint
-from baton.checkpoint.peft_folder import CONFIG, WEIGHTS
+from baton.checkpoint.peft_config import CONFIG
+from baton.checkpoint.peft_folder import WEIGHTS
 
 # All nodes have them from their start; more than fit into memory.
 NAMES = ("red", "green", "blue")

@@ -23,7 +23,8 @@ import torch
 from safetensors.torch import save_file
 
 from baton.checkpoint.hub import open_checkpoint
-from baton.checkpoint.peft_folder import CONFIG, WEIGHTS, PeftFolder
+from baton.checkpoint.peft_config import CONFIG
+from baton.checkpoint.peft_folder import WEIGHTS, PeftFolder
 from baton.core.ids import AdapterRef, RequestId
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams

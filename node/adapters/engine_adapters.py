@@ -26,11 +26,11 @@ class EngineAdapters:
         self._engine = engine
 
     def digest(self, folder: Path) -> str:
-        return PeftFolder(folder).digest()
+        return PeftFolder(folder, self._table.limits).digest()
 
     def read(self, folder: Path, adapter_id: str) -> Adapter:
         """Raises AdapterUnreadable if the files are those of another adapter."""
-        files = PeftFolder(folder)
+        files = PeftFolder(folder, self._table.limits)
         found = files.digest()
         if found != adapter_id:
             raise AdapterUnreadable(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path, PurePosixPath
 
-from baton.checkpoint.peft_folder import CONFIG, WEIGHTS
+from baton.checkpoint.peft_config import CONFIG
+from baton.checkpoint.peft_folder import WEIGHTS
 from baton.core.errors import InvalidRequest
 
 MAX_PATH_CHARACTERS = 512

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.checkpoint.peft_folder import AdapterConfig, PeftFolder
+from baton.checkpoint.peft_config import CONFIG, AdapterConfig
+from baton.checkpoint.peft_folder import WEIGHTS, PeftFolder
 from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.core.errors import ModelError
+from baton.engine.runner.adapters.adapters import AdapterTable
+from baton.engine.runner.adapters.low_rank import TORCH_LOW_RANK, ActiveAdapters
 from baton.engine.runner.adapters.places import AdapterPlaces
 from baton.engine.runner.families.read_config import read_model_config
 from tests.support.adapters import write_adapter
@@ -31,7 +36,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(base: Path, adapter: Path, max_rank: int = 16) -> int:
     places = AdapterPlaces(read_model_config(SafetensorsFolder(base)))
-    return len(list(places.parts(PeftFolder(adapter), max_rank)))
+    return len(list(places.parts(PeftFolder(adapter, places.limits(max_rank)), max_rank)))
 
 
 def test_a_good_adapter(base: Path, tmp_path: Path) -> None:
@@ -58,12 +63,23 @@ def test_a_good_adapter(base: Path, tmp_path: Path) -> None:
         ({"lora_alpha": "x"}, "lora_alpha"),
         ({"rank_pattern": [1]}, "rank_pattern"),
         ({"alpha_pattern": {"q_proj": -1}}, "alpha_pattern"),
+        ({"alpha_pattern": {"q_proj": math.inf}}, "alpha_pattern"),
+        ({"rank_pattern": {"q_proj": math.inf}}, "rank_pattern"),
+        # Patterns whose match would take for ever, by repetitions, alternatives or their number.
+        ({"rank_pattern": {"(.*.*)*x": 4}}, "match fast"),
+        ({"rank_pattern": {"(?#[)(.*)*x(?#])": 4}}, "match fast"),
+        ({"rank_pattern": {".*.*.*.*.*x": 4}}, "match fast"),
+        ({"rank_pattern": {"(a|a)" * 30: 4}}, "match fast"),
+        ({"rank_pattern": {"a?" * 30: 4}}, "match fast"),
+        ({"alpha_pattern": {"x" * 300: 4}}, "match fast"),
+        ({"alpha_pattern": {f"x{number}": 4 for number in range(5000)}}, "match fast"),
+        ({"x": "x" * (1 << 20)}, "more than 1048576 bytes"),
         ({"rank_pattern": {"q_proj": 2}}, "rank 2"),
     ],
 )
 def test_settings(base: Path, tmp_path: Path, settings: dict[str, Any], expected: str) -> None:
     adapter = write_adapter(base, tmp_path, rank=4)
-    path = adapter / "adapter_config.json"
+    path = adapter / CONFIG
     path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
 
     with pytest.raises(ModelError, match=expected):
@@ -119,6 +135,32 @@ def test_tensors(base: Path, tmp_path: Path, change: Change, expected: str) -> N
 def test_ranks_above_the_limit(base: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="max_lora_rank is 2"):
         load(base, write_adapter(base, tmp_path), max_rank=2)
+
+
+def test_scales_beyond_the_range_of_the_model(base: Path, tmp_path: Path) -> None:
+    config = read_model_config(SafetensorsFolder(base))
+    active = ActiveAdapters(TORCH_LOW_RANK)
+    table = AdapterTable(active, config, torch.float16, torch.device("cpu"), 16, 1)
+    assert table.load(PeftFolder(write_adapter(base, tmp_path / "small"))).num_bytes
+
+    with pytest.raises(ModelError, match=r"exceed the range of torch\.float16 .*lower lora_alpha"):
+        table.load(PeftFolder(write_adapter(base, tmp_path / "large", alpha=1e6)))
+
+
+def test_files_that_are_too_large_are_not_read(base: Path, tmp_path: Path) -> None:
+    weights = write_adapter(base, tmp_path) / WEIGHTS
+    with weights.open("r+b") as file:
+        file.write((2 << 20).to_bytes(8, "little"))
+    with pytest.raises(ModelError, match=r"its header has 2097152 bytes, .*max_lora_rank is 16"):
+        load(base, tmp_path)
+
+    os.truncate(weights, 1 << 40)
+    with pytest.raises(ModelError, match=r"has 1099511627776 bytes, .*max_lora_rank is 16"):
+        load(base, tmp_path)
+
+    os.truncate(tmp_path / CONFIG, 1 << 40)
+    with pytest.raises(ModelError, match="more than 1048576 bytes"):
+        load(base, tmp_path)
 
 
 def with_unknown_dtype() -> bytes:

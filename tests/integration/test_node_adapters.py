@@ -11,7 +11,8 @@ import grpc
 import numpy as np
 import pytest
 
-from baton.checkpoint.peft_folder import CONFIG, WEIGHTS, PeftFolder
+from baton.checkpoint.peft_config import CONFIG
+from baton.checkpoint.peft_folder import WEIGHTS, PeftFolder
 from baton.core.ids import NO_ADAPTER, AdapterRef
 from baton.core.sampling import SamplingParams
 from baton.llm import LLM
@@ -246,7 +247,7 @@ def test_hostile_adapters_are_refused_while_others_are_served(
     hostile = {
         "nan": "not finite",
         "shapes": "4 x 4",
-        "rank": "rank 4096",
+        "rank": "max_lora_rank is",
         "garbage": "cannot be read",
         "../one": "--lora-root",
         "/etc": "--lora-root",

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from baton.checkpoint.peft_folder import CONFIG, WEIGHTS
+from baton.checkpoint.peft_config import CONFIG
+from baton.checkpoint.peft_folder import WEIGHTS
 from baton.core.ids import AdapterRef
 from baton.engine.engine_thread import EngineThread
 from baton.node.adapters.loader import AdapterLoader

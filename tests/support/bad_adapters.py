@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.checkpoint.peft_folder import CONFIG, WEIGHTS
+from baton.checkpoint.peft_config import CONFIG
+from baton.checkpoint.peft_folder import WEIGHTS
 from tests.support.adapters import write_adapter
 
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from baton.checkpoint.peft_folder import CONFIG, WEIGHTS
+from baton.checkpoint.peft_config import CONFIG
+from baton.checkpoint.peft_folder import WEIGHTS
 from baton.core.errors import ModelError
 from baton.rpc.errors import AdapterUnreadable
 

@@ -9,7 +9,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from baton.checkpoint.peft_folder import PeftFolder
+from baton.checkpoint.peft_folder import PeftFolder, WeightLimits
+from baton.core.errors import ModelError
 from baton.core.exclusions import Feature, check_exclusions
 from baton.engine.runner.adapters.low_rank import ActiveAdapters, Adapter, Group
 from baton.engine.runner.adapters.place import Part, Place
@@ -42,12 +43,27 @@ class AdapterTable:
         self._groups: Sequence[Group] = ()  # of the pass that was selected last
         self._selected: list[tuple[str, int]] | None = None  # its adapters and tokens, by run
 
+    @property
+    def limits(self) -> WeightLimits:
+        """Sizes of the largest files that can fit."""
+        return self._places.limits(self._max_rank)
+
     def load(self, folder: PeftFolder) -> Adapter:
         """Read an adapter. Any thread can call this. Raises ModelError if it does not fit."""
         parts: dict[Place, list[Part]] = {}
         for place, part in self._places.parts(folder, self._max_rank):
+            self._check_range(folder, place, part)
             parts.setdefault(place, []).append(part)
         return self.active.products.prepare(parts, self._like, self._num_layers)
+
+    def _check_range(self, folder: PeftFolder, place: Place, part: Part) -> None:
+        largest = torch.finfo(self._like.dtype).max
+        numbers = torch.stack([edge for side in (part.down, part.up) for edge in side.aminmax()])
+        if not (numbers.abs() <= largest).all():
+            raise ModelError(
+                f"{folder.path}: the matrices of layer {place.layer} ({place.name}) exceed the "
+                f"range of {self._like.dtype} when scaled: lower lora_alpha"
+            )
 
     def add(self, adapter_id: str, adapter: Adapter) -> None:
         self._by_id[adapter_id] = adapter

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from baton.checkpoint.peft_folder import LowRank, PeftFolder, Sides
+from baton.checkpoint.peft_folder import LowRank, PeftFolder, Sides, WeightLimits
 from baton.core.errors import ModelError
 from baton.engine.runner.adapters.place import Part, Place
 from baton.engine.runner.adapters.targets import (
@@ -22,6 +22,8 @@ from baton.engine.runner.model.config import ModelConfig
 MODULE = re.compile(r"(?P<prefix>(?:.*\.)?)layers\.(?P<layer>\d{1,6})\.(?P<name>[\w.]+)", re.ASCII)
 # Prefixes of the text model's layers, in models of text alone and with images.
 PREFIXES = ("", "model.", "model.language_model.", "language_model.model.", "language_model.")
+MAX_NUMBER_BYTES = 8  # float64
+MAX_ENTRY_BYTES, MAX_METADATA_BYTES = 512, 1 << 20  # of a tensor, and of all, in a file's header
 NESTED = ".base_layer"  # PEFT wraps a module once for each of its parameters
 
 
@@ -41,6 +43,16 @@ class AdapterPlaces:
         for (layer, name), target in self._targets.items():
             if "[" not in name:  # of an expert in a stacked parameter
                 yield f"model.layers.{layer}.{name}", target.num_rows, target.num_columns
+
+    def limits(self, max_rank: int) -> WeightLimits:
+        """Return the sizes of the largest files that can fit."""
+        edges = sum(each.num_rows + each.num_columns for each in self._targets.values())
+        max_header_bytes = MAX_METADATA_BYTES + 2 * len(self._targets) * MAX_ENTRY_BYTES
+        return WeightLimits(
+            max_header_bytes + max_rank * edges * MAX_NUMBER_BYTES,
+            max_header_bytes,
+            f", which no adapter of this model needs; max_lora_rank is {max_rank}",
+        )
 
     def parts(self, folder: PeftFolder, max_rank: int) -> Iterator[tuple[Place, Part]]:
         """Yield the parts of an adapter. Raises ModelError for one that does not fit the model."""
