@@ -1,4 +1,4 @@
-"""Brings the names of adapters back to nodes that join."""
+"""Gives nodes that join the names of adapters that the others have, and no unloaded ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import logging
 
 from baton.core.ids import AdapterRef
 from baton.router.adapter_calls import AdapterCalls
+from baton.router.missed_unloads import MissedUnloads
 from baton.router.routing.node_table import Node, NodeTable
+from baton.rpc.status import RemoteError
 
 log = logging.getLogger(__name__)
 
@@ -18,7 +20,8 @@ PAUSE_S = 2.0  # before another try
 class AdapterRestores:
     """Loads on a node that joins the adapters that operators have loaded on the others.
 
-    Only nodes that join get names: a node that loses one later has been ordered to.
+    It unloads from it what operators have unloaded while it was away. Only nodes that join are
+    changed: a node that loses a name later has been ordered to.
     """
 
     def __init__(self, table: NodeTable, calls: AdapterCalls, turn: asyncio.Lock) -> None:
@@ -26,26 +29,53 @@ class AdapterRestores:
         self._table = table
         self._calls = calls
         self._turn = turn
-        self._seen: dict[str, Node] = {}  # by address
+        self.missed = MissedUnloads()
+        self._seen: dict[str, tuple[Node, frozenset[AdapterRef]]] = {}  # by address
         self._tasks: set[asyncio.Task[None]] = set()
 
     def handle_reports(self) -> None:
-        """Look for nodes that have joined."""
+        """Look for nodes that have joined, and for those that are gone."""
         nodes = {node.address: node for node in self._table.nodes}
+        for node, refs in self._seen.values():
+            if nodes.get(node.address) is not node:
+                self.missed.note_gone(node, {ref.name for ref in refs})
         for address, node in nodes.items():
-            if self._seen.get(address) is not node and node.card.max_loras:
+            is_new = address not in self._seen or self._seen[address][0] is not node
+            if is_new and node.card.max_loras:
                 task = asyncio.ensure_future(self._restore(node))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-        self._seen = nodes
+        self._seen = {
+            address: (node, self._table.adapters.at(address).refs)
+            for address, node in nodes.items()
+        }
 
     async def _restore(self, node: Node) -> None:
         for number in range(NUM_TRIES):
             if number:
                 await asyncio.sleep(PAUSE_S)
             async with self._turn:
-                if await self._load_missing(node):
+                if await self._unload_missed(node) and await self._load_missing(node):
                     return
+
+    async def _unload_missed(self, node: Node) -> bool:
+        """Return whether another try is of no use."""
+        is_complete = True
+        for name in sorted(self.missed.of(node)):
+            if self._table.node_at(node.address) is not node:
+                return True
+            outcome = await self._calls.unload(node, name)
+            if isinstance(outcome, RemoteError):
+                is_complete = False
+                log.warning(
+                    "%s did not unload adapter %r, which was unloaded while it was away: %s",
+                    *(node.card.node_id, name, outcome),
+                )
+            else:
+                log.info("%s has unloaded adapter %r, as the others", node.card.node_id, name)
+        if is_complete:
+            self.missed.note_return(node)
+        return is_complete
 
     async def _load_missing(self, node: Node) -> bool:
         """Return whether another try is of no use."""

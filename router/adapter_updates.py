@@ -17,9 +17,11 @@ from baton.router.adapter_calls import AdapterCalls, Outcome, only_adapter, rais
 from baton.router.adapter_restores import AdapterRestores
 from baton.router.input_processing.limits import check_name, is_valid_name
 from baton.router.routing.node_table import Node, NodeTable
-from baton.rpc.errors import NodeFailed, NotAnOperator, UnknownModel
+from baton.rpc.errors import NodeFailed, NotAnOperator, TooManyUpdates, UnknownModel
 from baton.rpc.security.operators import NO_OPERATORS, Operators
+from baton.rpc.status import RemoteError
 
+MAX_UPDATES = 32  # that run or wait for their turn
 REPORT_TIMEOUT_S = 10.0  # in which nodes report what they have done
 log = logging.getLogger(__name__)
 
@@ -50,15 +52,14 @@ class AdapterUpdates:
         self._calls = AdapterCalls(channel, self._operators)
         self._turn = asyncio.Lock()
         # Without operators of its own, the router cannot load anything.
-        self._restores = (
-            None if operators.tokens is None else AdapterRestores(table, self._calls, self._turn)
-        )
+        self._restores = AdapterRestores(table, self._calls, self._turn)
+        self._can_restore = operators.tokens is not None
         self._updates: set[asyncio.Future[Any]] = set()
         self._reported = asyncio.Event()
 
     def handle_reports(self) -> None:
         """Look again for what nodes have reported: the table has changed."""
-        if self._restores is not None:
+        if self._can_restore:
             self._restores.handle_reports()
         self._reported.set()
         self._reported = asyncio.Event()
@@ -66,20 +67,31 @@ class AdapterUpdates:
     async def load(self, order: AdapterOrder, shown: str | None = None) -> tuple[ModelVariant, int]:
         """Return the adapter and the number of its nodes. `shown` is the caller's authorization.
 
-        When it returns, requests of this router can use the adapter. Raises NotAnOperator, and
-        InvalidRequest and NodeFailed if a node has not loaded it; then no node has.
+        When it returns, requests of this router can use the adapter. Raises NotAnOperator,
+        TooManyUpdates, and InvalidRequest and NodeFailed if a node has not loaded it; then no node
+        has.
         """
-        self._operators.check(shown)
+        self._check_right(shown)
         _check_order(order)
         return await self._complete(self._load_on_all(order))
 
     async def unload(self, name: str, shown: str | None = None) -> int:
         """Return the number of nodes that had the adapter. Requests in progress keep it.
 
-        Raises NotAnOperator, UnknownModel, and NodeFailed if a node has not unloaded it.
+        Raises NotAnOperator, TooManyUpdates, UnknownModel, and NodeFailed if a node has not
+        unloaded it.
         """
-        self._operators.check(shown)
+        self._check_right(shown)
         return await self._complete(self._unload_from_all(name))
+
+    def _check_right(self, shown: str | None) -> None:
+        """Raises NotAnOperator, and TooManyUpdates, since updates outlive their callers."""
+        self._operators.check(shown)
+        if len(self._updates) >= MAX_UPDATES:
+            raise TooManyUpdates(
+                f"{MAX_UPDATES} loads and unloads of adapters wait for their turn; send this one "
+                "again later"
+            )
 
     async def _complete(self, update: Coroutine[None, None, Result]) -> Result:
         """Run an update to its end even if its caller disconnects: nodes must not differ."""
@@ -120,16 +132,19 @@ class AdapterUpdates:
                 ),
                 f"adapter {order.name!r} is loaded",
             )
+            self._restores.missed.note_load(order.name)
         return ModelVariant(nodes[0].card.model, adapter), len(nodes)
 
     async def _unload_from_all(self, name: str) -> int:
         async with self._turn:
             variant = self._table.served.variants.get(name)
             if variant is None or not variant.adapter.name:
+                self._restores.missed.note_unload(name)
                 raise UnknownModel(f"there is no adapter {_quoted(name)}; {self._known()}")
             nodes = [node for node in self._table.nodes if node.card.model == variant.base]
             nodes = [node for node in nodes if node.card.max_loras]
             outcomes = await _each(nodes, lambda node: self._calls.unload(node, name))
+            self._note_unload(variant, nodes, outcomes)
             raise_failures(nodes, outcomes, f"did not unload adapter {name!r}")
             await self._until_reported(
                 lambda: (
@@ -142,6 +157,16 @@ class AdapterUpdates:
                 f"adapter {name!r} is unloaded",
             )
         return sum(isinstance(outcome, AdapterRef) for outcome in outcomes)
+
+    def _note_unload(
+        self, variant: ModelVariant, nodes: Sequence[Node], outcomes: Sequence[Outcome]
+    ) -> None:
+        """Remember the nodes that still have the name, until they join again."""
+        name = variant.adapter.name
+        self._restores.missed.note_unload(name, variant.base)
+        for node, outcome in zip(nodes, outcomes, strict=True):
+            if isinstance(outcome, RemoteError):
+                self._restores.missed.note_failure(node, name)
 
     def _check_name_is_free(self, order: AdapterOrder) -> None:
         """Raises InvalidRequest if the name is taken."""

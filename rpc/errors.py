@@ -148,6 +148,10 @@ class TooManyAdapters(ServiceError):
     """The node has as many adapters as it can list."""
 
 
+class TooManyUpdates(ServiceError):
+    """As many loads and unloads of adapters as the router takes wait for their turn."""
+
+
 class Draining(ServiceError):
     """The process is draining and accepts no new requests."""
 

@@ -16,7 +16,13 @@ from baton.client import AsyncClient
 from baton.cluster import Child, LocalCluster
 from baton.telemetry.metrics import names
 from benchmarks.chaos import clock, slow_disk
-from benchmarks.chaos.cluster_config import ChaosClusterConfig, cluster_options, kv_events_of
+from benchmarks.chaos.cluster_config import (
+    ADAPTERS,
+    OPERATOR_TOKEN,
+    ChaosClusterConfig,
+    cluster_options,
+    kv_events_of,
+)
 from benchmarks.chaos.embedder_folder import make_embedder
 from benchmarks.chaos.faults import TargetRole
 from benchmarks.chaos.faulty_transport import FaultSwitch
@@ -189,9 +195,15 @@ class ChaosCluster:
         """Return the addresses for the hostile client; None without one."""
         if not self._setting.has_hostile_client:
             return None
-        decodes = tuple(child.address for child in self._cluster.decodes)
-        kv_events = tuple(kv_events_of(self._folder, child.name) for child in self.nodes)
-        return AttackTarget(self._cluster.router.http_address, self.address, decodes, kv_events)
+        return AttackTarget(
+            self._cluster.router.http_address,
+            self.address,
+            [child.address for child in self._cluster.decodes],
+            [child.address for child in self._cluster.prefills],
+            [kv_events_of(self._folder, child.name) for child in self.nodes],
+            OPERATOR_TOKEN,
+            str(self._folder / ADAPTERS),
+        )
 
     def rss(self) -> Rss:
         """Return the resident memory of the running processes. A fault can end one meanwhile."""

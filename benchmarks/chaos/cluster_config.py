@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.cluster import ClusterOptions, FurtherModel
-from benchmarks.chaos.adapter_folders import make_adapters
+from benchmarks.chaos.adapter_folders import NAMES, make_adapters
 from benchmarks.chaos.faults import TargetRole
+from benchmarks.chaos.hostile.bad_adapters import write_bad_adapters
 from benchmarks.chaos.hostile.client import REPLAY_SUFFIX
 from benchmarks.chaos.sending import EMBEDDER
 from benchmarks.chaos.tier_storage import TierStorage
@@ -19,6 +20,7 @@ TENANT_SHARE = 0.25  # of each tier
 UNTRACED = ("--trace-dir", "off")
 OPERATOR_TOKEN = "operator"
 NODE_MODULE = "benchmarks.chaos.node"
+ADAPTERS = "adapters"  # folder of them
 POOLING = "mean"  # so that the chat model embeds, too
 
 
@@ -66,7 +68,7 @@ def cluster_options(
     times = (f"--kv-lease-s={setting.lease_s}", f"--kv-silence-s={setting.silence_s}")
     every_node = (*times, *ANY_PORT, *UNTRACED, *operators)
     http = ("--http-port", "0")
-    return ClusterOptions(
+    options = ClusterOptions(
         model=setting.model,
         num_prefill=setting.num_prefill,
         num_decode=setting.num_decode,
@@ -77,7 +79,7 @@ def cluster_options(
             f"--pooling={POOLING}",
             f"--block-size={setting.block_size}",
             *_kv_event_arguments(setting, folder),
-            *make_adapters(setting.model, folder / "adapters"),
+            *make_adapters(setting.model, folder / ADAPTERS),
             *setting.node_arguments,
         ),
         prefill_arguments=tiers if setting.prefill_has_tiers else (),
@@ -86,6 +88,9 @@ def cluster_options(
         embedder_arguments=(*every_node, "--threads=1"),
         router_arguments=(*ANY_PORT, *UNTRACED, *http, *operators, *setting.router_arguments),
     )
+    if setting.has_hostile_client:
+        write_bad_adapters(folder / ADAPTERS / NAMES[0], folder / ADAPTERS)
+    return options
 
 
 def kv_events_of(folder: Path, node_id: str) -> str:

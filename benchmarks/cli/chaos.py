@@ -54,7 +54,7 @@ def chaos(
         typer.Option(
             help="Attacks of the hostile client: large-answers, token-lists, large-settings, "
             "idle-connections, long-ids, ambiguous-grammars, dead-peers, kv-hints, embeddings, "
-            "kv-events, mutations."
+            "kv-events, adapters, mutations."
         ),
     ] = EVERYTHING,
     clients: Annotated[
@@ -99,9 +99,9 @@ def chaos(
 
     Faults are injected from outside. Kind hostile adds a client that sends expensive bodies, long
     lists and ids, ambiguous grammars, hundreds of idle connections, links to dead peers, floods of
-    the KV event sockets and mutated requests. Meanwhile bystander streams must have no gap and
-    /health no latency above 1 s, except during other faults. `--kinds hostile` injects no other
-    faults.
+    the KV event sockets, damaged adapters and mutated requests. Meanwhile bystander streams must
+    have no gap and /health no latency above 1 s, except during other faults. `--kinds hostile`
+    injects no other faults.
 
     Exit code 1 if an answer was wrong, a request hung or was lost, something leaked, or a
     bystander's limit was exceeded.

@@ -10,7 +10,7 @@ from typing import Annotated, NamedTuple
 from baton.core.errors import InvalidConfig, InvalidRequest
 from baton.core.options import ADAPTERS, Option, check_options
 
-MAX_NAME_CHARACTERS = 256
+MAX_NAME_CHARACTERS, MAX_ID_CHARACTERS = 256, 128
 PLACES_IN_MEMORY = 4  # by default, for each of --max-loras
 
 
@@ -26,6 +26,14 @@ def check_name(name: str) -> None:
     if not name or len(name) > MAX_NAME_CHARACTERS or not name.isprintable():
         raise InvalidRequest(
             f"an adapter's name must have 1 to {MAX_NAME_CHARACTERS} printable characters", "name"
+        )
+
+
+def check_id(adapter_id: str) -> None:
+    """Raise InvalidRequest unless this can be the digest of an adapter; it may be missing."""
+    if adapter_id and not (len(adapter_id) <= MAX_ID_CHARACTERS and adapter_id.isalnum()):
+        raise InvalidRequest(
+            f"an adapter's id must have at most {MAX_ID_CHARACTERS} letters and digits", "id"
         )
 
 

@@ -18,6 +18,25 @@ def folder_below(root: Path | None, path: str) -> Path:
     """
     if root is None:
         raise InvalidRequest("this node loads no adapters: start it with --lora-root", "path")
+    check_path(path)
+    real_root, folder = root.resolve(), root / path
+    for file in (folder / CONFIG, folder / WEIGHTS):
+        try:
+            real = file.resolve()
+            is_below, is_file = real.is_relative_to(real_root), real.is_file()
+        except (OSError, RuntimeError) as error:  # RuntimeError: links that form a loop
+            raise InvalidRequest(f"path {path!r} cannot be read: {error}", "path") from error
+        if not is_below:
+            raise InvalidRequest(
+                f"path {path!r}: a symbolic link leads out of the node's --lora-root", "path"
+            )
+        if not is_file:
+            raise InvalidRequest(f"path {path!r}: there is no file {file.name} in it", "path")
+    return folder
+
+
+def check_path(path: str) -> None:
+    """Raise InvalidRequest unless the path has the form of one below a node's root."""
     if len(path) > MAX_PATH_CHARACTERS or not path.isprintable():
         raise InvalidRequest(
             f"path must have at most {MAX_PATH_CHARACTERS} printable characters", "path"
@@ -27,16 +46,6 @@ def folder_below(root: Path | None, path: str) -> Path:
         raise InvalidRequest(
             f"path {path!r}: it must be relative to the node's --lora-root, without '..'", "path"
         )
-    real_root, folder = root.resolve(), root / path
-    for file in (folder / CONFIG, folder / WEIGHTS):
-        real = file.resolve()
-        if not real.is_relative_to(real_root):
-            raise InvalidRequest(
-                f"path {path!r}: a symbolic link leads out of the node's --lora-root", "path"
-            )
-        if not real.is_file():
-            raise InvalidRequest(f"path {path!r}: there is no file {file.name} in it", "path")
-    return folder
 
 
 def path_below(root: Path | None, folder: Path) -> str:

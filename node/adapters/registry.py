@@ -13,8 +13,8 @@ from typing import Any
 
 from baton.core.errors import InvalidConfig, InvalidRequest, ModelError
 from baton.core.ids import AdapterRef
-from baton.node.adapters.config import AdapterFolder, check_name
-from baton.node.adapters.folders import folder_below, path_below
+from baton.node.adapters.config import AdapterFolder, check_id, check_name
+from baton.node.adapters.folders import check_path, folder_below, path_below
 from baton.node.adapters.loader import AdapterLoader
 from baton.rpc.errors import AdapterExists, AdapterUnreadable, TooManyAdapters, UnknownAdapter
 from baton.rpc.node_info import LoadedAdapter, NodeAdapters
@@ -98,8 +98,11 @@ class AdapterRegistry:
 
     async def _identify(self, name: str, path: str, adapter_id: str) -> AdapterRef:
         """Return the adapter in a folder. With an id, its folder is not read yet."""
+        check_id(adapter_id)
         if not adapter_id:
             adapter_id = await self.loader.digest(folder_below(self._root, path))
+        elif path:  # else of an adapter that was given at the start, in another folder
+            check_path(path)
         return AdapterRef(name, adapter_id, PurePosixPath(path).as_posix() if path else "")
 
     @asynccontextmanager

@@ -11,12 +11,13 @@ import pytest
 from grpc import StatusCode
 
 from baton.client import AsyncClient, BatonError
-from baton.core.ids import AdapterRef, ModelVariant, NodeId
+from baton.core.ids import AdapterRef, Incarnation, ModelVariant, NodeId
+from baton.router import adapter_updates
 from baton.router.doors.grpc.cluster_servicer import ClusterServicer
 from baton.router.prefix_resets import PrefixResets
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import AdapterUnreadable, NodeFailed
-from baton.rpc.node_info import NodeAvailability
+from baton.rpc.node_info import NodeAvailability, NodeCard
 from baton.rpc.security.operators import NO_OPERATORS, Operators
 from baton.rpc.security.token import AcceptedTokens
 from baton.rpc.server import Service, serving
@@ -128,7 +129,11 @@ def test_a_node_that_fails_is_named_and_no_node_keeps_the_adapter() -> None:
     run(scenario)
 
 
-def test_an_update_is_completed_or_undone_after_its_client_has_disconnected() -> None:
+def test_an_update_is_completed_or_undone_after_its_client_has_disconnected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(adapter_updates, "MAX_UPDATES", 1)
+
     async def scenario() -> None:
         async with adapter_cluster(FILES) as cluster, a_client(cluster) as client:
             first, last = cluster.nodes
@@ -140,6 +145,9 @@ def test_an_update_is_completed_or_undone_after_its_client_has_disconnected() ->
 
             loading.cancel()
             await asyncio.wait([loading])
+            with pytest.raises(BatonError, match="wait for their turn") as refused:
+                await client.unload_adapter("sql")
+            assert refused.value.reason == "TOO_MANY_UPDATES"
             last.memory.may_read.set()
 
             await cluster.until(lambda: "sql" not in cluster.table.served.variants)
@@ -346,5 +354,41 @@ def test_a_node_that_joins_gets_the_names_of_the_others_again() -> None:
             await client.unload_adapter("sql")
             cluster.updates.handle_reports()
             assert cluster.held == NONE
+
+    run(scenario)
+
+
+def test_a_node_that_returns_unloads_what_was_unloaded_meanwhile() -> None:
+    async def scenario() -> None:
+        async with adapter_cluster(FILES) as cluster, a_client(cluster) as client:
+            returned = cluster.nodes[1]
+            address = cluster.node("decode-0").address
+
+            def leave() -> None:
+                cluster.table.lose(address)
+                cluster.updates.handle_reports()
+
+            def join(card: NodeCard) -> None:
+                cluster.table.join(address, card)
+                cluster.updates.handle_reports()
+
+            for name in ("sql", "kept", "again"):
+                await client.load_adapter(name, "tenants/sql")
+            leave()
+            for name in ("sql", "again"):
+                await client.unload_adapter(name)
+            await client.load_adapter("again", "tenants/new")
+            assert "sql" in returned.adapters
+            join(returned.card)
+            await cluster.until(lambda: returned.adapters.keys() == {"kept", "again"})
+            assert cluster.table.served.variants.keys() >= {"kept", "again"}
+            await cluster.until(lambda: returned.adapters["again"].id == adapter_id("new"))
+
+            # Another process has missed nothing, whatever it serves from its start.
+            leave()
+            await client.unload_adapter("kept")
+            join(replace(returned.card, incarnation=Incarnation("next")))
+            await client.load_adapter("last", "tenants/sql")
+            assert returned.adapters.keys() == {"kept", "again", "last"}
 
     run(scenario)

@@ -11,8 +11,7 @@ import grpc
 import numpy as np
 import pytest
 
-from baton.checkpoint.peft_config import CONFIG
-from baton.checkpoint.peft_folder import WEIGHTS, PeftFolder
+from baton.checkpoint.peft_folder import PeftFolder
 from baton.core.ids import NO_ADAPTER, AdapterRef
 from baton.core.sampling import SamplingParams
 from baton.llm import LLM
@@ -20,8 +19,8 @@ from baton.node.adapters.config import AdapterConfig, AdapterFolder
 from baton.rpc.node_info import LoadedAdapter
 from baton.rpc.status import remote_error
 from baton.v1 import node_pb2, node_pb2_grpc
+from benchmarks.chaos.hostile.bad_adapters import write_bad_adapters
 from tests.support.adapters import merge, write_adapter
-from tests.support.bad_adapters import with_huge_rank, with_nan, with_other_shapes, write_bad
 from tests.support.engine_nodes import EngineNode
 from tests.support.engine_pair import Pair, PairOptions, greedy
 from tests.support.models import prompt_of
@@ -42,6 +41,7 @@ def root(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
     for seed, name in enumerate(NAMES):
         write_adapter(model_folder, root / name, seed=seed)
     write_adapter(model_folder, root / "copy of one", seed=0)
+    write_bad_adapters(root / "one", root)
     return root
 
 
@@ -235,20 +235,28 @@ def test_only_operators_change_adapters(pair: Pair) -> None:
         assert remote_error(refused.value).reason == "NOT_AN_OPERATOR"
 
 
-def test_hostile_adapters_are_refused_while_others_are_served(
-    pair: Pair, root: Path, model_folder: Path
-) -> None:
-    write_bad(model_folder, root / "nan", with_nan)
-    write_bad(model_folder, root / "shapes", with_other_shapes)
-    write_bad(model_folder, root / "rank", with_huge_rank, rank=4096)
-    (root / "garbage").mkdir(exist_ok=True)
-    (root / "garbage" / CONFIG).write_text("{" * 10_000)
-    (root / "garbage" / WEIGHTS).write_bytes(b"\xff" * 1000)
+def test_hostile_adapters_are_refused_while_others_are_served(pair: Pair, root: Path) -> None:
     hostile = {
-        "nan": "not finite",
-        "shapes": "4 x 4",
-        "rank": "max_lora_rank is",
-        "garbage": "cannot be read",
+        "bad/nan": "not finite",
+        "bad/other-shapes": "4 x 4",
+        "bad/other-modules": "not a linear layer",
+        "bad/no-tensors": "no matrices",
+        "bad/endless-pattern": "match fast",
+        "bad/many-patterns": "match fast",
+        "bad/infinite-scale": "alpha_pattern",
+        "bad/huge-scale": "lower lora_alpha",
+        "bad/huge-rank": "max_lora_rank is",
+        "bad/huge-weights": "max_lora_rank is",
+        "bad/huge-header": "max_lora_rank is",
+        "bad/huge-json": "more than",
+        "bad/nested-json": "nested too deeply",
+        "bad/cut-weights": "cannot be read",
+        "bad/garbage-weights": "cannot be read",
+        "bad/pipe": "no file",
+        "bad/link-out": "leads out",
+        "bad/weights-link-out": "leads out",
+        "bad/link-loop": "loop",
+        "bad/empty": "no file",
         "../one": "--lora-root",
         "/etc": "--lora-root",
         str(root / "one"): "--lora-root",
@@ -262,7 +270,8 @@ def test_hostile_adapters_are_refused_while_others_are_served(
         with pytest.raises(grpc.RpcError) as refused:
             pair.load_adapter(pair.d, "hostile", path)
         error = remote_error(refused.value)
-        assert (error.reason, expected in error.message) == ("INVALID_REQUEST", True), error
+        assert error.reason == "INVALID_REQUEST", (path, error)
+        assert expected in error.message, (path, error.message)
         bystander.until_tokens(min(400, num_tokens + 1))
     with pytest.raises(grpc.RpcError) as unnamed:
         pair.load_adapter(pair.d, "x" * 300, "one")

@@ -16,30 +16,26 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-
-import grpc
 
 from baton.rpc.channel import open_blocking_channel
 from baton.rpc.listening import raise_descriptor_limit
 from baton.rpc.process_end import end_with_parent
-from baton.rpc.status import remote_error
 from baton.v1 import inference_pb2, inference_pb2_grpc, node_pb2, node_pb2_grpc, sampling_pb2
+from benchmarks.chaos.hostile.adapters import OperatorAccess, attack_adapters
 from benchmarks.chaos.hostile.kv_events import attack_kv_events
-from benchmarks.chaos.hostile.requests import Attack, HttpPost, posts, spoilt
+from benchmarks.chaos.hostile.requests import Attack, posts, spoilt
+from benchmarks.chaos.hostile.sending import Outcomes, called, left_s, post_all
 
 GENERATE = "/baton.v1.InferenceService/Generate"
-NUM_AT_ONCE = 8
 NUM_IDLE, IDLE_S = 400, 3.0
 NUM_DEAD_PEERS = 100
 ALL_OF_LOOPBACK = "0.0.0.0"  # includes 127.0.0.1 to 127.0.0.100
 NUM_SPOILT = 30
 REPLAY_SUFFIX = "-replay"
 LONG_ID_BYTES = 60_000_000
-READ_BYTES = 1 << 16
 NICENESS = 5  # on a small machine, leaves the cores to the servers
 HALVES = (
     b"",
@@ -52,8 +48,11 @@ HALVES = (
 class AttackTarget:
     http: str
     grpc: str
-    decodes: tuple[str, ...]  # addresses of decode nodes
-    kv_events: tuple[str, ...] = ()  # of nodes; replays at the same with `REPLAY_SUFFIX`
+    decodes: Sequence[str]  # addresses of decode nodes
+    prefills: Sequence[str] = ()
+    kv_events: Sequence[str] = ()  # of nodes; replays at the same with `REPLAY_SUFFIX`
+    operator_token: str = ""  # for attacks on the calls of operators
+    adapters: str = ""  # folder of the nodes' adapters
 
     def model(self) -> str:
         """Return the name of the served model. Raises OSError if the router does not answer."""
@@ -65,9 +64,6 @@ class AttackTarget:
             raise OSError(f"the router lists no model: {error}") from error
         finally:
             connection.close()
-
-
-Outcomes = Counter[str]
 
 
 def attack(kind: Attack, target: AttackTarget, model: str, seed: int, limit_s: float) -> Outcomes:
@@ -84,46 +80,14 @@ def attack(kind: Attack, target: AttackTarget, model: str, seed: int, limit_s: f
         case Attack.KV_EVENTS:
             replays = [each + REPLAY_SUFFIX for each in target.kv_events]
             return attack_kv_events(target.kv_events, replays, end_s)
-    outcomes = _post_all(target.http, posts(kind, model, draw), end_s)
+        case Attack.ADAPTERS:
+            nodes = (*target.prefills, *target.decodes)
+            access = OperatorAccess(target.http, nodes, target.operator_token, target.adapters)
+            return attack_adapters(access, model, draw, end_s)
+    outcomes = post_all(target.http, posts(kind, model, draw), end_s)
     if kind is Attack.MUTATIONS:
         outcomes += _spoilt_calls(target, draw, end_s)
     return outcomes
-
-
-def _post_all(address: str, bodies: Sequence[HttpPost], end_s: float) -> Outcomes:
-    def post(body: HttpPost) -> str:
-        return _post(address, body, end_s)
-
-    with ThreadPoolExecutor(NUM_AT_ONCE) as threads:
-        return Counter(threads.map(post, bodies))
-
-
-def _post(address: str, post: HttpPost, end_s: float) -> str:
-    left_s = end_s - time.monotonic()
-    if left_s <= 0:
-        return "not sent"
-    connection = http.client.HTTPConnection(address, timeout=left_s)
-    try:
-        connection.request("POST", post.path, post.body, {"content-type": "application/json"})
-        response = connection.getresponse()
-        beginning = response.read(READ_BYTES)
-        while response.read(READ_BYTES):
-            if time.monotonic() > end_s:
-                return f"{response.status}, cut off at the time limit"
-        return f"{response.status} {_code(beginning)}".strip()
-    except TimeoutError:
-        return "no answer in time"
-    except (OSError, http.client.HTTPException) as error:
-        return type(error).__name__
-    finally:
-        connection.close()
-
-
-def _code(body: bytes) -> str:
-    try:
-        return str(json.loads(body)["error"]["reason"])
-    except (ValueError, LookupError, TypeError):
-        return ""
 
 
 def _idle(target: AttackTarget, end_s: float) -> Outcomes:
@@ -156,7 +120,7 @@ def _long_ids(target: AttackTarget, end_s: float) -> Outcomes:
     with open_blocking_channel(target.grpc) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         return Counter(
-            _called(lambda one: list(stub.Generate(one, timeout=_left(end_s))), each)
+            called(lambda one: list(stub.Generate(one, timeout=left_s(end_s))), each)
             for each in requests
         )
 
@@ -172,7 +136,7 @@ def _spoilt_calls(target: AttackTarget, draw: random.Random, end_s: float) -> Ou
             GENERATE, request_serializer=bytes, response_deserializer=bytes
         )
         return Counter(
-            _called(lambda one: list(generate(one, timeout=_left(end_s))), spoilt(whole, draw))
+            called(lambda one: list(generate(one, timeout=left_s(end_s))), spoilt(whole, draw))
             for _ in range(NUM_SPOILT)
         )
 
@@ -186,10 +150,10 @@ def _dead_peers(target: AttackTarget, end_s: float) -> Outcomes:
             with open_blocking_channel(decode) as channel:
                 stub = node_pb2_grpc.DecodeServiceStub(channel)
                 calls = [
-                    stub.Connect.future(_connect(number, port), timeout=_left(end_s))
+                    stub.Connect.future(_connect(number, port), timeout=left_s(end_s))
                     for number in range(NUM_DEAD_PEERS)
                 ]
-                outcomes += Counter(_called(lambda call: call.result(), call) for call in calls)
+                outcomes += Counter(called(lambda call: call.result(), call) for call in calls)
     return outcomes
 
 
@@ -197,19 +161,6 @@ def _connect(number: int, silent_port: int) -> node_pb2.ConnectRequest:
     host, port = f"127.0.0.{number + 1}", silent_port if number % 2 else 1
     peer = node_pb2.Peer(node_id=f"p{number}", address=f"{host}:{port}")
     return node_pb2.ConnectRequest(prefill=peer)
-
-
-def _called(call: Callable[..., object], argument: object) -> str:
-    try:
-        call(argument)
-    except grpc.RpcError as error:
-        remote = remote_error(error)
-        return f"{remote.code.name} {remote.reason or ''}".strip()
-    return "OK"
-
-
-def _left(end_s: float) -> float:
-    return max(0.1, end_s - time.monotonic())
 
 
 def main() -> None:
@@ -222,8 +173,7 @@ def main() -> None:
     model = ""
     for line in sys.stdin:
         order = json.loads(line)
-        decodes, kv_events = tuple(order["decodes"]), tuple(order["kv_events"])
-        target = AttackTarget(order["http"], order["grpc"], decodes, kv_events)
+        target = AttackTarget(**order["target"])
         try:
             model = model or target.model()
             kind = Attack(order["attack"])

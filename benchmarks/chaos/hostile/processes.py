@@ -11,6 +11,7 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
@@ -69,10 +70,7 @@ class HostileProcesses:
             "attack": attack.value,
             "seed": self._seed + self._num_attacks,
             "limit_s": ATTACK_LIMIT_S,
-            "http": self._target.http,
-            "grpc": self._target.grpc,
-            "decodes": self._target.decodes,
-            "kv_events": self._target.kv_events,
+            "target": asdict(self._target),
         }
         to_client, from_client = self._client.stdin, self._client.stdout
         if to_client is None or from_client is None:

@@ -29,6 +29,7 @@ class Attack(Enum):
     KV_HINTS = "kv-hints"  # distinct sessions with retention, and prefetches of long prompts
     EMBEDDINGS = "embeddings"  # thousands of texts, a text of 1 MB, huge dimensions
     KV_EVENTS = "kv-events"  # floods of the KV event sockets of all nodes
+    ADAPTERS = "adapters"  # bad folders, paths and names, loads and unloads of one that is in use
     MUTATIONS = "mutations"  # of valid bodies, over HTTP and gRPC
 
 
@@ -36,6 +37,7 @@ class Attack(Enum):
 class HttpPost:
     path: str
     body: bytes
+    token: str = ""
 
 
 def attacks(seed: int, chosen: Sequence[Attack] = tuple(Attack)) -> Iterator[Attack]:

@@ -7,18 +7,23 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
-from baton.core.ids import BlockId
+import pytest
+
+from baton.core.ids import AdapterRef, BlockId
 from baton.engine.engine_thread import EngineThread
 from baton.engine.events import BlockStored, KvEvent
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.kv_transfer.external_kv import ExternalOrders, HeldChanges, Store, StoreId
 from baton.kv_transfer.tiers.kv_access import CpuKvAccess
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
+from baton.node import state as node_state
+from baton.node.adapters.registry import AdapterRegistry
 from baton.node.engine_calls import EngineCalls, NodeChanges
 from baton.node.state import NodeState, NodeUpdate, TakeKvEvents, WatchUpdate, update_reader
 from baton.rpc.cached_prefixes import PrefixChanges, unpack_names
-from baton.rpc.node_info import NodeLoad, NodeRole
+from baton.rpc.node_info import LoadedAdapter, NodeAdapters, NodeLoad, NodeRole
 from tests.support.engines import an_engine
 from tests.support.node_calls import a_card
 from tests.support.tier_memory import OwnedMemory, host_tier, name_of
@@ -46,10 +51,12 @@ class FakeNews:
 
 @asynccontextmanager
 async def followed(
-    news: FakeNews, take_kv_events: TakeKvEvents = lambda _: None
+    news: FakeNews,
+    take_kv_events: TakeKvEvents = lambda _: None,
+    adapters: AdapterRegistry | None = None,
 ) -> AsyncIterator[NodeState]:
     calls = EngineCalls(EngineThread(an_engine()), NodeChanges())
-    state = NodeState(a_card(NodeRole.DECODE), calls, news.read, take_kv_events)
+    state = NodeState(a_card(NodeRole.DECODE), calls, news.read, take_kv_events, adapters)
     following = asyncio.ensure_future(state.publish_updates())
     try:
         yield state
@@ -138,3 +145,40 @@ def test_an_update_names_host_memory_blocks_of_the_first_group_only() -> None:
     update = asyncio.run(asyncio.wait_for(read(), PATIENCE_S))
 
     assert update.host_changes == HeldChanges(added=(name_of(1), name_of(2)))
+
+
+class FakeRegistry:
+    """Registry of one adapter, which is named as its version."""
+
+    version = 0
+
+    def report(self) -> NodeAdapters:
+        name = f"version {self.version}"
+        return NodeAdapters((LoadedAdapter(AdapterRef(name, name)),))
+
+
+def test_reports_of_many_adapters_are_paced_and_other_updates_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario() -> None:
+        registry: Any = FakeRegistry()
+        news = FakeNews()
+        async with followed(news, adapters=registry) as state:
+            async with aclosing(state.watch_updates()) as updates:
+                assert (await anext(updates)).adapters == registry.report()
+                for count in (1, 2):
+                    registry.version += 1
+                    news.num_running = count
+                    state.calls.changes.notify()
+                    assert await anext(updates) == WatchUpdate(NodeLoad(count), None, None)
+
+            monkeypatch.setattr(node_state, "PACE_PER_ADAPTER_S", 0.02)
+            async with aclosing(state.watch_updates()) as updates:
+                assert (await anext(updates)).adapters == registry.report()
+                registry.version += 1
+                state.calls.changes.notify()
+                # The end of the pause is enough for the report.
+                assert (await anext(updates)).adapters == registry.report()
+
+    monkeypatch.setattr(node_state, "PACE_PER_ADAPTER_S", 3600.0)
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
