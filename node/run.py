@@ -34,7 +34,7 @@ from baton.rpc.listening import check_port
 from baton.rpc.node_info import NodeRole
 from baton.rpc.process_end import ShutdownDeadline
 from baton.rpc.security.operators import Operators
-from baton.rpc.server import Running, Service, announce, serving, stop_signal
+from baton.rpc.server import Running, Service, announce, freeze_heap, serving, stop_signal
 from baton.telemetry.resource import Process
 from baton.telemetry.tracing.tracer import Tracer, tracing
 from baton.v1 import kv_link_pb2_grpc, node_pb2_grpc
@@ -65,7 +65,9 @@ def run(role: Role, options: NodeOptions, around: Around = NO_NODE_DECORATORS) -
         identity = identify(options, role.name, runner)
         process = _process_of(role, identity)
         with tracing(options.telemetry, process) as tracer:
-            asyncio.run(serve(role, options, runner, identity, tracer, around))
+            asyncio.run(
+                serve(role, options, runner, identity, tracer, around, on_ready=freeze_heap)
+            )
 
 
 class LoadLog:
@@ -125,6 +127,7 @@ async def serve(
     identity: Identity,
     tracer: Tracer,
     around: Around = NO_NODE_DECORATORS,
+    on_ready: Callable[[], None] = lambda: None,
 ) -> None:
     node = NodeComponents(role.name, options, runner, identity, tracer, around)
     _log_start(node.state, runner)
@@ -151,6 +154,7 @@ async def serve(
                 node.state.calls,
                 metrics,
             ):
+                on_ready()
                 await _serve_until_drained(server, node, grace)
 
 

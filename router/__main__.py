@@ -35,7 +35,7 @@ from baton.rpc.health import Health
 from baton.rpc.node_info import NodeRole
 from baton.rpc.process_end import ShutdownDeadline
 from baton.rpc.security.token_gate import TokenInterceptor, ignore_refusal
-from baton.rpc.server import Running, Service, announce, serving, stop_signal
+from baton.rpc.server import Running, Service, announce, freeze_heap, serving, stop_signal
 from baton.telemetry.metrics import names as metric_names
 from baton.telemetry.metrics.instruments import Reading, RouterMetrics, exposition
 from baton.telemetry.metrics.readers import export_metrics
@@ -226,6 +226,7 @@ def _interceptors(
 
 async def _until_drained(server: Running, pipeline: Pipeline, timeout_s: float) -> None:
     async with stop_signal() as stopped:
+        freeze_heap()
         announce("router", server.address)
         await stopped.wait()
         with ShutdownDeadline(timeout_s) as grace:
