@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Awaitable
 
 from baton.client import AsyncClient, BatonError
+from baton.rpc.errors import UnknownModel
+from baton.rpc.status import reason_of
 from benchmarks.chaos.adapted_text import MEANINGS
 from benchmarks.chaos.adapter_folders import RELOADED
 from benchmarks.chaos.cluster_config import OPERATOR_TOKEN
@@ -14,6 +16,7 @@ from benchmarks.chaos.faults import InjectedFault
 
 PATIENCE_S = 30.0  # for one update; a stopped node delays it
 NUM_REPLACEMENTS = 3
+MAX_UNLOADS = 3
 
 
 class AdapterReloads:
@@ -36,6 +39,16 @@ class AdapterReloads:
         unload = self._client.unload_adapter(RELOADED, OPERATOR_TOKEN)
         await _note(unload, "adapter unloads", done)
         injected.evidence = done
+
+    async def end(self) -> None:
+        """Unload the adapter, which a fault leaves loaded if a node was dead at its end."""
+        for _ in range(MAX_UNLOADS):
+            try:
+                async with asyncio.timeout(PATIENCE_S):
+                    await self._client.unload_adapter(RELOADED, OPERATOR_TOKEN)
+            except BatonError as error:
+                if error.reason == reason_of(UnknownModel):
+                    return
 
 
 async def _note(update: Awaitable[object], what: str, done: Counter[str]) -> None:

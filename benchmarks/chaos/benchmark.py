@@ -21,7 +21,7 @@ from benchmarks.chaos.hostile.latencies import BystanderLatencies, bystander_lat
 from benchmarks.chaos.hostile.processes import HostileProcesses
 from benchmarks.chaos.hostile.requests import Attack
 from benchmarks.chaos.injection import MAX_DELAY_S, FaultInjector
-from benchmarks.chaos.leaks import grown, held, memory_growth, num_links
+from benchmarks.chaos.leaks import grown, held, memory_growth, num_adapters, num_links
 from benchmarks.chaos.load import AnswerOutcome, ChaosLoad
 from benchmarks.chaos.report import Attempts, Report, report
 from benchmarks.chaos.second_turns import LoadsRow, loads_rows
@@ -156,6 +156,7 @@ class ChaosRun:
             await self._injector.play(faults, duration_s, stop, max_delay_s)
             load_end.set()
             await load
+            await self._injector.end()
             progress.cancel()
             sampling.cancel()
         ended_s = time.monotonic()
@@ -220,8 +221,13 @@ class ChaosRun:
             self._attempts.note(child.process.pid, found)
         before, now = self._cluster.baseline[child.name], self._cluster.footprint(child)
         num_new_links = num_links(found) - self._cluster.num_links_at_start[child.name]
-        too_many = self._excess_links(num_links(found))
-        return [*held(found), *grown(before, now, num_new_links), *too_many]
+        num_new_names = num_adapters(found) - self._cluster.num_adapters_at_start[child.name]
+        return [
+            *held(found),
+            *grown(before, now, num_new_links),
+            *self._excess_links(num_links(found)),
+            *([f"{num_new_names} names of adapters"] if num_new_names > 0 else ()),
+        ]
 
     def _excess_links(self, num_found: int) -> list[str]:
         """Return an error if a node has more than one link in each direction to every other one."""

@@ -32,6 +32,7 @@ from benchmarks.chaos.leaks import (
     Rss,
     Scrape,
     footprint,
+    num_adapters,
     num_links,
     resident_bytes,
     scrape,
@@ -71,6 +72,7 @@ class ChaosCluster:
         )
         self.baseline: dict[str, Footprint] = {}  # by name
         self.num_links_at_start: dict[str, int] = {}
+        self.num_adapters_at_start: dict[str, int] = {}
 
     async def __aenter__(self) -> ChaosCluster:
         await asyncio.to_thread(self._cluster.__enter__)
@@ -91,6 +93,7 @@ class ChaosCluster:
         self.baseline = {child.name: self.footprint(child) for child in self.children}
         scrapes = {child.name: await self.scrape(child) for child in self.children}
         self.num_links_at_start = {name: num_links(each) for name, each in scrapes.items()}
+        self.num_adapters_at_start = {name: num_adapters(each) for name, each in scrapes.items()}
 
     async def _until_linked(self, child: Child, num_peers: int) -> None:
         """Wait for the KV links to all peers, so that they are part of the baseline."""

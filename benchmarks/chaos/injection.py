@@ -101,6 +101,11 @@ class FaultInjector:
                     await recovery  # no other fault begins meanwhile
             await self._wait_until(duration_s, stop)
 
+    async def end(self) -> None:
+        """Undo what faults may have left, when all victims have recovered."""
+        if any(one.fault.kind is FaultKind.ADAPTERS for one in self.injected):
+            await self._adapter_reloads.end()
+
     async def _wait_until(self, at_s: float, stop: asyncio.Event) -> bool:
         """Wait; return False if `stop` was set before."""
         with suppress(TimeoutError):

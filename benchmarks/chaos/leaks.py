@@ -28,6 +28,8 @@ HELD = (
     (names.IN_FLIGHT, "", "requests in flight"),
     (names.QUEUE_DEPTH, "", "queued requests"),
     (names.ADAPTER_WAITING, "", "requests that wait for adapters"),
+    (names.ADAPTERS, "in_use", "adapters in use"),
+    (names.ADAPTERS, "reading", "adapters being read"),
 )
 # Tolerance for descriptors of gRPC and the system.
 SPARE_DESCRIPTORS = 3
@@ -135,6 +137,11 @@ def held(found: Scrape) -> Iterator[str]:
 
 def num_links(found: Scrape) -> int:
     return int(found.total(names.LINKS, "up"))
+
+
+def num_adapters(found: Scrape) -> int:
+    """Return the number of names of adapters."""
+    return int(found.total(names.ADAPTERS, "named"))
 
 
 def grown(before: Footprint, after: Footprint, num_new_links: int = 0) -> Iterator[str]:

@@ -31,6 +31,8 @@ class AdapterCounts:
 
     num_named: int = 0
     num_in_memory: int = 0
+    num_in_use: int = 0  # of these
+    num_reading: int = 0
     num_bytes: int = 0
     num_waiting_for_place: int = 0
     num_waiting_for_load: int = 0
@@ -171,6 +173,8 @@ class AdapterRegistry:
         return AdapterCounts(
             len(self._by_name),
             len(loader.resident),
+            loader.resident.num_in_use,
+            loader.resident.num_reserved,
             loader.resident.num_bytes,
             loader.num_waiting(for_place=True),
             loader.num_waiting(for_place=False),

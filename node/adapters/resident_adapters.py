@@ -32,6 +32,11 @@ class ResidentAdapters:
         """Return the memory of all. For any thread."""
         return sum(each.num_bytes for each in tuple(self._by_id.values()))
 
+    @property
+    def num_in_use(self) -> int:
+        """Return the number of adapters that have users. For any thread."""
+        return sum(each.num_users > 0 for each in tuple(self._by_id.values()))
+
     def find(self, adapter_id: str) -> ResidentAdapter | None:
         return self._by_id.get(adapter_id)
 

@@ -105,7 +105,12 @@ def adapter_gauges(adapters: AdapterRegistry | None) -> Reading:
     """Return gauges that need no thread of their own; zeros without adapters."""
     counts = AdapterCounts() if adapters is None else adapters.counts()
     return {
-        counted.ADAPTERS: {"named": counts.num_named, "in_memory": counts.num_in_memory},
+        counted.ADAPTERS: {
+            "named": counts.num_named,
+            "in_memory": counts.num_in_memory,
+            "in_use": counts.num_in_use,
+            "reading": counts.num_reading,
+        },
         counted.ADAPTER_BYTES: counts.num_bytes,
         counted.ADAPTER_WAITING: {
             "place": counts.num_waiting_for_place,

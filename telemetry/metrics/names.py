@@ -298,7 +298,11 @@ FOREIGN_FAILURES = _counter(
     "Failed pulls of KV from vLLM servers: unreachable, refused, expired, read, or late.",
     "reason",
 )
-ADAPTERS = _gauge("baton.adapters", "LoRA adapters of a node. state: named, or in_memory.", "state")
+ADAPTERS = _gauge(
+    "baton.adapters",
+    "LoRA adapters of a node. state: named, in_memory, in_use by requests, or reading from files.",
+    "state",
+)
 ADAPTER_BYTES = _gauge("baton.adapters.memory", "Memory of LoRA adapters.", unit="By")
 ADAPTER_WAITING = _gauge(
     "baton.adapters.waiting",

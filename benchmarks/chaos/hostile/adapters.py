@@ -22,7 +22,7 @@ import grpc
 from baton.rpc.channel import open_blocking_channel
 from baton.rpc.security.token import authorization
 from baton.v1 import node_pb2, node_pb2_grpc
-from benchmarks.chaos.hostile.requests import COMPLETIONS, EMBEDDINGS, TOKEN, HttpPost
+from benchmarks.chaos.hostile.requests import ACCEPTED, COMPLETIONS, EMBEDDINGS, TOKEN, HttpPost
 from benchmarks.chaos.hostile.sending import NUM_AT_ONCE, Outcomes, called, left_s, post, post_all
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -32,7 +32,7 @@ NAME, FLOOD = "hostile", "flood-"
 NUM_NAMES, NUM_IN_FLIGHT = 10_000, 100
 NUM_HASTY = 300  # loads whose clients disconnect at once
 RACES_S, FLOOD_S = 4.0, 6.0  # of an attack
-CLEANING_S = 20.0
+CLEANING_S, PAUSE_S = 20.0, 0.5
 ESCAPES = (
     "..", "../adapters/red", "red/../../adapters/red", "/etc", "/", "~", ".", "./", "",
     "red/", "red\0", "red\n", "\ud7ff" * 400, "x" * 5000, "red/adapter_config.json",
@@ -115,7 +115,7 @@ def _bad_loads(access: OperatorAccess, model: str, end_s: float) -> Outcomes:
 
 def _accepted_as_wrong(outcomes: Outcomes, success: str) -> Outcomes:
     count = outcomes.pop(success, 0)
-    return outcomes + Counter({"wrongly accepted": count})
+    return outcomes + Counter({ACCEPTED: count})
 
 
 def _without_right(access: OperatorAccess, end_s: float) -> Outcomes:
@@ -135,7 +135,7 @@ def _without_right(access: OperatorAccess, end_s: float) -> Outcomes:
                 outcomes[_load(stub, load, metadata, end_s)] += 1
                 outcomes[_unload(stub, GOOD[0], metadata, end_s)] += 1
     return Counter({
-        f"wrongly accepted, {outcome}" if outcome in ("200", "OK") else outcome: count
+        f"{ACCEPTED}, {outcome}" if outcome in ("200", "OK") else outcome: count
         for outcome, count in outcomes.items()
     })  # fmt: skip
 
@@ -214,13 +214,21 @@ def _flood(access: OperatorAccess, address: str, end_s: float) -> Outcomes:
 
 
 def _clean(access: OperatorAccess, end_s: float) -> Outcomes:
-    """Unload from all nodes what this attack has loaded."""
+    """Unload from all nodes what this attack has loaded, until none of them has any of it.
+
+    Updates of the router, and restores on nodes that have joined, may still be in progress.
+    """
     outcomes: Outcomes = Counter()
-    for address in access.nodes:
-        with _stub(address) as stub, suppress(grpc.RpcError):
-            names = [name for name in _names(stub, end_s) if name.startswith((NAME, FLOOD))]
-            unloads = [node_pb2.UnloadAdapterRequest(name=name) for name in names]
-            outcomes += _call_all(stub.UnloadAdapter, unloads, access.metadata, end_s)
+    num_found = 1
+    while num_found and time.monotonic() < end_s:
+        num_found = 0
+        for address in access.nodes:
+            with _stub(address) as stub, suppress(grpc.RpcError):
+                names = [name for name in _names(stub, end_s) if name.startswith((NAME, FLOOD))]
+                unloads = [node_pb2.UnloadAdapterRequest(name=name) for name in names]
+                outcomes += _call_all(stub.UnloadAdapter, unloads, access.metadata, end_s)
+                num_found += len(names)
+        time.sleep(PAUSE_S)
     return Counter({f"cleaning: {outcome}": count for outcome, count in outcomes.items()})
 
 

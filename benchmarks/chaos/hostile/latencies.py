@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 from benchmarks.chaos.faults import TIER_LOAD, FaultKind, InjectedFault
 from benchmarks.chaos.hostile.bystander import ObservedWait, Wait
+from benchmarks.chaos.hostile.requests import ACCEPTED
 
 MAX_GAP_S = MAX_HEALTH_S = 1.0
 BOUND_S = {Wait.GAP: MAX_GAP_S, Wait.HEALTH: MAX_HEALTH_S}
 # Effects of a fault or attack may last a little longer than itself.
 AFTERMATH_S = 3.0
+BUGS = {"500", "INTERNAL", "UNKNOWN"}  # statuses of errors without a name
 ATTACKS = TIER_LOAD | {FaultKind.HOSTILE}
 
 
@@ -37,7 +39,7 @@ class BystanderLatencies:
     worst_quiet_health_s: float
     worst_lag_s: float  # of the measuring process
     by_attack: Sequence[WorstWaits]
-    missed: Sequence[str]  # exceeded limits
+    missed: Sequence[str]  # exceeded limits, and attacks that got no named error
 
 
 def bystander_latencies(
@@ -56,7 +58,7 @@ def bystander_latencies(
         worst_quiet_health_s=_worst(quiet, Wait.HEALTH),
         worst_lag_s=_worst(waits, Wait.LAG),
         by_attack=list(_by_attack(counted, attacks)),
-        missed=list(_missed(counted, attacks)),
+        missed=[*_missed(counted, attacks), *_unnamed(attacks)],
     )
 
 
@@ -93,6 +95,14 @@ def _missed(waits: Sequence[ObservedWait], attacks: Sequence[InjectedFault]) -> 
             yield f"{kind.value} of {wait_s:.2f} s, {bound_s:g} s allowed; {context}"
     for failure, count in failures.items():
         yield f"failed {count} times: {failure}"
+
+
+def _unnamed(attacks: Sequence[InjectedFault]) -> Iterator[str]:
+    """Yield errors without a name, and bad orders that were accepted."""
+    for one in attacks:
+        for outcome, count in (one.outcomes or {}).items():
+            if outcome.split(maxsplit=1)[0] in BUGS or outcome.startswith(ACCEPTED):
+                yield f"{count} outcomes are {outcome!r}; during: {one.attack}"
 
 
 def _overlap(wait: ObservedWait, injected: InjectedFault) -> bool:

@@ -14,6 +14,7 @@ COMPLETIONS, CHAT, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/token
 EMBEDDINGS, RERANK = "/v1/embeddings", "/v1/rerank"
 AMBIGUOUS = 'start: s\ns: s s | s s s | "a"'
 TOKEN = 5  # a token id of any model
+ACCEPTED = "wrongly accepted"  # outcome of a bad order
 MIB = 1 << 20
 LIST_BYTES = 16 * MIB - 1000  # just below the body limit
 

@@ -41,6 +41,7 @@ from benchmarks.chaos.leaks import (
     grown,
     held,
     memory_growth,
+    num_adapters,
     parse,
     resident_bytes,
 )
@@ -155,13 +156,20 @@ baton_kv_blocks{state="fenced"} 2.0
 baton_handoffs_open{direction="received"} 0.0
 baton_handoffs_open{direction="sent"} 1.0
 baton_requests_waiting{status="ready"} 0.0
+baton_adapters{state="named"} 3.0
+baton_adapters{state="in_use"} 1.0
 baton_attempts_total{kind="migrate"} 4.0
 baton_attempts_created{kind="migrate"} 1.7e9
 """
 
 
 def test_leaked_resources_are_named() -> None:
-    assert list(held(parse(METRICS))) == ["1 open hand-offs", "2 fenced blocks"]
+    assert list(held(parse(METRICS))) == [
+        "1 open hand-offs",
+        "2 fenced blocks",
+        "1 adapters in use",
+    ]
+    assert num_adapters(parse(METRICS)) == 3
 
 
 def descriptors(num_sockets: int, **more: int) -> Counter[str]:
@@ -372,6 +380,15 @@ def test_a_failed_bystander_misses_the_latency_bound() -> None:
     [missed] = found.missed
     assert "/health: 503" in missed
     assert "nothing" in missed
+
+
+def test_an_attack_without_named_errors_is_reported() -> None:
+    attack = attacked(Attack.ADAPTERS, 10.0, 12.0)
+    attack.outcomes = {"500": 1, "UNKNOWN": 2, "404 UNKNOWN_MODEL": 3, "wrongly accepted": 4}
+
+    found = bystander_latencies([], {}, [attack])
+
+    assert [one.split()[0] for one in found.missed] == ["1", "2", "4"]
 
 
 def test_a_process_that_has_ended_has_no_memory() -> None:

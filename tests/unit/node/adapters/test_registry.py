@@ -55,6 +55,7 @@ def test_a_loaded_adapter_is_reported_with_its_memory_and_requests(root: Path) -
         assert adapter == AdapterRef("sql", "1", "folder-1")
         async with registry.held(adapter):
             [found] = registry.report().adapters
+            assert registry.counts().num_in_use == 1
 
         assert found == LoadedAdapter(adapter, is_in_memory=True, num_bytes=10)
         assert found.num_requests == 1
