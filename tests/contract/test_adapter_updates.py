@@ -3,69 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
 from grpc import StatusCode
 
-from baton.client import AsyncClient, BatonError
-from baton.core.ids import AdapterRef, Incarnation, ModelVariant, NodeId
+from baton.client import BatonError
+from baton.core.ids import AdapterRef, ModelVariant, NodeId
 from baton.router import adapter_updates
-from baton.router.doors.grpc.cluster_servicer import ClusterServicer
-from baton.router.prefix_resets import PrefixResets
-from baton.rpc.channel import open_channel
 from baton.rpc.errors import AdapterUnreadable, NodeFailed
-from baton.rpc.node_info import NodeAvailability, NodeCard
+from baton.rpc.node_info import NodeAvailability
 from baton.rpc.security.operators import NO_OPERATORS, Operators
 from baton.rpc.security.token import AcceptedTokens
-from baton.rpc.server import Service, serving
-from baton.v1 import cluster_pb2_grpc
 from tests.support.adapter_nodes import (
     OPERATORS,
-    AdapterCluster,
     adapter_cards,
     adapter_cluster,
     adapter_id,
+    operator_client,
+    run_scenario,
 )
 
-PATIENCE_S = 60
 FILES = {"tenants/sql": "old", "tenants/new": "new"}
 SQL = AdapterRef("sql", adapter_id("old"), "tenants/sql")
 BOTH = {"prefill-0": {"sql"}, "decode-0": {"sql"}}
 NONE: dict[str, set[str]] = {"prefill-0": set(), "decode-0": set()}
 
 
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    async def within() -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            await scenario()
-
-    asyncio.run(within())
-
-
-@asynccontextmanager
-async def a_client(
-    cluster: AdapterCluster, operators: Operators = OPERATORS, token: str = "operator"
-) -> AsyncIterator[AsyncClient]:
-    """Serve the router's calls for operators, and yield a client of them."""
-    resets = PrefixResets(cluster.table, open_channel, operators)
-    servicer = ClusterServicer(cluster.table, resets, cluster.updates)
-    service = Service(
-        "baton.v1.ClusterService",
-        lambda server: cluster_pb2_grpc.add_ClusterServiceServicer_to_server(servicer, server),
-    )
-    async with (
-        serving("127.0.0.1", 0, [service]) as server,
-        AsyncClient(server.address, token=token) as client,
-    ):
-        yield client
-
-
 def test_an_adapter_is_served_by_all_nodes_when_the_load_returns() -> None:
     async def scenario() -> None:
-        async with adapter_cluster(FILES) as cluster, a_client(cluster) as client:
+        async with adapter_cluster(FILES) as cluster, operator_client(cluster) as client:
             assert await client.load_adapter("sql", "tenants/sql") == (SQL, 2)
 
             assert cluster.held == BOTH
@@ -78,12 +45,12 @@ def test_an_adapter_is_served_by_all_nodes_when_the_load_returns() -> None:
             assert cluster.held == NONE
             assert cluster.table.find_model("sql") == ModelVariant("sql")
 
-    run(scenario)
+    run_scenario(scenario)
 
 
 def test_the_load_returns_after_the_reports_of_all_nodes() -> None:
     async def scenario() -> None:
-        async with adapter_cluster(FILES) as cluster, a_client(cluster) as client:
+        async with adapter_cluster(FILES) as cluster, operator_client(cluster) as client:
             cluster.nodes[1].may_report.clear()
             loading = asyncio.ensure_future(client.load_adapter("sql", "tenants/sql"))
             await cluster.until(lambda: "sql" in cluster.table.served.variants)
@@ -93,12 +60,12 @@ def test_the_load_returns_after_the_reports_of_all_nodes() -> None:
 
             await loading
 
-    run(scenario)
+    run_scenario(scenario)
 
 
 def test_a_node_that_refuses_is_named_and_no_node_keeps_the_adapter() -> None:
     async def scenario() -> None:
-        async with adapter_cluster(FILES) as cluster, a_client(cluster) as client:
+        async with adapter_cluster(FILES) as cluster, operator_client(cluster) as client:
             cluster.nodes[1].delete("tenants/sql")
 
             with pytest.raises(BatonError, match=r"1 of 2 .* \(decode-0: path .*no file") as error:
@@ -108,12 +75,12 @@ def test_a_node_that_refuses_is_named_and_no_node_keeps_the_adapter() -> None:
             assert cluster.held == NONE
             await cluster.until(lambda: "sql" not in cluster.table.served.variants)
 
-    run(scenario)
+    run_scenario(scenario)
 
 
 def test_a_node_that_fails_is_named_and_no_node_keeps_the_adapter() -> None:
     async def scenario() -> None:
-        async with adapter_cluster(FILES) as cluster, a_client(cluster) as client:
+        async with adapter_cluster(FILES) as cluster, operator_client(cluster) as client:
             cluster.nodes[0].memory.faults = [
                 NodeFailed("the disk is gone")
             ] * 9  # clients try again
@@ -126,7 +93,7 @@ def test_a_node_that_fails_is_named_and_no_node_keeps_the_adapter() -> None:
             assert error.value.reason == "NODE_FAILED"
             assert cluster.held == NONE
 
-    run(scenario)
+    run_scenario(scenario)
 
 
 def test_an_update_is_completed_or_undone_after_its_client_has_disconnected(
@@ -135,7 +102,7 @@ def test_an_update_is_completed_or_undone_after_its_client_has_disconnected(
     monkeypatch.setattr(adapter_updates, "MAX_UPDATES", 1)
 
     async def scenario() -> None:
-        async with adapter_cluster(FILES) as cluster, a_client(cluster) as client:
+        async with adapter_cluster(FILES) as cluster, operator_client(cluster) as client:
             first, last = cluster.nodes
             last.memory.may_read.clear()
             last.memory.faults = [NodeFailed("the disk is gone")]
@@ -153,12 +120,12 @@ def test_an_update_is_completed_or_undone_after_its_client_has_disconnected(
             await cluster.until(lambda: "sql" not in cluster.table.served.variants)
             assert cluster.held == NONE
 
-    run(scenario)
+    run_scenario(scenario)
 
 
 def test_unlike_files_are_refused_with_the_names_of_the_nodes() -> None:
     async def scenario() -> None:
-        async with adapter_cluster(FILES) as cluster, a_client(cluster) as client:
+        async with adapter_cluster(FILES) as cluster, operator_client(cluster) as client:
             cluster.nodes[1].write("tenants/sql", "other")
 
             with pytest.raises(BatonError, match=r"on decode-0; .* on prefill-0\).*copy the same"):
@@ -166,12 +133,12 @@ def test_unlike_files_are_refused_with_the_names_of_the_nodes() -> None:
 
             assert cluster.held == NONE
 
-    run(scenario)
+    run_scenario(scenario)
 
 
 def test_a_name_in_use_is_replaced_only_on_request() -> None:
     async def scenario() -> None:
-        async with adapter_cluster(FILES) as cluster, a_client(cluster) as client:
+        async with adapter_cluster(FILES) as cluster, operator_client(cluster) as client:
             await client.load_adapter("sql", "tenants/sql")
             with pytest.raises(BatonError, match="'sql' has already been loaded"):
                 await client.load_adapter("sql", "tenants/new")
@@ -183,12 +150,12 @@ def test_a_name_in_use_is_replaced_only_on_request() -> None:
             assert new.id == adapter_id("new")
             assert cluster.table.find_model("sql").adapter == new
 
-    run(scenario)
+    run_scenario(scenario)
 
 
 def test_a_replacement_that_a_node_refuses_leaves_the_old_adapter_on_all_nodes() -> None:
     async def scenario() -> None:
-        async with adapter_cluster(FILES) as cluster, a_client(cluster) as client:
+        async with adapter_cluster(FILES) as cluster, operator_client(cluster) as client:
             await client.load_adapter("sql", "tenants/sql")
             cluster.nodes[1].delete("tenants/new")
 
@@ -198,12 +165,12 @@ def test_a_replacement_that_a_node_refuses_leaves_the_old_adapter_on_all_nodes()
             assert [node.adapters["sql"] for node in cluster.nodes] == [SQL, SQL]
             await cluster.until(lambda: cluster.table.find_model("sql").adapter == SQL)
 
-    run(scenario)
+    run_scenario(scenario)
 
 
 def test_a_reload_of_a_folder_that_a_node_refuses_leaves_the_old_adapter_on_all_nodes() -> None:
     async def scenario() -> None:
-        async with adapter_cluster(FILES) as cluster, a_client(cluster) as client:
+        async with adapter_cluster(FILES) as cluster, operator_client(cluster) as client:
             await client.load_adapter("sql", "tenants/sql")
             for node in cluster.nodes:
                 node.write("tenants/sql", "newer")
@@ -219,12 +186,12 @@ def test_a_reload_of_a_folder_that_a_node_refuses_leaves_the_old_adapter_on_all_
                     assert node.memory.loaded[SQL.id] == "old"
             await cluster.until(lambda: cluster.table.find_model("sql").adapter == SQL)
 
-    run(scenario)
+    run_scenario(scenario)
 
 
 def test_names_paths_and_models_are_checked_before_nodes_are_called() -> None:
     async def scenario() -> None:
-        async with adapter_cluster(FILES) as cluster, a_client(cluster) as client:
+        async with adapter_cluster(FILES) as cluster, operator_client(cluster) as client:
             for name, path, model, expected in (
                 ("", "tenants/sql", "", "both the name and the path"),
                 ("sql", "", "", "both the name and the path"),
@@ -242,17 +209,20 @@ def test_names_paths_and_models_are_checked_before_nodes_are_called() -> None:
 
             assert cluster.held == NONE
 
-    run(scenario)
+    run_scenario(scenario)
 
 
 def test_nodes_without_places_for_adapters_are_refused_with_the_remedy() -> None:
     async def scenario() -> None:
         cards = adapter_cards(max_loras=0)
-        async with adapter_cluster(FILES, cards=cards) as cluster, a_client(cluster) as client:
+        async with (
+            adapter_cluster(FILES, cards=cards) as cluster,
+            operator_client(cluster) as client,
+        ):
             with pytest.raises(BatonError, match="start the nodes with --lora-root"):
                 await client.load_adapter("sql", "tenants/sql")
 
-    run(scenario)
+    run_scenario(scenario)
 
 
 def test_the_model_must_be_named_where_several_take_adapters() -> None:
@@ -262,7 +232,10 @@ def test_the_model_must_be_named_where_several_take_adapters() -> None:
             replace(card, model="b", node_id=NodeId(f"b-{card.node_id}"))
             for card in adapter_cards()
         ]
-        async with adapter_cluster(FILES, cards=cards) as cluster, a_client(cluster) as client:
+        async with (
+            adapter_cluster(FILES, cards=cards) as cluster,
+            operator_client(cluster) as client,
+        ):
             with pytest.raises(BatonError, match="adapter: b, tiny"):
                 await client.load_adapter("sql", "tenants/sql")
 
@@ -272,7 +245,7 @@ def test_the_model_must_be_named_where_several_take_adapters() -> None:
             with pytest.raises(BatonError, match="name of an adapter of 'b'"):
                 await client.load_adapter("sql", "tenants/new", model="tiny", can_replace=True)
 
-    run(scenario)
+    run_scenario(scenario)
 
 
 @pytest.mark.parametrize("operators", [OPERATORS, NO_OPERATORS], ids=["operators", "no operators"])
@@ -280,7 +253,7 @@ def test_a_client_token_does_not_permit_updates(operators: Operators) -> None:
     async def scenario() -> None:
         async with (
             adapter_cluster(FILES, operators=operators, node_operators=operators) as cluster,
-            a_client(cluster, operators, token="client") as client,
+            operator_client(cluster, operators, token="client") as client,
         ):
             for call in (client.load_adapter("sql", "tenants/sql"), client.unload_adapter("sql")):
                 with pytest.raises(BatonError, match="--operator-token-file") as refusal:
@@ -288,7 +261,7 @@ def test_a_client_token_does_not_permit_updates(operators: Operators) -> None:
                 assert refusal.value.reason == "NOT_AN_OPERATOR"
             assert cluster.held == NONE
 
-    run(scenario)
+    run_scenario(scenario)
 
 
 def test_an_operator_updates_nodes_with_the_same_operators_only() -> None:
@@ -296,99 +269,17 @@ def test_an_operator_updates_nodes_with_the_same_operators_only() -> None:
         others = Operators(AcceptedTokens(("other",)))
         async with (
             adapter_cluster(FILES, operators=OPERATORS, node_operators=OPERATORS) as cluster,
-            a_client(cluster, OPERATORS, token="client") as client,
+            operator_client(cluster, OPERATORS, token="client") as client,
         ):
             await client.load_adapter("sql", "tenants/sql", operator_token="operator")
             assert await client.unload_adapter("sql", operator_token="operator") == 2
             assert cluster.held == NONE
         async with (
             adapter_cluster(FILES, operators=OPERATORS, node_operators=others) as cluster,
-            a_client(cluster, OPERATORS, token="operator") as client,
+            operator_client(cluster, OPERATORS, token="operator") as client,
         ):
             with pytest.raises(BatonError, match=r"prefill-0: .*operators") as refusal:
                 await client.load_adapter("sql", "tenants/sql")
             assert refusal.value.code is StatusCode.PERMISSION_DENIED
 
-    run(scenario)
-
-
-def test_a_name_is_served_while_a_node_has_it() -> None:
-    async def scenario() -> None:
-        async with adapter_cluster(FILES) as cluster, a_client(cluster) as client:
-            await client.load_adapter("sql", "tenants/sql")
-            cluster.table.lose(cluster.node("prefill-0").address)
-            assert cluster.table.find_model("sql").adapter == SQL
-
-            cluster.table.lose(cluster.node("decode-0").address)
-            assert cluster.table.find_model("sql") == ModelVariant("sql")
-
-    run(scenario)
-
-
-def test_a_new_router_learns_the_adapters_from_its_nodes() -> None:
-    async def scenario() -> None:
-        async with adapter_cluster(FILES) as cluster:
-            await cluster.nodes[0].registry.load("sql", "tenants/sql")
-
-            await cluster.until(lambda: cluster.table.find_model("sql").adapter == SQL)
-
-    run(scenario)
-
-
-def test_a_node_that_joins_gets_the_names_of_the_others_again() -> None:
-    async def scenario() -> None:
-        async with adapter_cluster(FILES) as cluster, a_client(cluster) as client:
-            await client.load_adapter("sql", "tenants/sql")
-            returned = cluster.nodes[1]
-            address = cluster.node("decode-0").address
-            cluster.table.lose(address)
-            returned.registry.unload("sql")  # as by a restart
-            assert cluster.held["decode-0"] == set()
-
-            cluster.table.join(address, returned.card)
-            cluster.updates.handle_reports()
-
-            await cluster.until(lambda: SQL in cluster.table.adapters.at(address).refs)
-            assert returned.adapters == {"sql": SQL}
-
-            await client.unload_adapter("sql")
-            cluster.updates.handle_reports()
-            assert cluster.held == NONE
-
-    run(scenario)
-
-
-def test_a_node_that_returns_unloads_what_was_unloaded_meanwhile() -> None:
-    async def scenario() -> None:
-        async with adapter_cluster(FILES) as cluster, a_client(cluster) as client:
-            returned = cluster.nodes[1]
-            address = cluster.node("decode-0").address
-
-            def leave() -> None:
-                cluster.table.lose(address)
-                cluster.updates.handle_reports()
-
-            def join(card: NodeCard) -> None:
-                cluster.table.join(address, card)
-                cluster.updates.handle_reports()
-
-            for name in ("sql", "kept", "again"):
-                await client.load_adapter(name, "tenants/sql")
-            leave()
-            for name in ("sql", "again"):
-                await client.unload_adapter(name)
-            await client.load_adapter("again", "tenants/new")
-            assert "sql" in returned.adapters
-            join(returned.card)
-            await cluster.until(lambda: returned.adapters.keys() == {"kept", "again"})
-            assert cluster.table.served.variants.keys() >= {"kept", "again"}
-            await cluster.until(lambda: returned.adapters["again"].id == adapter_id("new"))
-
-            # Another process has missed nothing, whatever it serves from its start.
-            leave()
-            await client.unload_adapter("kept")
-            join(replace(returned.card, incarnation=Incarnation("next")))
-            await client.load_adapter("last", "tenants/sql")
-            assert returned.adapters.keys() == {"kept", "again", "last"}
-
-    run(scenario)
+    run_scenario(scenario)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 
 from baton.checkpoint.peft_config import CONFIG
 from baton.checkpoint.peft_folder import WEIGHTS
+from baton.client import AsyncClient
 from baton.core.ids import AdapterRef
 from baton.engine.engine_thread import EngineThread
 from baton.node.adapters.loader import AdapterLoader
@@ -24,18 +25,22 @@ from baton.router.adapter_updates import AdapterUpdates
 from baton.router.discovery.sources import DnsName, NodeSource
 from baton.router.discovery.watcher import NodeDiscovery, watching
 from baton.router.dispatch.node_calls import GrpcNodeCalls
+from baton.router.doors.grpc.cluster_servicer import ClusterServicer
+from baton.router.prefix_resets import PrefixResets
 from baton.router.routing.node_table import Node, NodeTable
+from baton.rpc.channel import open_channel
 from baton.rpc.errors import AdapterUnreadable
 from baton.rpc.node_info import NodeCard, NodeLoad, NodeRole
 from baton.rpc.security.operators import Operators
 from baton.rpc.security.token import AcceptedTokens
 from baton.rpc.server import Service, serving
-from baton.v1 import node_pb2_grpc
+from baton.v1 import cluster_pb2_grpc, node_pb2_grpc
 from tests.support.engines import an_engine
 from tests.support.node_calls import a_card
 
 OPERATORS = Operators(AcceptedTokens(("operator",)))
 NUM_PLACES = 16
+PATIENCE_S = 60
 
 
 def adapter_id(weights: str) -> str:
@@ -201,3 +206,29 @@ async def adapter_cluster(
         await lifetime.enter_async_context(watching(discovery, table, node_calls, note_change))
         await cluster.until(lambda: len(table.nodes) == len(nodes))
         yield cluster
+
+
+def run_scenario(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def within() -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            await scenario()
+
+    asyncio.run(within())
+
+
+@asynccontextmanager
+async def operator_client(
+    cluster: AdapterCluster, operators: Operators = OPERATORS, token: str = "operator"
+) -> AsyncIterator[AsyncClient]:
+    """Serve the calls of operators, as a router does, and yield a client of them."""
+    resets = PrefixResets(cluster.table, open_channel, operators)
+    servicer = ClusterServicer(cluster.table, resets, cluster.updates)
+    service = Service(
+        "baton.v1.ClusterService",
+        lambda server: cluster_pb2_grpc.add_ClusterServiceServicer_to_server(servicer, server),
+    )
+    async with (
+        serving("127.0.0.1", 0, [service]) as server,
+        AsyncClient(server.address, token=token) as client,
+    ):
+        yield client
