@@ -31,8 +31,9 @@ from benchmarks.chaos.faults import (
     Phase,
     TargetRole,
 )
+from benchmarks.chaos.hostile import processes as hostile_processes
 from benchmarks.chaos.hostile.processes import HostileProcesses
-from benchmarks.chaos.hostile.requests import Attack
+from benchmarks.chaos.hostile.requests import ACCEPTED, Attack
 from benchmarks.chaos.preloading import has_compiler
 from benchmarks.chaos.report import Report
 from benchmarks.chaos.workload import KnownAnswer, draw_requests, reference_answers
@@ -248,10 +249,12 @@ def test_faults_of_files_and_objects_cause_no_wrong_answer(
     assert sum(after) > sum(before)
 
 
-@pytest.mark.parametrize("attack", [Attack.DEAD_PEERS, Attack.KV_EVENTS])
+@pytest.mark.parametrize("attack", [Attack.DEAD_PEERS, Attack.KV_EVENTS, Attack.ADAPTERS])
 def test_a_hostile_client_causes_no_wrong_answer_and_no_leak(
-    running: Running, attack: Attack
+    running: Running, attack: Attack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(hostile_processes, "ATTACK_LIMIT_S", 5.0)
+
     report = running.under(attack)
 
     assert not [*report.wrong, *report.hung, *report.lost, *report.leaks, *report.died]
@@ -261,3 +264,4 @@ def test_a_hostile_client_causes_no_wrong_answer_and_no_leak(
     [worst] = report.bystanders.by_attack
     assert worst.attack == attack.value
     assert worst.outcomes
+    assert ACCEPTED not in worst.outcomes

@@ -31,7 +31,7 @@ GOOD = ("red", "blue")
 NAME, FLOOD = "hostile", "flood-"
 NUM_NAMES, NUM_IN_FLIGHT = 10_000, 100
 NUM_HASTY = 300  # loads whose clients disconnect at once
-RACES_S, FLOOD_S = 4.0, 6.0  # of an attack
+RACES_SHARE = 0.4  # of the time that bad loads leave; the flood has the rest
 CLEANING_S, PAUSE_S = 20.0, 0.5
 ESCAPES = (
     "..", "../adapters/red", "red/../../adapters/red", "/etc", "/", "~", ".", "./", "",
@@ -72,14 +72,15 @@ class OperatorAccess:
 def attack_adapters(
     access: OperatorAccess, model: str, draw: random.Random, end_s: float
 ) -> Outcomes:
-    """Run all parts, within their times. The names that have been loaded are unloaded again."""
+    """Run all parts until `end_s`. Then the names that have been loaded are unloaded again."""
     outcomes: Outcomes = Counter()
     try:
         outcomes += _bad_loads(access, model, end_s)
         outcomes += _without_right(access, end_s)
-        outcomes += _races(access, draw, min(end_s, time.monotonic() + RACES_S))
+        now_s = time.monotonic()
+        outcomes += _races(access, draw, now_s + RACES_SHARE * (end_s - now_s))
         _load_hastily(access)
-        outcomes += _flood(access, draw.choice(access.nodes), time.monotonic() + FLOOD_S)
+        outcomes += _flood(access, draw.choice(access.nodes), end_s)
     finally:
         outcomes += _clean(access, time.monotonic() + CLEANING_S)
     return outcomes
