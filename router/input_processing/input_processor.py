@@ -17,7 +17,7 @@ from baton.router.input_processing.model_profiles import ModelProfiles
 from baton.router.input_processing.tokenization import TextBoundary
 from baton.router.routing.node_table import NodeTable
 from baton.router.values import ChatPrompt, GenerateCall, Prompt, TokenPrompt
-from baton.rpc.errors import EmptyPrompt, UnknownModel
+from baton.rpc.errors import EmptyPrompt, NoNodes, UnknownModel
 
 MAX_REMEMBERED_BAD_WORDS = 16
 
@@ -40,7 +40,7 @@ class InputProcessor:
     async def process(self, call: GenerateCall, context: RequestContext) -> GenerateCall:
         """Return the call as nodes run it: with a TokenPrompt and final sampling parameters.
 
-        Raises UnknownModel, EmptyPrompt, InvalidRequest, UnsupportedInput and QueueFull.
+        Raises UnknownModel, NoNodes, EmptyPrompt, InvalidRequest, UnsupportedInput and QueueFull.
         """
         call = replace(call, model=self._known_model(call))
         self.check_model(call.model)
@@ -70,7 +70,15 @@ class InputProcessor:
         return self._table.find_model("", is_pooled=call.is_pooled)
 
     def check_model(self, model: ModelVariant) -> None:
-        """Raises UnknownModel if nodes are known, none serves `model`, and no option names it."""
+        """Raise UnknownModel if nodes are known, none serves `model`, and no option names it.
+
+        Raises NoNodes if no node is known, and nodes must tell whose tokenizer the name means.
+        """
+        if self._profiles.may_be_adapter(model):
+            raise NoNodes(
+                f"no node has joined this router yet, so that it does not know what model "
+                f"{model.name!r} is; send the request again"
+            )
         served = self._table.served
         # A request keeps an adapter that has been unloaded or replaced since its name was resolved.
         is_known = model.base in served.bases or self._profiles.is_expected(model)

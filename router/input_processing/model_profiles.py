@@ -40,14 +40,13 @@ class ModelProfiles:
 
     def of(self, model: ModelVariant) -> ModelProfile:
         name = model.base
-        found = self._by_name.get(name)
-        if found is not None:
-            return found
-        if len(self._by_name) == 1:
-            [only] = self._by_name.values()
-            if not name or (only.is_name_assumed and self._is_of_only_model(name, only)):
-                return only
-        return ModelProfile(TextBoundary(name), name, parsing=self._default_parsing)
+        found = self._find(name)
+        return found or ModelProfile(TextBoundary(name), name, parsing=self._default_parsing)
+
+    def may_be_adapter(self, model: ModelVariant) -> bool:
+        """Return whether a name, while no node is known, can be that of an adapter of a profile."""
+        is_known = self._find(model.base) is not None
+        return bool(self._by_name) and not is_known and not self._table.models
 
     def is_expected(self, model: ModelVariant) -> bool:
         """Return whether nodes of a model are expected, though none may serve it at the moment.
@@ -62,6 +61,14 @@ class ModelProfiles:
     def names(self) -> list[str]:
         """Names of the models with a profile."""
         return sorted(self._by_name)
+
+    def _find(self, name: str) -> ModelProfile | None:
+        found = self._by_name.get(name)
+        if found is None and len(self._by_name) == 1:
+            [only] = self._by_name.values()
+            if not name or (only.is_name_assumed and self._is_of_only_model(name, only)):
+                return only
+        return found
 
     def _is_of_only_model(self, name: str, only: ModelProfile) -> bool:
         """Return whether no other model could have the profile: a request to any means it."""

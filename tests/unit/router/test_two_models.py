@@ -33,7 +33,7 @@ from baton.router.routing.policy import Route
 from baton.router.routing.routing_view import RoutingRequest
 from baton.router.tracing import UNTRACED, RequestTrace
 from baton.router.values import GenerateCall, Prompt, TextPrompt, TokenChunk, TokenPrompt
-from baton.rpc.errors import FailureKind, NodeFailed, TooLate, UnknownModel
+from baton.rpc.errors import FailureKind, NodeFailed, NoNodes, TooLate, UnknownModel
 from baton.rpc.node_info import NodeRole
 from tests.support.node_calls import FakeNodeCalls, a_node_of, a_table, an_embedder
 
@@ -313,9 +313,12 @@ def test_models_are_refused_with_the_list() -> None:
     assert [received.node for received in nodes.received] == ["embedder-prefill"]
 
 
-def test_before_any_node_joined_a_router_of_several_models_needs_a_name() -> None:
+def test_before_any_node_joined_a_router_of_several_models_needs_their_names() -> None:
     names = [ModelProfile(TextBoundary(), name) for name in ("a", "b")]
     pipeline = a_pipeline(FakeNodeCalls(), NodeTable(), profiles=tuple(names))
 
     with pytest.raises(InvalidRequest, match="set model to one of: a, b"):
         asyncio.run(answer(pipeline, a_call(ModelVariant())))
+    # It may be an adapter: then the tokens of its answer are those of the base's tokenizer.
+    with pytest.raises(NoNodes, match="does not know what model 'sql' is; send .* again"):
+        asyncio.run(answer(pipeline, a_call(ModelVariant("sql"))))
