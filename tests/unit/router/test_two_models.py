@@ -320,5 +320,5 @@ def test_before_any_node_joined_a_router_of_several_models_needs_their_names() -
     with pytest.raises(InvalidRequest, match="set model to one of: a, b"):
         asyncio.run(answer(pipeline, a_call(ModelVariant())))
     # It may be an adapter: then the tokens of its answer are those of the base's tokenizer.
-    with pytest.raises(NoNodes, match="does not know what model 'sql' is; send .* again"):
+    with pytest.raises(NoNodes, match=r"does not know what model 'sql' is; send .* again"):
         asyncio.run(answer(pipeline, a_call(ModelVariant("sql"))))
