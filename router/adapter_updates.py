@@ -17,7 +17,7 @@ from baton.router.adapter_calls import AdapterCalls, Outcome, only_adapter, rais
 from baton.router.adapter_restores import AdapterRestores
 from baton.router.input_processing.limits import check_name, is_valid_name
 from baton.router.routing.node_table import Node, NodeTable
-from baton.rpc.errors import NodeFailed, NotAnOperator, TooManyUpdates, UnknownModel
+from baton.rpc.errors import NodeFailed, NoNodes, NotAnOperator, TooManyUpdates, UnknownModel
 from baton.rpc.security.operators import NO_OPERATORS, Operators
 from baton.rpc.status import RemoteError
 
@@ -107,6 +107,7 @@ class AdapterUpdates:
 
     async def _load_on_all(self, order: AdapterOrder) -> tuple[ModelVariant, int]:
         async with self._turn:
+            self._check_has_nodes()
             self._check_name_is_free(order)
             nodes = self._nodes_for(order)
             previous = {node: self._named_on(node, order.name) for node in nodes}
@@ -137,6 +138,7 @@ class AdapterUpdates:
 
     async def _unload_from_all(self, name: str) -> int:
         async with self._turn:
+            self._check_has_nodes()
             variant = self._table.served.variants.get(name)
             if variant is None or not variant.adapter.name:
                 self._restores.missed.note_unload(name)
@@ -157,6 +159,11 @@ class AdapterUpdates:
                 f"adapter {name!r} is unloaded",
             )
         return sum(isinstance(outcome, AdapterRef) for outcome in outcomes)
+
+    def _check_has_nodes(self) -> None:
+        """Raise NoNodes while no node is known, as after a restart: any may have the name."""
+        if not self._table.nodes:
+            raise NoNodes("no node has joined this router yet; send this again")
 
     def _note_unload(
         self, variant: ModelVariant, nodes: Sequence[Node], outcomes: Sequence[Outcome]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
+from baton.client import BatonError
 from baton.core.ids import AdapterRef, Incarnation, ModelVariant
 from baton.rpc.node_info import NodeCard
 from tests.support.adapter_nodes import (
@@ -27,6 +30,9 @@ def test_a_name_is_served_while_a_node_has_it() -> None:
 
             cluster.table.lose(cluster.node("decode-0").address)
             assert cluster.table.find_model("sql") == ModelVariant("sql")
+            # The unload would be forgotten when a node joins.
+            with pytest.raises(BatonError, match="no node has joined"):
+                await client.unload_adapter("sql")
 
     run_scenario(scenario)
 
