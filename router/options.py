@@ -74,6 +74,14 @@ class RouterOptions:
         str, Option("Address to serve HTTP on. Default: that of --host.", NETWORK)
     ] = ""
     cors: CorsConfig = NO_CORS
+    smg: Annotated[
+        bool,
+        Option(
+            "Serve the gRPC service of SMG's vLLM workers on --port, so that an SMG gateway can "
+            "use this router as a worker.",
+            NETWORK,
+        ),
+    ] = False
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
     admission_queue: AdmissionQueueConfig = field(default_factory=AdmissionQueueConfig)
     rate_limits: RateLimitConfig = NO_RATE_LIMITS
@@ -93,6 +101,11 @@ class RouterOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.smg and len(self.models.folders) > 1:
+            raise InvalidConfig(
+                "--smg is for one --model: requests of an SMG gateway name none. Start a router "
+                "for each model"
+            )
         if not self.decode_nodes:
             raise InvalidConfig("no decode node is named; give --decode-nodes host:port")
         check_single_role(self.prefill_nodes, self.decode_nodes)

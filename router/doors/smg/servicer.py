@@ -1,0 +1,228 @@
+"""gRPC servicer of SMG's VllmEngine: the router as one worker of an SMG gateway.
+
+The gateway tokenises and detokenises, so prompts and answers are token ids.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import Any
+
+from grpc import aio
+from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
+
+from baton.core.errors import InvalidRequest
+from baton.core.finish import Finish
+from baton.core.ids import ModelVariant
+from baton.core.output import FinishReason
+from baton.router.answers import generate_answers
+from baton.router.doors.smg.request import calls_from
+from baton.router.input_processing.limits import is_valid_name
+from baton.router.pipeline import Pipeline
+from baton.router.prefix_resets import PrefixResets
+from baton.router.request_scope import RequestScopes
+from baton.router.routing.node_table import Node
+from baton.router.values import AnswerPart, TokenChunk, TokenPrompt
+from baton.rpc.errors import Draining, NoNodes, UnsupportedInput
+from baton.rpc.node_info import NodeRole
+from baton.rpc.security.token_gate import sent_token
+from baton.rpc.smg.answers import AnswerEnd, AnswerFormat, AnswerMessages
+from baton.rpc.smg.call_streams import CallStreams
+from baton.rpc.smg.model_facts import ModelFacts, sampling_defaults_json
+from baton.rpc.smg.tokenizer_bundle import TokenizerBundle
+from baton.rpc.smg.unserved import UnservedMethods
+from baton.rpc.status import named_errors
+
+SERVICE = "vllm.grpc.engine.VllmEngine"
+ID_BYTES = 12
+FORMAT = AnswerFormat(vllm_engine_pb2, counts_deltas=True)
+Context = aio.ServicerContext[Any, Any]
+
+
+class SmgServicer(UnservedMethods, vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
+    def __init__(
+        self, pipeline: Pipeline, scopes: RequestScopes, resets: PrefixResets, facts: ModelFacts
+    ) -> None:
+        self._pipeline = pipeline
+        self._table = pipeline.table
+        self._scopes = scopes
+        self._resets = resets
+        self._facts = facts
+        self._tokenizer = TokenizerBundle(facts.path)
+        self._started_s = time.monotonic()
+        # A stream has the parts of all answers, and ends by itself.
+        self._streams: CallStreams[tuple[int, AnswerPart]] = CallStreams(lambda _: False)
+
+    async def Generate(
+        self, request: vllm_engine_pb2.GenerateRequest, context: Context
+    ) -> AsyncGenerator[vllm_engine_pb2.GenerateResponse, None]:
+        client_id = request.request_id
+        request_id = client_id if is_valid_name(client_id) else secrets.token_hex(ID_BYTES)
+        scope = self._scopes.begin(request_id, context.invocation_metadata(), context)
+        async with named_errors(context, request_id=request_id, trace_id=scope.trace_id):
+            with scope.ending_on_error():
+                model = self._model()
+                calls = calls_from(request, request_id, self._table.served_model(model), model)
+                token_ids = await self._pipeline.inputs.token_ids(calls[0].prompt, model)
+            calls = [replace(call, prompt=TokenPrompt(token_ids)) for call in calls]
+            answers = [
+                AnswerMessages(FORMAT, index, token_ids, is_streamed=request.stream)
+                for index in range(len(calls))
+            ]
+            parts = generate_answers(self._pipeline, scope, calls, len(calls))
+            with scope.within_limits():
+                async with aclosing(self._streams.merge(request_id, [parts])) as merged:
+                    async for _, (index, part) in merged:
+                        response = await _response_to(answers[index], part)
+                        if response is not None:
+                            yield response
+            for answer in answers:
+                if not answer.is_finished:
+                    yield answer.finish(AnswerEnd(FinishReason.ABORT))
+
+    async def Abort(
+        self, request: vllm_engine_pb2.AbortRequest, context: Context
+    ) -> vllm_engine_pb2.AbortResponse:
+        for request_id in request.request_ids:
+            self._streams.abort(request_id)
+        return vllm_engine_pb2.AbortResponse()
+
+    async def HealthCheck(
+        self, request: vllm_engine_pb2.HealthCheckRequest, context: Context
+    ) -> vllm_engine_pb2.HealthCheckResponse:
+        """Fail without nodes, so that a gateway that starts first waits for them."""
+        async with named_errors(context):
+            self._decode_nodes()
+            if self._pipeline.is_draining:
+                raise Draining("this router is shutting down; use another one")
+        return vllm_engine_pb2.HealthCheckResponse(healthy=True, message="ready")
+
+    async def GetModelInfo(
+        self, request: vllm_engine_pb2.GetModelInfoRequest, context: Context
+    ) -> vllm_engine_pb2.GetModelInfoResponse:
+        async with named_errors(context):
+            model = self._model()
+            card = self._decode_nodes()[0].card
+            longest = self._table.served_model(model).max_sequence_len or card.max_model_len
+        facts = self._facts
+        return vllm_engine_pb2.GetModelInfoResponse(
+            model_path=facts.path or card.model,
+            is_generation=True,
+            max_context_length=longest,
+            vocab_size=card.vocab_size,
+            served_model_name=card.model,
+            tokenizer_path=facts.path,
+            model_type=facts.model_type,
+            architectures=facts.architectures,
+            eos_token_ids=facts.eos_token_ids,
+            pad_token_id=facts.pad_token_id,
+            bos_token_id=facts.bos_token_id,
+            max_req_input_len=longest - 1,
+            default_sampling_params_json=sampling_defaults_json(card.sampling_defaults),
+        )
+
+    async def GetServerInfo(
+        self, request: vllm_engine_pb2.GetServerInfoRequest, context: Context
+    ) -> vllm_engine_pb2.GetServerInfoResponse:
+        async with named_errors(context):
+            nodes = self._decode_nodes()
+        fingerprint = nodes[0].card.fingerprint
+        return vllm_engine_pb2.GetServerInfoResponse(
+            active_requests=self._pipeline.traffic.num_in_flight,
+            uptime_seconds=time.monotonic() - self._started_s,
+            server_type=f"baton-{version('baton')}",
+            data_parallel_size=1,
+            kv_cache_dtype=fingerprint.dtype,
+            block_size=fingerprint.block_size,
+            model_dtype=fingerprint.dtype,
+            max_num_seqs=sum(node.card.max_num_seqs for node in nodes),
+            constrained_decoding_start="first_token",
+        )
+
+    async def GetLoads(
+        self, request: vllm_engine_pb2.GetLoadsRequest, context: Context
+    ) -> vllm_engine_pb2.GetLoadsResponse:
+        """Report the load of all decode nodes as one. Requests that the router queues wait, too."""
+        async with named_errors(context):
+            nodes = self._decode_nodes()
+        load = vllm_engine_pb2.SchedulerLoad(
+            num_waiting_reqs=self._pipeline.traffic.num_waiting,
+            max_running_requests=sum(node.card.max_num_seqs for node in nodes),
+        )
+        for node in nodes:
+            card, reported = node.card, self._table.node_load(node).reported
+            block_size = card.fingerprint.block_size
+            load.num_running_reqs += reported.num_running
+            load.num_waiting_reqs += reported.num_waiting
+            load.max_total_num_tokens += card.num_blocks * block_size
+            load.num_used_tokens += (card.num_blocks - reported.num_free_blocks) * block_size
+        load.num_total_reqs = load.num_running_reqs + load.num_waiting_reqs
+        load.token_usage = load.num_used_tokens / max(1, load.max_total_num_tokens)
+        return vllm_engine_pb2.GetLoadsResponse(
+            timestamp=datetime.now(UTC).isoformat(),
+            version=version("baton"),
+            dp_rank_count=1,
+            loads=[load],
+        )
+
+    async def FlushCache(
+        self, request: common_pb2.FlushCacheRequest, context: Context
+    ) -> common_pb2.FlushCacheResponse:
+        """Clear the caches of all nodes at once. Requests in progress are not affected."""
+        async with named_errors(context):
+            resets = await self._resets.reset_all(
+                (), sent_token(context.invocation_metadata() or ())
+            )
+        num_blocks = sum(reset.num_blocks for reset in resets)
+        message = f"{num_blocks} blocks removed from {len(resets)} nodes"
+        return common_pb2.FlushCacheResponse(success=True, message=message)
+
+    async def GetTokenizer(
+        self, request: common_pb2.GetTokenizerRequest, context: Context
+    ) -> AsyncGenerator[common_pb2.GetTokenizerChunk, None]:
+        async with named_errors(context), aclosing(self._tokenizer.chunks()) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    def _model(self) -> ModelVariant:
+        """Return the only model. Raises UnsupportedInput: these requests do not name one."""
+        try:
+            model = self._table.find_model("")
+            self._pipeline.inputs.check_model(model)
+        except InvalidRequest as several:
+            raise UnsupportedInput(
+                "SMG's requests name no model, and this router serves several: start a router for "
+                "each model"
+            ) from several
+        return model
+
+    def _decode_nodes(self) -> list[Node]:
+        nodes = self._table.open_nodes(NodeRole.DECODE)
+        if not nodes:
+            raise NoNodes("no decode node is reachable; try again when one is")
+        return nodes
+
+
+async def _response_to(
+    answer: AnswerMessages, part: AnswerPart
+) -> vllm_engine_pb2.GenerateResponse | None:
+    if isinstance(part, TokenChunk):
+        return await answer.add(part.token_ids, part.logprobs, part.prompt_logprobs)
+    return answer.finish(_end_of(part))
+
+
+def _end_of(finish: Finish) -> AnswerEnd:
+    return AnswerEnd(
+        finish.reason,
+        finish.stop_token_id,
+        finish.stop_string,
+        finish.num_cached_prompt_tokens or 0,
+        finish.served.tokens_accepted,
+        finish.served.tokens_proposed,
+    )
