@@ -10,6 +10,7 @@ from baton.node.kv.peer_warmup import PeerWarmup, link_up, read_role
 from baton.node.kv.worker import NO_NODE_DECORATORS, Around
 from baton.node.options import NodeOptions
 from baton.node.run import Role, run
+from baton.node.smg.service import smg_services
 from baton.node.wiring import NodeComponents
 from baton.rpc.node_info import NodeRole
 from baton.rpc.server import Service
@@ -23,7 +24,8 @@ def build_services(node: NodeComponents) -> tuple[Service, ...]:
     calls = CallServer(node.state, node.ledger, node.tracing)
     decode = DecodeServicer(calls, node.state, warmup.connect)
     add_decode = partial(node_pb2_grpc.add_DecodeServiceServicer_to_server, decode)
-    return (Service("baton.v1.DecodeService", add_decode),)
+    service = Service("baton.v1.DecodeService", add_decode)
+    return service, *smg_services(node, calls)
 
 
 DECODE = Role(NodeRole.DECODE, build_services, speculates=True)

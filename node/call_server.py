@@ -29,6 +29,7 @@ from baton.v1 import node_pb2
 
 # Yields an event that is set after the last KV write of a hand-off.
 ExpectSend = Callable[[HandoffId], AbstractContextManager[asyncio.Event]]
+ReportedOutput = tuple[Output, CallReport | None]
 FINISHED_WITH_FIRST_TOKEN = (FinishReason.HANDED_OFF, FinishReason.STOP, FinishReason.LENGTH)
 
 
@@ -65,6 +66,17 @@ class CallServer:
         self, order: Order, context: CallContext
     ) -> AsyncGenerator[node_pb2.CallEvent, None]:
         request = engine_request(order, time.monotonic())
+        async with aclosing(self.serve_request(request, context)) as outputs:
+            async for output, report in outputs:
+                yield self._messages.event_to(output, report)
+
+    async def serve_request(
+        self, request: EngineRequest, context: CallContext
+    ) -> AsyncGenerator[ReportedOutput, None]:
+        """Yield the outputs of a request, some with a report, and end after its last KV write.
+
+        Closing the generator early aborts the request.
+        """
         is_first, reason = True, None
         with (
             self._tracing.record_call(context, request) as timeline,
@@ -82,7 +94,7 @@ class CallServer:
                         report = self._report(request, entry, output)
                         if timeline is not None:
                             timeline.note_output(output)
-                    yield self._messages.event_to(output, report)
+                    yield output, report
                     is_first = False
             if sent is not None and reason in FINISHED_WITH_FIRST_TOKEN:
                 await sent.wait()

@@ -18,6 +18,7 @@ from baton.engine.runner.model_info import LoadProgress
 from baton.engine.runner.open_runner import open_runner
 from baton.kv_transfer.pairs import Identity
 from baton.kv_transfer.transports.nixl import import_nixl
+from baton.node.cache_resets import reset_prefix_cache
 from baton.node.kv.connectors import find_connector, shared_tiers_of
 from baton.node.kv.events.config import TCP, KvEventsConfig, is_bound
 from baton.node.kv.events.peers import check_target, listen
@@ -26,7 +27,7 @@ from baton.node.kv.tiers import check_tiers
 from baton.node.kv.worker import NO_NODE_DECORATORS, Around
 from baton.node.observers.metrics import export_node_metrics
 from baton.node.options import NodeOptions
-from baton.node.servicer import KvLinkServicer, NodeServicer, reset_prefix_cache
+from baton.node.servicer import KvLinkServicer, NodeServicer
 from baton.node.state import NodeState
 from baton.node.wiring import NodeComponents, identify
 from baton.rpc.health import Health
@@ -35,6 +36,7 @@ from baton.rpc.node_info import NodeRole
 from baton.rpc.process_end import ShutdownDeadline
 from baton.rpc.security.operators import Operators
 from baton.rpc.server import Running, Service, announce, freeze_heap, serving, stop_signal
+from baton.rpc.smg.installed import check_installed
 from baton.telemetry.resource import Process
 from baton.telemetry.tracing.tracer import Tracer, tracing
 from baton.v1 import kv_link_pb2_grpc, node_pb2_grpc
@@ -97,6 +99,8 @@ def _check_start(options: NodeOptions) -> None:
             check_tiers(connector.config)
     if options.kv_sources:
         check_libraries()
+    if options.smg:
+        check_installed()
     if options.kv_transport == "nixl":
         import_nixl()
     if options.telemetry.metrics_port is not None:

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from grpc import aio
 
-from baton.engine.engine_thread import EngineThread
-from baton.engine.errors import EngineStopped
-from baton.engine.scheduler.scheduler import Scheduler
-from baton.kv_transfer.external_kv import KV, check_tiers
+from baton.kv_transfer.external_kv import KV
 from baton.node.adapters.registry import AdapterRegistry
-from baton.node.engine_calls import run_on_engine
+from baton.node.cache_resets import CacheResets, ResetPrefixCache
 from baton.node.kv.link import GrpcLinks
 from baton.node.state import NodeState
-from baton.rpc.errors import NotAnOperator, UnsupportedInput
+from baton.rpc.errors import UnsupportedInput
 from baton.rpc.node_info import ADAPTER, CARD, update_to
-from baton.rpc.security.operators import NO_OPERATORS, OPTION, Operators
+from baton.rpc.security.operators import NO_OPERATORS, Operators
 from baton.rpc.security.token_gate import sent_token
 from baton.rpc.status import named_errors
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc, node_pb2, node_pb2_grpc
-
-# Clears the tiers of these names, or all. Returns how many blocks each had.
-ResetPrefixCache = Callable[[Collection[str]], Awaitable[dict[str, int]]]
 
 
 class KvLinkServicer(kv_link_pb2_grpc.KvLinkServiceServicer):
@@ -59,9 +52,8 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         shared_tiers: frozenset[str] = frozenset(),  # of this node, which others use, too
     ) -> None:
         self._state = state
-        self._reset_prefix_cache = reset_prefix_cache
+        self._resets = CacheResets(state, reset_prefix_cache, operators, shared_tiers)
         self._operators = operators
-        self._shared_tiers = shared_tiers
 
     async def GetNode(
         self, request: node_pb2.GetNodeRequest, context: aio.ServicerContext[Any, Any]
@@ -87,10 +79,8 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         self, request: node_pb2.ResetPrefixCacheRequest, context: aio.ServicerContext[Any, Any]
     ) -> node_pb2.ResetPrefixCacheResponse:
         async with named_errors(context, node_id=self._state.card.node_id):
-            check_tiers(request.tiers)
-            self._check_right(request.tiers, sent_token(context.invocation_metadata()))
-            num_blocks = await self._reset_prefix_cache(tuple(request.tiers))
-        self._state.calls.changes.notify()  # routers and subscribers learn of it at once
+            shown = sent_token(context.invocation_metadata())
+            num_blocks = await self._resets.reset(tuple(request.tiers), shown)
         return node_pb2.ResetPrefixCacheResponse(
             num_blocks=num_blocks.get(KV, 0), num_blocks_by_tier=num_blocks
         )
@@ -125,23 +115,3 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
                 "this node serves no adapters: start it with --lora-root, or --lora NAME=FOLDER"
             )
         return self._state.adapters
-
-    def _check_right(self, tiers: Collection[str], shown: str | None) -> None:
-        """Raises NotAnOperator. Tiers that are shared are deleted for all hosts."""
-        self._operators.check(shown)
-        shared = self._shared_tiers.intersection(tiers) if tiers else self._shared_tiers
-        if shared and not self._operators.is_one(shown):
-            raise NotAnOperator(
-                f"the KV in these tiers is shared with other nodes: {', '.join(sorted(shared))}. "
-                f"Only operators may delete it: start nodes and router with {OPTION}, or reset "
-                "only tiers of the nodes themselves (kv, host)"
-            )
-
-
-async def reset_prefix_cache(
-    engine: EngineThread, scheduler: Scheduler, tiers: Collection[str]
-) -> dict[str, int]:
-    """Reset the prefix cache on the engine's thread, between steps."""
-    if engine.failure is not None:
-        raise EngineStopped("the engine of this node has stopped; its cache is gone with it")
-    return await run_on_engine(engine, partial(scheduler.reset_prefix_cache, tiers))

@@ -9,6 +9,7 @@ from baton.node.call_server import CallServer
 from baton.node.kv.worker import NO_NODE_DECORATORS, Around
 from baton.node.options import NodeOptions
 from baton.node.run import Role, run
+from baton.node.smg.service import smg_services
 from baton.node.wiring import NodeComponents
 from baton.prefill_node.servicer import PendingSends, PrefillServicer
 from baton.rpc.node_info import NodeRole
@@ -26,7 +27,8 @@ def build_services(node: NodeComponents) -> tuple[Service, ...]:
     calls = CallServer(node.state, node.ledger, node.tracing, sends.expect_send)
     prefill = PrefillServicer(calls)
     add_prefill = partial(node_pb2_grpc.add_PrefillServiceServicer_to_server, prefill)
-    return (Service("baton.v1.PrefillService", add_prefill),)
+    service = Service("baton.v1.PrefillService", add_prefill)
+    return service, *smg_services(node, calls)
 
 
 # No speculation: requests end with their first token.

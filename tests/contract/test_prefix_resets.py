@@ -16,8 +16,8 @@ from grpc import StatusCode, aio
 from baton.client import AsyncClient, BatonError
 from baton.core.ids import NodeId
 from baton.engine.engine_thread import EngineThread
+from baton.node.cache_resets import reset_prefix_cache
 from baton.node.engine_calls import EngineCalls, NodeChanges
-from baton.node.servicer import reset_prefix_cache
 from baton.router.adapter_updates import AdapterUpdates
 from baton.router.doors.grpc.cluster_servicer import ClusterServicer
 from baton.router.prefix_resets import PrefixResets

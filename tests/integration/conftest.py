@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,8 @@ NODE_ARGUMENTS = (
     "mean",
 )
 
+# Services for gateways, where their package is installed.
+SMG = ("--smg",) if find_spec("smg_grpc_proto") else ()
 StartCluster = Callable[..., LocalCluster]
 
 
@@ -66,7 +70,9 @@ def cluster_options(model_folder: Path) -> Callable[..., ClusterOptions]:
 @pytest.fixture(scope="session")
 def cluster(cluster_options: Callable[..., ClusterOptions]) -> Iterator[LocalCluster]:
     """Run one prefill node, one decode node and one router. Every process must exit with code 0."""
-    with LocalCluster(cluster_options(router_arguments=("--http-port", "0"))) as running:
+    options = cluster_options(router_arguments=("--http-port", "0", *SMG))
+    options = replace(options, node_arguments=(*options.node_arguments, *SMG))
+    with LocalCluster(options) as running:
         yield running
     codes = {child.name: child.process.returncode for child in running.children}
     assert set(codes.values()) == {0}, codes

@@ -1,0 +1,63 @@
+"""Resets of a node's prefix cache and of the tiers below it, for those who may do so."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection
+from functools import partial
+
+from baton.engine.engine_thread import EngineThread
+from baton.engine.errors import EngineStopped
+from baton.engine.scheduler.scheduler import Scheduler
+from baton.kv_transfer.external_kv import check_tiers
+from baton.node.engine_calls import run_on_engine
+from baton.node.state import NodeState
+from baton.rpc.errors import NotAnOperator
+from baton.rpc.security.operators import OPTION, Operators
+
+# Clears the tiers of these names, or all. Returns how many blocks each had.
+ResetPrefixCache = Callable[[Collection[str]], Awaitable[dict[str, int]]]
+
+
+class CacheResets:
+    def __init__(
+        self,
+        state: NodeState,
+        reset_prefix_cache: ResetPrefixCache,
+        operators: Operators,
+        shared_tiers: frozenset[str],  # of this node, which others use, too
+    ) -> None:
+        self._state = state
+        self._reset_prefix_cache = reset_prefix_cache
+        self._operators = operators
+        self._shared_tiers = shared_tiers
+
+    async def reset(self, tiers: Collection[str], shown: str | None) -> dict[str, int]:
+        """Clear these tiers, or all. `shown` is the caller's authorization.
+
+        Returns how many blocks each had. Raises NotAnOperator, InvalidRequest and EngineStopped.
+        """
+        check_tiers(tiers)
+        self._check_right(tiers, shown)
+        num_blocks = await self._reset_prefix_cache(tiers)
+        self._state.calls.changes.notify()  # routers and subscribers learn of it at once
+        return num_blocks
+
+    def _check_right(self, tiers: Collection[str], shown: str | None) -> None:
+        """Raises NotAnOperator. Tiers that are shared are deleted for all hosts."""
+        self._operators.check(shown)
+        shared = self._shared_tiers.intersection(tiers) if tiers else self._shared_tiers
+        if shared and not self._operators.is_one(shown):
+            raise NotAnOperator(
+                f"the KV in these tiers is shared with other nodes: {', '.join(sorted(shared))}. "
+                f"Only operators may delete it: start nodes and router with {OPTION}, or reset "
+                "only tiers of the nodes themselves (kv, host)"
+            )
+
+
+async def reset_prefix_cache(
+    engine: EngineThread, scheduler: Scheduler, tiers: Collection[str]
+) -> dict[str, int]:
+    """Reset the prefix cache on the engine's thread, between steps."""
+    if engine.failure is not None:
+        raise EngineStopped("the engine of this node has stopped; its cache is gone with it")
+    return await run_on_engine(engine, partial(scheduler.reset_prefix_cache, tiers))
