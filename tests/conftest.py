@@ -52,6 +52,7 @@ LONG_FILES = (
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--vllm-venv", default=None, help="Virtual environment with vLLM.")
     parser.addoption("--agents", default=None, help="Folder of npm with Claude Code and Codex.")
+    parser.addoption("--smg-venv", default=None, help="Virtual environment with SMG's gateway.")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

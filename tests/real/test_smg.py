@@ -1,0 +1,165 @@
+"""SMG's own gateway in front of Baton: `pytest tests/real/test_smg.py --smg-venv VENV -s`.
+
+VENV has smg 1.13. The gateway is in front of the router, and of nodes without a router.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.cluster import ClusterOptions, LocalCluster
+from tests.support.nodes import await_all_free
+from tests.support.scrapes import Scrape
+from tests.support.smg_gateway import Load, Outcomes, smg_gateway
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "models" / "demo"
+NUM_REQUESTS = 500
+KILL_AT, RESTART_AT = 150, 300
+PROMPT_CHARACTERS = 600
+KV_BYTES = "baton_kv_bytes_total"
+NODE_ARGUMENTS = ("--kv-cache-memory", "64MiB", "--threads", "1", "--metrics-port", "0", "--smg")
+
+
+@dataclass(frozen=True)
+class World:
+    venv: Path
+    cluster: LocalCluster
+    prompts: Sequence[str]
+    wanted: Sequence[str]  # by Baton's own API
+
+    def kv_bytes(self) -> float:
+        return sum(Scrape(node).total(KV_BYTES) for node in self.cluster.decodes)
+
+    def run(self, url: str) -> Outcomes:
+        """Send all requests, and kill a prefill node for some of them."""
+        flush(url)
+        before = self.kv_bytes()
+        began_s = time.monotonic()
+
+        def disturb(number: int) -> None:
+            if number == KILL_AT:
+                self.cluster.prefills[0].process.kill()
+                self.cluster.prefills[0].process.wait()
+            if number == RESTART_AT:
+                self.cluster.restart(self.cluster.prefills[0])
+
+        outcomes = Load(url, self.prompts, self.wanted).run(disturb)
+        moved = self.kv_bytes() - before
+        print(
+            f"\n{sum(outcomes.right.values())} of {len(self.prompts)} right "
+            f"({dict(outcomes.right)}), {len(outcomes.refused)} refused, "
+            f"{len(outcomes.wrong)} wrong; {moved:.0f} bytes of KV moved; "
+            f"{time.monotonic() - began_s:.0f} s"
+        )
+        for refused in outcomes.refused[:10]:
+            print(f"refused: {refused}")
+        assert not outcomes.wrong
+        assert moved > 0
+        for node in self.cluster.nodes:
+            await_all_free(node.address)
+        return outcomes
+
+
+def post(url: str, path: str, **body: Any) -> Any:
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(f"{url}{path}", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=120) as reply:
+        return json.load(reply)
+
+
+def flush(url: str) -> None:
+    """Clear the caches of all nodes, by the gateway."""
+    assert post(url, "/flush_cache")["status"] == "success"
+
+
+@pytest.fixture(scope="module")
+def world(pytestconfig: pytest.Config) -> Iterator[World]:
+    venv = pytestconfig.getoption("--smg-venv")
+    if venv is None:
+        pytest.skip("needs --smg-venv")
+    text = (MODEL / "LICENSE-PYTHON.txt").read_text()
+    starts = range(0, NUM_REQUESTS * 11, 11)
+    prompts = [text[start : start + PROMPT_CHARACTERS] for start in starts]
+    options = ClusterOptions(
+        str(MODEL),
+        2,
+        2,
+        node_arguments=NODE_ARGUMENTS,
+        router_arguments=("--http-port", "0", "--smg"),
+    )
+    with LocalCluster(options) as cluster:
+        baton = f"http://{cluster.router.http_address}"
+        # The gateway sends prompts without the tokens that a tokenizer puts in front.
+        given = {"max_tokens": 16, "temperature": 0, "add_special_tokens": False}
+        wanted = [
+            choice["text"]
+            for first in range(0, NUM_REQUESTS, 50)
+            for choice in post(
+                baton, "/v1/completions", prompt=prompts[first : first + 50], **given
+            )["choices"]
+        ]
+        yield World(Path(venv), cluster, prompts, wanted)
+
+
+@pytest.fixture(scope="module")
+def over_router(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    workers = ("--worker-urls", f"grpc://{world.cluster.router.address}")
+    log = tmp_path_factory.mktemp("smg") / "router.log"
+    with smg_gateway(world.venv, workers, 1, log) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def over_nodes(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    arguments = ["--pd-disaggregation"]
+    for node in world.cluster.prefills:
+        arguments += ["--prefill", f"grpc://{node.address}", node.address.rpartition(":")[2]]
+    for node in world.cluster.decodes:
+        arguments += ["--decode", f"grpc://{node.address}"]
+    log = tmp_path_factory.mktemp("smg") / "nodes.log"
+    with smg_gateway(world.venv, arguments, 4, log) as url:
+        yield url
+
+
+def test_answers_over_the_router_are_those_of_baton(world: World, over_router: str) -> None:
+    outcomes = world.run(over_router)
+    assert not outcomes.refused  # Baton's router retries
+
+
+def test_answers_over_nodes_are_those_of_baton(world: World, over_nodes: str) -> None:
+    outcomes = world.run(over_nodes)
+    for number, _, reason in outcomes.refused:
+        assert number > KILL_AT - 20, reason  # by the death of the node
+
+
+@pytest.mark.parametrize("gateway", ["over_router", "over_nodes"])
+def test_chats_have_logprobs_and_structured_output(
+    request: pytest.FixtureRequest, world: World, gateway: str
+) -> None:
+    url = request.getfixturevalue(gateway)
+    messages = [{"role": "user", "content": "Name a city."}]
+    chat = {"model": "demo", "messages": messages, "temperature": 0, "max_tokens": 40}
+    counted = post(url, "/v1/chat/completions", **chat, logprobs=True, top_logprobs=2)
+    [choice] = counted["choices"]
+    entries = choice["logprobs"]["content"]
+    assert len(entries) == counted["usage"]["completion_tokens"]
+    assert all(entry["logprob"] == entry["top_logprobs"][0]["logprob"] for entry in entries)
+
+    schema = {
+        "type": "object",
+        "properties": {"is_large": {"type": "boolean"}},
+        "required": ["is_large"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema}}
+    formed = post(url, "/v1/chat/completions", **chat, response_format=form)
+    assert set(json.loads(formed["choices"][0]["message"]["content"])) == {"is_large"}
