@@ -46,11 +46,11 @@ class CallStreams(Generic[Item]):
     def __init__(self, is_last: Callable[[Item], bool]) -> None:
         """`is_last` returns whether an item is the last one of its stream."""
         self._is_last = is_last
-        self._calls: dict[str, _Call[Item]] = {}
+        self._calls: dict[tuple[str, str], _Call[Item]] = {}  # by owner and id
 
-    def abort(self, request_id: str) -> bool:
-        """End a request in any state. Returns False for an unknown one, which may have ended."""
-        call = self._calls.get(request_id)
+    def abort(self, request_id: str, owner: str = "") -> bool:
+        """End a request of this owner in any state. Returns False if there is none."""
+        call = self._calls.get((owner, request_id))
         if call is None:
             return False
         call.received.put_nowait((0, _Signal.ABORTED))
@@ -58,7 +58,7 @@ class CallStreams(Generic[Item]):
         return True
 
     async def merge(
-        self, request_id: str, streams: Sequence[AsyncGenerator[Item, None]]
+        self, request_id: str, streams: Sequence[AsyncGenerator[Item, None]], owner: str = ""
     ) -> AsyncGenerator[tuple[int, Item], None]:
         """Yield the items of all streams, each with its stream's index, up to their last ones.
 
@@ -68,16 +68,17 @@ class CallStreams(Generic[Item]):
 
         Raises RequestIdInUse, and the errors of the streams.
         """
-        if request_id in self._calls:
+        key = owner, request_id
+        if key in self._calls:
             raise RequestIdInUse(f"request {request_id!r} is under way; choose another id")
         call: _Call[Item] = _Call()
-        self._calls[request_id] = call
+        self._calls[key] = call
         call.tasks = [
             asyncio.ensure_future(call.forward(index, stream))
             for index, stream in enumerate(streams)
         ]
         ending = asyncio.gather(*call.tasks, return_exceptions=True)
-        ending.add_done_callback(lambda _: self._calls.pop(request_id))
+        ending.add_done_callback(lambda _: self._calls.pop(key))
         open_streams = set(range(len(streams)))
         try:
             while open_streams:

@@ -77,7 +77,9 @@ class SmgServicer(UnservedMethods, vllm_engine_pb2_grpc.VllmEngineServicer):  # 
             ]
             parts = generate_answers(self._pipeline, scope, calls, len(calls))
             with scope.within_limits():
-                async with aclosing(self._streams.merge(request_id, [parts])) as merged:
+                async with aclosing(
+                    self._streams.merge(request_id, [parts], scope.owner)
+                ) as merged:
                     async for _, (index, part) in merged:
                         response = await _response_to(answers[index], part)
                         if response is not None:
@@ -89,8 +91,10 @@ class SmgServicer(UnservedMethods, vllm_engine_pb2_grpc.VllmEngineServicer):  # 
     async def Abort(
         self, request: vllm_engine_pb2.AbortRequest, context: Context
     ) -> vllm_engine_pb2.AbortResponse:
+        """End requests of this client. Ids of others are ignored, as those that have ended."""
+        owner = self._scopes.owner_of(context.invocation_metadata() or ())
         for request_id in request.request_ids:
-            self._streams.abort(request_id)
+            self._streams.abort(request_id, owner)
         return vllm_engine_pb2.AbortResponse()
 
     async def HealthCheck(

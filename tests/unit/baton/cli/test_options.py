@@ -20,6 +20,7 @@ from baton.node.cpus import parse_cpus
 from baton.node.options import NodeOptions
 from baton.router.__main__ import node_discovery
 from baton.router.discovery.sources import DnsName, FixedNode, parse_sources
+from baton.router.model_options import ModelOptions, parse_models
 from baton.router.options import RouterOptions
 from baton.rpc.node_info import NodeRole
 from baton.rpc.server import parse_announcement
@@ -181,6 +182,9 @@ def test_discovery_options_set_the_sources_and_the_interval() -> None:
         RouterOptions(())
     with pytest.raises(InvalidConfig, match="--find-every-s"):
         RouterOptions(parse_sources("d:1"), find_every_s=0.0)
+    two = ModelOptions(parse_models(["a=x", "b=y"]))
+    with pytest.raises(InvalidConfig, match="--smg is for one --model"):
+        RouterOptions(parse_sources("d:1"), models=two, smg=True)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
