@@ -21,6 +21,7 @@ from tests.support.ports import free_port
 
 PATIENCE_S = 120
 CONCURRENCY = 8
+MODEL = "demo"
 KINDS = ("whole", "streamed", "n=2", "n=2 streamed", "aborted")
 
 
@@ -42,17 +43,27 @@ def smg_gateway(venv: Path, arguments: Sequence[str], num_workers: int, log: Pat
 
 
 def _await_workers(url: str, count: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Return when all workers are healthy, and the gateway has their tokenizer."""
     until_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < until_s and process.poll() is None:
         try:
             with urllib.request.urlopen(f"{url}/workers", timeout=10) as reply:
                 workers = json.load(reply)["workers"]
-            if sum(worker["is_healthy"] for worker in workers) == count:
+            if sum(worker["is_healthy"] for worker in workers) == count and _has_tokenizer(url):
                 return
         except OSError:
-            pass
+            pass  # it does not listen yet, or refuses the request
         time.sleep(0.1)
     raise AssertionError(f"the gateway has no {count} healthy workers: {log.read_text()[-2000:]}")
+
+
+def _has_tokenizer(url: str) -> bool:
+    """Return True if the gateway answers. Raises OSError while it refuses."""
+    body = json.dumps({"model": MODEL, "prompt": "a", "max_tokens": 1}).encode()
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/completions", body, headers)
+    with urllib.request.urlopen(request, timeout=10) as reply:
+        return bool(reply.read())
 
 
 @dataclass
@@ -71,7 +82,6 @@ class Load:
     url: str
     prompts: Sequence[str]
     wanted: Sequence[str]  # by prompt
-    model: str = "demo"
     max_tokens: int = 16
 
     def run(self, on_request: Callable[[int], None]) -> Outcomes:
@@ -113,7 +123,7 @@ class Load:
         """Return the text of each answer."""
         num_answers = 2 if kind.startswith("n=2") else 1
         request: dict[str, Any] = {
-            "model": self.model,
+            "model": MODEL,
             "prompt": self.prompts[number],
             "max_tokens": self.max_tokens,
             "temperature": 0,
