@@ -88,11 +88,6 @@ class NodeState:
         await self._drain_requested.wait()
 
     @property
-    def load(self) -> NodeLoad:
-        """Return the load that was published last."""
-        return self._load
-
-    @property
     def num_calls(self) -> int:
         return self._num_calls
 

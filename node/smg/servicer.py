@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from datetime import UTC, datetime
 from typing import Any
@@ -19,6 +19,7 @@ from smg_grpc_proto.generated import common_pb2, sglang_scheduler_pb2, sglang_sc
 
 from baton.core.output import FinishReason
 from baton.core.request import EngineRequest
+from baton.engine.events import SchedulerStats
 from baton.node.cache_resets import CacheResets
 from baton.node.call_server import CallServer, ReportedOutput
 from baton.node.call_streams import CallContext
@@ -44,6 +45,7 @@ class SmgNodeServicer(UnservedMethods, sglang_scheduler_pb2_grpc.SglangScheduler
         calls: CallServer,
         state: NodeState,
         find_trouble: Callable[[], str],
+        read_stats: Callable[[], Awaitable[SchedulerStats]],
         resets: CacheResets,
         facts: ModelFacts,
     ) -> None:
@@ -51,6 +53,7 @@ class SmgNodeServicer(UnservedMethods, sglang_scheduler_pb2_grpc.SglangScheduler
         self._calls = calls
         self._state = state
         self._find_trouble = find_trouble
+        self._read_stats = read_stats
         self._resets = resets
         self._facts = facts
         self._tokenizer = TokenizerBundle(facts.path)
@@ -174,24 +177,30 @@ class SmgNodeServicer(UnservedMethods, sglang_scheduler_pb2_grpc.SglangScheduler
     async def GetLoads(
         self, request: sglang_scheduler_pb2.GetLoadsRequest, context: Context
     ) -> sglang_scheduler_pb2.GetLoadsResponse:
-        card, load = self._state.card, self._state.load
-        num_used = (card.num_blocks - load.num_free_blocks) * card.fingerprint.block_size
+        """Report the load. Requests that wait for their KV are not waiting for this node."""
+        card = self._state.card
+        async with named_errors(context, node_id=card.node_id):
+            stats = await self._read_stats()
+        num_used = (card.num_blocks - stats.num_free_blocks) * card.fingerprint.block_size
         usage = num_used / max(1, self._num_tokens)
+        num_running = stats.num_running + stats.num_ready
+        num_waiting = stats.num_waiting + stats.num_waiting_for_fsm
         scheduler_load = sglang_scheduler_pb2.SchedulerLoad(
-            num_running_reqs=load.num_running,
-            num_waiting_reqs=load.num_waiting,
-            num_total_reqs=load.num_running + load.num_waiting,
+            num_running_reqs=num_running,
+            num_waiting_reqs=num_waiting,
+            num_total_reqs=num_running + num_waiting + stats.num_waiting_for_remote_kvs,
             num_used_tokens=num_used,
             max_total_num_tokens=self._num_tokens,
             token_usage=usage,
-            cache_hit_rate=load.totals.hit_rate or 0.0,
+            cache_hit_rate=stats.total_prefix_hit_tokens / max(1, stats.total_prefix_query_tokens),
             max_running_requests=card.max_num_seqs,
         )
         scheduler_load.disaggregation.mode = card.role.value
+        scheduler_load.disaggregation.decode_transfer_queue_reqs = stats.num_waiting_for_remote_kvs
         aggregate = sglang_scheduler_pb2.AggregateMetrics(
-            total_running_reqs=load.num_running,
-            total_waiting_reqs=load.num_waiting,
-            total_reqs=load.num_running + load.num_waiting,
+            total_running_reqs=num_running,
+            total_waiting_reqs=num_waiting,
+            total_reqs=scheduler_load.num_total_reqs,
             avg_token_usage=usage,
         )
         return sglang_scheduler_pb2.GetLoadsResponse(

@@ -162,6 +162,8 @@ def test_aborts_and_clients_that_go_away_end_the_request_on_nodes() -> None:
         await anext(responses)
         with pytest.raises(grpc.RpcError, match="'a' is under way"):
             await anext(aiter(begin()))
+        [load] = (await router.stub.GetLoads(vllm_engine_pb2.GetLoadsRequest())).loads
+        assert (load.num_running_reqs, load.num_waiting_reqs) == (2, 0)
         await router.stub.Abort(vllm_engine_pb2.AbortRequest(request_ids=["unknown", "a"]))
         rest = [response async for response in responses]
         ends = [each.complete for each in rest if each.HasField("complete")]
@@ -195,7 +197,8 @@ def test_the_gateway_learns_model_and_load() -> None:
         assert (model.model_type, model.max_context_length, model.vocab_size) == ("llama", 160, 100)
         assert (server.max_num_seqs, server.kv_connector) == (8, "")
         [load] = loads.loads
-        assert (load.num_running_reqs, load.num_waiting_reqs, load.num_used_tokens) == (2, 1, 64)
+        # What waits on nodes is in progress here; nothing is.
+        assert (load.num_total_reqs, load.num_used_tokens) == (0, 64)
         assert load.token_usage == pytest.approx(0.4)
 
         chunks = [each async for each in stub.GetTokenizer(common_pb2.GetTokenizerRequest())]

@@ -152,18 +152,21 @@ class SmgServicer(UnservedMethods, vllm_engine_pb2_grpc.VllmEngineServicer):  # 
     async def GetLoads(
         self, request: vllm_engine_pb2.GetLoadsRequest, context: Context
     ) -> vllm_engine_pb2.GetLoadsResponse:
-        """Report the load of all decode nodes as one. Requests that the router queues wait, too."""
+        """Report the router's requests, and the KV of all decode nodes as one.
+
+        Only what the router queues is waiting, and not what nodes queue: a gateway sends no more to
+        a worker with a few requests that wait.
+        """
         async with named_errors(context):
             nodes = self._decode_nodes()
         load = vllm_engine_pb2.SchedulerLoad(
+            num_running_reqs=self._pipeline.traffic.num_in_flight,
             num_waiting_reqs=self._pipeline.traffic.num_waiting,
             max_running_requests=sum(node.card.max_num_seqs for node in nodes),
         )
         for node in nodes:
             card, reported = node.card, self._table.node_load(node).reported
             block_size = card.fingerprint.block_size
-            load.num_running_reqs += reported.num_running
-            load.num_waiting_reqs += reported.num_waiting
             load.max_total_num_tokens += card.num_blocks * block_size
             load.num_used_tokens += (card.num_blocks - reported.num_free_blocks) * block_size
         load.num_total_reqs = load.num_running_reqs + load.num_waiting_reqs
