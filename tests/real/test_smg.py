@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from baton.cluster import Child, ClusterOptions, LocalCluster
@@ -75,6 +76,7 @@ class World:
         assert not outcomes.wrong
         assert moved > 0
         for node in self.cluster.nodes:
+            assert node.process.poll() is None, node.log
             await_free(node.address)
         return outcomes
 
@@ -84,10 +86,18 @@ def await_free(address: str) -> None:
 
     A prefill node holds KV for a decode node that died before it granted blocks.
     """
-    num_blocks, until_s = card_at(address).num_blocks, time.monotonic() + MAX_HOLD_S
-    while load_at(address).num_free_blocks != num_blocks:
+    until_s = time.monotonic() + MAX_HOLD_S
+    while not is_free(address):
         assert time.monotonic() < until_s
         time.sleep(0.5)
+
+
+def is_free(address: str) -> bool:
+    """Return whether all blocks are free; False if gRPC has not connected to a restarted node."""
+    try:
+        return load_at(address).num_free_blocks == card_at(address).num_blocks
+    except grpc.RpcError:
+        return False
 
 
 def post(url: str, path: str, **body: Any) -> Any:
