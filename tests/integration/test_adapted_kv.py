@@ -26,6 +26,7 @@ from baton.rpc.node_info import NodeRole
 from tests.support.adapters import merge, write_adapter
 from tests.support.engine_nodes import EngineNode
 from tests.support.engine_pair import Answered, Pair, PairOptions, greedy, source_of
+from tests.support.llm_d_metrics import extract
 from tests.support.models import prompt_of
 from tests.support.ports import free_port
 
@@ -219,9 +220,35 @@ def test_answers_with_a_grammar_are_those_of_their_adapter(pair: Pair, models: M
     assert len(texts) == len(NAMES)
 
 
+def test_schedulers_see_the_adapters_in_use(
+    pair: Pair, options: PairOptions, models: Models
+) -> None:
+    """As llm-d reads them from the decode node: those that have a name there and requests now."""
+    sql = pair.load_adapter(pair.d, "sql", "one")
+    idle = extract(metrics_page(options))
+    calls = [
+        pair.decode(pair.new_id(), prompt_of(20), greedy(400), is_local=True, adapter=adapter)
+        for adapter in (sql, models.ref("two"), NO_ADAPTER)
+    ]
+    for call in calls:
+        call.until_tokens(1)
+    busy = extract(metrics_page(options))
+    for call in calls:
+        call.disconnect()
+    pair.unload_adapter(pair.d, "sql")
+
+    assert (idle.max_active_models, idle.active_models) == (2, frozenset())
+    assert (busy.max_active_models, busy.active_models) == (2, frozenset({"sql"}))
+    assert busy.running_requests_size + busy.waiting_queue_size == 3
+
+
 def num_preemptions(options: PairOptions) -> float:
-    with urllib.request.urlopen(f"http://127.0.0.1:{options.metrics_port}/metrics") as page:
-        found = re.findall(
-            r"^baton_preemptions_total\{?.*\s(\S+)$", page.read().decode(), re.MULTILINE
-        )
+    found = re.findall(
+        r"^baton_preemptions_total\{?.*\s(\S+)$", metrics_page(options), re.MULTILINE
+    )
     return sum(map(float, found))
+
+
+def metrics_page(options: PairOptions) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{options.metrics_port}/metrics") as page:
+        return str(page.read(), "utf-8")

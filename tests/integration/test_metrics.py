@@ -15,9 +15,10 @@ from baton.client import BatonError, Client, Finish, Generation
 from baton.cluster import Child, ClusterOptions, LocalCluster
 from baton.core.sampling import SamplingParams
 from baton.telemetry.metrics import names as metrics
+from tests.support.llm_d_metrics import EndpointMetrics, extract
 from tests.support.models import prompt_of
 from tests.support.nodes import await_load, is_busy
-from tests.support.scrapes import Scrape, scraped
+from tests.support.scrapes import Scrape, plain_page, scraped
 
 ROUTER_METRICS = (
     metrics.DURATION, metrics.TIME_TO_FIRST_TOKEN, metrics.TIME_PER_TOKEN, metrics.QUEUE_WAIT,
@@ -44,6 +45,7 @@ GOLDEN = Path(__file__).parent.parent / "golden" / "metrics.txt"
 REQUESTS = "baton_requests_total"
 NUM_CANCELLED_TOKENS = 20
 ANY_PORT = ("--metrics-port", "0")
+BLOCK_SIZE = 16
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +107,8 @@ def test_an_idle_cluster_has_every_block_free(counted: LocalCluster) -> None:
 
     nodes = Scrape(counted.router).by_label("baton_nodes_open", "role")
     assert nodes == {"prefill": 1, "decode": 1}
-    for node in map(Scrape, (*counted.prefills, *counted.decodes)):
+    for child in (*counted.prefills, *counted.decodes):
+        node = Scrape(child)
         blocks = node.by_label("baton_kv_blocks", "state")
         assert blocks["free"] + blocks["cached"] == sum(blocks.values()) > 0
         assert node.by_label("baton_kv_links", "state") == {"up": 1, "opening": 0}
@@ -114,11 +117,8 @@ def test_an_idle_cluster_has_every_block_free(counted: LocalCluster) -> None:
         held = ("waiting", "waiting_for_remote_kvs", "waiting_for_fsm", "ready")
         assert waiting == dict.fromkeys(held, 0)
         assert node.total("baton_requests_running") == 0
-        for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
-            [sample] = [one for one in node.samples if one.name == f"vllm:{name}"]
-            assert sample.value == 0
-        [facts] = [one for one in node.samples if one.name == "vllm:cache_config_info"]
-        assert int(facts.labels["num_gpu_blocks"]) == sum(blocks.values())
+        num_blocks = int(sum(blocks.values()))
+        assert extract(plain_page(child)) == EndpointMetrics(0, 0, 0.0, BLOCK_SIZE, num_blocks)
 
 
 def test_every_metric_is_exported_with_its_documented_name_and_labels(

@@ -34,6 +34,12 @@ def scraped(child: Child, is_wanted: Callable[[Scrape], bool]) -> Scrape:
     raise AssertionError(f"{child.name} never reported what was expected")
 
 
+def plain_page(child: Child) -> str:
+    """Return the metrics in Prometheus' text format, as schedulers read them."""
+    with urllib.request.urlopen(metrics_at(child), timeout=10) as response:
+        return str(response.read(), "utf-8")
+
+
 class Scrape:
     """One scrape of a process."""
 

@@ -1,0 +1,1 @@
+"""vLLM servers that compute prompts: their API, health and load, and checks of their KV."""
