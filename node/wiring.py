@@ -198,6 +198,7 @@ def _build_card(
         vector_size=runner.info.vector_size,
         has_labels=runner.info.has_labels,
         generates=runner.info.can_generate,
+        logprobs_mode=options.runner.logprobs_mode,
         max_loras=scheduler.config.max_loras,
     )
 

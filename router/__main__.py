@@ -16,10 +16,13 @@ from grpc import aio
 from baton.engine.structured_output.compiler import GrammarCompiler
 from baton.engine.structured_output.llguidance_backend import validate_grammar
 from baton.router.adapter_updates import AdapterUpdates
+from baton.router.discovery.node_reports import report_nodes
 from baton.router.discovery.readiness import PATIENCE_S, Readiness
 from baton.router.discovery.watcher import NodeDiscovery, watching
 from baton.router.dispatch.node_calls import GrpcNodeCalls
-from baton.router.dispatch.vllm_prefills import VllmPrefills
+from baton.router.dispatch.vllm.monitor import monitoring
+from baton.router.dispatch.vllm.prefills import VllmPrefills
+from baton.router.dispatch.vllm.servers import PrefillServers
 from baton.router.doors.grpc.cluster_servicer import ClusterServicer
 from baton.router.doors.grpc.servicer import InferenceServicer
 from baton.router.input_processing.form_checks import FormChecks
@@ -32,7 +35,7 @@ from baton.router.request_scope import RequestScopes
 from baton.router.routing.node_table import NodeTable
 from baton.router.tracing import Tracing
 from baton.rpc.health import Health
-from baton.rpc.node_info import NodeRole
+from baton.rpc.node_info import NodeRole, NodeStatus
 from baton.rpc.process_end import ShutdownDeadline
 from baton.rpc.security.token_gate import TokenInterceptor, ignore_refusal
 from baton.rpc.server import Running, Service, announce, freeze_heap, serving, stop_signal
@@ -94,6 +97,7 @@ async def serve(
         async with (
             watching(node_discovery(options), router.table, router.node_calls, note_change),
             _call_later(PATIENCE_S, note_change),
+            monitoring(router.vllm_servers, router.profiles, router.node_calls),
         ):
             with router.compiler, _metrics(options, process, router):
                 async with _http_server(options, router, server.health):
@@ -110,14 +114,16 @@ class RouterComponents:
         expected = [profile.name for profile in profiles] if len(profiles) > 1 else ()
         self.table, self.node_calls = NodeTable(expected), GrpcNodeCalls(options.tls)
         self.compiler = GrammarCompiler(validate_grammar)
+        self.vllm_servers = PrefillServers(options.vllm_servers, self.table, time.monotonic)
+        self.profiles = ModelProfiles(self.table, profiles, options.models.parsing_of())
         self.pipeline = Pipeline(
             table=self.table,
             node_calls=self.node_calls,
-            profiles=ModelProfiles(self.table, profiles, options.models.parsing_of()),
+            profiles=self.profiles,
             clock=time.monotonic,
             config=PipelineConfig(options.dispatch, options.admission_queue),
             forms=FormChecks(self.compiler),
-            vllm_prefills=VllmPrefills(options.vllm_servers, time.monotonic),
+            vllm_prefills=VllmPrefills(self.vllm_servers, time.monotonic),
         )
         # None: neither exported nor served over HTTP
         is_counted = options.telemetry.counts or options.http_port is not None
@@ -131,10 +137,14 @@ class RouterComponents:
         self.resets = PrefixResets(self.table, self.node_calls.channel, options.operators)
         self.adapters = AdapterUpdates(self.table, self.node_calls.channel, options.operators)
 
+    def report_nodes(self) -> tuple[NodeStatus, ...]:
+        """Return the status of all nodes, vLLM's servers first."""
+        return self.vllm_servers.report() + report_nodes(self.table)
+
 
 def _services(router: RouterComponents) -> tuple[Service, ...]:
     inference = InferenceServicer(router.pipeline, router.scopes)
-    cluster = ClusterServicer(router.table, router.resets, router.adapters)
+    cluster = ClusterServicer(router.report_nodes, router.resets, router.adapters)
     add_inference = partial(inference_pb2_grpc.add_InferenceServiceServicer_to_server, inference)
     add_cluster = partial(cluster_pb2_grpc.add_ClusterServiceServicer_to_server, cluster)
     return (

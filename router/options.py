@@ -115,9 +115,8 @@ class RouterOptions:
         return tuple(each for each in self.prefill_nodes if not isinstance(each, VllmServer))
 
     @property
-    def vllm_servers(self) -> tuple[tuple[str, int], ...]:
-        servers = (each for each in self.prefill_nodes if isinstance(each, VllmServer))
-        return tuple((server.host, server.port) for server in servers)
+    def vllm_servers(self) -> tuple[VllmServer, ...]:
+        return tuple(each for each in self.prefill_nodes if isinstance(each, VllmServer))
 
     @property
     def operators(self) -> Operators:

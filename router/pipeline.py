@@ -14,7 +14,7 @@ from baton.router.context import RequestContext
 from baton.router.dispatch.config import DispatchConfig
 from baton.router.dispatch.dispatcher import Dispatcher
 from baton.router.dispatch.node_rpcs import NodeCalls
-from baton.router.dispatch.vllm_prefills import VllmPrefills
+from baton.router.dispatch.vllm.prefills import VllmPrefills
 from baton.router.input_processing.form_checks import FormChecks
 from baton.router.input_processing.input_processor import InputProcessor
 from baton.router.input_processing.model_profiles import ModelProfiles

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from baton.core.errors import InvalidRequest
 from baton.core.finish import Finish
@@ -25,6 +26,7 @@ from baton.telemetry.tracing.request_timeline import (
 )
 from baton.telemetry.tracing.spans import End, Metadata, SpanOutcome, TraceContext
 from baton.telemetry.tracing.tracer import NO_TRACER, Received, Tracer, new_span_id, new_trace_id
+from baton.telemetry.tracing.vllm_leg import VllmLegTimeline
 
 LOG_LEVELS = {
     SpanOutcome.OK: logging.DEBUG,
@@ -78,6 +80,11 @@ class RequestTrace:
     @contextmanager
     def leg(self, name: str, node: Node) -> Iterator[LegTrace]:
         """Trace one call to a node, which ends with the block."""
+        yield LegTrace()
+
+    @contextmanager
+    def vllm_leg(self, address: str) -> Iterator[LegTrace]:
+        """Trace a prompt that a vLLM server computes, which ends with the block."""
         yield LegTrace()
 
     @contextmanager
@@ -185,6 +192,18 @@ class RecordedTrace(RequestTrace):
             leg.end = _ok()
         except BaseException as error:
             leg.end = _ok() if leg_trace.is_finished else end_of(error)
+            raise
+
+    @contextmanager
+    def vllm_leg(self, address: str) -> Iterator[LegTrace]:
+        leg = VllmLegTimeline(new_span_id(), address, time.monotonic())
+        self._timeline.vllm_legs.append(leg)
+        context = replace(self._timeline.context, span_id=leg.span_id)
+        try:
+            yield LegTrace(((names.TRACEPARENT, context.traceparent),))
+            leg.end = End(time.monotonic())
+        except BaseException as error:
+            leg.end = end_of(error)
             raise
 
     @contextmanager

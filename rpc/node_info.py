@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from baton.core.ids import AdapterRef, Incarnation, NodeId
+from baton.core.logprobs import RAW_LOGPROBS
 from baton.core.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults
 from baton.engine.kv_cache.block_hashes import PrefixNaming
 from baton.kv_transfer.protocol.messages import Fingerprint
@@ -44,6 +45,7 @@ class NodeCard:
     has_labels: bool = False  # the vector has scores of labels; otherwise it is an embedding
     generates: bool = True
     max_loras: int = 0  # different adapters in a batch; 0: it serves none
+    logprobs_mode: str = RAW_LOGPROBS
 
     @property
     def max_sequence_length(self) -> int:
@@ -137,6 +139,7 @@ class NodeAvailability(StrEnum):
     UNLISTED = "unlisted"
     REPLACED = "replaced"
     UNREACHABLE = "unreachable"
+    MISMATCHED = "mismatched"  # a vLLM server whose KV no decode node can use
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +162,7 @@ class NodeStatus:
     totals: NodeTotals = NodeTotals()
     adapters: NodeAdapters = NO_ADAPTERS
     max_loras: int = 0
+    reason: str = ""  # why a vLLM server is not used, or not with all decode nodes
 
 
 CARD = Mapper(NodeCard, node_pb2.GetNodeResponse)

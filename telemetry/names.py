@@ -57,6 +57,8 @@ RPC_STATUS = "rpc.response.status_code"
 ERROR_TYPE = "error.type"
 ERROR_MESSAGE = "exception.message"
 SERVER_ADDRESS = "server.address"
+HTTP_METHOD = "http.request.method"
+HTTP_PATH = "url.path"
 
 # --- Attributes of Baton ---------------------------------------------------------------------
 

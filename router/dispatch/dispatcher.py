@@ -26,7 +26,7 @@ from baton.router.dispatch.quarantine import (
 )
 from baton.router.dispatch.retries import AttemptFailures, CircuitBreakers, RetryBudget
 from baton.router.dispatch.route_finder import RouteFinder
-from baton.router.dispatch.vllm_prefills import MIN_TOKENS, ComputedKv, VllmPrefills
+from baton.router.dispatch.vllm.prefills import MIN_TOKENS, ComputedKv, VllmPrefills
 from baton.router.input_processing.model_profiles import ModelProfiles
 from baton.router.routing.assignment import Assignment
 from baton.router.routing.node_table import NodeTable, Revision
@@ -175,7 +175,7 @@ class Dispatcher:
         if len(call.prompt_token_ids) < MIN_TOKENS:
             return None
         timeout_s = context.remaining_s(self._clock())
-        return await servers.compute(call.prompt_token_ids, timeout_s, context.trace.traceparent)
+        return await servers.compute(base, call.prompt_token_ids, timeout_s, context.trace)
 
     def _create_answer(self, call: GenerateCall) -> AnswerAssembler:
         text = self._profiles.of(call.model).text
@@ -187,6 +187,7 @@ class Dispatcher:
 
     async def _find_route(self, request: DispatchedRequest, number: int) -> Route:
         """Choose the nodes of an attempt. All attempts keep to the model revision of the first."""
+        computed = request.computed
         wanted = RoutingRequest(
             prompt_token_ids=request.call.prompt_token_ids,
             prior_output_token_ids=request.answer.token_ids,
@@ -196,6 +197,7 @@ class Dispatcher:
             revision=request.revision,
             is_pooled=request.call.is_pooled,
             has_foreign_kv=request.has_foreign_kv and number == 1,
+            foreign_kv_readers=frozenset() if computed is None else computed.readers,
         )
         placement, prompt_node = request.context.placement, None
         if number == 1 and placement is not None and placement.has_kv:

@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from baton.core.ids import ANY_MODEL, AdapterRef, ModelVariant, NodeId
+from baton.core.logprobs import RAW_LOGPROBS
 from baton.engine.kv_cache.block_hashes import PrefixNaming
 from baton.kv_transfer.protocol.conversion import is_convertible
 from baton.kv_transfer.protocol.messages import Fingerprint
@@ -20,6 +21,7 @@ from baton.rpc.cached_prefixes import PrefixChanges
 from baton.rpc.node_info import NodeAdapters, NodeCard, NodeLoad, NodeRole
 
 KvKind = tuple[Fingerprint, int, str]  # fingerprint, bytes of a block, KV transport
+NodeKind = tuple[KvKind, str]  # and the logprobs mode
 
 
 class Revision(NamedTuple):
@@ -27,9 +29,11 @@ class Revision(NamedTuple):
 
     fingerprint: str  # of the configuration, the weights and the logits processors
     dtype: str
+    logprobs_mode: str = RAW_LOGPROBS
 
     def __str__(self) -> str:
-        return f"{self.fingerprint[:12]} ({self.dtype})"
+        mode = "" if self.logprobs_mode == RAW_LOGPROBS else f", {self.logprobs_mode}"
+        return f"{self.fingerprint[:12]} ({self.dtype}{mode})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,24 +50,31 @@ class Node:
 
     @property
     def revision(self) -> Revision:
-        return Revision(self.card.fingerprint.model, self.card.fingerprint.dtype)
+        fingerprint = self.card.fingerprint
+        return Revision(fingerprint.model, fingerprint.dtype, self.card.logprobs_mode)
+
+    @property
+    def kind(self) -> NodeKind:
+        """Return what must be equal on two nodes of a request, unless decode converts the KV."""
+        return self.kv_kind, self.card.logprobs_mode
 
     def is_kv_compatible_with(self, other: Node) -> bool:
         """Return whether the two nodes, one of each role, can exchange KV."""
         pair = (self, other) if self.card.role is NodeRole.DECODE else (other, self)
-        return self.kv_kind == other.kv_kind or pair[0].converts_kv_of(pair[1])
+        return self.kind == other.kind or pair[0].converts_kv_of(pair[1])
 
     def converts_kv_of(self, prefill: Node) -> bool:
         """Return whether this decode node converts the KV of `prefill`, whose blocks differ."""
         ours, theirs = self.card, prefill.card
         has_room = theirs.block_bytes <= ours.kv_staging_bytes
         is_one_path = ours.kv_transport == theirs.kv_transport
-        return has_room and is_one_path and is_convertible(theirs.fingerprint, ours.fingerprint)
+        are_alike = is_one_path and ours.logprobs_mode == theirs.logprobs_mode
+        return has_room and are_alike and is_convertible(theirs.fingerprint, ours.fingerprint)
 
 
 @dataclass(frozen=True, slots=True)
 class NodeGroup:
-    """Open nodes of one model with compatible KV, in a stable order."""
+    """Open nodes of one model that fit each other, in a stable order."""
 
     prefills: tuple[Node, ...]
     decodes: tuple[Node, ...]
@@ -89,7 +100,7 @@ class NodeTable:
         self._number_by_kind: dict[tuple[KvKind, PrefixNaming | None], int] = {}
         self._groups: tuple[NodeGroup, ...] | None = ()  # None: out of date
         # That have had open nodes of both roles, by model.
-        self._kinds_in_service: set[tuple[str, KvKind]] = set()
+        self._kinds_in_service: set[tuple[str, NodeKind]] = set()
         self._with_decode_nodes: set[str] = set()  # models that have, or have had, some
         self.served = ServedModels(expected=expected_models)
         self._namings: Mapping[str, frozenset[PrefixNaming]] = {}  # by model
@@ -258,14 +269,12 @@ class NodeTable:
         if self._groups is None:
             self._groups = _group_by_kind(self._all_open())
             pairs = [group for group in self._groups if group.prefills and group.decodes]
-            self._kinds_in_service.update(
-                (group.model, group.decodes[0].kv_kind) for group in pairs
-            )
+            self._kinds_in_service.update((group.model, group.decodes[0].kind) for group in pairs)
         return self._groups
 
     def was_paired(self, group: NodeGroup) -> bool:
-        """Return whether this kind of KV has ever had open nodes of both roles."""
-        return any((group.model, node.kv_kind) in self._kinds_in_service for node in group.decodes)
+        """Return whether this kind of node has ever had open nodes of both roles."""
+        return any((group.model, node.kind) in self._kinds_in_service for node in group.decodes)
 
     def _rebuild(self) -> None:
         self._groups = None
@@ -319,7 +328,7 @@ def _group(nodes: tuple[Node, ...]) -> NodeGroup:
 
 
 def _kind(node: Node) -> tuple[str, str]:
-    return node.card.model, repr(node.kv_kind)
+    return node.card.model, repr(node.kind)
 
 
 def _address(node: Node) -> str:

@@ -112,7 +112,9 @@ def _choose_for_foreign_kv(
     It computes what follows the last full block, or all if the KV is gone.
     """
     view = RoutingView(table, request)
-    decode = pick(routing, view, _concatenate([group.decodes for group in groups]))
+    decodes = _concatenate([group.decodes for group in groups])
+    readers = [node for node in decodes if node.address in request.foreign_kv_readers]
+    decode = pick(routing, view, readers or decodes)
     num_missing = 1 + (request.num_tokens - 1) % decode.card.fingerprint.block_size
     return Route(decode, None, FOREIGN_KV, num_missing, is_paced=True)
 
@@ -276,11 +278,9 @@ def _mismatch(prefill: Node, decode: Node) -> str:
         for name in (field.name for field in fields(on_decode))
         if getattr(prefill.card.fingerprint, name) != getattr(on_decode, name)
     ]
-    for name in ("block_bytes", "kv_transport"):
+    for name in ("block_bytes", "kv_transport", "logprobs_mode"):
         prefill_value, decode_value = getattr(prefill.card, name), getattr(decode.card, name)
         if prefill_value != decode_value:
             differing.append(f"{name} {prefill_value} and {decode_value}")
     pair = f"prefill node {prefill.card.node_id} and decode node {decode.card.node_id}"
-    return (
-        f"no prefill node has KV that fits a decode node: {pair} differ in {'; '.join(differing)}"
-    )
+    return f"no prefill node fits a decode node: {pair} differ in {'; '.join(differing)}"

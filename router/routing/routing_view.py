@@ -45,6 +45,7 @@ class RoutingRequest:
     revision: Revision | None = None  # that started the answer and alone may continue it
     is_pooled: bool = False  # one node computes all of it
     has_foreign_kv: bool = False  # of the prompt: no prefill node is needed
+    foreign_kv_readers: frozenset[str] = frozenset()  # nodes that can use it; empty: all
 
     @property
     def num_tokens(self) -> int:

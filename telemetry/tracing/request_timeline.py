@@ -18,6 +18,7 @@ from baton.telemetry.tracing.spans import (
     ToUnixNs,
     TraceContext,
 )
+from baton.telemetry.tracing.vllm_leg import VllmLegTimeline, vllm_leg_span
 
 ROLE = "router"
 GENERATE_METHOD = "baton.v1.InferenceService/Generate"
@@ -89,6 +90,7 @@ class RequestTimeline:
     tokenized_s: float | None = None
     queue_position: int = 0
     admitted_s: float | None = None
+    vllm_legs: list[VllmLegTimeline] = field(default_factory=list)
     tries: list[AttemptTimeline] = field(default_factory=list)
     judgements: list[Judgement] = field(default_factory=list)
     num_output_tokens: int = 0  # sent to the client, each counted once
@@ -124,6 +126,8 @@ class _RequestSpans:
     def spans(self) -> Iterator[Span]:
         yield self._generate()
         yield self._admit()
+        for leg in self._timeline.vllm_legs:
+            yield vllm_leg_span(leg, self._make, self._root_id, self._timeline.num_prompt_tokens)
         previous: AttemptTimeline | None = None
         for attempt in self._timeline.tries:
             yield from self._attempt(attempt, previous)
@@ -192,7 +196,7 @@ class _RequestSpans:
     ) -> Iterator[Span]:
         """The parts of an attempt are contiguous: each instant belongs to one of them."""
         if previous is None:
-            began_s, failed, parent_id = self._timeline.admitted_s, [], self._root_id
+            began_s, failed, parent_id = self._first_attempt_s(), [], self._root_id
         else:
             began_s, failed, parent_id = previous.ended_s, previous.ended_by, attempt.span_id
         began_s = self._end.at_s if began_s is None else began_s
@@ -201,6 +205,11 @@ class _RequestSpans:
         yield self._route(attempt, began_s, parent_id)
         for leg in attempt.legs:
             yield self._leg(attempt, leg, parent_id, [other.span_id for other in failed])
+
+    def _first_attempt_s(self) -> float | None:
+        """Return the time of admission, or that at which vLLM servers had been asked."""
+        ends = [leg.end.at_s for leg in self._timeline.vllm_legs if leg.end is not None]
+        return max(ends, default=self._timeline.admitted_s)
 
     def _retry(
         self, attempt: AttemptTimeline, began_s: float, failed: list[NodeRpcTimeline]

@@ -19,6 +19,7 @@ from baton.engine.engine_thread import EngineThread
 from baton.node.cache_resets import reset_prefix_cache
 from baton.node.engine_calls import EngineCalls, NodeChanges
 from baton.router.adapter_updates import AdapterUpdates
+from baton.router.discovery.node_reports import report_nodes
 from baton.router.doors.grpc.cluster_servicer import ClusterServicer
 from baton.router.prefix_resets import PrefixResets
 from baton.router.routing.node_table import NodeTable
@@ -171,7 +172,9 @@ def test_a_reset_over_grpc_requires_a_token() -> None:
 
 def cluster_service(table: NodeTable, operators: Operators) -> Service:
     resets = PrefixResets(table, open_channel, operators)
-    servicer = ClusterServicer(table, resets, AdapterUpdates(table, open_channel))
+    servicer = ClusterServicer(
+        partial(report_nodes, table), resets, AdapterUpdates(table, open_channel)
+    )
     return Service(
         "baton.v1.ClusterService",
         lambda server: cluster_pb2_grpc.add_ClusterServiceServicer_to_server(servicer, server),

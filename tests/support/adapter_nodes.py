@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -22,6 +23,7 @@ from baton.node.engine_calls import EngineCalls, NodeChanges
 from baton.node.servicer import NodeServicer
 from baton.node.state import NodeState, NodeUpdate
 from baton.router.adapter_updates import AdapterUpdates
+from baton.router.discovery.node_reports import report_nodes
 from baton.router.discovery.sources import DnsName, NodeSource
 from baton.router.discovery.watcher import NodeDiscovery, watching
 from baton.router.dispatch.node_calls import GrpcNodeCalls
@@ -222,7 +224,7 @@ async def operator_client(
 ) -> AsyncIterator[AsyncClient]:
     """Serve the calls of operators, as a router does, and yield a client of them."""
     resets = PrefixResets(cluster.table, open_channel, operators)
-    servicer = ClusterServicer(cluster.table, resets, cluster.updates)
+    servicer = ClusterServicer(partial(report_nodes, cluster.table), resets, cluster.updates)
     service = Service(
         "baton.v1.ClusterService",
         lambda server: cluster_pb2_grpc.add_ClusterServiceServicer_to_server(servicer, server),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from baton.client.node_status import NodeRates, Snapshot
     from baton.rpc.node_info import NodeStatus, TierReport
 
-STATE_STYLES = {"ready": "green", "unreachable": "red"}
+STATE_STYLES = {"ready": "green", "unreachable": "red", "mismatched": "red"}
 TO_THE_RIGHT = {
     "running", "waiting", "free blocks", "hit rate", "prompt tok/s", "new tok/s",
     "drafts accepted", "adapters",
@@ -103,6 +103,9 @@ def table_of_nodes(seen: Snapshot, rates: Mapping[str, NodeRates]) -> Table:
     if any(node.max_loras for node in seen.nodes):
         for node, row in zip(seen.nodes, rows, strict=True):
             row["adapters"] = _adapters(node)
+    if any(node.reason for node in seen.nodes):
+        for node, row in zip(seen.nodes, rows, strict=True):
+            row["reason"] = node.reason
     num_ready = sum(node.state == "ready" for node in seen.nodes)
     return _table(f"{num_ready} of {len(rows)} nodes ready", rows)
 
@@ -163,7 +166,7 @@ def _row(node: NodeStatus, rates: NodeRates | None) -> dict[str, str | Text]:
         "node": known(f"{node.node_id}/{node.incarnation}"),
         "running": known(str(node.num_running)),
         "waiting": known(str(node.num_waiting)),
-        "free blocks": known(f"{node.num_free_blocks}/{node.num_blocks}"),
+        "free blocks": f"{node.num_free_blocks}/{node.num_blocks}" if node.num_blocks else "",
         "hit rate": "" if hit_rate is None else f"{hit_rate:.0%}",
         "prompt tok/s": "" if rates is None else f"{rates.prompt_tokens_per_s:.0f}",
         "new tok/s": "" if rates is None else f"{rates.sampled_tokens_per_s:.0f}",

@@ -12,12 +12,12 @@ from pathlib import PurePath
 from baton.core.errors import NamedError
 from baton.core.ids import ModelVariant
 from baton.router.dispatch.node_rpcs import NodeCalls
+from baton.router.dispatch.vllm.http_api import ServerFailed
+from baton.router.dispatch.vllm.pair_check import PairVerdict, check_pair
+from baton.router.dispatch.vllm.servers import PrefillServer, PrefillServers, key_of, read_load
 from baton.router.input_processing.model_profiles import ModelProfiles
 from baton.router.routing.node_table import Node
 from baton.router.values import TextPrompt
-from baton.router.vllm.http_api import ServerFailed
-from baton.router.vllm.pair_check import PairVerdict, check_pair
-from baton.router.vllm.servers import PrefillServer, PrefillServers, key_of, read_load
 
 EVERY_S = 1.0
 LOOK_S = 5.0  # for an answer about health

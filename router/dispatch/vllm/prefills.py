@@ -14,9 +14,9 @@ from typing import Any
 
 from baton.core.errors import InvalidRequest
 from baton.core.foreign_kv import ForeignKv, foreign_kv_from
+from baton.router.dispatch.vllm.http_api import ServerFailed, VllmApi
+from baton.router.dispatch.vllm.servers import PrefillServer, PrefillServers
 from baton.router.tracing import UNTRACED, RequestTrace
-from baton.router.vllm.http_api import ServerFailed, VllmApi
-from baton.router.vllm.servers import PrefillServer, PrefillServers
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from baton.core.ids import Incarnation
 from baton.router.discovery.sources import VllmServer
 from baton.router.dispatch.retries import BreakerConfig, CircuitBreakers
+from baton.router.dispatch.vllm.http_api import VllmApi
 from baton.router.routing.node_table import Node, NodeTable
-from baton.router.vllm.http_api import VllmApi
 from baton.rpc.node_info import NodeAvailability, NodeRole, NodeStatus
 
 BREAKERS = BreakerConfig(num_failures=1, first_pause_s=1.0, max_pause_s=30.0)
@@ -176,9 +176,7 @@ class PrefillServers:
 
     def _found_by_node(self, server: PrefillServer) -> Mapping[str, str]:
         checked = {key_of(node): node.address for node in self.decode_nodes()}
-        return {
-            checked[key]: reason for key, reason in server.mismatches.items() if key in checked
-        }
+        return {checked[key]: reason for key, reason in server.mismatches.items() if key in checked}
 
 
 def key_of(node: Node) -> NodeKey:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import asdict
 from typing import Any
 
 from grpc import aio
 
 from baton.router.adapter_updates import AdapterOrder, AdapterUpdates
-from baton.router.discovery.node_reports import report_nodes
 from baton.router.prefix_resets import PrefixResets
-from baton.router.routing.node_table import NodeTable
-from baton.rpc.node_info import ADAPTER, STATUS
+from baton.rpc.node_info import ADAPTER, STATUS, NodeStatus
 from baton.rpc.security.token_gate import sent_token
 from baton.rpc.status import named_errors
 from baton.v1 import cluster_pb2, cluster_pb2_grpc
@@ -22,8 +20,13 @@ MIN_INTERVAL_S = 0.1
 
 
 class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
-    def __init__(self, table: NodeTable, resets: PrefixResets, adapters: AdapterUpdates) -> None:
-        self._table = table
+    def __init__(
+        self,
+        report_nodes: Callable[[], tuple[NodeStatus, ...]],
+        resets: PrefixResets,
+        adapters: AdapterUpdates,
+    ) -> None:
+        self._report_nodes = report_nodes
         self._resets = resets
         self._adapters = adapters
 
@@ -31,7 +34,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
         self, request: cluster_pb2.WatchNodesRequest, context: aio.ServicerContext[Any, Any]
     ) -> AsyncGenerator[cluster_pb2.WatchNodesResponse, None]:
         while True:
-            reports = map(STATUS.to_message, report_nodes(self._table))
+            reports = map(STATUS.to_message, self._report_nodes())
             yield cluster_pb2.WatchNodesResponse(nodes=reports)
             if not request.interval_s > 0:
                 return

@@ -24,13 +24,16 @@ from baton.core.request import PrefixSource, ReceiveKv
 from baton.core.sampling import SamplingParams
 from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.context import RequestContext
+from baton.router.discovery.sources import VllmServer
 from baton.router.dispatch.config import DispatchConfig
 from baton.router.dispatch.node_rpcs import MAX_WAITING, Events, LegOutput
-from baton.router.dispatch.vllm_prefills import ComputedKv, VllmPrefills
+from baton.router.dispatch.vllm.prefills import ComputedKv, VllmPrefills
+from baton.router.dispatch.vllm.servers import PrefillServers
 from baton.router.input_processing.tokenization import TextBoundary
 from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import NodeTable
+from baton.router.tracing import UNTRACED, RequestTrace
 from baton.router.values import (
     GenerateCall,
     Prompt,
@@ -250,15 +253,20 @@ class FakePrefills(VllmPrefills):
     """vLLM servers that have computed every prompt at time 0."""
 
     def __init__(self) -> None:
-        super().__init__([("vllm", 8000)], lambda: 0.0)
+        servers = PrefillServers([VllmServer("vllm", 8000)], NodeTable(), lambda: 0.0)
+        super().__init__(servers, lambda: 0.0)
         self.num_asked = 0
 
     async def compute(
-        self, token_ids: Sequence[int], timeout_s: float | None, traceparent: str = ""
+        self,
+        model: str,
+        token_ids: Sequence[int],
+        timeout_s: float | None,
+        trace: RequestTrace = UNTRACED,
     ) -> ComputedKv | None:
         self.num_asked += 1
         kv = ForeignKv("vllm", 5600, "engine", "cmpl-1", (7,), len(token_ids))
-        return ComputedKv(kv, "vllm", answered_s=0.0)
+        return ComputedKv(kv, "vllm", answered_s=0.0, readers=frozenset({"d1:1"}))
 
 
 def test_a_vllm_server_computes_prompts_of_models_without_prefill_nodes() -> None:
@@ -274,6 +282,7 @@ def test_a_vllm_server_computes_prompts_of_models_without_prefill_nodes() -> Non
     assert first.age_s > 0
     assert second is None
     assert prefills.num_asked == 1
+    assert nodes.received[0].node == "d1"  # the one whose check has passed
     # The router has asked for this prompt itself, so that its KV can be shared.
     assert nodes.received[0].request.cache_salt == ""
 

@@ -371,6 +371,29 @@ def test_incompatible_prefill_and_decode_nodes_are_refused_with_the_reason() -> 
         choose(a_table(other, a_node(NodeRole.DECODE)), Routing(), REQUEST)
 
 
+def test_nodes_with_other_logprobs_do_not_serve_one_request() -> None:
+    """Neither as a pair nor one after the other: logprobs of an answer have one meaning."""
+    raw, raw_prefill = a_node(NodeRole.DECODE, "d"), a_node(NodeRole.PREFILL, "p")
+    processed, prefill = (
+        replace(node, card=replace(node.card, logprobs_mode="processed_logprobs"))
+        for node in (a_node(NodeRole.DECODE, "d2"), a_node(NodeRole.PREFILL, "p2"))
+    )
+
+    table = a_table(raw, raw_prefill, processed, prefill)
+    routes = [choose(table, Routing(), replace(REQUEST, number=n)) for n in range(4)]
+    assert {pair_of(route) for route in routes} == {("p", "d"), ("p2", "d2")}
+    assert table.partners(raw) == [raw_prefill]
+
+    with pytest.raises(
+        IncompatibleNodes,
+        match="node p2 and decode node d differ in logprobs_mode processed_logprobs and raw",
+    ):
+        choose(a_table(raw, prefill), Routing(), REQUEST)
+    begun = replace(REQUEST, revision=raw.revision)
+    with pytest.raises(IncompatibleNodes, match=r"\(float32, processed_logprobs\)"):
+        choose(a_table(raw, processed), Routing(), begun, without=frozenset({raw.address}))
+
+
 def test_a_decode_node_computes_the_prompt_if_its_compatible_prefill_node_failed() -> None:
     other = a_node(NodeRole.PREFILL, "p-other", fingerprint=replace(FINGERPRINT, dtype="else"))
     fitting = a_node(NodeRole.PREFILL, "p")

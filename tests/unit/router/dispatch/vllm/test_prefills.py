@@ -3,69 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
 
-from baton.router.dispatch.vllm_prefills import ComputedKv, VllmPrefills
+from baton.router.discovery.sources import VllmServer
+from baton.router.dispatch.vllm.prefills import ComputedKv, VllmPrefills
+from baton.router.dispatch.vllm.servers import PrefillServers, ServerLoad, key_of
+from baton.router.routing.node_table import NodeTable
+from baton.rpc.node_info import NodeAvailability, NodeRole
+from tests.support.fake_vllm_api import PARAMS, FakeApi, serving
+from tests.support.node_calls import a_node
 
-HOST = "127.0.0.1"
-PARAMS = {
-    "do_remote_prefill": True,
-    "remote_block_ids": [[1, 2]],
-    "remote_engine_id": "engine",
-    "remote_request_id": "cmpl-1",
-    "remote_host": "vllm",
-    "remote_port": 5600,
-    "remote_num_tokens": 100,
-}
 TOKENS = tuple(range(100))
+MODEL = "tiny"
 
 
-class FakeApi:
-    """Answers requests, and keeps their bodies."""
-
-    def __init__(self) -> None:
-        self.bodies: list[dict[str, Any]] = []
-        self.headers: list[str] = []
-        self.answer: dict[str, Any] | bytes = {"kv_transfer_params": PARAMS}
-        self.status = "200 OK"
-        self.begins: asyncio.Event | None = None  # set when a prompt is being computed
-        self.is_cancelled = asyncio.Event()
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        length = int(head.lower().partition("content-length: ")[2].partition("\r")[0])
-        content = await reader.readexactly(length)
-        if head.startswith("GET /v1/models "):
-            await self._reply(writer, {"data": [{"id": "served"}]}, "200 OK")
-            return
-        self.headers.append(head)
-        self.bodies.append(json.loads(content))
-        if self.begins is not None:
-            self.begins.set()
-            await reader.read()  # until the client closes
-            self.is_cancelled.set()
-        await self._reply(writer, self.answer, self.status)
-
-    async def _reply(
-        self, writer: asyncio.StreamWriter, answer: dict[str, Any] | bytes, status: str
-    ) -> None:
-        content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-        writer.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(content)}\r\n\r\n".encode())
-        writer.write(content)
-        writer.close()
-
-
-@asynccontextmanager
-async def serving(*apis: FakeApi) -> AsyncIterator[list[tuple[str, int]]]:
-    servers = [await asyncio.start_server(api.serve, HOST, 0) for api in apis]
-    yield [(HOST, server.sockets[0].getsockname()[1]) for server in servers]
-    for server in servers:
-        server.close()
+def checked(addresses: Sequence[VllmServer], clock: Callable[[], float]) -> VllmPrefills:
+    """Return healthy servers that have passed their checks with the only decode node."""
+    table, node = NodeTable(), a_node(NodeRole.DECODE, "d")
+    table.join(node.address, node.card)
+    servers = PrefillServers(addresses, table, clock)
+    for server in servers.all:
+        server.trouble, server.model, server.engine_id = "", "served", "engine"
+        server.mismatches[key_of(node)] = ""
+    return VllmPrefills(servers, clock)
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -76,17 +39,18 @@ def test_a_prompt_is_computed_and_its_kv_named() -> None:
     async def test() -> None:
         api, now = FakeApi(), [50.0]
         async with serving(api) as addresses:
-            prefills = VllmPrefills(addresses, lambda: now[0])
-            computed = await prefills.compute(TOKENS, None, "00-trace-01")
+            prefills = checked(addresses, lambda: now[0])
+            computed = await prefills.compute(MODEL, TOKENS, None)
             assert computed is not None
             assert (computed.kv.address, computed.kv.block_ids) == ("vllm:5600", (1, 2))
+            assert computed.readers == {"d:1"}
             now[0] = 53.0
             assert computed.aged(now[0]).age_s == 3.0
             [body] = api.bodies
             assert body["prompt"] == list(TOKENS)
             assert (body["model"], body["max_tokens"]) == ("served", 1)
             assert body["kv_transfer_params"]["do_remote_decode"]
-            assert "traceparent: 00-trace-01" in api.headers[0]
+            assert await prefills.compute("other", TOKENS, None) is None
 
     run(test)
 
@@ -101,25 +65,41 @@ BROKEN: dict[str, tuple[str, dict[str, Any] | bytes]] = {
     "other parameters": ("200 OK", {"kv_transfer_params": PARAMS | {"tp_size": 2}}),
     "deep": ("200 OK", b"[" * 100_000),
     "nothing": ("200 OK", b""),
+    "restarted": ("200 OK", {"kv_transfer_params": PARAMS | {"remote_engine_id": "engine-2"}}),
 }
 
 
 @pytest.mark.parametrize(("status", "answer"), BROKEN.values(), ids=BROKEN)
 def test_the_next_server_is_asked_when_one_fails(
-    status: str, answer: dict[str, Any] | bytes
+    status: str, answer: dict[str, Any] | bytes, request: pytest.FixtureRequest
 ) -> None:
+    """It is avoided for a growing time, and then gets one request; a success ends that."""
+
     async def test() -> None:
         broken, good = FakeApi(), FakeApi()
         broken.status, broken.answer = status, answer
         now = [0.0]
         async with serving(broken, good) as addresses:
-            prefills = VllmPrefills(addresses, lambda: now[0])
-            assert isinstance(await prefills.compute(TOKENS, None), ComputedKv)
-            assert isinstance(await prefills.compute(TOKENS, None), ComputedKv)
-            assert (len(broken.bodies), len(good.bodies)) == (1, 2)
-            now[0] = 11.0  # it is tried again
-            await prefills.compute(TOKENS, None)
-            assert len(broken.bodies) == 2
+            prefills = checked(addresses, lambda: now[0])
+
+            async def num_asked() -> int:
+                assert isinstance(await prefills.compute(MODEL, TOKENS, None), ComputedKv)
+                return len(broken.bodies)
+
+            assert [await num_asked() for _ in range(2)] == [1, 1]
+            report = {status.address: status for status in prefills.servers.report()}
+            assert report[str(addresses[0])].state is not NodeAvailability.READY
+            assert report[str(addresses[0])].reason
+            assert report[str(addresses[1])].state is NodeAvailability.READY
+            if request.node.callspec.id == "restarted":
+                assert not prefills.servers.all[0].mismatches  # its check is repeated
+                return
+            now[0] = 1.1
+            assert [await num_asked() for _ in range(2)] == [2, 2]
+            now[0] = 2.2  # the second pause is longer
+            assert await num_asked() == 2
+            now[0], broken.status, broken.answer = 4.0, "200 OK", {"kv_transfer_params": PARAMS}
+            assert [await num_asked() for _ in range(2)] == [3, 4]
 
     run(test)
 
@@ -128,8 +108,8 @@ def test_without_a_server_that_works_nothing_is_computed() -> None:
     async def test() -> None:
         async with serving(FakeApi()) as addresses:
             pass
-        assert await VllmPrefills(addresses, lambda: 0.0).compute(TOKENS, None) is None
-        assert not VllmPrefills((), lambda: 0.0)
+        assert await checked(addresses, lambda: 0.0).compute(MODEL, TOKENS, None) is None
+        assert not checked((), lambda: 0.0)
 
     run(test)
 
@@ -139,11 +119,13 @@ def test_a_cancelled_request_closes_its_connection() -> None:
         api = FakeApi()
         api.begins = asyncio.Event()
         async with serving(api) as addresses:
-            prefills = VllmPrefills(addresses, lambda: 0.0)
-            computing = asyncio.ensure_future(prefills.compute(TOKENS, None))
+            prefills = checked(addresses, lambda: 0.0)
+            computing = asyncio.ensure_future(prefills.compute(MODEL, TOKENS, None))
             await api.begins.wait()
+            assert [server.num_tokens for server in prefills.servers.all] == [len(TOKENS)]
             computing.cancel()
             await api.is_cancelled.wait()
+            assert [server.num_tokens for server in prefills.servers.all] == [0]
 
     run(test)
 
@@ -153,7 +135,27 @@ def test_a_late_server_is_given_up() -> None:
         api = FakeApi()
         api.begins = asyncio.Event()
         async with serving(api) as addresses:
-            assert await VllmPrefills(addresses, lambda: 0.0).compute(TOKENS, 0.05) is None
+            assert await checked(addresses, lambda: 0.0).compute(MODEL, TOKENS, 0.05) is None
             await api.is_cancelled.wait()
 
     run(test)
+
+
+LOADS = [
+    (ServerLoad(num_running=5), ServerLoad(num_running=9), 0),
+    (ServerLoad(num_waiting=2), ServerLoad(num_running=3), 1),  # prompts that wait cost more
+    (ServerLoad(kv_usage=0.97), ServerLoad(num_waiting=9), 1),  # no room
+    (ServerLoad(), ServerLoad(), 0),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "best"), LOADS)
+def test_the_least_loaded_server_is_chosen(
+    first: ServerLoad, second: ServerLoad, best: int
+) -> None:
+    servers = checked([VllmServer("a", 1), VllmServer("b", 1)], lambda: 0.0).servers
+    servers.all[0].load, servers.all[1].load = first, second
+    assert servers.choose(MODEL, 200)[0] is servers.all[best]
+    servers.all[best].num_tokens = 10_000  # sent by this router, and not reported yet
+    servers.all[best].num_sent = 1
+    assert (servers.choose(MODEL, 200)[0] is servers.all[best]) is (second.num_waiting == 9)
