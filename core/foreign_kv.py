@@ -10,6 +10,8 @@ from typing import TypeVar
 from baton.core.errors import InvalidRequest
 
 FIELD = "kv_transfer_params"
+EXPIRY = "remote_blocks_expiry_time"
+AGE = "age_s"  # not of vLLM: seconds since its answer, from proxies that may have been slow
 MAX_PARAMS = 64
 MAX_JSON_CHARACTERS = 1 << 20
 MAX_NAME_CHARACTERS = 256
@@ -34,6 +36,7 @@ class ForeignKv:
     # server itself, and the lease is older than the request.
     age_s: float | None = None
     expires_at_s: float | None = None  # by the server's clock; vLLM 0.32 gives none after a prefill
+    relayed_age_s: float = 0.0  # seconds that a client held the parameters, as it says
 
     def __post_init__(self) -> None:
         for name, text in (
@@ -56,6 +59,8 @@ class ForeignKv:
             raise _invalid("remote_block_ids", "names a block twice")
         if not 0 < self.num_tokens <= MAX_INT32:
             raise _invalid("remote_num_tokens", f"is {self.num_tokens}; it must be positive")
+        if not self.relayed_age_s >= 0:
+            raise _invalid(AGE, f"is {self.relayed_age_s}; it must be at least 0")
 
     @property
     def address(self) -> str:
@@ -83,7 +88,7 @@ def foreign_kv_from(params: Mapping[str, object] | None) -> ForeignKv | None:
             raise _invalid(
                 name, "is not 1: servers that spread a model over GPUs are not supported"
             )
-    expires_at_s = params.get("remote_blocks_expiry_time")
+    expires_at_s = params.get(EXPIRY)
     return ForeignKv(
         host=_given(params, "remote_host", str),
         port=_given(params, "remote_port", int),
@@ -91,7 +96,8 @@ def foreign_kv_from(params: Mapping[str, object] | None) -> ForeignKv | None:
         request_id=_given(params, "remote_request_id", str),
         block_ids=_block_ids(params),
         num_tokens=_given(params, "remote_num_tokens", int),
-        expires_at_s=None if expires_at_s is None else _number(expires_at_s),
+        expires_at_s=None if expires_at_s is None else _number(EXPIRY, expires_at_s),
+        relayed_age_s=_number(AGE, params.get(AGE, 0.0)),
     )
 
 
@@ -115,9 +121,9 @@ def _given(params: Mapping[str, object], name: str, kind: type[Kind]) -> Kind:
     return value
 
 
-def _number(value: object) -> float:
+def _number(name: str, value: object) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise _invalid("remote_blocks_expiry_time", "must be a number, or null")
+        raise _invalid(name, "must be a number")
     return float(value)
 
 

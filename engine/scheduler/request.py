@@ -167,7 +167,7 @@ class Request:
 
 
 def _given(kv: ForeignKv, submitted: EngineRequest) -> GivenKv:
-    age_s = submitted.age_s if kv.age_s is None else kv.age_s
+    age_s = submitted.age_s + kv.relayed_age_s if kv.age_s is None else kv.age_s
     # A negative age, or NaN, is not trusted.
     return GivenKv(kv, submitted.arrival_s - age_s if age_s >= 0 else -math.inf)
 

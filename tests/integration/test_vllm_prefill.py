@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,9 @@ from baton.core.foreign_kv import ForeignKv
 from baton.core.sampling import SamplingParams
 from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.kv_transfer.foreign.metadata import KvShape
+from baton.rpc.node_info import NodeAvailability, NodeStatus
 from tests.support.fake_vllm import HOST, FakeGeometry, FakeVllm
+from tests.support.fake_vllm_server import FakeVllmServer
 from tests.support.models import prompt_of
 from tests.support.nodes import await_all_free
 from tests.support.vllm_blocks import prefill
@@ -38,6 +41,7 @@ class World:
     cluster: LocalCluster
     client: Client
     server: FakeVllm
+    api: FakeVllmServer
     prompt_blocks: tuple[int, ...]
     other_blocks: tuple[int, ...]
     num_requests: int = 0
@@ -50,9 +54,31 @@ class World:
     def generate(self, kv: ForeignKv | None = None) -> tuple[tuple[int, ...], dict[str, int]]:
         """Return the answer to PROMPT, and the tokens of the prompt that were loaded."""
         params = "" if kv is None else json.dumps(self.server.params(kv, len(PROMPT)))
-        answer = self.client.generate(PROMPT, Generation(GREEDY, kv_transfer_params=params))
+        return self.answer(PROMPT, Generation(GREEDY, kv_transfer_params=params))
+
+    def answer(
+        self, prompt: Sequence[int], asked: Generation
+    ) -> tuple[tuple[int, ...], dict[str, int]]:
+        answer = self.client.generate(prompt, asked)
         assert answer.finish is not None
         return tuple(answer.token_ids), dict(answer.finish.served.prompt_tokens_loaded)
+
+    def await_state(self, state: NodeAvailability) -> NodeStatus:
+        """Wait until the router reports the server so, and return the report."""
+
+        async def run() -> NodeStatus:
+            async with (
+                asyncio.timeout(60),
+                AsyncClient(self.cluster.address) as client,
+                aclosing(client.nodes(0.1)) as updates,
+            ):
+                async for nodes in updates:
+                    [status] = [node for node in nodes if node.address == self.api.address]
+                    if status.state is state:
+                        return status
+            raise AssertionError("the router ended")
+
+        return asyncio.run(run())
 
     def post(self, **fields: Any) -> dict[str, Any]:
         body = {"prompt": list(PROMPT), "max_tokens": 12, "temperature": 0, "ignore_eos": True}
@@ -71,14 +97,18 @@ class World:
 @pytest.fixture(scope="module")
 def world(model_folder: Path, cluster_options: Callable[..., ClusterOptions]) -> Iterator[World]:
     shape = KvShape(str(model_folder), "float32", 2, 2, 16, number_bytes=4)
-    with FakeVllm(FakeGeometry(shape)) as server:
-        with load_runner(RunnerConfig(str(model_folder), kv_cache_bytes=1 << 20)) as runner:
-            blocks, others = (prefill(server, runner, prompt) for prompt in (PROMPT, OTHER))
-        options = cluster_options(num_prefill=0, router_arguments=("--http-port", "0"))
+    with (
+        FakeVllm(FakeGeometry(shape)) as server,
+        load_runner(RunnerConfig(str(model_folder), kv_cache_bytes=1 << 20)) as runner,
+        FakeVllmServer(server, runner, str(model_folder)) as api,
+    ):
+        blocks, others = (prefill(server, runner, each).block_ids for each in (PROMPT, OTHER))
+        arguments = ("--http-port", "0", "--prefill-nodes", api.address)
+        options = cluster_options(num_prefill=0, router_arguments=arguments)
         sources = ("--kv-sources", f"vllm://{HOST}:{server.port}?packing=vec")
         options = replace(options, decode_arguments=sources)
         with LocalCluster(options) as cluster, Client(cluster.address, timeout_s=60) as client:
-            yield World(cluster, client, server, blocks, others)
+            yield World(cluster, client, server, api, blocks, others)
     assert {child.process.returncode for child in cluster.children} == {0}
 
 
@@ -128,6 +158,7 @@ def test_kv_of_an_engine_that_is_gone_is_computed(world: World) -> None:
         ({"remote_port": 22}, "--kv-sources"),
         ({"do_remote_decode": True}, "do_remote_decode"),
         ({"tp_size": 2}, "tp_size"),
+        ({"age_s": -1}, "age_s"),
         ({"remote_block_ids": [[1], [2]]}, "remote_block_ids"),
     ],
 )
@@ -174,6 +205,43 @@ def test_requests_that_are_cancelled_in_any_state_leave_nothing_behind(world: Wo
     reached = [kv for kv in given if f"{kv.request_id}:1" in world.server.notes]
     assert len(reached) >= 8
     assert world.generate(world.kv(world.prompt_blocks)) == (expected, {"vllm": NUM_READ})
+
+
+def test_the_router_lets_the_server_compute_prompts(world: World) -> None:
+    """After a check with the node, by which the server is refused first."""
+    prompt, salted = prompt_of(200, seed=10), Generation(GREEDY, cache_salt="other")
+    world.api.logprobs_apart, world.api.is_healthy = 0.5, True
+    refused = world.await_state(NodeAvailability.MISMATCHED)
+    assert "other weights: logprobs of a text are 0.50 apart" in refused.reason
+    expected, loaded = world.answer(prompt, salted)
+    assert loaded == {}
+
+    world.api.is_healthy = False
+    world.await_state(NodeAvailability.UNREACHABLE)
+    world.api.logprobs_apart, world.api.is_healthy = 0.0, True
+    world.await_state(NodeAvailability.READY)
+    world.server.await_note(lambda note: note == f"cmpl-http-{world.api.num_prompts}:1")
+    assert world.answer(prompt, Generation(GREEDY)) == (expected, {"vllm": 192})
+    assert world.api.headers[-1]["traceparent"]
+    # The router has asked for the prompt itself, so that the KV is shared.
+    num_asked = world.api.num_prompts
+    assert world.answer(prompt, Generation(GREEDY)) == (expected, {})
+    assert world.api.num_prompts == num_asked + 1
+    world.api.is_healthy = False
+    world.await_state(NodeAvailability.UNREACHABLE)
+    assert world.answer(prompt_of(200, seed=11), Generation(GREEDY))[1] == {}
+
+
+def test_kv_that_the_server_may_have_released_is_computed(world: World) -> None:
+    """The client relays the parameters late, and says so; or the server has said when it ends."""
+    expected = world.post()
+    for late in ({"age_s": 35}, {"remote_blocks_expiry_time": time.perf_counter() + 1.0}):
+        kv = world.kv(world.other_blocks)
+        params = world.server.params(kv, len(PROMPT)) | late
+        answer = world.post(kv_transfer_params=params)
+        assert answer["choices"][0]["text"] == expected["choices"][0]["text"]
+        assert "loaded_tokens" not in answer["usage"]["prompt_tokens_details"]
+        world.server.await_note(lambda note, kv=kv: note == f"{kv.request_id}:1")
 
 
 def test_a_server_that_does_not_answer_costs_computing(world: World) -> None:

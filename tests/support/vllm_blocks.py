@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,14 +30,21 @@ class _Tables(StepObserver):
             self.block_ids = row.block_tables[0]
 
 
-def prefill(server: FakeVllm, runner: TorchRunner, prompt: Sequence[int]) -> tuple[int, ...]:
-    """Compute a prompt, and write its KV into blocks of the server. Returns these."""
+class Prefilled(NamedTuple):
+    block_ids: tuple[int, ...]
+    logprobs: list[float | None]  # of the prompt's tokens
+
+
+def prefill(server: FakeVllm, runner: TorchRunner, prompt: Sequence[int]) -> Prefilled:
+    """Compute a prompt, and write its KV into blocks of the server."""
     tables = _Tables()
     engine = build_engine(runner, EngineOptions(), observers=[tables])
-    sampling = SamplingParams(max_tokens=1, temperature=0.0)
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    logprobs: list[float | None] = []
     engine.scheduler.add(EngineRequest(RequestId("prefill"), tuple(prompt), sampling, seed=0))
     while engine.scheduler.has_work:
-        engine.step()
+        for output in engine.step():
+            logprobs += [each and each.logprob for each in output.prompt_logprobs]
     kv = runner.blocks.kv[list(tables.block_ids)]
     by_token = kv.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)  # [layers, 2, heads, tokens, dim]
     size = server.geometry.block_size
@@ -48,7 +56,7 @@ def prefill(server: FakeVllm, runner: TorchRunner, prompt: Sequence[int]) -> tup
     for index in range(num_blocks):
         block = padded[:, :, :, index * size : (index + 1) * size]
         server.write_block(first + index, [_packed(layer) for layer in block])
-    return tuple(range(first, first + num_blocks))
+    return Prefilled(tuple(range(first, first + num_blocks)), logprobs)
 
 
 def _packed(layer: Tensor) -> bytes:
