@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from benchmarks.peers.warm_engines import Start
 
 OWN = "default"
-SHIPPED, PATCHED = "shipped", "patched"
+SHIPPED, PATCHED, WITH_BATON = "shipped", "patched", "baton"
 
 BenchModel = Annotated[str, typer.Option("--model", help="Model folder, used by all engines.")]
 VllmVenv = Annotated[Path | None, typer.Option(help="Virtual environment with vLLM for the CPU.")]
@@ -46,8 +46,9 @@ PlotFile = Annotated[
 VllmApart = Annotated[
     str,
     typer.Option(
-        help="Also measure vLLM's prefill and decode servers over NIXL: shipped, patched or both, "
-        "comma-separated; patched: no NIXL progress thread, no spinning, separate cores."
+        help="Also measure vLLM's prefill and decode servers over NIXL, comma-separated: shipped; "
+        "patched: no NIXL progress thread, no spinning, separate cores; baton: vLLM's prefill "
+        "server and a decode node of Baton's."
     ),
 ]
 
@@ -105,8 +106,16 @@ def _vllm_engines(
         name = f"vllm, colocated, steps of {chunk}"
         yield name, partial(engines.vllm_colocated, model, venv, limit)
     for kind in _parts(apart):
-        if kind not in (SHIPPED, PATCHED):
-            raise InvalidConfig(f"--vllm-apart {kind!r}: write shipped, patched or both")
+        if kind not in (SHIPPED, PATCHED, WITH_BATON):
+            raise InvalidConfig(f"--vllm-apart {kind!r}: write shipped, patched, baton or several")
+        if kind == WITH_BATON:
+            if device != "cpu":
+                raise InvalidConfig("--vllm-apart baton runs on the CPU")
+            yield (
+                "vllm prefill, baton decode",
+                partial(engines.vllm_prefill_baton_decode, model, venv),
+            )
+            continue
         name = f"vllm, prefill and decode, {kind}"
         start = partial(engines.vllm_disaggregated, model, venv, device=device)
         yield name, partial(start, is_patched=kind == PATCHED)
@@ -126,7 +135,8 @@ def keep_engines_warm(
     """
     from benchmarks.peers.warm_engines import keep_warm
 
-    names = [name for name in engines if name.startswith("vllm")]
+    # Leases of a server that Baton reads from would expire, too.
+    names = [name for name in engines if name.startswith("vllm,")]
     _need_memory_for(names, model)
     return {
         name: keep_warm(start, lifetime) if name in names else start

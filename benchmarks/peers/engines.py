@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
@@ -9,14 +10,18 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, aclosing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
+
+from baton.client import AsyncClient
 from baton.cluster import ClusterOptions, LocalCluster
 from baton.core.errors import InvalidConfig
 from baton.core.units import GIB
+from baton.rpc.node_info import NodeAvailability
 from benchmarks.peers.completions_api import CompletionsApi, EngineFailed
 from benchmarks.peers.settings import GPU_SHARE, clean_environment, python_of, vllm_settings
 from benchmarks.processes import external_process
@@ -112,6 +117,62 @@ def vllm_disaggregated(
         # Both start at the same time.
         prefill, decode = [server.wait_until_ready() for server in servers]
         yield replace(decode, prefill_url=prefill.url, groups=prefill.groups + decode.groups)
+
+
+@contextmanager
+def vllm_prefill_baton_decode(model: str, venv: Path) -> Iterator[CompletionsApi]:
+    """Start a vLLM server that computes prompts on half of the cores, and a Baton decode node.
+
+    Baton's router asks the server. It yields once their check has passed.
+    """
+    prefill, decode = core_halves()
+    more = (
+        *VLLM_ON_CPU,
+        "--kv-transfer-config",
+        json.dumps(OVER_NIXL | {"kv_buffer_device": "cpu"}),
+    )
+    port = _free_port()
+    with ExitStack() as stack:
+        log = Path(stack.enter_context(TemporaryDirectory(prefix="baton-vllm-")), "prefill")
+        settings = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+        server = stack.enter_context(vllm_server(model, venv, prefill, log, more, settings))
+        server.wait_until_ready()
+        source = f"vllm://localhost:{port}?packing={cpu_packing()}"
+        # Reads end in the prefix cache, which is on.
+        nodes = tuple(each for each in BATON if each != "--no-prefix-caching")
+        options = replace(
+            _options(model),
+            num_prefill=0,
+            node_arguments=nodes,
+            decode_arguments=(*_on_cores(decode), "--kv-sources", source),
+        )
+        address = server.url.replace("http", "vllm")
+        routed = (*options.router_arguments, "--prefill-nodes", address)
+        cluster = stack.enter_context(LocalCluster(replace(options, router_arguments=routed)))
+        asyncio.run(_await_check(cluster.address, address))
+        yield CompletionsApi(f"http://{cluster.router.http_address}")
+
+
+async def _await_check(router: str, server: str) -> None:
+    """Wait until the router lets a vLLM server compute prompts. Raises EngineFailed."""
+    reason = ""
+    with suppress(TimeoutError):
+        async with (
+            asyncio.timeout(START_TIMEOUT_S),
+            AsyncClient(router) as client,
+            aclosing(client.nodes(LOOK_EVERY_S)) as updates,
+        ):
+            async for nodes in updates:
+                [seen] = [node for node in nodes if node.address == server]
+                reason = seen.reason
+                if seen.state is NodeAvailability.READY:
+                    return
+    raise EngineFailed(f"{server} is not used: {reason}")
+
+
+def cpu_packing() -> str:
+    """Return how vLLM packs KV on this CPU, in bfloat16."""
+    return "amx" if torch.cpu._is_amx_tile_supported() else "vec"
 
 
 def vllm_server_bytes(model: str) -> int:

@@ -41,6 +41,10 @@ NODE_METRICS = (
     metrics.ADAPTERS, metrics.ADAPTER_BYTES, metrics.ADAPTER_WAITING, metrics.ADAPTER_LOAD,
     metrics.ADAPTER_FAILURES, metrics.ADAPTER_EVICTIONS,
 )  # fmt: skip
+DECODE_METRICS = (
+    *NODE_METRICS,
+    *(metrics.FOREIGN_BYTES, metrics.FOREIGN_BLOCKS, metrics.FOREIGN_FAILURES),
+)
 GOLDEN = Path(__file__).parent.parent / "golden" / "metrics.txt"
 REQUESTS = "baton_requests_total"
 NUM_CANCELLED_TOKENS = 20
@@ -54,7 +58,12 @@ def counted(
 ) -> Iterator[LocalCluster]:
     options = cluster_options(router_arguments=ANY_PORT)
     tiers = ("--kv-host-memory", "1MiB", "--kv-folder", str(tmp_path_factory.mktemp("kv")))
-    options = replace(options, node_arguments=(*options.node_arguments, *ANY_PORT, *tiers))
+    options = replace(
+        options,
+        node_arguments=(*options.node_arguments, *ANY_PORT, *tiers),
+        # A server that no request names.
+        decode_arguments=(*options.decode_arguments, "--kv-sources", "vllm://127.0.0.1:1"),
+    )
     with LocalCluster(options) as running:
         yield running
 
@@ -134,7 +143,7 @@ def test_every_metric_is_exported_with_its_documented_name_and_labels(
     for child, expected in (
         (counted.router, ROUTER_METRICS),
         (counted.prefills[0], NODE_METRICS),
-        (counted.decodes[0], NODE_METRICS),
+        (counted.decodes[0], DECODE_METRICS),
     ):
         scrape = Scrape(child)
         names = {family.name for family in scrape.families}

