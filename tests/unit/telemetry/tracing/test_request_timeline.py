@@ -8,6 +8,7 @@ from baton.telemetry import names
 from baton.telemetry.metrics.instruments import RouterMetrics
 from baton.telemetry.tracing.request_timeline import AttemptTimeline, Judgement, RequestTimeline
 from baton.telemetry.tracing.spans import End, Span, SpanOutcome
+from baton.telemetry.tracing.vllm_leg import VllmLegTimeline
 from tests.support.traces import a_request, to_unix_ns
 
 
@@ -37,6 +38,34 @@ def test_the_route_span_ends_with_the_first_call_and_has_an_event_at_the_choice(
     assert [(one.name, one.at_ns) for one in route.events] == [(names.CHOSEN, to_unix_ns(10.003))]
     assert route.attributes[names.CHOSEN_HOLDER] == "d1"
     assert route.attributes[names.PROMISED_TOKENS] == 32
+
+
+@pytest.mark.parametrize("has_failed_try", [False, True])
+def test_prompts_that_vllm_servers_compute_have_spans_before_the_first_route(
+    has_failed_try: bool,
+) -> None:
+    timeline = a_request(has_failed_try=has_failed_try)
+    assert timeline.admitted_s is not None
+    first_s, second_s, end_s = (timeline.admitted_s + ms / 1e4 for ms in (0, 2, 4))
+    failed = End(second_s, SpanOutcome.FAILED, "TimeoutError")
+    timeline.vllm_legs = [
+        VllmLegTimeline(50, "vllm://a:8000", first_s, failed),
+        VllmLegTimeline(51, "vllm://b:8000", second_s, End(end_s)),
+    ]
+
+    spans = timeline.spans(to_unix_ns)
+
+    legs = [span for span in spans if span.attributes.get(names.PROVIDER) == "vllm"]
+    assert [(leg.span_id, leg.attributes[names.SERVER_ADDRESS]) for leg in legs] == [
+        (50, "vllm://a:8000"),
+        (51, "vllm://b:8000"),
+    ]
+    assert legs[0].attributes[names.ERROR_TYPE] == "TimeoutError"
+    routes = [span for span in spans if span.name == names.ROUTE]
+    assert min(route.began_ns for route in routes) == legs[1].ended_ns
+    root = the(spans, names.GENERATE)
+    assert {leg.parent_id for leg in legs} == {root.span_id}
+    assert_no_gap(root, [one for one in spans if one.parent_id == root.span_id])
 
 
 def test_a_retry_starts_at_the_first_failure_of_the_previous_attempt() -> None:
