@@ -241,7 +241,7 @@ def test_kv_that_the_server_may_have_released_is_computed(world: World) -> None:
         answer = world.post(kv_transfer_params=params)
         assert answer["choices"][0]["text"] == expected["choices"][0]["text"]
         assert "loaded_tokens" not in answer["usage"]["prompt_tokens_details"]
-        world.server.await_note(lambda note, kv=kv: note == f"{kv.request_id}:1")
+        world.server.await_note(f"{kv.request_id}:1".__eq__)
 
 
 def test_a_server_that_does_not_answer_costs_computing(world: World) -> None:

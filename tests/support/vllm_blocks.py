@@ -44,7 +44,7 @@ def prefill(server: FakeVllm, runner: TorchRunner, prompt: Sequence[int]) -> Pre
     engine.scheduler.add(EngineRequest(RequestId("prefill"), tuple(prompt), sampling, seed=0))
     while engine.scheduler.has_work:
         for output in engine.step():
-            logprobs += [each and each.logprob for each in output.prompt_logprobs]
+            logprobs += [each if each is None else each.logprob for each in output.prompt_logprobs]
     kv = runner.blocks.kv[list(tables.block_ids)]
     by_token = kv.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)  # [layers, 2, heads, tokens, dim]
     size = server.geometry.block_size

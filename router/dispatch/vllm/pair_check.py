@@ -7,8 +7,9 @@ So both compute one text, and the node reads the server's KV of it:
 - The most likely next tokens must have close logprobs with the server's KV and without:
   otherwise the node takes it for something else.
 
-Both tolerances are far above what engines differ by in bfloat16, and far below what other weights
-or wrong KV cause; small changes of weights pass.
+With SmolLM2-135M in bfloat16 and vLLM 0.32, the text differs by 0.05 on average; with the node's
+weights in int8 by 0.10, in int4 by 0.62, and with noise of 3 % in the weights by 0.28. Smaller
+changes of the weights pass.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from baton.rpc.messages.calls import node_request_id
 
 CHECK_S = 120.0
 NUM_TOP = 20
-MAX_TEXT_APART = 0.1  # mean difference of the text's logprobs
+MAX_TEXT_APART = 0.15  # mean difference of the text's logprobs
 MAX_NEXT_APART = 0.3  # mean difference of the next tokens' logprobs
 SOURCE = "vllm"  # of loaded tokens
 

@@ -12,6 +12,8 @@ from baton.core.errors import InvalidConfig
 from benchmarks.peers.completions_api import CompletionsApi
 from benchmarks.peers.engine_options import announced, chosen_engines, keep_engines_warm
 
+WAYS = "shipped, patched, baton"
+
 two_cores = pytest.mark.usefixtures("cores")
 
 
@@ -29,7 +31,7 @@ def venv(tmp_path: Path) -> Path:
 
 @two_cores
 def test_engines_are_built_in_each_requested_variant(venv: Path) -> None:
-    assert list(chosen_engines("model", "default,120", venv, "default,64", "shipped, patched")) == [
+    assert list(chosen_engines("model", "default,120", venv, "default,64", WAYS)) == [
         "baton, prefill and decode",
         "baton, colocated",
         "baton, colocated, steps of 120 ms",
@@ -37,6 +39,7 @@ def test_engines_are_built_in_each_requested_variant(venv: Path) -> None:
         "vllm, colocated, steps of 64",
         "vllm, prefill and decode, shipped",
         "vllm, prefill and decode, patched",
+        "vllm prefill, baton decode",
     ]
 
 
@@ -54,6 +57,8 @@ def test_on_a_gpu_only_prefill_and_decode_nodes_are_compared(venv: Path) -> None
     assert list(chosen) == ["baton, prefill and decode", "vllm, prefill and decode, shipped"]
     with pytest.raises(InvalidConfig, match="colocated engines run on the CPU"):
         chosen_engines("model", "default", venv, "", "shipped", "cuda")
+    with pytest.raises(InvalidConfig, match="baton runs on the CPU"):
+        chosen_engines("model", "", venv, "", "baton", "cuda")
 
 
 @two_cores
