@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,6 +42,7 @@ def test_parameters_of_vllm_are_read() -> None:
     assert foreign_kv_from(PARAMS) == kv
     assert foreign_kv_from_json(json.dumps(PARAMS)) == kv
     assert kv.address == "localhost:5633"
+    assert foreign_kv_from(PARAMS | {"age_s": 3}) == replace(kv, relayed_age_s=3.0)
 
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": False}])
@@ -55,6 +57,7 @@ INVALID = {
     "tp_size": 2,
     "pp_size": "1",
     "remote_host": "",
+    "age_s": -1,
     "remote_port": 0,
     "remote_engine_id": None,
     "remote_num_tokens": True,

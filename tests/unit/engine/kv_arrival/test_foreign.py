@@ -122,11 +122,16 @@ def test_the_answer_says_where_the_kv_came_from() -> None:
     assert output.served.loaded_tokens == {"vllm": 12}
 
 
-def test_kv_that_is_too_old_is_released_and_the_prompt_computed() -> None:
+@pytest.mark.parametrize(
+    ("kv", "now"),
+    [(KV, 124.0), (replace(KV, age_s=35.0), 100.1), (replace(KV, relayed_age_s=35.0), 100.1)],
+    ids=["waited", "asked long ago by the router", "relayed late by a client"],
+)
+def test_kv_that_is_too_old_is_released_and_the_prompt_computed(kv: ForeignKv, now: float) -> None:
     world = World()
-    world.scheduler.add(REQUEST)
-    plan = world.step(124.0)
-    assert plan.kv_orders.foreign == (ForeignRelease(KV),)
+    world.scheduler.add(replace(REQUEST, foreign_kv=kv))
+    plan = world.step(now)
+    assert plan.kv_orders.foreign == (ForeignRelease(kv),)
     assert plan.num_scheduled_tokens == {"r": 14}
     world.end()
 
