@@ -22,7 +22,7 @@ from baton.rpc.node_info import NodeRole
 # Decode computes a prompt itself only if prefill would compute at least so many times its tokens.
 MIN_SAVING = 2
 UINT64 = 2**64 - 1
-FOREIGN_KV = "the request names KV on a vLLM server"
+FOREIGN_KV = "a vLLM server has computed the prompt"
 ADVICE = "start one, or try again later"
 
 
