@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
+from baton.core.errors import InvalidRequest
 from baton.core.foreign_kv import ForeignKv
 from baton.core.ids import HandoffId
 from baton.core.request import EngineRequest
@@ -72,7 +73,10 @@ async def check_pair(
         reply = await ask(api, model, token_ids, prompt_logprobs=0)
         kv = kv_of(reply)
         apart = mean_apart(_prompt_logprobs(reply, token_ids), computed.prompt_logprobs)
-        read = await _compute(node, node_calls, token_ids, kv)
+        try:
+            read = await _compute(node, node_calls, token_ids, kv)
+        except InvalidRequest as error:  # the node does not know the server
+            return PairVerdict(kv.engine_id, str(error))
     if apart > MAX_TEXT_APART:
         return PairVerdict(
             kv.engine_id,

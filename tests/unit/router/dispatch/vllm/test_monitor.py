@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from baton.core.errors import InvalidRequest
 from baton.core.ids import RequestId
 from baton.core.logprobs import TokenLogprobs
 from baton.core.output import Output
@@ -40,6 +41,7 @@ class FakeNode:
     num_loaded: int = 96
     next_with_kv: dict[int, float] = field(default_factory=lambda: dict(NEXT))
     is_failing: bool = False
+    refusal: str = ""  # of KV
     requests: list[EngineRequest] = field(default_factory=list)
 
     async def call(
@@ -53,6 +55,8 @@ class FakeNode:
     ) -> None:
         if self.is_failing:
             raise NodeFailed("gone")
+        if self.refusal and request.foreign_kv is not None:
+            raise InvalidRequest(self.refusal)
         self.requests.append(request)
         prompt: list[TokenLogprobs | None] = [None] if request.foreign_kv is None else []
         prompt += [
@@ -148,6 +152,7 @@ def test_a_server_is_used_once_its_check_with_a_node_has_passed() -> None:
 MISMATCHES = {
     "weights": (completion(0.5), FakeNode(), "other weights: logprobs of a text are 0.50 apart"),
     "not read": (completion(), FakeNode(num_loaded=0), "the node read KV of 0 tokens of 100"),
+    "not listed": (completion(), FakeNode(refusal="not in --kv-sources"), "not in --kv-sources"),
     "misread": (completion(), FakeNode(next_with_kv={5: -4.0, 9: -1.0}), "packing="),
 }
 
@@ -169,7 +174,7 @@ def test_mismatches_are_named_and_the_server_is_not_used(
             other = a_node(NodeRole.DECODE, "d2")
             world.table.join(other.address, other.card)
             api.answer = completion()
-            node.num_loaded, node.next_with_kv = 96, dict(NEXT)
+            node.num_loaded, node.next_with_kv, node.refusal = 96, dict(NEXT), ""
             await world.monitor.check_nodes()
             assert world.servers.readers(world.servers.all[0], "tiny") == {"d2:1"}
             assert world.status.state is NodeAvailability.READY
