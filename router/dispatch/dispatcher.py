@@ -12,7 +12,6 @@ from functools import partial
 from baton.core.foreign_kv import ForeignKv
 from baton.core.ids import HandoffId
 from baton.core.request import EngineRequest
-from baton.core.task import GENERATE
 from baton.router.answer import AnswerAssembler
 from baton.router.context import PromptPlacement, RequestContext
 from baton.router.dispatch.attempt import Attempt
@@ -26,7 +25,7 @@ from baton.router.dispatch.quarantine import (
 )
 from baton.router.dispatch.retries import AttemptFailures, CircuitBreakers, RetryBudget
 from baton.router.dispatch.route_finder import RouteFinder
-from baton.router.dispatch.vllm.prefills import MIN_TOKENS, ComputedKv, VllmPrefills
+from baton.router.dispatch.vllm.prefills import ComputedKv, VllmPrefills
 from baton.router.input_processing.model_profiles import ModelProfiles
 from baton.router.routing.assignment import Assignment
 from baton.router.routing.node_table import NodeTable, Revision
@@ -41,7 +40,6 @@ from baton.rpc.errors import (
     PoisonedRequest,
 )
 from baton.rpc.messages.calls import node_request_id
-from baton.rpc.node_info import NodeRole
 
 SEED_BITS = 63
 NONCE_BYTES = 8
@@ -137,7 +135,8 @@ class Dispatcher:
         """Run attempts until one completes. Each continues the answer where the last one failed."""
         retry_budget.note_request()
         request = DispatchedRequest(call, context, self._create_answer(call))
-        request.computed = await self._compute_by_vllm(call, context)
+        if self._vllm_prefills is not None:
+            request.computed = await self._vllm_prefills.compute_for(call, context)
         for number in itertools.count(1):
             context.trace.note_attempt_began(number, len(request.answer.token_ids))
             route = await self._find_route(request, number)
@@ -156,26 +155,6 @@ class Dispatcher:
                     is_last = number == MAX_TOTAL_ATTEMPTS
                     if is_last or not self._may_retry(request.failures, retry_budget):
                         raise
-
-    async def _compute_by_vllm(
-        self, call: GenerateCall, context: RequestContext
-    ) -> ComputedKv | None:
-        """Let a vLLM server compute the prompt, if no prefill node of the model can."""
-        servers = self._vllm_prefills
-        if not servers or call.foreign_kv is not None or context.placement is not None:
-            return None
-        is_plain = call.task is GENERATE and not call.model.adapter.id
-        if not is_plain or call.sampling.prompt_logprobs is not None:
-            return None
-        base = call.model.base
-        prefills = self._table.open_nodes(NodeRole.PREFILL)
-        is_known = not self._table.models or base in self._table.models
-        if not is_known or any(base in ("", node.card.model) for node in prefills):
-            return None
-        if len(call.prompt_token_ids) < MIN_TOKENS:
-            return None
-        timeout_s = context.remaining_s(self._clock())
-        return await servers.compute(base, call.prompt_token_ids, timeout_s, context.trace)
 
     def _create_answer(self, call: GenerateCall) -> AnswerAssembler:
         text = self._profiles.of(call.model).text

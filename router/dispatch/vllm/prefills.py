@@ -14,9 +14,13 @@ from typing import Any
 
 from baton.core.errors import InvalidRequest
 from baton.core.foreign_kv import ForeignKv, foreign_kv_from
+from baton.core.task import GENERATE
+from baton.router.context import RequestContext
 from baton.router.dispatch.vllm.http_api import ServerFailed, VllmApi
 from baton.router.dispatch.vllm.servers import PrefillServer, PrefillServers
 from baton.router.tracing import UNTRACED, RequestTrace
+from baton.router.values import GenerateCall
+from baton.rpc.node_info import NodeRole
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +48,22 @@ class VllmPrefills:
         self.servers = servers
         self._clock = clock
 
-    def __bool__(self) -> bool:
-        return bool(self.servers)
+    async def compute_for(self, call: GenerateCall, context: RequestContext) -> ComputedKv | None:
+        """Let a server compute the prompt of a call, if no prefill node of the model can."""
+        if not self.servers or call.foreign_kv is not None or context.placement is not None:
+            return None
+        is_plain = call.task is GENERATE and not call.model.adapter.id
+        if not is_plain or call.sampling.prompt_logprobs is not None:
+            return None
+        base, table = call.model.base, self.servers.table
+        prefills = table.open_nodes(NodeRole.PREFILL)
+        is_known = not table.models or base in table.models
+        if not is_known or any(base in ("", node.card.model) for node in prefills):
+            return None
+        if len(call.prompt_token_ids) < MIN_TOKENS:
+            return None
+        timeout_s = context.remaining_s(self._clock())
+        return await self.compute(base, call.prompt_token_ids, timeout_s, context.trace)
 
     async def compute(
         self,

@@ -98,7 +98,7 @@ class PrefillServers:
         self, addresses: Sequence[VllmServer], table: NodeTable, clock: Callable[[], float]
     ) -> None:
         self.all = [PrefillServer(VllmApi(each.host, each.port)) for each in addresses]
-        self._table = table
+        self.table = table
         self._clock = clock
         self._breakers = CircuitBreakers(BREAKERS)
         self._last_failures: dict[str, str] = {}
@@ -124,7 +124,7 @@ class PrefillServers:
 
     def decode_nodes(self, model: str = "") -> list[Node]:
         """Return the open decode nodes of a model, or of all."""
-        nodes = self._table.open_nodes(NodeRole.DECODE)
+        nodes = self.table.open_nodes(NodeRole.DECODE)
         return [node for node in nodes if node.card.generates and model in ("", node.card.model)]
 
     def note_sent(self, server: PrefillServer) -> None:

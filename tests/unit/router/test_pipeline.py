@@ -252,8 +252,8 @@ def test_kv_of_a_vllm_server_needs_no_prefill_and_is_read_once() -> None:
 class FakePrefills(VllmPrefills):
     """vLLM servers that have computed every prompt at time 0."""
 
-    def __init__(self) -> None:
-        servers = PrefillServers([VllmServer("vllm", 8000)], NodeTable(), lambda: 0.0)
+    def __init__(self, table: NodeTable) -> None:
+        servers = PrefillServers([VllmServer("vllm", 8000)], table, lambda: 0.0)
         super().__init__(servers, lambda: 0.0)
         self.num_asked = 0
 
@@ -270,8 +270,8 @@ class FakePrefills(VllmPrefills):
 
 
 def test_a_vllm_server_computes_prompts_of_models_without_prefill_nodes() -> None:
-    nodes, prefills = FakeNodeCalls(decode_breaks_after=[1]), FakePrefills()
-    table = cached_on()
+    nodes, table = FakeNodeCalls(decode_breaks_after=[1]), cached_on()
+    prefills = FakePrefills(table)
     table.lose("p0:1")
 
     asyncio.run(run(a_pipeline(nodes, table, vllm=prefills), a_call(prompt=LONG_PROMPT)))
@@ -289,7 +289,8 @@ def test_a_vllm_server_computes_prompts_of_models_without_prefill_nodes() -> Non
 
 @pytest.mark.parametrize("prompt", [LONG_PROMPT, PROMPT], ids=["has prefill nodes", "short"])
 def test_vllm_servers_are_not_asked_without_need(prompt: tuple[int, ...]) -> None:
-    nodes, prefills, table = FakeNodeCalls(), FakePrefills(), cached_on()
+    nodes, table = FakeNodeCalls(), cached_on()
+    prefills = FakePrefills(table)
     if prompt is PROMPT:
         table.lose("p0:1")
 

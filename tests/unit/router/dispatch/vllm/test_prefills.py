@@ -109,7 +109,7 @@ def test_without_a_server_that_works_nothing_is_computed() -> None:
         async with serving(FakeApi()) as addresses:
             pass
         assert await checked(addresses, lambda: 0.0).compute(MODEL, TOKENS, None) is None
-        assert not checked((), lambda: 0.0)
+        assert await checked((), lambda: 0.0).compute(MODEL, TOKENS, None) is None
 
     run(test)
 
