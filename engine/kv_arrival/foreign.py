@@ -87,7 +87,7 @@ class ForeignPrefixes:
     def let_go(self, arrival: Arrival) -> None:
         """Release the KV that a request was given, unless a pull does so."""
         if arrival.foreign_kv is not None and self._reader is not None:
-            self._orders.foreign.append(ForeignRelease(arrival.foreign_kv.kv))
+            self._orders.foreign.append(ForeignRelease(*arrival.foreign_kv))
         arrival.foreign_kv = None
 
     def settle(self, reports: KvReports, now: float) -> list[FillId]:

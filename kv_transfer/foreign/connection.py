@@ -22,7 +22,7 @@ from baton.kv_transfer.foreign.metadata import KvShape, SourceRefused, read_repl
 from baton.kv_transfer.foreign.runs import Bay, Run, RunRead, find_excess, split_pull
 from baton.kv_transfer.foreign.session import Session
 from baton.kv_transfer.foreign.side_channel import SideChannel
-from baton.kv_transfer.foreign.types import ForeignPull, ForeignPullId
+from baton.kv_transfer.foreign.types import ForeignPull, ForeignPullId, ForeignRelease
 from baton.kv_transfer.transports.base import UcxConfig
 
 log = logging.getLogger(__name__)
@@ -111,10 +111,11 @@ class Connection:
             self._session.beat_soon()
         self._shake_hands(order.kv, now)
 
-    def release(self, kv: ForeignKv, now: float) -> None:
-        if self._note_use(kv):
-            self._released.append(kv)
-            self._shake_hands(kv, now)
+    def release(self, order: ForeignRelease, now: float) -> None:
+        """Let the server release KV, unless it did so when its lease ended."""
+        if self._note_use(order.kv) and now < order.received_s + self.source.lease_s:
+            self._released.append(order.kv)
+            self._shake_hands(order.kv, now)
 
     def give_back(self, bay: Bay) -> None:
         if self._session is not None:
@@ -215,7 +216,7 @@ class Connection:
 
     def _end_interrupted(self) -> None:
         """End the pull that is being read from another engine, which is gone."""
-        reading = None if self._session is None else self._session.reading
+        reading = self._session and self._session.reading
         for pull in [pull for pull in self._pulls if pull.order is reading]:
             self._end(pull, Failure.READ)
 

@@ -159,7 +159,7 @@ class VllmReader:
             if isinstance(order, ForeignPull):
                 self._guard(connection, partial(connection.pull, order))
             else:
-                self._guard(connection, partial(connection.release, order.kv))
+                self._guard(connection, partial(connection.release, order))
 
     def _guard(self, connection: Connection, call: Callable[[float], None]) -> None:
         """Make a call. A bug costs the pulls of one server only."""

@@ -27,6 +27,7 @@ class ForeignRelease:
     """Let the server release KV that is not needed."""
 
     kv: ForeignKv
+    received_s: float  # as in a ForeignPull
 
 
 ForeignOrder = ForeignPull | ForeignRelease

@@ -163,8 +163,13 @@ def test_a_second_pull_needs_no_second_handshake(server: FakeVllm) -> None:
 
 def test_kv_that_is_not_needed_is_released(server: FakeVllm) -> None:
     with node(server.source) as it:
-        it.reader.start((ForeignRelease(server.kv((1,))),))
-        server.await_note(lambda note: note == "cmpl-1:1")
+        now = it.clock()
+        # The second one's lease has ended: the server would count a late notification.
+        for name, received_s in (("cmpl-1", now), ("cmpl-2", now - 31.0), ("cmpl-3", now)):
+            it.reader.start((ForeignRelease(server.kv((1,), name), received_s),))
+        server.await_note(lambda note: note == "cmpl-3:1")
+        assert "cmpl-1:1" in server.notes
+        assert "cmpl-2:1" not in server.notes
         assert not it.converted
 
 

@@ -131,7 +131,9 @@ def test_kv_that_is_too_old_is_released_and_the_prompt_computed(kv: ForeignKv, n
     world = World()
     world.scheduler.add(replace(REQUEST, foreign_kv=kv))
     plan = world.step(now)
-    assert plan.kv_orders.foreign == (ForeignRelease(kv),)
+    [release] = plan.kv_orders.foreign
+    assert isinstance(release, ForeignRelease)
+    assert (release.kv, now - release.received_s >= 25) == (kv, True)
     assert plan.num_scheduled_tokens == {"r": 14}
     world.end()
 
@@ -140,7 +142,7 @@ def test_a_short_prompt_is_computed_and_the_kv_released() -> None:
     world = World()
     world.scheduler.add(replace(REQUEST, prompt_token_ids=PROMPT[:4]))
     plan = world.step(100.0)
-    assert plan.kv_orders.foreign == (ForeignRelease(KV),)
+    assert plan.kv_orders.foreign == (ForeignRelease(KV, 98.0),)
     assert plan.num_scheduled_tokens == {"r": 4}
 
 
@@ -154,7 +156,7 @@ def test_a_request_that_ends_before_its_pull_releases_the_kv() -> None:
     world = World()
     world.scheduler.add(REQUEST)
     world.scheduler.abort(REQUEST.request_id)
-    assert world.step(100.0).kv_orders.foreign == (ForeignRelease(KV),)
+    assert world.step(100.0).kv_orders.foreign == (ForeignRelease(KV, 98.0),)
     assert not world.step(100.1).kv_orders.foreign
     world.end()
 
