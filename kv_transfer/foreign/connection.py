@@ -1,7 +1,6 @@
 """Connection to one vLLM server: its handshake, the pulls from it, and their leases.
 
-Owned by the reader's thread. Whatever goes wrong ends the pulls concerned as failed, and at worst
-the session, which the next pull opens again.
+Owned by the reader's thread. An error ends its pulls, at worst a session; the next pull opens one.
 """
 
 from __future__ import annotations
