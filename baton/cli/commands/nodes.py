@@ -121,7 +121,7 @@ def _table(title: str, rows: Sequence[Mapping[str, str | Text]]) -> Table:
     table = Table(title=title, title_justify="left")
     for name in rows[0] if rows else ():
         justify: Any = "right" if name in TO_THE_RIGHT else "left"
-        table.add_column(name, justify=justify, no_wrap=True)
+        table.add_column(name, justify=justify, no_wrap=name != "reason")
     for row in rows:
         table.add_row(*row.values())
     return table

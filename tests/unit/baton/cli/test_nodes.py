@@ -74,6 +74,26 @@ def test_nodes_with_adapters_show_how_many_are_in_memory() -> None:
     assert "adapters" not in {str(column.header) for column in plain.columns}
 
 
+def test_vllm_servers_that_are_not_used_show_the_reason() -> None:
+    server = NodeStatus(
+        NodeRole.PREFILL,
+        "vllm://v:8000",
+        NodeAvailability.MISMATCHED,
+        node_id="vllm",
+        num_running=2,
+        reason="d:1: other weights",
+    )
+    assert STATUS.from_message(STATUS.to_message(server)) == server
+    (table,) = tables_of(Snapshot(1.0, (server, a_status(NodeTotals()))), {})
+    columns = {str(column.header): list(map(str, column.cells)) for column in table.columns}
+    assert columns["state"] == ["mismatched", "ready"]
+    assert columns["running"] == ["2", "0"]
+    assert columns["reason"] == ["d:1: other weights", ""]
+
+    (plain,) = tables_of(snapshot_of(NodeTotals()), {})
+    assert "reason" not in {str(column.header) for column in plain.columns}
+
+
 def test_adapters_are_listed_once_for_all_nodes() -> None:
     sql, chat = AdapterRef("sql", "1" * 64, "a/sql"), AdapterRef("chat", "2" * 64, "a/chat")
     first = NodeAdapters((LoadedAdapter(chat), LoadedAdapter(sql, True, 1 << 20, 3)))
