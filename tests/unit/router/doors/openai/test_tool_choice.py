@@ -164,12 +164,12 @@ REGEX = "(?=a)"
         (
             {"tools": [function("f", {"not": {}})], "tool_choice": "required"},
             "tools",
-            "the form made of the tools' parameters cannot be enforced: the keyword not is",
+            "the form made of the tools' parameters cannot be enforced: no value matches it",
         ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
             "response_format",
-            "response_format cannot be enforced: the keyword not is not supported",
+            "response_format cannot be enforced: no value matches it: schema is false",
         ),
         ({"guided_regex": REGEX}, "guided_regex", "guided_regex cannot be enforced: "),
         (
