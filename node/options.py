@@ -196,7 +196,12 @@ class NodeOptions:
             config = replace(config, speculation=None)
         if not adapters.are_served:
             return config
-        return replace(config, max_loras=adapters.max_loras, max_lora_rank=adapters.max_lora_rank)
+        return replace(
+            config,
+            max_loras=adapters.max_loras,
+            max_lora_rank=adapters.max_lora_rank,
+            max_cpu_loras=adapters.num_places,
+        )
 
     @property
     def chosen_connector(self) -> ChosenConnector | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from baton.checkpoint.checkpoint import Checkpoint
 from baton.checkpoint.hub import open_checkpoint, served_name
@@ -24,8 +24,21 @@ BLOCK_SIZE = 16
 MAX_NUM_SEQS = 128  # both are the defaults of nodes
 
 
+class AdapterRoom(NamedTuple):
+    """LoRA adapters that a node has room for."""
+
+    num_places: int = 0
+    max_rank: int = 0
+
+
+NO_ADAPTERS = AdapterRoom()
+
+
 def check_model_folder(
-    model: str, kv_bytes: int | None, kv_cache_dtype: str = "auto"
+    model: str,
+    kv_bytes: int | None,
+    kv_cache_dtype: str = "auto",
+    adapters: AdapterRoom = NO_ADAPTERS,
 ) -> Iterator[Finding]:
     """Check a model folder without downloading or reading weights.
 
@@ -38,7 +51,7 @@ def check_model_folder(
         return
     yield ok("model", str(checkpoint.path))
     yield _tokenizer(checkpoint)
-    yield from _weights(checkpoint, kv_bytes, kv_cache_dtype)
+    yield from _weights(checkpoint, kv_bytes, kv_cache_dtype, adapters)
 
 
 def kv_shape_of(model: str, kv_cache_dtype: str = "auto") -> KvShapeFacts | None:
@@ -68,7 +81,7 @@ def _tokenizer(checkpoint: Checkpoint) -> Finding:
 
 
 def _weights(
-    checkpoint: Checkpoint, kv_bytes: int | None, kv_cache_dtype: str
+    checkpoint: Checkpoint, kv_bytes: int | None, kv_cache_dtype: str, adapters: AdapterRoom
 ) -> Iterator[Finding]:
     from baton.engine.runner.load import DTYPES
     from baton.engine.runner.weights.tensor_names import check_tensors, expected_tensors
@@ -88,7 +101,7 @@ def _weights(
     weight_bytes = num_parameters * DTYPES[config.dtype].itemsize
     if config.quantization is not None:
         weight_bytes = checkpoint.num_weight_bytes()
-    yield from _room(checkpoint, config, weight_bytes, kv_bytes, kv_cache_dtype)
+    yield from _room(checkpoint, config, weight_bytes, kv_bytes, kv_cache_dtype, adapters)
 
 
 def _encoder_weights(checkpoint: Checkpoint) -> Finding:
@@ -110,8 +123,10 @@ def _room(
     weight_bytes: int,
     kv_bytes: int | None,
     kv_cache_dtype: str,
+    adapters: AdapterRoom,
 ) -> Iterator[Finding]:
-    """Compare the memory that weights and KV take, and the longest request, with what there is."""
+    """Compare the memory that a node takes, and the longest request, with what there is."""
+    from baton.engine.runner.adapters.places import AdapterPlaces
     from baton.engine.runner.attention.kv_tensor import KvShape
     from baton.engine.runner.host_memory import free_host_bytes
     from baton.engine.runner.load import DTYPES, kv_dtype
@@ -121,12 +136,18 @@ def _room(
     shape = KvShape.of(config, BLOCK_SIZE, kv_dtype(kv_cache_dtype, config, dtype))
     layout = cache_layout(config, state_shape(config, shape, dtype))
     free, max_model_len = free_host_bytes(), config.max_context_len()
+    adapter_bytes = 0
+    if adapters.num_places:
+        adapter_bytes = AdapterPlaces(config).max_bytes(adapters.max_rank, dtype)
+        adapter_bytes *= adapters.num_places
     if kv_bytes is None:
         node = RunnerConfig(str(checkpoint.path), max_num_seqs=MAX_NUM_SEQS)
         rest = max(free - weight_bytes, 0)
-        kv_bytes = auto_kv_bytes(node, rest, shape.block_bytes, max_model_len, layout)
+        kv_bytes = auto_kv_bytes(
+            node, rest, shape.block_bytes, max_model_len, layout, adapter_bytes
+        )
     token_bytes = len(layout.groups) * shape.block_bytes // BLOCK_SIZE
-    yield room_finding(weight_bytes, kv_bytes, token_bytes, free)
+    yield room_finding(weight_bytes, kv_bytes, token_bytes, free, adapter_bytes)
     num_token_blocks = layout.max_token_blocks(kv_bytes // shape.block_bytes)
     yield length_finding(max(0, num_token_blocks) * BLOCK_SIZE, max_model_len)
 
@@ -152,16 +173,22 @@ def count_active(config: ModelConfig, num_parameters: int) -> int:
     return num_parameters - num_layers * (moe.num_experts - moe.top_k) * expert
 
 
-def room_finding(weight_bytes: int, kv_bytes: int, per_token: int, free_bytes: int) -> Finding:
+def room_finding(
+    weight_bytes: int, kv_bytes: int, per_token: int, free_bytes: int, adapter_bytes: int = 0
+) -> Finding:
     """Compare the memory of one node with the free memory. Each node has its own weights."""
-    needed = weight_bytes + kv_bytes
+    needed = weight_bytes + kv_bytes + adapter_bytes
+    weights, smaller = f"{format_bytes(weight_bytes)} of weights", "a smaller --kv-cache-memory"
+    if adapter_bytes:
+        weights += f", up to {format_bytes(adapter_bytes)} of LoRA adapters"
+        smaller += ", --max-cpu-loras or --max-lora-rank"
     found = (
-        f"a node needs {format_bytes(weight_bytes)} of weights and {format_bytes(kv_bytes)} of KV "
+        f"a node needs {weights} and {format_bytes(kv_bytes)} of KV "
         f"({per_token} bytes a token, {kv_bytes // per_token} tokens); "
         f"{format_bytes(free_bytes)} are free"
     )
     if needed > free_bytes:
-        return fail("room", found, "use a smaller model, or a smaller --kv-cache-memory")
+        return fail("room", found, f"use a smaller model, or {smaller}")
     if 2 * needed > free_bytes:
         advice = "one node fits, two do not: baton up --colocated --prefill 0, or another machine"
         return warn("room", found, advice)

@@ -219,6 +219,7 @@ class RunnerConfig:
     ] = "auto"
     max_loras: int = 0  # different LoRA adapters in a step; 0: none
     max_lora_rank: int = 64
+    max_cpu_loras: int = 0  # in memory; 0: as many as in a step
     kv_cache_share: float | None = None
 
     def __post_init__(self) -> None:
@@ -236,6 +237,10 @@ class RunnerConfig:
         )
         is_device = DEVICE_NAME.fullmatch(self.device) is not None
         check(is_device, f"--device {self.device!r}: cpu, cuda or cuda:N")
+
+    @property
+    def num_adapter_places(self) -> int:
+        return max(self.max_loras, self.max_cpu_loras)
 
 
 def dtype_name(config: RunnerConfig, model: ModelConfig | EncoderConfig) -> str:

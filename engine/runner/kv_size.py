@@ -25,6 +25,7 @@ class CacheShape(NamedTuple):
     block_bytes: int
     max_model_len: int
     layout: CacheLayout
+    adapter_bytes: int = 0  # memory that is left free for adapters
 
 
 def choose_num_blocks(
@@ -39,17 +40,40 @@ def choose_num_blocks(
     """
     kv_bytes = config.kv_cache_bytes
     if kv_bytes is not None:
+        _check_room(kv_bytes, cache, device)
         return num_blocks_in(kv_bytes, cache, device)
     if config.kv_cache_share is not None:
-        kv_bytes = int(device.free_bytes() * config.kv_cache_share)
+        free_bytes = max(0, device.free_bytes() - cache.adapter_bytes)
+        kv_bytes = int(free_bytes * config.kv_cache_share)
     elif (memory := _measure(config, cache, device, make_runner)) is not None:
         kv_bytes = profiled_kv_bytes(config, memory, *cache)
-        sizes = memory.total_bytes, memory.own_bytes, memory.run_bytes, kv_bytes
-        text = "%s of %s: weights %s, largest step %s, KV cache %s"
+        sizes = (
+            memory.total_bytes,
+            memory.own_bytes,
+            cache.adapter_bytes,
+            memory.run_bytes,
+            kv_bytes,
+        )
+        text = "%s of %s: weights %s, adapters %s, largest step %s, KV cache %s"
         log.info(text, device.place, *map(format_bytes, sizes))
     else:
         kv_bytes = auto_kv_bytes(config, device.free_bytes(), *cache)
+    _check_room(kv_bytes, cache, device)
     return num_blocks_within(kv_bytes, cache.layout, cache.block_bytes)
+
+
+def _check_room(kv_bytes: int, cache: CacheShape, device: Device) -> None:
+    """Log the memory that adapters can take, and warn if the KV cache does not leave it free."""
+    if not cache.adapter_bytes:
+        return
+    free_bytes = device.free_bytes()
+    text = "LoRA adapters take up to %s and the KV cache %s of the %s that are free"
+    sizes = map(format_bytes, (cache.adapter_bytes, kv_bytes, free_bytes))
+    if cache.adapter_bytes + kv_bytes <= free_bytes:
+        log.info(text, *sizes)
+    else:
+        remedy = ": lower --kv-cache-memory, --max-cpu-loras or --max-lora-rank"
+        log.warning(text + remedy, *sizes)
 
 
 def num_blocks_in(kv_bytes: int, cache: CacheShape, device: Device) -> int:

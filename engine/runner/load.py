@@ -71,14 +71,11 @@ def load_runner(
     processors = load_processors(config.logits_processors, view)
     defaults, max_model_len = checkpoint.read_generation_defaults(), _max_model_len(config, model)
     batch = _make_batch(config, max_model_len, layout)
-    cache = CacheShape(shape.block_bytes, max_model_len, layout)
+    adapters = _make_adapters(config, model, dtype, device, parts)
+    adapter_bytes = 0 if adapters is None else adapters.max_bytes
+    cache = CacheShape(shape.block_bytes, max_model_len, layout, adapter_bytes)
     if config.kv_cache_bytes is not None:
         num_blocks_in(config.kv_cache_bytes, cache, device)
-    adapters = None
-    if config.max_loras:
-        active = ActiveAdapters(parts.low_rank)
-        limits = config.max_lora_rank, config.max_loras
-        adapters = AdapterTable(active, model, dtype, device.place, *limits)
     weights = _load_weights(
         config,
         checkpoint,
@@ -119,6 +116,15 @@ def load_runner(
         sizes = num_blocks, config.block_size, config.max_num_seqs, max_model_len
         warm_up(runner, *sizes, layout)
     return runner if pool is None else _capture_graphs(config, runner, pool)
+
+
+def _make_adapters(
+    config: RunnerConfig, model: ModelConfig, dtype: torch.dtype, device: Device, parts: Parts
+) -> AdapterTable | None:
+    if not config.max_loras:
+        return None
+    limits = config.max_lora_rank, config.max_loras, config.num_adapter_places
+    return AdapterTable(ActiveAdapters(parts.low_rank), model, dtype, device.place, *limits)
 
 
 class _Weights(NamedTuple):

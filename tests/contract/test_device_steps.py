@@ -18,6 +18,7 @@ from baton.core.ids import BlockId, RequestId
 from baton.core.output import Output
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
+from baton.core.units import format_bytes
 from baton.engine.core import EngineCore, NoKvWorker
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.runner.device.decode_graphs import DecodeBatch, DecodeGraphs, Prepare
@@ -531,6 +532,27 @@ def test_the_kv_cache_gets_what_weights_and_the_largest_step_leave(
     assert memory.num_blocks < 16 * memory.layout.num_blocks(128 // BLOCK_SIZE)  # a full batch
     assert weights + kv_bytes + needed[0] <= 0.8 * memory_bytes
     assert "largest step" in caplog.text
+
+
+def test_the_kv_cache_leaves_room_for_adapters(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"kv_cache_bytes": None, "max_num_seqs": 16, "max_num_batched_tokens": 96}
+    caplog.set_level("INFO")
+    num_blocks = []
+    for adapters in ({}, {"max_loras": 1, "max_cpu_loras": 3, "max_lora_rank": 8}):
+        device = FakeDevice(memory_bytes=3_400_000)
+        with runner_on(device, folder, TORCH, **settings, **adapters) as runner:
+            num_blocks.append(runner.kv_memory.num_blocks)
+            table, block_bytes = runner.adapters, runner.kv_memory.block_bytes
+
+    assert table is not None
+    assert num_blocks[0] - num_blocks[1] in (
+        table.max_bytes // block_bytes,
+        -(-table.max_bytes // block_bytes),
+    )
+    assert table.max_bytes > block_bytes
+    assert f"LoRA adapters take up to {format_bytes(table.max_bytes)}" in caplog.text
 
 
 def test_a_largest_step_that_does_not_fit_is_refused(folder: Path) -> None:

@@ -89,7 +89,7 @@ def passes_through(
     """Return the states after each pass, of all or of the last tokens, followed by the cache."""
     config = read_model_config(SafetensorsFolder(folder))
     active = ActiveAdapters(parts.low_rank)
-    table = AdapterTable(active, config, dtype, CPU, max_rank=8, max_loras=2)
+    table = AdapterTable(active, config, dtype, CPU, max_rank=8, max_loras=2, num_places=2)
     loaded = [table.load(PeftFolder(each)) for each in adapters]
     with WeightFiles(folder) as files:
         target = LoadTarget(dtype, CPU, parts, quantize)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +19,7 @@ from baton.cli.signatures import inherit_options, option_of
 from baton.core.errors import InvalidConfig
 from baton.core.options import KV_CACHE, MODEL, NETWORK, OUTPUT, Option, build_config
 from baton.core.units import AUTO, parse_kv_memory
+from baton.node.adapters.config import AdapterConfig
 from baton.telemetry.options import TelemetryOptions
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class DoctorOptions:
         ),
     ] = None
     kv_cache_dtype: KvDtype = "auto"
+    adapters: AdapterConfig = field(default_factory=AdapterConfig)
     transports: Annotated[
         tuple[str, ...],
         Option(
@@ -119,7 +121,7 @@ def doctor(
 def _checks(options: DoctorOptions) -> Iterator[Finding]:
     from baton.doctor.folders import check_folders
     from baton.doctor.machine import check_machine
-    from baton.doctor.model import check_model_folder, kv_shape_of
+    from baton.doctor.model import NO_ADAPTERS, AdapterRoom, check_model_folder, kv_shape_of
     from baton.doctor.software import check_software, port_findings
     from baton.doctor.tiers import TYPICAL, check_tiers
     from baton.doctor.wire import check_transfer_rate
@@ -131,7 +133,10 @@ def _checks(options: DoctorOptions) -> Iterator[Finding]:
     yield from check_transfer_rate(options.transports, options.patience_s)
     kv = TYPICAL
     if options.model:
-        yield from check_model_folder(options.model, options.kv_bytes, options.kv_cache_dtype)
+        config, room = options.adapters, NO_ADAPTERS
+        if config.are_served:
+            room = AdapterRoom(config.num_places, config.max_lora_rank)
+        yield from check_model_folder(options.model, options.kv_bytes, options.kv_cache_dtype, room)
         kv = kv_shape_of(options.model, options.kv_cache_dtype) or kv
     yield from check_tiers(options.kv_folder, options.kv_object_store, kv)
 

@@ -7,15 +7,14 @@ other, whose linear layers add the adapter's products.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import overload
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from baton.engine.runner.adapters.low_rank import ActiveAdapters, Adapter, Group, LowRankProducts
-from baton.engine.runner.adapters.place import Place
+from baton.engine.runner.adapters.place import Part, Place
 from baton.engine.runner.model.linear import Linear, Mlp, Moe, Router
 from baton.engine.runner.model.mlp import mix_experts
 from baton.engine.runner.model.ops import MlpGate, Ops
@@ -30,7 +29,6 @@ class AdaptedExperts:
     ops: Ops
     gate: MlpGate
     active: ActiveAdapters
-    routers: WeakKeyDictionary[Adapter, Router] = field(default_factory=WeakKeyDictionary)
 
     def mix(self, hidden_states: Tensor) -> Tensor:
         is_plain = torch.ones(len(hidden_states), dtype=torch.bool, device=hidden_states.device)
@@ -48,20 +46,16 @@ class AdaptedExperts:
     def _mix_group(self, inputs: Tensor, adapter: Adapter) -> Tensor:
         experts = _ExpertsWith(self.moe.experts, self.layer, self.active.products, adapter)
         moe = replace(self.moe, experts=experts)
-        routing = self.ops.route(inputs, self._router(adapter))
-        return mix_experts(self.ops, moe, self.gate, inputs, routing)
+        router = adapter.routers.get(self.layer, self.moe.router)
+        return mix_experts(self.ops, moe, self.gate, inputs, self.ops.route(inputs, router))
 
-    def _router(self, adapter: Adapter) -> Router:
-        """Return the router of an adapter, whose weight is merged: it is small."""
-        parts = adapter.parts.get(Place(self.layer, "router"), ())
-        if not parts:
-            return self.moe.router
-        if adapter not in self.routers:
-            weight = self.moe.router.weight.clone()
-            for part in parts:
-                weight += part.up.T.float() @ part.down.float()
-            self.routers[adapter] = replace(self.moe.router, weight=weight)
-        return self.routers[adapter]
+
+def merge_router(router: Router, parts: Sequence[Part]) -> Router:
+    """Return a router with the product of an adapter: its weight is small."""
+    weight = router.weight.clone()
+    for part in parts:
+        weight += (part.up.T.float() @ part.down.float()).to(weight)
+    return replace(router, weight=weight)
 
 
 @dataclass(frozen=True, slots=True)

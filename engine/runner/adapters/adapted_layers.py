@@ -121,6 +121,7 @@ class _Adapting:
 
     def _mixture(self, moe: Moe, index: int) -> Moe:
         shared, shared_gate = moe.shared, moe.shared_gate
+        self.active.routers[index] = moe.router
         return replace(
             moe,
             shared=None if shared is None else self._mlp(shared, index, "shared_"),

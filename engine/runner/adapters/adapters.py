@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +13,9 @@ from torch import Tensor
 from baton.checkpoint.peft_folder import PeftFolder, WeightLimits
 from baton.core.errors import ModelError
 from baton.core.exclusions import Feature, check_exclusions
+from baton.engine.runner.adapters.adapted_experts import merge_router
 from baton.engine.runner.adapters.low_rank import ActiveAdapters, Adapter, Group
-from baton.engine.runner.adapters.place import Part, Place
+from baton.engine.runner.adapters.place import ROUTER, Part, Place
 from baton.engine.runner.adapters.places import AdapterPlaces
 from baton.engine.runner.layout import TokenRun
 from baton.engine.runner.model.config import ModelConfig
@@ -30,15 +32,17 @@ class AdapterTable:
         device: torch.device,
         max_rank: int,
         max_loras: int,
+        num_places: int,
     ) -> None:
         """Raises InvalidConfig if the model has no layers that adapters can change."""
         self.active = active
+        self.max_rank = max_rank
         self.max_loras = max_loras
+        self.num_places = num_places  # in memory; the callers of `add` keep to it
         self._places = AdapterPlaces(config)
         check_exclusions({Feature.ADAPTERS: True, Feature.NO_ADAPTABLE_LAYERS: not self._places})
         self._num_layers = config.num_layers
         self._like = torch.empty(0, dtype=dtype, device=device)
-        self._max_rank = max_rank
         self._by_id: dict[str, Adapter] = {}
         self._groups: Sequence[Group] = ()  # of the pass that was selected last
         self._selected: list[tuple[str, int]] | None = None  # its adapters and tokens, by run
@@ -46,15 +50,26 @@ class AdapterTable:
     @property
     def limits(self) -> WeightLimits:
         """Sizes of the largest files that can fit."""
-        return self._places.limits(self._max_rank)
+        return self._places.limits(self.max_rank)
+
+    @property
+    def max_bytes(self) -> int:
+        """Return the memory of all places, each with the largest adapter that `load` accepts."""
+        return self.num_places * self._places.max_bytes(self.max_rank, self._like.dtype)
 
     def load(self, folder: PeftFolder) -> Adapter:
         """Read an adapter. Any thread can call this. Raises ModelError if it does not fit."""
         parts: dict[Place, list[Part]] = {}
-        for place, part in self._places.parts(folder, self._max_rank):
+        for place, part in self._places.parts(folder, self.max_rank):
             self._check_range(folder, place, part)
             parts.setdefault(place, []).append(part)
-        return self.active.products.prepare(parts, self._like, self._num_layers)
+        routers = {
+            place.layer: merge_router(self.active.routers[place.layer], parts.pop(place))
+            for place in [*parts]
+            if place.name == ROUTER
+        }
+        adapter = self.active.products.prepare(parts, self._like, self._num_layers)
+        return replace(adapter, routers=routers)
 
     def _check_range(self, folder: PeftFolder, place: Place, part: Part) -> None:
         largest = torch.finfo(self._like.dtype).max

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from torch import Tensor, isin
 
 from baton.engine.runner.adapters.place import Part, Place
+from baton.engine.runner.model.linear import Router
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -16,12 +17,20 @@ class Adapter:
     """A loaded adapter."""
 
     parts: Mapping[Place, Sequence[Part]]
+    # Of the layers whose router it changes, with its product merged into the weight.
+    routers: Mapping[int, Router] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
-        return sum(
-            part.down.nbytes + part.up.nbytes for parts in self.parts.values() for part in parts
-        )
+        """Return the memory of its matrices. Parts can share one."""
+        matrices = {
+            id(matrix): matrix
+            for parts in self.parts.values()
+            for part in parts
+            for matrix in (part.down, part.up)
+        }
+        weights = [router.weight for router in self.routers.values()]
+        return sum(matrix.nbytes for matrix in (*matrices.values(), *weights))
 
 
 class Group(NamedTuple):
@@ -35,6 +44,23 @@ def restrict_groups(groups: Sequence[Group], tokens: Tensor) -> Sequence[Group]:
     """Return the groups of a pass over these tokens alone."""
     found = (Group(adapter, isin(tokens, its).nonzero()[:, 0]) for adapter, its in groups)
     return [group for group in found if len(group.tokens)]
+
+
+def convert_parts(
+    parts: Mapping[Place, Sequence[Part]], like: Tensor
+) -> Mapping[Place, Sequence[Part]]:
+    """Return the parts with the dtype and the device of `like`. Each matrix is converted once."""
+    converted: dict[int, Tensor] = {}
+
+    def convert(matrix: Tensor) -> Tensor:
+        if id(matrix) not in converted:
+            converted[id(matrix)] = matrix.to(like).contiguous()
+        return converted[id(matrix)]
+
+    return {
+        place: [Part(convert(each.down), convert(each.up), each.first_row) for each in its]
+        for place, its in parts.items()
+    }
 
 
 class LowRankProducts(Protocol):
@@ -57,6 +83,7 @@ class ActiveAdapters:
 
     products: LowRankProducts
     groups: Sequence[Group] = ()
+    routers: dict[int, Router] = field(default_factory=dict)  # of the model, by layer
 
     def add(self, place: Place, inputs: Tensor, outputs: Tensor) -> Tensor:
         self.products.add(place, self.groups, inputs, outputs)
@@ -69,12 +96,7 @@ class TorchLowRankProducts:
     def prepare(
         self, parts: Mapping[Place, Sequence[Part]], like: Tensor, num_layers: int
     ) -> Adapter:
-        return Adapter(
-            {
-                place: [Part(each.down.to(like), each.up.to(like), each.first_row) for each in its]
-                for place, its in parts.items()
-            }
-        )
+        return Adapter(convert_parts(parts, like))
 
     def add(self, place: Place, groups: Sequence[Group], inputs: Tensor, outputs: Tensor) -> None:
         for adapter, tokens in groups:

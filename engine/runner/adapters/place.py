@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+ROUTER = "router"
+
 
 class Place(NamedTuple):
     """A linear layer of the decoder, which can stack several matrices of the files."""

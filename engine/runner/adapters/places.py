@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
+
+import torch
 
 from baton.checkpoint.peft_folder import LowRank, PeftFolder, Sides, WeightLimits
 from baton.core.errors import ModelError
-from baton.engine.runner.adapters.place import Part, Place
+from baton.engine.runner.adapters.place import ROUTER, Part, Place
 from baton.engine.runner.adapters.targets import (
     DOWN,
     GATE_UP,
@@ -53,6 +56,16 @@ class AdapterPlaces:
             max_header_bytes,
             f", which no adapter of this model needs; max_lora_rank is {max_rank}",
         )
+
+    def max_bytes(self, rank: int, dtype: torch.dtype) -> int:
+        """Return the memory of an adapter that changes all matrices with this rank."""
+        sizes: dict[Place, Counter[int]] = {}  # of the forms of a place
+        for target in self._targets.values():
+            num_bytes = dtype.itemsize * rank * (target.num_rows + target.num_columns)
+            if target.place.name == ROUTER:  # merged
+                num_bytes = torch.float32.itemsize * target.num_rows * target.num_columns
+            sizes.setdefault(target.place, Counter())[target.form] += num_bytes
+        return sum(max(by_form.values()) for by_form in sizes.values())
 
     def parts(self, folder: PeftFolder, max_rank: int) -> Iterator[tuple[Place, Part]]:
         """Yield the parts of an adapter. Raises ModelError for one that does not fit the model."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from baton.engine.runner.adapters.place import Place
+from baton.engine.runner.adapters.place import ROUTER, Place
 from baton.engine.runner.families.family import ExpertNames
 from baton.engine.runner.model.config import LatentConfig, ModelConfig, MoeConfig, Recurrence
 from baton.engine.runner.weights.row_orders import (
@@ -45,6 +45,12 @@ class Target:
     num_columns: int
     pieces: Sequence[Piece] = ()
     heads: Heads | None = None
+    form: int = 0  # a folder names the matrices of experts in one of several
+
+    @property
+    def place(self) -> Place:
+        """Return the first place of its rows."""
+        return self.pieces[0].place if self.heads is None else Place(self.heads.layer, "key", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +135,7 @@ class _Targets:
     def _mixture(
         self, index: int, moe: MoeConfig, names: ExpertNames
     ) -> Iterator[tuple[str, Target]]:
-        yield from self._joined(Place(index, "router"), [names.router])
+        yield from self._joined(Place(index, ROUTER), [names.router])
         if moe.shared_size:
             gate_up = [f"{names.shared}.{name}" for name in names.shared_gate_up]
             yield from self._joined(Place(index, "shared_gate_up"), gate_up)
@@ -143,20 +149,34 @@ class _Targets:
     def _expert(
         self, index: int, moe: MoeConfig, names: ExpertNames, expert: int
     ) -> Iterator[tuple[str, Target]]:
+        for number, form in enumerate(self._expert_forms(index, moe, names, expert)):
+            for name, target in form:
+                yield name, replace(target, form=number)
+
+    def _expert_forms(
+        self, index: int, moe: MoeConfig, names: ExpertNames, expert: int
+    ) -> Iterator[Sequence[tuple[str, Target]]]:
         hidden, size = self._config.hidden_size, moe.expert_size
         gate_up, down = Place(index, "gate_up", expert), Place(index, "down", expert)
         for form in (names, *names.others):
             if "{expert}" in form.down:
                 parts = [name.format(expert=expert) for name in form.gate_up]
-                yield from _joined(gate_up, parts, [2 * size // len(parts)] * len(parts), hidden)
-                yield from _joined(down, [form.down.format(expert=expert)], [hidden], size)
+                counts = [2 * size // len(parts)] * len(parts)
+                downs = [form.down.format(expert=expert)]
+                yield [
+                    *_joined(gate_up, parts, counts, hidden),
+                    *_joined(down, downs, [hidden], size),
+                ]
         runs = [Run(0, range(2 * size))]
         if names.is_interleaved:
             runs = [Run(0, range(0, 2 * size, 2)), Run(size, range(1, 2 * size, 2))]
         for module in STACKED:
             target = Target(2 * size, hidden, [Piece(gate_up, runs)])
-            yield expert_name(module, GATE_UP, expert), target
-            yield from _joined(down, [expert_name(module, DOWN, expert)], [hidden], size)
+            downs = [expert_name(module, DOWN, expert)]
+            yield [
+                (expert_name(module, GATE_UP, expert), target),
+                *_joined(down, downs, [hidden], size),
+            ]
 
     def _joined(
         self, place: Place, names: Sequence[str], order: Sequence[int] | None = None

@@ -3,7 +3,8 @@
 On the CPU it is a share of the memory that is free after the weights are loaded. That is bounded by
 the limits of the container, and the rest is left for activations, other processes and the page
 cache; KV pages are allocated when they are first written, not at start. On a GPU it is what weights
-and the largest step leave of the share that the node may use.
+and the largest step leave of the share that the node may use. Both leave memory free for LoRA
+adapters, which are loaded later.
 """
 
 from __future__ import annotations
@@ -29,15 +30,17 @@ def auto_kv_bytes(
     block_bytes: int,
     max_model_len: int,
     layout: CacheLayout,
+    adapter_bytes: int = 0,
 ) -> int:
-    """Return the node's share of a CPU's `free_bytes`, clipped.
+    """Return the node's share of a CPU's `free_bytes` without the adapters of all nodes, clipped.
 
     It is at least 256 MiB or half of the free memory, whichever is smaller, and at most the KV of
     `max_num_seqs` sequences of `max_model_len` tokens.
     """
-    share = CPU_SHARE / (config.nodes_per_machine or CPU_NODES_PER_MACHINE)
+    num_nodes = config.nodes_per_machine or CPU_NODES_PER_MACHINE
     floor_bytes = min(MIN_BYTES, free_bytes // 2)
-    share_bytes = max(int(free_bytes * share), floor_bytes)
+    left_bytes = free_bytes - num_nodes * adapter_bytes
+    share_bytes = max(int(left_bytes * CPU_SHARE / num_nodes), floor_bytes)
     return min(share_bytes, _most_bytes(config, block_bytes, max_model_len, layout))
 
 
@@ -47,6 +50,7 @@ def profiled_kv_bytes(
     block_bytes: int,
     max_model_len: int,
     layout: CacheLayout,
+    adapter_bytes: int = 0,
 ) -> int:
     """Return what is left of the node's share of a GPU, clipped. Raises InvalidConfig if nothing.
 
@@ -56,13 +60,18 @@ def profiled_kv_bytes(
     share_bytes = int(memory.total_bytes * utilization) // (config.nodes_per_machine or 1)
     reserve_bytes = int(memory.total_bytes * (1 - utilization))
     left_bytes = min(share_bytes - memory.own_bytes, memory.free_bytes - reserve_bytes)
-    left_bytes -= memory.run_bytes
+    left_bytes -= memory.run_bytes + adapter_bytes
     if left_bytes < block_bytes:
+        of_adapters, remedy = "", ""
+        if adapter_bytes:
+            of_adapters = f"its adapters {format_bytes(adapter_bytes)}, "
+            remedy = "--max-cpu-loras, --max-lora-rank, "
         raise InvalidConfig(
             f"no memory is left for the KV cache: the node may use {format_bytes(share_bytes)} of "
-            f"the GPU, its weights take {format_bytes(memory.own_bytes)}, its largest step "
-            f"{format_bytes(memory.run_bytes)}, and {format_bytes(memory.free_bytes)} are free: "
-            "lower --max-num-batched-tokens or --max-num-seqs, or raise --gpu-memory-utilization"
+            f"the GPU, its weights take {format_bytes(memory.own_bytes)}, {of_adapters}its "
+            f"largest step {format_bytes(memory.run_bytes)}, and {format_bytes(memory.free_bytes)} "
+            f"are free: lower {remedy}--max-num-batched-tokens or --max-num-seqs, or raise "
+            "--gpu-memory-utilization"
         )
     return min(left_bytes, _most_bytes(config, block_bytes, max_model_len, layout))
 

@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from baton.engine.runner.adapters.low_rank import Adapter, Group
+from baton.engine.runner.adapters.low_rank import Adapter, Group, convert_parts
 from baton.engine.runner.adapters.place import Part, Place
 from baton.engine.runner.kernels.abi import (
     LowRankAdapter,
@@ -26,7 +26,7 @@ _NOTHING = LowRankPlace()
 _NOWHERE = ctypes.addressof(_NOTHING)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class NativeAdapter(Adapter):
     """An adapter with its structs, which are made once."""
 
@@ -52,8 +52,7 @@ class NativeLowRankProducts:
     def prepare(
         self, parts: Mapping[Place, Sequence[Part]], like: Tensor, num_layers: int
     ) -> Adapter:
-        copied = {place: [_copy(part, like) for part in its] for place, its in parts.items()}
-        return _make_adapter(copied, num_layers)
+        return _make_adapter(convert_parts(parts, like), num_layers)
 
     def add(self, place: Place, groups: Sequence[Group], inputs: Tensor, outputs: Tensor) -> None:
         if groups is not self._tokens.groups:
@@ -104,7 +103,7 @@ class FusedLowRank:
         tokens = GroupTokens(groups)
         structs = _adapter_array([adapter.fused for adapter in adapters])
         size = sum(
-            max(adapter.ranks.values()) * len(group.tokens)
+            max(adapter.ranks.values(), default=0) * len(group.tokens)
             for adapter, group in zip(adapters, groups, strict=True)
         )
         buffer = torch.empty(size)
@@ -124,11 +123,6 @@ def _adapter_array(addresses: Sequence[int]) -> ctypes.Array[Struct]:
     return (LowRankAdapter * len(addresses))(*map(LowRankAdapter, addresses))
 
 
-def _copy(part: Part, like: Tensor) -> Part:
-    down, up = (matrix.to(like).contiguous() for matrix in (part.down, part.up))
-    return Part(down, up, part.first_row)
-
-
 def _make_adapter(parts: Mapping[Place, Sequence[Part]], num_layers: int) -> NativeAdapter:
     arrays = {place: _part_array(its) for place, its in parts.items()}
     own = {
@@ -141,10 +135,10 @@ def _make_adapter(parts: Mapping[Place, Sequence[Part]], num_layers: int) -> Nat
             fused[first_place(place.layer) + FUSED.index(place.name)] = struct
     return NativeAdapter(
         parts,
-        ctypes.addressof(fused),
-        {place: ctypes.addressof(struct) for place, struct in own.items()},
-        {place: sum(len(part.down) for part in its) for place, its in parts.items()},
-        (arrays, own, fused),
+        fused=ctypes.addressof(fused),
+        places={place: ctypes.addressof(struct) for place, struct in own.items()},
+        ranks={place: sum(len(part.down) for part in its) for place, its in parts.items()},
+        alive=(arrays, own, fused),
     )
 
 

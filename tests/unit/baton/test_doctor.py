@@ -7,8 +7,10 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
 
 from baton.checkpoint.safetensors_folder import SafetensorsFolder
+from baton.core.units import format_bytes
 from baton.doctor.findings import Finding, Status
 from baton.doctor.folders import folder_finding
 from baton.doctor.machine import (
@@ -24,7 +26,13 @@ from baton.doctor.machine import (
     read_limits,
     shm_finding,
 )
-from baton.doctor.model import check_model_folder, count_active, length_finding, room_finding
+from baton.doctor.model import (
+    AdapterRoom,
+    check_model_folder,
+    count_active,
+    length_finding,
+    room_finding,
+)
 from baton.doctor.software import (
     device_memory_finding,
     gpu_finding,
@@ -34,6 +42,7 @@ from baton.doctor.software import (
 )
 from baton.doctor.tiers import KvShapeFacts, check_tiers, rate_finding
 from baton.doctor.wire import MeasuredPath, failure_finding, speed_finding
+from baton.engine.runner.adapters.places import AdapterPlaces
 from baton.engine.runner.families.read_config import read_model_config
 from tests.support.random_folders import small_folder
 
@@ -194,6 +203,20 @@ def test_a_model_needs_room_for_its_weights_and_its_kv_in_each_node() -> None:
     assert room_finding(4 * GIB, GIB, 1024, 8 * GIB).status is Status.WARN
     assert room_finding(4 * GIB, GIB, 1024, 4 * GIB).status is Status.FAIL
     assert "1024 bytes a token, 1048576 tokens" in room_finding(1, GIB, 1024, GIB).found
+    short = room_finding(4 * GIB, GIB, 1024, 16 * GIB, adapter_bytes=12 * GIB)
+    assert short.status is Status.FAIL
+    assert "up to 12.0 GiB of LoRA adapters" in short.found
+    assert "--max-cpu-loras" in short.advice
+
+
+def test_the_room_of_a_model_counts_the_adapters_of_all_places(tmp_path: Path) -> None:
+    small_folder(tmp_path, "qwen3-0.6b", num_hidden_layers=1)
+    room = AdapterRoom(num_places=512, max_rank=512)
+    found = {one.check: one for one in check_model_folder(str(tmp_path), 4 * MIB, adapters=room)}
+
+    config = read_model_config(SafetensorsFolder(tmp_path))
+    num_bytes = 512 * AdapterPlaces(config).max_bytes(512, torch.float32)
+    assert f"up to {format_bytes(num_bytes)} of LoRA adapters" in found["room"].found
 
 
 def test_an_unwritable_folder_is_reported(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_adapters_are_named_folders() -> None:
     assert config.adapters == (("a", Path("b")), ("c", Path("/d=e")))
     assert config.num_places == 8
     runner = NodeOptions(RunnerConfig("m"), adapters=config).runner_for(speculates=False)
-    assert (runner.max_loras, runner.max_lora_rank) == (2, 16)
+    assert (runner.max_loras, runner.max_lora_rank, runner.num_adapter_places) == (2, 16, 8)
 
 
 @pytest.mark.parametrize(

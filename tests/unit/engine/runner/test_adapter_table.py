@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from baton.checkpoint.peft_folder import PeftFolder
 from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.core.ids import RequestId
 from baton.core.sampling import SamplingParams
@@ -20,8 +21,13 @@ from baton.engine.runner.adapters.adapters import AdapterTable
 from baton.engine.runner.adapters.low_rank import TORCH_LOW_RANK, ActiveAdapters, Adapter, Group
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.layout import TokenRun
+from baton.engine.runner.model.linear import Router
+from benchmarks.engine.adapters import write_random_adapter
 from tests.support.hub_configs import HUB_CONFIGS
+from tests.support.random_folders import small_config
 
+# Dense; experts with a router; latent attention, where heads share matrices; gated delta rule.
+SHAPES = ("qwen3-0.6b", "qwen3-30b-a3b", "deepseek-v2-lite", "qwen3-next-80b-a3b")
 NAMES = ("first", "second", "unused")
 NO_TOKENS = np.zeros(0, dtype=np.int64)
 
@@ -36,7 +42,7 @@ def table(tmp_path: Path, adapters: dict[str, Adapter]) -> AdapterTable:
     (tmp_path / "config.json").write_text(json.dumps(HUB_CONFIGS["Llama-3.2-1B"]))
     config = read_model_config(SafetensorsFolder(tmp_path))
     place = torch.device("cpu")
-    table = AdapterTable(ActiveAdapters(TORCH_LOW_RANK), config, torch.bfloat16, place, 16, 8)
+    table = AdapterTable(ActiveAdapters(TORCH_LOW_RANK), config, torch.bfloat16, place, 16, 8, 8)
     for name, adapter in adapters.items():
         table.add(name, adapter)
     return table
@@ -153,3 +159,24 @@ def test_an_adapter_that_is_not_in_memory_is_an_error(table: AdapterTable) -> No
 
     with pytest.raises(KeyError):
         table.select(runs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_adapters_that_change_all_matrices_take_the_memory_that_is_left_free(
+    shape: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(small_config(shape)))
+    config = read_model_config(SafetensorsFolder(tmp_path))
+    active = ActiveAdapters(TORCH_LOW_RANK)
+    if config.moe is not None:
+        weight = torch.zeros(config.moe.num_experts, config.hidden_size)
+        router = Router(config.moe, weight, bias=None, correction_bias=None)
+        active.routers |= dict.fromkeys(range(config.num_layers), router)
+    table = AdapterTable(active, config, dtype, torch.device("cpu"), 3, 1, num_places=2)
+    loaded = []
+    for seed in range(2):
+        write_random_adapter(str(tmp_path), tmp_path / str(seed), rank=3, seed=seed)
+        loaded.append(table.load(PeftFolder(tmp_path / str(seed))))
+
+    assert sum(adapter.num_bytes for adapter in loaded) == table.max_bytes

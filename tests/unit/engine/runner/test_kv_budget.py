@@ -33,6 +33,21 @@ def test_the_kv_cache_takes_its_share_of_free_memory(
     assert num_bytes == int(24 * GIB * share)
 
 
+@pytest.mark.parametrize("num_nodes", [1, 3])
+def test_adapters_of_all_nodes_are_left_free_and_the_rest_is_shared(num_nodes: int) -> None:
+    node = replace(NODE, nodes_per_machine=num_nodes)
+
+    num_bytes = auto_kv_bytes(node, 24 * GIB, QWEN_BLOCK_BYTES, QWEN_LEN, ONE_FULL, 2 * GIB)
+
+    assert num_bytes == (24 - num_nodes * 2) * GIB // 2 // num_nodes
+
+
+def test_adapters_without_room_leave_the_smallest_kv_cache() -> None:
+    num_bytes = auto_kv_bytes(NODE, 4 * GIB, QWEN_BLOCK_BYTES, QWEN_LEN, ONE_FULL, 9 * GIB)
+
+    assert num_bytes == 256 * MIB
+
+
 def test_on_a_small_machine_the_kv_cache_is_256_mib_or_half_of_free_memory() -> None:
     small = replace(NODE, nodes_per_machine=8)
 
@@ -72,6 +87,16 @@ def test_the_kv_cache_of_a_gpu_gets_what_weights_and_the_largest_step_leave(
     num_bytes = profiled_kv_bytes(node, memory, QWEN_BLOCK_BYTES, QWEN_LEN, ONE_FULL)
 
     assert num_bytes == expected_gib * GIB
+
+
+def test_the_kv_cache_of_a_gpu_leaves_room_for_adapters() -> None:
+    memory = MemoryProfile(80 * GIB, 70 * GIB, 10 * GIB, 4 * GIB)
+
+    num_bytes = profiled_kv_bytes(GPU, memory, QWEN_BLOCK_BYTES, QWEN_LEN, ONE_FULL, 3 * GIB)
+
+    assert num_bytes == (60 - 10 - 4 - 3) * GIB
+    with pytest.raises(InvalidConfig, match=r"adapters 50\.0 GiB.*lower --max-cpu-loras, --max-lo"):
+        profiled_kv_bytes(GPU, memory, QWEN_BLOCK_BYTES, QWEN_LEN, ONE_FULL, 50 * GIB)
 
 
 def test_a_gpu_without_room_for_a_kv_cache_is_refused() -> None:
