@@ -42,6 +42,7 @@ from tools.triton_compilation import (
 )
 from tools.triton_product_launches import (
     expert_launches,
+    low_rank_launches,
     plain_launches,
     product_launches,
     routing_launches,
@@ -108,6 +109,7 @@ def all_launches() -> dict[str, Launch]:
         launches |= {f"{name} {suffix}": each for name, each in product_launches(dtype)}
         launches |= {f"{name} {suffix}": each for name, each in plain_launches(dtype)}
         launches |= {f"{name} {suffix}": each for name, each in expert_launches(dtype)}
+        launches |= {f"{name} {suffix}": each for name, each in low_rank_launches(dtype)}
         for head_dim in HEAD_DIMS:
             for kv_dtype in (dtype, torch.int8):
                 name = f"attention {head_dim} {suffix}" + (" int8-kv" * (kv_dtype != dtype))

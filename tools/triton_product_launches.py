@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from baton.checkpoint.quantized import Quantized
+from baton.engine.runner.adapters.place import Part, Place
 from baton.engine.runner.model.config import MoeConfig, Scoring
 from baton.engine.runner.model.linear import ExpertChoice, Linear, Mlp, Moe, Router
 from baton.engine.runner.model.ops import MlpGate
@@ -63,6 +64,15 @@ def plain_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
             heads(torch.zeros(num_tokens, NUM_HEADS, HEAD_DIM, dtype=dtype))
         yield f"linear plain tokens {num_tokens}", launches[0]
         yield f"heads plain tokens {num_tokens}", launches[1]
+
+
+def low_rank_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
+    """Yield the launches of the products of adapters."""
+    part = Part(torch.zeros(16, HIDDEN_SIZE), torch.zeros(16, 512), first_row=0)
+    with recorded_launches() as launches:
+        parts().low_rank.prepare({Place(0, str(dtype)): [part]}, torch.zeros(0, dtype=dtype), 1)
+    for launch in launches:
+        yield launch.kernel.__name__.removesuffix("_kernel"), launch
 
 
 def routing_launches() -> Iterator[tuple[str, Launch]]:

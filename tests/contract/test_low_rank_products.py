@@ -16,15 +16,26 @@ from baton.engine.runner.adapters.low_rank import (
 )
 from baton.engine.runner.adapters.place import Part, Place
 from baton.engine.runner.kernels.choose import native_parts
+from tests.support.triton_parts import interpreted_parts, require_triton
 
 PLACE, OTHER = Place(0, "qkv"), Place(1, "qkv")
 ROWS = (300, 33, 17)  # of the parts
 SHAPES = [(1, 32), (9, 100), (40, 72)]  # tokens and columns
 
 
-@pytest.fixture(params=["torch", "native"], scope="module")
+NAMES = ["torch", "native", pytest.param("triton", marks=pytest.mark.triton)]
+
+
+def products_of(name: str) -> LowRankProducts:
+    if name == "triton":
+        require_triton()
+        return interpreted_parts().low_rank
+    return TORCH_LOW_RANK if name == "torch" else native_parts().low_rank
+
+
+@pytest.fixture(params=NAMES, scope="module")
 def products(request: pytest.FixtureRequest) -> LowRankProducts:
-    return TORCH_LOW_RANK if request.param == "torch" else native_parts().low_rank
+    return products_of(request.param)
 
 
 def an_adapter(products: LowRankProducts, rank: int, columns: int, seed: int) -> Adapter:
@@ -87,8 +98,9 @@ def test_a_place_without_parts_is_unchanged(products: LowRankProducts) -> None:
     assert bool((outputs == 1).all())
 
 
-def test_the_bits_of_a_token_do_not_depend_on_its_batch() -> None:
-    products = native_parts().low_rank
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_the_bits_of_a_token_do_not_depend_on_its_batch(name: str) -> None:
+    products = products_of(name)
     torch.manual_seed(1)
     inputs, base = torch.randn(12, 100).bfloat16(), torch.randn(12, sum(ROWS)).bfloat16()
     adapters = [an_adapter(products, 4 + index, 100, 2 + 3 * index) for index in range(3)]

@@ -92,6 +92,6 @@ def test_every_kernel_compiles_without_spills(target: str, tmp_path: Path) -> No
         "write", "attention", "segments", "merge", "convolve", "recur", "gated_norm",
         "scatter_bias", "count_tokens", "constrain", "draw", "find_best", "logprobs",
         "linear", "rows", "plan_tiles", "experts", "sum_experts", "heads", "choose_experts",
-        "sum_pieces", "merge_pieces",
+        "sum_pieces", "merge_pieces", "project", "expand",
     }  # fmt: skip
     check_resources(found)

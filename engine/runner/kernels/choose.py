@@ -159,6 +159,7 @@ def triton_parts(
     from baton.engine.runner.triton.triton_hashes import make_block_hashes
     from baton.engine.runner.triton.triton_linear import TritonPacker
     from baton.engine.runner.triton.triton_linear_attention import TritonLinearAttention
+    from baton.engine.runner.triton.triton_low_rank import TritonLowRankProducts
     from baton.engine.runner.triton.triton_ops import BatchInvariantOps, TritonOps
     from baton.engine.runner.triton.triton_sampling import TritonSampling
 
@@ -177,6 +178,7 @@ def triton_parts(
         TritonLinearAttention,
         TritonPacker(dtype, device, PlainLinear if batch_invariant else TorchLinear),
         sampling=TritonSampling(),
+        low_rank=TritonLowRankProducts(),
         has_static_launches=True,
         waits_for_experts=ops.waits_for_experts,
         make_block_hashes=make_block_hashes,
