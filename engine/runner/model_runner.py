@@ -245,8 +245,7 @@ class TorchRunner:
         hook, graphs = self._fenced_hook(plan), self.graphs
         size: GraphSize | EagerCause = EagerCause.NO_GRAPHS
         if graphs is not None:
-            # The launches of adapters are in no graph.
-            size = graphs.choose(_shape_of(step, needs_all or bool(groups), plan.is_retry))
+            size = graphs.choose(_shape_of(step, needs_all, bool(groups), plan.is_retry))
         self.num_passes[size] += 1
         if graphs is None or isinstance(size, EagerCause):
             self._inputs.begin()
@@ -286,7 +285,7 @@ class TorchRunner:
         return result
 
 
-def _shape_of(step: Step, needs_all_tokens: bool, is_retry: bool) -> StepShape:
+def _shape_of(step: Step, needs_all_tokens: bool, has_adapters: bool, is_retry: bool) -> StepShape:
     num_runs, states = len(step.runs), step.states
     return StepShape(
         num_rows=num_runs,
@@ -294,6 +293,7 @@ def _shape_of(step: Step, needs_all_tokens: bool, is_retry: bool) -> StepShape:
         num_sampled=len(step.sampled),
         num_blocks=step.layout.block_tables.shape[2],
         needs_all_tokens=needs_all_tokens,
+        has_adapters=has_adapters,
         has_snapshots=states is not None and len(states.num_tokens) != num_runs,
         is_retry=is_retry,
     )

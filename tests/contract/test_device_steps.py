@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,11 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.checkpoint.peft_folder import PeftFolder
+from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.core.errors import InvalidConfig
 from baton.core.ids import BlockId, RequestId
 from baton.core.output import Output
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
+from baton.core.structured_outputs import StructuredOutputs
 from baton.core.units import format_bytes
 from baton.engine.core import EngineCore, NoKvWorker
 from baton.engine.kv_cache.config import CacheConfig
@@ -32,11 +36,19 @@ from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.runner.state.state_tables import empty_states
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler
+from baton.engine.structured_output.llguidance_backend import GrammarLibrary
 from baton.kv_transfer.fence import Fence
+from tests.support.adapters import write_adapter
 from tests.support.device_runners import GRAPHABLE, config_of, runner_on
 from tests.support.fake_device import Costs, Counts, FakeDevice
 from tests.support.families import FAMILY_VARIANTS, STATE_VARIANTS
-from tests.support.models import VARIANTS, make_model_folder, prompt_of
+from tests.support.models import (
+    EOS_TOKEN_ID,
+    VARIANTS,
+    VOCAB_SIZE,
+    make_model_folder,
+    prompt_of,
+)
 from tests.support.runner_drivers import Drive, Driver
 from tests.support.triton_parts import interpreted_parts, kernels_on, require_triton
 
@@ -235,6 +247,84 @@ def test_a_replayed_step_of_greedy_rows_is_a_graph_and_two_copies_and_allocates_
     counts = device.counts
     assert (counts.replays, counts.launches, counts.allocations) == (1, 2, 0)
     assert len(counts.copies_in) == len(counts.copies_out) == len(counts.synchronizations) == 1
+
+
+FORMS = ("[a-f]{3,9}(-[0-9]{2}){2}", "(the quick|東京){2,4}")  # of the first requests
+
+
+@pytest.mark.parametrize("sampling", ["torch", pytest.param("triton", marks=pytest.mark.triton)])
+def test_replayed_steps_with_grammars_give_the_tokens_of_eager_steps(
+    folder: Path, sampling: str
+) -> None:
+    parts = GRAPHABLE
+    if sampling == "triton":
+        require_triton()
+        parts = replace(GRAPHABLE, sampling=interpreted_parts().sampling)
+    library = GrammarLibrary(SafetensorsFolder(folder), VOCAB_SIZE, (EOS_TOKEN_ID,))
+    grammars = [*(library.compile(StructuredOutputs(regex=form)) for form in FORMS), None]
+
+    def requests() -> list[Drive]:
+        pairs = zip(drives(num_tokens=6), grammars, strict=True)
+        return [replace(drive, grammar=grammar) for drive, grammar in pairs]
+
+    def outputs(device: FakeDevice, **settings: Any) -> list[list[int]]:
+        with (
+            kernels_on(device) if sampling == "triton" else nullcontext(),
+            runner_on(device, folder, parts, **settings) as runner,
+        ):
+            return driver_of(runner).run(*requests())
+
+    replayed, device = FakeDevice(), FakeDevice()
+    found = outputs(replayed)
+    with (
+        kernels_on(device) if sampling == "triton" else nullcontext(),
+        runner_on(device, folder, parts) as runner,
+    ):
+        driver = driver_of(runner)
+        for drive in requests():
+            driver.add(drive)
+        for _ in range(2):  # a prompt and the first replay
+            driver.step()
+        device.counts = Counts()
+        driver.step()
+
+    assert found == outputs(FakeDevice(), enforce_eager=True)
+    assert found[:2] != outputs_on_the_cpu(folder, 6)[:2]
+    assert found[2:] == outputs_on_the_cpu(folder, 6)[2:]
+    assert replayed.counts.replays == 5
+    assert device.counts.replays == 1
+    # Masks follow the other inputs: they are computed while the device does.
+    assert (len(device.counts.copies_in), len(device.counts.copies_out)) == (2, 1)
+    # The reference of the constraints copies logits; kernels have memory of their own.
+    assert device.counts.allocations == 0 or sampling == "torch"
+
+
+def test_steps_with_adapters_are_eager_and_those_after_them_replay_graphs(
+    folder: Path, tmp_path: Path
+) -> None:
+    adapter = PeftFolder(write_adapter(folder, tmp_path, seed=1, scale=0.5))
+
+    def run(runner: TorchRunner) -> list[list[int]]:
+        assert runner.adapters is not None
+        runner.adapters.add("own", runner.adapters.load(adapter))
+        driver = driver_of(runner)
+        requests = drives(num_tokens=6)
+        requests[1] = replace(requests[1], adapter="own", num_tokens=3)
+        return driver.run(*requests)
+
+    device = FakeDevice()
+    with runner_on(device, folder, max_loras=2) as runner:
+        found = run(runner)
+        num_steps = dict(runner.num_passes)
+    with load_runner(config_of(folder, max_loras=2)) as runner:
+        expected = run(runner)
+
+    assert found == expected
+    plain = outputs_on_the_cpu(folder, 6)
+    assert [found[0], found[2]] == [plain[0], plain[2]]
+    assert found[1] != plain[1][:3]
+    assert num_steps == {EagerCause.ADAPTERS: 3, GraphSize(2, 8): 3}
+    assert device.counts.replays == 3
 
 
 def test_recurrent_layers_replay_graphs(recurrent_folder: Path) -> None:

@@ -72,6 +72,7 @@ def test_at_most_half_of_the_rows_are_padding_and_fewer_in_large_batches(num_row
         (StepShape(3, 7, 3, 1), EagerCause.PROMPT),
         (StepShape(3, 3, 2, 1), EagerCause.PROMPT),
         (decodes(3, needs_all_tokens=True), EagerCause.ALL_TOKENS),
+        (decodes(3, has_adapters=True), EagerCause.ADAPTERS),
         (decodes(3, has_snapshots=True), EagerCause.SNAPSHOT),
         (decodes(3, is_retry=True), EagerCause.RETRY),
         (decodes(17), EagerCause.TOO_MANY_ROWS),

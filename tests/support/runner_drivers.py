@@ -37,6 +37,7 @@ class Drive:
     seed: int = 0
     num_tokens: int = 64  # to write
     grammar: Grammar | None = None
+    adapter: str = ""  # id
     outputs: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
@@ -252,5 +253,6 @@ def _row(drive: Drive) -> PlanRow:
         sampling=drive.sampling,
         seed=drive.seed,
         grammar=drive.grammar,
+        adapter=drive.adapter,
         state=drive.state,
     )

@@ -30,6 +30,7 @@ class EagerCause(Enum):
     NO_GRAPHS = "there are none"
     PROMPT = "it computes several tokens of a sequence, or samples not all of them"
     ALL_TOKENS = "an output head needs the hidden states of all tokens"
+    ADAPTERS = "it has adapters, whose launches are in no graph"
     SNAPSHOT = "it copies a recurrent state"
     RETRY = "it repeats a part of a failed pass"
     TOO_MANY_ROWS = "it has more rows than the largest graph"
@@ -44,6 +45,7 @@ class StepShape(NamedTuple):
     num_sampled: int
     num_blocks: int  # of the longest sequence
     needs_all_tokens: bool = False
+    has_adapters: bool = False
     has_snapshots: bool = False
     is_retry: bool = False
 
@@ -63,6 +65,8 @@ def choose_graph(step: StepShape, sizes: Sequence[GraphSize]) -> GraphSize | Eag
         return EagerCause.RETRY
     if step.has_snapshots:
         return EagerCause.SNAPSHOT
+    if step.has_adapters:
+        return EagerCause.ADAPTERS
     if step.needs_all_tokens:
         return EagerCause.ALL_TOKENS
     if not step.num_rows == step.num_tokens == step.num_sampled:
