@@ -16,7 +16,7 @@ from baton.engine.runner.adapters.low_rank import (
 )
 from baton.engine.runner.adapters.place import Part, Place
 from baton.engine.runner.kernels.choose import native_parts
-from tests.support.triton_parts import interpreted_parts, require_triton
+from tests.support.triton_parts import interpreted_parts, launched_kernels, require_triton
 
 PLACE, OTHER = Place(0, "qkv"), Place(1, "qkv")
 ROWS = (300, 33, 17)  # of the parts
@@ -111,3 +111,62 @@ def test_the_bits_of_a_token_do_not_depend_on_its_batch(name: str) -> None:
         alone = [Group(adapters[token % 3], torch.tensor([0]))]
         row = slice(token, token + 1)
         assert torch.equal(added(products, alone, inputs[row], base[row])[0], found[token])
+
+
+def an_adapter_of_heads(products: LowRankProducts, heads: Sequence[int], seed: int) -> Adapter:
+    generator = torch.Generator().manual_seed(seed)
+    shared = torch.randn(3, 40, generator=generator) / 5
+    parts = {
+        Place(0, "key", head): [Part(torch.randn(3, 24, generator=generator) / 5, shared, 0)]
+        for head in heads
+    }
+    return products.prepare(parts, torch.empty(0, dtype=torch.bfloat16), num_layers=1)
+
+
+def test_heads_get_products_of_their_own(products: LowRankProducts) -> None:
+    torch.manual_seed(2)
+    inputs, base = torch.randn(7, 5, 24).bfloat16(), torch.randn(7, 5, 40).bfloat16()
+    groups = [
+        Group(an_adapter_of_heads(products, range(5), 0), torch.tensor([0, 3, 6])),
+        Group(an_adapter_of_heads(products, [1], 1), torch.tensor([4])),
+        Group(an_adapter(products, 2, 24, 0), torch.tensor([2])),  # of no heads
+    ]
+
+    found = products.add_to_heads(0, "key", groups, inputs, base.clone())
+
+    wanted = base.double()
+    for adapter, tokens in groups[:2]:
+        for place, [part] in adapter.parts.items():
+            its = inputs[tokens, place.number].double() @ part.down.double().T
+            wanted[tokens, place.number] += its @ part.up.double()
+    assert torch.allclose(found.double(), wanted, atol=3e-2, rtol=2e-2)
+    assert torch.equal(found[[1, 2, 5]], base[[1, 2, 5]])
+    assert torch.equal(found[4, [0, 2, 3, 4]], base[4, [0, 2, 3, 4]])
+
+
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_the_bits_of_a_head_do_not_depend_on_its_batch(name: str) -> None:
+    products = products_of(name)
+    torch.manual_seed(3)
+    inputs, base = torch.randn(9, 5, 24).bfloat16(), torch.randn(9, 5, 40).bfloat16()
+    adapters = [an_adapter_of_heads(products, range(1 + seed, 5), seed) for seed in range(2)]
+    together = [Group(each, torch.arange(index, 9, 2)) for index, each in enumerate(adapters)]
+    found = products.add_to_heads(0, "key", together, inputs, base.clone())
+
+    for token in (0, 3, 8):
+        alone, row = [Group(adapters[token % 2], torch.tensor([0]))], slice(token, token + 1)
+        own = products.add_to_heads(0, "key", alone, inputs[row], base[row].clone())
+        assert torch.equal(own[0], found[token])
+
+
+@pytest.mark.triton
+def test_triton_kernels_are_compiled_when_the_first_adapter_of_a_shape_is_loaded() -> None:
+    require_triton()
+    products = type(interpreted_parts().low_rank)()
+    with launched_kernels() as names:
+        an_adapter(products, 2, 32, 0)
+        assert set(names) == {"project_kernel", "expand_kernel"}
+        names.clear()
+        an_adapter(products, 5, 32, 3)
+
+    assert names == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -13,8 +13,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from baton.checkpoint.quantized import MXFP4_GROUP, Quantized
+from baton.engine.runner.adapters.adapted_experts import AdaptedExperts, merge_router
+from baton.engine.runner.adapters.low_rank import (
+    ActiveAdapters,
+    Adapter,
+    ExpertPass,
+    Group,
+    LowRankProducts,
+)
+from baton.engine.runner.adapters.place import Part, Place
 from baton.engine.runner.kernels.calls import Kernels
 from baton.engine.runner.kernels.native import NativeOps, native_experts
+from baton.engine.runner.kernels.native_low_rank import NativeLowRankProducts
 from baton.engine.runner.model.config import Activation, MoeConfig, Scoring
 from baton.engine.runner.model.linear import ExpertChoice, Mlp, Moe, Router
 from baton.engine.runner.model.ops import MlpGate, Ops
@@ -378,3 +388,71 @@ def test_experts_with_reordered_columns_are_computed(make_ops: Callable[[], Ops]
     found = compute(ops, moe, hidden_states)
 
     assert are_near(found, compute(REFERENCE, moe_with(REFERENCE), hidden_states))
+
+
+# --- adapters -------------------------------------------------------------------------------------
+
+
+def adapted_experts(ops: NativeOps, moe: Moe, products: LowRankProducts) -> AdaptedExperts:
+    return AdaptedExperts(moe, 0, ops, GATES[0], ActiveAdapters(products))
+
+
+def an_adapter(products: LowRankProducts, moe: Moe, experts: Sequence[int], seed: int) -> Adapter:
+    """Return an adapter of these experts, and, if the seed is odd, of the router."""
+    drawn = generator(seed)
+
+    def part(rows: int, columns: int, first_row: int = 0) -> Part:
+        down, up = (torch.randn(3, size, generator=drawn) / 9 for size in (columns, rows))
+        return Part(down, up, first_row)
+
+    parts: dict[Place, Sequence[Part]] = {}
+    for expert in experts:
+        both = part(EXPERT_SIZE, HIDDEN_SIZE), part(EXPERT_SIZE, HIDDEN_SIZE, EXPERT_SIZE)
+        parts[Place(0, "gate_up", expert)] = both
+        if expert % 3:
+            parts[Place(0, "down", expert)] = [part(HIDDEN_SIZE, EXPERT_SIZE)]
+    adapter = products.prepare(parts, torch.empty(0, dtype=torch.bfloat16), num_layers=1)
+    if seed % 2:
+        router = merge_router(moe.router, [part(moe.config.num_experts, HIDDEN_SIZE)])
+        adapter = replace(adapter, routers={0: router})
+    return adapter
+
+
+@each_variant
+@pytest.mark.parametrize("scales_input", [False, True])
+def test_experts_with_adapters_equal_those_computed_one_by_one_and_have_the_same_bits_in_any_batch(
+    kernels: Kernels, *, scales_input: bool
+) -> None:
+    config = MoeConfig(9, 3, EXPERT_SIZE, normalizes=True, scales_input=scales_input)
+    ops, products = NativeOps(kernels), NativeLowRankProducts(kernels)
+    moe, hidden_states = moe_of(config, ops, "none"), states(11, 4)
+    adapters = [
+        an_adapter(products, moe, experts, seed)
+        for seed, experts in enumerate(([*range(9)], [1, 2, 5], []))
+    ]
+    groups = [Group(each, torch.arange(index, 11, 4)) for index, each in enumerate(adapters)]
+
+    def mixed(groups: Sequence[Group], inputs: Tensor) -> Tensor:
+        experts = adapted_experts(ops, moe, products)
+        experts.active.groups = groups
+        return experts.mix(inputs)
+
+    found = mixed(groups, hidden_states)
+
+    one_by_one = adapted_experts(ops, moe, OneByOne(kernels))
+    one_by_one.active.groups = groups
+    wanted = one_by_one.mix(hidden_states)
+    assert are_near(found, wanted)
+    plain = compute(ops, moe, hidden_states)
+    assert torch.equal(found[3::4], plain[3::4])
+    assert not are_near(found[::4], plain[::4])
+    for token in range(11):
+        own = [Group(each, torch.tensor([0])) for each in adapters[token % 4 : token % 4 + 1]]
+        assert torch.equal(mixed(own, hidden_states[token : token + 1])[0], found[token])
+
+
+class OneByOne(NativeLowRankProducts):
+    """The reference: experts are linear layers with adapters, one after the other."""
+
+    def mix_experts(self, pass_: ExpertPass, groups: Sequence[Group]) -> Tensor | None:
+        return None

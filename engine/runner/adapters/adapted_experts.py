@@ -1,8 +1,4 @@
-"""Mixtures of experts that adapters change.
-
-Tokens without an adapter are mixed as before. Those of an adapter go through one expert after the
-other, whose linear layers add the adapter's products.
-"""
+"""Mixtures of experts that adapters change."""
 
 from __future__ import annotations
 
@@ -13,9 +9,15 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from baton.engine.runner.adapters.low_rank import ActiveAdapters, Adapter, Group, LowRankProducts
+from baton.engine.runner.adapters.low_rank import (
+    ActiveAdapters,
+    Adapter,
+    ExpertPass,
+    Group,
+    LowRankProducts,
+)
 from baton.engine.runner.adapters.place import Part, Place
-from baton.engine.runner.model.linear import Linear, Mlp, Moe, Router
+from baton.engine.runner.model.linear import ExpertChoice, Linear, Mlp, Moe, Router
 from baton.engine.runner.model.mlp import mix_experts
 from baton.engine.runner.model.ops import MlpGate, Ops
 
@@ -31,23 +33,39 @@ class AdaptedExperts:
     active: ActiveAdapters
 
     def mix(self, hidden_states: Tensor) -> Tensor:
-        is_plain = torch.ones(len(hidden_states), dtype=torch.bool, device=hidden_states.device)
-        output = torch.empty_like(hidden_states)
-        for group in self.active.groups:
-            is_plain[group.tokens] = False
-            output[group.tokens] = self._mix_group(hidden_states[group.tokens], group.adapter)
+        groups, routing = self.active.groups, self._route(hidden_states)
+        own = ExpertPass(self.ops, self.moe, self.layer, self.gate, hidden_states, routing)
+        output = self.active.products.mix_experts(own, groups)
+        return self._mix_by_group(own) if output is None else output
+
+    def _route(self, hidden_states: Tensor) -> ExpertChoice:
+        routing = self.ops.route(hidden_states, self.moe.router)
+        for adapter, tokens in self.active.groups:
+            router = adapter.routers.get(self.layer)
+            if router is not None:
+                own = self.ops.route(hidden_states[tokens], router)
+                routing.expert_ids[tokens], routing.weights[tokens] = own
+        return routing
+
+    def _mix_by_group(self, own: ExpertPass) -> Tensor:
+        """Compute tokens without an adapter as before, others one expert after the other."""
+        inputs, routing = own.inputs, own.routing
+        is_plain = torch.ones(len(inputs), dtype=torch.bool, device=inputs.device)
+        output = torch.empty_like(inputs)
+        for adapter, tokens in self.active.groups:
+            is_plain[tokens] = False
+            experts = _ExpertsWith(self.moe.experts, self.layer, self.active.products, adapter)
+            moe, choice = replace(self.moe, experts=experts), _choice_of(routing, tokens)
+            output[tokens] = mix_experts(self.ops, moe, self.gate, inputs[tokens], choice)
         plain = is_plain.nonzero()[:, 0]
         if len(plain):
-            inputs = hidden_states[plain]
-            routing = self.ops.route(inputs, self.moe.router)
-            output[plain] = self.ops.mix_experts(self.moe, self.gate, inputs, routing)
+            choice = _choice_of(routing, plain)
+            output[plain] = self.ops.mix_experts(self.moe, self.gate, inputs[plain], choice)
         return output
 
-    def _mix_group(self, inputs: Tensor, adapter: Adapter) -> Tensor:
-        experts = _ExpertsWith(self.moe.experts, self.layer, self.active.products, adapter)
-        moe = replace(self.moe, experts=experts)
-        router = adapter.routers.get(self.layer, self.moe.router)
-        return mix_experts(self.ops, moe, self.gate, inputs, self.ops.route(inputs, router))
+
+def _choice_of(routing: ExpertChoice, tokens: Tensor) -> ExpertChoice:
+    return ExpertChoice(routing.expert_ids[tokens], routing.weights[tokens])
 
 
 def merge_router(router: Router, parts: Sequence[Part]) -> Router:

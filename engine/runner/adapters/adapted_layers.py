@@ -44,11 +44,8 @@ class AdaptedHeads:
     active: ActiveAdapters
 
     def __call__(self, heads: Tensor) -> Tensor:
-        outputs = self.base(heads)
-        for head in range(heads.shape[1]):
-            place, own = Place(self.layer, self.name, head), outputs[:, head].contiguous()
-            outputs[:, head] = self.active.add(place, heads[:, head].contiguous(), own)
-        return outputs
+        products, groups = self.active.products, self.active.groups
+        return products.add_to_heads(self.layer, self.name, groups, heads, self.base(heads))
 
 
 @dataclass(frozen=True, slots=True)

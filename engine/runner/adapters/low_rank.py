@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -9,7 +10,8 @@ from typing import NamedTuple, Protocol
 from torch import Tensor, isin
 
 from baton.engine.runner.adapters.place import Part, Place
-from baton.engine.runner.model.linear import Router
+from baton.engine.runner.model.linear import ExpertChoice, Moe, Router
+from baton.engine.runner.model.ops import MlpGate, Ops
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -63,6 +65,17 @@ def convert_parts(
     }
 
 
+class ExpertPass(NamedTuple):
+    """Arguments of a mixture of experts."""
+
+    ops: Ops
+    moe: Moe
+    layer: int
+    gate: MlpGate
+    inputs: Tensor
+    routing: ExpertChoice
+
+
 class LowRankProducts(Protocol):
     """Adds the products of adapters to the outputs of linear layers."""
 
@@ -74,6 +87,16 @@ class LowRankProducts(Protocol):
 
     def add(self, place: Place, groups: Sequence[Group], inputs: Tensor, outputs: Tensor) -> None:
         """Add to the outputs of each group's tokens what its adapter has for this place."""
+        ...
+
+    def add_to_heads(
+        self, layer: int, name: str, groups: Sequence[Group], inputs: Tensor, outputs: Tensor
+    ) -> Tensor:
+        """Return [tokens, heads, rows] with the products of the places of all heads."""
+        ...
+
+    def mix_experts(self, pass_: ExpertPass, groups: Sequence[Group]) -> Tensor | None:
+        """Return the output of experts with adapters. None: these products do not compute it."""
         ...
 
 
@@ -90,7 +113,28 @@ class ActiveAdapters:
         return outputs
 
 
-class TorchLowRankProducts:
+class ProductsOneByOne(ABC):
+    """Products of heads one after the other, and none of experts."""
+
+    @abstractmethod
+    def add(
+        self, place: Place, groups: Sequence[Group], inputs: Tensor, outputs: Tensor
+    ) -> None: ...
+
+    def add_to_heads(
+        self, layer: int, name: str, groups: Sequence[Group], inputs: Tensor, outputs: Tensor
+    ) -> Tensor:
+        for head in range(inputs.shape[1]):
+            own = outputs[:, head].contiguous()
+            self.add(Place(layer, name, head), groups, inputs[:, head].contiguous(), own)
+            outputs[:, head] = own
+        return outputs
+
+    def mix_experts(self, pass_: ExpertPass, groups: Sequence[Group]) -> Tensor | None:
+        return None
+
+
+class TorchLowRankProducts(ProductsOneByOne):
     """Implements `LowRankProducts` in the dtype of the model."""
 
     def prepare(

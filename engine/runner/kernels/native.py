@@ -13,16 +13,14 @@ from torch import Tensor
 from baton.checkpoint.quantized import Quantized
 from baton.engine.runner.host_memory import huge_page_memory
 from baton.engine.runner.kernels.abi import PackedMatrix, RopeAngles, Struct
-from baton.engine.runner.kernels.calls import Kernels, Workspace, gate_params, norm_params
+from baton.engine.runner.kernels.calls import Kernels, gate_params, norm_params
+from baton.engine.runner.kernels.native_experts import ExpertMixing, Experts, Matrices
 from baton.engine.runner.kernels.packed_weight import PackedWeight
 from baton.engine.runner.model.config import Scoring
 from baton.engine.runner.model.linear import ExpertChoice, Linear, Mlp, Moe, Router
 from baton.engine.runner.model.mlp import mix_experts
 from baton.engine.runner.model.ops import MlpGate, Norm, Peaks
 from baton.engine.runner.model.rope import Angles
-
-Matrices = ctypes.Array[Struct]  # PackedMatrix of the same shape and format
-Experts = tuple[Matrices, Matrices]  # gate and up, and down of all experts of a layer
 
 _SCALE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ACTIVATION_BLOCK = 32  # columns with a common scale, if activations have 8 bits
@@ -44,7 +42,7 @@ class NativeOps:
         """`int8_activations`: weights of 4 and 6 bits multiply activations rounded to 8 bits."""
         self._kernels = kernels
         self._int8_activations = int8_activations
-        self._workspace = Workspace()
+        self.experts = ExpertMixing(kernels)
         self._experts: WeakKeyDictionary[Moe, Experts | None] = WeakKeyDictionary()
 
     @property
@@ -231,37 +229,16 @@ class NativeOps:
     def mix_experts(
         self, moe: Moe, gate: MlpGate, hidden_states: Tensor, routing: ExpertChoice
     ) -> Tensor:
-        if moe not in self._experts:
-            self._experts[moe] = native_experts(moe.experts)
-        experts = self._experts[moe]
+        experts = self.join_experts(moe)
         if experts is None:
             return mix_experts(self, moe, gate, hidden_states, routing)
-        hidden_states = hidden_states.contiguous()
-        expert_ids, weights = routing.expert_ids.contiguous(), routing.weights.contiguous()
-        output = torch.empty_like(hidden_states)
-        num_tokens, top_k = expert_ids.shape
-        gate_up, down = experts
-        widths = down[0].num_rows, gate_up[0].num_rows, down[0].num_columns
-        buffers = self._workspace.split(*(2 * num_tokens * top_k * width for width in widths))
-        narrow_buf, wide_buf, gated_buf = buffers
-        self._kernels.call(
-            "baton_mix_experts",
-            gate_up=ctypes.addressof(gate_up),
-            down=ctypes.addressof(down),
-            src=hidden_states,
-            expert_ids=expert_ids,
-            weights=weights,
-            dst=output,
-            narrow_buf=narrow_buf,
-            wide_buf=wide_buf,
-            gated_buf=gated_buf,
-            num_tokens=num_tokens,
-            num_experts=len(gate_up),
-            top_k=top_k,
-            gate=gate_params(gate),
-            scales_input=moe.config.scales_input,
-        )
-        return output
+        return self.experts.mix(experts, moe, gate, hidden_states, routing)
+
+    def join_experts(self, moe: Moe) -> Experts | None:
+        """Return None if the kernels cannot compute these experts together."""
+        if moe not in self._experts:
+            self._experts[moe] = native_experts(moe.experts)
+        return self._experts[moe]
 
     def find_peaks(self, logits: Tensor) -> Peaks:
         logits = logits.contiguous()

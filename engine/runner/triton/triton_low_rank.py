@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from baton.engine.runner.adapters.low_rank import Adapter, Group, convert_parts
+from baton.engine.runner.adapters.low_rank import Adapter, Group, ProductsOneByOne, convert_parts
 from baton.engine.runner.adapters.place import Part, Place
 from baton.engine.runner.triton.launching import launch, row_contiguous
 from baton.engine.runner.triton.low_rank_kernels import expand_kernel, project_kernel
@@ -26,13 +26,13 @@ class TritonAdapter(Adapter):
     table: Tensor = field(repr=False)
 
 
-class TritonLowRankProducts:
+class TritonLowRankProducts(ProductsOneByOne):
     """Implements `LowRankProducts`. One thread adds, while another one can prepare."""
 
     def __init__(self) -> None:
         self._indices: dict[Place, int] = {}  # in the tables of all adapters
         self._pass = _GroupedPass((), torch.device("cpu"))
-        self._compiled: set[tuple[int, int]] = set()  # sizes of inputs and outputs
+        self._compiled = set[tuple[torch.dtype, tuple[int, int]]]()  # sizes of inputs and outputs
 
     def prepare(
         self, parts: Mapping[Place, Sequence[Part]], like: Tensor, num_layers: int
@@ -59,8 +59,8 @@ class TritonLowRankProducts:
         for place, parts in adapter.parts.items():
             part = parts[-1]
             shape = part.down.shape[1], part.first_row + part.up.shape[1]
-            if shape not in self._compiled:
-                self._compiled.add(shape)
+            if (like.dtype, shape) not in self._compiled:
+                self._compiled.add((like.dtype, shape))
                 inputs, outputs = (like.new_zeros(1, size) for size in shape)
                 self._add(
                     place, _GroupedPass([Group(adapter, token)], like.device), inputs, outputs

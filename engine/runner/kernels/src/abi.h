@@ -99,8 +99,10 @@ struct LowRankPlace {
     std::int64_t num_parts;
 };
 
+// Places of an adapter: of the linear layers of a model, or of the experts or heads of one of them.
 struct LowRankAdapter {
     const LowRankPlace* places;
+    std::int64_t num_places;  // the adapter has nothing for others
 };
 
 // Groups of tokens with the same adapter.
@@ -117,6 +119,16 @@ struct LowRankArgs {
     Bf16* dst;          // [tokens, rows]
     float* hidden_buf;  // for each part, [tokens of its group, rank]
     std::int64_t place, num_columns, num_rows;
+    std::int32_t num_threads;
+};
+
+// As LowRankArgs, for a matrix of each head. An adapter's places are those of the heads.
+struct HeadLowRankArgs {
+    LowRankGroups groups;
+    const Bf16* src;    // [heads, tokens, columns]
+    Bf16* dst;          // [heads, tokens, rows]
+    float* hidden_buf;  // for each part of a head, [tokens of its group, rank]
+    std::int64_t num_heads, num_tokens, num_columns, num_rows;
     std::int32_t num_threads;
 };
 
@@ -288,6 +300,9 @@ struct MixArgs {
     Bf16 *narrow_buf, *wide_buf, *gated_buf;
     std::int64_t num_tokens, num_experts, top_k;
     GateParams gate;
+    LowRankGroups groups;  // without any, num_groups is 0; an adapter's places are those of gate_up
+    const LowRankAdapter* down_adapters;  // [groups]
+    float* hidden_buf;  // for each part of an expert, [rows, rank], for the matrix that needs most
     std::int32_t scales_input, num_threads;
 };
 
@@ -392,6 +407,9 @@ void baton_rope(const baton::RopeArgs* args);
 
 // Adds the products of adapters to the outputs of a linear layer.
 void baton_add_low_rank(const baton::LowRankArgs* args);
+
+// Adds the products of adapters to the outputs of heads.
+void baton_add_head_low_rank(const baton::HeadLowRankArgs* args);
 
 // Numbers of a packed float32 matrix, and its packing.
 std::int64_t baton_packed_f32_size(std::int64_t num_rows, std::int64_t num_columns);

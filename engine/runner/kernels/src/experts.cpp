@@ -3,8 +3,11 @@
 
 #include "gate.h"
 #include "gemm.h"
+#include "low_rank.h"
 #include "thread_pool.h"
 
+#include <algorithm>
+#include <utility>
 #include <vector>
 
 using namespace baton;
@@ -65,6 +68,43 @@ class Rows {
     std::vector<std::int64_t> slots_, rows_, offsets_;
     std::vector<PackedMatrix> gate_up_, down_;  // of the experts that have rows
 };
+
+// Rows of tokens with adapters, by expert and adapter. Calls begin(group, expert) for each group of
+// rows, then add(row) for each of them.
+template <typename Begin, typename Add>
+void for_adapted_rows(const MixArgs& args, const Rows& rows, const Begin& begin, const Add& add) {
+    const std::int64_t num_groups = args.groups.num_groups;
+    std::vector<std::int64_t> group_of(args.num_tokens, -1);
+    for (std::int64_t group = 0; group < num_groups; ++group)
+        for (const std::int64_t token : tokens_of(args.groups, group)) group_of[token] = group;
+    std::vector<std::pair<std::int64_t, std::int64_t>> found;  // expert and group; row
+    for (std::int64_t row = 0; row < rows.count(); ++row) {
+        const std::int64_t slot = rows.slot(row), group = group_of[slot / args.top_k];
+        if (group >= 0) found.emplace_back(args.expert_ids[slot] * num_groups + group, row);
+    }
+    std::sort(found.begin(), found.end());
+    for (std::size_t i = 0; i < found.size(); ++i) {
+        const std::int64_t key = found[i].first;
+        if (i == 0 || found[i - 1].first != key) begin(key % num_groups, key / num_groups);
+        add(found[i].second);
+    }
+}
+
+// Adds the products of adapters to the outputs of gate and up, or of down.
+void add_low_rank(const MixArgs& args, const NumberedGroups& groups, const Bf16* src, Bf16* dst,
+                  const PackedMatrix& matrix) {
+    const LowRankArgs all{
+        .groups = groups.groups(),
+        .src = src,
+        .dst = dst,
+        .hidden_buf = args.hidden_buf,
+        .place = 0,
+        .num_columns = matrix.num_columns,
+        .num_rows = matrix.num_rows,
+        .num_threads = args.num_threads,
+    };
+    if (all.groups.num_groups > 0) baton_add_low_rank(&all);
+}
 
 void scale_row(const Bf16* src, float weight, Bf16* dst, std::int64_t size) {
     std::int64_t at = 0;
@@ -134,6 +174,16 @@ void baton_mix_experts(const MixArgs* args) {
     const Rows rows(*args);
     gather(*args, rows, hidden_size);
     linear(rows.gate_up(args->narrow_buf, args->wide_buf, args->num_threads));
+    NumberedGroups gate_up, down;
+    if (args->groups.num_groups > 0) {
+        const auto begin = [&](std::int64_t group, std::int64_t expert) {
+            gate_up.begin(args->groups.adapters[group], expert);
+            down.begin(args->down_adapters[group], expert);
+        };
+        const auto add = [&](std::int64_t row) { gate_up.add(row), down.add(row); };
+        for_adapted_rows(*args, rows, begin, add);
+        add_low_rank(*args, gate_up, args->narrow_buf, args->wide_buf, args->gate_up[0]);
+    }
     parallel_for(rows.count(), size, args->num_threads, [&](std::int64_t row, std::int64_t end) {
         for (; row < end; ++row) {
             const Bf16* const gate = args->wide_buf + row * 2 * size;
@@ -141,6 +191,7 @@ void baton_mix_experts(const MixArgs* args) {
         }
     });
     linear(rows.down(args->gated_buf, args->narrow_buf, args->num_threads));
+    add_low_rank(*args, down, args->gated_buf, args->narrow_buf, args->down[0]);
     const auto add_up = [&](std::int64_t token, std::int64_t end) {
         TokenSum add_rows(*args, rows, hidden_size);
         for (; token < end; ++token) add_rows(token);

@@ -1,6 +1,7 @@
 // Products of low-rank adapters, added to the outputs of a linear layer. Each token is computed for
 // itself, with a fixed order of additions: its bits do not depend on the batch.
 
+#include "low_rank.h"
 #include "recurrent.h"
 
 #include <vector>
@@ -92,7 +93,10 @@ class LowRank {
     explicit LowRank(const LowRankArgs& args) : args_(args), groups_(args.groups) {
         float* hidden = args.hidden_buf;
         for (std::int64_t group = 0; group < groups_.num_groups; ++group) {
-            const LowRankPlace& place = groups_.adapters[group].places[args.place];
+            first_parts_.push_back(std::int64_t(parts_.size()));
+            const LowRankAdapter& adapter = groups_.adapters[group];
+            if (args.place >= adapter.num_places) continue;
+            const LowRankPlace& place = adapter.places[args.place];
             for (std::int64_t i = 0; i < place.num_parts; ++i) {
                 parts_.push_back({place.parts[i], hidden, group});
                 for (std::int64_t row = 0; row < place.parts[i].rank; row += kDownBlock)
@@ -100,6 +104,7 @@ class LowRank {
                 hidden += place.parts[i].rank * num_tokens(group);
             }
         }
+        first_parts_.push_back(std::int64_t(parts_.size()));
     }
 
     void run() const {
@@ -110,11 +115,15 @@ class LowRank {
                          for (; at < end; ++at) project_block(downs_[at]);
                      });
         // Parts of a group can overlap: a thread adds all of them to its rows.
-        parallel_for((args_.num_rows + kRowBlock - 1) / kRowBlock,
-                     kRowBlock * kTypicalRank * (average + 1) * groups_.num_groups,
-                     args_.num_threads, [this](std::int64_t at, std::int64_t end) {
-                         for (const GroupPart& part : parts_)
-                             add_rows_of(part, at * kRowBlock, end * kRowBlock);
+        const std::int64_t num_blocks = (args_.num_rows + kRowBlock - 1) / kRowBlock;
+        parallel_for(groups_.num_groups * num_blocks, kRowBlock * kTypicalRank * (average + 1),
+                     args_.num_threads, [this, num_blocks](std::int64_t at, std::int64_t end) {
+                         while (at < end) {
+                             const std::int64_t group = at / num_blocks, first = at % num_blocks;
+                             const std::int64_t last = std::min(num_blocks, first + end - at);
+                             add_blocks(group, first * kRowBlock, last * kRowBlock);
+                             at += last - first;
+                         }
                      });
     }
 
@@ -168,6 +177,11 @@ class LowRank {
         for (; left > 0; advance(1)) project<kCount, 1>(src, rows, size, dst);
     }
 
+    void add_blocks(std::int64_t group, std::int64_t first, std::int64_t end) const {
+        for (std::int64_t i = first_parts_[group]; i < first_parts_[group + 1]; ++i)
+            add_rows_of(parts_[i], first, end);
+    }
+
     // Adds what a part has for these rows of the outputs.
     void add_rows_of(const GroupPart& own, std::int64_t first, std::int64_t end) const {
         const std::int64_t low = std::max(first - own.part.first_row, std::int64_t(0));
@@ -207,8 +221,35 @@ class LowRank {
     const LowRankGroups& groups_;
     std::vector<GroupPart> parts_;
     std::vector<Down> downs_;
+    std::vector<std::int64_t> first_parts_;  // of the groups
 };
 
 }  // namespace
 
-extern "C" void baton_add_low_rank(const LowRankArgs* args) { LowRank(*args).run(); }
+extern "C" {
+
+void baton_add_low_rank(const LowRankArgs* args) { LowRank(*args).run(); }
+
+void baton_add_head_low_rank(const HeadLowRankArgs* args) {
+    const LowRankGroups& groups = args->groups;
+    NumberedGroups by_head;
+    for (std::int64_t head = 0; head < args->num_heads; ++head)
+        for (std::int64_t group = 0; group < groups.num_groups; ++group) {
+            by_head.begin(groups.adapters[group], head);
+            for (const std::int64_t token : tokens_of(groups, group))
+                by_head.add(head * args->num_tokens + token);
+        }
+    const LowRankArgs all{
+        .groups = by_head.groups(),
+        .src = args->src,
+        .dst = args->dst,
+        .hidden_buf = args->hidden_buf,
+        .place = 0,
+        .num_columns = args->num_columns,
+        .num_rows = args->num_rows,
+        .num_threads = args->num_threads,
+    };
+    baton_add_low_rank(&all);
+}
+
+}  // extern "C"
