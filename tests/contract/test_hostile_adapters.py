@@ -140,7 +140,7 @@ def test_ranks_above_the_limit(base: Path, tmp_path: Path) -> None:
 def test_scales_beyond_the_range_of_the_model(base: Path, tmp_path: Path) -> None:
     config = read_model_config(SafetensorsFolder(base))
     active = ActiveAdapters(TORCH_LOW_RANK)
-    table = AdapterTable(active, config, torch.float16, torch.device("cpu"), 16, 1)
+    table = AdapterTable(active, config, torch.float16, torch.device("cpu"), 16, 1, 1)
     assert table.load(PeftFolder(write_adapter(base, tmp_path / "small"))).num_bytes
 
     with pytest.raises(ModelError, match=r"exceed the range of torch\.float16 .*lower lora_alpha"):
