@@ -15,7 +15,7 @@ from grpc import aio
 
 from baton.engine.structured_output.compiler import GrammarCompiler
 from baton.engine.structured_output.llguidance_backend import validate_grammar
-from baton.router.adapter_updates import AdapterUpdates
+from baton.router.adapters.updates import AdapterUpdates
 from baton.router.discovery.node_reports import report_nodes
 from baton.router.discovery.readiness import PATIENCE_S, Readiness
 from baton.router.discovery.watcher import NodeDiscovery, watching

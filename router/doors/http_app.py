@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp
 
-from baton.router.adapter_updates import AdapterUpdates
+from baton.router.adapters.updates import AdapterUpdates
 from baton.router.doors.error_formats import errors_of
 from baton.router.doors.messages import descriptions as messages
 from baton.router.doors.messages.routes import messages_routes

@@ -10,7 +10,7 @@ from grpc import StatusCode
 
 from baton.client import BatonError
 from baton.core.ids import AdapterRef, ModelVariant, NodeId
-from baton.router import adapter_updates
+from baton.router.adapters import updates
 from baton.rpc.errors import AdapterUnreadable, NodeFailed
 from baton.rpc.node_info import NodeAvailability
 from baton.rpc.security.operators import NO_OPERATORS, Operators
@@ -99,7 +99,7 @@ def test_a_node_that_fails_is_named_and_no_node_keeps_the_adapter() -> None:
 def test_an_update_is_completed_or_undone_after_its_client_has_disconnected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(adapter_updates, "MAX_UPDATES", 1)
+    monkeypatch.setattr(updates, "MAX_UPDATES", 1)
 
     async def scenario() -> None:
         async with adapter_cluster(FILES) as cluster, operator_client(cluster) as client:

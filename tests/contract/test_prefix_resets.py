@@ -18,7 +18,7 @@ from baton.core.ids import NodeId
 from baton.engine.engine_thread import EngineThread
 from baton.node.cache_resets import reset_prefix_cache
 from baton.node.engine_calls import EngineCalls, NodeChanges
-from baton.router.adapter_updates import AdapterUpdates
+from baton.router.adapters.updates import AdapterUpdates
 from baton.router.discovery.node_reports import report_nodes
 from baton.router.doors.grpc.cluster_servicer import ClusterServicer
 from baton.router.prefix_resets import PrefixResets

@@ -22,7 +22,7 @@ from baton.node.adapters.registry import AdapterRegistry
 from baton.node.engine_calls import EngineCalls, NodeChanges
 from baton.node.servicer import NodeServicer
 from baton.node.state import NodeState, NodeUpdate
-from baton.router.adapter_updates import AdapterUpdates
+from baton.router.adapters.updates import AdapterUpdates
 from baton.router.discovery.node_reports import report_nodes
 from baton.router.discovery.sources import DnsName, NodeSource
 from baton.router.discovery.watcher import NodeDiscovery, watching

@@ -11,7 +11,7 @@ from functools import partial
 from grpc import aio
 from prometheus_client import CollectorRegistry
 
-from baton.router.adapter_updates import AdapterUpdates
+from baton.router.adapters.updates import AdapterUpdates
 from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.admission.rate_limits import NO_RATE_LIMITS, RateLimitConfig
 from baton.router.dispatch.config import DispatchConfig

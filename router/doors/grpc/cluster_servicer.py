@@ -9,7 +9,7 @@ from typing import Any
 
 from grpc import aio
 
-from baton.router.adapter_updates import AdapterOrder, AdapterUpdates
+from baton.router.adapters.updates import AdapterOrder, AdapterUpdates
 from baton.router.prefix_resets import PrefixResets
 from baton.rpc.node_info import ADAPTER, STATUS, NodeStatus
 from baton.rpc.security.token_gate import sent_token

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from starlette.routing import Route
 
-from baton.router.adapter_updates import AdapterUpdates
+from baton.router.adapters.updates import AdapterUpdates
 from baton.router.doors.openai.embeddings import Vectors
 from baton.router.doors.openai.endpoints import Models, PrefixCacheEndpoint, Tokens
 from baton.router.doors.openai.errors import OPENAI_ERRORS

@@ -6,8 +6,8 @@ import asyncio
 import logging
 
 from baton.core.ids import AdapterRef
-from baton.router.adapter_calls import AdapterCalls
-from baton.router.missed_unloads import MissedUnloads
+from baton.router.adapters.calls import AdapterCalls
+from baton.router.adapters.missed_unloads import MissedUnloads
 from baton.router.routing.node_table import Node, NodeTable
 from baton.rpc.status import RemoteError
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from baton.core.ids import Incarnation
-from baton.router import missed_unloads
-from baton.router.missed_unloads import MissedUnloads
+from baton.router.adapters import missed_unloads
+from baton.router.adapters.missed_unloads import MissedUnloads
 from baton.router.routing.node_table import Node
 from baton.rpc.node_info import NodeRole
 from tests.support.node_calls import a_card

@@ -13,8 +13,8 @@ from grpc import aio
 
 from baton.core.errors import InvalidRequest
 from baton.core.ids import AdapterRef, ModelVariant
-from baton.router.adapter_calls import AdapterCalls, Outcome, only_adapter, raise_failures
-from baton.router.adapter_restores import AdapterRestores
+from baton.router.adapters.calls import AdapterCalls, Outcome, only_adapter, raise_failures
+from baton.router.adapters.restores import AdapterRestores
 from baton.router.input_processing.limits import check_name, is_valid_name
 from baton.router.routing.node_table import Node, NodeTable
 from baton.rpc.errors import NodeFailed, NoNodes, NotAnOperator, TooManyUpdates, UnknownModel
