@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -23,6 +23,7 @@ class AdapterReport:
 
 NO_REPORT = AdapterReport("")
 MAX_PAST_MEANINGS = 8  # of a name, that no node has at present
+MAX_PAST_NAMES = 1024  # that no node has at present
 
 
 @dataclass(slots=True)
@@ -49,7 +50,7 @@ class AdapterTable:
     Where nodes differ, a name means the adapter that most of them have, or else the one that was
     reported last for the first time: a reload reaches one node after the other, and a node that
     was not reachable meanwhile still has the old one. The order outlives the last node that has an
-    adapter, since a node that returns with it is no reload.
+    adapter or a name, since a node that returns with it is no reload.
     """
 
     def __init__(self) -> None:
@@ -57,6 +58,7 @@ class AdapterTable:
         self._num_meanings = 0
         self._meanings: dict[str, dict[tuple[str, str], Meaning]] = {}  # by name, model and id
         self._variants: dict[str, ModelVariant] = {}
+        self._past_names: OrderedDict[str, None] = OrderedDict()  # that were lost last at the end
 
     @property
     def variants(self) -> Mapping[str, ModelVariant]:
@@ -115,14 +117,17 @@ class AdapterTable:
     def _resolve(self, name: str) -> None:
         meanings = self._meanings[name]
         present = [one for one in meanings.values() if one.num_nodes]
-        if not present:
-            del self._meanings[name]
-            self._variants.pop(name, None)
-            return
-        self._variants[name] = max(present, key=lambda one: one.rank).variant
         past = sorted((one.number, key) for key, one in meanings.items() if not one.num_nodes)
         for _, key in past[:-MAX_PAST_MEANINGS]:
             del meanings[key]
+        self._past_names.pop(name, None)
+        if present:
+            self._variants[name] = max(present, key=lambda one: one.rank).variant
+            return
+        self._variants.pop(name, None)
+        self._past_names[name] = None
+        if len(self._past_names) > MAX_PAST_NAMES:
+            del self._meanings[self._past_names.popitem(last=False)[0]]
 
 
 def _path(adapter: AdapterRef) -> str:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from baton.core.ids import AdapterRef, ModelVariant
+from baton.router.routing import adapter_table
 from baton.router.routing.assignment import Assignment
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import Node, NodeTable
@@ -134,13 +135,30 @@ def test_an_adapter_that_is_loaded_again_is_the_newest() -> None:
     assert table.find_model("sql").adapter == SQL
 
 
-def test_a_name_that_no_node_has_any_more_is_forgotten_with_its_order() -> None:
+def test_a_node_that_missed_an_unload_and_a_load_does_not_turn_the_name_back() -> None:
     table = a_cluster()
-    for adapter in (SQL, NEW_SQL):
+    for address in ("p0:1", "d0:1"):
+        report(table, address, SQL)
+    table.lose("d0:1")
+    report(table, "p0:1")
+    report(table, "p0:1", NEW_SQL)
+
+    table.join("d0:1", adapter_node(NodeRole.DECODE, "d0", 2).card)
+    report(table, "d0:1", SQL)
+
+    assert table.find_model("sql").adapter == NEW_SQL
+
+
+def test_the_order_is_remembered_of_a_limited_number_of_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(adapter_table, "MAX_PAST_NAMES", 1)
+    table = a_cluster()
+    for adapter in (SQL, CHAT):
         report(table, "p0:1", adapter)
     report(table, "p0:1")
-
     report(table, "p0:1", NEW_SQL)
+
     report(table, "d0:1", SQL)
 
     assert table.find_model("sql").adapter == SQL
