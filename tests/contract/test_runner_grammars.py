@@ -226,21 +226,15 @@ def test_drafts_change_no_structured_answer_also_after_reasoning(
     folder: Path, runner: TorchRunner, library: GrammarLibrary, async_scheduling: bool
 ) -> None:
     """Each drafted place is masked, and matchers return to the accepted tokens."""
-    reasoning = ReasoningSection((50,))
-    plain_sampling = SamplingParams(max_tokens=90, temperature=0.8)
-    samplings = [
-        plain_sampling,
-        replace(plain_sampling, reasoning=reasoning, logit_bias={50: 6.0}),
-    ]
-    requests = [
-        EngineRequest(
-            RequestId(f"{form.form}-{number}"),
-            prompt_of(9) * 3,
-            replace(sampling, structured_outputs=form),
-            seed=number,
-        )
+    at_once = [
+        SamplingParams(max_tokens=90, temperature=0.8, structured_outputs=form)
         for form in (REPETITIVE, UNIQUE)
-        for number, sampling in enumerate(samplings)
+    ]
+    reasoning = ReasoningSection((50,))
+    later = [replace(each, reasoning=reasoning, logit_bias={50: 6.0}) for each in at_once]
+    requests = [
+        EngineRequest(RequestId(str(number)), prompt_of(9) * 3, sampling, seed=number)
+        for number, sampling in enumerate([*at_once, *later])
     ]
     config = replace(config_of(folder), speculation=Speculation(4, min_ngram=1))
 
