@@ -148,13 +148,13 @@ def two_decodes(cluster_options: MakeOptions) -> Iterator[LocalCluster]:
 def test_each_answer_continues_on_another_node_when_its_node_is_killed(
     two_decodes: LocalCluster, client: Client
 ) -> None:
-    sampling = replace(SEEDED, max_tokens=200)
+    sampling = replace(SEEDED, max_tokens=430)  # still running when the nodes are suspended
     answers = [Answer() for _ in range(3)]
     with Client(two_decodes.address, timeout_s=60) as breaking:
         stream = breaking.stream(PROMPT, Generation(sampling, n=3))
         for chunk in stream:
             answers[chunk.index].take(chunk)
-            if all(len(answer.token_ids) > 3 for answer in answers):
+            if all(answer.token_ids for answer in answers):
                 break
         with suspended(*two_decodes.decodes):
             kill_the_writer(two_decodes)
