@@ -7,6 +7,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from grpc import aio
@@ -54,7 +55,8 @@ class AdapterUpdates:
         # Without operators of its own, the router cannot load anything.
         self._restores = AdapterRestores(table, self._calls, self._turn)
         self._can_restore = operators.tokens is not None
-        self._updates: set[asyncio.Future[Any]] = set()
+        self._num_updates = 0
+        self._running: set[asyncio.Future[Any]] = set()  # at most one, so that it is not collected
         self._reported = asyncio.Event()
 
     def handle_reports(self) -> None:
@@ -73,7 +75,7 @@ class AdapterUpdates:
         """
         self._check_right(shown)
         _check_order(order)
-        return await self._complete(self._load_on_all(order))
+        return await self._complete(partial(self._load_on_all, order))
 
     async def unload(self, name: str, shown: str | None = None) -> int:
         """Return the number of nodes that had the adapter. Requests in progress keep it.
@@ -82,82 +84,92 @@ class AdapterUpdates:
         unloaded it.
         """
         self._check_right(shown)
-        return await self._complete(self._unload_from_all(name))
+        return await self._complete(partial(self._unload_from_all, name))
 
     def _check_right(self, shown: str | None) -> None:
-        """Raises NotAnOperator, and TooManyUpdates, since updates outlive their callers."""
+        """Raises NotAnOperator and TooManyUpdates."""
         self._operators.check(shown)
-        if len(self._updates) >= MAX_UPDATES:
+        if self._num_updates >= MAX_UPDATES:
             raise TooManyUpdates(
                 f"{MAX_UPDATES} loads and unloads of adapters wait for their turn; send this one "
                 "again later"
             )
 
-    async def _complete(self, update: Coroutine[None, None, Result]) -> Result:
-        """Run an update to its end even if its caller disconnects: nodes must not differ."""
-        task = asyncio.ensure_future(update)
-        self._updates.add(task)
+    async def _complete(self, update: Callable[[], Coroutine[None, None, Result]]) -> Result:
+        """Wait for this update's turn, and run it.
+
+        If its caller disconnects before that, it is forgotten. An update that has begun runs to its
+        end: nodes must not differ.
+        """
+        self._num_updates += 1
+        try:
+            await self._turn.acquire()
+        except BaseException:
+            self._num_updates -= 1
+            raise
+        task = asyncio.ensure_future(update())
+        self._running.add(task)
         task.add_done_callback(self._note_end)
         return await asyncio.shield(task)
 
     def _note_end(self, task: asyncio.Future[Any]) -> None:
-        self._updates.discard(task)
+        self._num_updates -= 1
+        self._running.discard(task)
+        self._turn.release()
         if not task.cancelled():
             task.exception()  # its caller may have disconnected
 
     async def _load_on_all(self, order: AdapterOrder) -> tuple[ModelVariant, int]:
-        async with self._turn:
-            self._check_has_nodes()
-            self._check_name_is_free(order)
-            nodes = self._nodes_for(order)
-            previous = {node: self._named_on(node, order.name) for node in nodes}
-            adapter = AdapterRef(order.name, path=order.path)
-            outcomes = await _each(
-                nodes,
-                lambda node: self._calls.load(node, adapter, can_replace=order.can_replace),
-            )
-            try:
-                adapter = only_adapter(order.name, order.path, nodes, outcomes)
-            except (InvalidRequest, NodeFailed, NotAnOperator):
-                loaded = [
-                    node
-                    for node, outcome in zip(nodes, outcomes, strict=True)
-                    if isinstance(outcome, AdapterRef)
-                ]
-                await _each(loaded, lambda node: self._undo(node, order.name, previous[node]))
-                raise
-            await self._until_reported(
-                lambda: all(
-                    adapter in self._table.adapters.at(node.address).refs
-                    for node in self._reachable(nodes)
-                ),
-                f"adapter {order.name!r} is loaded",
-            )
-            self._restores.missed.note_load(order.name)
+        self._check_has_nodes()
+        self._check_name_is_free(order)
+        nodes = self._nodes_for(order)
+        previous = {node: self._named_on(node, order.name) for node in nodes}
+        adapter = AdapterRef(order.name, path=order.path)
+        outcomes = await _each(
+            nodes,
+            lambda node: self._calls.load(node, adapter, can_replace=order.can_replace),
+        )
+        try:
+            adapter = only_adapter(order.name, order.path, nodes, outcomes)
+        except (InvalidRequest, NodeFailed, NotAnOperator):
+            loaded = [
+                node
+                for node, outcome in zip(nodes, outcomes, strict=True)
+                if isinstance(outcome, AdapterRef)
+            ]
+            await _each(loaded, lambda node: self._undo(node, order.name, previous[node]))
+            raise
+        await self._until_reported(
+            lambda: all(
+                adapter in self._table.adapters.at(node.address).refs
+                for node in self._reachable(nodes)
+            ),
+            f"adapter {order.name!r} is loaded",
+        )
+        self._restores.missed.note_load(order.name)
         return ModelVariant(nodes[0].card.model, adapter), len(nodes)
 
     async def _unload_from_all(self, name: str) -> int:
-        async with self._turn:
-            self._check_has_nodes()
-            variant = self._table.served.variants.get(name)
-            if variant is None or not variant.adapter.name:
-                self._restores.missed.note_unload(name)
-                raise UnknownModel(f"there is no adapter {_quoted(name)}; {self._known()}")
-            nodes = [node for node in self._table.nodes if node.card.model == variant.base]
-            nodes = [node for node in nodes if node.card.max_loras]
-            outcomes = await _each(nodes, lambda node: self._calls.unload(node, name))
-            self._note_unload(variant, nodes, outcomes)
-            raise_failures(nodes, outcomes, f"did not unload adapter {name!r}")
-            await self._until_reported(
-                lambda: (
-                    not any(
-                        ref.name == name
-                        for node in self._reachable(nodes)
-                        for ref in self._table.adapters.at(node.address).refs
-                    )
-                ),
-                f"adapter {name!r} is unloaded",
-            )
+        self._check_has_nodes()
+        variant = self._table.served.variants.get(name)
+        if variant is None or not variant.adapter.name:
+            self._restores.missed.note_unload(name)
+            raise UnknownModel(f"there is no adapter {_quoted(name)}; {self._known()}")
+        nodes = [node for node in self._table.nodes if node.card.model == variant.base]
+        nodes = [node for node in nodes if node.card.max_loras]
+        outcomes = await _each(nodes, lambda node: self._calls.unload(node, name))
+        self._note_unload(variant, nodes, outcomes)
+        raise_failures(nodes, outcomes, f"did not unload adapter {name!r}")
+        await self._until_reported(
+            lambda: (
+                not any(
+                    ref.name == name
+                    for node in self._reachable(nodes)
+                    for ref in self._table.adapters.at(node.address).refs
+                )
+            ),
+            f"adapter {name!r} is unloaded",
+        )
         return sum(isinstance(outcome, AdapterRef) for outcome in outcomes)
 
     def _check_has_nodes(self) -> None:

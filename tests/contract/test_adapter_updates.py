@@ -11,6 +11,7 @@ from grpc import StatusCode
 from baton.client import BatonError
 from baton.core.ids import AdapterRef, ModelVariant, NodeId
 from baton.router.adapters import updates
+from baton.router.adapters.updates import AdapterOrder
 from baton.rpc.errors import AdapterUnreadable, NodeFailed
 from baton.rpc.node_info import NodeAvailability
 from baton.rpc.security.operators import NO_OPERATORS, Operators
@@ -119,6 +120,27 @@ def test_an_update_is_completed_or_undone_after_its_client_has_disconnected(
 
             await cluster.until(lambda: "sql" not in cluster.table.served.variants)
             assert cluster.held == NONE
+
+    run_scenario(scenario)
+
+
+def test_an_update_whose_caller_leaves_before_its_turn_is_not_begun() -> None:
+    async def scenario() -> None:
+        async with adapter_cluster(FILES) as cluster, operator_client(cluster) as client:
+            cluster.nodes[1].memory.may_read.clear()
+            loading = asyncio.ensure_future(client.load_adapter("sql", "tenants/sql"))
+            await cluster.until(lambda: "sql" in cluster.table.served.variants)
+            order = AdapterOrder("other", "tenants/new")
+            waiting = asyncio.ensure_future(cluster.updates.load(order, "Bearer operator"))
+            await asyncio.sleep(0)
+
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            cluster.nodes[1].memory.may_read.set()
+
+            await loading
+            assert await client.load_adapter("new", "tenants/new")
+            assert {name for held in cluster.held.values() for name in held} == {"sql", "new"}
 
     run_scenario(scenario)
 

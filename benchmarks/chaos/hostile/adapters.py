@@ -214,11 +214,11 @@ def _flood(access: OperatorAccess, address: str, end_s: float) -> Outcomes:
 def _clean(access: OperatorAccess, end_s: float) -> Outcomes:
     """Unload from all nodes what this attack has loaded, until none of them has any of it.
 
-    Updates of the router, and restores on nodes that have joined, may still be in progress.
+    An update of the router, and restores on nodes that have joined, may still be in progress.
     """
     outcomes: Outcomes = Counter()
-    num_found = 1
-    while num_found and time.monotonic() < end_s:
+    num_empty_rounds = 0
+    while num_empty_rounds < 2 and time.monotonic() < end_s:
         num_found = 0
         for address in access.nodes:
             with _stub(address) as stub, suppress(grpc.RpcError):
@@ -226,6 +226,7 @@ def _clean(access: OperatorAccess, end_s: float) -> Outcomes:
                 unloads = [node_pb2.UnloadAdapterRequest(name=name) for name in names]
                 outcomes += _call_all(stub.UnloadAdapter, unloads, access.metadata, end_s)
                 num_found += len(names)
+        num_empty_rounds = 0 if num_found else num_empty_rounds + 1
         time.sleep(PAUSE_S)
     return Counter({f"cleaning: {outcome}": count for outcome, count in outcomes.items()})
 
