@@ -178,7 +178,7 @@ def json_object(body: bytes) -> dict[str, Any]:
     return {name: value for name, value in parsed.items() if value is not None}
 
 
-async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, object]) -> None:
     """Run `work`, and cancel it when the client disconnects, so that the nodes stop, too."""
     working = asyncio.ensure_future(work)
     disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))

@@ -14,6 +14,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from baton.core.ids import AdapterRef
+from baton.router.adapters import updates
 from tests.support.adapter_nodes import AdapterCluster, adapter_cluster, adapter_id
 from tests.support.http_routers import an_http_router
 from tests.support.node_calls import FakeNodeCalls
@@ -88,6 +89,42 @@ def test_an_adapter_is_loaded_listed_used_and_unloaded() -> None:
             assert done == (200, "Success: LoRA adapter 'sql' removed successfully.")
             with pytest.raises(openai.NotFoundError, match="served: tiny"):
                 await door.api.completions.create(model="sql", prompt=[3, 4])
+
+    run(scenario)
+
+
+def test_a_load_whose_client_disconnects_before_its_turn_is_not_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(updates, "MAX_UPDATES", 2)
+
+    async def scenario() -> None:
+        async with a_door() as door:
+
+            def load(name: str) -> asyncio.Future[tuple[int, str]]:
+                body = {"lora_name": name, "lora_path": "tenants/new"}
+                return asyncio.ensure_future(door.post("/v1/load_lora_adapter", body))
+
+            last = door.cluster.nodes[1]
+            last.memory.may_read.clear()
+            running = load("running")
+            await door.cluster.until(lambda: "running" in door.cluster.table.served.variants)
+            # One of two more is refused, and the other one waits for its turn.
+            [refused], [waiting] = await asyncio.wait(
+                {load("left"), load("left")}, return_when=asyncio.FIRST_COMPLETED
+            )
+            assert refused.result()[0] == 429
+
+            waiting.cancel()
+            following = load("next")
+            while (await asyncio.wait({following}, timeout=0.5))[0]:  # until it waits, too
+                assert following.result()[0] == 429
+                following = load("next")
+            last.memory.may_read.set()
+
+            assert (await running)[0] == 200
+            assert (await following)[0] == 200
+            assert last.adapters.keys() == {"running", "next"}
 
     run(scenario)
 

@@ -9,7 +9,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from baton.router.adapters.updates import AdapterOrder, AdapterUpdates
 from baton.router.doors.openai.request.bodies import Body, openai_body
-from baton.router.http.bodies import Bodies
+from baton.router.http.bodies import Bodies, run_while_connected
 from baton.rpc.security.token import HEADER
 
 
@@ -34,13 +34,15 @@ class LoraEndpoints:
         async with self.bodies.receive(request) as received:
             body = openai_body(await received.fields(), LoadBody)
         order = AdapterOrder(body.lora_name, body.lora_path, body.model, body.load_inplace)
-        await self.adapters.load(order, request.headers.get(HEADER))
+        update = self.adapters.load(order, request.headers.get(HEADER))
+        await run_while_connected(request.receive, update)
         return _success(body.lora_name, "added")
 
     async def unload(self, request: Request) -> Response:
         async with self.bodies.receive(request) as received:
             body = openai_body(await received.fields(), UnloadBody)
-        await self.adapters.unload(body.lora_name, request.headers.get(HEADER))
+        update = self.adapters.unload(body.lora_name, request.headers.get(HEADER))
+        await run_while_connected(request.receive, update)
         return _success(body.lora_name, "removed")
 
 
