@@ -9,8 +9,10 @@ from baton.cluster import LocalCluster
 from baton.core.sampling import SamplingParams
 from tests.support.baton_command import BATON, run_baton
 from tests.support.models import prompt_of
-from tests.support.nodes import await_load, is_busy
+from tests.support.nodes import await_load, is_busy, load_at
 from tests.support.terminal import CTRL_C, Terminal
+
+COUNTED = ("num_prompt_tokens", "num_hit_tokens", "num_sampled_tokens")
 
 
 def look(cluster: LocalCluster) -> list[dict[str, object]]:
@@ -26,32 +28,37 @@ def number(node: dict[str, object], name: str) -> int:
     return value
 
 
-def await_idle(cluster: LocalCluster) -> None:
+def look_at_idle(cluster: LocalCluster) -> list[dict[str, object]]:
+    """Return the router's list once nodes are idle and it has their last reports."""
     for child in cluster.prefills + cluster.decodes:
         await_load(child.address, lambda load: not is_busy(load))
+    while True:
+        nodes = look(cluster)
+        totals = {str(node["address"]): load_at(str(node["address"])).totals for node in nodes}
+        if all(
+            number(node, name) == getattr(totals[str(node["address"])], name)
+            for node in nodes
+            for name in COUNTED
+        ):
+            return nodes
 
 
 def test_the_nodes_command_lists_nodes_and_their_work(
     cluster: LocalCluster, client: Client
 ) -> None:
-    await_idle(cluster)  # requests of other tests may have just ended
-    before = look(cluster)
+    before = look_at_idle(cluster)  # requests of other tests may have just ended
     client.generate(
         prompt_of(33), Generation(SamplingParams(max_tokens=9, ignore_eos=True), cache_salt="new")
     )
-    await_idle(cluster)
 
-    after = look(cluster)
+    after = look_at_idle(cluster)
 
     assert [(node["role"], node["state"], node["address"]) for node in after] == [
         ("prefill", "ready", cluster.prefills[0].address),
         ("decode", "ready", cluster.decodes[0].address),
     ]
     changes = [
-        {
-            name: number(now, name) - number(then, name)
-            for name in ("num_prompt_tokens", "num_hit_tokens", "num_sampled_tokens")
-        }
+        {name: number(now, name) - number(then, name) for name in COUNTED}
         for then, now in zip(before, after, strict=True)
     ]
     prefill, decode = changes
