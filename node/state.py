@@ -38,7 +38,7 @@ class NodeUpdate:
 
 
 class WatchUpdate(NamedTuple):
-    """What changed for a watcher. None: nothing."""
+    """Changes for a watcher; None where nothing changed."""
 
     load: NodeLoad
     prefixes: PrefixChanges | None

@@ -20,7 +20,7 @@ WHOLE_CONTEXT = -1  # cut texts that are longer than the model's context
 
 
 class _Pooled:
-    """What requests for vectors and scores have in common."""
+    """Base of the requests for vectors and scores."""
 
     __slots__ = ()
 

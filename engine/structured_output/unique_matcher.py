@@ -124,7 +124,7 @@ class _UniqueMatcher:
         if len(checked) > MAX_CHECKED_TOKENS:
             completing = self._completing(state, state.levels[depth])
             checked = [token_id for token_id in completing if _contains(allowed, token_id)]
-        search = _WayOn(self._matcher, self._tokens, depth)
+        search = _DistinctItemSearch(self._matcher, self._tokens, depth)
         for token_id in checked:
             after = scan(state, self._tokens.texts[token_id])
             if after is not None and not search.leads_on(token_id, after):
@@ -142,7 +142,7 @@ class _UniqueMatcher:
         return found
 
 
-class _WayOn:
+class _DistinctItemSearch:
     """Search for an item of an array that is not the same as an earlier one.
 
     It follows the tokens that write the beginning of an earlier item. Any other token leads on.

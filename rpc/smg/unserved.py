@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from grpc import StatusCode, aio
 
 Context = aio.ServicerContext[Any, Any]
+Method = Callable[[Any, object, Context], Awaitable[None]]
+
+
+def _unserved(name: str, advice: str) -> Method:
+    async def refuse(_self: Any, _request: object, context: Context) -> None:
+        await context.abort(StatusCode.UNIMPLEMENTED, f"Baton does not serve {name}: {advice}")
+
+    return refuse
 
 
 class UnservedMethods:
     """Base class of the servicers. Their generated base would log each call as a failure."""
 
-    async def Embed(self, request: object, context: Context) -> Any:  # noqa: N802
-        await _refuse(context, "Embed", "use /v1/embeddings or Embed of Baton's router")
-
-    async def StartProfile(self, request: object, context: Context) -> Any:  # noqa: N802
-        await _refuse(context, "StartProfile", "use Baton's traces (docs/observability.md)")
-
-    async def StopProfile(self, request: object, context: Context) -> Any:  # noqa: N802
-        await _refuse(context, "StopProfile", "use Baton's traces (docs/observability.md)")
-
-    async def SubscribeKvEvents(self, request: object, context: Context) -> Any:  # noqa: N802
-        await _refuse(context, "SubscribeKvEvents", "nodes publish events by --kv-events-endpoint")
-
-    async def LoadLoRAAdapter(self, request: object, context: Context) -> Any:  # noqa: N802
-        await _refuse(context, "LoadLoRAAdapter", "use `baton adapters` with Baton's router")
-
-    async def UnloadLoRAAdapter(self, request: object, context: Context) -> Any:  # noqa: N802
-        await _refuse(context, "UnloadLoRAAdapter", "use `baton adapters` with Baton's router")
-
-    async def ListLoadedLoRAAdapters(self, request: object, context: Context) -> Any:  # noqa: N802
-        await _refuse(context, "ListLoadedLoRAAdapters", "use `baton nodes` with Baton's router")
-
-
-async def _refuse(context: Context, method: str, advice: str) -> None:
-    await context.abort(StatusCode.UNIMPLEMENTED, f"Baton does not serve {method}: {advice}")
+    Embed = _unserved("Embed", "use /v1/embeddings or Embed of Baton's router")
+    StartProfile = _unserved("StartProfile", "use Baton's traces (docs/observability.md)")
+    StopProfile = _unserved("StopProfile", "use Baton's traces (docs/observability.md)")
+    SubscribeKvEvents = _unserved(
+        "SubscribeKvEvents", "nodes publish events by --kv-events-endpoint"
+    )
+    LoadLoRAAdapter = _unserved("LoadLoRAAdapter", "use `baton adapters` with Baton's router")
+    UnloadLoRAAdapter = _unserved("UnloadLoRAAdapter", "use `baton adapters` with Baton's router")
+    ListLoadedLoRAAdapters = _unserved(
+        "ListLoadedLoRAAdapters", "use `baton nodes` with Baton's router"
+    )

@@ -1,4 +1,4 @@
-"""What llm-d's scheduler reads from a server's `/metrics`, by the rules of its metric extractor.
+"""Gauges that llm-d's scheduler reads from `/metrics`, by the rules of its metric extractor.
 
 Written after `extractor/metrics/` of llm-d-router (extractor.go, spec.go, loraspec.go) with the
 names that factories.go has for the engine type `vllm`: one series of each family, the latest by

@@ -68,7 +68,7 @@ def _has_tokenizer(url: str) -> bool:
 
 @dataclass
 class Outcomes:
-    """What became of the requests of a run."""
+    """Results of the requests of a run."""
 
     right: Counter[str] = field(default_factory=Counter)  # by kind
     refused: list[tuple[int, str, str]] = field(default_factory=list)  # number, kind, reason

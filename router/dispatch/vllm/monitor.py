@@ -19,8 +19,8 @@ from baton.router.input_processing.model_profiles import ModelProfiles
 from baton.router.routing.node_table import Node
 from baton.router.values import TextPrompt
 
-EVERY_S = 1.0
-LOOK_S = 5.0  # for an answer about health
+POLL_INTERVAL_S = 1.0
+HEALTH_TIMEOUT_S = 5.0
 RETRY_CHECK_S = 10.0
 MIN_CHECK_TOKENS, MAX_CHECK_TOKENS = 65, 256  # more than a few blocks
 TEXT = """\
@@ -70,7 +70,7 @@ class ServerMonitor:
 
     async def run(self) -> None:
         # A check takes as long as a few prompts.
-        await asyncio.gather(self._repeat(self.look), self._repeat(self.check_nodes))
+        await asyncio.gather(self._repeat(self.poll), self._repeat(self.check_nodes))
 
     async def _repeat(self, do: Callable[[], Awaitable[None]]) -> None:
         while True:
@@ -78,16 +78,16 @@ class ServerMonitor:
                 await do()
             except Exception:
                 log.exception("bug in the watch of %s", self._server.address)
-            await asyncio.sleep(EVERY_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
 
-    async def look(self) -> None:
-        """Ask the server for its health, and for its load."""
+    async def poll(self) -> None:
+        """Read the server's health and load."""
         server = self._server
         try:
-            async with asyncio.timeout(LOOK_S):
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
                 await server.api.get_text("/health")
                 if server.trouble:
-                    await self._introduce()
+                    await self._read_model()
                 server.load = read_load(await server.api.get_text("/metrics"))
         except (ServerFailed, OSError, TimeoutError) as error:
             trouble = str(error) or repr(error)
@@ -95,7 +95,7 @@ class ServerMonitor:
                 log.warning("%s cannot be used: %s", server.address, trouble)
             server.note_gone(trouble)
 
-    async def _introduce(self) -> None:
+    async def _read_model(self) -> None:
         """Read the names of the model that a healthy server has."""
         server = self._server
         listed = (await server.api.get("/v1/models")).get("data")

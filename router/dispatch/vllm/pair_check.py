@@ -47,7 +47,7 @@ class PairVerdict:
 
 @dataclass(slots=True)
 class _Answer:
-    """What a node returns for the text."""
+    """Reply of a node to the text."""
 
     prompt_logprobs: list[float] = field(default_factory=list)
     next_tokens: Mapping[int, float] = field(default_factory=dict)

@@ -120,7 +120,7 @@ def test_a_server_is_used_once_its_check_with_a_node_has_passed() -> None:
         async with serving(api) as addresses:
             world = a_world(addresses, node)
             assert world.status.state is NodeAvailability.UNREACHABLE
-            await world.monitor.look()
+            await world.monitor.poll()
             assert (world.status.state, world.is_used) == (NodeAvailability.NOT_READY, False)
             assert "not over" in world.status.reason
             await world.monitor.check_nodes()
@@ -166,7 +166,7 @@ def test_mismatches_are_named_and_the_server_is_not_used(
         api.answer = answer
         async with serving(api) as addresses:
             world = a_world(addresses, node)
-            await world.monitor.look()
+            await world.monitor.poll()
             await world.monitor.check_nodes()
             assert (world.status.state, world.is_used) == (NodeAvailability.MISMATCHED, False)
             assert world.status.reason.startswith(f"d:1: {reason}") or reason in world.status.reason
@@ -189,7 +189,7 @@ def test_a_server_of_another_model_is_refused_by_name() -> None:
         api.pages["/v1/models"] = {"data": [{"id": "llama", "root": "org/llama"}]}
         async with serving(api) as addresses:
             world = a_world(addresses, node)
-            await world.monitor.look()
+            await world.monitor.poll()
             await world.monitor.check_nodes()
             assert world.status.state is NodeAvailability.MISMATCHED
             assert world.status.reason == "d:1: it serves llama, and the node tiny"
@@ -204,16 +204,16 @@ def test_a_server_that_ends_is_checked_again_when_it_is_back() -> None:
         api.answer = completion()
         async with serving(api) as addresses:
             world = a_world(addresses, node)
-            await world.monitor.look()
+            await world.monitor.poll()
             await world.monitor.check_nodes()
             health = api.pages.pop("/health")
             api.pages["/health"] = b""
             api.pages["/metrics"] = b"\xff" * (1 << 23)  # more than any page
-            await world.monitor.look()
+            await world.monitor.poll()
             assert (world.status.state, world.is_used) == (NodeAvailability.UNREACHABLE, False)
             assert "more than" in world.status.reason
             api.pages |= {"/health": health, "/metrics": b""}
-            await world.monitor.look()
+            await world.monitor.poll()
             assert not world.is_used
             await world.monitor.check_nodes()
             assert world.is_used
@@ -229,7 +229,7 @@ def test_a_check_that_fails_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> No
         api.answer = completion()
         async with serving(api) as addresses:
             world = a_world(addresses, node)
-            await world.monitor.look()
+            await world.monitor.poll()
             await world.monitor.check_nodes()
             assert (world.status.state, world.is_used) == (NodeAvailability.NOT_READY, False)
             assert "no check with d:1" in world.status.reason
