@@ -211,7 +211,7 @@ async def _http_server(
         return
     # Imported late: routers that only serve gRPC do not need the HTTP stack.
     from baton.router.doors.error_formats import DEFAULT_ERRORS
-    from baton.router.doors.http_app import http_app
+    from baton.router.doors.http_app import WEBSOCKET_PATHS, http_app
     from baton.router.http.server import http_serving
 
     app = http_app(
@@ -226,7 +226,14 @@ async def _http_server(
         cors=options.cors,
     )
     host = options.http_host or options.host
-    async with http_serving(app, host, options.http_port, options.tls, DEFAULT_ERRORS) as address:
+    async with http_serving(
+        app,
+        host,
+        options.http_port,
+        options.tls,
+        DEFAULT_ERRORS,
+        websocket_paths=WEBSOCKET_PATHS,
+    ) as address:
         announce("http", address)
         yield
 

@@ -21,7 +21,7 @@ GENERATED = ("_pb2", "_pb2_grpc")
 HEAVY = {
     "grpc", "google", "llguidance", "matplotlib", "nixl", "numpy", "opentelemetry", "pydantic",
     "prometheus_client", "rich", "starlette", "tokenizers", "torch", "transformers", "ucxx",
-    "uvicorn",
+    "uvicorn", "websockets",
 }  # fmt: skip
 
 

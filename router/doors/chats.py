@@ -34,6 +34,9 @@ class ChatTurns:
         call = {"id": call_id, "type": "function", "function": function}
         self._turn("assistant").setdefault("tool_calls", []).append(call)
 
+    def has_call(self, call_id: str) -> bool:
+        return call_id in self._name_by_call
+
     def add_result(self, call_id: str, texts: list[str], *, is_error: bool = False) -> None:
         name = self._name_by_call.get(call_id)
         self.messages.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
 from baton.router.adapters.updates import AdapterUpdates
@@ -13,7 +14,8 @@ from baton.router.doors.messages.routes import messages_routes
 from baton.router.doors.openai import descriptions as openai
 from baton.router.doors.openai.routes import openai_routes
 from baton.router.doors.responses import descriptions as responses
-from baton.router.doors.responses.routes import responses_routes
+from baton.router.doors.responses.routes import RESPONSES, responses_routes
+from baton.router.doors.responses.websocket.session import SESSION_LIMITS, SessionLimits
 from baton.router.doors.unserved import handle_http_exception
 from baton.router.http.app import Probes, Scrape, asgi_app
 from baton.router.http.bodies import Bodies
@@ -27,6 +29,7 @@ from baton.rpc.security.token import AcceptedTokens
 from baton.rpc.security.token_gate import ignore_refusal
 
 DESCRIPTIONS = {**openai.DESCRIPTIONS, **messages.DESCRIPTIONS, **responses.DESCRIPTIONS}
+WEBSOCKET_PATHS = (RESPONSES,)
 
 
 def http_app(
@@ -40,12 +43,13 @@ def http_app(
     tokens: AcceptedTokens | None = None,
     on_refusal: Callable[[str], None] = ignore_refusal,
     cors: CorsConfig = NO_CORS,
+    sessions: SessionLimits = SESSION_LIMITS,
 ) -> ASGIApp:
     bodies = Bodies(pipeline.table)
-    routes = [
+    routes: list[BaseRoute] = [
         *openai_routes(pipeline, scopes, bodies, resets, adapters),
         *messages_routes(pipeline, scopes, bodies),
-        *responses_routes(pipeline, scopes, bodies),
+        *responses_routes(pipeline, scopes, bodies, sessions),
         *Probes(health, pipeline, scrape).routes,
     ]
     routes += documentation(routes, DESCRIPTIONS, has_tokens=tokens is not None)

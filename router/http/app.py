@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, ExceptionHandler, Receive, Scope, Send
 
 from baton.core.errors import NamedError
 from baton.router.http.config import NO_CORS, CorsConfig
 from baton.router.http.errors import INTERNAL, ErrorFormats, failure_of
-from baton.router.http.middleware import RequestIds, with_cors
+from baton.router.http.middleware import CONNECTS, RequestIds, WebSocketOrigins, with_cors
 from baton.router.pipeline import Pipeline
 from baton.rpc.errors import Unauthenticated
 from baton.rpc.health import Health
@@ -83,7 +84,7 @@ def _probe_response(is_well: bool) -> Response:
 
 
 def asgi_app(
-    routes: Sequence[Route],
+    routes: Sequence[BaseRoute],
     errors_of: ErrorFormats,
     handle_http_exception: ExceptionHandler,
     tokens: AcceptedTokens | None = None,
@@ -107,7 +108,7 @@ def asgi_app(
         },
     )
     gated = app if tokens is None else Gate(app, errors_of, tokens, on_refusal)
-    return RequestIds(with_cors(gated, cors))
+    return RequestIds(WebSocketOrigins(with_cors(gated, cors), errors_of, cors))
 
 
 class Gate:
@@ -126,10 +127,10 @@ class Gate:
         self._on_refusal = on_refusal  # called with the reason
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in PATHS_WITHOUT_TOKEN:
+        if scope["type"] in CONNECTS and scope["path"] not in PATHS_WITHOUT_TOKEN:
             scope = _with_bearer_token(scope)
             try:
-                self._accepted.check(Request(scope).headers.get(HEADER))
+                self._accepted.check(Headers(scope=scope).get(HEADER))
             except Unauthenticated as refusal:
                 self._on_refusal(reason_of(Unauthenticated))
                 errors = self._errors_of(scope["path"])
@@ -140,7 +141,7 @@ class Gate:
 
 def _with_bearer_token(scope: Scope) -> Scope:
     """Add the token of `x-api-key` as a bearer token, unless there is one."""
-    headers = Request(scope).headers
+    headers = Headers(scope=scope)
     key = headers.get(API_KEY)
     if key is None or HEADER in headers:
         return scope

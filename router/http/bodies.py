@@ -67,9 +67,25 @@ class Bodies:
 
         Raises MessageTooLarge, QueueFull, BodyTimeout and ClientGone.
         """
-        gauge = JsonGauge(max_values(self._table.served_model().max_model_len))
         with self._budget.lease() as lease:
-            yield ReceivedBody(await read_body(request, lease, gauge), self._thread)
+            yield ReceivedBody(await read_body(request, lease, self._gauge()), self._thread)
+
+    @asynccontextmanager
+    async def hold(self, message: bytes) -> AsyncIterator[ReceivedBody]:
+        """Yield a body that has arrived as one message, and counts in the budget.
+
+        Raises MessageTooLarge and QueueFull.
+        """
+        gauge = self._gauge()
+        with self._budget.lease() as lease:
+            for start in range(0, len(message), SMALL_BODY_BYTES):
+                gauge.feed(message[start : start + SMALL_BODY_BYTES])
+                await asyncio.sleep(0)
+            lease.grow_to(len(message) + VALUE_BYTES * gauge.num_values)
+            yield ReceivedBody(message, self._thread)
+
+    def _gauge(self) -> JsonGauge:
+        return JsonGauge(max_values(self._table.served_model().max_model_len))
 
 
 class BodyBudget:
@@ -86,7 +102,7 @@ class BodyBudget:
         try:
             yield lease
         finally:
-            self.num_held -= lease.num_bytes
+            lease.release()
 
 
 @dataclass(slots=True)
@@ -105,6 +121,10 @@ class Lease:
             )
         self.num_bytes = num_bytes
         self.budget.num_held += num_more
+
+    def release(self) -> None:
+        self.budget.num_held -= self.num_bytes
+        self.num_bytes = 0
 
 
 class JsonGauge:
@@ -180,16 +200,21 @@ def json_object(body: bytes) -> dict[str, Any]:
 
 async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, object]) -> None:
     """Run `work`, and cancel it when the client disconnects, so that the nodes stop, too."""
-    working = asyncio.ensure_future(work)
-    disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))
+    await run_until_first(work, _wait_for_disconnect(receive))
+
+
+async def run_until_first(*works: Coroutine[Any, Any, object]) -> None:
+    """Run all until the first one ends, and cancel the others. Raises what they raise."""
+    tasks = [asyncio.ensure_future(work) for work in works]
     try:
-        await asyncio.wait({working, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for each in (working, disconnect):
-            each.cancel()
-        await asyncio.wait({working, disconnect})
-    if not working.cancelled():
-        working.result()
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled():
+            task.result()
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

@@ -13,14 +13,17 @@ import json
 import logging
 import socket
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from baton.router.http.connection_slots import ConnectionLimits, ConnectionSlot, ConnectionSlots
 from baton.router.http.errors import ErrorFormat, HttpFailure
 from baton.router.http.json_encoding import Json
+from baton.router.http.websocket_connection import WebSocketConnection, WebSocketPaths
 
 ACCEPT_RETRY_S = 0.05
 OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
@@ -29,74 +32,6 @@ ALL_CONNECTIONS_IN_USE = HttpFailure(
 )
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """Limit of connections, and timeouts of clients."""
-
-    max_connections: int = 4096
-    handshake_s: float = 10.0  # for the TLS handshake
-    # From the start of a connection, or the first byte of a request, to the end of its headers.
-    head_s: float = 20.0
-    body_s: float = 30.0  # between two chunks of a body
-    unread_s: float = 120.0  # while a client does not read its answer
-
-
-class ConnectionSlot:
-    def __init__(self, accepted: socket.socket) -> None:
-        self.socket = accepted
-        self.opening: asyncio.Task[None] | None = None  # includes the TLS handshake
-        self.http: HttpConnection | None = None
-
-    def abort(self) -> None:
-        if self.http is not None and self.http.is_open:
-            self.http.abort()
-            return
-        if self.opening is not None:
-            self.opening.cancel()
-        if self.http is None:  # no transport owns the socket yet
-            self.socket.close()
-
-
-class ConnectionSlots:
-    """Slots of an acceptor's connections. Waiting connections are ordered by their waiting time."""
-
-    def __init__(self) -> None:
-        self._taken: set[ConnectionSlot] = set()
-        self._waiting: dict[ConnectionSlot, None] = {}
-
-    def __len__(self) -> int:
-        return len(self._taken)
-
-    def take(self, accepted: socket.socket) -> ConnectionSlot:
-        slot = ConnectionSlot(accepted)
-        self._taken.add(slot)
-        self._waiting[slot] = None
-        return slot
-
-    def note_waiting(self, slot: ConnectionSlot) -> None:
-        """Record that the connection waits for its client, from now on."""
-        if slot in self._taken:
-            self._waiting.pop(slot, None)
-            self._waiting[slot] = None
-
-    def note_answering(self, slot: ConnectionSlot) -> None:
-        """Record that the connection answers a complete request."""
-        self._waiting.pop(slot, None)
-
-    def free(self, slot: ConnectionSlot) -> None:
-        self._taken.discard(slot)
-        self._waiting.pop(slot, None)
-
-    def close_longest_waiting(self) -> bool:
-        """Close the connection that has waited longest. Return False if none waits."""
-        longest = next(iter(self._waiting), None)
-        if longest is None:
-            return False
-        self.free(longest)
-        longest.abort()
-        return True
 
 
 class HttpConnection(H11Protocol):
@@ -109,8 +44,14 @@ class HttpConnection(H11Protocol):
         limits: ConnectionLimits,
         slots: ConnectionSlots,
         slot: ConnectionSlot,
+        websockets: WebSocketPaths,
     ) -> None:
         super().__init__(config, server_state, {})
+        self.ws_protocol_class = partial(  # type: ignore[assignment]
+            WebSocketConnection, limits, slots, slot, websockets.arriving
+        )
+        self._websocket_paths = websockets.paths
+        self._is_upgraded = False
         self._limits = limits
         self._slots = slots
         self._slot = slot
@@ -132,10 +73,22 @@ class HttpConnection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         was_idle = self._is_between_requests and not self._has_part_of_head
         super().data_received(data)
+        if self._is_upgraded:
+            return
         if not self._is_between_requests:
             self._request_moved_on()
         elif was_idle:
             self._head_began()
+
+    def _should_upgrade(self) -> bool:
+        """Serve requests for other paths and methods over HTTP, whatever they could become."""
+        is_served = self.scope["method"] == "GET" and self.scope["path"] in self._websocket_paths
+        return is_served and super()._should_upgrade()
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        self._is_upgraded = True
+        self._close_after(None)
+        super().handle_websocket_upgrade(event)
 
     def on_response_complete(self) -> None:
         self._close_after(None)  # uvicorn's keep-alive timeout applies from here
@@ -212,6 +165,7 @@ class Acceptor:
         server_state: ServerState,
         limits: ConnectionLimits,
         errors: ErrorFormat,
+        websockets: WebSocketPaths,
     ) -> None:
         """`config` must be loaded."""
         self._listening = listening
@@ -220,6 +174,7 @@ class Acceptor:
         self._limits = limits
         self._slots = ConnectionSlots()
         self._refusal = _refusal(errors.body(ALL_CONNECTIONS_IN_USE))
+        self._websockets = websockets
 
     async def run(self) -> None:
         """Accept connections until cancelled. Open connections stay open."""
@@ -248,10 +203,10 @@ class Acceptor:
 
     async def _open(self, slot: ConnectionSlot) -> None:
         def make() -> HttpConnection:
-            slot.http = HttpConnection(
-                self._config, self._server_state, self._limits, self._slots, slot
+            slot.http = connection = HttpConnection(
+                self._config, self._server_state, self._limits, self._slots, slot, self._websockets
             )
-            return slot.http
+            return connection
 
         context = self._config.ssl
         try:

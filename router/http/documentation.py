@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from baton.router.http.openapi import (
     DOCUMENT,
@@ -18,10 +18,11 @@ from baton.router.http.openapi import (
 
 
 def documentation(
-    routes: Sequence[Route], described: Mapping[str, Described], *, has_tokens: bool
+    routes: Sequence[BaseRoute], described: Mapping[str, Described], *, has_tokens: bool
 ) -> list[Route]:
-    """Return routes that document `routes`."""
-    document = openapi_document(routes, described, has_tokens=has_tokens)
+    """Return routes that document `routes`. OpenAPI describes HTTP alone, without WebSocket."""
+    over_http = [route for route in routes if isinstance(route, Route)]
+    document = openapi_document(over_http, described, has_tokens=has_tokens)
 
     async def show_document(_request: Request) -> Response:
         return JSONResponse(document)

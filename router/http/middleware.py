@@ -1,4 +1,4 @@
-"""ASGI middleware around all HTTP APIs: request ids and cross-origin requests."""
+"""ASGI middleware around all HTTP APIs: request ids, and requests of web pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from baton.router.http.config import CorsConfig
+from baton.router.http.config import ANY_ORIGIN, CorsConfig
+from baton.router.http.errors import ErrorFormats, HttpFailure
 from baton.router.input_processing.limits import is_valid_name
 
 ID_BYTES = 12
@@ -22,6 +23,14 @@ RATE_LIMIT_HEADERS = tuple(
 # Headers of responses that web pages may read.
 EXPOSED_HEADERS = (REQUEST_ID, TRACE_ID, "retry-after", *RATE_LIMIT_HEADERS)
 ALLOWED_METHODS = ("GET", "POST", "DELETE")
+CONNECTS = ("http", "websocket")  # types of scopes
+HEAD_MESSAGES = ("http.response.start", "websocket.accept", "websocket.http.response.start")
+FOREIGN_PAGE = HttpFailure(
+    403,
+    "WebSocket connections of web pages are refused: start the router with --allowed-origins, or "
+    "call this server from a program",
+    "ORIGIN_NOT_ALLOWED",
+)
 
 
 class RequestIds:
@@ -31,7 +40,7 @@ class RequestIds:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] not in CONNECTS:
             await self._app(scope, receive, send)
             return
         shown = Headers(scope=scope).get(REQUEST_ID, "")
@@ -39,7 +48,8 @@ class RequestIds:
         scope.setdefault("state", {})[REQUEST_ID] = request_id
 
         async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
+            if message["type"] in HEAD_MESSAGES:
+                message.setdefault("headers", [])
                 MutableHeaders(scope=message).setdefault(REQUEST_ID, request_id)
             await send(message)
 
@@ -50,6 +60,29 @@ def request_id_of(scope: Scope) -> str:
     """Return the id that `RequestIds` gave to a request."""
     state: dict[str, Any] = scope.get("state", {})
     return str(state.get(REQUEST_ID, "")) or secrets.token_hex(ID_BYTES)
+
+
+class WebSocketOrigins:
+    """Refuses WebSocket connections of web pages, unless their origin is allowed.
+
+    CORS does not protect WebSockets: browsers connect to any host, and say from which page.
+    """
+
+    def __init__(self, app: ASGIApp, errors_of: ErrorFormats, config: CorsConfig) -> None:
+        self._app = app
+        self._errors_of = errors_of
+        self._allowed = frozenset(config.allowed_origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket" and not self._is_allowed(Headers(scope=scope)):
+            refuse = self._errors_of(scope["path"]).response(FOREIGN_PAGE)
+            await refuse(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _is_allowed(self, headers: Headers) -> bool:
+        origins = headers.getlist("origin")
+        return ANY_ORIGIN in self._allowed or all(origin in self._allowed for origin in origins)
 
 
 def with_cors(app: ASGIApp, config: CorsConfig) -> ASGIApp:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from baton.router.http.connections import Acceptor, ConnectionLimits
+from baton.router.http.bodies import MAX_BODY_BYTES, BodyBudget
+from baton.router.http.connection_slots import ConnectionLimits
+from baton.router.http.connections import Acceptor
 from baton.router.http.errors import ErrorFormat
+from baton.router.http.websocket_connection import WebSocketPaths
 from baton.rpc.listening import descriptor_limit, listening_socket, max_connections
 from baton.rpc.security.certificates import http_context
 from baton.rpc.security.tls import TlsConfig
@@ -42,10 +45,12 @@ async def http_serving(
     tls: TlsConfig,
     errors: ErrorFormat,
     limits: ConnectionLimits | None = None,
+    websocket_paths: Collection[str] = (),
 ) -> AsyncIterator[str]:
     """Serve until the block ends, and yield the address. Raises AddressInUse.
 
     By default, the limit of connections is derived from the limit of file descriptors.
+    `websocket_paths` can be upgraded to WebSocket.
     """
     limits = limits or ConnectionLimits(max_connections(descriptor_limit()))
     listening = listening_socket(host, port, "--http-port")
@@ -53,7 +58,9 @@ async def http_serving(
     config = uvicorn.Config(
         app,
         http="h11",  # limits the size of headers
-        ws="none",
+        ws="websockets-sansio",
+        ws_max_size=MAX_BODY_BYTES,
+        ws_per_message_deflate=False,  # a small message could become a large one
         lifespan="off",
         log_config=None,
         log_level="warning",
@@ -66,7 +73,9 @@ async def http_serving(
     config.load()
     server = HttpServer(config)
     serving = asyncio.ensure_future(server.serve(sockets=[]))  # connections come from the Acceptor
-    acceptor = Acceptor(listening, config, server.server_state, limits, errors)
+    arriving = BodyBudget(limits.max_arriving_bytes)
+    websockets = WebSocketPaths(frozenset(websocket_paths), arriving)
+    acceptor = Acceptor(listening, config, server.server_state, limits, errors, websockets)
     accepting = asyncio.ensure_future(acceptor.run())
     bound_port: int = listening.getsockname()[1]
     scheme = "https" if tls.listens else "http"

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
-from baton.router.http.connections import ConnectionLimits
+from baton.router.http.connection_slots import ConnectionLimits
 from baton.rpc.security.tls import PLAIN, TlsConfig
 from tests.support.certificates import make_authority
 from tests.support.http_routers import HttpRouter, an_http_router

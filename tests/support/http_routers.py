@@ -16,9 +16,10 @@ from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.admission.rate_limits import NO_RATE_LIMITS, RateLimitConfig
 from baton.router.dispatch.config import DispatchConfig
 from baton.router.doors.error_formats import DEFAULT_ERRORS
-from baton.router.doors.http_app import http_app
+from baton.router.doors.http_app import WEBSOCKET_PATHS, http_app
+from baton.router.doors.responses.websocket.session import SESSION_LIMITS, SessionLimits
 from baton.router.http.config import NO_CORS, CorsConfig
-from baton.router.http.connections import ConnectionLimits
+from baton.router.http.connection_slots import ConnectionLimits
 from baton.router.http.server import http_serving
 from baton.router.input_processing.model_profiles import ModelProfiles
 from baton.router.input_processing.tokenization import TextBoundary
@@ -69,6 +70,7 @@ async def an_http_router(
     adapters: AdapterUpdates | None = None,
     cors: CorsConfig = NO_CORS,
     rate_limits: RateLimitConfig = NO_RATE_LIMITS,
+    sessions: SessionLimits = SESSION_LIMITS,
 ) -> AsyncIterator[HttpRouter]:
     table = table or a_table()
     pipeline = Pipeline(
@@ -92,6 +94,9 @@ async def an_http_router(
         scrape=partial(exposition, CollectorRegistry()),
         tokens=tokens,
         cors=cors,
+        sessions=sessions,
     )
-    async with http_serving(app, "127.0.0.1", 0, tls, DEFAULT_ERRORS, limits) as address:
+    async with http_serving(
+        app, "127.0.0.1", 0, tls, DEFAULT_ERRORS, limits, WEBSOCKET_PATHS
+    ) as address:
         yield HttpRouter(address, pipeline, health)

@@ -125,6 +125,12 @@ COMPACTED = _object(
     output=_list(_object(type={"const": "compaction"}, id=TEXT, encrypted_content=TEXT)),
     usage=USAGE,
 )
+# Error over WebSocket.
+SOCKET_ERROR = _object(
+    type={"const": "error"},
+    status=COUNT,
+    error=_object(type=TEXT, code=TEXT, message=TEXT, param=_or_null(TEXT)),
+)
 
 _PLACE: Mapping[str, Schema] = {"item_id": TEXT, "output_index": COUNT}
 _PART_PLACE = {**_PLACE, "content_index": COUNT}

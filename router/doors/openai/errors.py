@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.core.errors import ContextLengthExceeded
+from baton.core.errors import ContextLengthExceeded, InvalidRequest
 from baton.router.http.errors import ErrorFormat, HttpFailure
 from baton.router.http.json_encoding import Json, server_sent_event
 from baton.rpc.errors import QueueFull, Unauthenticated, UnknownModel
@@ -17,16 +17,30 @@ CODES: dict[type[Exception], str] = {
 }
 
 
+class RefusedByCode(InvalidRequest):
+    """Invalid request for which OpenAI has a code."""
+
+    def __init__(self, message: str, field: str | None, code: str) -> None:
+        super().__init__(message, field)
+        self.code = code
+
+
 def error_body(failure: HttpFailure) -> Json:
-    codes = (code for kind, code in CODES.items() if isinstance(failure.cause, kind))
     error = {
         "message": failure.message,
         "type": _type(failure.status),
         "param": failure.field,
-        "code": next(codes, failure.reason),
+        "code": _code(failure),
         "reason": failure.reason,
     }
     return {"error": error}
+
+
+def _code(failure: HttpFailure) -> str:
+    if isinstance(failure.cause, RefusedByCode):
+        return failure.cause.code
+    codes = (code for kind, code in CODES.items() if isinstance(failure.cause, kind))
+    return next(codes, failure.reason)
 
 
 def _type(status: int) -> str:

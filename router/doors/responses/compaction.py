@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -17,8 +17,10 @@ from baton.router.answers import generate_answers
 from baton.router.doors.openai.generation import model_context
 from baton.router.doors.openai.request.bodies import Body, check_fields, validate_body
 from baton.router.doors.responses.bodies import IGNORED_FIELDS, Items
+from baton.router.doors.responses.memory import TenantMemory
 from baton.router.doors.responses.parsed_response import ParsedResponse, response_from
 from baton.router.doors.responses.response_object import usage_of
+from baton.router.doors.responses.store import ResponseStore
 from baton.router.doors.responses.summaries import content_of
 from baton.router.http.exchange import ReceivedRequest, Reply
 from baton.router.http.json_encoding import Json, as_json
@@ -60,7 +62,7 @@ def compaction_from(fields: dict[str, Any]) -> dict[str, Any]:
 @dataclass(frozen=True, slots=True)
 class CompactionHandler:
     pipeline: Pipeline
-    history_of: Callable[[object, str], bytes]  # by previous_response_id and owner
+    store: ResponseStore
 
     async def answer(self, request: ReceivedRequest, reply: Reply) -> None:
         with request.scope.ending_on_error():
@@ -78,7 +80,8 @@ class CompactionHandler:
 
     async def _parse(self, request: ReceivedRequest) -> ParsedResponse:
         fields = compaction_from(await request.body.fields())
-        history = self.history_of(fields.get("previous_response_id"), request.scope.owner)
+        memory = TenantMemory(self.store, request.scope.owner)
+        history = memory.history(fields.get("previous_response_id"))
         context = model_context(self.pipeline, fields)
         parse = partial(response_from, fields, history, request.id, context)
         return await request.body.thread.run(len(request.body.raw) + len(history), parse)

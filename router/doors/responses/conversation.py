@@ -48,6 +48,12 @@ def _add_item(turns: ChatTurns, item: Item, where: str) -> None:
             name = joined_name(item.namespace, item.name)
             turns.add_call(item.call_id, name, item.arguments)
         case CallOutputItem():
+            if not turns.has_call(item.call_id):
+                raise InvalidRequest(
+                    f"{where}.call_id: no function_call before it has the id "
+                    f"{item.call_id[:64]!r}; send the call, too",
+                    f"{where}.call_id",
+                )
             turns.add_result(item.call_id, _texts(item.output, f"{where}.output", TEXTS))
         case CompactionItem():
             summary = read_summary(item.encrypted_content, f"{where}.encrypted_content")

@@ -56,10 +56,16 @@ class ParsedResponse:
 
 
 def response_from(
-    fields: Mapping[str, Any], history: bytes, request_id: str, context: ModelContext
+    fields: Mapping[str, Any],
+    history: bytes,
+    request_id: str,
+    context: ModelContext,
+    *,
+    is_warmup: bool = False,
 ) -> ParsedResponse:
     """Parse a request. `history` are the items before it, as JSON.
 
+    A warm-up may have no input, and no message of the user, which many chat templates need.
     Raises InvalidRequest and UnsupportedInput.
     """
     effective = effective_fields(fields)
@@ -71,7 +77,9 @@ def response_from(
         turns.add_text("system", body.instructions)
     add_items(turns, before)
     add_items(turns, given)
-    if not given:
+    if is_warmup and all(message["role"] == "system" for message in turns.messages):
+        turns.add_text("user", "")
+    elif not given and not is_warmup:
         raise InvalidRequest("input is empty: send a text, or at least one item", "input")
     tools = read_tools(body.tools)
     chat = {

@@ -15,7 +15,7 @@ from baton.router.doors.responses.output_items import (
 )
 from baton.router.doors.responses.parsed_response import ParsedResponse
 from baton.router.http.errors import HttpFailure
-from baton.router.http.json_encoding import Json, named_event
+from baton.router.http.json_encoding import Json
 from baton.router.input_processing.tokenization import TextBoundary
 from baton.router.text_events.events import EventReader, ReasoningDelta, TextEvent
 from baton.router.values import AnswerPart, TokenChunk
@@ -58,10 +58,10 @@ class ResponseObject:
     def items(self) -> Sequence[Json]:
         return self._items.items
 
-    def start(self) -> bytes:
+    def start(self) -> list[Json]:
         response = self._response(IN_PROGRESS)
         kinds = ("response.created", "response.in_progress")
-        return self.encode({"type": kind, "response": response} for kind in kinds)
+        return self.numbered({"type": kind, "response": response} for kind in kinds)
 
     def events(self, part: AnswerPart) -> list[Json]:
         """Return the events of the next part, without the response's own."""
@@ -89,20 +89,21 @@ class ResponseObject:
             **({"warnings": warnings} if warnings else {}),
         }
 
-    def failed(self, failure: HttpFailure) -> bytes:
+    def failed(self, failure: HttpFailure) -> list[Json]:
         """Return the last event of a stream that fails after its first one."""
         code = CODES.get(failure.status, "server_error")
         error = {"code": code, "message": failure.message, "reason": failure.reason}
         response = self._response(FAILED, error=error)
-        return self.encode([{"type": "response.failed", "response": response}])
+        return self.numbered([{"type": "response.failed", "response": response}])
 
-    def encode(self, events: Iterable[Json]) -> bytes:
-        return b"".join(map(self._encode, events))
-
-    def _encode(self, event: Json) -> bytes:
-        numbered = {**event, "sequence_number": self._num_events}
-        self._num_events += 1
-        return named_event(numbered)
+    def numbered(self, events: Iterable[Json]) -> list[Json]:
+        """Return the events with their numbers, in the order in which they have to be sent."""
+        numbered = [
+            {**event, "sequence_number": number}
+            for number, event in enumerate(events, self._num_events)
+        ]
+        self._num_events += len(numbered)
+        return numbered
 
     def _response(self, status: str, **fields: object) -> Json:
         names = ("completed_at", "error", "incomplete_details", "usage")

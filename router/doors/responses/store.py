@@ -19,6 +19,7 @@ class StoredResponse(NamedTuple):
     body: bytes  # JSON of the response
     history: bytes  # JSON of all items of the conversation, those of the answer included
     stored_s: float
+    connection: str = ""  # that alone can continue the response; empty: the tenant can
 
     @property
     def num_bytes(self) -> int:
@@ -58,12 +59,11 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._order)
 
-    def put(self, tenant: str, response_id: str, body: bytes, history: bytes, now: float) -> bool:
+    def put(self, tenant: str, response_id: str, response: StoredResponse) -> bool:
         """Store a response under a new id. Return False if it is too large."""
-        response = StoredResponse(body, history, now)
         if response.num_bytes > self._limits.max_bytes:
             return False
-        self._expire(now)
+        self._expire(response.stored_s)
         shelf = self._shelves.setdefault(tenant, Shelf())
         while shelf.responses and self._is_full(shelf, response.num_bytes):
             self._drop(tenant, next(iter(shelf.responses)))
@@ -74,14 +74,18 @@ class ResponseStore:
         self.num_bytes += response.num_bytes
         return True
 
-    def find(self, tenant: str, response_id: str, now: float) -> StoredResponse | None:
+    def find(
+        self, tenant: str, response_id: str, now: float, connection: str = ""
+    ) -> StoredResponse | None:
+        """Return the response, if the connection can see it; empty: no connection of its own."""
         self._expire(now)
         shelf = self._shelves.get(tenant)
-        return None if shelf is None else shelf.responses.get(response_id)
+        found = None if shelf is None else shelf.responses.get(response_id)
+        return found if found is not None and found.connection in ("", connection) else None
 
-    def delete(self, tenant: str, response_id: str, now: float) -> bool:
+    def delete(self, tenant: str, response_id: str, now: float, connection: str = "") -> bool:
         """Return whether there was such a response."""
-        if self.find(tenant, response_id, now) is None:
+        if self.find(tenant, response_id, now, connection) is None:
             return False
         self._drop(tenant, response_id)
         return True
