@@ -39,9 +39,12 @@ def listening_socket(host: str, port: int, option: str) -> socket.socket:
     """Return a listening socket. Raises AddressInUse, which names the option to change."""
     try:
         [found, *_] = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
-        return socket.create_server(found[4][:2], family=found[0])
+        listening = socket.create_server(found[4][:2], family=found[0])
     except OSError as error:
         raise AddressInUse(_error_message(host, port, option, error)) from error
+    # Accepted sockets inherit it. asyncio sets it only where the protocol number is not 0.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening
 
 
 def _error_message(host: str, port: int, option: str, error: OSError) -> str:

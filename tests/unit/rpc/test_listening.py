@@ -1,13 +1,20 @@
-"""Limit on file descriptors: it is raised, and the servers leave a reserve."""
+"""Listening sockets, and the limit on file descriptors: servers leave a reserve."""
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 
 import pytest
 
-from baton.rpc.listening import MIN_CONNECTIONS, MIN_RESERVED, NUM_SERVERS, max_connections
+from baton.rpc.listening import (
+    MIN_CONNECTIONS,
+    MIN_RESERVED,
+    NUM_SERVERS,
+    listening_socket,
+    max_connections,
+)
 
 RAISED = """\
 import resource
@@ -28,3 +35,12 @@ def test_all_servers_together_leave_a_reserve_of_descriptors(num_descriptors: in
 
     assert share >= MIN_CONNECTIONS
     assert NUM_SERVERS * share + MIN_RESERVED <= num_descriptors
+
+
+def test_accepted_connections_send_at_once() -> None:
+    with listening_socket("127.0.0.1", 0, "--port") as listening:
+        listening.listen()
+        with socket.create_connection(listening.getsockname()):
+            accepted, _ = listening.accept()
+            with accepted:
+                assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
