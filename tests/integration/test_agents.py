@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from baton.cluster import LocalCluster
+from tests.support.recording_proxy import a_recording_proxy
 from tests.support.scripted_agent import SEEN
 
 MAX_S = 240
@@ -28,6 +29,7 @@ sandbox_mode = "danger-full-access"
 name = "baton"
 base_url = "http://{address}/v1"
 wire_api = "responses"
+supports_websockets = {over_websocket}
 """
 
 
@@ -85,17 +87,27 @@ def test_claude_code_runs_a_tool(agents: Path, scripted: LocalCluster, tmp_path:
     assert ended["usage"]["cache_read_input_tokens"] > 16
 
 
-def test_codex_runs_a_tool(agents: Path, scripted: LocalCluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("over_websocket", ["false", "true"])
+def test_codex_runs_a_tool(
+    over_websocket: str, agents: Path, scripted: LocalCluster, tmp_path: Path
+) -> None:
     config = tmp_path / "home" / ".codex" / "config.toml"
     config.parent.mkdir(parents=True)
-    config.write_text(CODEX_CONFIG.format(address=scripted.router.http_address), encoding="utf-8")
 
-    events = run_agent(
-        [str(agents / "codex"), "exec", "--skip-git-repo-check", "--json", TASK], tmp_path
-    )
+    router = scripted.router.http_address
+    assert router is not None
+    with a_recording_proxy(router) as (address, heads):
+        written = CODEX_CONFIG.format(address=address, over_websocket=over_websocket)
+        config.write_text(written, encoding="utf-8")
+        events = run_agent(
+            [str(agents / "codex"), "exec", "--skip-git-repo-check", "--json", TASK], tmp_path
+        )
 
     assert was_opened(tmp_path)
     said = [event["item"]["text"] for event in events if "text" in event.get("item", ())]
     assert said == [SEEN]
     assert events[-1]["type"] == "turn.completed"
     assert events[-1]["usage"]["cached_input_tokens"] > 16
+    posts = [head for head in heads if head.startswith(b"POST /v1/responses ")]
+    sockets = [head for head in heads if head.startswith(b"GET /v1/responses ")]
+    assert (bool(posts), len(sockets)) == ((False, 1) if over_websocket == "true" else (True, 0))

@@ -17,6 +17,7 @@ from baton.core.sampling import SamplingParams
 from tests.support.client_load import ClientRequest, stream_answer
 from tests.support.models import prompt_of, reference_choices, reference_greedy
 from tests.support.nodes import await_all_free, await_load, card_at, is_busy
+from tests.support.response_sockets import a_response_socket
 from tests.support.suspended_processes import suspended
 
 # Long enough to come to where the request is to stand, on a busy machine too.
@@ -106,6 +107,22 @@ def test_a_client_disconnects_while_prefill_waits_for_a_grant(
             partial(await_blocks_held_by_a_finished_request, prefill.address),
         )
         await_all_free(prefill.address)  # it does not wait for decode to agree
+
+
+def test_a_client_over_websocket_vanishes_during_its_answer(cluster: LocalCluster) -> None:
+    [decode] = cluster.decodes
+    address = cluster.router.http_address
+    assert address is not None
+
+    async def scenario() -> None:
+        async with a_response_socket(address) as client:
+            await client.send(model="", ignore_eos=True, max_output_tokens=400)
+            while (await client.receive())["type"] != "response.output_text.delta":
+                """The first events belong to the response."""
+            await asyncio.to_thread(await_load, decode.address, is_busy)
+            client.connection.transport.abort()
+
+    asyncio.run(scenario())
 
 
 def test_clients_disconnect_while_prefill_computes_and_queues(

@@ -1,12 +1,11 @@
-"""Open Responses' compliance templates over HTTP, but those of images and files; and clients that
-read reasoning and calls that the model decides about.
+"""Open Responses' compliance templates, but those of images and files; and clients that read
+reasoning and calls that the model decides about.
 """
 
 from __future__ import annotations
 
 import json
 import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,64 +15,27 @@ from jsonschema import Draft202012Validator
 from openai import OpenAI
 
 from baton.cluster import LocalCluster
-from tests.support.open_responses import COMPACTED, EVENTS, RESPONSE
+from tests.support.open_responses import COMPACTED
+from tests.support.open_responses_client import (
+    USER,
+    WEATHER,
+    asking_over_websocket,
+    create,
+    post,
+    said,
+    stream,
+    texts_of,
+)
+from tests.support.response_sockets import LAST_EVENTS
 from tests.support.scripted_agent import CALLS, SECRET, SEEN, TEXT, THOUGHT
 
 MAX_S = 60
-WEATHER: dict[str, Any] = {
-    "type": "function",
-    "name": "get_weather",
-    "description": "Get the current weather for a location",
-    "parameters": {
-        "type": "object",
-        "properties": {"location": {"type": "string"}},
-        "required": ["location"],
-    },
-}
-USER = {"type": "message", "role": "user", "content": "Say hello in three words."}
-
-
-def said(role: str, content: str, **more: str) -> dict[str, str]:
-    return {"type": "message", "role": role, "content": content, **more}
+NOT_FOUND = "previous_response_not_found"
 
 
 @pytest.fixture
 def url(scripted: LocalCluster) -> str:
     return f"http://{scripted.router.http_address}/v1/responses"
-
-
-def post(url: str, items: Any, **fields: Any) -> bytes:
-    body = json.dumps({"model": "agent", "input": items, **fields}).encode()
-    request = urllib.request.Request(url, body, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=MAX_S) as answer:
-        received: bytes = answer.read()
-    return received
-
-
-def create(url: str, items: Any, **fields: Any) -> Any:
-    """Return a whole response that matches the schema."""
-    response = json.loads(post(url, items, **fields))
-    Draft202012Validator(RESPONSE).validate(response)
-    return response
-
-
-def stream(url: str, items: Any, **fields: Any) -> list[Any]:
-    """Return the events of a stream, each of which matches its schema."""
-    events = []
-    for block in post(url, items, stream=True, **fields).decode().split("\n\n"):
-        lines = dict(line.split(": ", 1) for line in block.splitlines())
-        if lines.get("data", "[DONE]") == "[DONE]":
-            continue
-        event = json.loads(lines["data"])
-        assert event["type"] == lines["event"]
-        Draft202012Validator(EVENTS[event["type"]]).validate(event)
-        events.append(event)
-    return events
-
-
-def texts_of(response: Any) -> list[str]:
-    messages = [item for item in response["output"] if item["type"] == "message"]
-    return [part["text"] for item in messages for part in item["content"]]
 
 
 @pytest.mark.parametrize(
@@ -188,6 +150,82 @@ def test_a_response_repeats_the_fields_of_its_request(url: str) -> None:
     assert response["presence_penalty"] == 0.5
     assert {name: response[name] for name in given} == given
     assert response["completed_at"] >= response["created_at"]
+
+
+def test_responses_over_websocket_follow_each_other_and_continue(url: str) -> None:
+    """Templates websocket-response, -sequential-responses and -continuation."""
+    with asking_over_websocket(url) as ask:
+        for store in (True, False):
+            events = ask(model="agent", input=[USER], store=store)
+            assert [event["sequence_number"] for event in events] == list(range(len(events)))
+            deltas = [
+                event["delta"] for event in events if event["type"] == "response.output_text.delta"
+            ]
+            assert events[-1]["type"] == "response.completed"
+            assert texts_of(events[-1]["response"]) == ["".join(deltas)] == [TEXT]
+        called = ask(model="agent", input=[USER], tools=[WEATHER], store=False)[-1]["response"]
+        [call] = called["output"]
+        output = {"type": "function_call_output", "call_id": call["call_id"], "output": SECRET}
+        more = {"previous_response_id": called["id"], "tools": [WEATHER], "store": False}
+        answered = ask(model="agent", input=[output], **more)[-1]["response"]
+        assert texts_of(answered) == [SEEN]
+        long = {"model": "agent", "input": "Be patient. " * 9}
+        warm = ask(**long, generate=False, store=False)[-1]["response"]
+        assert (warm["status"], warm["output"]) == ("completed", [])
+        following = {**long, "input": "?", "previous_response_id": warm["id"]}
+        usage = ask(**following)[-1]["response"]["usage"]
+        assert usage["input_tokens_details"]["cached_tokens"] > usage["input_tokens"] // 2
+
+
+def test_only_its_connection_continues_what_is_not_stored(url: str) -> None:
+    """Templates -reconnect-store-false-recovery, -previous-response-not-found,
+    -failed-continuation-evicts-cache and -compact-new-chain.
+    """
+    common: dict[str, Any] = {"model": "agent", "store": False}
+    output = {"type": "function_call_output", "call_id": "call_missing", "output": "?"}
+    with asking_over_websocket(url) as ask:
+        first = ask(**common, input="Remember: copper.")[-1]["response"]["id"]
+        with asking_over_websocket(url) as reconnected:
+            for previous in (first, "resp_missing"):
+                [lost] = reconnected(**common, input="?", previous_response_id=previous)
+                assert (lost["status"], lost["error"]["code"]) == (400, NOT_FOUND)
+            assert texts_of(reconnected(**common, input=[USER])[-1]["response"]) == [TEXT]
+        [failed] = ask(**common, input=[output], previous_response_id=first)
+        assert failed["error"]["param"] == "input.0.call_id"
+        [evicted] = ask(**common, input="?", previous_response_id=first)
+        assert evicted["error"]["code"] == NOT_FOUND
+        turns = [said("user", "Remember: slate."), said("assistant", "OK.")]
+        compacted = json.loads(post(f"{url}/compact", turns))["output"]
+        assert texts_of(ask(**common, input=[*compacted, USER])[-1]["response"]) == [TEXT]
+
+
+def test_openai_converses_over_websocket(scripted: LocalCluster) -> None:
+    base = f"http://{scripted.router.http_address}/v1"
+    asked: Any = {"model": "agent", "input": "the weather", "tools": [WEATHER], "store": False}
+    with (
+        OpenAI(base_url=base, api_key="none", timeout=MAX_S) as client,
+        client.responses.connect() as connection,
+    ):
+
+        def last_event(**fields: Any) -> Any:
+            connection.response.create(**fields)
+            return next(event for event in connection if event.type in LAST_EVENTS)
+
+        called = last_event(**asked, stream_id="main")
+        [call] = called.response.output
+        result: Any = {
+            "type": "function_call_output",
+            "call_id": call.call_id,
+            "output": SECRET,
+        }
+        more = {**asked, "input": [result], "previous_response_id": called.response.id}
+        answered = last_event(**more, stream_id="main")
+        lost = last_event(**more, stream_id="main")
+
+    assert called.stream_id == answered.stream_id == lost.stream_id == "main"
+    assert json.loads(call.arguments) == CALLS["get_weather"]
+    assert answered.response.output_text == SEEN
+    assert (lost.type, lost.status, lost.error.code) == ("error", 400, NOT_FOUND)
 
 
 def test_openai_reads_reasoning_and_calls(scripted: LocalCluster) -> None:
