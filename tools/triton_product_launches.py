@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from baton.checkpoint.quantized import Quantized
+from baton.engine.runner.adapters.low_rank import ExpertPass, Group
 from baton.engine.runner.adapters.place import Part, Place
 from baton.engine.runner.model.config import MoeConfig, Scoring
 from baton.engine.runner.model.linear import ExpertChoice, Linear, Mlp, Moe, Router
@@ -69,10 +70,31 @@ def plain_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
 def low_rank_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
     """Yield the launches of the products of adapters."""
     part = Part(torch.zeros(16, HIDDEN_SIZE), torch.zeros(16, 512), first_row=0)
+    of_heads = Part(torch.zeros(16, HEAD_DIM), torch.zeros(16, LATENT_DIM), first_row=0)
+    places = {
+        Place(0, f"linear {dtype}"): [part],
+        Place(0, "key", 1): [of_heads],
+        Place(0, "gate_up", 1): [part],
+        Place(0, "down", 1): [part],
+    }
+    products = type(parts().low_rank)()
     with recorded_launches() as launches:
-        parts().low_rank.prepare({Place(0, str(dtype)): [part]}, torch.zeros(0, dtype=dtype), 1)
+        adapter = products.prepare(places, torch.zeros(0, dtype=dtype), 1)
     for launch in launches:
-        yield launch.kernel.__name__.removesuffix("_kernel"), launch
+        kind = launch.arguments["kind"]
+        yield f"{launch.kernel.__name__.removesuffix('_kernel')} {kind}", launch
+    config = MoeConfig(2, 1, 512, scales_input=True)
+    linear = parts().ops.linear(torch.zeros(512, HIDDEN_SIZE, dtype=dtype), None)
+    router = Router(config, torch.zeros(2, HIDDEN_SIZE), None, None)
+    moe = Moe(config, router, [Mlp(linear, linear)] * 2, None, None)
+    src, choice = torch.zeros(1, HIDDEN_SIZE, dtype=dtype), torch.zeros(1, 1)
+    own = ExpertPass(
+        parts().ops, moe, 0, MlpGate(), src, ExpertChoice(choice.long(), choice.float())
+    )
+    with recorded_launches() as launches:
+        products.mix_experts(own, [Group(adapter, torch.zeros(1, dtype=torch.int64))])
+    scaled = [each for each in launches if each.kernel.__name__ == "project_kernel"]
+    yield "project gate_up scaled", scaled[0]
 
 
 def routing_launches() -> Iterator[tuple[str, Launch]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 from torch import Tensor
 
 from baton.engine.errors import OutOfOrder
-from baton.engine.runner.adapters.low_rank import Group
+from baton.engine.runner.adapters.adapters import AdapterTable
+from baton.engine.runner.adapters.low_rank import Selection
 from baton.engine.runner.attention.paged_attention import AttentionPass, PagedAttention
 from baton.engine.runner.device.decode_graphs import DecodeBatch
 from baton.engine.runner.device.fenced_hook import FencedHook
@@ -34,12 +35,14 @@ class ForwardPasses:
         attention: PagedAttention,
         linear_attention: LinearAttention | None,
         max_model_len: int,
+        adapters: AdapterTable | None = None,
     ) -> None:
         self._decoder = decoder
         self._ropes = ropes
         self._attention = attention
         self._linear_attention = linear_attention
         self._max_model_len = max_model_len
+        self._adapters = adapters
         self._token_ids: Tensor | None = None
 
     @property
@@ -54,7 +57,7 @@ class ForwardPasses:
         step: Step,
         inputs: StepInputs,
         hook: FencedHook | None,
-        groups: Sequence[Group],
+        selection: Selection | None,
         *,
         needs_all: bool,
     ) -> Callable[[], HiddenStates]:
@@ -67,6 +70,9 @@ class ForwardPasses:
         indices = None if sampled is None else inputs.put(step.layout.last_token_indices(sampled))
         ends = None if needs_all else self._ends(step, sampled, indices, inputs)
         attention, linear_attention = self._begin_mixers(step.layout, step.states, inputs)
+        groups = None
+        if selection is not None and self._adapters is not None:
+            groups = self._adapters.put(selection, inputs)
 
         def launch() -> HiddenStates:
             angles = self._ropes.angles(positions, seen_lens, step.max_len)
@@ -86,11 +92,14 @@ class ForwardPasses:
         token_ids, positions = inputs.put(batch.token_ids), inputs.put(batch.layout.positions)
         self._token_ids = token_ids
         attention, linear_attention = self._begin_mixers(batch.layout, batch.states, inputs)
+        groups = None
+        if batch.adapters is not None and self._adapters is not None:
+            groups = self._adapters.put_decode(batch.adapters, inputs)
 
         def launch() -> HiddenStates:
             # A graph keeps the table of angles, so that it must have all positions.
             angles = self._ropes.angles(positions, None, self._max_model_len)
-            forward_pass = ForwardPass(angles, attention, linear_attention)
+            forward_pass = ForwardPass(angles, attention, linear_attention, groups)
             hidden_states = self._decoder.forward(token_ids, forward_pass, None)
             own = self._decoder.logits(hidden_states, logits[: len(token_ids)])
             peaks = PackedPeaks.of(self._decoder.ops.find_peaks(own))

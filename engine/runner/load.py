@@ -249,8 +249,11 @@ def _make_graph_pool(
 
 def _capture_graphs(config: RunnerConfig, runner: TorchRunner, pool: GraphPool) -> TorchRunner:
     max_blocks = -(-runner.info.max_model_len // config.block_size)
+    adapters = runner.adapters
+    has_adapters = adapters is not None and adapters.active.products.has_static_launches
     try:
-        runner.capture_graphs(pool, graph_sizes(config.max_num_seqs, max_blocks))
+        sizes = graph_sizes(config.max_num_seqs, max_blocks, has_adapters=has_adapters)
+        runner.capture_graphs(pool, sizes)
     except torch.OutOfMemoryError as error:
         raise InvalidConfig(
             "no memory for graphs of decode steps: lower --kv-cache-memory or --max-num-seqs, or "

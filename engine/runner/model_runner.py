@@ -24,7 +24,6 @@ from baton.core.logprobs import RAW_LOGPROBS
 from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.plan import Pending, Plan, RunResult
 from baton.engine.runner.adapters.adapters import AdapterTable
-from baton.engine.runner.adapters.low_rank import Group
 from baton.engine.runner.attention.kv_tensor import describe
 from baton.engine.runner.attention.paged_attention import PagedAttention
 from baton.engine.runner.device.block_copies import BlockCopies
@@ -97,7 +96,7 @@ class TorchRunner:
         self._inputs = make_inputs(self.device)
         self._batch = batch
         self._passes = ForwardPasses(
-            decoder, ropes, attention, linear_attention, info.max_model_len
+            decoder, ropes, attention, linear_attention, info.max_model_len, adapters
         )
         find_peaks = decoder.ops.find_peaks
         self.sampler = Sampler(
@@ -211,9 +210,7 @@ class TorchRunner:
 
     def _launch(self, step: Step, plan: Plan) -> LaunchedPass:
         """Launch the decoder, as a graph if one fits, and the heads."""
-        groups = () if self.adapters is None else self.adapters.select(step.runs)
-        needs_all = any(head.needs_all_tokens(step) for head in self._heads)
-        inputs, forward = self._prepare(step, plan, groups, needs_all)
+        inputs, forward = self._prepare(step, plan)
         begun = [head.begin(step, inputs) for head in self._heads]
         heads = [head for head in begun if head is not None]
         gather = None
@@ -238,21 +235,22 @@ class TorchRunner:
             return False
         return step.states is None and all(head.sampled is not None for head in heads)
 
-    def _prepare(
-        self, step: Step, plan: Plan, groups: Sequence[Group], needs_all: bool
-    ) -> tuple[StepInputs, Callable[[], HiddenStates]]:
+    def _prepare(self, step: Step, plan: Plan) -> tuple[StepInputs, Callable[[], HiddenStates]]:
         """Put the arrays of a pass, and return the function that launches it."""
+        adapters = None if self.adapters is None else self.adapters.select(step.runs)
+        needs_all = any(head.needs_all_tokens(step) for head in self._heads)
         hook, graphs = self._fenced_hook(plan), self.graphs
         size: GraphSize | EagerCause = EagerCause.NO_GRAPHS
         if graphs is not None:
-            size = graphs.choose(_shape_of(step, needs_all, bool(groups), plan.is_retry))
+            size = graphs.choose(_shape_of(step, needs_all, adapters is not None, plan.is_retry))
         self.num_passes[size] += 1
         if graphs is None or isinstance(size, EagerCause):
             self._inputs.begin()
-            launch = self._passes.prepare(step, self._inputs, hook, groups, needs_all=needs_all)
+            launch = self._passes.prepare(step, self._inputs, hook, adapters, needs_all=needs_all)
             return self._inputs, launch
-        replay = graphs.prepare(size, DecodeBatch(step.token_ids, step.layout, step.states))
-        return graphs.inputs, partial(self._replay, replay, len(step.runs), hook)
+        own = DecodeBatch(step.token_ids, step.layout, step.states, adapters)
+        replay = partial(self._replay, graphs.prepare(size, own), len(step.runs), hook)
+        return graphs.inputs, replay
 
     def _replay(
         self, replay: Callable[[], HiddenStates], num_rows: int, hook: FencedHook | None

@@ -129,7 +129,10 @@ def passes_by_launch(num_passes: Mapping[GraphSize | EagerCause, int]) -> dict[s
     """Return the passes that replayed a graph, whatever its size, and the others by reason."""
     by_launch: dict[str, float] = {"graph": 0}
     for choice, number in dict(num_passes).items():
-        launch = choice.name.lower() if isinstance(choice, EagerCause) else "graph"
+        if isinstance(choice, EagerCause):
+            launch = choice.name.lower()
+        else:
+            launch = "graph_with_adapters" if choice.has_adapters else "graph"
         by_launch[launch] = by_launch.get(launch, 0) + number
     return by_launch
 

@@ -125,13 +125,18 @@ def test_tokens_of_a_model_with_recurrent_layers_equal_those_of_the_cpu(
     "parts", [TORCH, pytest.param(GRAPHABLE, marks=pytest.mark.triton)], ids=["eager", "graphs"]
 )  # graphs: long, as the tests of Triton's kernels
 def test_a_step_with_64_decodes_makes_a_copy_each_way_and_waits_once(
-    folder: Path, parts: Parts, name: str
+    folder: Path, parts: Parts, name: str, tmp_path: Path
 ) -> None:
     device, params = FakeDevice(), SAMPLING[name]
-    with runner_on(device, folder, parts, max_num_seqs=64) as runner:
-        driver = driver_of(runner)
-        for drive in drives(lengths=(3,) * 64):
-            driver.add(replace(drive, sampling=params))
+    with runner_on(device, folder, parts, max_num_seqs=64, max_loras=2) as runner:
+        driver, table = driver_of(runner), runner.adapters
+        assert table is not None
+        ids = ("", "0", "1") if parts is TORCH else ("",)
+        for adapter_id in ids[1:]:
+            files = write_adapter(folder, tmp_path / adapter_id, seed=int(adapter_id))
+            table.add(adapter_id, table.load(PeftFolder(files)))
+        for index, drive in enumerate(drives(lengths=(3,) * 64)):
+            driver.add(replace(drive, sampling=params, adapter=ids[index % len(ids)]))
         driver.step()
         device.counts = Counts()
 
@@ -297,34 +302,6 @@ def test_replayed_steps_with_grammars_give_the_tokens_of_eager_steps(
     assert (len(device.counts.copies_in), len(device.counts.copies_out)) == (2, 1)
     # The reference of the constraints copies logits; kernels have memory of their own.
     assert device.counts.allocations == 0 or sampling == "torch"
-
-
-def test_steps_with_adapters_are_eager_and_those_after_them_replay_graphs(
-    folder: Path, tmp_path: Path
-) -> None:
-    adapter = PeftFolder(write_adapter(folder, tmp_path, seed=1, scale=0.5))
-
-    def run(runner: TorchRunner) -> list[list[int]]:
-        assert runner.adapters is not None
-        runner.adapters.add("own", runner.adapters.load(adapter))
-        driver = driver_of(runner)
-        requests = drives(num_tokens=6)
-        requests[1] = replace(requests[1], adapter="own", num_tokens=3)
-        return driver.run(*requests)
-
-    device = FakeDevice()
-    with runner_on(device, folder, max_loras=2) as runner:
-        found = run(runner)
-        num_steps = dict(runner.num_passes)
-    with load_runner(config_of(folder, max_loras=2)) as runner:
-        expected = run(runner)
-
-    assert found == expected
-    plain = outputs_on_the_cpu(folder, 6)
-    assert [found[0], found[2]] == [plain[0], plain[2]]
-    assert found[1] != plain[1][:3]
-    assert num_steps == {EagerCause.ADAPTERS: 3, GraphSize(2, 8): 3}
-    assert device.counts.replays == 3
 
 
 def test_recurrent_layers_replay_graphs(recurrent_folder: Path) -> None:

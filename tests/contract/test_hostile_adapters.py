@@ -100,9 +100,15 @@ def _replaced(tensor: torch.Tensor) -> Change:
     return change
 
 
+def _repeat_first(tensors: dict[str, torch.Tensor]) -> None:
+    for name in (FIRST, FIRST.replace("lora_A", "lora_B")):
+        tensors[name.replace("model.model.model", "model.model")] = tensors[name].clone()
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
+        (_repeat_first, "q_proj twice, by different names"),
         (lambda tensors: tensors.clear(), "has no matrices"),
         (lambda tensors: tensors.pop(FIRST), "lora_A and lora_B"),
         (_replaced(torch.zeros(4, 65)), "64 x 65"),
@@ -129,6 +135,25 @@ def test_tensors(base: Path, tmp_path: Path, change: Change, expected: str) -> N
     save_file(tensors, path)
 
     with pytest.raises(ModelError, match=expected):
+        load(base, adapter)
+
+
+def test_experts_by_name_and_stacked(tmp_path: Path) -> None:
+    base = make_model_folder(tmp_path / "base", FAMILY_VARIANTS["qwen3-moe"])
+    config = read_model_config(SafetensorsFolder(base))
+    assert config.moe is not None
+    names, rank = ("down_proj",), 4 * config.moe.num_experts
+    parameters = ["mlp.experts.down_proj"]
+    adapter = write_adapter(base, tmp_path / "own", names=names, target_parameters=parameters)
+    path = adapter / WEIGHTS
+    prefix = "base_model.model.model.layers.0.mlp.experts.lora_"
+    stacked = {
+        f"{prefix}A.weight": torch.zeros(rank, config.moe.expert_size),
+        f"{prefix}B.weight": torch.zeros(config.hidden_size, rank),
+    }
+    save_file(load_file(path) | stacked, path)
+
+    with pytest.raises(ModelError, match="down_proj twice, by different names"):
         load(base, adapter)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,8 +14,10 @@ from baton.engine.runner.adapters.low_rank import (
     Adapter,
     Group,
     LowRankProducts,
+    Selection,
 )
-from baton.engine.runner.adapters.place import Part, Place
+from baton.engine.runner.adapters.place import Part, Place, PlaceSize
+from baton.engine.runner.device.step_inputs import SHARED_INPUTS
 from baton.engine.runner.kernels.choose import native_parts
 from tests.support.triton_parts import interpreted_parts, launched_kernels, require_triton
 
@@ -83,8 +86,14 @@ def test_sums_of_all_groups(
         for index, chosen in enumerate(tokens)
         if len(chosen)
     ]
-    found = added(products, groups, inputs, base)
+    indices = np.full(num_tokens, -1)
+    for index, group in enumerate(groups):
+        indices[group.tokens] = index
+    selection = Selection([group.adapter for group in groups], indices)
 
+    found = added(products, products.put(selection, SHARED_INPUTS), inputs, base)
+
+    assert torch.equal(found, added(products, groups, inputs, base))
     assert torch.allclose(found.double(), exact(groups, inputs, base), atol=3e-2, rtol=2e-2)
     others = sorted({*range(num_tokens)} - {int(each) for each in torch.cat(tokens)})
     assert torch.equal(found[others], base[others])
@@ -157,6 +166,38 @@ def test_the_bits_of_a_head_do_not_depend_on_its_batch(name: str) -> None:
         alone, row = [Group(adapters[token % 2], torch.tensor([0]))], slice(token, token + 1)
         own = products.add_to_heads(0, "key", alone, inputs[row], base[row].clone())
         assert torch.equal(own[0], found[token])
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("num_adapters", [0, 1, 3])
+def test_launches_of_triton_that_a_graph_can_capture_do_not_depend_on_the_adapters(
+    num_adapters: int,
+) -> None:
+    products, key = products_of("triton"), Place(0, "key")
+    sizes = {PLACE: PlaceSize(3, 32), OTHER: PlaceSize(1, 32), key: PlaceSize(1, 32)}
+    makers = [of_all_rows, of_heads, of_all_rows][:num_adapters]
+    adapters = [make(products, seed) for seed, make in enumerate(makers)]
+    selection = Selection(adapters, np.arange(2 * num_adapters) // 2).pad(8)
+    inputs, base = torch.ones(8, 24).bfloat16(), torch.zeros(8, sum(ROWS)).bfloat16()
+    heads, outputs = torch.ones(8, 5, 24).bfloat16(), torch.zeros(8, 5, 40).bfloat16()
+
+    groups = products.put(selection, SHARED_INPUTS, sizes)
+    with launched_kernels() as names:
+        for place in (PLACE, OTHER):
+            products.add(place, groups, inputs, base)
+        outputs = products.add_to_heads(0, "key", groups, heads, outputs)
+
+    assert names == ["project_kernel", "expand_kernel"] * 3
+    changed = base.any(dim=1) | outputs.any(dim=2).any(dim=1)
+    assert changed.tolist() == [True] * (2 * num_adapters) + [False] * (8 - 2 * num_adapters)
+
+
+def of_all_rows(products: LowRankProducts, seed: int) -> Adapter:
+    return an_adapter(products, 20, 24, seed + 2)
+
+
+def of_heads(products: LowRankProducts, seed: int) -> Adapter:
+    return an_adapter_of_heads(products, [1, 3], seed)
 
 
 @pytest.mark.triton

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from baton.engine.runner.adapters.low_rank import (
     Group,
     LowRankProducts,
 )
-from baton.engine.runner.adapters.place import Part, Place
+from baton.engine.runner.adapters.place import ROUTER, Part, Place
 from baton.engine.runner.kernels.calls import Kernels
 from baton.engine.runner.kernels.native import NativeOps, native_experts
 from baton.engine.runner.kernels.native_low_rank import NativeLowRankProducts
@@ -32,7 +33,12 @@ from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.weights.quantize import Quantize, to_int4, to_int8
 from tests.support.hypothesis_profiles import num_examples
 from tests.support.kernels import kernels_by_variant
-from tests.support.triton_parts import triton_ops
+from tests.support.triton_parts import (
+    batch_invariant_ops,
+    interpreted_parts,
+    launched_kernels,
+    triton_ops,
+)
 
 REFERENCE = TorchOps()
 HIDDEN_SIZE, EXPERT_SIZE = 70, 50
@@ -60,9 +66,8 @@ def to_mxfp4(weight: Tensor) -> Quantized:
 QUANTIZERS: Mapping[str, Quantize] = {"int8": to_int8, "int4": to_int4, "mxfp4": to_mxfp4}
 FORMATS = ("none", *QUANTIZERS)
 
-each_variant = pytest.mark.parametrize(
-    "kernels", kernels_by_variant().values(), ids=kernels_by_variant().keys()
-)
+VARIANTS = kernels_by_variant()
+each_variant = pytest.mark.parametrize("kernels", VARIANTS.values(), ids=VARIANTS.keys())
 
 
 def parametrize_ops() -> pytest.MarkDecorator:
@@ -393,7 +398,7 @@ def test_experts_with_reordered_columns_are_computed(make_ops: Callable[[], Ops]
 # --- adapters -------------------------------------------------------------------------------------
 
 
-def adapted_experts(ops: NativeOps, moe: Moe, products: LowRankProducts) -> AdaptedExperts:
+def adapted_experts(ops: Ops, moe: Moe, products: LowRankProducts) -> AdaptedExperts:
     return AdaptedExperts(moe, 0, ops, GATES[0], ActiveAdapters(products))
 
 
@@ -411,20 +416,38 @@ def an_adapter(products: LowRankProducts, moe: Moe, experts: Sequence[int], seed
         parts[Place(0, "gate_up", expert)] = both
         if expert % 3:
             parts[Place(0, "down", expert)] = [part(HIDDEN_SIZE, EXPERT_SIZE)]
-    adapter = products.prepare(parts, torch.empty(0, dtype=torch.bfloat16), num_layers=1)
+    routers = {}
     if seed % 2:
-        router = merge_router(moe.router, [part(moe.config.num_experts, HIDDEN_SIZE)])
-        adapter = replace(adapter, routers={0: router})
-    return adapter
+        of_router = [part(moe.config.num_experts, HIDDEN_SIZE)]
+        if products.merges_routers:
+            routers[0] = merge_router(moe.router, of_router)
+        else:
+            parts[Place(0, ROUTER)] = of_router
+    adapter = products.prepare(parts, torch.empty(0, dtype=torch.bfloat16), num_layers=1)
+    return replace(adapter, routers=routers)
 
 
-@each_variant
+def native(kernels: Kernels) -> tuple[Ops, LowRankProducts]:
+    return NativeOps(kernels), NativeLowRankProducts(kernels)
+
+
+def triton() -> tuple[Ops, LowRankProducts]:
+    return batch_invariant_ops(), interpreted_parts().low_rank
+
+
 @pytest.mark.parametrize("scales_input", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(pytest.param(partial(native, each), id=name) for name, each in VARIANTS.items()),
+        pytest.param(triton, id="triton", marks=pytest.mark.triton),
+    ],
+)
 def test_experts_with_adapters_equal_those_computed_one_by_one_and_have_the_same_bits_in_any_batch(
-    kernels: Kernels, *, scales_input: bool
+    make: Callable[[], tuple[Ops, LowRankProducts]], *, scales_input: bool
 ) -> None:
     config = MoeConfig(9, 3, EXPERT_SIZE, normalizes=True, scales_input=scales_input)
-    ops, products = NativeOps(kernels), NativeLowRankProducts(kernels)
+    ops, products = make()
     moe, hidden_states = moe_of(config, ops, "none"), states(11, 4)
     adapters = [
         an_adapter(products, moe, experts, seed)
@@ -439,7 +462,7 @@ def test_experts_with_adapters_equal_those_computed_one_by_one_and_have_the_same
 
     found = mixed(groups, hidden_states)
 
-    one_by_one = adapted_experts(ops, moe, OneByOne(kernels))
+    one_by_one = adapted_experts(ops, moe, cast("LowRankProducts", OneByOne(products)))
     one_by_one.active.groups = groups
     wanted = one_by_one.mix(hidden_states)
     assert are_near(found, wanted)
@@ -451,8 +474,36 @@ def test_experts_with_adapters_equal_those_computed_one_by_one_and_have_the_same
         assert torch.equal(mixed(own, hidden_states[token : token + 1])[0], found[token])
 
 
-class OneByOne(NativeLowRankProducts):
+class OneByOne:
     """The reference: experts are linear layers with adapters, one after the other."""
+
+    def __init__(self, products: LowRankProducts) -> None:
+        self._products = products
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._products, name)
 
     def mix_experts(self, pass_: ExpertPass, groups: Sequence[Group]) -> Tensor | None:
         return None
+
+
+@pytest.mark.triton
+def test_launches_of_triton_do_not_depend_on_the_number_of_experts_and_adapters() -> None:
+    found = []
+    for num_experts, num_adapters in ((2, 1), (9, 1), (9, 3)):
+        ops, products = triton()
+        moe = moe_of(MoeConfig(num_experts, 2, EXPERT_SIZE), ops, "none")
+        adapters = [
+            an_adapter(products, moe, [*range(num_experts)], seed) for seed in range(num_adapters)
+        ]
+        experts = adapted_experts(ops, moe, products)
+        experts.active.groups = [
+            Group(each, torch.tensor([index])) for index, each in enumerate(adapters)
+        ]
+        with launched_kernels() as names:
+            experts.mix(states(4, 4))
+        found.append([name for name in names if name != "linear_kernel"])
+
+    assert found[0] == found[1]
+    router = ["project_kernel", "expand_kernel"]
+    assert found[2] == [*router, *found[1]]

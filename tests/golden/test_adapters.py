@@ -15,7 +15,7 @@ from baton.core.sampling import SamplingParams
 from baton.llm import LLM
 from tests.support.adapters import merge, write_adapter
 from tests.support.models import VARIANTS, prompt_of, reference_choices
-from tests.support.triton_parts import require_triton
+from tests.support.triton_parts import each_device, require_triton
 
 FolderOf = Callable[[str], Path]
 NUM_TOKENS = 16
@@ -62,11 +62,12 @@ def test_tokens_equal_those_of_merged_weights(
     assert len({tuple(answer) for answer in together}) > 2 * len(PROMPTS)
 
 
-@pytest.mark.triton
+@each_device
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "deepseek-v3"])
 def test_adapters_in_one_batch_have_the_same_tokens_with_triton_kernels_as_with_torch(
-    name: str, folder_of: FolderOf, tmp_path: Path
+    name: str, device: str, folder_of: FolderOf, tmp_path: Path
 ) -> None:
+    """On a GPU, decode steps replay graphs."""
     require_triton()
     base = folder_of(name)
     first = write_adapter(base, tmp_path / "first", seed=1)
@@ -74,8 +75,8 @@ def test_adapters_in_one_batch_have_the_same_tokens_with_triton_kernels_as_with_
     prompts, names = [PROMPTS[1][:size] for size in (1, 9, 17, 5)], ["", "first", "second", "first"]
     lora, greedy = {"first": str(first), "second": str(second)}, replace(GREEDY, max_tokens=4)
     found = []
-    for kernels in ("triton", "torch"):
-        with open_llm(base, kernels=kernels, lora=lora) as llm:
+    for kernels, place in (("triton", device), ("torch", "cpu")):
+        with open_llm(base, kernels=kernels, device=place, lora=lora) as llm:
             answers = llm.generate(prompts, greedy, lora=names)
             plain = llm.generate(prompts, greedy)
         found.append([each.token_ids for each in answers])

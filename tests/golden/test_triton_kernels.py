@@ -24,7 +24,7 @@ from tests.support.gguf_files import write_gguf
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
 from tests.support.packed_folders import EVERY_FORMAT, write_quantized
 from tests.support.runner_drivers import Drive, Driver, drives_of
-from tests.support.triton_parts import require_triton
+from tests.support.triton_parts import each_device, require_triton
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "demo"
 # Median difference between two computations in bfloat16, in nats; see test_families.py.
@@ -32,13 +32,6 @@ HALF_TOLERANCE = 0.1
 PROMPTS = ["import os\n", "class Queue:\n    def __init__(self):\n        self."]
 
 LoadRunner = Callable[..., TorchRunner]
-ON_A_GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
-]
-each_device = pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=pytest.mark.triton), pytest.param("cuda", marks=ON_A_GPU)]
-)
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from baton.engine.runner.device.graphs import (
     graph_sizes,
 )
 
-LIMITS = st.tuples(st.integers(1, 700), st.integers(1, 9000))
+LIMITS = st.tuples(st.integers(1, 700), st.integers(1, 9000), st.booleans())
 
 
 def decodes(num_rows: int, num_blocks: int = 1, **others: bool) -> StepShape:
@@ -24,17 +24,19 @@ def decodes(num_rows: int, num_blocks: int = 1, **others: bool) -> StepShape:
 
 @given(limits=LIMITS, draw=st.data())
 def test_every_batch_of_decodes_has_the_smallest_graph_that_holds_it(
-    limits: tuple[int, int], draw: st.DataObject
+    limits: tuple[int, int, bool], draw: st.DataObject
 ) -> None:
-    max_num_seqs, max_blocks = limits
-    sizes = graph_sizes(max_num_seqs, max_blocks)
+    max_num_seqs, max_blocks, has_adapters = limits
+    sizes = graph_sizes(max_num_seqs, max_blocks, has_adapters=has_adapters)
+    uses_some = has_adapters and draw.draw(st.booleans())
     num_rows = draw.draw(st.integers(1, min(max_num_seqs, MAX_ROWS)))
     num_blocks = draw.draw(st.integers(1, max_blocks))
 
-    size = choose_graph(decodes(num_rows, num_blocks), sizes)
+    size = choose_graph(decodes(num_rows, num_blocks, has_adapters=uses_some), sizes)
 
     assert isinstance(size, GraphSize)
     assert size in sizes
+    assert size.has_adapters is uses_some
     assert size.num_rows >= num_rows
     assert size.num_blocks >= num_blocks
     for other in sizes:
@@ -45,15 +47,18 @@ def test_every_batch_of_decodes_has_the_smallest_graph_that_holds_it(
 
 @given(limits=LIMITS)
 def test_the_first_size_holds_all_others_and_none_exceeds_the_limits(
-    limits: tuple[int, int],
+    limits: tuple[int, int, bool],
 ) -> None:
-    max_num_seqs, max_blocks = limits
+    max_num_seqs, max_blocks, has_adapters = limits
 
-    sizes = graph_sizes(max_num_seqs, max_blocks)
+    sizes = graph_sizes(max_num_seqs, max_blocks, has_adapters=has_adapters)
 
-    assert sizes[0] == (min(max_num_seqs, MAX_ROWS), max_blocks)
+    assert sizes[0] == (min(max_num_seqs, MAX_ROWS), max_blocks, has_adapters)
     assert len(set(sizes)) == len(sizes)
-    assert sizes == sorted(sizes, reverse=True)
+    for kind in (True, False):
+        own = [size[:2] for size in sizes if size.has_adapters is kind]
+        assert own == sorted(own, reverse=True)
+    assert sizes == sorted(sizes, key=lambda size: size.has_adapters, reverse=True)
     assert all(size.num_rows <= max_num_seqs for size in sizes)
     assert all(size.num_blocks <= max_blocks for size in sizes)
 

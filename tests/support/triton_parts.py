@@ -25,6 +25,13 @@ from tests.support.device_tensors import change_all, device_tensors, reveal
 from tests.support.fake_device import FakeDevice
 
 Run = Callable[..., None]  # method of a kernel that launches it
+ON_A_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+each_device = pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.triton), pytest.param("cuda", marks=ON_A_GPU)]
+)
 
 
 def require_triton() -> None:

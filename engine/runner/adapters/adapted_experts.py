@@ -33,12 +33,15 @@ class AdaptedExperts:
     active: ActiveAdapters
 
     def mix(self, hidden_states: Tensor) -> Tensor:
-        groups, routing = self.active.groups, self._route(hidden_states)
+        groups, products, router = self.active.groups, self.active.products, self.moe.router
+        routing = products.route(self.ops, router, self.layer, hidden_states, groups)
+        if routing is None:
+            routing = self._route_by_group(hidden_states)
         own = ExpertPass(self.ops, self.moe, self.layer, self.gate, hidden_states, routing)
-        output = self.active.products.mix_experts(own, groups)
+        output = products.mix_experts(own, groups)
         return self._mix_by_group(own) if output is None else output
 
-    def _route(self, hidden_states: Tensor) -> ExpertChoice:
+    def _route_by_group(self, hidden_states: Tensor) -> ExpertChoice:
         routing = self.ops.route(hidden_states, self.moe.router)
         for adapter, tokens in self.active.groups:
             router = adapter.routers.get(self.layer)

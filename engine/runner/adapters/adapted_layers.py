@@ -60,7 +60,7 @@ class AdaptableLayer:
     def forward(
         self, forward_pass: ForwardPass, inputs: LayerInput, ends: Ends | None
     ) -> LayerInput:
-        if not forward_pass.groups:
+        if forward_pass.groups is None:
             return self.plain.forward(forward_pass, inputs, ends)
         self.active.groups = forward_pass.groups
         # The groups are those of all tokens.

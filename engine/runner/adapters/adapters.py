@@ -6,17 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from baton.checkpoint.peft_folder import PeftFolder, WeightLimits
 from baton.core.errors import ModelError
 from baton.core.exclusions import Feature, check_exclusions
 from baton.engine.runner.adapters.adapted_experts import merge_router
-from baton.engine.runner.adapters.low_rank import ActiveAdapters, Adapter, Group
+from baton.engine.runner.adapters.low_rank import ActiveAdapters, Adapter, Group, Selection
 from baton.engine.runner.adapters.place import ROUTER, Part, Place
 from baton.engine.runner.adapters.places import AdapterPlaces
+from baton.engine.runner.device.step_inputs import SHARED_INPUTS, StepInputs
 from baton.engine.runner.layout import TokenRun
 from baton.engine.runner.model.config import ModelConfig
 
@@ -44,8 +43,10 @@ class AdapterTable:
         self._num_layers = config.num_layers
         self._like = torch.empty(0, dtype=dtype, device=device)
         self._by_id: dict[str, Adapter] = {}
-        self._groups: Sequence[Group] = ()  # of the pass that was selected last
-        self._selected: list[tuple[str, int]] | None = None  # its adapters and tokens, by run
+        self._sizes = self._places.sizes(max_rank)
+        self._selected: list[tuple[str, int]] | None = None  # last adapters and tokens, by run
+        self._selection: Selection | None = None  # of them
+        self._shared: Sequence[Group] | None = None  # its groups, if they share host memory
 
     @property
     def limits(self) -> WeightLimits:
@@ -55,7 +56,10 @@ class AdapterTable:
     @property
     def max_bytes(self) -> int:
         """Return the memory of all places, each with the largest adapter that `load` accepts."""
-        return self.num_places * self._places.max_bytes(self.max_rank, self._like.dtype)
+        merges_routers = self.active.products.merges_routers
+        return self.num_places * self._places.max_bytes(
+            self.max_rank, self._like.dtype, merges_routers=merges_routers
+        )
 
     def load(self, folder: PeftFolder) -> Adapter:
         """Read an adapter. Any thread can call this. Raises ModelError if it does not fit."""
@@ -66,7 +70,7 @@ class AdapterTable:
         routers = {
             place.layer: merge_router(self.active.routers[place.layer], parts.pop(place))
             for place in [*parts]
-            if place.name == ROUTER
+            if place.name == ROUTER and self.active.products.merges_routers
         }
         adapter = self.active.products.prepare(parts, self._like, self._num_layers)
         return replace(adapter, routers=routers)
@@ -82,31 +86,45 @@ class AdapterTable:
 
     def add(self, adapter_id: str, adapter: Adapter) -> None:
         self._by_id[adapter_id] = adapter
-        self._selected = None
+        self._forget_selection()
 
     def remove(self, adapter_id: str) -> None:
         self._by_id.pop(adapter_id, None)
-        self._selected, self._groups = None, ()
+        self._forget_selection()
 
-    def select(self, runs: Sequence[TokenRun]) -> Sequence[Group]:
-        """Return the adapters of a pass, with their tokens."""
-        selection = [(run.row.adapter, run.num_tokens) for run in runs]
-        if selection != self._selected:  # as in the steps of the same decodes
-            self._groups = self._group(selection)
-            self._selected = selection
-        return self._groups
+    def select(self, runs: Sequence[TokenRun]) -> Selection | None:
+        """Return the adapters of a pass, or None if it has none."""
+        selected = [(run.row.adapter, run.num_tokens) for run in runs]
+        if selected != self._selected:  # as in the steps of the same decodes
+            self._forget_selection()
+            self._selection = self._select(selected)
+            self._selected = selected
+        return self._selection
 
-    def _group(self, selection: Sequence[tuple[str, int]]) -> list[Group]:
-        """Return the tokens of each adapter, given the adapter and the tokens of each run."""
-        ids = [adapter_id for adapter_id, _ in selection]
-        index_by_id = {adapter_id: index for index, adapter_id in enumerate(dict.fromkeys(ids))}
+    def put(self, selection: Selection, inputs: StepInputs) -> Sequence[Group]:
+        """Put the tokens of the pass that was selected, and return its groups."""
+        if inputs is not SHARED_INPUTS:
+            return self.active.products.put(selection, inputs)
+        if self._shared is None:
+            self._shared = self.active.products.put(selection, inputs)
+        return self._shared
+
+    def put_decode(self, selection: Selection, inputs: StepInputs) -> Sequence[Group]:
+        """Put the tokens of a decode step whose launches a graph can capture."""
+        return self.active.products.put(selection, inputs, self._sizes)
+
+    def _select(self, selected: Sequence[tuple[str, int]]) -> Selection | None:
+        """Return the adapter of each token, given the adapter and the tokens of each run."""
+        ids = [adapter_id for adapter_id, _ in selected]
+        used = [adapter_id for adapter_id in dict.fromkeys(ids) if adapter_id]
+        if not used:
+            return None
+        index_by_id = {adapter_id: index for index, adapter_id in enumerate(used)} | {"": -1}
         by_run = np.array([index_by_id[adapter_id] for adapter_id in ids], dtype=np.int64)
-        by_token = by_run.repeat([num_tokens for _, num_tokens in selection])
-        return [
-            Group(self._by_id[adapter_id], self._indices(by_token == index))
-            for adapter_id, index in index_by_id.items()
-            if adapter_id
-        ]
+        by_token = by_run.repeat([num_tokens for _, num_tokens in selected])
+        return Selection([self._by_id[adapter_id] for adapter_id in used], by_token)
 
-    def _indices(self, is_member: npt.NDArray[np.bool_]) -> Tensor:
-        return torch.from_numpy(np.flatnonzero(is_member)).to(self._like.device)
+    def _forget_selection(self) -> None:
+        """Forget the last pass, which must not keep adapters in memory."""
+        self._selected = self._selection = self._shared = None
+        self.active.groups = ()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import numpy as np
 from torch import Tensor, isin
 
-from baton.engine.runner.adapters.place import Part, Place
+from baton.engine.runner.adapters.place import Part, Place, PlaceSize
+from baton.engine.runner.device.step_inputs import StepInputs
+from baton.engine.runner.layout import Ints
 from baton.engine.runner.model.linear import ExpertChoice, Moe, Router
 from baton.engine.runner.model.ops import MlpGate, Ops
 
@@ -33,6 +35,22 @@ class Adapter:
         }
         weights = [router.weight for router in self.routers.values()]
         return sum(matrix.nbytes for matrix in (*matrices.values(), *weights))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Selection:
+    """Adapters of a pass."""
+
+    adapters: Sequence[Adapter]
+    indices: Ints  # by token: of its adapter, or -1
+
+    def pad(self, num_tokens: int) -> Selection:
+        """Return the selection with more tokens, which have no adapter."""
+        added = np.full(num_tokens - len(self.indices), -1, dtype=np.int64)
+        return Selection(self.adapters, np.concatenate((self.indices, added)))
+
+
+NO_TOKENS = Selection((), np.zeros(0, dtype=np.int64))
 
 
 class Group(NamedTuple):
@@ -79,6 +97,29 @@ class ExpertPass(NamedTuple):
 class LowRankProducts(Protocol):
     """Adds the products of adapters to the outputs of linear layers."""
 
+    @property
+    def merges_routers(self) -> bool:
+        """Return whether an adapter's router is a matrix of its own, rather than a product."""
+        ...
+
+    @property
+    def has_static_launches(self) -> bool:
+        """Return whether `put` with sizes makes launches that a graph can capture."""
+        ...
+
+    def put(
+        self,
+        selection: Selection,
+        inputs: StepInputs,
+        sizes: Mapping[Place, PlaceSize] | None = None,
+    ) -> Sequence[Group]:
+        """Put the tokens of a pass, and return its groups.
+
+        With the largest sizes of adapters by place, launches depend on these and on the number of
+        tokens only, if they can be static. Places have no numbers.
+        """
+        ...
+
     def prepare(
         self, parts: Mapping[Place, Sequence[Part]], like: Tensor, num_layers: int
     ) -> Adapter:
@@ -95,9 +136,23 @@ class LowRankProducts(Protocol):
         """Return [tokens, heads, rows] with the products of the places of all heads."""
         ...
 
+    def route(
+        self, ops: Ops, router: Router, layer: int, inputs: Tensor, groups: Sequence[Group]
+    ) -> ExpertChoice | None:
+        """Return the experts of each token. None: routers are merged, and `Ops` routes."""
+        ...
+
     def mix_experts(self, pass_: ExpertPass, groups: Sequence[Group]) -> Tensor | None:
         """Return the output of experts with adapters. None: these products do not compute it."""
         ...
+
+
+def put_groups(selection: Selection, inputs: StepInputs) -> Sequence[Group]:
+    """Put the tokens of each adapter."""
+    return [
+        Group(adapter, inputs.put(np.flatnonzero(selection.indices == index)))
+        for index, adapter in enumerate(selection.adapters)
+    ]
 
 
 @dataclass(slots=True)
@@ -113,13 +168,31 @@ class ActiveAdapters:
         return outputs
 
 
-class ProductsOneByOne(ABC):
-    """Products of heads one after the other, and none of experts."""
+class TorchLowRankProducts:
+    """Implements `LowRankProducts` in the dtype of the model: heads and experts one by one."""
 
-    @abstractmethod
-    def add(
-        self, place: Place, groups: Sequence[Group], inputs: Tensor, outputs: Tensor
-    ) -> None: ...
+    merges_routers = True
+    has_static_launches = False
+
+    def prepare(
+        self, parts: Mapping[Place, Sequence[Part]], like: Tensor, num_layers: int
+    ) -> Adapter:
+        return Adapter(convert_parts(parts, like))
+
+    def put(
+        self,
+        selection: Selection,
+        inputs: StepInputs,
+        sizes: Mapping[Place, PlaceSize] | None = None,
+    ) -> Sequence[Group]:
+        return put_groups(selection, inputs)
+
+    def add(self, place: Place, groups: Sequence[Group], inputs: Tensor, outputs: Tensor) -> None:
+        for adapter, tokens in groups:
+            for part in adapter.parts.get(place, ()):
+                added = inputs[tokens] @ part.down.T @ part.up
+                end = part.first_row + part.up.shape[1]
+                outputs[tokens, part.first_row : end] += added
 
     def add_to_heads(
         self, layer: int, name: str, groups: Sequence[Group], inputs: Tensor, outputs: Tensor
@@ -130,24 +203,13 @@ class ProductsOneByOne(ABC):
             outputs[:, head] = own
         return outputs
 
-    def mix_experts(self, pass_: ExpertPass, groups: Sequence[Group]) -> Tensor | None:
+    def route(
+        self, ops: Ops, router: Router, layer: int, inputs: Tensor, groups: Sequence[Group]
+    ) -> ExpertChoice | None:
         return None
 
-
-class TorchLowRankProducts(ProductsOneByOne):
-    """Implements `LowRankProducts` in the dtype of the model."""
-
-    def prepare(
-        self, parts: Mapping[Place, Sequence[Part]], like: Tensor, num_layers: int
-    ) -> Adapter:
-        return Adapter(convert_parts(parts, like))
-
-    def add(self, place: Place, groups: Sequence[Group], inputs: Tensor, outputs: Tensor) -> None:
-        for adapter, tokens in groups:
-            for part in adapter.parts.get(place, ()):
-                added = inputs[tokens] @ part.down.T @ part.up
-                end = part.first_row + part.up.shape[1]
-                outputs[tokens, part.first_row : end] += added
+    def mix_experts(self, pass_: ExpertPass, groups: Sequence[Group]) -> Tensor | None:
+        return None
 
 
 TORCH_LOW_RANK = TorchLowRankProducts()

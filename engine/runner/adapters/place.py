@@ -20,6 +20,13 @@ class Place(NamedTuple):
     number: int | None = None  # of the expert or head, if each has a matrix
 
 
+class PlaceSize(NamedTuple):
+    """Largest size of what an adapter has for a place, or for one of its experts or heads."""
+
+    num_parts: int
+    rank: int
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """A low-rank matrix of a place, which changes some neighbouring rows of its output."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from baton.checkpoint.peft_folder import LowRank, PeftFolder, Sides, WeightLimits
 from baton.core.errors import ModelError
-from baton.engine.runner.adapters.place import ROUTER, Part, Place
+from baton.engine.runner.adapters.place import ROUTER, Part, Place, PlaceSize
 from baton.engine.runner.adapters.targets import (
     DOWN,
     GATE_UP,
@@ -25,6 +25,7 @@ from baton.engine.runner.model.config import ModelConfig
 MODULE = re.compile(r"(?P<prefix>(?:.*\.)?)layers\.(?P<layer>\d{1,6})\.(?P<name>[\w.]+)", re.ASCII)
 # Prefixes of the text model's layers, in models of text alone and with images.
 PREFIXES = ("", "model.", "model.language_model.", "language_model.model.", "language_model.")
+HEAD_NAMES = KEY, VALUE = "key", "value"
 MAX_NUMBER_BYTES = 8  # float64
 MAX_ENTRY_BYTES, MAX_METADATA_BYTES = 512, 1 << 20  # of a tensor, and of all, in a file's header
 NESTED = ".base_layer"  # PEFT wraps a module once for each of its parameters
@@ -57,25 +58,45 @@ class AdapterPlaces:
             f", which no adapter of this model needs; max_lora_rank is {max_rank}",
         )
 
-    def max_bytes(self, rank: int, dtype: torch.dtype) -> int:
+    def sizes(self, max_rank: int) -> Mapping[Place, PlaceSize]:
+        """Return the largest sizes by place without its number."""
+        num_parts: Counter[tuple[Place, int]] = Counter()  # by place and form
+        for target in self._targets.values():
+            for place, runs in target.pieces:
+                num_parts[place, target.form] += len(runs)
+            if target.heads is not None:
+                layer = target.heads.layer
+                num_parts.update((Place(layer, name, 0), target.form) for name in HEAD_NAMES)
+        most: Counter[Place] = Counter()
+        for (place, _), number in num_parts.items():
+            most |= Counter({place._replace(number=None): number})
+        return {place: PlaceSize(number, max_rank) for place, number in most.items()}
+
+    def max_bytes(self, rank: int, dtype: torch.dtype, *, merges_routers: bool = True) -> int:
         """Return the memory of an adapter that changes all matrices with this rank."""
         sizes: dict[Place, Counter[int]] = {}  # of the forms of a place
         for target in self._targets.values():
             num_bytes = dtype.itemsize * rank * (target.num_rows + target.num_columns)
-            if target.place.name == ROUTER:  # merged
-                num_bytes = torch.float32.itemsize * target.num_rows * target.num_columns
+            if target.place.name == ROUTER:
+                numbers = rank * (target.num_rows + target.num_columns)
+                if merges_routers:
+                    numbers = target.num_rows * target.num_columns
+                num_bytes = torch.float32.itemsize * numbers
             sizes.setdefault(target.place, Counter())[target.form] += num_bytes
         return sum(max(by_form.values()) for by_form in sizes.values())
 
     def parts(self, folder: PeftFolder, max_rank: int) -> Iterator[tuple[Place, Part]]:
         """Yield the parts of an adapter. Raises ModelError for one that does not fit the model."""
-        num_parts = 0
+        seen, forms = set[int](), dict[Place, int]()
         for module, sides in folder.modules():
             for name, target, matrices in self._matrices(folder, module, sides, max_rank):
                 self._check(folder, name, target, matrices)
-                num_parts += 1
+                form = forms.setdefault(target.place, target.form)
+                if id(target) in seen or form != target.form:
+                    raise ModelError(f"{folder.path} has {name} twice, by different names")
+                seen.add(id(target))
                 yield from _parts(target, matrices)
-        if not num_parts:
+        if not seen:
             raise ModelError(f"{folder.path} has no matrices")
 
     def _matrices(
@@ -147,5 +168,5 @@ def _head_parts(heads: Heads, matrices: LowRank) -> Iterator[tuple[Place, Part]]
     for head, rows in enumerate(matrices.up.unflatten(0, (heads.count, -1))):
         key, value = rows[: heads.key_dim], rows[heads.key_dim :]
         # Queries are multiplied by keys that are transposed.
-        yield Place(heads.layer, "key", head), Part(key.T.contiguous(), matrices.down, 0)
-        yield Place(heads.layer, "value", head), Part(matrices.down, value.T.contiguous(), 0)
+        yield Place(heads.layer, KEY, head), Part(key.T.contiguous(), matrices.down, 0)
+        yield Place(heads.layer, VALUE, head), Part(matrices.down, value.T.contiguous(), 0)

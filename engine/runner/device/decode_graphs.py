@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from baton.core.units import format_bytes
+from baton.engine.runner.adapters.low_rank import NO_TOKENS, Selection
 from baton.engine.runner.device.device import Device, Graph, GraphPool
 from baton.engine.runner.device.graphs import EagerCause, GraphSize, StepShape, choose_graph
 from baton.engine.runner.device.launch_count import LaunchCounter
@@ -26,14 +28,16 @@ class DecodeBatch(NamedTuple):
     token_ids: Ints
     layout: PassLayout
     states: StateLayout | None  # if the model has recurrent layers
+    adapters: Selection | None = None
 
     def pad(self, size: GraphSize, scratch_block: int) -> DecodeBatch:
         """Return the batch with more rows, which write into the scratch block only."""
         num_added = size.num_rows - len(self.token_ids)
         return DecodeBatch(
             np.concatenate((self.token_ids, np.zeros(num_added, dtype=np.int64))),
-            self.layout.pad(*size, scratch_block),
+            self.layout.pad(size.num_rows, size.num_blocks, scratch_block),
             None if self.states is None else self.states.pad(size.num_rows, scratch_block),
+            None if self.adapters is None else self.adapters.pad(size.num_rows),
         )
 
 
@@ -61,16 +65,23 @@ class DecodeGraphs(Generic[T]):
 
     def capture(self, sizes: Sequence[GraphSize], nothing: DecodeBatch) -> None:
         """Capture a pass over padding rows alone for each size, the largest first."""
-        free_before = self._device.free_bytes()
-        self._put(sizes[0], nothing)
+        self._put(sizes[0], _with_adapters(nothing, sizes[0]))
         self.inputs.fix()
-        for size in sizes:
-            self._captured[size] = self._capture(self._put(size, nothing))
+        for has_adapters, its_sizes in groupby(sizes, lambda size: size.has_adapters):
+            self._capture_all([*its_sizes], nothing, " with adapters" if has_adapters else "")
         self._sizes = tuple(self._captured)
+
+    def _capture_all(self, sizes: Sequence[GraphSize], nothing: DecodeBatch, kind: str) -> None:
+        free_before = self._device.free_bytes()
+        for size in sizes:
+            batch = _with_adapters(nothing, size)
+            self._captured[size] = self._capture(self._put(size, batch))
         self._device.drain()
         log.info(
-            "captured %d graphs of decode steps: %s; a pass of %d rows is %d launches without them",
+            "captured %d graphs of decode steps%s: %s; a pass of %d rows is %d launches without"
+            " them",
             len(sizes),
+            kind,
             format_bytes(free_before - self._device.free_bytes()),
             sizes[0].num_rows,
             self.num_launches[sizes[0]],
@@ -119,6 +130,10 @@ class DecodeGraphs(Generic[T]):
 
         graph = self._pool.capture(launch)
         return _Captured(graph, outputs[0], self.inputs.num_packed_bytes, counter.num_launches)
+
+
+def _with_adapters(nothing: DecodeBatch, size: GraphSize) -> DecodeBatch:
+    return nothing._replace(adapters=NO_TOKENS if size.has_adapters else None)
 
 
 @dataclass(frozen=True, slots=True)

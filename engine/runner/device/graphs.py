@@ -22,6 +22,7 @@ BLOCKS_FACTOR = 4
 class GraphSize(NamedTuple):
     num_rows: int
     num_blocks: int  # in the block table of a row
+    has_adapters: bool = False  # rows can have some
 
 
 class EagerCause(Enum):
@@ -30,7 +31,7 @@ class EagerCause(Enum):
     NO_GRAPHS = "there are none"
     PROMPT = "it computes several tokens of a sequence, or samples not all of them"
     ALL_TOKENS = "an output head needs the hidden states of all tokens"
-    ADAPTERS = "it has adapters, whose launches are in no graph"
+    ADAPTERS = "it has adapters, and these kernels' launches for them are in no graph"
     SNAPSHOT = "it copies a recurrent state"
     RETRY = "it repeats a part of a failed pass"
     TOO_MANY_ROWS = "it has more rows than the largest graph"
@@ -50,10 +51,16 @@ class StepShape(NamedTuple):
     is_retry: bool = False
 
 
-def graph_sizes(max_num_seqs: int, max_blocks: int) -> list[GraphSize]:
-    """Return the sizes to capture, the largest first: the others fit into its memory."""
+def graph_sizes(
+    max_num_seqs: int, max_blocks: int, *, has_adapters: bool = False
+) -> list[GraphSize]:
+    """Return the sizes to capture, the largest first: the others fit into its memory.
+
+    With adapters, there is each with and without: steps without adapters need no launches for them.
+    """
     return [
-        GraphSize(num_rows, num_blocks)
+        GraphSize(num_rows, num_blocks, with_adapters)
+        for with_adapters in ([True, False] if has_adapters else [False])
         for num_rows in reversed(_row_counts(min(max_num_seqs, MAX_ROWS)))
         for num_blocks in reversed(_block_counts(max_blocks))
     ]
@@ -65,7 +72,8 @@ def choose_graph(step: StepShape, sizes: Sequence[GraphSize]) -> GraphSize | Eag
         return EagerCause.RETRY
     if step.has_snapshots:
         return EagerCause.SNAPSHOT
-    if step.has_adapters:
+    sizes = [size for size in sizes if size.has_adapters == step.has_adapters]
+    if step.has_adapters and not sizes:
         return EagerCause.ADAPTERS
     if step.needs_all_tokens:
         return EagerCause.ALL_TOKENS

@@ -97,7 +97,7 @@ class _FusedPasses:
         angles = [(cos.contiguous(), sin.contiguous()) for cos, sin in forward_pass.angles]
         pointers = [RopeAngles(cos.data_ptr(), sin.data_ptr()) for cos, sin in angles]
         by_rope = (RopeAngles * len(angles))(*pointers)
-        low_rank = FusedLowRank(forward_pass.groups)
+        low_rank = FusedLowRank(forward_pass.groups or ())
         num_tokens = len(angles[0][0])
         buffers = [
             torch.empty(num_tokens, size, dtype=torch.bfloat16) for size in self._buffer_sizes

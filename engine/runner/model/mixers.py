@@ -40,7 +40,7 @@ class ForwardPass:
     angles: Sequence[Angles]  # by RoPE; a row per token
     attention: AttentionPass
     linear_attention: LinearAttentionPass | None = None  # if the model has recurrent layers
-    groups: Sequence[Group] = ()  # tokens with adapters
+    groups: Sequence[Group] | None = None  # tokens with adapters, if there can be any
     _made: dict[Hashable, object] = field(default_factory=dict)
 
     def once(self, make: Callable[[ForwardPass], T]) -> T:
@@ -52,7 +52,7 @@ class ForwardPass:
     def restrict_to(self, ends: Ends) -> ForwardPass:
         """Return the pass over only these tokens."""
         angles = [(cos[ends.indices], sin[ends.indices]) for cos, sin in self.angles]
-        groups = restrict_groups(self.groups, ends.indices)
+        groups = None if self.groups is None else restrict_groups(self.groups, ends.indices)
         return replace(self, angles=angles, attention=ends.attention, groups=groups, _made={})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import triton
@@ -61,6 +62,14 @@ class ExpertRows:
     @property
     def max_tiles(self) -> int:
         return len(self.tiles) // 2
+
+
+class AddToExperts(Protocol):
+    """Adds products of adapters to outputs of experts, in the memory of these."""
+
+    def __call__(
+        self, src: Tensor, dst: Tensor, rows: ExpertRows, scales: Tensor | None, *, is_down: bool
+    ) -> None: ...
 
 
 def choose_experts(logits: Tensor, router: Router) -> ExpertChoice:

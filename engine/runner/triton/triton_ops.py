@@ -27,6 +27,7 @@ from baton.engine.runner.triton.launching import PIECE_COLUMNS, launch, pieces, 
 from baton.engine.runner.triton.matrix_layout import pack
 from baton.engine.runner.triton.plain_linear import PlainHeadLinears, PlainLinear
 from baton.engine.runner.triton.triton_experts import (
+    AddToExperts,
     Experts,
     choose_experts,
     join_experts,
@@ -168,22 +169,39 @@ class TritonOps(TorchOps):
     def mix_experts(
         self, moe: Moe, gate: MlpGate, hidden_states: Tensor, routing: ExpertChoice
     ) -> Tensor:
-        experts = self._join(moe)
+        experts = self.join_experts(moe)
         if experts is None:
             return mix_experts(self, moe, gate, hidden_states, routing)
+        return self.mix_joined_experts(experts, moe, gate, hidden_states, routing)
+
+    def mix_joined_experts(
+        self,
+        experts: Experts,
+        moe: Moe,
+        gate: MlpGate,
+        hidden_states: Tensor,
+        routing: ExpertChoice,
+        add: AddToExperts | None = None,
+    ) -> Tensor:
+        """Return the output of experts. `add` is called after each of their products."""
         rows = sort_rows(experts, routing, hidden_states.dtype)
         weights, scales_input = routing.weights.contiguous(), moe.config.scales_input
         scales = weights if scales_input else None
         gate_up = multiply_experts(experts.gate_up, hidden_states, rows, scales)
+        if add is not None:
+            add(hidden_states, gate_up, rows, scales, is_down=False)
         gated = self.apply_gate(gate_up, gate)
         outputs = multiply_experts(experts.down, gated, rows, is_down=True)
+        if add is not None:
+            add(gated, outputs, rows, None, is_down=True)
         return sum_experts(outputs, weights, weighs=not scales_input)
 
     def waits_for_experts(self, moe: Moe) -> bool:
         """Return whether experts are computed one by one, so that the CPU reads their ids."""
-        return self._join(moe) is None
+        return self.join_experts(moe) is None
 
-    def _join(self, moe: Moe) -> Experts | None:
+    def join_experts(self, moe: Moe) -> Experts | None:
+        """Return the experts as the kernels read them. None: they cannot be computed together."""
         if moe not in self._experts:
             self._experts[moe] = join_experts(moe.experts)
         return self._experts[moe]

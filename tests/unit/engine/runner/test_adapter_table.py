@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -18,13 +18,23 @@ from baton.core.ids import RequestId
 from baton.core.sampling import SamplingParams
 from baton.engine.plan import PlanRow
 from baton.engine.runner.adapters.adapters import AdapterTable
-from baton.engine.runner.adapters.low_rank import TORCH_LOW_RANK, ActiveAdapters, Adapter, Group
+from baton.engine.runner.adapters.low_rank import (
+    TORCH_LOW_RANK,
+    ActiveAdapters,
+    Adapter,
+    Group,
+    LowRankProducts,
+)
+from baton.engine.runner.adapters.place import ROUTER, Place
+from baton.engine.runner.adapters.places import AdapterPlaces
+from baton.engine.runner.device.step_inputs import SHARED_INPUTS
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.layout import TokenRun
 from baton.engine.runner.model.linear import Router
 from benchmarks.engine.adapters import write_random_adapter
 from tests.support.hub_configs import HUB_CONFIGS
 from tests.support.random_folders import small_config
+from tests.support.triton_parts import interpreted_parts, require_triton
 
 # Dense; experts with a router; latent attention, where heads share matrices; gated delta rule.
 SHAPES = ("qwen3-0.6b", "qwen3-30b-a3b", "deepseek-v2-lite", "qwen3-next-80b-a3b")
@@ -63,6 +73,13 @@ def runs_of(*runs: tuple[str, int]) -> list[TokenRun]:
     ]
 
 
+def groups_of(table: AdapterTable, *runs: tuple[str, int]) -> Sequence[Group]:
+    """Return the groups of a pass that has some."""
+    selection = table.select(runs_of(*runs))
+    assert selection is not None
+    return table.put(selection, SHARED_INPUTS)
+
+
 def tokens_of(groups: Sequence[Group], adapter: Adapter) -> list[int]:
     """Return the tokens of the one group with this adapter."""
     [group] = [each for each in groups if each.adapter is adapter]
@@ -91,7 +108,7 @@ def expected(runs: Sequence[tuple[str, int]], name: str) -> list[int]:
 def test_each_adapter_gets_its_tokens(
     table: AdapterTable, adapters: dict[str, Adapter], runs: list[tuple[str, int]]
 ) -> None:
-    groups = table.select(runs_of(*runs))
+    groups = groups_of(table, *runs)
 
     used = list(dict.fromkeys(name for name, _ in runs if name))
     assert [group.adapter for group in groups] == [adapters[name] for name in used]
@@ -103,15 +120,15 @@ def test_each_adapter_gets_its_tokens(
 def test_a_pass_without_adapters(table: AdapterTable, runs: list[tuple[str, int]]) -> None:
     table.select(runs_of(("first", 1)))
 
-    assert not table.select(runs_of(*runs))
+    assert table.select(runs_of(*runs)) is None
 
 
 def test_the_next_step_of_the_same_decodes_reuses_its_groups(table: AdapterTable) -> None:
     decodes = [("first", 1), ("", 1), ("second", 1)]
-    groups = table.select(runs_of(*decodes))
+    groups = groups_of(table, *decodes)
 
     assert groups
-    assert table.select(runs_of(*decodes)) is groups
+    assert groups_of(table, *decodes) is groups
 
 
 @pytest.mark.parametrize("others", [[("first", 2), ("second", 1)], [("second", 1), ("first", 1)]])
@@ -120,7 +137,7 @@ def test_other_runs_get_groups_of_their_own(
 ) -> None:
     table.select(runs_of(("first", 1), ("second", 1)))
 
-    groups = table.select(runs_of(*others))
+    groups = groups_of(table, *others)
 
     for name in ("first", "second"):
         assert tokens_of(groups, adapters[name]) == expected(others, name)
@@ -135,7 +152,7 @@ def test_an_adapter_that_replaces_another_is_used(
     adapters["first"] = Adapter({})
     table.add("first", adapters["first"])
 
-    groups = table.select(runs_of(*runs))
+    groups = groups_of(table, *runs)
 
     assert tokens_of(groups, adapters["first"]) == [0, 1, 2, 3]
 
@@ -143,7 +160,7 @@ def test_an_adapter_that_replaces_another_is_used(
 def test_an_adapter_that_is_removed_is_not_kept(table: AdapterTable) -> None:
     kept = Adapter({})
     table.add("other", kept)
-    table.select(runs_of(("other", 1)))
+    groups_of(table, ("other", 1))
     alive = weakref.ref(kept)
     del kept
 
@@ -161,14 +178,24 @@ def test_an_adapter_that_is_not_in_memory_is_an_error(table: AdapterTable) -> No
         table.select(runs)
 
 
+def triton_products() -> LowRankProducts:
+    require_triton()
+    return interpreted_parts().low_rank
+
+
+@pytest.mark.parametrize(
+    "make_products",
+    [lambda: TORCH_LOW_RANK, pytest.param(triton_products, marks=pytest.mark.triton)],
+    ids=["torch", "triton"],
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_adapters_that_change_all_matrices_take_the_memory_that_is_left_free(
-    shape: str, dtype: torch.dtype, tmp_path: Path
+    shape: str, dtype: torch.dtype, make_products: Callable[[], LowRankProducts], tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(small_config(shape)))
     config = read_model_config(SafetensorsFolder(tmp_path))
-    active = ActiveAdapters(TORCH_LOW_RANK)
+    active = ActiveAdapters(make_products())
     if config.moe is not None:
         weight = torch.zeros(config.moe.num_experts, config.hidden_size)
         router = Router(config.moe, weight, bias=None, correction_bias=None)
@@ -180,3 +207,12 @@ def test_adapters_that_change_all_matrices_take_the_memory_that_is_left_free(
         loaded.append(table.load(PeftFolder(tmp_path / str(seed))))
 
     assert sum(adapter.num_bytes for adapter in loaded) == table.max_bytes
+    most: dict[Place, int] = {}  # parts, which graphs have launches for
+    for place, parts in loaded[0].parts.items():
+        own = place._replace(number=None)
+        most[own] = max(most.get(own, 0), len(parts))
+        assert {len(part.down) for part in parts} == {3}
+    sizes = AdapterPlaces(config).sizes(3)
+    assert {size.rank for size in sizes.values()} == {3}
+    assert most == {place: sizes[place].num_parts for place in most}
+    assert {place.name for place in set(sizes) - set(most)} <= {ROUTER}
