@@ -9,6 +9,7 @@ from baton.engine.plan import Plan, RunResult
 from baton.engine.runner.device.device import Device
 from baton.engine.runner.input_batch import Step
 from baton.engine.runner.sampling.output_heads import HeadPass, HiddenStates
+from baton.engine.runner.sampling.spec_decode import SpecDecoder
 from baton.engine.runner.unknown_tokens import SampledTokens
 from baton.kv_transfer.fence import Fence
 
@@ -22,7 +23,8 @@ class LaunchedPass:
     heads: Sequence[HeadPass]
     fence: Fence  # after all that was launched
     finish: Callable[[LaunchedPass], RunResult]
-    can_be_followed: bool  # before it is collected
+    can_be_followed: bool  # before it is collected, by passes that can have no drafts
+    spec_decoder: SpecDecoder | None = None
     is_followed: bool = False
     result: RunResult | None = None
 
@@ -32,7 +34,9 @@ class LaunchedPass:
         return next((head.sampled for head in self.heads), None)
 
     def allows(self, plan: Plan) -> bool:
-        return self.can_be_followed and bool(plan.num_scheduled_tokens) and not plan.is_retry
+        is_pass = bool(plan.num_scheduled_tokens) and not plan.is_retry
+        can_draft = self.spec_decoder is not None and self.spec_decoder.can_draft(plan)
+        return self.can_be_followed and is_pass and not can_draft
 
     def collect(self) -> RunResult:
         if self.result is None:

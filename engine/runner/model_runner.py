@@ -222,8 +222,8 @@ class TorchRunner:
         hidden_states = forward()
         for head in heads:
             head.launch(hidden_states)
-        fence, can_be_followed = self.device.record(), self._can_be_followed(step, heads)
-        return LaunchedPass(step, hidden_states, heads, fence, self._collect, can_be_followed)
+        launched = step, hidden_states, heads, self.device.record(), self._collect
+        return LaunchedPass(*launched, self._can_be_followed(step, heads), self._spec_decoder)
 
     def _can_be_followed(self, step: Step, heads: Sequence[HeadPass]) -> bool:
         """Return whether the next pass can be launched before the result of this one is known.
@@ -231,7 +231,7 @@ class TorchRunner:
         Positions depend on which drafts are accepted. States that the next pass has written could
         not be computed again if this one failed.
         """
-        if self.device.shares_host_memory or self._spec_decoder is not None:
+        if self.device.shares_host_memory or step.drafts:
             return False
         return step.states is None and all(head.sampled is not None for head in heads)
 

@@ -25,6 +25,7 @@ from baton.engine.runner.load import load_runner
 from baton.engine.runner.sampling.sampler import NOT_FINITE
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler
+from baton.engine.spec_decode.config import Speculation
 from baton.engine.structured_output.grammar import Bits, Matcher
 from tests.support.device_runners import GRAPHABLE, RunnerOnThreads, config_of, runner_on
 from tests.support.fake_device import Costs, Counts, FakeDevice
@@ -86,13 +87,16 @@ def requests_of(*samplings: SamplingParams, length: int = 3) -> list[EngineReque
     ]
 
 
-def engine_of(runner: Runner, *, async_scheduling: bool = True) -> EngineCore:
+def engine_of(
+    runner: Runner, *, async_scheduling: bool = True, num_lookahead_tokens: int = 0
+) -> EngineCore:
     config = SchedulerConfig(
         max_num_seqs=4,
         max_num_batched_tokens=CHUNK,
         max_model_len=128,
         eos_token_ids=frozenset({EOS_TOKEN_ID}),
         async_scheduling=async_scheduling,
+        num_lookahead_tokens=num_lookahead_tokens,
     )
     cache = CacheConfig(NUM_BLOCKS, BLOCK_SIZE, enable_prefix_caching=False)
     return EngineCore(Scheduler(config, cache), runner, NoKvWorker())
@@ -204,6 +208,32 @@ def test_rows_that_need_their_tokens_wait_for_them_behind_the_forward_pass(folde
     assert found == answers_on_the_cpu(folder, requests)
     assert on_threads.busy[:4] == [True] * 4
     assert device.counts.copies_in[:4] == ["runner/device/step_inputs.py:send"] * 4
+
+
+@PARTS
+def test_with_speculation_passes_follow_at_once_that_have_too_many_rows_for_drafts(
+    folder: Path, parts: Parts
+) -> None:
+    """The last request decodes alone, and gets drafts."""
+    requests = requests_of(replace(GREEDY, max_tokens=40), GREEDY, RANDOM)
+    device, speculation = FakeDevice(), Speculation(3, min_ngram=1, max_rows=2)
+    with runner_on(device, folder, parts, speculation=speculation) as runner:
+        on_threads = RunnerOnThreads(runner.launch, device)
+        found = answers(engine_of(on_threads, num_lookahead_tokens=3), requests)
+
+    assert tokens_of(found) == tokens_of(answers_on_the_cpu(folder, requests))
+    assert on_threads.busy[:4] == [True] * 4
+    proposed = [sum(result.num_proposed.values()) for result in on_threads.results]
+    assert not any(proposed[:4])
+    assert any(proposed[5:])
+    assert not any(busy for busy, count in zip(on_threads.busy, proposed, strict=True) if count)
+
+
+def tokens_of(answered: dict[str, list[Output]]) -> dict[str, list[int]]:
+    return {
+        name: [token_id for output in outputs for token_id in output.token_ids]
+        for name, outputs in answered.items()
+    }
 
 
 @pytest.mark.parametrize("place", ["launch", "collect"])

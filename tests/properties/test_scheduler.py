@@ -93,6 +93,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         has_external=st.booleans(),
         prices=st.sampled_from([None, None, (0.01, 0.001), (0.01, 0.2), (0.001, 5.0)]),
         runs_ahead=st.booleans(),
+        max_rows=st.sampled_from([1, 3, 16]),
     )
     def start(
         self,
@@ -105,6 +106,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         has_external: bool,
         prices: tuple[float, float] | None,
         runs_ahead: bool,
+        max_rows: int,
     ) -> None:
         self.world = EngineWorld(
             replace(config, num_lookahead_tokens=0) if num_state_blocks else config,
@@ -117,6 +119,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             external_chance=random.Random(0) if has_external else None,
             runs_ahead=runs_ahead,
         )
+        self.world.runner.max_rows = max_rows
         if has_external and prices is not None:
             errors = random.Random(1)
             self.world.price(*prices, lambda: errors.choice([1.0, 1.0, 0.02, 50.0]))

@@ -272,6 +272,7 @@ class FakeRunner(SynchronousRunner):
     max_loras: int | None = None  # different adapters of a pass; None: any number
     # Pooled rows need all tokens, which their passes must compute.
     pools_all_tokens: bool = False
+    max_rows: int = 16  # with more tokens, a pass has no drafts
     _num_drafts_left: int = 0  # in this step
     _rows: dict[RequestId, _Row] = field(default_factory=dict)
     _pooled: dict[RequestId, Content] = field(default_factory=dict)  # what passes have computed
@@ -280,7 +281,15 @@ class FakeRunner(SynchronousRunner):
 
     @property
     def can_be_followed(self) -> bool:
-        return not self.num_lookahead_tokens and not self.num_state_blocks
+        """Return whether passes without drafts can be, by others without drafts."""
+        return not self.num_state_blocks
+
+    def max_drafts(self, plan: Plan) -> int:
+        """Return the most draft tokens of a pass."""
+        if not self.num_lookahead_tokens:
+            return 0
+        num_rows_left = self.max_rows - sum(plan.num_scheduled_tokens.values())
+        return max(0, min(num_rows_left, plan.max_draft_tokens))
 
     def launch(self, plan: Plan) -> Pending:
         self._follows = self._open is not None and not plan.is_retry
@@ -319,7 +328,7 @@ class FakeRunner(SynchronousRunner):
                 table += block_ids
         for request_id in [row.request_id for row in plan.started] + list(plan.new_block_ids):
             self._check_table(self._rows[request_id])
-        self._num_drafts_left = plan.max_draft_tokens
+        self._num_drafts_left = self.max_drafts(plan)
         self._run_rows(plan, result)
         return result
 
@@ -509,8 +518,10 @@ class _FakePass:
     result: RunResult
 
     def allows(self, plan: Plan) -> bool:
+        if not self.runner.can_be_followed or self.result.num_proposed:
+            return False
         is_pass = bool(self.plan.num_scheduled_tokens and plan.num_scheduled_tokens)
-        return is_pass and not plan.is_retry and self.runner.can_be_followed
+        return is_pass and not plan.is_retry and not self.runner.max_drafts(plan)
 
     def collect(self) -> RunResult:
         return self.runner.collect(self)

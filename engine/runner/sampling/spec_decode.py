@@ -16,7 +16,7 @@ from torch import Tensor
 
 from baton.core.ids import RequestId
 from baton.core.output import Failure
-from baton.engine.plan import PlanRow, RunResult
+from baton.engine.plan import Plan, PlanRow, RunResult
 from baton.engine.runner.input_batch import NO_DRAFTS, PersistentBatch, Step
 from baton.engine.runner.layout import Ints, TokenRun
 from baton.engine.runner.sampling.sampler import Choice
@@ -38,15 +38,25 @@ class SpecDecoder:
     def drafts(
         self, num_scheduled_tokens: Mapping[RequestId, int], max_draft_tokens: int
     ) -> Drafts:
-        """Propose drafts for decoding rows, within the token budget and `max_rows` of the step.
+        """Propose drafts for decoding rows, within the token budget and `max_rows` of the step."""
+        max_tokens = self._max_tokens(num_scheduled_tokens, max_draft_tokens)
+        if max_tokens <= 0:
+            return NO_DRAFTS
+        return self.proposer.propose(self._rows(num_scheduled_tokens), max_tokens)
+
+    def can_draft(self, plan: Plan) -> bool:
+        """Return whether `drafts` could propose any for a plan. If not, it needs no tokens."""
+        return self._max_tokens(plan.num_scheduled_tokens, plan.max_draft_tokens) > 0
+
+    def _max_tokens(
+        self, num_scheduled_tokens: Mapping[RequestId, int], max_draft_tokens: int
+    ) -> int:
+        """Return the most tokens to propose for a step.
 
         Up to `max_rows` rows, a step takes about as long as without drafts.
         """
         num_rows_left = self.speculation.max_rows - sum(num_scheduled_tokens.values())
-        max_tokens = min(num_rows_left, max_draft_tokens)
-        if max_tokens <= 0:
-            return NO_DRAFTS
-        return self.proposer.propose(self._rows(num_scheduled_tokens), max_tokens)
+        return min(num_rows_left, max_draft_tokens)
 
     def note_results(self, step: Step, hidden_states: Tensor, result: RunResult) -> None:
         """Report accepted tokens to proposer and result. `hidden_states` are of sampled runs."""

@@ -82,6 +82,18 @@ def test_drafts_are_planned_ahead_for_positions_that_are_not_known_yet() -> None
     assert it.scheduler.stats().total_accepted_tokens > 0
 
 
+def test_passes_that_can_have_no_drafts_are_launched_early() -> None:
+    it = world(SchedulerConfig(num_lookahead_tokens=2))
+    it.runner.max_rows = 2
+    for number in range(3):
+        it.add(6, max_tokens=9 + 6 * (number == 0))
+
+    it.run_to_end()
+
+    assert it.runner.num_followed > 0  # while there are three
+    assert it.scheduler.stats().total_accepted_tokens > 0  # of the last one
+
+
 def test_snapshots_of_states_are_planned_before_their_names_are_known() -> None:
     it = world(num_state_blocks=1)
     it.add(6, max_tokens=9)
