@@ -115,7 +115,10 @@ def load_runner(
     if not device.shares_host_memory:
         sizes = num_blocks, config.block_size, config.max_num_seqs, max_model_len
         warm_up(runner, *sizes, layout)
-    return runner if pool is None else _capture_graphs(config, runner, pool)
+    if pool is not None:
+        has_adapters = adapters is not None and parts.low_rank.has_static_launches
+        _capture_graphs(config, runner, pool, has_adapters=has_adapters)
+    return runner
 
 
 def _make_adapters(
@@ -247,10 +250,11 @@ def _make_graph_pool(
     return None if cause else pool
 
 
-def _capture_graphs(config: RunnerConfig, runner: TorchRunner, pool: GraphPool) -> TorchRunner:
+def _capture_graphs(
+    config: RunnerConfig, runner: TorchRunner, pool: GraphPool, *, has_adapters: bool
+) -> None:
+    """Capture graphs of decode steps; if that fails, those of steps without adapters alone."""
     max_blocks = -(-runner.info.max_model_len // config.block_size)
-    adapters = runner.adapters
-    has_adapters = adapters is not None and adapters.active.products.has_static_launches
     try:
         sizes = graph_sizes(config.max_num_seqs, max_blocks, has_adapters=has_adapters)
         runner.capture_graphs(pool, sizes)
@@ -262,7 +266,9 @@ def _capture_graphs(config: RunnerConfig, runner: TorchRunner, pool: GraphPool) 
     except RuntimeError as error:
         # The error of what cannot be captured comes before that of ending the capture.
         log.warning(
-            "decode steps are launched without graphs: the capture failed: %s",
+            "decode steps%s are launched without graphs: the capture failed: %s",
+            " with adapters" if has_adapters else "",
             error.__context__ or error,
         )
-    return runner
+        if has_adapters:
+            _capture_graphs(config, runner, pool, has_adapters=False)

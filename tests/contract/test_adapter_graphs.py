@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from torch import Tensor
 
 from baton.checkpoint.peft_folder import PeftFolder
 from baton.core.ids import RequestId
+from baton.engine.runner.adapters.low_rank import (
+    TORCH_LOW_RANK,
+    Group,
+    LowRankProducts,
+    TorchLowRankProducts,
+)
+from baton.engine.runner.adapters.place import Place
 from baton.engine.runner.device.graphs import EagerCause, GraphSize
 from baton.engine.runner.load import load_runner
 from baton.engine.runner.model_runner import TorchRunner
 from tests.support.adapters import write_adapter
-from tests.support.device_runners import config_of, runner_on
+from tests.support.device_runners import GRAPHABLE, config_of, runner_on
 from tests.support.fake_device import Counts, FakeDevice
 from tests.support.families import FAMILY_VARIANTS
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
@@ -120,8 +129,19 @@ def test_steps_without_adapters_replay_graphs_without_launches_for_them(
     assert "captured 3 graphs of decode steps:" in caplog.text
 
 
+class WaitingProducts(TorchLowRankProducts):
+    """Products that claim that a graph can capture them."""
+
+    has_static_launches = True
+
+    def add(self, place: Place, groups: Sequence[Group], inputs: Tensor, outputs: Tensor) -> None:
+        assert inputs.abs().sum().isfinite().item()
+        super().add(place, groups, inputs, outputs)
+
+
+@pytest.mark.parametrize("low_rank", [TORCH_LOW_RANK, WaitingProducts()])
 def test_without_graphs_for_adapters_only_steps_that_have_none_replay_graphs(
-    folder: Path, tmp_path: Path
+    low_rank: LowRankProducts, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     adapter = PeftFolder(write_adapter(folder, tmp_path, seed=1, scale=0.5))
 
@@ -132,8 +152,8 @@ def test_without_graphs_for_adapters_only_steps_that_have_none_replay_graphs(
         requests[1].num_tokens = 3
         return Driver(runner, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE).run(*requests)
 
-    device = FakeDevice()
-    with runner_on(device, folder, max_loras=2) as runner:
+    device, parts = FakeDevice(), replace(GRAPHABLE, low_rank=low_rank)
+    with runner_on(device, folder, parts, max_loras=2) as runner:
         found = run(runner)
         num_steps = dict(runner.num_passes)
     with load_runner(config_of(folder, max_loras=2)) as runner:
@@ -146,3 +166,5 @@ def test_without_graphs_for_adapters_only_steps_that_have_none_replay_graphs(
     assert found[1] != without[1][:3]
     assert num_steps == {EagerCause.ADAPTERS: 3, GraphSize(2, 8): 3}
     assert device.counts.replays == 3
+    cause = "decode steps with adapters are launched without graphs: the capture failed"
+    assert (cause in caplog.text) is low_rank.has_static_launches
