@@ -214,26 +214,39 @@ def test_rows_that_need_their_tokens_wait_for_them_behind_the_forward_pass(folde
 def test_with_speculation_passes_follow_at_once_that_have_too_many_rows_for_drafts(
     folder: Path, parts: Parts
 ) -> None:
-    """The last request decodes alone, and gets drafts."""
-    requests = requests_of(replace(GREEDY, max_tokens=40), GREEDY, RANDOM)
-    device, speculation = FakeDevice(), Speculation(3, min_ngram=1, max_rows=2)
-    with runner_on(device, folder, parts, speculation=speculation) as runner:
+    """The first request gets drafts while it decodes alone, before and after the others."""
+    repeats = replace(GREEDY, max_tokens=40, allowed_token_ids=(45, 46, 47))
+    first, *others = requests_of(repeats, GREEDY, RANDOM)
+    device, settings = FakeDevice(), {"speculation": Speculation(3, min_ngram=1, max_rows=3)}
+
+    def run(runner: Runner, *, async_scheduling: bool) -> dict[str, list[int]]:
+        """Return the tokens of all requests."""
+        engine = engine_of(runner, async_scheduling=async_scheduling, num_lookahead_tokens=3)
+        engine.scheduler.add(first)
+        begun: list[Output] = []
+        while not engine.scheduler.stats().total_accepted_tokens:
+            begun += engine.step()
+            assert len(begun) < 20
+        found = answers(engine, others)
+        found["0"] = [*begun, *found["0"]]
+        return {
+            name: [token_id for output in outputs for token_id in output.token_ids]
+            for name, outputs in found.items()
+        }
+
+    with runner_on(device, folder, parts, **settings) as runner:
         on_threads = RunnerOnThreads(runner.launch, device)
-        found = answers(engine_of(on_threads, num_lookahead_tokens=3), requests)
+        found = run(on_threads, async_scheduling=True)
+    with load_runner(config_of(folder, **settings)) as runner:
+        expected = run(runner, async_scheduling=False)
 
-    assert tokens_of(found) == tokens_of(answers_on_the_cpu(folder, requests))
-    assert on_threads.busy[:4] == [True] * 4
-    proposed = [sum(result.num_proposed.values()) for result in on_threads.results]
-    assert not any(proposed[:4])
-    assert any(proposed[5:])
-    assert not any(busy for busy, count in zip(on_threads.busy, proposed, strict=True) if count)
-
-
-def tokens_of(answered: dict[str, list[Output]]) -> dict[str, list[int]]:
-    return {
-        name: [token_id for output in outputs for token_id in output.token_ids]
-        for name, outputs in answered.items()
-    }
+    assert found == expected
+    have_drafts = [bool(result.num_proposed) for result in on_threads.results]
+    follows = [*on_threads.follows, False]
+    for index, has_drafts in enumerate(have_drafts):
+        assert not (has_drafts and (follows[index] or follows[index + 1]))
+    assert sum(follows) > 2
+    assert True in have_drafts[follows.index(True) :]
 
 
 @pytest.mark.parametrize("place", ["launch", "collect"])

@@ -52,9 +52,11 @@ class RunnerOnThreads:
         self.fails_at_collect: int | None = None  # counted from one
         self.results: list[RunResult] = []
         self.busy: list[bool] = []  # by collected pass: whether the device has work after it
+        self.follows: list[bool] = []  # by pass: launched before the one before was collected
 
     def launch(self, plan: Plan) -> Pending:
         with self.computing():
+            self.follows.append(self.num_launched > self.num_collected)
             self.num_launched += 1
             return _PassOnThreads(self, self._launch(plan))
 
