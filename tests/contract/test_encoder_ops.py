@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.engine.runner.encoders.config import Gelu
+from baton.core.ids import RequestId
+from baton.core.sampling import SamplingParams
+from baton.engine.plan import PlanRow
+from baton.engine.runner.encoders.config import EncoderConfig, EncoderLayerConfig, Gelu
+from baton.engine.runner.encoders.layer import Layer, UnfusedLayer
 from baton.engine.runner.encoders.ops import EncoderOps, TorchEncoderOps
-from baton.engine.runner.encoders.packed_texts import EqualTexts
-from baton.engine.runner.encoders.weights import EncoderLayer, EncoderWeights
+from baton.engine.runner.encoders.packed_texts import EqualTexts, PackedTexts, pack_texts
+from baton.engine.runner.encoders.weights import EncoderLayer, EncoderWeights, LayerNorm
 from baton.engine.runner.kernels.build import (
     KernelsUnavailable,
     best_variant,
@@ -18,7 +25,12 @@ from baton.engine.runner.kernels.build import (
     library,
 )
 from baton.engine.runner.kernels.calls import Kernels
-from baton.engine.runner.kernels.native_encoder import NativeEncoderOps, with_packed_layers
+from baton.engine.runner.kernels.native_encoder import (
+    NativeEncoderOps,
+    NativeLayer,
+    native_layers,
+    with_packed_layers,
+)
 from baton.engine.runner.model.torch_ops import TorchLinear
 from tests.support.encoders import a_layer_norm
 
@@ -97,6 +109,84 @@ def test_packed_linear_layers(
     assert (layer.output(inputs) - wanted).abs().max() < 1e-4
     assert plain.bias is not None
     assert (layer.qkv(inputs) - wanted - plain.bias).abs().max() < 1e-4
+
+
+ENCODER = EncoderConfig(
+    architecture="BertModel",
+    vocab_size=1,
+    hidden_size=SIZE,
+    num_heads=HEADS,
+    mlp_size=130,
+    max_text_len=64,
+    num_positions=64,
+    first_position=0,
+    num_token_types=0,
+    norm_epsilon=1e-12,
+    layers=(EncoderLayerConfig(),),
+    ropes=(),
+    is_pre_norm=False,
+    gelu=Gelu.EXACT,
+    is_gated=False,
+    has_attention_bias=True,
+    has_mlp_bias=True,
+    has_norm_bias=True,
+    classifier=None,
+    dtype="float32",
+)
+
+
+def layers(kernels: Kernels, dtype: torch.dtype, config: EncoderConfig) -> tuple[Layer, Layer]:
+    """Return a layer that calls torch's operations in this dtype, and the native one."""
+    sizes = {
+        "qkv": (3 * SIZE, SIZE),
+        "output": (SIZE, SIZE),
+        "up": (130, SIZE),
+        "down": (SIZE, 130),
+    }
+
+    def weights(dtype: torch.dtype) -> EncoderLayer:
+        linears = {
+            name: TorchLinear((0.2 * drawn(*shape)).to(dtype), drawn(shape[0], seed=2).to(dtype))
+            for name, shape in sizes.items()
+        }
+        norms = [
+            LayerNorm(drawn(SIZE, seed=seed).to(dtype), drawn(SIZE, seed=9).to(dtype), 1e-12)
+            for seed in (4, 5)
+        ]
+        return EncoderLayer(attention_norm=norms[0], mlp_norm=norms[1], **linears)
+
+    plain = EncoderWeights(object(), [weights(torch.float32)], None, None)  # type: ignore[arg-type]
+    [native] = native_layers(config, with_packed_layers(plain, kernels), kernels)
+    return UnfusedLayer(config, 0, TorchEncoderOps(), weights(dtype)), native
+
+
+def packed_texts(lens: Sequence[int]) -> PackedTexts:
+    rows = [
+        PlanRow(RequestId(str(index)), (0,) * size, size, 0, ((),), SamplingParams(), 0)
+        for index, size in enumerate(lens)
+    ]
+    return pack_texts(rows)
+
+
+@pytest.mark.parametrize("kind", Gelu)
+def test_whole_layers(kernels: Kernels, kind: Gelu) -> None:
+    config = replace(ENCODER, gelu=kind)
+    wanted_of, native = layers(kernels, torch.float64, config)
+    texts = packed_texts([1, 5, 7, 7, 12, 13, 25, 45])
+    inputs = drawn(115, SIZE, seed=3)
+
+    found = native(inputs.clone(), texts, None)
+
+    assert isinstance(native, NativeLayer)
+    assert (found - wanted_of(inputs.double(), texts, None)).abs().max() < 1e-5
+    alone = native(inputs[-45:].clone(), packed_texts([45]), None)
+    assert torch.equal(found[-45:], alone)
+
+
+def test_layers_that_one_call_does_not_compute_call_operations(kernels: Kernels) -> None:
+    for other in ({"is_pre_norm": True}, {"layers": (EncoderLayerConfig(window=8),)}):
+        _, layer = layers(kernels, torch.float32, replace(ENCODER, **other))
+        assert isinstance(layer, UnfusedLayer)
 
 
 def test_a_token_has_the_same_bits_in_any_batch(kernels: Kernels) -> None:

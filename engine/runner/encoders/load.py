@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from baton.checkpoint.checkpoint import Checkpoint
@@ -11,11 +13,16 @@ from baton.engine.runner.config import RunnerConfig, check, dtype_name
 from baton.engine.runner.encoders.config import EncoderConfig
 from baton.engine.runner.encoders.encoder import Encoder
 from baton.engine.runner.encoders.encoder_runner import EncoderRunner
+from baton.engine.runner.encoders.layer import Layer, UnfusedLayer
 from baton.engine.runner.encoders.ops import TorchEncoderOps
 from baton.engine.runner.encoders.read_config import read_encoder_config
 from baton.engine.runner.encoders.weight_loading import load_encoder_weights
 from baton.engine.runner.kernels.choose import choose_parts, encoder_kernels
-from baton.engine.runner.kernels.native_encoder import NativeEncoderOps, with_packed_layers
+from baton.engine.runner.kernels.native_encoder import (
+    NativeEncoderOps,
+    native_layers,
+    with_packed_layers,
+)
 from baton.engine.runner.load import DTYPES, choose_max_model_len
 from baton.engine.runner.model.rope import Rope
 from baton.engine.runner.model_info import LoadProgressCallback, ModelInfo
@@ -62,9 +69,14 @@ def load_encoder(
     dim = model.head_dim
     ropes = [Rope(rope, dim, dim, model.max_text_len, place, dtype) for rope in model.ropes]
     ops = TorchEncoderOps()
-    if kernels is not None:
+    if kernels is None:
+        layers: Sequence[Layer] = [
+            UnfusedLayer(model, index, ops, layer) for index, layer in enumerate(weights.layers)
+        ]
+    else:
         ops, weights = NativeEncoderOps(kernels), with_packed_layers(weights, kernels)
-    encoder = Encoder(model, ops, weights, tuple(ropes))
+        layers = native_layers(model, weights, kernels)
+    encoder = Encoder(model, ops, weights, layers, tuple(ropes))
     return EncoderRunner(info, encoder, config.max_num_seqs)
 
 

@@ -72,6 +72,8 @@ LowRankPart = STRUCTS["LowRankPart"]
 LowRankPlace = STRUCTS["LowRankPlace"]
 LowRankAdapter = STRUCTS["LowRankAdapter"]
 LowRankGroups = STRUCTS["LowRankGroups"]
+PackedF32 = STRUCTS["PackedF32"]
+LayerNormF32 = STRUCTS["LayerNormF32"]
 
 
 def load_library(path: Path) -> ctypes.CDLL:

@@ -1,4 +1,4 @@
-"""Native kernels of encoders, in float32 on the CPU: linear layers, GELU and attention."""
+"""Native kernels of encoders, in float32 on the CPU: layers as a whole, and their parts."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from baton.engine.runner.encoders.config import Gelu
+from baton.engine.runner.encoders.config import EncoderConfig, Gelu
+from baton.engine.runner.encoders.layer import Layer, UnfusedLayer
 from baton.engine.runner.encoders.ops import TorchEncoderOps
-from baton.engine.runner.encoders.packed_texts import EqualTexts
-from baton.engine.runner.encoders.weights import EncoderLayer, EncoderWeights
+from baton.engine.runner.encoders.packed_texts import EqualTexts, PackedTexts
+from baton.engine.runner.encoders.weights import EncoderLayer, EncoderWeights, LayerNorm
 from baton.engine.runner.host_memory import huge_page_memory
-from baton.engine.runner.kernels.calls import Kernels
+from baton.engine.runner.kernels.abi import LayerNormF32, PackedF32, Struct
+from baton.engine.runner.kernels.calls import Kernels, Workspace
 from baton.engine.runner.model.linear import Linear
+from baton.engine.runner.model.rope import Angles
 from baton.engine.runner.model.torch_ops import TorchLinear
+
+_MATRICES = ("qkv", "output", "up", "down")
 
 
 class NativeEncoderOps(TorchEncoderOps):
@@ -77,11 +82,8 @@ class NativeFloat32Linear:
         self.kernels.call(
             "baton_linear_f32",
             src=hidden_states,
-            packed=self.packed,
-            bias=self.bias,
             dst=output,
-            num_rows=self.num_rows,
-            num_columns=self.num_columns,
+            matrix=self.struct(),
             num_tokens=len(hidden_states),
         )
         return output
@@ -89,10 +91,71 @@ class NativeFloat32Linear:
     def rows(self, row_ids: Tensor) -> Tensor:
         raise NotImplementedError("embedding tables are not packed")
 
+    def struct(self) -> Struct:
+        bias = None if self.bias is None else self.bias.data_ptr()
+        return PackedF32(self.packed.data_ptr(), bias, self.num_rows, self.num_columns)
+
+
+class NativeLayer:
+    """Implements `Layer` in one call, for a layer that norms its sums, as those of BERT."""
+
+    def __init__(
+        self, config: EncoderConfig, weights: EncoderLayer, kernels: Kernels, workspace: Workspace
+    ) -> None:
+        assert weights.attention_norm is not None
+        self._weights, self._kernels, self._workspace = weights, kernels, workspace
+        self._size, self._mlp_size = config.hidden_size, config.mlp_size
+        self._fields = {
+            **{name: getattr(weights, name).struct() for name in _MATRICES},
+            "attention_norm": _norm_struct(weights.attention_norm),
+            "mlp_norm": _norm_struct(weights.mlp_norm),
+            "num_heads": config.num_heads,
+            "size": config.hidden_size,
+            "gelu_is_exact": config.gelu is Gelu.EXACT,
+        }
+
+    def __call__(self, hidden_states: Tensor, texts: PackedTexts, angles: Angles | None) -> Tensor:
+        hidden_states = hidden_states.contiguous()
+        row_bytes = 4 * len(hidden_states)
+        size = row_bytes * self._size
+        qkv, mixed, mlp = self._workspace.split(3 * size, size, row_bytes * self._mlp_size)
+        self._kernels.call(
+            "baton_encoder_layer",
+            hidden_states=hidden_states,
+            qkv_states=qkv,
+            mixed=mixed,
+            mlp_states=mlp,
+            first_tokens=texts.starts.ctypes.data,
+            num_texts=len(texts.rows),
+            **self._fields,
+        )
+        return hidden_states
+
+
+def native_layers(config: EncoderConfig, weights: EncoderWeights, kernels: Kernels) -> list[Layer]:
+    """Return the layers, as one call each where it computes everything that the layer has."""
+    ops, workspace = NativeEncoderOps(kernels), Workspace()
+    layers: list[Layer] = []
+    for index, layer in enumerate(weights.layers):
+        own = config.layers[index]
+        is_plain = not config.is_pre_norm and not config.is_gated
+        is_plain = is_plain and own.rope is None and own.window is None
+        matrices = [getattr(layer, name) for name in _MATRICES]
+        if is_plain and all(isinstance(matrix, NativeFloat32Linear) for matrix in matrices):
+            layers.append(NativeLayer(config, layer, kernels, workspace))
+        else:
+            layers.append(UnfusedLayer(config, index, ops, layer))
+    return layers
+
 
 def with_packed_layers(weights: EncoderWeights, kernels: Kernels) -> EncoderWeights:
     """Return the weights with packed copies of the layers' matrices, instead of the matrices."""
     return replace(weights, layers=[_packed_layer(layer, kernels) for layer in weights.layers])
+
+
+def _norm_struct(norm: LayerNorm) -> Struct:
+    bias = None if norm.bias is None else norm.bias.data_ptr()
+    return LayerNormF32(norm.weight.data_ptr(), bias, norm.epsilon)
 
 
 def _packed_layer(layer: EncoderLayer, kernels: Kernels) -> EncoderLayer:

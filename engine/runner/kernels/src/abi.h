@@ -140,11 +140,16 @@ struct PackF32Args {
     std::int32_t num_threads;
 };
 
-struct LinearF32Args {
-    const float* src;            // [tokens, columns]
+struct PackedF32 {
     const float *packed, *bias;  // the bias may be null
-    float* dst;                  // [tokens, rows]
-    std::int64_t num_rows, num_columns, num_tokens;
+    std::int64_t num_rows, num_columns;
+};
+
+struct LinearF32Args {
+    const float* src;  // [tokens, columns]
+    float* dst;        // [tokens, rows]
+    PackedF32 matrix;
+    std::int64_t num_tokens;
     std::int32_t num_threads;
 };
 
@@ -163,6 +168,25 @@ struct TextAttentionArgs {
     const std::int64_t* first_tokens;  // [texts + 1]
     std::int64_t num_texts, num_heads, head_dim, size;
     float scale;
+    std::int32_t num_threads;
+};
+
+struct LayerNormF32 {
+    const float *weight, *bias;  // the bias may be null
+    float epsilon;
+};
+
+// Layer of an encoder that norms the sums after attention and after the MLP, as BERT does.
+struct EncoderLayerArgs {
+    float* hidden_states;  // [tokens, size], replaced by the output
+    float* qkv_states;     // buffer: [tokens, 3 * size]
+    float* mixed;          // buffer: [tokens, size]
+    float* mlp_states;     // buffer: [tokens, MLP size]
+    PackedF32 qkv, output, up, down;
+    LayerNormF32 attention_norm, mlp_norm;
+    const std::int64_t* first_tokens;  // [texts + 1]
+    std::int64_t num_texts, num_heads, size;
+    std::int32_t gelu_is_exact;  // 0: by tanh
     std::int32_t num_threads;
 };
 
@@ -423,6 +447,9 @@ void baton_gelu_f32(const baton::GeluF32Args* args);
 
 // Attention within texts, in float32.
 void baton_text_attention(const baton::TextAttentionArgs* args);
+
+// Layer of an encoder, in float32.
+void baton_encoder_layer(const baton::EncoderLayerArgs* args);
 
 // Gate of an MLP.
 void baton_gate(const baton::GateArgs* args);

@@ -1,111 +1,15 @@
-// Products, attention and GELU of encoders, in float32. Each sum has a fixed order that depends on
-// the token's own text only: its bits do not depend on the batch.
+// Layers of encoders and their parts, in float32. Each sum has a fixed order that depends on the
+// token's own text only: its bits do not depend on the batch.
 
-#include "thread_pool.h"
+#include "gemm_f32.h"
 #include "vector_math.h"
 
-#include <algorithm>
 #include <vector>
 
 using namespace baton;
+using namespace baton::f32;
 
 namespace {
-
-constexpr int kRegs = kLanes / kRegLanes;       // of a row of a tile
-constexpr int kTileRows = 12 * kRegLanes / 16;  // so that a tile has twelve accumulators
-constexpr std::int64_t kChunkRows =
-    16 * kTileRows;  // rows that multiply a panel while it is cached
-
-// Columns of a matrix in panels of kLanes rows: [rows / kLanes][columns][kLanes].
-std::int64_t num_panels(std::int64_t num_rows) { return (num_rows + kLanes - 1) / kLanes; }
-
-// Memory that is fetched into the cache during a product: a line after each `every` columns.
-struct Prefetch {
-    const float* next;
-    std::int64_t every;
-};
-
-constexpr Prefetch kNothing{nullptr, 0};
-
-// Tile of the product of ROWS rows and a panel.
-template <int ROWS>
-struct Tile {
-    F32Reg sums[ROWS][kRegs] = {};
-
-    void add(const float* src, std::int64_t src_stride, const float* panel,
-             std::int64_t panel_stride, std::int64_t depth, Prefetch prefetch) {
-        std::int64_t wait = prefetch.every;
-        for (std::int64_t k = 0; k < depth; ++k) {
-            F32Reg numbers[kRegs];
-#pragma GCC unroll 4
-            for (int i = 0; i < kRegs; ++i)
-                numbers[i] = *(const F32Reg*)(panel + k * panel_stride + i * kRegLanes);
-            if (--wait == 0) {
-                __builtin_prefetch(prefetch.next, 0, 2);
-                prefetch.next += kLanes, wait = prefetch.every;
-            }
-#pragma GCC unroll 12
-            for (int row = 0; row < ROWS; ++row) {
-                const float factor = src[row * src_stride + k];
-#pragma GCC unroll 4
-                for (int i = 0; i < kRegs; ++i) sums[row][i] += numbers[i] * factor;
-            }
-        }
-    }
-
-    // Calls each(row, F32x16).
-    template <typename Each>
-    void finish(Each each) const {
-        for (int row = 0; row < ROWS; ++row) {
-            F32x16 numbers;
-            for_each_reg([&](int i) { reg(numbers, i) = sums[row][i]; });
-            each(row, numbers);
-        }
-    }
-};
-
-// Calls each(row, F32x16) with the products of `num_rows` <= kTileRows rows and a panel.
-template <int ROWS = kTileRows, typename Each>
-void multiply(std::int64_t num_rows, const float* src, std::int64_t src_stride, const float* panel,
-              std::int64_t panel_stride, std::int64_t depth, Prefetch prefetch, Each each) {
-    if constexpr (ROWS > 1)
-        if (num_rows < ROWS)
-            return multiply<ROWS - 1>(num_rows, src, src_stride, panel, panel_stride, depth,
-                                      prefetch, each);
-    Tile<ROWS> tile;
-    tile.add(src, src_stride, panel, panel_stride, depth, prefetch);
-    tile.finish(each);
-}
-
-F32x16 load_lanes(const float* src, std::int64_t count) {
-    F32x16 numbers{};
-    std::memcpy(&numbers, src, sizeof(float) * std::min<std::int64_t>(count, kLanes));
-    return numbers;
-}
-
-void store_lanes(float* dst, const F32x16& numbers, std::int64_t count) {
-    std::memcpy(dst, &numbers, sizeof(float) * std::min<std::int64_t>(count, kLanes));
-}
-
-void linear_panel(const LinearF32Args& args, std::int64_t panel, std::int64_t first,
-                  std::int64_t end) {
-    const std::int64_t size = args.num_columns * kLanes, column = panel * kLanes;
-    const std::int64_t left = args.num_rows - column;
-    const float* const weights = args.packed + panel * size;
-    // The next panel is fetched evenly during this one.
-    const std::int64_t num_tiles = (end - first + kTileRows - 1) / kTileRows;
-    Prefetch prefetch{weights + (left > kLanes ? size : 0), num_tiles};
-    const F32x16 bias = args.bias ? load_lanes(args.bias + column, left) : F32x16{};
-    for (std::int64_t token = first; token < end; token += kTileRows) {
-        const float* const src = args.src + token * args.num_columns;
-        float* const dst = args.dst + token * args.num_rows + column;
-        multiply(std::min<std::int64_t>(kTileRows, end - token), src, args.num_columns, weights,
-                 kLanes, args.num_columns, prefetch, [&](int row, F32x16 products) {
-                     store_lanes(dst + row * args.num_rows, products + bias, left);
-                 });
-        prefetch.next += args.num_columns / num_tiles * kLanes;
-    }
-}
 
 // erf(x), off by 2e-7 at most (Abramowitz and Stegun, 7.1.26). A NaN stays a NaN.
 F32x16 erf(F32x16 x) {
@@ -170,10 +74,10 @@ class TextHead {
                std::int64_t padded) const {
         for (std::int64_t at = 0; at < padded; at += kLanes) {
             const float* const panel = keys + at * args_.head_dim;
-            multiply(count, qkv_ + row * stride_, stride_, panel, kLanes, args_.head_dim, kNothing,
-                     [&](int i, F32x16 products) {
-                         store_lanes(scores + i * padded + at, products * args_.scale, kLanes);
-                     });
+            multiply<1>(count, qkv_ + row * stride_, stride_, Panels{panel, kLanes, 0},
+                        args_.head_dim, kNothing, [&](int i, int, F32x16 products) {
+                            store_lanes(scores + i * padded + at, products * args_.scale, kLanes);
+                        });
         }
     }
 
@@ -199,11 +103,11 @@ class TextHead {
     void mix(std::int64_t row, std::int64_t count, const float* weights, std::int64_t padded,
              const float* values, std::int64_t value_dim) const {
         for (std::int64_t at = 0; at < value_dim; at += kLanes)
-            multiply(count, weights, padded, values + at, value_dim, num_tokens_, kNothing,
-                     [&](int i, F32x16 products) {
-                         store_lanes(dst_ + (row + i) * args_.size + at, products,
-                                     args_.head_dim - at);
-                     });
+            multiply<1>(count, weights, padded, Panels{values + at, value_dim, 0}, num_tokens_,
+                        kNothing, [&](int i, int, F32x16 products) {
+                            store_lanes(dst_ + (row + i) * args_.size + at, products,
+                                        args_.head_dim - at);
+                        });
     }
 
     const TextAttentionArgs& args_;
@@ -211,6 +115,53 @@ class TextHead {
     const float* const qkv_;
     float* const dst_;
 };
+
+void attend(const TextAttentionArgs& args) {
+    const std::int64_t average = args.first_tokens[args.num_texts] / args.num_texts + 1;
+    parallel_for(
+        args.num_texts * args.num_heads, average * average * args.head_dim, args.num_threads,
+        [&](std::int64_t at, std::int64_t end) {
+            std::vector<float> buffer;
+            for (; at < end; ++at) {
+                const std::int64_t* const firsts = args.first_tokens + at / args.num_heads;
+                TextHead(args, firsts[0], firsts[1] - firsts[0], at % args.num_heads).run(buffer);
+            }
+        });
+}
+
+void normalize_row(const LayerNormF32& norm, float* row, std::int64_t size) {
+    const auto total = [&](auto of) {
+        F32x16 sums{};
+        std::int64_t i = 0;
+        for (; i + kLanes <= size; i += kLanes) sums += of(load_lanes(row + i, kLanes));
+        F32x16 last{};
+        if (i < size) {
+            last = of(load_lanes(row + i, size - i));
+            for (std::int64_t lane = size - i; lane < kLanes; ++lane) last[lane] = 0.0f;
+        }
+        return sum(sums + last);
+    };
+    const float mean = total([](F32x16 numbers) { return numbers; }) / float(size);
+    const float variance = total([=](F32x16 numbers) {
+                               const F32x16 rest = numbers - mean;
+                               return rest * rest;
+                           }) / float(size);
+    const float factor = 1.0f / std::sqrt(variance + norm.epsilon);
+    for (std::int64_t i = 0; i < size; i += kLanes) {
+        const std::int64_t left = size - i;
+        F32x16 numbers = (load_lanes(row + i, left) - mean) * factor;
+        numbers *= load_lanes(norm.weight + i, left);
+        if (norm.bias) numbers += load_lanes(norm.bias + i, left);
+        store_lanes(row + i, numbers, left);
+    }
+}
+
+void normalize(const LayerNormF32& norm, float* rows, std::int64_t num_rows, std::int64_t size,
+               std::int32_t num_threads) {
+    parallel_for(num_rows, size, num_threads, [&](std::int64_t row, std::int64_t end) {
+        for (; row < end; ++row) normalize_row(norm, rows + row * size, size);
+    });
+}
 
 }  // namespace
 
@@ -237,17 +188,8 @@ void baton_pack_f32(const PackF32Args* args) {
 }
 
 void baton_linear_f32(const LinearF32Args* args) {
-    const std::int64_t panels = num_panels(args->num_rows);
-    const std::int64_t chunks = (args->num_tokens + kChunkRows - 1) / kChunkRows;
-    const std::int64_t rows = std::min(args->num_tokens, kChunkRows);
-    parallel_for(chunks * panels, args->num_columns * rows, args->num_threads,
-                 [=](std::int64_t at, std::int64_t end) {
-                     for (; at < end; ++at) {
-                         const std::int64_t first = at / panels * kChunkRows;
-                         linear_panel(*args, at % panels, first,
-                                      std::min(first + kChunkRows, args->num_tokens));
-                     }
-                 });
+    linear(args->matrix, args->src, args->dst, args->num_tokens, args->num_threads,
+           [](std::int64_t, std::int64_t, F32x16 sums) { return sums; });
 }
 
 void baton_gelu_f32(const GeluF32Args* args) {
@@ -261,17 +203,36 @@ void baton_gelu_f32(const GeluF32Args* args) {
                  });
 }
 
-void baton_text_attention(const TextAttentionArgs* args) {
-    const std::int64_t average = args->first_tokens[args->num_texts] / args->num_texts + 1;
-    parallel_for(
-        args->num_texts * args->num_heads, average * average * args->head_dim, args->num_threads,
-        [=](std::int64_t at, std::int64_t end) {
-            std::vector<float> buffer;
-            for (; at < end; ++at) {
-                const std::int64_t* const firsts = args->first_tokens + at / args->num_heads;
-                TextHead(*args, firsts[0], firsts[1] - firsts[0], at % args->num_heads).run(buffer);
-            }
-        });
+void baton_text_attention(const TextAttentionArgs* args) { attend(*args); }
+
+void baton_encoder_layer(const EncoderLayerArgs* args) {
+    const std::int64_t num_tokens = args->first_tokens[args->num_texts], size = args->size;
+    const auto multiply = [=](const PackedF32& matrix, const float* src, float* dst, auto finish) {
+        linear(matrix, src, dst, num_tokens, args->num_threads, finish);
+    };
+    const auto add = [=](std::int64_t token, std::int64_t column, F32x16 sums) {
+        return sums + load_lanes(args->hidden_states + token * size + column, size - column);
+    };
+    const auto apply_gelu = [=](std::int64_t, std::int64_t, F32x16 sums) {
+        return gelu(sums, args->gelu_is_exact);
+    };
+    multiply(args->qkv, args->hidden_states, args->qkv_states,
+             [](std::int64_t, std::int64_t, F32x16 sums) { return sums; });
+    const std::int64_t head_dim = size / args->num_heads;
+    attend({.qkv = args->qkv_states,
+            .dst = args->mixed,
+            .first_tokens = args->first_tokens,
+            .num_texts = args->num_texts,
+            .num_heads = args->num_heads,
+            .head_dim = head_dim,
+            .size = size,
+            .scale = float(1.0 / std::sqrt(double(head_dim))),
+            .num_threads = args->num_threads});
+    multiply(args->output, args->mixed, args->hidden_states, add);
+    normalize(args->attention_norm, args->hidden_states, num_tokens, size, args->num_threads);
+    multiply(args->up, args->hidden_states, args->mlp_states, apply_gelu);
+    multiply(args->down, args->mlp_states, args->hidden_states, add);
+    normalize(args->mlp_norm, args->hidden_states, num_tokens, size, args->num_threads);
 }
 
 }  // extern "C"

@@ -1,0 +1,162 @@
+// Products of float32 with a packed matrix. Each sum has the order of the columns: its bits depend
+// on neither the other rows nor the number of threads.
+#pragma once
+
+#include "simd.h"
+#include "thread_pool.h"
+
+#include <algorithm>
+
+namespace baton::f32 {
+
+constexpr int kRegs = kLanes / kRegLanes;       // of a row of a panel
+constexpr int kTileRows = 12 * kRegLanes / 16;  // so that twelve accumulators hold a panel's tile
+// Panels that a tile multiplies at once. With registers of sixteen lanes there are 32 of them, and
+// two panels halve the loads of the rows' numbers, which limit the products otherwise.
+constexpr int kTilePanels = kRegs == 1 ? 2 : 1;
+constexpr std::int64_t kChunkRows =
+    16 * kTileRows;  // rows that multiply a panel while it is cached
+
+// Matrices are packed in panels of kLanes rows: [rows / kLanes][columns][kLanes].
+inline std::int64_t num_panels(std::int64_t num_rows) { return (num_rows + kLanes - 1) / kLanes; }
+
+// Memory that is fetched into the cache during a product: LINES lines after each `every` columns.
+struct Prefetch {
+    const float* next;
+    std::int64_t every;
+};
+
+constexpr Prefetch kNothing{nullptr, 0};
+
+// Panels that a tile multiplies, each `stride` numbers after the one before it, with
+// `column_stride` numbers from a column to the next.
+struct Panels {
+    const float* first;
+    std::int64_t column_stride, stride;
+};
+
+// Tile of the product of ROWS rows and PANELS panels.
+template <int ROWS, int PANELS>
+struct Tile {
+    F32Reg sums[ROWS][PANELS * kRegs] = {};
+
+    void add(const float* src, std::int64_t src_stride, Panels panels, std::int64_t depth,
+             Prefetch prefetch) {
+        std::int64_t wait = prefetch.every;
+        for (std::int64_t k = 0; k < depth; ++k) {
+            F32Reg numbers[PANELS * kRegs];
+#pragma GCC unroll 4
+            for (int i = 0; i < PANELS * kRegs; ++i)
+                numbers[i] = *(const F32Reg*)(panels.first + i / kRegs * panels.stride +
+                                              k * panels.column_stride + i % kRegs * kRegLanes);
+            if (--wait == 0) {
+#pragma GCC unroll 2
+                for (int line = 0; line < PANELS; ++line)
+                    __builtin_prefetch(prefetch.next + line * kLanes, 0, 2);
+                prefetch.next += PANELS * kLanes, wait = prefetch.every;
+            }
+#pragma GCC unroll 12
+            for (int row = 0; row < ROWS; ++row) {
+                const float factor = src[row * src_stride + k];
+#pragma GCC unroll 4
+                for (int i = 0; i < PANELS * kRegs; ++i) sums[row][i] += numbers[i] * factor;
+            }
+        }
+    }
+
+    // Calls each(row, panel, F32x16).
+    template <typename Each>
+    void finish(Each each) const {
+#pragma GCC unroll 12
+        for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 2
+            for (int panel = 0; panel < PANELS; ++panel) {
+                F32x16 numbers;
+                for_each_reg([&](int i) { reg(numbers, i) = sums[row][panel * kRegs + i]; });
+                each(row, panel, numbers);
+            }
+    }
+};
+
+// Calls each(row, panel, F32x16) with the products of `num_rows` <= kTileRows rows and the panels.
+template <int PANELS, int ROWS = kTileRows, typename Each>
+void multiply(std::int64_t num_rows, const float* src, std::int64_t src_stride, Panels panels,
+              std::int64_t depth, Prefetch prefetch, Each each) {
+    if constexpr (ROWS > 1)
+        if (num_rows < ROWS)
+            return multiply<PANELS, ROWS - 1>(num_rows, src, src_stride, panels, depth, prefetch,
+                                              each);
+    Tile<ROWS, PANELS> tile;
+    tile.add(src, src_stride, panels, depth, prefetch);
+    tile.finish(each);
+}
+
+// A copy of a constant size is one instruction, and of another one a call.
+inline F32x16 load_lanes(const float* src, std::int64_t count) {
+    F32x16 numbers{};
+    if (count >= kLanes)
+        std::memcpy(&numbers, src, sizeof numbers);
+    else
+        std::memcpy(&numbers, src, sizeof(float) * count);
+    return numbers;
+}
+
+inline void store_lanes(float* dst, const F32x16& numbers, std::int64_t count) {
+    if (count >= kLanes)
+        std::memcpy(dst, &numbers, sizeof numbers);
+    else
+        std::memcpy(dst, &numbers, sizeof(float) * count);
+}
+
+// Product of some rows and PANELS panels. finish(row, column, F32x16) returns what is stored.
+template <int PANELS, typename Finish>
+void linear_panels(const PackedF32& matrix, const float* src, float* dst, std::int64_t panel,
+                   std::int64_t first, std::int64_t end, Finish finish) {
+    const std::int64_t size = matrix.num_columns * kLanes;
+    const float* const weights = matrix.packed + panel * size;
+    // The next panels are fetched evenly during these.
+    const std::int64_t num_tiles = (end - first + kTileRows - 1) / kTileRows;
+    const bool is_last = panel + 2 * PANELS > num_panels(matrix.num_rows);
+    Prefetch prefetch{weights + (is_last ? 0 : PANELS * size), num_tiles};
+    F32x16 bias[PANELS] = {};
+    for (int i = 0; i < PANELS && matrix.bias; ++i) {
+        const std::int64_t column = (panel + i) * kLanes;
+        bias[i] = load_lanes(matrix.bias + column, matrix.num_rows - column);
+    }
+    for (std::int64_t token = first; token < end; token += kTileRows) {
+        const auto store = [&](int row, int i, const F32x16& products) {
+            const std::int64_t column = (panel + i) * kLanes;
+            store_lanes(dst + (token + row) * matrix.num_rows + column,
+                        finish(token + row, column, products + bias[i]), matrix.num_rows - column);
+        };
+        multiply<PANELS>(std::min<std::int64_t>(kTileRows, end - token),
+                         src + token * matrix.num_columns, matrix.num_columns,
+                         Panels{weights, kLanes, size}, matrix.num_columns, prefetch, store);
+        prefetch.next += matrix.num_columns / num_tiles * PANELS * kLanes;
+    }
+}
+
+// Linear layer: [tokens, columns] → [tokens, rows].
+template <typename Finish>
+void linear(const PackedF32& matrix, const float* src, float* dst, std::int64_t num_tokens,
+            std::int32_t num_threads, Finish finish) {
+    const std::int64_t panels = num_panels(matrix.num_rows);
+    const std::int64_t groups = (panels + kTilePanels - 1) / kTilePanels;
+    const std::int64_t chunks = (num_tokens + kChunkRows - 1) / kChunkRows;
+    const std::int64_t rows = std::min(num_tokens, kChunkRows);
+    parallel_for(chunks * groups, matrix.num_columns * rows * kTilePanels, num_threads,
+                 [&](std::int64_t at, std::int64_t stop) {
+                     for (; at < stop; ++at) {
+                         const std::int64_t first = at / groups * kChunkRows;
+                         const std::int64_t end = std::min(first + kChunkRows, num_tokens);
+                         const std::int64_t panel = at % groups * kTilePanels;
+                         if (panel + kTilePanels <= panels)
+                             linear_panels<kTilePanels>(matrix, src, dst, panel, first, end,
+                                                        finish);
+                         else
+                             linear_panels<1>(matrix, src, dst, panel, first, end, finish);
+                     }
+                 });
+}
+
+}  // namespace baton::f32
