@@ -40,28 +40,48 @@ class TextHead {
     void run(std::vector<float>& buffer) {
         const std::int64_t padded = num_panels(num_tokens_) * kLanes;
         const std::int64_t value_dim = num_panels(args_.head_dim) * kLanes;
-        buffer.resize(padded * (args_.head_dim + kTileRows) + num_tokens_ * value_dim);
+        const bool copies_values = value_dim > args_.head_dim;
+        buffer.resize(padded * (args_.head_dim + kTileRows) +
+                      (copies_values ? num_tokens_ * value_dim : 0));
         float* const keys = buffer.data();
         float* const scores = keys + padded * args_.head_dim;
-        float* const values = scores + padded * kTileRows;
-        pack(keys, values, value_dim);
+        float* const copied = scores + padded * kTileRows;
+        pack_keys(keys);
+        if (copies_values) copy_values(copied, value_dim);
+        const float* const values = copies_values ? copied : qkv_ + 2 * args_.size;
+        const std::int64_t value_stride = copies_values ? value_dim : stride_;
         for (std::int64_t row = 0; row < num_tokens_; row += kTileRows) {
             const auto count = std::min<std::int64_t>(kTileRows, num_tokens_ - row);
             score(row, count, keys, scores, padded);
             for (std::int64_t i = 0; i < count; ++i) softmax(scores + i * padded, padded);
-            mix(row, count, scores, padded, values, value_dim);
+            mix(row, count, scores, padded, values, value_stride);
         }
     }
 
   private:
-    // Keys in panels of kLanes tokens, values padded with zeros to whole vectors.
-    void pack(float* keys, float* values, std::int64_t value_dim) const {
-        for (std::int64_t token = 0; token < num_panels(num_tokens_) * kLanes; ++token) {
-            const float* const key = qkv_ + token * stride_ + args_.size;
-            float* const dst = keys + token / kLanes * kLanes * args_.head_dim + token % kLanes;
-            for (std::int64_t i = 0; i < args_.head_dim; ++i)
-                dst[i * kLanes] = token < num_tokens_ ? key[i] : 0.0f;
+    // Keys in panels of kLanes tokens. Those of tokens after the text are zero.
+    void pack_keys(float* keys) const {
+        const std::int64_t dim = args_.head_dim, whole = dim / 8 * 8;
+        for (std::int64_t token = 0; token < num_panels(num_tokens_) * kLanes; token += 8) {
+            const float* const src = qkv_ + token * stride_ + args_.size;
+            float* const dst = keys + token / kLanes * kLanes * dim + token % kLanes;
+            const auto count = std::clamp<std::int64_t>(num_tokens_ - token, 0, 8);
+            for (std::int64_t at = 0; at < whole; at += 8) {
+                U32x8 rows[8] = {};
+                for (int i = 0; i < count; ++i)
+                    std::memcpy(&rows[i], src + i * stride_ + at, sizeof rows[i]);
+                transpose(rows);
+                for (int i = 0; i < 8; ++i)
+                    std::memcpy(dst + (at + i) * kLanes, &rows[i], sizeof rows[i]);
+            }
+            for (std::int64_t at = whole; at < dim; ++at)
+                for (int i = 0; i < 8; ++i)
+                    dst[at * kLanes + i] = i < count ? src[i * stride_ + at] : 0.0f;
         }
+    }
+
+    // Values padded with zeros to whole vectors.
+    void copy_values(float* values, std::int64_t value_dim) const {
         for (std::int64_t token = 0; token < num_tokens_; ++token) {
             const float* const value = qkv_ + token * stride_ + 2 * args_.size;
             float* const dst = values + token * value_dim;
@@ -72,13 +92,15 @@ class TextHead {
 
     void score(std::int64_t row, std::int64_t count, const float* keys, float* scores,
                std::int64_t padded) const {
-        for (std::int64_t at = 0; at < padded; at += kLanes) {
-            const float* const panel = keys + at * args_.head_dim;
-            multiply<1>(count, qkv_ + row * stride_, stride_, Panels{panel, kLanes, 0},
-                        args_.head_dim, kNothing, [&](int i, int, F32x16 products) {
-                            store_lanes(scores + i * padded + at, products * args_.scale, kLanes);
-                        });
-        }
+        const std::int64_t size = kLanes * args_.head_dim;
+        for_panels(padded / kLanes, [&](auto panels, std::int64_t panel) {
+            multiply<panels>(count, qkv_ + row * stride_, stride_,
+                             Panels{keys + panel * size, kLanes, size}, args_.head_dim, kNothing,
+                             [&](int i, int more, F32x16 products) {
+                                 store_lanes(scores + i * padded + (panel + more) * kLanes,
+                                             products * args_.scale, kLanes);
+                             });
+        });
     }
 
     // Weights that sum to one; those of places after the text are zero.
@@ -101,13 +123,16 @@ class TextHead {
     }
 
     void mix(std::int64_t row, std::int64_t count, const float* weights, std::int64_t padded,
-             const float* values, std::int64_t value_dim) const {
-        for (std::int64_t at = 0; at < value_dim; at += kLanes)
-            multiply<1>(count, weights, padded, Panels{values + at, value_dim, 0}, num_tokens_,
-                        kNothing, [&](int i, int, F32x16 products) {
-                            store_lanes(dst_ + (row + i) * args_.size + at, products,
-                                        args_.head_dim - at);
-                        });
+             const float* values, std::int64_t value_stride) const {
+        for_panels(num_panels(args_.head_dim), [&](auto panels, std::int64_t panel) {
+            multiply<panels>(count, weights, padded,
+                             Panels{values + panel * kLanes, value_stride, kLanes}, num_tokens_,
+                             kNothing, [&](int i, int more, F32x16 products) {
+                                 const std::int64_t at = (panel + more) * kLanes;
+                                 store_lanes(dst_ + (row + i) * args_.size + at, products,
+                                             args_.head_dim - at);
+                             });
+        });
     }
 
     const TextAttentionArgs& args_;

@@ -6,6 +6,7 @@
 #include "thread_pool.h"
 
 #include <algorithm>
+#include <type_traits>
 
 namespace baton::f32 {
 
@@ -40,8 +41,9 @@ template <int ROWS, int PANELS>
 struct Tile {
     F32Reg sums[ROWS][PANELS * kRegs] = {};
 
-    void add(const float* src, std::int64_t src_stride, Panels panels, std::int64_t depth,
-             Prefetch prefetch) {
+    // Inlined, the sums are registers; a call would read and write them for each column.
+    __attribute__((always_inline)) void add(const float* src, std::int64_t src_stride,
+                                            Panels panels, std::int64_t depth, Prefetch prefetch) {
         std::int64_t wait = prefetch.every;
         for (std::int64_t k = 0; k < depth; ++k) {
             F32Reg numbers[PANELS * kRegs];
@@ -91,6 +93,15 @@ void multiply(std::int64_t num_rows, const float* src, std::int64_t src_stride, 
     tile.finish(each);
 }
 
+// Calls each(panels, first) for all of them, with as many at once as a tile multiplies, as a constant.
+template <typename Each>
+void for_panels(std::int64_t count, Each each) {
+    std::int64_t panel = 0;
+    for (; panel + kTilePanels <= count; panel += kTilePanels)
+        each(std::integral_constant<int, kTilePanels>{}, panel);
+    for (; panel < count; ++panel) each(std::integral_constant<int, 1>{}, panel);
+}
+
 // A copy of a constant size is one instruction, and of another one a call.
 inline F32x16 load_lanes(const float* src, std::int64_t count) {
     F32x16 numbers{};
@@ -116,6 +127,7 @@ void linear_panels(const PackedF32& matrix, const float* src, float* dst, std::i
     const float* const weights = matrix.packed + panel * size;
     // The next panels are fetched evenly during these.
     const std::int64_t num_tiles = (end - first + kTileRows - 1) / kTileRows;
+    const std::int64_t tile_rows = (end - first + num_tiles - 1) / num_tiles;
     const bool is_last = panel + 2 * PANELS > num_panels(matrix.num_rows);
     Prefetch prefetch{weights + (is_last ? 0 : PANELS * size), num_tiles};
     F32x16 bias[PANELS] = {};
@@ -123,13 +135,13 @@ void linear_panels(const PackedF32& matrix, const float* src, float* dst, std::i
         const std::int64_t column = (panel + i) * kLanes;
         bias[i] = load_lanes(matrix.bias + column, matrix.num_rows - column);
     }
-    for (std::int64_t token = first; token < end; token += kTileRows) {
+    for (std::int64_t token = first; token < end; token += tile_rows) {
         const auto store = [&](int row, int i, const F32x16& products) {
             const std::int64_t column = (panel + i) * kLanes;
             store_lanes(dst + (token + row) * matrix.num_rows + column,
                         finish(token + row, column, products + bias[i]), matrix.num_rows - column);
         };
-        multiply<PANELS>(std::min<std::int64_t>(kTileRows, end - token),
+        multiply<PANELS>(std::min(tile_rows, end - token),
                          src + token * matrix.num_columns, matrix.num_columns,
                          Panels{weights, kLanes, size}, matrix.num_columns, prefetch, store);
         prefetch.next += matrix.num_columns / num_tiles * PANELS * kLanes;
