@@ -2,7 +2,6 @@
 // token's own text only: its bits do not depend on the batch.
 
 #include "gemm_f32.h"
-#include "vector_math.h"
 
 #include <vector>
 
@@ -10,23 +9,6 @@ using namespace baton;
 using namespace baton::f32;
 
 namespace {
-
-// erf(x), off by 2e-7 at most (Abramowitz and Stegun, 7.1.26). A NaN stays a NaN.
-F32x16 erf(F32x16 x) {
-    const U32x16 sign = (U32x16)x & 0x80000000u;
-    const F32x16 size = (F32x16)((U32x16)x & 0x7fffffffu);
-    const F32x16 t = 1.0f / (1.0f + 0.3275911f * size);
-    F32x16 power = splat(1.061405429f);
-    for (const float factor : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f})
-        power = power * t + factor;
-    const F32x16 result = 1.0f - power * t * exp(-size * size);
-    return (F32x16)((U32x16)result | sign);
-}
-
-F32x16 gelu(F32x16 x, bool is_exact) {
-    if (is_exact) return 0.5f * x * (1.0f + erf(x * 0.707106781f));
-    return 0.5f * x * (1.0f + tanh(0.797884561f * (x + 0.044715f * x * x * x)));
-}
 
 // Attention of a text's tokens to all of them, for one head.
 class TextHead {
@@ -94,12 +76,14 @@ class TextHead {
                std::int64_t padded) const {
         const std::int64_t size = kLanes * args_.head_dim;
         for_panels(padded / kLanes, [&](auto panels, std::int64_t panel) {
+            F32x16 sums[kTileRows][kTilePanels];
             multiply<panels>(count, qkv_ + row * stride_, stride_,
                              Panels{keys + panel * size, kLanes, size}, args_.head_dim, kNothing,
-                             [&](int i, int more, F32x16 products) {
-                                 store_lanes(scores + i * padded + (panel + more) * kLanes,
-                                             products * args_.scale, kLanes);
-                             });
+                             sums);
+            for (std::int64_t i = 0; i < count; ++i)
+                for (int more = 0; more < panels; ++more)
+                    store_lanes(scores + i * padded + (panel + more) * kLanes,
+                                sums[i][more] * args_.scale, kLanes);
         });
     }
 
@@ -125,13 +109,16 @@ class TextHead {
     void mix(std::int64_t row, std::int64_t count, const float* weights, std::int64_t padded,
              const float* values, std::int64_t value_stride) const {
         for_panels(num_panels(args_.head_dim), [&](auto panels, std::int64_t panel) {
+            F32x16 sums[kTileRows][kTilePanels];
             multiply<panels>(count, weights, padded,
                              Panels{values + panel * kLanes, value_stride, kLanes}, num_tokens_,
-                             kNothing, [&](int i, int more, F32x16 products) {
-                                 const std::int64_t at = (panel + more) * kLanes;
-                                 store_lanes(dst_ + (row + i) * args_.size + at, products,
-                                             args_.head_dim - at);
-                             });
+                             kNothing, sums);
+            for (std::int64_t i = 0; i < count; ++i)
+                for (int more = 0; more < panels; ++more) {
+                    const std::int64_t at = (panel + more) * kLanes;
+                    store_lanes(dst_ + (row + i) * args_.size + at, sums[i][more],
+                                args_.head_dim - at);
+                }
         });
     }
 
@@ -170,7 +157,8 @@ void normalize_row(const LayerNormF32& norm, float* row, std::int64_t size) {
     const float variance = total([=](F32x16 numbers) {
                                const F32x16 rest = numbers - mean;
                                return rest * rest;
-                           }) / float(size);
+                           }) /
+                           float(size);
     const float factor = 1.0f / std::sqrt(variance + norm.epsilon);
     for (std::int64_t i = 0; i < size; i += kLanes) {
         const std::int64_t left = size - i;
@@ -214,7 +202,7 @@ void baton_pack_f32(const PackF32Args* args) {
 
 void baton_linear_f32(const LinearF32Args* args) {
     linear(args->matrix, args->src, args->dst, args->num_tokens, args->num_threads,
-           [](std::int64_t, std::int64_t, F32x16 sums) { return sums; });
+           Finish::kNothing);
 }
 
 void baton_gelu_f32(const GeluF32Args* args) {
@@ -232,17 +220,11 @@ void baton_text_attention(const TextAttentionArgs* args) { attend(*args); }
 
 void baton_encoder_layer(const EncoderLayerArgs* args) {
     const std::int64_t num_tokens = args->first_tokens[args->num_texts], size = args->size;
-    const auto multiply = [=](const PackedF32& matrix, const float* src, float* dst, auto finish) {
+    const auto multiply = [=](const PackedF32& matrix, const float* src, float* dst,
+                              Finish finish) {
         linear(matrix, src, dst, num_tokens, args->num_threads, finish);
     };
-    const auto add = [=](std::int64_t token, std::int64_t column, F32x16 sums) {
-        return sums + load_lanes(args->hidden_states + token * size + column, size - column);
-    };
-    const auto apply_gelu = [=](std::int64_t, std::int64_t, F32x16 sums) {
-        return gelu(sums, args->gelu_is_exact);
-    };
-    multiply(args->qkv, args->hidden_states, args->qkv_states,
-             [](std::int64_t, std::int64_t, F32x16 sums) { return sums; });
+    multiply(args->qkv, args->hidden_states, args->qkv_states, Finish::kNothing);
     const std::int64_t head_dim = size / args->num_heads;
     attend({.qkv = args->qkv_states,
             .dst = args->mixed,
@@ -253,10 +235,11 @@ void baton_encoder_layer(const EncoderLayerArgs* args) {
             .size = size,
             .scale = float(1.0 / std::sqrt(double(head_dim))),
             .num_threads = args->num_threads});
-    multiply(args->output, args->mixed, args->hidden_states, add);
+    multiply(args->output, args->mixed, args->hidden_states, Finish::kAdd);
     normalize(args->attention_norm, args->hidden_states, num_tokens, size, args->num_threads);
-    multiply(args->up, args->hidden_states, args->mlp_states, apply_gelu);
-    multiply(args->down, args->mlp_states, args->hidden_states, add);
+    multiply(args->up, args->hidden_states, args->mlp_states,
+             args->gelu_is_exact ? Finish::kExactGelu : Finish::kTanhGelu);
+    multiply(args->down, args->mlp_states, args->hidden_states, Finish::kAdd);
     normalize(args->mlp_norm, args->hidden_states, num_tokens, size, args->num_threads);
 }
 

@@ -4,6 +4,7 @@
 
 #include "simd.h"
 #include "thread_pool.h"
+#include "vector_math.h"
 
 #include <algorithm>
 #include <type_traits>
@@ -36,64 +37,44 @@ struct Panels {
     std::int64_t column_stride, stride;
 };
 
-// Tile of the product of ROWS rows and PANELS panels.
-template <int ROWS, int PANELS>
-struct Tile {
-    F32Reg sums[ROWS][PANELS * kRegs] = {};
-
-    // Inlined, the sums are registers; a call would read and write them for each column.
-    __attribute__((always_inline)) void add(const float* src, std::int64_t src_stride,
-                                            Panels panels, std::int64_t depth, Prefetch prefetch) {
-        std::int64_t wait = prefetch.every;
-        for (std::int64_t k = 0; k < depth; ++k) {
-            F32Reg numbers[PANELS * kRegs];
-#pragma GCC unroll 4
-            for (int i = 0; i < PANELS * kRegs; ++i)
-                numbers[i] = *(const F32Reg*)(panels.first + i / kRegs * panels.stride +
-                                              k * panels.column_stride + i % kRegs * kRegLanes);
-            if (--wait == 0) {
-#pragma GCC unroll 2
-                for (int line = 0; line < PANELS; ++line)
-                    __builtin_prefetch(prefetch.next + line * kLanes, 0, 2);
-                prefetch.next += PANELS * kLanes, wait = prefetch.every;
-            }
-#pragma GCC unroll 12
-            for (int row = 0; row < ROWS; ++row) {
-                const float factor = src[row * src_stride + k];
-#pragma GCC unroll 4
-                for (int i = 0; i < PANELS * kRegs; ++i) sums[row][i] += numbers[i] * factor;
-            }
-        }
-    }
-
-    // Calls each(row, panel, F32x16).
-    template <typename Each>
-    void finish(Each each) const {
-#pragma GCC unroll 12
-        for (int row = 0; row < ROWS; ++row)
-#pragma GCC unroll 2
-            for (int panel = 0; panel < PANELS; ++panel) {
-                F32x16 numbers;
-                for_each_reg([&](int i) { reg(numbers, i) = sums[row][panel * kRegs + i]; });
-                each(row, panel, numbers);
-            }
-    }
-};
-
-// Calls each(row, panel, F32x16) with the products of `num_rows` <= kTileRows rows and the panels.
-template <int PANELS, int ROWS = kTileRows, typename Each>
+// Products of `num_rows` <= kTileRows rows and PANELS panels: sums[row][panel].
+template <int PANELS, int ROWS = kTileRows>
 void multiply(std::int64_t num_rows, const float* src, std::int64_t src_stride, Panels panels,
-              std::int64_t depth, Prefetch prefetch, Each each) {
+              std::int64_t depth, Prefetch prefetch, F32x16 (&sums)[kTileRows][kTilePanels]) {
     if constexpr (ROWS > 1)
         if (num_rows < ROWS)
             return multiply<PANELS, ROWS - 1>(num_rows, src, src_stride, panels, depth, prefetch,
-                                              each);
-    Tile<ROWS, PANELS> tile;
-    tile.add(src, src_stride, panels, depth, prefetch);
-    tile.finish(each);
+                                              sums);
+    F32Reg tile[ROWS][PANELS * kRegs] = {};
+    std::int64_t wait = prefetch.every;
+    for (std::int64_t k = 0; k < depth; ++k) {
+        F32Reg numbers[PANELS * kRegs];
+#pragma GCC unroll 4
+        for (int i = 0; i < PANELS * kRegs; ++i)
+            numbers[i] = *(const F32Reg*)(panels.first + i / kRegs * panels.stride +
+                                          k * panels.column_stride + i % kRegs * kRegLanes);
+        if (--wait == 0) {
+#pragma GCC unroll 2
+            for (int line = 0; line < PANELS; ++line)
+                __builtin_prefetch(prefetch.next + line * kLanes, 0, 2);
+            prefetch.next += PANELS * kLanes, wait = prefetch.every;
+        }
+#pragma GCC unroll 12
+        for (int row = 0; row < ROWS; ++row) {
+            const float factor = src[row * src_stride + k];
+#pragma GCC unroll 4
+            for (int i = 0; i < PANELS * kRegs; ++i) tile[row][i] += numbers[i] * factor;
+        }
+    }
+#pragma GCC unroll 12
+    for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 4
+        for (int i = 0; i < PANELS * kRegs; ++i)
+            reg(sums[row][i / kRegs], i % kRegs) = tile[row][i];
 }
 
-// Calls each(panels, first) for all of them, with as many at once as a tile multiplies, as a constant.
+// Calls each(panels, first) for all of them, with as many at once as a tile multiplies, as a
+// constant.
 template <typename Each>
 void for_panels(std::int64_t count, Each each) {
     std::int64_t panel = 0;
@@ -119,8 +100,39 @@ inline void store_lanes(float* dst, const F32x16& numbers, std::int64_t count) {
         std::memcpy(dst, &numbers, sizeof(float) * count);
 }
 
-// Product of some rows and PANELS panels. finish(row, column, F32x16) returns what is stored.
-template <int PANELS, typename Finish>
+// erf(x), off by 2e-7 at most (Abramowitz and Stegun, 7.1.26). A NaN stays a NaN.
+inline F32x16 erf(F32x16 x) {
+    const U32x16 sign = (U32x16)x & 0x80000000u;
+    const F32x16 size = (F32x16)((U32x16)x & 0x7fffffffu);
+    const F32x16 t = 1.0f / (1.0f + 0.3275911f * size);
+    F32x16 power = splat(1.061405429f);
+    for (const float factor : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f})
+        power = power * t + factor;
+    const F32x16 result = 1.0f - power * t * exp(-size * size);
+    return (F32x16)((U32x16)result | sign);
+}
+
+inline F32x16 gelu(F32x16 x, bool is_exact) {
+    if (is_exact) return 0.5f * x * (1.0f + erf(x * 0.707106781f));
+    return 0.5f * x * (1.0f + tanh(0.797884561f * (x + 0.044715f * x * x * x)));
+}
+
+// What becomes of the sums of a product before they are stored.
+enum class Finish { kNothing, kExactGelu, kTanhGelu, kAdd };  // kAdd: to what is stored there
+
+inline void store_finished(float* dst, const F32x16& sums, std::int64_t count, Finish finish) {
+    switch (finish) {
+        case Finish::kNothing:
+            return store_lanes(dst, sums, count);
+        case Finish::kAdd:
+            return store_lanes(dst, sums + load_lanes(dst, count), count);
+        default:
+            return store_lanes(dst, gelu(sums, finish == Finish::kExactGelu), count);
+    }
+}
+
+// Product of some rows and PANELS panels.
+template <int PANELS>
 void linear_panels(const PackedF32& matrix, const float* src, float* dst, std::int64_t panel,
                    std::int64_t first, std::int64_t end, Finish finish) {
     const std::int64_t size = matrix.num_columns * kLanes;
@@ -136,22 +148,23 @@ void linear_panels(const PackedF32& matrix, const float* src, float* dst, std::i
         bias[i] = load_lanes(matrix.bias + column, matrix.num_rows - column);
     }
     for (std::int64_t token = first; token < end; token += tile_rows) {
-        const auto store = [&](int row, int i, const F32x16& products) {
-            const std::int64_t column = (panel + i) * kLanes;
-            store_lanes(dst + (token + row) * matrix.num_rows + column,
-                        finish(token + row, column, products + bias[i]), matrix.num_rows - column);
-        };
-        multiply<PANELS>(std::min(tile_rows, end - token),
-                         src + token * matrix.num_columns, matrix.num_columns,
-                         Panels{weights, kLanes, size}, matrix.num_columns, prefetch, store);
+        const auto count = std::min(tile_rows, end - token);
+        F32x16 sums[kTileRows][kTilePanels];
+        multiply<PANELS>(count, src + token * matrix.num_columns, matrix.num_columns,
+                         Panels{weights, kLanes, size}, matrix.num_columns, prefetch, sums);
         prefetch.next += matrix.num_columns / num_tiles * PANELS * kLanes;
+        for (std::int64_t row = 0; row < count; ++row)
+            for (int i = 0; i < PANELS; ++i) {
+                const std::int64_t column = (panel + i) * kLanes;
+                store_finished(dst + (token + row) * matrix.num_rows + column,
+                               sums[row][i] + bias[i], matrix.num_rows - column, finish);
+            }
     }
 }
 
 // Linear layer: [tokens, columns] → [tokens, rows].
-template <typename Finish>
-void linear(const PackedF32& matrix, const float* src, float* dst, std::int64_t num_tokens,
-            std::int32_t num_threads, Finish finish) {
+inline void linear(const PackedF32& matrix, const float* src, float* dst, std::int64_t num_tokens,
+                   std::int32_t num_threads, Finish finish) {
     const std::int64_t panels = num_panels(matrix.num_rows);
     const std::int64_t groups = (panels + kTilePanels - 1) / kTilePanels;
     const std::int64_t chunks = (num_tokens + kChunkRows - 1) / kChunkRows;
