@@ -28,7 +28,7 @@ def embeddings(
     threads: Threads = 1,
     peers: Annotated[
         str, typer.Option(help="Peers, which must be installed here: comma-separated.")
-    ] = "sentence-transformers,fastembed",
+    ] = "sentence-transformers,fastembed,infinity",
     texts: Annotated[str, typer.Option(help="Numbers of texts in a call.")] = "1,8,64",
     total: Annotated[int, typer.Option(min=1, help="Texts of a round.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; medians are shown.")] = 7,

@@ -7,6 +7,7 @@ import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter, process_time
 
@@ -14,6 +15,9 @@ import numpy as np
 import torch
 
 from baton.core.vectors import Floats
+from baton.engine.runner.kernels.choose import encoder_kernels
+from baton.engine.runner.kernels.native_encoder import pack_linear
+from baton.engine.runner.model.torch_ops import TorchLinear
 from benchmarks.embeddings.engines import BATON, DTYPES, Embed, engines
 from benchmarks.embeddings.work import products_of
 from tools.make_model import make_model
@@ -143,13 +147,22 @@ def _rounds(
 
 
 def _peak_flops(dtype: torch.dtype) -> float:
-    """Return the best rate of a large product, in float32 or this dtype, by CPU time."""
+    """Return the best rate of a large product, of float32 or this dtype, by CPU time.
+
+    The products are those of torch, and Baton's of float32, which are faster on some processors.
+    """
+    numbers = torch.ones(PEAK_SIZE, PEAK_SIZE)
+    products = [
+        partial(torch.mm, numbers.to(kind), numbers.to(kind)) for kind in {torch.float32, dtype}
+    ]
+    kernels = encoder_kernels("auto", torch.float32, torch.device("cpu"))
+    if kernels is not None:
+        products.append(partial(pack_linear(TorchLinear(numbers, None), kernels), numbers))
     best = 0.0
-    for kind in {torch.float32, dtype}:
-        left, right = (torch.ones(PEAK_SIZE, PEAK_SIZE, dtype=kind) for _ in range(2))
+    for product in products:
         for _ in range(PEAK_RUNS):
             began_s = process_time()
-            torch.mm(left, right)
+            product()
             best = max(best, 2 * PEAK_SIZE**3 / (process_time() - began_s))
     return best
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import tempfile
@@ -75,9 +76,31 @@ def fastembed_engine(model: Path, dtype: str, num_threads: int) -> Iterator[Embe
         yield lambda texts: np.array(list(made.embed(list(texts))), np.float32)
 
 
+@contextmanager
+def infinity_engine(model: Path, dtype: str, _num_threads: int) -> Iterator[Embed]:
+    """Engine of a server of embeddings, without its HTTP: it batches what callers wait for."""
+    module = _import("infinity_emb")
+    arguments = module.EngineArgs(
+        model_name_or_path=str(model),
+        engine="torch",
+        device="cpu",
+        dtype=dtype,
+        bettertransformer=False,  # optimum no longer has it
+        model_warmup=False,
+    )
+    made = module.AsyncEmbeddingEngine.from_args(arguments)
+    with asyncio.Runner() as runner:
+        runner.run(made.astart())
+        try:
+            yield lambda texts: np.array(runner.run(made.embed(list(texts)))[0], dtype=np.float32)
+        finally:
+            runner.run(made.astop())
+
+
 PEERS: Mapping[str, Any] = {
     "sentence-transformers": sentence_transformers_engine,
     "fastembed": fastembed_engine,
+    "infinity": infinity_engine,
 }
 
 

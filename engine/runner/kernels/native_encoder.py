@@ -161,14 +161,15 @@ def _norm_struct(norm: LayerNorm) -> Struct:
 def _packed_layer(layer: EncoderLayer, kernels: Kernels) -> EncoderLayer:
     return replace(
         layer,
-        qkv=_packed(layer.qkv, kernels),
-        output=_packed(layer.output, kernels),
-        up=_packed(layer.up, kernels),
-        down=_packed(layer.down, kernels),
+        qkv=pack_linear(layer.qkv, kernels),
+        output=pack_linear(layer.output, kernels),
+        up=pack_linear(layer.up, kernels),
+        down=pack_linear(layer.down, kernels),
     )
 
 
-def _packed(linear: Linear, kernels: Kernels) -> Linear:
+def pack_linear(linear: Linear, kernels: Kernels) -> Linear:
+    """Return a plain layer with a packed copy of its weight, and any other layer as it is."""
     if not isinstance(linear, TorchLinear):  # such as quantized weights
         return linear
     num_rows, num_columns = linear.weight.shape
