@@ -96,6 +96,7 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
                     request.path,
                     can_replace=request.can_replace,
                     adapter_id=request.id,
+                    generation=_generation_of(request),
                 )
         return node_pb2.LoadAdapterResponse(adapter=ADAPTER.to_message(adapter))
 
@@ -103,7 +104,7 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         self, request: node_pb2.UnloadAdapterRequest, context: aio.ServicerContext[Any, Any]
     ) -> node_pb2.UnloadAdapterResponse:
         async with named_errors(context, node_id=self._state.card.node_id):
-            self._adapters_for(context).unload(request.name)
+            self._adapters_for(context).unload(request.name, _generation_of(request))
         return node_pb2.UnloadAdapterResponse()
 
     def _adapters_for(self, context: aio.ServicerContext[Any, Any]) -> AdapterRegistry:
@@ -115,3 +116,9 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
                 "this node serves no adapters: start it with --lora-root, or --lora NAME=FOLDER"
             )
         return self._state.adapters
+
+
+def _generation_of(
+    request: node_pb2.LoadAdapterRequest | node_pb2.UnloadAdapterRequest,
+) -> int | None:
+    return request.generation if request.HasField("generation") else None

@@ -141,7 +141,7 @@ class NodeState:
 
 
 class _AdapterWatcher:
-    """Reads of one watcher, the less often the more adapters there are."""
+    """Reads of one watcher, the less often the more names there are."""
 
     def __init__(self, registry: AdapterRegistry | None, notify: Callable[[], None]) -> None:
         """`notify` has watchers read again."""
@@ -161,7 +161,9 @@ class _AdapterWatcher:
             return None
         self._version = self._registry.version
         report = self._registry.report()
-        self._next_s = loop.time() + PACE_PER_ADAPTER_S * len(report.adapters)
+        self._next_s = loop.time() + PACE_PER_ADAPTER_S * (
+            len(report.adapters) + len(report.unloaded)
+        )
         return report
 
     def _end_waiting(self) -> None:

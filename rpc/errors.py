@@ -136,6 +136,10 @@ class AdapterExists(ServiceError):
     """Another adapter has this name."""
 
 
+class OutdatedOrder(ServiceError):
+    """A later order of an operator has changed what the name of an adapter means."""
+
+
 class AdapterUnreadable(ServiceError):
     """The files of an adapter have changed or cannot be read."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from baton.core.ids import AdapterRef, Incarnation, NodeId
 from baton.core.logprobs import RAW_LOGPROBS
@@ -120,6 +121,14 @@ class LoadedAdapter:
     num_bytes: int = 0  # in memory
     # In progress. Sent along with other changes, as it changes with each request.
     num_requests: int = field(default=0, compare=False)
+    generation: int = 0  # of the order that loaded it; 0: given at the start, or without a name
+
+
+class UnloadedAdapter(NamedTuple):
+    """Name that a node has been ordered to forget."""
+
+    name: str
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +136,7 @@ class NodeAdapters:
     """Adapters of a node: those with a name, and those in memory without one, sorted by it."""
 
     adapters: tuple[LoadedAdapter, ...] = ()
+    unloaded: tuple[UnloadedAdapter, ...] = ()
 
 
 NO_ADAPTERS = NodeAdapters()

@@ -26,6 +26,8 @@ class HasBytes(Protocol):
 
 
 Loaded = TypeVar("Loaded", bound=HasBytes)
+Result = TypeVar("Result")
+FindFolder = Callable[[], Path]  # raises what requests for the adapter get
 
 
 class AdapterMemory(Protocol[Loaded]):
@@ -100,9 +102,9 @@ class AdapterLoader(Generic[Loaded]):
         """Return whether an adapter in memory can stay there while another one is read."""
         return adapter_id in self.resident and self.resident.num_places > 1
 
-    async def digest(self, folder: Path) -> str:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._memory.digest, folder)
+    async def digest(self, find_folder: FindFolder) -> str:
+        """Return the id of the adapter in a folder, which is found on the thread, too."""
+        return await self._on_thread(lambda: self._memory.digest(find_folder()))
 
     def read_at_start(self, folder: Path) -> str:
         """Read an adapter before there are requests, and return its id."""
@@ -114,15 +116,17 @@ class AdapterLoader(Generic[Loaded]):
         return adapter_id
 
     @asynccontextmanager
-    async def held(self, adapter_id: str, folder: Callable[[], Path]) -> AsyncGenerator[None]:
+    async def held(self, adapter_id: str, find_folder: FindFolder) -> AsyncGenerator[None]:
         """Keep an adapter in memory until the block ends. Reads it from its folder if needed.
+
+        `find_folder` is called on a thread, since a file system can take long to answer.
 
         Raises AdaptersBusy if all places are in use for `max_wait_s`, and what reading raises.
         """
         if adapter_id in self.resident:
             self.resident.use(adapter_id)
         else:
-            load = self._loads.get(adapter_id) or self._start(adapter_id, folder())
+            load = self._loads.get(adapter_id) or self._start(adapter_id, find_folder)
             await self._join(load, adapter_id)
         try:
             yield
@@ -134,9 +138,9 @@ class AdapterLoader(Generic[Loaded]):
         if self.resident.forget(adapter_id):
             self._remove(adapter_id)
 
-    def _start(self, adapter_id: str, folder: Path) -> _Load:
+    def _start(self, adapter_id: str, find_folder: FindFolder) -> _Load:
         load = self._loads[adapter_id] = _Load()
-        load.task = asyncio.ensure_future(self._load(load, adapter_id, folder))
+        load.task = asyncio.ensure_future(self._load(load, adapter_id, find_folder))
         # Those that wait get its exception. Without any, nobody needs it.
         load.task.add_done_callback(lambda task: task.cancelled() or task.exception())
         return load
@@ -159,15 +163,14 @@ class AdapterLoader(Generic[Loaded]):
             del self._loads[adapter_id]
             load.task.cancel()
 
-    async def _load(self, load: _Load, adapter_id: str, folder: Path) -> None:
+    async def _load(self, load: _Load, adapter_id: str, find_folder: FindFolder) -> None:
         try:
+            folder = await self._on_thread(find_folder)  # none is evicted for a wrong path
             await self._reserve()
             load.is_reading = True
-            loop, began_s = asyncio.get_running_loop(), self._clock()
+            began_s = self._clock()
             try:
-                loaded = await loop.run_in_executor(
-                    self._threads, self._memory.read, folder, adapter_id
-                )
+                loaded = await self._on_thread(lambda: self._memory.read(folder, adapter_id))
             except BaseException:
                 self.total_failed += 1
                 self.resident.give_back()
@@ -178,6 +181,9 @@ class AdapterLoader(Generic[Loaded]):
         finally:
             if self._loads.get(adapter_id) is load:
                 del self._loads[adapter_id]
+
+    async def _on_thread(self, do: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, do)
 
     def _put(self, adapter_id: str, loaded: Loaded, num_users: int, seconds: float) -> None:
         self._memory.add(adapter_id, loaded)

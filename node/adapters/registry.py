@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -14,7 +14,9 @@ from typing import Any
 from baton.core.errors import InvalidConfig, InvalidRequest, ModelError
 from baton.core.ids import AdapterRef
 from baton.node.adapters.config import AdapterFolder, check_id, check_name
+from baton.node.adapters.counts import AdapterCounts
 from baton.node.adapters.folders import check_path, folder_below, path_below
+from baton.node.adapters.generations import NameGenerations
 from baton.node.adapters.loader import AdapterLoader
 from baton.rpc.errors import AdapterExists, AdapterUnreadable, TooManyAdapters, UnknownAdapter
 from baton.rpc.node_info import LoadedAdapter, NodeAdapters
@@ -23,21 +25,6 @@ log = logging.getLogger(__name__)
 
 # A report of all of them keeps the asyncio thread busy for about 20 ms.
 MAX_NAMES = 2_000
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterCounts:
-    """Adapters of a node, and requests that wait for them."""
-
-    num_named: int = 0
-    num_in_memory: int = 0
-    num_in_use: int = 0  # of these
-    num_reading: int = 0
-    num_bytes: int = 0
-    num_waiting_for_place: int = 0
-    num_waiting_for_load: int = 0
-    total_failed: int = 0
-    total_evicted: int = 0
 
 
 class AdapterRegistry:
@@ -51,6 +38,7 @@ class AdapterRegistry:
         on_change: Callable[[], None] = lambda: None,
         *,
         max_names: int = MAX_NAMES,
+        clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         """`root` is the folder of those that are loaded while the node runs."""
         self.loader = loader
@@ -60,6 +48,8 @@ class AdapterRegistry:
         self._on_change = on_change
         loader.on_change = self.note_change
         self._max_names = max_names
+        self._clock_ns = clock_ns
+        self._generations = NameGenerations()
         self._by_name: dict[str, AdapterRef] = {}
         self._num_names: Counter[str] = Counter()  # by id
         self._folder_by_id: dict[str, Path] = {}  # of those that were named at the start
@@ -72,10 +62,17 @@ class AdapterRegistry:
                 raise InvalidConfig(f"--lora {name}: this is the name of the model")
             adapter_id = self.loader.read_at_start(folder)
             self._folder_by_id[adapter_id] = folder
-            self._set_name(AdapterRef(name, adapter_id, path_below(self._root, folder)))
+            # An operator's order, which has a generation, is later than any start.
+            self._set_name(AdapterRef(name, adapter_id, path_below(self._root, folder)), 0)
 
     async def load(
-        self, name: str, path: str, *, can_replace: bool = False, adapter_id: str = ""
+        self,
+        name: str,
+        path: str,
+        *,
+        can_replace: bool = False,
+        adapter_id: str = "",
+        generation: int | None = None,
     ) -> AdapterRef:
         """Read an adapter below the root, and name it.
 
@@ -83,17 +80,21 @@ class AdapterRegistry:
         replaced stays in memory until its place is needed: requests on their way to this node use
         it, and it gets its name back if another node cannot replace it.
 
-        Raises InvalidRequest for what cannot be served, AdapterExists, TooManyAdapters, and what
-        `AdapterLoader.held` raises.
+        `generation` orders this among the loads and unloads of the name; by default it is the last.
+
+        Raises InvalidRequest for what cannot be served, AdapterExists, OutdatedOrder,
+        TooManyAdapters, and what `AdapterLoader.held` raises.
         """
         self._check_name(name)
+        generation = self._generations.number(name, generation, self._clock_ns())
         try:
             adapter = await self._identify(name, path, adapter_id)
-            self._check_is_free(adapter, can_replace)
+            self._check_is_free(adapter, can_replace, generation)
             folder = partial(self._folder_of, adapter)
             async with self._keeping_replaced(adapter), self.loader.held(adapter.id, folder):
-                self._check_is_free(adapter, can_replace)  # others may have taken it meanwhile
-                self._set_name(adapter)
+                # Others may have taken it meanwhile.
+                self._check_is_free(adapter, can_replace, generation)
+                self._set_name(adapter, generation)
         except ModelError as error:
             raise InvalidRequest(str(error), "path") from error
         return adapter
@@ -102,7 +103,7 @@ class AdapterRegistry:
         """Return the adapter in a folder. With an id, its folder is not read yet."""
         check_id(adapter_id)
         if not adapter_id:
-            adapter_id = await self.loader.digest(folder_below(self._root, path))
+            adapter_id = await self.loader.digest(partial(folder_below, self._root, path))
         elif path:  # else of an adapter that was given at the start, in another folder
             check_path(path)
         return AdapterRef(name, adapter_id, PurePosixPath(path).as_posix() if path else "")
@@ -120,8 +121,17 @@ class AdapterRegistry:
         async with self.loader.held(old.id, partial(self._folder_of, old)):
             yield
 
-    def unload(self, name: str) -> None:
-        """Forget a name. Requests in progress keep the adapter. Raises UnknownAdapter."""
+    def unload(self, name: str, generation: int | None = None) -> None:
+        """Forget a name. Requests in progress keep the adapter.
+
+        Loads of a lower `generation` are refused from now on, also if the name is not known. Raises
+        InvalidRequest, OutdatedOrder and UnknownAdapter.
+        """
+        check_name(name)
+        generation = self._generations.number(name, generation, self._clock_ns())
+        self._generations.check(name, generation)
+        self._generations.note_unload(name, generation)
+        self.note_change()
         adapter = self._by_name.pop(name, None)
         if adapter is None:
             raise UnknownAdapter(f"this node has no adapter {name!r}")
@@ -129,7 +139,6 @@ class AdapterRegistry:
         if self._drop_name_of(adapter.id):
             self._folder_by_id.pop(adapter.id, None)
             self.loader.forget(adapter.id)
-        self.note_change()
 
     @asynccontextmanager
     async def held(self, adapter: AdapterRef) -> AsyncGenerator[None]:
@@ -165,7 +174,8 @@ class AdapterRegistry:
             if adapter_id in resident
         }
         adapters = (*self._by_name.values(), *self._unnamed.values())
-        return NodeAdapters(tuple(map(self._describe, sorted(adapters, key=_by_name_and_id))))
+        listed = tuple(map(self._describe, sorted(adapters, key=_by_name_and_id)))
+        return NodeAdapters(listed, self._generations.unloaded)
 
     def counts(self) -> AdapterCounts:
         """Return the current counts. For any thread."""
@@ -205,6 +215,7 @@ class AdapterRegistry:
             is_in_memory=resident is not None,
             num_bytes=0 if resident is None else resident.num_bytes,
             num_requests=self.loader.num_users(adapter.id),
+            generation=self._generations.of(adapter.name) if adapter.name else 0,
         )
 
     def _check_name(self, name: str) -> None:
@@ -219,8 +230,9 @@ class AdapterRegistry:
                 f"this node has {self._max_names} adapters, which is its limit: unload one"
             )
 
-    def _check_is_free(self, adapter: AdapterRef, can_replace: bool) -> None:
+    def _check_is_free(self, adapter: AdapterRef, can_replace: bool, generation: int) -> None:
         self._check_number(adapter.name)
+        self._generations.check(adapter.name, generation, adapter.id)
         taken = self._by_name.get(adapter.name)
         if taken is not None and taken.id != adapter.id and not can_replace:
             raise AdapterExists(
@@ -228,7 +240,8 @@ class AdapterRegistry:
                 "it replaced"
             )
 
-    def _set_name(self, adapter: AdapterRef) -> None:
+    def _set_name(self, adapter: AdapterRef, generation: int) -> None:
+        self._generations.note_load(adapter.name, generation, adapter.id)
         replaced = self._by_name.get(adapter.name)
         self._by_name[adapter.name] = adapter
         self._num_names[adapter.id] += 1
@@ -257,7 +270,7 @@ class AdapterRegistry:
             self.note_change()
 
     def _folder_of(self, adapter: AdapterRef) -> Path:
-        """Raises UnknownAdapter."""
+        """Return where the files are. For any thread. Raises UnknownAdapter."""
         folder = self._folder_by_id.get(adapter.id)
         if folder is not None:
             return folder

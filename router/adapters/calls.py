@@ -37,10 +37,16 @@ class AdapterCalls:
         self._channel = channel
         self._operators = operators
 
-    async def load(self, node: Node, adapter: AdapterRef, *, can_replace: bool) -> Outcome:
+    async def load(
+        self, node: Node, adapter: AdapterRef, *, can_replace: bool, generation: int
+    ) -> Outcome:
         """Load the adapter of a folder; with an id, only that one."""
         request = node_pb2.LoadAdapterRequest(
-            name=adapter.name, path=adapter.path, can_replace=can_replace, id=adapter.id
+            name=adapter.name,
+            path=adapter.path,
+            can_replace=can_replace,
+            id=adapter.id,
+            generation=generation,
         )
         try:
             response = await self._stub(node).LoadAdapter(
@@ -50,10 +56,10 @@ class AdapterCalls:
             return remote_error(error)
         return ADAPTER.from_message(response.adapter)
 
-    async def unload(self, node: Node, name: str) -> Outcome:
+    async def unload(self, node: Node, name: str, generation: int) -> Outcome:
         try:
             await self._stub(node).UnloadAdapter(
-                node_pb2.UnloadAdapterRequest(name=name),
+                node_pb2.UnloadAdapterRequest(name=name, generation=generation),
                 timeout=UNLOAD_TIMEOUT_S,
                 metadata=self._operators.metadata,
             )

@@ -1,13 +1,12 @@
-"""Gives nodes that join the names of adapters that the others have, and no unloaded ones."""
+"""Has nodes follow the orders of operators that they have missed."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 
-from baton.core.ids import AdapterRef
 from baton.router.adapters.calls import AdapterCalls
-from baton.router.adapters.missed_unloads import MissedUnloads
+from baton.router.routing.adapter_table import NameOrder
 from baton.router.routing.node_table import Node, NodeTable
 from baton.rpc.status import RemoteError
 
@@ -18,91 +17,75 @@ PAUSE_S = 2.0  # before another try
 
 
 class AdapterRestores:
-    """Loads on a node that joins the adapters that operators have loaded on the others.
+    """Repeats orders on nodes that have missed them, with the generation of each order.
 
-    It unloads from it what operators have unloaded while it was away. Only nodes that join are
-    changed: a node that loses a name later has been ordered to.
+    A node that joins gets the names that it lacks, and later what has changed about its own.
     """
 
     def __init__(self, table: NodeTable, calls: AdapterCalls, turn: asyncio.Lock) -> None:
-        """`turn` is that of the updates, so that a name is not restored while it is unloaded."""
+        """`turn` is that of the updates, which send their orders to all nodes themselves."""
         self._table = table
         self._calls = calls
         self._turn = turn
-        self.missed = MissedUnloads()
-        self._seen: dict[str, tuple[Node, frozenset[AdapterRef]]] = {}  # by address
+        self._tried: dict[str, tuple[Node, set[NameOrder]]] = {}  # by address
+        self._version: int | None = None  # of the adapters, at the last look
         self._tasks: set[asyncio.Task[None]] = set()
 
     def handle_reports(self) -> None:
-        """Look for nodes that have joined, and for those that are gone."""
+        """Find nodes that have missed orders."""
         nodes = {node.address: node for node in self._table.nodes}
-        for node, refs in self._seen.values():
-            if nodes.get(node.address) is not node:
-                self.missed.note_gone(node, {ref.name for ref in refs})
+        self._tried = {
+            address: tried
+            for address, tried in self._tried.items()
+            if nodes.get(address) is tried[0]
+        }
+        if self._version == self._table.adapters.version and nodes.keys() == self._tried.keys():
+            return
+        self._version = self._table.adapters.version
         for address, node in nodes.items():
-            is_new = address not in self._seen or self._seen[address][0] is not node
-            if is_new and node.card.max_loras:
-                task = asyncio.ensure_future(self._restore(node))
+            if node.card.max_loras and not self._table.adapters.has_report_of(address):
+                continue
+            is_joining = address not in self._tried
+            _, tried = self._tried.setdefault(address, (node, set()))
+            missed = set(self._missed(node, is_joining=is_joining))
+            if missed - tried:
+                task = asyncio.ensure_future(self._restore(node, is_joining=is_joining))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-        self._seen = {
-            address: (node, self._table.adapters.at(address).refs)
-            for address, node in nodes.items()
-        }
+            self._tried[address] = node, missed  # what was done in between may be missed again
 
-    async def _restore(self, node: Node) -> None:
+    def _missed(self, node: Node, *, is_joining: bool) -> list[NameOrder]:
+        if not node.card.max_loras or self._table.node_at(node.address) is not node:
+            return []
+        return self._table.adapters.missed_by(node.address, is_joining=is_joining)
+
+    async def _restore(self, node: Node, *, is_joining: bool) -> None:
         for number in range(NUM_TRIES):
             if number:
                 await asyncio.sleep(PAUSE_S)
             async with self._turn:
-                if await self._unload_missed(node) and await self._load_missing(node):
+                orders = self._missed(node, is_joining=is_joining)
+                if all([await self._repeat(node, order) for order in orders]):
                     return
 
-    async def _unload_missed(self, node: Node) -> bool:
+    async def _repeat(self, node: Node, order: NameOrder) -> bool:
         """Return whether another try is of no use."""
-        is_complete = True
-        for name in sorted(self.missed.of(node)):
-            if self._table.node_at(node.address) is not node:
-                return True
-            outcome = await self._calls.unload(node, name)
-            if isinstance(outcome, RemoteError):
-                is_complete = False
-                log.warning(
-                    "%s did not unload adapter %r, which was unloaded while it was away: %s",
-                    *(node.card.node_id, name, outcome),
-                )
-            else:
-                log.info("%s has unloaded adapter %r, as the others", node.card.node_id, name)
-        if is_complete:
-            self.missed.note_return(node)
-        return is_complete
-
-    async def _load_missing(self, node: Node) -> bool:
-        """Return whether another try is of no use."""
-        is_complete = True
-        for adapter in self._missing(node):
-            if self._table.node_at(node.address) is not node:
-                return True
-            outcome = await self._calls.load(node, adapter, can_replace=True)
-            if isinstance(outcome, AdapterRef):
-                log.info("%s serves adapter %r again", node.card.node_id, adapter.name)
-            else:
-                is_complete = False
-                log.warning(
-                    "%s did not load adapter %r of the other nodes: %s",
-                    node.card.node_id,
-                    adapter.name,
-                    outcome,
-                )
-        return is_complete
-
-    def _missing(self, node: Node) -> list[AdapterRef]:
-        """Return what names mean that the node does not have, or has for another adapter."""
-        ids = {ref.name: ref.id for ref in self._table.adapters.at(node.address).refs}
-        return [
-            variant.adapter
-            for name, variant in self._table.adapters.variants.items()
-            if variant.base == node.card.model
-            and variant.adapter.path
-            and ids.get(name) != variant.adapter.id
-        ]
+        if self._table.node_at(node.address) is not node:
+            return True
+        name, adapter = order.name, order.adapter
+        if adapter is None:
+            outcome = await self._calls.unload(node, name, order.generation)
+            done = "unloaded"
+        else:
+            outcome = await self._calls.load(
+                node, adapter, can_replace=True, generation=order.generation
+            )
+            done = "loaded"
+        if isinstance(outcome, RemoteError):
+            log.warning(
+                "%s has missed that adapter %r was %s: %s",
+                *(node.card.node_id, name, done, outcome),
+            )
+            return False
+        log.info("%s has %s adapter %r, as ordered before", node.card.node_id, done, name)
+        return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,6 @@ from baton.router.input_processing.limits import check_name, is_valid_name
 from baton.router.routing.node_table import Node, NodeTable
 from baton.rpc.errors import NodeFailed, NoNodes, NotAnOperator, TooManyUpdates, UnknownModel
 from baton.rpc.security.operators import NO_OPERATORS, Operators
-from baton.rpc.status import RemoteError
 
 MAX_UPDATES = 32  # that run or wait for their turn
 REPORT_TIMEOUT_S = 10.0  # in which nodes report what they have done
@@ -47,8 +47,11 @@ class AdapterUpdates:
         table: NodeTable,
         channel: Callable[[str], aio.Channel],
         operators: Operators = NO_OPERATORS,
+        *,
+        clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self._table = table
+        self._clock_ns = clock_ns
         self._operators = replace(operators, is_open=False)  # they change answers of all clients
         self._calls = AdapterCalls(channel, self._operators)
         self._turn = asyncio.Lock()
@@ -125,9 +128,16 @@ class AdapterUpdates:
         nodes = self._nodes_for(order)
         previous = {node: self._named_on(node, order.name) for node in nodes}
         adapter = AdapterRef(order.name, path=order.path)
+        generation = self._next_generation()
         outcomes = await _each(
             nodes,
-            lambda node: self._calls.load(node, adapter, can_replace=order.can_replace),
+            # The name is free, so a node that has it nevertheless has missed an unload.
+            lambda node: self._calls.load(
+                node,
+                adapter,
+                can_replace=order.can_replace or previous[node] is not None,
+                generation=generation,
+            ),
         )
         try:
             adapter = only_adapter(order.name, order.path, nodes, outcomes)
@@ -137,36 +147,41 @@ class AdapterUpdates:
                 for node, outcome in zip(nodes, outcomes, strict=True)
                 if isinstance(outcome, AdapterRef)
             ]
-            await _each(loaded, lambda node: self._undo(node, order.name, previous[node]))
+            await _each(
+                loaded, lambda node: self._undo(node, order.name, previous[node], generation + 1)
+            )
             raise
         await self._until_reported(
             lambda: all(
                 adapter in self._table.adapters.at(node.address).refs
+                or self._is_overtaken(node, order.name, generation)
                 for node in self._reachable(nodes)
             ),
             f"adapter {order.name!r} is loaded",
         )
-        self._restores.missed.note_load(order.name)
         return ModelVariant(nodes[0].card.model, adapter), len(nodes)
 
     async def _unload_from_all(self, name: str) -> int:
         self._check_has_nodes()
         variant = self._table.served.variants.get(name)
-        if variant is None or not variant.adapter.name:
-            self._restores.missed.note_unload(name)
-            raise UnknownModel(f"there is no adapter {_quoted(name)}; {self._known()}")
-        nodes = [node for node in self._table.nodes if node.card.model == variant.base]
-        nodes = [node for node in nodes if node.card.max_loras]
-        outcomes = await _each(nodes, lambda node: self._calls.unload(node, name))
-        self._note_unload(variant, nodes, outcomes)
+        unknown = f"there is no adapter {_quoted(name)}; {self._known()}"
+        if not is_valid_name(name) or (variant is not None and not variant.adapter.name):
+            raise UnknownModel(unknown)
+        # Nodes remember names that they do not have, for those that join later with them.
+        nodes = [node for node in self._table.nodes if node.card.max_loras]
+        if variant is not None:
+            nodes = [node for node in nodes if node.card.model == variant.base]
+        generation = self._next_generation()
+        for model in {node.card.model for node in nodes}:
+            self._table.note_unload(model, name, generation)
+        outcomes = await _each(nodes, lambda node: self._calls.unload(node, name, generation))
         raise_failures(nodes, outcomes, f"did not unload adapter {name!r}")
+        if variant is None and not any(isinstance(each, AdapterRef) for each in outcomes):
+            raise UnknownModel(unknown)
         await self._until_reported(
-            lambda: (
-                not any(
-                    ref.name == name
-                    for node in self._reachable(nodes)
-                    for ref in self._table.adapters.at(node.address).refs
-                )
+            lambda: all(
+                self._named_on(node, name) is None or self._is_overtaken(node, name, generation)
+                for node in self._reachable(nodes)
             ),
             f"adapter {name!r} is unloaded",
         )
@@ -177,15 +192,8 @@ class AdapterUpdates:
         if not self._table.nodes:
             raise NoNodes("no node has joined this router yet; send this again")
 
-    def _note_unload(
-        self, variant: ModelVariant, nodes: Sequence[Node], outcomes: Sequence[Outcome]
-    ) -> None:
-        """Remember the nodes that still have the name, until they join again."""
-        name = variant.adapter.name
-        self._restores.missed.note_unload(name, variant.base)
-        for node, outcome in zip(nodes, outcomes, strict=True):
-            if isinstance(outcome, RemoteError):
-                self._restores.missed.note_failure(node, name)
+    def _next_generation(self) -> int:
+        return self._table.adapters.next_generation(self._clock_ns())
 
     def _check_name_is_free(self, order: AdapterOrder) -> None:
         """Raises InvalidRequest if the name is taken."""
@@ -228,6 +236,10 @@ class AdapterUpdates:
             )
         return by_model[able[0]]
 
+    def _is_overtaken(self, node: Node, name: str, generation: int) -> bool:
+        """Return whether a node reports a later order, perhaps by another router."""
+        return self._table.adapters.generation_at(node.address, name) > generation
+
     def _reachable(self, nodes: Sequence[Node]) -> list[Node]:
         """Return those of the nodes that are still there, as the same processes."""
         return [node for node in nodes if self._table.node_at(node.address) == node]
@@ -244,14 +256,18 @@ class AdapterUpdates:
                 "`baton nodes`"
             ) from None
 
-    async def _undo(self, node: Node, name: str, previous: AdapterRef | None) -> Outcome:
+    async def _undo(
+        self, node: Node, name: str, previous: AdapterRef | None, generation: int
+    ) -> Outcome:
         """Give the name back to what the node had, or unload it if that is not there any more."""
         if previous is not None:
-            outcome = await self._calls.load(node, previous, can_replace=True)
+            outcome = await self._calls.load(
+                node, previous, can_replace=True, generation=generation
+            )
             if isinstance(outcome, AdapterRef):
                 return outcome
             log.warning("%s could not take adapter %r back: %s", node.address, name, outcome)
-        return await self._calls.unload(node, name)
+        return await self._calls.unload(node, name, generation)
 
     def _known(self) -> str:
         served = self._table.served

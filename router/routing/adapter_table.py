@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from baton.core.ids import AdapterRef, ModelVariant
-from baton.rpc.node_info import NO_ADAPTERS, NodeAdapters
+from baton.rpc.node_info import NO_ADAPTERS, NodeAdapters, UnloadedAdapter
+
+Rank = tuple[int, str]  # generation of an order, and the id that it gives; empty: an unload
+NO_RANK: Rank = (0, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,46 +22,98 @@ class AdapterReport:
     refs: frozenset[AdapterRef] = frozenset()  # those with a name
     known: frozenset[str] = frozenset()  # ids, also of those without a name
     in_memory: frozenset[str] = frozenset()
+    named: frozenset[tuple[int, AdapterRef]] = frozenset()  # with the generations of the names
+    unloaded: frozenset[UnloadedAdapter] = frozenset()
+    ranks: Mapping[str, Rank] = field(default_factory=dict)  # by name
 
 
 NO_REPORT = AdapterReport("")
-MAX_PAST_MEANINGS = 8  # of a name, that no node has at present
-MAX_PAST_NAMES = 1024  # that no node has at present
+MAX_PAST_NAMES = 4096  # that no node has at present; those of the last orders are remembered
 
 
-@dataclass(slots=True)
-class Meaning:
-    """An adapter that nodes have under a name."""
+@dataclass(frozen=True, slots=True)
+class NameOrder:
+    """Order of an operator: load an adapter under a name, or unload the name."""
 
-    model: str
-    number: int  # of its first report
-    num_nodes: Counter[AdapterRef] = field(default_factory=Counter)  # with equal or unlike paths
+    name: str
+    generation: int
+    adapter: AdapterRef | None = None  # None: unload
+
+
+class NameRecord:
+    """Nodes of one model that have a name, and the last order about it."""
+
+    def __init__(self) -> None:
+        self.num_nodes: Counter[tuple[int, AdapterRef]] = Counter()
+        self.last = NO_RANK
+        self.meaning: AdapterRef | None = None
+        self._last_adapter: AdapterRef | None = None
+        self._numbers: dict[str, int] = {}  # of first reports, by id
 
     @property
-    def rank(self) -> tuple[int, int]:
-        return self.num_nodes.total(), self.number
+    def rank(self) -> tuple[int, int, int]:
+        newest = max(self._numbers.values(), default=0)
+        return self.last[0], self.num_nodes.total(), newest
 
-    @property
-    def variant(self) -> ModelVariant:
+    def add(self, generation: int, adapter: AdapterRef, number: int) -> None:
+        self.num_nodes[generation, adapter] += 1
+        self._numbers.setdefault(adapter.id, number)
+        self.note_order(generation, adapter)
+
+    def remove(self, generation: int, adapter: AdapterRef) -> None:
+        self.num_nodes[generation, adapter] -= 1
+        self.num_nodes += Counter()  # drop what no node has
+        if not any(adapter.id == each.id for _, each in self.num_nodes):
+            del self._numbers[adapter.id]
+
+    def note_order(self, generation: int, adapter: AdapterRef | None) -> None:
+        rank = generation, "" if adapter is None else adapter.id
+        if rank > self.last:
+            self.last, self._last_adapter = rank, adapter
+
+    def resolve(self) -> None:
+        """Find what the name means: the last order, while a node has the name."""
+        generation, adapter_id = self.last
+        self.meaning = None
+        if not self.num_nodes or (generation and not adapter_id):
+            return
+        if not generation:  # adapters of nodes' starts, which have no order
+            counts = Counter(adapter.id for _, adapter in self.num_nodes.elements())
+            adapter_id = max(counts, key=lambda each: (counts[each], self._numbers[each]))
+        refs = [adapter for _, adapter in self.num_nodes if adapter.id == adapter_id]
         # Nodes that lack the adapter can read it only with a path.
-        return ModelVariant(self.model, max(self.num_nodes, key=_path))
+        self.meaning = max(refs, key=_path, default=self._last_adapter)
+
+    def order_for(self, name: str, rank: Rank | None) -> NameOrder | None:
+        """Return the order that a node has missed. `rank` is that of its own name, if any."""
+        if rank is not None and (rank >= self.last or not self.last[0]):
+            return None
+        if self.last[0] and not self.last[1]:
+            return None if rank is None else NameOrder(name, self.last[0])
+        can_load = self.meaning is not None and self.meaning.path
+        return NameOrder(name, self.last[0], self.meaning) if can_load else None
 
 
 class AdapterTable:
     """Reports of all nodes by address, and the adapters that names mean.
 
-    Where nodes differ, a name means the adapter that most of them have, or else the one that was
-    reported last for the first time: a reload reaches one node after the other, and a node that
-    was not reachable meanwhile still has the old one. The order outlives the last node that has an
-    adapter or a name, since a node that returns with it is no reload.
+    Orders of operators are numbered: nodes report the generation of each name, and of each unload.
+    Where nodes differ, a name means the adapter of the last order, whatever the others have; after
+    an unload it means nothing, although a node may still have it. Adapters that nodes have from
+    their start, by `--lora`, are older than any order; of these, a name means the one that most
+    nodes have, or else the one that was reported last for the first time.
+
+    Orders outlive the last node that has the name, so a node that returns with an older one does
+    not revive it.
     """
 
     def __init__(self) -> None:
+        self.version = 0  # changes with names and orders
         self._reports: dict[str, AdapterReport] = {}
-        self._num_meanings = 0
-        self._meanings: dict[str, dict[tuple[str, str], Meaning]] = {}  # by name, model and id
+        self._num_reported = self._max_generation = 0
+        self._names: dict[str, dict[str, NameRecord]] = {}  # by name and model
         self._variants: dict[str, ModelVariant] = {}
-        self._past_names: OrderedDict[str, None] = OrderedDict()  # that were lost last at the end
+        self._past: OrderedDict[tuple[str, str], None] = OrderedDict()  # lost last at the end
 
     @property
     def variants(self) -> Mapping[str, ModelVariant]:
@@ -67,6 +122,16 @@ class AdapterTable:
 
     def at(self, address: str) -> AdapterReport:
         return self._reports.get(address, NO_REPORT)
+
+    def has_report_of(self, address: str) -> bool:
+        return self.at(address).reported is not NO_ADAPTERS
+
+    def generation_at(self, address: str, name: str) -> int:
+        """Return the generation of a node's last order about a name; 0 if it reports none."""
+        report = self.at(address)
+        if name in report.ranks:
+            return report.ranks[name][0]
+        return max((each.generation for each in report.unloaded if each.name == name), default=0)
 
     def join(self, address: str, model: str) -> None:
         self._replace(address, AdapterReport(model))
@@ -78,61 +143,103 @@ class AdapterTable:
     def note(self, address: str, reported: NodeAdapters) -> bool:
         """Record what a node has. Return whether it has gained or lost adapters."""
         each = reported.adapters
+        named = frozenset((one.generation, one.adapter) for one in each if one.adapter.name)
         report = AdapterReport(
             self._reports[address].model,
             reported,
-            frozenset(one.adapter for one in each if one.adapter.name),
+            frozenset(adapter for _, adapter in named),
             frozenset(one.adapter.id for one in each),
             frozenset(one.adapter.id for one in each if one.is_in_memory),
+            named,
+            frozenset(reported.unloaded),
+            {adapter.name: (generation, adapter.id) for generation, adapter in named},
         )
         return self._replace(address, report)
+
+    def next_generation(self, now_ns: int) -> int:
+        """Return a generation for an order, higher than all that nodes have reported.
+
+        It is even; the odd one above it is for undoing the order.
+        """
+        self._max_generation = max(now_ns, self._max_generation + 2) & ~1
+        return self._max_generation
+
+    def note_unload(self, model: str, name: str, generation: int) -> None:
+        """Record an unload that is sent to all nodes of a model."""
+        self._record(model, name).note_order(generation, None)
+        self._resolve(model, name)
+        self.version += 1
+
+    def missed_by(self, address: str, *, is_joining: bool) -> list[NameOrder]:
+        """Return the orders whose names are older on a node, or which it lacks when it joins.
+
+        A node that lacks a name later has been ordered to.
+        """
+        report = self.at(address)
+        ranks = report.ranks
+        names = self._names if is_joining else ranks
+        found = [
+            self._names[name][report.model].order_for(name, ranks.get(name))
+            for name in names
+            if report.model in self._names[name]
+        ]
+        return [order for order in found if order is not None]
 
     def _replace(self, address: str, report: AdapterReport) -> bool:
         before = self.at(address)
         self._reports[address] = report
-        gained, lost = report.refs - before.refs, before.refs - report.refs
-        is_joining = before.reported is NO_ADAPTERS
-        for ref in sorted(gained, key=_sort_key):
-            self._meaning(report.model, ref, is_joining=is_joining).num_nodes[ref] += 1
-        for ref in lost:
-            self._remove(before.model, ref)
-        for name in {ref.name for ref in gained | lost}:
-            self._resolve(name)
-        return bool(gained or lost)
+        gained, lost = report.named - before.named, before.named - report.named
+        unloaded = report.unloaded - before.unloaded
+        if not gained and not lost and not unloaded:
+            return False
+        self.version += 1
+        changed: set[tuple[str, str]] = set()
+        for generation, adapter in lost:
+            self._record(before.model, adapter.name).remove(generation, adapter)
+            changed.add((before.model, adapter.name))
+        for generation, adapter in sorted(gained, key=_sort_key):
+            self._num_reported += 1
+            record = self._record(report.model, adapter.name)
+            record.add(generation, adapter, self._num_reported)
+            changed.add((report.model, adapter.name))
+        for name, generation in unloaded:
+            self._record(report.model, name).note_order(generation, None)
+            changed.add((report.model, name))
+        highest = (generation for generation, _ in (*gained, *((one[1], 0) for one in unloaded)))
+        self._max_generation = max(self._max_generation, *highest, 0)
+        for model, name in changed:
+            self._resolve(model, name)
+        return True
 
-    def _meaning(self, model: str, ref: AdapterRef, *, is_joining: bool) -> Meaning:
-        meanings, key = self._meanings.setdefault(ref.name, {}), (model, ref.id)
-        found = meanings.get(key)
-        if found is None or not (found.num_nodes or is_joining):
-            self._num_meanings += 1
-            found = meanings[key] = Meaning(model, self._num_meanings)
-        return found
+    def _record(self, model: str, name: str) -> NameRecord:
+        return self._names.setdefault(name, {}).setdefault(model, NameRecord())
 
-    def _remove(self, model: str, ref: AdapterRef) -> None:
-        counts = self._meanings[ref.name][model, ref.id].num_nodes
-        counts[ref] -= 1
-        if not counts[ref]:
-            del counts[ref]
-
-    def _resolve(self, name: str) -> None:
-        meanings = self._meanings[name]
-        present = [one for one in meanings.values() if one.num_nodes]
-        past = sorted((one.number, key) for key, one in meanings.items() if not one.num_nodes)
-        for _, key in past[:-MAX_PAST_MEANINGS]:
-            del meanings[key]
-        self._past_names.pop(name, None)
-        if present:
-            self._variants[name] = max(present, key=lambda one: one.rank).variant
-            return
+    def _resolve(self, model: str, name: str) -> None:
+        records = self._names[name]
+        records[model].resolve()
+        self._past.pop((model, name), None)
+        if not records[model].num_nodes:
+            self._past[model, name] = None
+            if len(self._past) > MAX_PAST_NAMES:
+                self._forget(*self._past.popitem(last=False)[0])
+        meant = [(one.rank, model) for model, one in records.items() if one.meaning is not None]
         self._variants.pop(name, None)
-        self._past_names[name] = None
-        if len(self._past_names) > MAX_PAST_NAMES:
-            del self._meanings[self._past_names.popitem(last=False)[0]]
+        if meant:
+            _, model = max(meant)
+            adapter = records[model].meaning
+            assert adapter is not None
+            self._variants[name] = ModelVariant(model, adapter)
+
+    def _forget(self, model: str, name: str) -> None:
+        del self._names[name][model]
+        if not self._names[name]:
+            del self._names[name]
 
 
 def _path(adapter: AdapterRef) -> str:
     return adapter.path
 
 
-def _sort_key(adapter: AdapterRef) -> tuple[str, str, str]:
+def _sort_key(named: tuple[int, AdapterRef]) -> tuple[str, str, str]:
+    _, adapter = named
     return adapter.name, adapter.id, adapter.path

@@ -148,6 +148,11 @@ class NodeTable:
         if address in self._nodes and self.adapters.note(address, adapters):
             self._rebuild_served()
 
+    def note_unload(self, model: str, name: str, generation: int) -> None:
+        """Record that an adapter is unloaded from all nodes of a model, also from absent ones."""
+        self.adapters.note_unload(model, name, generation)
+        self._rebuild_served()
+
     def lose(self, address: str) -> None:
         self._nodes.pop(address, None)
         self._loads.pop(address, None)

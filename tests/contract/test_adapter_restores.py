@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import asyncio
+from collections.abc import Callable
 
 import pytest
 
 from baton.client import BatonError
-from baton.core.ids import AdapterRef, Incarnation, ModelVariant
-from baton.rpc.node_info import NodeCard
+from baton.core.ids import AdapterRef, ModelVariant
+from baton.node.adapters.config import AdapterFolder
 from tests.support.adapter_nodes import (
     adapter_cluster,
     adapter_id,
@@ -18,7 +19,11 @@ from tests.support.adapter_nodes import (
 
 FILES = {"tenants/sql": "old", "tenants/new": "new"}
 SQL = AdapterRef("sql", adapter_id("old"), "tenants/sql")
-NONE: dict[str, set[str]] = {"prefill-0": set(), "decode-0": set()}
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    while not is_so():
+        await asyncio.sleep(0.001)
 
 
 def test_a_name_is_served_while_a_node_has_it() -> None:
@@ -51,56 +56,52 @@ def test_a_node_that_joins_gets_the_names_of_the_others_again() -> None:
     async def scenario() -> None:
         async with adapter_cluster(FILES) as cluster, operator_client(cluster) as client:
             await client.load_adapter("sql", "tenants/sql")
-            returned = cluster.nodes[1]
-            address = cluster.node("decode-0").address
-            cluster.table.lose(address)
-            returned.registry.unload("sql")  # as by a restart
+            returned = cluster.lose("decode-0")
+            returned.restart()
             assert cluster.held["decode-0"] == set()
 
-            cluster.table.join(address, returned.card)
-            cluster.updates.handle_reports()
+            cluster.join(returned)
 
-            await cluster.until(lambda: SQL in cluster.table.adapters.at(address).refs)
-            assert returned.adapters == {"sql": SQL}
-
-            await client.unload_adapter("sql")
-            cluster.updates.handle_reports()
-            assert cluster.held == NONE
+            await until(lambda: returned.adapters == {"sql": SQL})
 
     run_scenario(scenario)
 
 
-def test_a_node_that_returns_unloads_what_was_unloaded_meanwhile() -> None:
+def test_a_node_that_joins_follows_the_orders_that_it_has_missed() -> None:
     async def scenario() -> None:
         async with adapter_cluster(FILES) as cluster, operator_client(cluster) as client:
-            returned = cluster.nodes[1]
-            address = cluster.node("decode-0").address
-
-            def leave() -> None:
-                cluster.table.lose(address)
-                cluster.updates.handle_reports()
-
-            def join(card: NodeCard) -> None:
-                cluster.table.join(address, card)
-                cluster.updates.handle_reports()
-
             for name in ("sql", "kept", "again"):
                 await client.load_adapter(name, "tenants/sql")
-            leave()
+            returned = cluster.lose("decode-0")
             for name in ("sql", "again"):
                 await client.unload_adapter(name)
             await client.load_adapter("again", "tenants/new")
             assert "sql" in returned.adapters
-            join(returned.card)
-            await cluster.until(lambda: returned.adapters.keys() == {"kept", "again"})
-            assert cluster.table.served.variants.keys() >= {"kept", "again"}
-            await cluster.until(lambda: returned.adapters["again"].id == adapter_id("new"))
 
-            # Another process has missed nothing, whatever it serves from its start.
-            leave()
-            await client.unload_adapter("kept")
-            join(replace(returned.card, incarnation=Incarnation("next")))
-            await client.load_adapter("last", "tenants/sql")
-            assert returned.adapters.keys() == {"kept", "again", "last"}
+            cluster.join(returned)
+
+            assert "sql" not in cluster.table.served.variants
+            await until(lambda: returned.adapters.keys() == {"kept", "again"})
+            await until(lambda: returned.adapters["again"].id == adapter_id("new"))
+
+    run_scenario(scenario)
+
+
+def test_an_unload_holds_for_nodes_that_join_later_whatever_the_others_have() -> None:
+    async def scenario() -> None:
+        async with adapter_cluster(FILES) as cluster, operator_client(cluster) as client:
+            later = cluster.lose("decode-0")
+            await later.registry.load("sql", "tenants/sql")
+            with pytest.raises(BatonError, match="no adapter 'sql'"):  # none that is known
+                await client.unload_adapter("sql")
+            cluster.join(later)
+            await until(lambda: later.adapters == {})
+
+            # Nodes have the name from their start: that is older than any order.
+            cluster.lose("decode-0")
+            later.restart(AdapterFolder("sql", later.root / "tenants/sql"))
+            cluster.join(later)
+            assert "sql" not in cluster.table.served.variants
+            await until(lambda: later.adapters == {})
 
     run_scenario(scenario)

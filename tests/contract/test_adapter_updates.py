@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from grpc import StatusCode
@@ -12,12 +14,16 @@ from baton.client import BatonError
 from baton.core.ids import AdapterRef, ModelVariant, NodeId
 from baton.router.adapters import updates
 from baton.router.adapters.updates import AdapterOrder
+from baton.rpc.channel import open_channel
 from baton.rpc.errors import AdapterUnreadable, NodeFailed
 from baton.rpc.node_info import NodeAvailability
 from baton.rpc.security.operators import NO_OPERATORS, Operators
 from baton.rpc.security.token import AcceptedTokens
+from baton.v1 import node_pb2, node_pb2_grpc
 from tests.support.adapter_nodes import (
     OPERATORS,
+    PATIENCE_S,
+    AdapterNode,
     adapter_cards,
     adapter_cluster,
     adapter_id,
@@ -95,6 +101,47 @@ def test_a_node_that_fails_is_named_and_no_node_keeps_the_adapter() -> None:
             assert cluster.held == NONE
 
     run_scenario(scenario)
+
+
+def test_a_file_system_that_does_not_answer_holds_up_loads_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, may_answer = threading.Event(), threading.Event()
+
+    def answer_late(path: Path) -> bool:
+        asked.set()
+        assert may_answer.wait(PATIENCE_S)
+        return path.exists()
+
+    async def scenario() -> None:
+        async with adapter_cluster(FILES) as cluster, operator_client(cluster) as client:
+            [prefill, _] = cluster.nodes
+            monkeypatch.setattr(Path, "is_file", answer_late)
+            loading = asyncio.ensure_future(client.load_adapter("sql", "tenants/sql"))
+            await asyncio.to_thread(asked.wait, PATIENCE_S)
+            using = asyncio.ensure_future(use(prefill, replace(SQL, name="chat")))
+
+            channel = open_channel(cluster.node("prefill-0").address)
+            async with channel:
+                stub = node_pb2_grpc.NodeServiceStub(channel)
+                card = await stub.GetNode(node_pb2.GetNodeRequest())
+            assert card.node_id == "prefill-0"
+            assert not loading.done()
+            assert not using.done()
+            may_answer.set()
+
+            assert await loading == (SQL, 2)
+            await using
+
+    try:
+        run_scenario(scenario)
+    finally:
+        may_answer.set()
+
+
+async def use(node: AdapterNode, adapter: AdapterRef) -> None:
+    async with node.registry.held(adapter):
+        pass
 
 
 def test_an_update_is_completed_or_undone_after_its_client_has_disconnected(

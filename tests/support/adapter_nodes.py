@@ -17,6 +17,7 @@ from baton.checkpoint.peft_folder import WEIGHTS
 from baton.client import AsyncClient
 from baton.core.ids import AdapterRef
 from baton.engine.engine_thread import EngineThread
+from baton.node.adapters.config import AdapterFolder
 from baton.node.adapters.loader import AdapterLoader
 from baton.node.adapters.registry import AdapterRegistry
 from baton.node.engine_calls import EngineCalls, NodeChanges
@@ -109,6 +110,13 @@ class AdapterNode:
     def delete(self, path: str) -> None:
         (self.root / path / WEIGHTS).unlink()
 
+    def restart(self, *folders: AdapterFolder) -> None:
+        """Forget all names, as a new process, which gets some at its start."""
+        self.registry = self.state.adapters = AdapterRegistry(
+            self.registry.loader, self.root, self.card.model
+        )
+        self.registry.read_at_start(folders)
+
     @property
     def adapters(self) -> dict[str, AdapterRef]:
         """Adapters by name."""
@@ -147,9 +155,25 @@ class AdapterCluster:
     table: NodeTable
     updates: AdapterUpdates
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    addresses: dict[str, str] = field(default_factory=dict)  # of nodes that were lost
 
     def node(self, name: str) -> Node:
         return next(node for node in self.table.nodes if node.card.node_id == name)
+
+    def lose(self, name: str) -> AdapterNode:
+        """Let the router lose the connection to a node."""
+        lost = next(node for node in self.nodes if node.card.node_id == name)
+        self.addresses[name] = self.node(name).address
+        self.table.lose(self.addresses[name])
+        self.updates.handle_reports()
+        return lost
+
+    def join(self, node: AdapterNode) -> None:
+        """Let a node that was lost join again, with its report."""
+        address = self.addresses[node.card.node_id]
+        self.table.join(address, node.card)
+        self.table.note_adapters(address, node.registry.report())
+        self.updates.handle_reports()
 
     @property
     def held(self) -> dict[str, set[str]]:

@@ -12,12 +12,21 @@ import pytest
 from baton.core.errors import InvalidConfig, InvalidRequest, NamedError
 from baton.core.ids import NO_ADAPTER, AdapterRef
 from baton.node.adapters.config import AdapterFolder
+from baton.node.adapters.counts import AdapterCounts
+from baton.node.adapters.generations import MAX_AHEAD_NS, NameGenerations
 from baton.node.adapters.loader import AdapterLoader
-from baton.node.adapters.registry import AdapterCounts, AdapterRegistry
-from baton.rpc.errors import AdapterExists, AdapterUnreadable, TooManyAdapters, UnknownAdapter
-from baton.rpc.node_info import LoadedAdapter
+from baton.node.adapters.registry import AdapterRegistry
+from baton.rpc.errors import (
+    AdapterExists,
+    AdapterUnreadable,
+    OutdatedOrder,
+    TooManyAdapters,
+    UnknownAdapter,
+)
+from baton.rpc.node_info import LoadedAdapter, NodeAdapters, UnloadedAdapter
 from tests.support.fake_adapters import PATIENCE_S, FakeMemory, write_fake
 
+NOW_NS = 100
 Scenario = Callable[[AdapterRegistry, FakeMemory], Coroutine[Any, Any, None]]
 
 
@@ -33,7 +42,9 @@ def run(scenario: Scenario, root: Path | None, num_places: int = 2, max_names: i
     async def timed() -> None:
         memory = FakeMemory()
         with AdapterLoader(memory, num_places) as loader:
-            registry = AdapterRegistry(loader, root, "model", max_names=max_names)
+            registry = AdapterRegistry(
+                loader, root, "model", max_names=max_names, clock_ns=lambda: NOW_NS
+            )
             async with asyncio.timeout(PATIENCE_S):
                 await scenario(registry, memory)
 
@@ -57,7 +68,7 @@ def test_a_loaded_adapter_is_reported_with_its_memory_and_requests(root: Path) -
             [found] = registry.report().adapters
             assert registry.counts().num_in_use == 1
 
-        assert found == LoadedAdapter(adapter, is_in_memory=True, num_bytes=10)
+        assert found == LoadedAdapter(adapter, is_in_memory=True, num_bytes=10, generation=NOW_NS)
         assert found.num_requests == 1
         assert registry.counts() == AdapterCounts(num_named=1, num_in_memory=1, num_bytes=10)
         assert memory.num_reads == 1
@@ -195,6 +206,61 @@ def test_requests_keep_an_unloaded_adapter_to_their_end(root: Path) -> None:
             registry.unload("sql")
 
     run(scenario, root)
+
+
+def test_orders_that_come_too_late_are_refused(root: Path) -> None:
+    async def scenario(registry: AdapterRegistry, memory: FakeMemory) -> None:
+        await registry.load("sql", "folder-1", generation=6)
+        with pytest.raises(OutdatedOrder, match="'sql'"):
+            await registry.load("sql", "folder-2", can_replace=True, generation=4)
+        with pytest.raises(OutdatedOrder):
+            registry.unload("sql", 4)
+        await registry.load("sql", "folder-1", generation=6)  # the same again
+
+        registry.unload("sql", 8)
+        with pytest.raises(UnknownAdapter):
+            registry.unload("chat", 9)
+        for name in ("sql", "chat"):
+            with pytest.raises(OutdatedOrder):
+                await registry.load(name, "folder-1", generation=7)
+        assert registry.report() == NodeAdapters(
+            (), (UnloadedAdapter("sql", 8), UnloadedAdapter("chat", 9))
+        )
+
+        await registry.load("sql", "folder-2")  # without a generation it is the last
+        [found] = registry.report().adapters
+        assert found.generation == NOW_NS
+        assert registry.report().unloaded == (UnloadedAdapter("chat", 9),)
+        for generation in (-1, NOW_NS + 2 * MAX_AHEAD_NS):
+            with pytest.raises(InvalidRequest, match="clocks"):
+                registry.unload("sql", generation)
+
+    run(scenario, root)
+
+
+def test_a_load_that_is_overtaken_by_an_unload_does_not_revive_the_name(root: Path) -> None:
+    async def scenario(registry: AdapterRegistry, memory: FakeMemory) -> None:
+        memory.may_read.clear()
+        loading = asyncio.ensure_future(registry.load("sql", "folder-1", generation=6))
+        while not memory.num_reads:
+            await asyncio.sleep(0.001)
+        with pytest.raises(UnknownAdapter):
+            registry.unload("sql", 8)
+        memory.may_read.set()
+
+        with pytest.raises(OutdatedOrder):
+            await loading
+        assert names_in(registry).keys() <= {""}
+
+    run(scenario, root)
+
+
+def test_a_limited_number_of_unloads_is_remembered() -> None:
+    generations = NameGenerations(max_unloaded=2)
+    for number, name in enumerate(("a", "b", "a", "c"), start=1):
+        generations.note_unload(name, number)
+
+    assert generations.unloaded == (UnloadedAdapter("a", 3), UnloadedAdapter("c", 4))
 
 
 def test_equal_adapters_share_memory_until_the_last_name_is_unloaded(root: Path) -> None:

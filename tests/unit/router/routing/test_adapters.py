@@ -9,13 +9,14 @@ import pytest
 
 from baton.core.ids import AdapterRef, ModelVariant
 from baton.router.routing import adapter_table
+from baton.router.routing.adapter_table import NameOrder
 from baton.router.routing.assignment import Assignment
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import Node, NodeTable
 from baton.router.routing.policy import Route, choose
 from baton.router.routing.routing_view import ADAPTER_LOAD_COST, DECODE_COST_TOKENS, RoutingRequest
 from baton.rpc.errors import NoNodes
-from baton.rpc.node_info import LoadedAdapter, NodeAdapters, NodeRole
+from baton.rpc.node_info import LoadedAdapter, NodeAdapters, NodeRole, UnloadedAdapter
 from tests.support.node_calls import a_node, a_table
 
 PROMPT = tuple(range(100))
@@ -42,10 +43,12 @@ def report(
     address: str,
     *adapters: AdapterRef,
     on_disk: Iterable[AdapterRef] = (),
+    generation: int = 0,
+    unloaded: Iterable[UnloadedAdapter] = (),
 ) -> None:
-    listed = [LoadedAdapter(one, True, 10) for one in adapters]
+    listed = [LoadedAdapter(one, True, 10, generation=generation) for one in adapters]
     listed += [LoadedAdapter(one) for one in on_disk]
-    table.note_adapters(address, NodeAdapters(tuple(listed)))
+    table.note_adapters(address, NodeAdapters(tuple(listed), tuple(unloaded)))
 
 
 def request_for(adapter: AdapterRef, number: int = 0) -> RoutingRequest:
@@ -93,75 +96,87 @@ def test_a_base_model_keeps_its_name() -> None:
     assert table.find_model("tiny") == ModelVariant("tiny")
 
 
-def test_after_a_reload_the_name_means_the_new_weights_although_a_node_returns_with_the_old() -> (
-    None
-):
+def join(table: NodeTable, address: str) -> None:
+    role = NodeRole.PREFILL if address.startswith("p") else NodeRole.DECODE
+    table.join(address, adapter_node(role, address.partition(":")[0], 2).card)
+
+
+def test_a_name_means_the_last_order_whatever_most_nodes_have() -> None:
     table = a_cluster()
     for address in ALL:
-        report(table, address, SQL)
-    for address in ALL[:2]:
-        report(table, address, NEW_SQL)
+        report(table, address, SQL, generation=2)
+    report(table, "d0:1", NEW_SQL, generation=4)
+    assert table.find_model("sql").adapter == NEW_SQL
+    assert table.adapters.missed_by("p0:1", is_joining=False) == [NameOrder("sql", 4, NEW_SQL)]
+
+    table.lose("d0:1")  # the only one that has it
+    assert table.find_model("sql").adapter == NEW_SQL
+    join(table, "d0:1")
+    report(table, "d0:1", SQL, generation=2)
     assert table.find_model("sql").adapter == NEW_SQL
 
-    table.lose("d1:1")
-    report(table, "d0:1", NEW_SQL)
-    table.join("d1:1", adapter_node(NodeRole.DECODE, "d1", 2).card)
-    report(table, "d1:1", SQL)
-
-    assert table.find_model("sql").adapter == NEW_SQL
+    report(table, "p0:1", SQL, generation=6)  # the old one is loaded again
+    assert table.find_model("sql").adapter == SQL
+    assert table.adapters.missed_by("p0:1", is_joining=True) == []
 
 
-def test_of_two_nodes_the_one_that_returns_with_the_old_adapter_does_not_turn_a_name_back() -> None:
+@pytest.mark.parametrize("generation", [0, 2], ids=["start", "load"])
+def test_an_unloaded_name_means_nothing_although_nodes_have_it(generation: int) -> None:
     table = a_cluster()
-    for address in ("p0:1", "d0:1"):
-        report(table, address, SQL)
-    table.lose("d0:1")
-    report(table, "p0:1", NEW_SQL)
+    report(table, "p0:1", unloaded=[UnloadedAdapter("sql", 4)])
+    for address in ("p1:1", "d0:1"):
+        report(table, address, SQL, generation=generation)
 
-    table.join("d0:1", adapter_node(NodeRole.DECODE, "d0", 2).card)
+    assert table.find_model("sql") == ModelVariant("sql")  # unknown
+    table.lose("p0:1")
+    join(table, "d0:1")
+    report(table, "d0:1", SQL, generation=generation)
+    assert table.find_model("sql") == ModelVariant("sql")
+    assert table.adapters.missed_by("d0:1", is_joining=False) == [NameOrder("sql", 4)]
+    assert table.adapters.missed_by("d1:1", is_joining=True) == []
+
+    report(table, "p1:1", NEW_SQL, generation=6)
+    assert table.find_model("sql").adapter == NEW_SQL
+
+
+def test_of_adapters_of_starts_a_name_means_what_most_nodes_have_or_the_newest() -> None:
+    table = a_cluster()
+    report(table, "p0:1", SQL)
+    report(table, "p1:1", NEW_SQL)
+    assert table.find_model("sql").adapter == NEW_SQL
+    assert table.adapters.missed_by("p0:1", is_joining=True) == []
+    assert table.adapters.missed_by("d1:1", is_joining=True) == [NameOrder("sql", 0, NEW_SQL)]
+    assert table.adapters.missed_by("d1:1", is_joining=False) == []
+
     report(table, "d0:1", SQL)
-
-    assert table.find_model("sql").adapter == NEW_SQL
-
-
-def test_an_adapter_that_is_loaded_again_is_the_newest() -> None:
-    table = a_cluster()
-    report(table, "p0:1", SQL)
-    report(table, "p0:1", NEW_SQL)
-    report(table, "p0:1", SQL)
-
-    report(table, "d0:1", NEW_SQL)
-
     assert table.find_model("sql").adapter == SQL
 
-
-def test_a_node_that_missed_an_unload_and_a_load_does_not_turn_the_name_back() -> None:
-    table = a_cluster()
-    for address in ("p0:1", "d0:1"):
-        report(table, address, SQL)
-    table.lose("d0:1")
-    report(table, "p0:1")
-    report(table, "p0:1", NEW_SQL)
-
-    table.join("d0:1", adapter_node(NodeRole.DECODE, "d0", 2).card)
-    report(table, "d0:1", SQL)
-
+    report(table, "p1:1")
+    report(table, "p1:1", NEW_SQL, generation=2)
     assert table.find_model("sql").adapter == NEW_SQL
 
 
-def test_the_order_is_remembered_of_a_limited_number_of_names(
+def test_generations_are_even_and_higher_than_those_of_all_nodes() -> None:
+    table = a_cluster()
+    assert [table.adapters.next_generation(7) for _ in range(2)] == [6, 8]
+    report(table, "p0:1", SQL, generation=101)
+    assert table.adapters.next_generation(9) == 102
+    report(table, "p0:1", unloaded=[UnloadedAdapter("sql", 110)])
+    assert table.adapters.next_generation(9) == 112
+
+
+def test_the_orders_are_remembered_of_a_limited_number_of_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(adapter_table, "MAX_PAST_NAMES", 1)
     table = a_cluster()
-    for adapter in (SQL, CHAT):
-        report(table, "p0:1", adapter)
-    report(table, "p0:1")
-    report(table, "p0:1", NEW_SQL)
+    for name, generation in (("sql", 4), ("chat", 6)):
+        table.note_unload("tiny", name, generation)
 
-    report(table, "d0:1", SQL)
+    report(table, "p0:1", SQL, CHAT, generation=2)
 
     assert table.find_model("sql").adapter == SQL
+    assert table.find_model("chat") == ModelVariant("chat")
 
 
 def test_later_reports_of_a_node_do_not_change_what_a_name_means() -> None:
