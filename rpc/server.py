@@ -97,8 +97,8 @@ def announce(role: str, address: str) -> None:
 def freeze_heap() -> None:
     """Exempt all objects so far from garbage collection, in a process that serves to its end.
 
-    A full collection looks at each of several 100,000 objects, most of them of imports, and stops
-    all threads for that time.
+    A full collection looks at all objects, most of them of imports, and stops all threads for that
+    time: 60,000 objects and 32 ms in a router, 250,000 and 138 ms in a node (one thread of Zen 5).
     """
     gc.collect()
     gc.freeze()
