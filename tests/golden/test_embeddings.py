@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.core.errors import InvalidRequest
+from baton.checkpoint.tokenizer_files import load_tokenizer
+from baton.core.errors import InvalidRequest, ModelError
 from baton.core.sampling import SamplingParams
 from baton.core.task import UNSAMPLED
 from baton.core.vectors import Floats
@@ -163,6 +165,35 @@ def test_scores_equal_those_of_transformers(num_labels: int, tmp_path: Path) -> 
         logits = [model(torch.tensor([text])).logits[0] for text in TEXTS]
     wanted = [each.sigmoid() if num_labels == 1 else each.softmax(0) for each in logits]
     assert_close(scores, [each.numpy() for each in wanted])
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_scores_of_a_reranker_that_has_a_head_for_tokens(
+    is_tied: bool, folder_of: FolderOf, tmp_path: Path
+) -> None:
+    """As Qwen3-Reranker: the share of "yes", of these two tokens."""
+    folder = folder_of("qwen3" if is_tied else "llama")
+    model, tokenizer = reference(folder), load_tokenizer(folder)
+    [[less], [more]] = [tokenizer.encode(each, add_special_tokens=False) for each in "ab"]
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["tie_word_embeddings"] is is_tied
+    [name] = config["architectures"]
+    architecture = name.replace("ForCausalLM", "ForSequenceClassification")
+    changed = config | {"architectures": [architecture], "classifier_from_token": ["a", "b"]}
+    (tmp_path / "config.json").write_text(json.dumps(changed))
+    with open_llm(tmp_path) as llm:
+        scores = llm.embed(TEXTS)
+
+    with torch.no_grad():
+        logits = [model(torch.tensor([text])).logits[0, -1, [less, more]] for text in TEXTS]
+    assert_close(scores, [each.softmax(0)[1:].numpy() for each in logits])
+
+    for words in ("yes", ["a"], ["a", "several tokens"], [1, 2]):
+        changed["classifier_from_token"] = words
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(ModelError, match="classifier_from_token"):
+            open_llm(tmp_path)
 
 
 def test_a_folder_without_a_head(tmp_path: Path, folder_of: FolderOf) -> None:

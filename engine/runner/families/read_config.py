@@ -9,6 +9,7 @@ from baton.checkpoint.checkpoint import Checkpoint
 from baton.checkpoint.json_fields import JsonFields
 from baton.core.errors import ModelError
 from baton.engine.runner.families.family import CHUNKED, LINEAR, SLIDING, Family
+from baton.engine.runner.families.label_tokens import read_label_tokens
 from baton.engine.runner.families.latent import with_latent
 from baton.engine.runner.families.layer_types import (
     all_without_rope,
@@ -51,8 +52,12 @@ def read_model_config(checkpoint: Checkpoint) -> ModelConfig:
     if kind == GENERATES:
         return config
     # Without a head for tokens, that of the embedding stands in.
-    num_labels = read_num_labels(raw) if kind == CLASSIFIES else 0
-    return replace(config, ties_embeddings=True, can_generate=False, num_labels=num_labels)
+    config = replace(config, ties_embeddings=True, can_generate=False)
+    if kind != CLASSIFIES:
+        return config
+    label_tokens = read_label_tokens(raw, checkpoint)
+    num_labels = 1 if label_tokens else read_num_labels(raw)
+    return replace(config, num_labels=num_labels, label_tokens=label_tokens)
 
 
 def _read_text_fields(family: Family, raw: JsonFields) -> JsonFields:

@@ -222,6 +222,7 @@ class ModelConfig:
     has_output_gate: bool = False  # attention's output times the sigmoid of a gate
     can_generate: bool = True  # it has a head for tokens
     num_labels: int = 0  # of a classifier of texts
+    label_tokens: tuple[int, int] | None = None  # whose rows of the head give the only label
 
     @property
     def attention_layers(self) -> tuple[int, ...]:

@@ -58,8 +58,20 @@ def load_decoder(
     if adapters is not None:
         made = adaptable_layers(parts.ops, config, layers, made, adapters)
     waits = any(list(map(parts.waits_for_experts, mixtures)))  # of all: this joins the experts
-    classifier = loader.vector(f"{CLASSIFIER}.weight") if config.num_labels else None
+    classifier = None
+    if config.label_tokens is not None:
+        classifier = _label_row(files, tensors, config.label_tokens).to(target.device)
+    elif config.num_labels:
+        classifier = loader.vector(f"{CLASSIFIER}.weight")
     return Decoder(config, parts.ops, embedding, made, norm, head, waits, classifier)
+
+
+def _label_row(files: Tensors, tensors: TensorMap, tokens: tuple[int, int]) -> torch.Tensor:
+    """Return the classifier whose logit is that of the second token less that of the first one."""
+    head, embedding = f"{tensors.head}.weight", f"{tensors.prefix}embed_tokens.weight"
+    name = head if head in files.shapes() else embedding
+    less, more = (files.part(name, token).float() for token in tokens)
+    return (more - less)[None]
 
 
 def attention_of(config: ModelConfig, files: Tensors, device: torch.device) -> list[LayerAttention]:

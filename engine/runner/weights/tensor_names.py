@@ -68,9 +68,9 @@ class TensorMap:
         config = self.config
         yield f"{self.prefix}embed_tokens.weight", (config.vocab_size, config.hidden_size)
         yield f"{self.prefix}norm.weight", (config.hidden_size,)
-        if config.num_labels:
+        if config.num_labels and config.label_tokens is None:
             yield f"{CLASSIFIER}.weight", (config.num_labels, config.hidden_size)
-        elif not config.ties_embeddings:
+        if not config.ties_embeddings:
             yield f"{self.head}.weight", (config.vocab_size, config.hidden_size)
         for index in range(config.num_layers):
             for name, shape in self._layer_shapes(index):
