@@ -23,6 +23,7 @@ from baton.rpc.errors import NodeFailed, NoNodes, NotAnOperator, TooManyUpdates,
 from baton.rpc.security.operators import NO_OPERATORS, Operators
 
 MAX_UPDATES = 32  # that run or wait for their turn
+REFUSAL_PAUSE_S = 0.5
 REPORT_TIMEOUT_S = 10.0  # in which nodes report what they have done
 log = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ class AdapterUpdates:
         TooManyUpdates, and InvalidRequest and NodeFailed if a node has not loaded it; then no node
         has.
         """
-        self._check_right(shown)
+        await self._check_right(shown)
         _check_order(order)
         return await self._complete(partial(self._load_on_all, order))
 
@@ -86,13 +87,14 @@ class AdapterUpdates:
         Raises NotAnOperator, TooManyUpdates, UnknownModel, and NodeFailed if a node has not
         unloaded it.
         """
-        self._check_right(shown)
+        await self._check_right(shown)
         return await self._complete(partial(self._unload_from_all, name))
 
-    def _check_right(self, shown: str | None) -> None:
-        """Raises NotAnOperator and TooManyUpdates."""
+    async def _check_right(self, shown: str | None) -> None:
+        """Raises NotAnOperator, and TooManyUpdates after a pause."""
         self._operators.check(shown)
         if self._num_updates >= MAX_UPDATES:
+            await asyncio.sleep(REFUSAL_PAUSE_S)  # a client that repeats it at once is slowed down
             raise TooManyUpdates(
                 f"{MAX_UPDATES} loads and unloads of adapters wait for their turn; send this one "
                 "again later"

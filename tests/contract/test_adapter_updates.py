@@ -148,6 +148,7 @@ def test_an_update_is_completed_or_undone_after_its_client_has_disconnected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(updates, "MAX_UPDATES", 1)
+    monkeypatch.setattr(updates, "REFUSAL_PAUSE_S", 0)
 
     async def scenario() -> None:
         async with adapter_cluster(FILES) as cluster, operator_client(cluster) as client:

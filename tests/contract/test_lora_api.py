@@ -97,6 +97,7 @@ def test_a_load_whose_client_disconnects_before_its_turn_is_not_begun(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(updates, "MAX_UPDATES", 2)
+    monkeypatch.setattr(updates, "REFUSAL_PAUSE_S", 0)
 
     async def scenario() -> None:
         async with a_door() as door:

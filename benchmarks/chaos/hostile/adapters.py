@@ -23,15 +23,24 @@ from baton.rpc.channel import open_blocking_channel
 from baton.rpc.security.token import authorization
 from baton.v1 import node_pb2, node_pb2_grpc
 from benchmarks.chaos.hostile.requests import ACCEPTED, COMPLETIONS, EMBEDDINGS, TOKEN, HttpPost
-from benchmarks.chaos.hostile.sending import NUM_AT_ONCE, Outcomes, called, left_s, post, post_all
+from benchmarks.chaos.hostile.sending import (
+    NUM_AT_ONCE,
+    Outcomes,
+    called,
+    left_s,
+    post,
+    post_all,
+    post_pipelined,
+)
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 BAD = "bad"  # folder of `bad_adapters`, whose import of torch would take long here
 GOOD = ("red", "blue")
 NAME, FLOOD = "hostile", "flood-"
 NUM_NAMES, NUM_IN_FLIGHT = 10_000, 100
+NUM_AT_NODE = 3_000  # more than it takes
 NUM_HASTY = 300  # loads whose clients disconnect at once
-RACES_SHARE = 0.4  # of the time that bad loads leave; the flood has the rest
+FLOODS_SHARE = 0.5  # of the attacks
 CLEANING_S, PAUSE_S = 20.0, 0.5
 ESCAPES = (
     "..", "../adapters/red", "red/../../adapters/red", "/etc", "/", "~", ".", "./", "",
@@ -72,15 +81,19 @@ class OperatorAccess:
 def attack_adapters(
     access: OperatorAccess, model: str, draw: random.Random, end_s: float
 ) -> Outcomes:
-    """Run all parts until `end_s`. Then the names that have been loaded are unloaded again."""
+    """Send thousands of names, or else bad loads and races, until `end_s`.
+
+    Then the names that have been loaded are unloaded again.
+    """
     outcomes: Outcomes = Counter()
     try:
-        outcomes += _bad_loads(access, model, end_s)
-        outcomes += _without_right(access, end_s)
-        now_s = time.monotonic()
-        outcomes += _races(access, draw, now_s + RACES_SHARE * (end_s - now_s))
-        _load_hastily(access)
-        outcomes += _flood(access, draw.choice(access.nodes), end_s)
+        if draw.random() < FLOODS_SHARE:
+            _load_hastily(access)
+            outcomes += _flood(access, draw.choice(access.nodes), end_s)
+        else:
+            outcomes += _bad_loads(access, model, end_s)
+            outcomes += _without_right(access, end_s)
+            outcomes += _races(access, draw, end_s)
     finally:
         outcomes += _clean(access, time.monotonic() + CLEANING_S)
     return outcomes
@@ -200,12 +213,13 @@ def _load_hastily(access: OperatorAccess) -> None:
 
 def _flood(access: OperatorAccess, address: str, end_s: float) -> Outcomes:
     """Give thousands of names to one adapter: on one node, and at the router meanwhile."""
-    half = NUM_NAMES // 2
-    names = [f"{FLOOD}{number}" for number in range(NUM_NAMES)]
+    names = [f"{FLOOD}{number}" for number in range(NUM_HASTY, NUM_NAMES)]
     with ThreadPoolExecutor(1) as thread:
-        bodies = [access.load(name, GOOD[0]) for name in names[half:]]
-        routed = thread.submit(post_all, access.http, bodies, end_s)
-        loads = [node_pb2.LoadAdapterRequest(name=name, path=GOOD[0]) for name in names]
+        bodies = [access.load(name, GOOD[0]) for name in names[NUM_AT_NODE:]]
+        routed = thread.submit(post_pipelined, access.http, bodies, end_s)
+        loads = [
+            node_pb2.LoadAdapterRequest(name=name, path=GOOD[0]) for name in names[:NUM_AT_NODE]
+        ]
         with _stub(address) as stub:
             outcomes = _call_all(stub.LoadAdapter, loads, access.metadata, end_s)
         return outcomes + routed.result()

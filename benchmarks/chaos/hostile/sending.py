@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,6 +19,10 @@ from benchmarks.chaos.hostile.requests import HttpPost
 
 NUM_AT_ONCE = 8
 READ_BYTES = 1 << 16
+NUM_CONNECTIONS = 64  # more than updates that the router lets wait, so that it refuses some
+ANSWER_HEAD = re.compile(
+    rb"HTTP/1.1 (\d+) .*?content-length: (\d+)\r.*?\r?\n\r\n", re.IGNORECASE | re.DOTALL
+)
 
 Outcomes = Counter[str]
 
@@ -24,6 +30,53 @@ Outcomes = Counter[str]
 def post_all(address: str, posts: Sequence[HttpPost], end_s: float) -> Outcomes:
     with ThreadPoolExecutor(NUM_AT_ONCE) as threads:
         return Counter(threads.map(lambda each: post(address, each, end_s), posts))
+
+
+def post_pipelined(address: str, posts: Sequence[HttpPost], end_s: float) -> Outcomes:
+    """Send all at once on many connections, without waiting for answers."""
+    batches = [posts[number::NUM_CONNECTIONS] for number in range(NUM_CONNECTIONS)]
+    with ThreadPoolExecutor(NUM_CONNECTIONS) as threads:
+        return sum(threads.map(lambda each: _send_batch(address, each, end_s), batches), Counter())
+
+
+def _send_batch(address: str, batch: Sequence[HttpPost], end_s: float) -> Outcomes:
+    if time.monotonic() > end_s:
+        return Counter({"not sent": len(batch)})
+    host, _, port = address.rpartition(":")
+    outcomes: Outcomes = Counter()
+    answers, failure = b"", "no answer in time"
+    try:
+        with socket.create_connection((host, int(port)), left_s(end_s)) as connection:
+            connection.sendall(b"".join(map(_as_bytes, batch)))
+            while outcomes.total() < len(batch) and time.monotonic() < end_s:
+                connection.settimeout(left_s(end_s))
+                received = connection.recv(READ_BYTES)
+                if not received:
+                    failure = "connection closed"
+                    break
+                answers = _take_answers(answers + received, outcomes)
+    except OSError as error:
+        failure = failure if isinstance(error, TimeoutError) else type(error).__name__
+    return outcomes + Counter({failure: len(batch) - outcomes.total()})
+
+
+def _as_bytes(sent: HttpPost) -> bytes:
+    key, value = authorization(sent.token)
+    return (
+        f"POST {sent.path} HTTP/1.1\r\nHost: a\r\n{key}: {value}\r\n"
+        f"Content-Length: {len(sent.body)}\r\n\r\n"
+    ).encode() + sent.body
+
+
+def _take_answers(received: bytes, outcomes: Outcomes) -> bytes:
+    """Count the complete answers, and return what follows them."""
+    while found := ANSWER_HEAD.match(received):
+        end = found.end() + int(found[2])
+        if len(received) < end:
+            break
+        outcomes[f"{found[1].decode()} {_reason(received[found.end() : end])}".strip()] += 1
+        received = received[end:]
+    return received
 
 
 def post(address: str, sent: HttpPost, end_s: float) -> str:
