@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,26 +113,27 @@ def test_structured_output(variants: Variants) -> None:
     assert len({found.text for found in together}) == len(names)
 
 
-@pytest.fixture
-def handoffs(variants: Variants) -> Iterator[LocalHandoffs]:
+@contextmanager
+def opened_handoffs(base: Path, num_decodes: int, **settings: Any) -> Iterator[LocalHandoffs]:
+    config = RunnerConfig(
+        str(base), kv_cache_bytes=4 << 20, max_num_seqs=8, max_loras=2, **settings
+    )
     with ExitStack() as stack:
         prefill, *decodes = (
-            stack.enter_context(
-                load_runner(
-                    RunnerConfig(
-                        str(variants.base), kv_cache_bytes=4 << 20, max_num_seqs=8, max_loras=2
-                    )
-                )
-            )
-            for _ in range(3)
+            stack.enter_context(load_runner(config)) for _ in range(1 + num_decodes)
         )
         yield stack.enter_context(LocalHandoffs(prefill, decodes, chunk=24))
 
 
-def test_hand_offs_and_the_death_of_a_decode_engine(
-    variants: Variants, handoffs: LocalHandoffs
-) -> None:
-    prompt = PROMPTS[-1]
+@pytest.fixture
+def handoffs(variants: Variants) -> Iterator[LocalHandoffs]:
+    with opened_handoffs(variants.base, num_decodes=2) as opened:
+        yield opened
+
+
+def check_handoffs(handoffs: LocalHandoffs, variants: Variants) -> str:
+    """Check an answer with each adapter and without, and return the id of the last one."""
+    prompt, adapter_id = PROMPTS[-1], ""
     for name, folder in variants.adapters.items():
         for engine in (handoffs.prefill, *handoffs.decodes):
             adapter_id = engine.load_adapter(Path(folder))
@@ -141,6 +142,14 @@ def test_hand_offs_and_the_death_of_a_decode_engine(
         assert whole.num_received == len(prompt)
     plain = handoffs.answer(prompt, NUM_TOKENS)
     variants.check(prompt, "", plain.token_ids)
+    return adapter_id
+
+
+def test_hand_offs_and_the_death_of_a_decode_engine(
+    variants: Variants, handoffs: LocalHandoffs
+) -> None:
+    adapter_id = check_handoffs(handoffs, variants)
+    prompt, name = PROMPTS[-1], [*variants.adapters][-1]
 
     begun = handoffs.answer(prompt, NUM_TOKENS, until=6, adapter_id=adapter_id)
     handoffs.kill_decode()
@@ -162,5 +171,8 @@ def test_quantized_bases(quantize: str, model_folder: FolderOf, tmp_path: Path) 
     save_file(tensors, rounded / "model.safetensors", {"format": "pt"})
     variants = make_variants(rounded, tmp_path)._replace(base=base)
 
-    with open_llm(variants, quantize=quantize) as llm:
+    with open_llm(variants, quantize=quantize, kv_cache_memory="100KiB") as llm:
         answer_all(llm, variants, PROMPTS)
+        assert llm.engine.scheduler.stats().total_preemptions > 0
+    with opened_handoffs(base, num_decodes=1, quantize=quantize) as handoffs:
+        check_handoffs(handoffs, variants)
