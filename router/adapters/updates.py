@@ -155,7 +155,7 @@ class AdapterUpdates:
             raise
         await self._until_reported(
             lambda: all(
-                adapter in self._table.adapters.at(node.address).refs
+                self._named_on(node, order.name) == adapter
                 or self._is_overtaken(node, order.name, generation)
                 for node in self._reachable(nodes)
             ),
@@ -215,8 +215,8 @@ class AdapterUpdates:
             )
 
     def _named_on(self, node: Node, name: str) -> AdapterRef | None:
-        refs = self._table.adapters.at(node.address).refs
-        return next((ref for ref in refs if ref.name == name), None)
+        own = self._table.adapters.at(node.address).named.get(name)
+        return None if own is None else own[1]
 
     def _nodes_for(self, order: AdapterOrder) -> list[Node]:
         """Return the nodes that serve adapters of the model. Raises what names the remedy."""

@@ -11,6 +11,7 @@ from baton.rpc.node_info import NO_ADAPTERS, NodeAdapters, UnloadedAdapter
 
 Rank = tuple[int, str]  # generation of an order, and the id that it gives; empty: an unload
 NO_RANK: Rank = (0, "")
+Named = tuple[int, AdapterRef]  # adapter that a node has under a name, and its generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +20,10 @@ class AdapterReport:
 
     model: str
     reported: NodeAdapters = NO_ADAPTERS
-    refs: frozenset[AdapterRef] = frozenset()  # those with a name
     known: frozenset[str] = frozenset()  # ids, also of those without a name
     in_memory: frozenset[str] = frozenset()
-    named: frozenset[tuple[int, AdapterRef]] = frozenset()  # with the generations of the names
+    named: Mapping[str, Named] = field(default_factory=dict)  # by name
     unloaded: frozenset[UnloadedAdapter] = frozenset()
-    ranks: Mapping[str, Rank] = field(default_factory=dict)  # by name
 
 
 NO_REPORT = AdapterReport("")
@@ -84,12 +83,12 @@ class NameRecord:
         # Nodes that lack the adapter can read it only with a path.
         self.meaning = max(refs, key=_path, default=self._last_adapter)
 
-    def order_for(self, name: str, rank: Rank | None) -> NameOrder | None:
-        """Return the order that a node has missed. `rank` is that of its own name, if any."""
-        if rank is not None and (rank >= self.last or not self.last[0]):
+    def order_for(self, name: str, own: Named | None) -> NameOrder | None:
+        """Return the order that a node has missed. `own` is what it has, if anything."""
+        if own is not None and ((own[0], own[1].id) >= self.last or not self.last[0]):
             return None
         if self.last[0] and not self.last[1]:
-            return None if rank is None else NameOrder(name, self.last[0])
+            return None if own is None else NameOrder(name, self.last[0])
         can_load = self.meaning is not None and self.meaning.path
         return NameOrder(name, self.last[0], self.meaning) if can_load else None
 
@@ -129,8 +128,8 @@ class AdapterTable:
     def generation_at(self, address: str, name: str) -> int:
         """Return the generation of a node's last order about a name; 0 if it reports none."""
         report = self.at(address)
-        if name in report.ranks:
-            return report.ranks[name][0]
+        if name in report.named:
+            return report.named[name][0]
         return max((each.generation for each in report.unloaded if each.name == name), default=0)
 
     def join(self, address: str, model: str) -> None:
@@ -143,16 +142,13 @@ class AdapterTable:
     def note(self, address: str, reported: NodeAdapters) -> bool:
         """Record what a node has. Return whether it has gained or lost adapters."""
         each = reported.adapters
-        named = frozenset((one.generation, one.adapter) for one in each if one.adapter.name)
         report = AdapterReport(
             self._reports[address].model,
             reported,
-            frozenset(adapter for _, adapter in named),
             frozenset(one.adapter.id for one in each),
             frozenset(one.adapter.id for one in each if one.is_in_memory),
-            named,
+            {one.adapter.name: (one.generation, one.adapter) for one in each if one.adapter.name},
             frozenset(reported.unloaded),
-            {adapter.name: (generation, adapter.id) for generation, adapter in named},
         )
         return self._replace(address, report)
 
@@ -176,19 +172,18 @@ class AdapterTable:
         A node that lacks a name later has been ordered to.
         """
         report = self.at(address)
-        ranks = report.ranks
-        names = self._names if is_joining else ranks
-        found = [
-            self._names[name][report.model].order_for(name, ranks.get(name))
-            for name in names
-            if report.model in self._names[name]
-        ]
-        return [order for order in found if order is not None]
+        found = []
+        for name in self._names if is_joining else report.named:
+            record = self._names[name].get(report.model)
+            order = None if record is None else record.order_for(name, report.named.get(name))
+            if order is not None:
+                found.append(order)
+        return found
 
     def _replace(self, address: str, report: AdapterReport) -> bool:
         before = self.at(address)
         self._reports[address] = report
-        gained, lost = report.named - before.named, before.named - report.named
+        gained, lost = _added(report, before), _added(before, report)
         unloaded = report.unloaded - before.unloaded
         if not gained and not lost and not unloaded:
             return False
@@ -236,10 +231,14 @@ class AdapterTable:
             del self._names[name]
 
 
+def _added(report: AdapterReport, to: AdapterReport) -> list[Named]:
+    return [own for name, own in report.named.items() if to.named.get(name) != own]
+
+
 def _path(adapter: AdapterRef) -> str:
     return adapter.path
 
 
-def _sort_key(named: tuple[int, AdapterRef]) -> tuple[str, str, str]:
+def _sort_key(named: Named) -> tuple[str, str, str]:
     _, adapter = named
     return adapter.name, adapter.id, adapter.path
