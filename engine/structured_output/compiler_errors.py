@@ -86,6 +86,10 @@ _REASONS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ..
             ),
             "it exceeds the compiler's limits: make it simpler",
         ),
+        (
+            r"(?:lexer precomputation failed|unable to determine if regex is empty).*",
+            "its expressions exceed the compiler's limits: use shorter ones with fewer repetitions",
+        ),
     )
 )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import llguidance
@@ -16,13 +17,17 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from baton.core.errors import InvalidRequest
 from baton.core.structured_outputs import FIELD, StructuredOutputs
 from baton.engine.structured_output.compiler_errors import TOO_DEEP, reason_of
-from baton.engine.structured_output.schemas.cost import embedded_schemas, expense_reason
+from baton.engine.structured_output.lark_text import LarkRefused, rewrite_lark
+from baton.engine.structured_output.schemas.cost import expense_reason
 from baton.engine.structured_output.schemas.ends import check_grammar_ends, check_schema_ends
+from baton.engine.structured_output.schemas.proof_steps import ProofSteps
 from baton.engine.structured_output.schemas.rewrite import prepare_schema
 from baton.engine.structured_output.schemas.unique_arrays import Place, unique_arrays
 from baton.engine.structured_output.schemas.width import (
     MAX_JOINED_PATTERNS,
+    has_many_name_patterns,
     is_too_wide,
+    joins_large_patterns,
     joins_many_patterns,
 )
 from baton.engine.structured_output.structural_tags import (
@@ -42,6 +47,13 @@ TOO_WIDE = (
     "it combines too many alternatives: use fewer anyOf, oneOf, not and dependencies in one object"
 )
 TOO_MANY_PATTERNS = f"more than {MAX_JOINED_PATTERNS} patterns apply to one string: join them"
+TOO_LARGE_PATTERNS = (
+    "the patterns that apply to one string are too large together: use one pattern, or shorter "
+    "ones with fewer repetitions"
+)
+TOO_MANY_NAME_PATTERNS = (
+    "patternProperties has too many patterns: use fewer, or additionalProperties"
+)
 MAX_REWRITTEN_CHARACTERS = 1 << 19  # twice that of a client's schema
 NO_SPECIAL_TOKENS: Mapping[str, int] = {}
 
@@ -63,16 +75,18 @@ def _lark(params: StructuredOutputs, special_ids: Mapping[str, int]) -> str:
         return _lark_of_grammar(params, params.grammar)
     if params.structural_tag is not None:
         return _lark_of_structural_tag(params, params.structural_tag, special_ids)
-    return f"start: %json {_schema(params, ANY_OBJECT if params.json is None else params.json)}"
+    text = ANY_OBJECT if params.json is None else params.json
+    return f"start: %json {_schema(params, text, Proofs())}"
 
 
 def _lark_of_structural_tag(
     params: StructuredOutputs, text: str, special_ids: Mapping[str, int]
 ) -> str:
+    proofs = Proofs()
     try:
         tag = parse_structural_tag(text)
         return lark_of_structural_tag(
-            tag, lambda schema: _schema(params, json.dumps(schema)), special_ids
+            tag, lambda schema: _schema(params, json.dumps(schema), proofs), special_ids
         )
     except RecursionError:
         raise refusal(params, TOO_DEEP) from None
@@ -84,13 +98,15 @@ def _lark_of_grammar(params: StructuredOutputs, text: str) -> str:
     if "%llguidance" in text:
         raise refusal(params, "%llguidance is not allowed: leave it out")
     check_grammar_ends(text)
+    lark = _lark_of_gbnf(params, text) if GBNF_RULE.search(text) else text
+    proofs = Proofs()
     try:
-        for schema in embedded_schemas(text):
-            _check_schema_cost(params, schema)
-    except RecursionError:
-        raise refusal(params, TOO_DEEP) from None
-    if not GBNF_RULE.search(text):
-        return text
+        return rewrite_lark(lark, lambda schema: _schema(params, schema, proofs))
+    except LarkRefused as error:
+        raise refusal(params, str(error)) from None
+
+
+def _lark_of_gbnf(params: StructuredOutputs, text: str) -> str:
     try:
         return gbnf_to_lark(text).removeprefix("%llguidance {}")
     except RecursionError:
@@ -99,7 +115,7 @@ def _lark_of_grammar(params: StructuredOutputs, text: str) -> str:
         raise refusal(params, f"it is not GBNF: {error}") from error
 
 
-def _schema(params: StructuredOutputs, text: str) -> str:
+def _schema(params: StructuredOutputs, text: str, proofs: Proofs) -> str:
     """Return the rewritten schema with Baton's llguidance settings, which replace the client's."""
     try:
         schema = _parse_schema(params, text)
@@ -107,9 +123,13 @@ def _schema(params: StructuredOutputs, text: str) -> str:
         _check_schema_cost(params, schema)
         if schema is False:
             raise refusal(params, "no value matches the schema false")
-        if joins_many_patterns(schema):
+        fields = {} if schema is True else _rewritten(params, schema, proofs)
+        if joins_many_patterns(schema) or joins_many_patterns(fields):
             raise refusal(params, TOO_MANY_PATTERNS)
-        fields = {} if schema is True else _rewritten(params, schema)
+        if joins_large_patterns(schema):
+            raise refusal(params, TOO_LARGE_PATTERNS)
+        if has_many_name_patterns(schema):
+            raise refusal(params, TOO_MANY_NAME_PATTERNS)
         ready = json.dumps({**fields, "x-guidance": _json_settings(params)}, allow_nan=False)
         if len(ready) > MAX_REWRITTEN_CHARACTERS:
             raise refusal(params, TOO_WIDE)
@@ -120,12 +140,22 @@ def _schema(params: StructuredOutputs, text: str) -> str:
         raise refusal(params, f"a number is out of range: {error}") from error
 
 
-def _rewritten(params: StructuredOutputs, schema: dict[str, Any]) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Proofs:
+    """Steps of the proofs about all schemas of one text, which can have hundreds."""
+
+    first: ProofSteps = field(default_factory=ProofSteps)
+    second: ProofSteps = field(default_factory=ProofSteps)  # without splitting oneOf
+
+
+def _rewritten(params: StructuredOutputs, schema: dict[str, Any], proofs: Proofs) -> dict[str, Any]:
     are_compared = params.json is not None and unique_arrays(schema) is not None
-    fields = prepare_schema(schema, are_items_compared=are_compared)
+    fields = prepare_schema(schema, proofs.first, are_items_compared=are_compared)
     if is_too_wide(fields):
         # llguidance can prove more branches of oneOf disjoint, since it merges allOf before.
-        fields = prepare_schema(schema, are_items_compared=are_compared, splits_one_of=False)
+        fields = prepare_schema(
+            schema, proofs.second, are_items_compared=are_compared, splits_one_of=False
+        )
         if is_too_wide(fields):
             raise refusal(params, TOO_WIDE)
     return fields

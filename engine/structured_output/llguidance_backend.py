@@ -25,7 +25,7 @@ from baton.engine.structured_output.grammar_text import (
 from baton.engine.structured_output.unique_matcher import TokenTexts, UniqueItems
 
 # In CPU time of the thread. No realistic grammar comes near these limits.
-MAX_COMPILE_S = 3.0
+MAX_COMPILE_S = 2.0
 MAX_MASK_S = 0.5
 # Limits of work and memory per grammar, see docs/adr/0025.
 LIMITS = llguidance.LLParserLimits(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from math import lcm
@@ -16,7 +15,6 @@ MAX_PATTERN_CHARACTERS = MAX_CHARACTERS["regex"]
 MAX_REMAINDERS = 10_000
 # Each optional property can be followed by each later one of its object.
 MAX_OPTIONAL_PAIRS = 8_000_000
-JSON_IN_LARK = "%json"
 
 
 def expense_reason(schema: Any) -> str | None:
@@ -45,15 +43,6 @@ def expense_reason(schema: Any) -> str | None:
         if num_pairs > MAX_OPTIONAL_PAIRS:
             return "it has objects with thousands of optional properties; require some, or split it"
     return None
-
-
-def embedded_schemas(grammar: str) -> Iterator[Any]:
-    """Yield the JSON schemas embedded in a Lark grammar."""
-    for after in grammar.split(JSON_IN_LARK)[1:]:
-        try:
-            yield json.JSONDecoder().raw_decode(after, after.index("{"))[0]
-        except ValueError:
-            continue  # not a schema for llguidance either
 
 
 def _patterns(part: Mapping[str, Any]) -> Iterator[str]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import combinations, product
 from typing import Any
 
+from baton.engine.structured_output.schemas.proof_steps import ProofSteps
 from baton.engine.structured_output.schemas.subschemas import (
     changes_base,
     kind_of,
@@ -24,7 +25,6 @@ KINDS_OF_TYPE = {kind: frozenset({kind}) for kind in KINDS - {"fraction"}}
 KINDS_OF_TYPE["number"] = frozenset({"integer", "fraction"})
 MAX_ALTERNATIVES = 32  # per schema
 MAX_DEPTH = 12  # references and properties
-MAX_STEPS = 300_000  # for all proofs about one schema; about 0.3 s
 WITHOUT_CONST = ("/draft-03/", "/draft-04/")
 
 
@@ -75,9 +75,9 @@ class _LimitExceeded(Exception):
 class Disjointness:
     """Proofs about parts of one schema."""
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Any, steps: ProofSteps | None = None) -> None:
         self._root = root
-        self._steps_left = MAX_STEPS
+        self._steps = steps or ProofSteps()
         parts = (part for part in list_objects(root) if part is not root)
         self._follows_refs = not any(map(changes_base, parts))
         self._has_const = not is_old_draft(root)
@@ -180,8 +180,8 @@ class Disjointness:
         return one.and_(other)
 
     def _spend(self, steps: int) -> None:
-        self._steps_left -= steps
-        if self._steps_left < 0:
+        self._steps.disjointness -= steps
+        if self._steps.disjointness < 0:
             raise _LimitExceeded
 
 

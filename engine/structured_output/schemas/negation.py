@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from baton.engine.structured_output.schemas.disjointness import is_old_draft
+from baton.engine.structured_output.schemas.proof_steps import ProofSteps
 from baton.engine.structured_output.schemas.string_complement import (
     pattern_of_mismatches,
     pattern_of_others,
@@ -25,7 +26,6 @@ from baton.engine.structured_output.schemas.subschemas import (
 Schema = dict[str, Any]
 
 MAX_DEPTH = 12  # subschemas and references
-MAX_STEPS = 20_000  # for all negations of one schema
 MAX_NUMBERS = 16  # of an enum, each of which splits the numbers in two ranges
 
 
@@ -39,10 +39,10 @@ class Negation:
     `rewrite` makes a part ready for the compiler, for parts that are negated twice.
     """
 
-    def __init__(self, root: Any, rewrite: Callable[[Any], Any]) -> None:
+    def __init__(self, root: Any, rewrite: Callable[[Any], Any], steps: ProofSteps) -> None:
         self._root = root
         self._rewrite = rewrite
-        self._steps_left = MAX_STEPS
+        self._steps = steps
         parts = (part for part in list_objects(root) if part is not root)
         self._follows_refs = not any(map(changes_base, parts))
         self._is_old_draft = is_old_draft(root)
@@ -65,8 +65,8 @@ class Negation:
 
         Raises NegationLimitExceeded.
         """
-        self._steps_left -= 1
-        if self._steps_left < 0:
+        self._steps.negation -= 1
+        if self._steps.negation < 0:
             raise NegationLimitExceeded
         if schema is False:
             return [{}]

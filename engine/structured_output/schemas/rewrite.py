@@ -23,6 +23,7 @@ from baton.engine.structured_output.schemas.object_rules import (
     property_names,
 )
 from baton.engine.structured_output.schemas.patterns import without_zero
+from baton.engine.structured_output.schemas.proof_steps import ProofSteps
 from baton.engine.structured_output.schemas.subschemas import (
     CONSTRAINTS,
     allows_anything,
@@ -35,6 +36,7 @@ from baton.engine.structured_output.schemas.unique_items import (
     item_values,
     unique_lists,
 )
+from baton.engine.structured_output.schemas.width import MAX_WIDTH
 
 Schema = dict[str, Any]
 
@@ -50,14 +52,19 @@ IGNORE_NEXT_TO_REFS = ("/draft-03/", "/draft-04/", "/draft-06/", "/draft-07/")
 
 
 def prepare_schema(
-    schema: Schema, *, are_items_compared: bool = False, splits_one_of: bool = True
+    schema: Schema,
+    steps: ProofSteps | None = None,
+    *,
+    are_items_compared: bool = False,
+    splits_one_of: bool = True,
 ) -> Schema:
     """Return the rewritten schema. llguidance rejects the keywords that remain unsupported.
 
     `are_items_compared`: the matcher keeps items unique, so that the grammar need not.
     `splits_one_of`: branches that overlap are narrowed, which multiplies alternatives.
     """
-    ready = _Rewriting(schema, are_items_compared, splits_one_of).rewrite(schema)
+    rewriting = _Rewriting(schema, steps or ProofSteps(), are_items_compared, splits_one_of)
+    ready = rewriting.rewrite(schema)
     exact: Schema = rewrite_subschemas(ready, without_zero)
     return exact
 
@@ -69,7 +76,9 @@ class _Rewriting:
     can be negated. It returns schemas that replace its keywords, or None if it cannot.
     """
 
-    def __init__(self, root: Schema, are_items_compared: bool, splits_one_of: bool) -> None:
+    def __init__(
+        self, root: Schema, steps: ProofSteps, are_items_compared: bool, splits_one_of: bool
+    ) -> None:
         self._root = root
         self._are_items_compared = are_items_compared
         self._splits_one_of = splits_one_of
@@ -77,8 +86,8 @@ class _Rewriting:
         self._ignores_next_to_refs = isinstance(draft, str) and any(
             old in draft for old in IGNORE_NEXT_TO_REFS
         )
-        self._disjointness = Disjointness(root)
-        self._negation = Negation(root, self.rewrite)
+        self._disjointness = Disjointness(root, steps)
+        self._negation = Negation(root, self.rewrite, steps)
         self._rules: Mapping[tuple[str, ...], Callable[[Schema, Schema], list[Any] | None]] = {
             ("oneOf",): self._one_of,
             ("not",): self._not,
@@ -116,7 +125,7 @@ class _Rewriting:
 
     def _one_of(self, part: Schema, original: Schema) -> list[Schema] | None:
         branches, originals = read_list(part, "oneOf"), read_list(original, "oneOf")
-        if not branches:
+        if not branches or len(branches) > MAX_WIDTH:
             return None
         rest = {name: value for name, value in part.items() if name != "oneOf"}
         # Older drafts ignore keywords next to a reference.
