@@ -32,17 +32,19 @@ from tests.support.real_models import smollm2_folder
 from tests.support.scrapes import Scrape
 
 TEXTS = Path(__file__).parents[2] / "docs"
-BLOCK_BYTES = 30 * 2 * 3 * 128 * 64 * 2  # of vLLM: layers, K and V, heads, tokens, numbers, bytes
+BLOCK_NUMBERS = 30 * 2 * 3 * 128 * 64  # of vLLM: layers, K and V, heads, tokens, numbers
+NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
 LEASE_S = 30.0  # of vLLM
 CHECK_S = 600  # for a first prompt of the server, on a busy machine
 ASK = {"do_remote_decode": True, "do_remote_prefill": False}
 NUM_TOKENS = 24
 # In bfloat16, engines differ. Behind a closer choice, texts can differ.
-MAX_ERROR = 0.15
+MAX_ERROR = {"float32": 0.001, "bfloat16": 0.15}
 
 
 @dataclass(frozen=True)
 class World:
+    dtype: str
     model: str
     vllm: VllmServer
     cluster: LocalCluster
@@ -76,28 +78,33 @@ def post(url: str, prompt: list[int], **fields: Any) -> dict[str, Any]:
         return dict(json.load(reply))
 
 
-@pytest.fixture(scope="module")
-def world(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    venv = pytestconfig.getoption("--vllm-venv")
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def world(
+    request: pytest.FixtureRequest,
+    pytestconfig: pytest.Config,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[World]:
+    dtype, venv = request.param, pytestconfig.getoption("--vllm-venv")
     if venv is None:
         pytest.skip("needs --vllm-venv")
-    packing = "amx" if torch.cpu._is_amx_tile_supported() else "vec"
+    is_amx = dtype == "bfloat16" and torch.cpu._is_amx_tile_supported()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = int(free.getsockname()[1])
     transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
     log = tmp_path_factory.mktemp("vllm") / "log"
-    limits = ("--max-model-len", "2048", "--enforce-eager")
-    more = (*limits, "--kv-transfer-config", json.dumps(transfer))
+    settings = ("--dtype", dtype, "--max-model-len", "2048", "--enforce-eager")
+    more = (*settings, "--kv-transfer-config", json.dumps(transfer))
     side_channel = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
     model = str(smollm2_folder())
     with vllm_server(model, Path(venv), [0], log, more, side_channel) as vllm:
         vllm.wait_until_ready()
-        with running(model, vllm, f"vllm://localhost:{port}?packing={packing}") as world:
+        source = f"vllm://localhost:{port}?packing={'amx' if is_amx else 'vec'}"
+        with running(dtype, model, vllm, source) as world:
             yield world
 
 
 @contextmanager
-def running(model: str, vllm: VllmServer, source: str) -> Iterator[World]:
+def running(dtype: str, model: str, vllm: VllmServer, source: str) -> Iterator[World]:
     """Run a router and a decode node next to the server."""
     text = (TEXTS / "architecture.md").read_text() + (TEXTS / "openai.md").read_text()
     token_ids = Tokenizer.from_file(f"{model}/tokenizer.json").encode(text).ids
@@ -106,7 +113,10 @@ def running(model: str, vllm: VllmServer, source: str) -> Iterator[World]:
         0,
         1,
         False,
-        node_arguments=("--kv-cache-memory", "256MiB", "--threads", "1", "--metrics-port", "0"),
+        node_arguments=(
+            *("--dtype", dtype, "--kv-cache-memory", "256MiB"),
+            *("--threads", "1", "--metrics-port", "0"),
+        ),
         decode_arguments=("--kv-sources", source),
         router_arguments=(
             *("--http-port", "0", "--trace-dir", "off"),
@@ -114,7 +124,7 @@ def running(model: str, vllm: VllmServer, source: str) -> Iterator[World]:
         ),
     )
     with LocalCluster(options) as cluster:
-        yield World(model, vllm, cluster, token_ids)
+        yield World(dtype, model, vllm, cluster, token_ids)
 
 
 def await_state(world: World, state: NodeAvailability) -> None:
@@ -134,16 +144,18 @@ def await_state(world: World, state: NodeAvailability) -> None:
     asyncio.run(run())
 
 
-def check_equal(got: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Compare tokens and logprobs up to a choice that is too close."""
+def check_equal(dtype: str, got: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Compare tokens and logprobs, in bfloat16 up to a choice that is too close."""
     ours, theirs = got["choices"][0]["logprobs"], wanted["choices"][0]["logprobs"]
+    max_error = MAX_ERROR[dtype]
     for index in range(NUM_TOKENS):
         first, second = sorted(theirs["top_logprobs"][index].values(), reverse=True)[:2]
-        if ours["tokens"][index] != theirs["tokens"][index]:
-            assert first - second < MAX_ERROR
+        if dtype == "bfloat16" and ours["tokens"][index] != theirs["tokens"][index]:
+            assert first - second < max_error
             return
         apart = abs(ours["token_logprobs"][index] - theirs["token_logprobs"][index])
-        assert apart < MAX_ERROR
+        assert apart < max_error
+    assert got["choices"][0]["text"] == wanted["choices"][0]["text"]
 
 
 @pytest.mark.parametrize("num_tokens", [15, 16, 127, 128, 129, 300, 1500])
@@ -154,13 +166,14 @@ def test_the_answer_is_that_of_vllm_alone(world: World, num_tokens: int) -> None
 
     got = world.ask_baton(prompt, kv_transfer_params=world.prefill(prompt))
 
-    check_equal(got, wanted)
+    check_equal(world.dtype, got, wanted)
     num_read = (num_tokens - 1) // 16 * 16  # so that at most 16 tokens are computed here
     details = got["usage"]["prompt_tokens_details"]
     assert details["cached_tokens"] == num_read
     assert details.get("loaded_tokens", {}).get("vllm", 0) == num_read
     after = Scrape(world.cluster.decodes[0]).total("baton_kv_foreign_bytes_total")
-    assert after - before == -(-num_read // 128) * BLOCK_BYTES
+    block_bytes = BLOCK_NUMBERS * NUMBER_BYTES[world.dtype]
+    assert after - before == -(-num_read // 128) * block_bytes
 
 
 def test_the_router_lets_the_server_compute_prompts(world: World) -> None:
@@ -171,7 +184,7 @@ def test_the_router_lets_the_server_compute_prompts(world: World) -> None:
     got = world.ask_baton(prompt)
     again = world.ask_baton(prompt)
 
-    check_equal(got, wanted)
+    check_equal(world.dtype, got, wanted)
     assert got["usage"]["prompt_tokens_details"]["loaded_tokens"] == {"vllm": 288}
     # The KV is shared, other than that which a client names.
     assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": 288}
@@ -196,7 +209,7 @@ def test_parameters_that_are_relayed_late_cost_computing(world: World) -> None:
 
     got = world.ask_baton(prompt, kv_transfer_params=params | {"age_s": LEASE_S + 5})
 
-    check_equal(got, wanted)
+    check_equal(world.dtype, got, wanted)
     assert "loaded_tokens" not in got["usage"]["prompt_tokens_details"]
 
 
@@ -208,7 +221,7 @@ def test_a_server_that_dies_between_the_legs_costs_computing(world: World) -> No
 
     got = world.ask_baton(prompt, kv_transfer_params=params)
 
-    check_equal(got, wanted)
+    check_equal(world.dtype, got, wanted)
     assert "loaded_tokens" not in got["usage"]["prompt_tokens_details"]
-    check_equal(world.ask_baton(prompt), wanted)
+    check_equal(world.dtype, world.ask_baton(prompt), wanted)
     await_state(world, NodeAvailability.UNREACHABLE)
