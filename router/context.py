@@ -34,6 +34,7 @@ class RequestContext:
     received_s: float
     deadline_s: float | None = None  # on the same clock; None: no deadline
     trace: RequestTrace = UNTRACED
+    owner: str = ""  # digest of the client's token; empty without authentication
     logprob_budget: LogprobBudget | None = None  # of the whole client request; None: separate
     quarantine_group: PromptGroup | None = None  # of all answers to the prompt; None: separate
     # Of the prompt, by another answer. The request keeps to its model revision, and uses the node

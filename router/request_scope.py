@@ -124,7 +124,7 @@ class RequestScopes:
         trace = self._tracing.begin(metadata, request_id, now)
         deadline_s = None if remaining_s is None else now + remaining_s
         usage = self._limits.of(owner)
-        context = RequestContext(now, deadline_s, trace, note_tokens=usage.note_tokens)
+        context = RequestContext(now, deadline_s, trace, owner=owner, note_tokens=usage.note_tokens)
         return RequestScope(self._tracing, context, owner, call, usage)
 
     def owner_of(self, metadata: Received) -> str:

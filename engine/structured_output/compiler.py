@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Generic, TypeVar
 
 from baton.core.errors import InvalidRequest
 from baton.core.structured_outputs import FIELD, StructuredOutputs
+from baton.engine.structured_output.fair_queue import FairQueue
 
 NUM_THREADS = 2
 MAX_CACHED_GRAMMARS = 64
@@ -21,7 +21,7 @@ STACK_BYTES = 128 << 20  # address space: only touched pages take memory
 log = logging.getLogger(__name__)
 
 Compiled = TypeVar("Compiled")
-_Jobs = queue.SimpleQueue[StructuredOutputs | None]
+_Jobs = FairQueue[StructuredOutputs]
 
 
 class GrammarCompiler(Generic[Compiled]):
@@ -43,9 +43,10 @@ class GrammarCompiler(Generic[Compiled]):
         self._callbacks: dict[
             StructuredOutputs, list[Callable[[Compiled | InvalidRequest], None]]
         ] = {}
-        self._lock = threading.Lock()  # guards the cache and the waiting callbacks
-        self._jobs: _Jobs = queue.SimpleQueue()
-        self._large_jobs: _Jobs = queue.SimpleQueue()
+        self._running: set[StructuredOutputs] = set()
+        self._lock = threading.Lock()  # guards the cache, the callbacks and what is running
+        self._jobs: _Jobs = FairQueue()
+        self._large_jobs: _Jobs = FairQueue()
         self._threads = [
             threading.Thread(target=self._work, args=(self._jobs,), name=f"grammars-{number}")
             for number in range(num_threads)
@@ -66,9 +67,8 @@ class GrammarCompiler(Generic[Compiled]):
     def __exit__(self, *error: object) -> None:
         with self._lock:
             self._callbacks.clear()  # pending callbacks are not called any more
-        for _ in self._threads[1:]:
-            self._jobs.put(None)
-        self._large_jobs.put(None)
+        self._jobs.close()
+        self._large_jobs.close()
         for thread in self._threads:
             thread.join()
 
@@ -76,8 +76,9 @@ class GrammarCompiler(Generic[Compiled]):
         self,
         params: StructuredOutputs,
         on_compiled: Callable[[Compiled | InvalidRequest], None],
+        client: str = "",
     ) -> None:
-        """Compile a grammar and pass the result to `on_compiled`.
+        """Compile a grammar and pass the result to `on_compiled`. Clients take turns.
 
         The callback runs on the compiling thread, or at once on the caller's if the grammar is
         cached. Concurrent calls for the same grammar share one compilation.
@@ -85,11 +86,10 @@ class GrammarCompiler(Generic[Compiled]):
         with self._lock:
             known = self._cache.get(params)
             if known is None:
-                callbacks = self._callbacks.setdefault(params, [])
-                callbacks.append(on_compiled)
-                if len(callbacks) == 1:
-                    is_large = len(params.text) > LARGE_CHARACTERS
-                    (self._large_jobs if is_large else self._jobs).put(params)
+                self._callbacks.setdefault(params, []).append(on_compiled)
+                # Each client in its turn, though the first job compiles for all.
+                is_large = len(params.text) > LARGE_CHARACTERS
+                (self._large_jobs if is_large else self._jobs).put(client, params)
                 return
             self._cache.move_to_end(params)
         on_compiled(known)
@@ -113,8 +113,10 @@ class GrammarCompiler(Generic[Compiled]):
     def _work(self, jobs: _Jobs) -> None:
         while (params := jobs.get()) is not None:
             with self._lock:
-                is_awaited = params in self._callbacks
-            if is_awaited:
+                is_needed = params in self._callbacks and params not in self._running
+                if is_needed:
+                    self._running.add(params)
+            if is_needed:
                 self._publish(params, self._compile(params))
 
     def _publish(self, params: StructuredOutputs, outcome: Compiled | InvalidRequest) -> None:
@@ -122,6 +124,7 @@ class GrammarCompiler(Generic[Compiled]):
             # Errors are not cached: a missing tokenizer can be there the next time.
             if not isinstance(outcome, InvalidRequest):
                 self._add_to_cache(params, outcome)
+            self._running.discard(params)
             callbacks = self._callbacks.pop(params, [])
         for on_compiled in callbacks:
             on_compiled(outcome)

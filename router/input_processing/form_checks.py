@@ -6,6 +6,7 @@ Nodes check them again with their own model's tokenizer.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from contextlib import suppress
 
 from baton.core.errors import InvalidRequest
@@ -16,6 +17,7 @@ from baton.rpc.errors import QueueFull
 
 MAX_WAITING = 1024
 MAX_WAITING_CHARACTERS = 1 << 26
+CLIENT_SHARE = 4  # a client with a token uses at most this part of both limits
 RETRY_AFTER_S = 1.0
 
 
@@ -34,10 +36,25 @@ class FormChecks:
         self._max_waiting_characters = max_waiting_characters
         self._num_waiting = 0
         self._num_waiting_characters = 0
+        self._waiting_by_client: Counter[str] = Counter()
+        self._characters_by_client: Counter[str] = Counter()
 
-    async def check(self, form: StructuredOutputs) -> None:
-        """Raises InvalidRequest for a form that cannot be used, and QueueFull if too many wait."""
+    async def check(self, form: StructuredOutputs, client: str = "") -> None:
+        """Raises InvalidRequest for a form that cannot be used, and QueueFull if too many wait.
+
+        `client` is empty without authentication. Clients take turns.
+        """
         size = len(form.text)
+        self._check_limits(size, client)
+        self._count(1, size, client)
+        try:
+            outcome = await self._outcome(form, client)
+        finally:
+            self._count(-1, -size, client)
+        if isinstance(outcome, InvalidRequest):
+            raise InvalidRequest(str(outcome), outcome.field)
+
+    def _check_limits(self, size: int, client: str) -> None:
         num_characters = self._num_waiting_characters + size
         if self._num_waiting >= self._max_waiting or num_characters > self._max_waiting_characters:
             raise QueueFull(
@@ -45,17 +62,30 @@ class FormChecks:
                 "this one later",
                 RETRY_AFTER_S,
             )
-        self._num_waiting += 1
-        self._num_waiting_characters += size
-        try:
-            outcome = await self._outcome(form)
-        finally:
-            self._num_waiting -= 1
-            self._num_waiting_characters -= size
-        if isinstance(outcome, InvalidRequest):
-            raise InvalidRequest(str(outcome), outcome.field)
+        number, num_characters = (
+            self._waiting_by_client[client],
+            self._characters_by_client[client] + size,
+        )
+        is_over = (
+            number >= self._max_waiting // CLIENT_SHARE
+            or num_characters > self._max_waiting_characters // CLIENT_SHARE
+        )
+        if client and number and is_over:
+            raise QueueFull(
+                f"the forms of {number} requests of this token already wait to be checked; send "
+                "this one later",
+                RETRY_AFTER_S,
+            )
 
-    async def _outcome(self, form: StructuredOutputs) -> Checked | InvalidRequest:
+    def _count(self, number: int, size: int, client: str) -> None:
+        self._num_waiting += number
+        self._num_waiting_characters += size
+        self._waiting_by_client[client] += number
+        self._characters_by_client[client] += size
+        if not self._waiting_by_client[client]:
+            del self._waiting_by_client[client], self._characters_by_client[client]
+
+    async def _outcome(self, form: StructuredOutputs, client: str) -> Checked | InvalidRequest:
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Checked | InvalidRequest] = loop.create_future()
 
@@ -67,7 +97,7 @@ class FormChecks:
             with suppress(RuntimeError):  # the loop is closed: no task waits any more
                 loop.call_soon_threadsafe(set_result, outcome)
 
-        self._compiler.start(form, deliver)
+        self._compiler.start(form, deliver, client)
         try:
             return await result
         except asyncio.CancelledError:

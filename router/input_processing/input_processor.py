@@ -53,7 +53,7 @@ class InputProcessor:
         context.trace.note_tokenized(len(token_ids))
         self._check_prompt(call, len(token_ids), context.logprob_budget or LogprobBudget())
         if self._forms is not None and call.sampling.structured_outputs is not None:
-            await self._forms.check(call.sampling.structured_outputs)
+            await self._forms.check(call.sampling.structured_outputs, context.owner)
         call = self._begin_after_reasoning(replace(call, prompt=prompt))
         return self._fit_max_tokens(call, len(token_ids))
 

@@ -14,6 +14,7 @@ from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.admission.rate_limits import NO_RATE_LIMITS, RateLimitConfig
 from baton.router.dispatch.config import DispatchConfig
 from baton.router.doors.grpc.servicer import InferenceServicer
+from baton.router.input_processing.form_checks import FormChecks
 from baton.router.input_processing.tokenization import TextBoundary
 from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.request_scope import RequestScopes
@@ -55,6 +56,7 @@ class UnreliableRouter(InferenceServicer):
         admission_queue: AdmissionQueueConfig,
         tracing: Tracing = NO_REQUEST_TRACING,
         rate_limits: RateLimitConfig = NO_RATE_LIMITS,
+        forms: FormChecks | None = None,
     ) -> None:
         self.text = PromptRecorder()
         self.pipeline = Pipeline(
@@ -65,6 +67,7 @@ class UnreliableRouter(InferenceServicer):
             config=PipelineConfig(
                 DispatchConfig(routing=Routing(RoutingPolicy.ROUND_ROBIN)), admission_queue
             ),
+            forms=forms,
         )
         super().__init__(self.pipeline, RequestScopes(tracing, rate_limits=rate_limits))
         self.faults = list(faults)
@@ -106,11 +109,12 @@ async def a_router(
     port: int = 0,
     tracing: Tracing = NO_REQUEST_TRACING,
     rate_limits: RateLimitConfig = NO_RATE_LIMITS,
+    forms: FormChecks | None = None,
 ) -> AsyncIterator[tuple[UnreliableRouter, str]]:
     """Serve a router; yield it and its address."""
     nodes = node_calls or FakeNodeCalls()
     router = UnreliableRouter(
-        nodes, faults, table or a_table(), admission_queue, tracing, rate_limits
+        nodes, faults, table or a_table(), admission_queue, tracing, rate_limits, forms
     )
     service = Service(
         "baton.v1.InferenceService",

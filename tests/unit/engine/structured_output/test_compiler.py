@@ -82,6 +82,40 @@ def test_a_cancelled_grammar_is_compiled_only_if_another_request_waits_for_it() 
     assert listener.has_received_nothing
 
 
+def test_clients_take_turns() -> None:
+    library, listener = HeldLibrary(), Listener()
+    many = [StructuredOutputs(regex=f"many {number}") for number in range(5)]
+    with GrammarCompiler(library.compile, num_threads=1) as compiler:
+        compiler.start(SLOW, listener.callback("slow"), "a")
+        library.has_begun.wait(PATIENCE_S)
+        for wanted in many:
+            compiler.start(wanted, listener.callback("many"), "a")
+        compiler.start(GOOD, listener.callback("good"), "b")
+        compiler.start(many[-1], listener.callback("shared"), "c")  # not behind those of "a"
+        library.may_end.set()
+        names = [listener.next()[0] for _ in range(8)]
+
+    assert library.compiled == [SLOW, many[0], GOOD, many[4], *many[1:4]]
+    assert names == ["slow", "many", "good", "many", "shared", "many", "many", "many"]
+
+
+def test_a_grammar_that_is_being_compiled_is_not_compiled_again() -> None:
+    library, listener = HeldLibrary(), Listener()
+    with GrammarCompiler(library.compile) as compiler:
+        first = listener.callback("first")
+        compiler.start(SLOW, first, "a")
+        library.has_begun.wait(PATIENCE_S)
+        compiler.cancel(SLOW, first)
+        compiler.start(SLOW, listener.callback("second"), "b")
+        compiler.start(GOOD, listener.callback("good"), "b")  # behind it, on the other thread
+        name, _ = listener.next()
+        library.may_end.set()
+        later, _ = listener.next()
+
+    assert (name, later) == ("good", "second")
+    assert library.compiled == [GOOD, SLOW]
+
+
 def test_a_refusal_is_returned_and_not_cached() -> None:
     library, listener = HeldLibrary(), Listener()
     with GrammarCompiler(library.compile) as compiler:

@@ -114,6 +114,24 @@ def test_a_check_beyond_the_queue_limit_is_refused() -> None:
         asyncio.run(look(FormChecks(compiler, max_waiting=2)))
 
 
+def test_a_client_leaves_room_for_others() -> None:
+    library = HeldLibrary()
+    forms = [StructuredOutputs(regex=str(number)) for number in range(3)]
+
+    async def look(checks: FormChecks) -> None:
+        waiting = [asyncio.ensure_future(checks.check(SLOW, "a")) for _ in range(2)]
+        await asyncio.to_thread(library.has_begun.wait, PATIENCE_S)
+        with pytest.raises(QueueFull, match="2 requests of this token"):
+            await checks.check(forms[0], "a")
+        await checks.check(forms[1], "b")
+        library.may_end.set()
+        await asyncio.gather(*waiting)
+        await checks.check(forms[2], "a")
+
+    with compiler_of(library) as compiler:
+        asyncio.run(look(FormChecks(compiler, max_waiting=8)))
+
+
 def test_a_small_constraint_is_accepted_while_large_ones_fill_the_queue() -> None:
     library = HeldLibrary()
     large = StructuredOutputs(regex="large one")
