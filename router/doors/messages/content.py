@@ -15,6 +15,7 @@ from baton.router.text_events.events import (
     TextEvent,
     ToolCall,
 )
+from baton.router.text_events.formats.strict_json import has_only_finite_numbers, strict_loads
 
 ID_BYTES = 12
 THINKING, TEXT, TOOL_USE = "thinking", "text", "tool_use"
@@ -97,6 +98,9 @@ def _with_text(block: Json, text: str) -> Json:
 def _input(arguments: str) -> object:
     """Return the arguments of a call. Those that are cut off are read as far as they go."""
     try:
-        return from_json(arguments or "{}", allow_inf_nan=False, allow_partial=True)
+        found = from_json(arguments or "{}", allow_inf_nan=False, allow_partial=True)
+        if has_only_finite_numbers(found):
+            return found
+        return strict_loads(arguments)
     except ValueError:
         return {}

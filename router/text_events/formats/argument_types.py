@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
+
+from baton.router.text_events.formats.strict_json import strict_loads
 
 ANY_TYPE = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
 MAX_DEPTH = 8
@@ -73,16 +75,13 @@ def typed_json(text: str, types: frozenset[str]) -> str:
     if types == {"string"}:
         return json.dumps(text, ensure_ascii=False)
     try:
-        value = json.loads(text, parse_constant=_refuse)
+        value = strict_loads(text)
     except (ValueError, RecursionError):
         value = _python_value(text.strip(), types)
     is_allowed = _type_of(value) in types or (_type_of(value) == "integer" and "number" in types)
     if "string" in types and types != ANY_TYPE and not is_allowed:
         value = text
-    try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except ValueError:  # a number beyond floats
-        return json.dumps(text, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _python_value(text: str, types: frozenset[str]) -> Any:
@@ -98,7 +97,3 @@ def _python_value(text: str, types: frozenset[str]) -> Any:
             return text
         return value
     return text
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")

@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from baton.router.text_events.call_writer import CallWriter
+from baton.router.text_events.formats.strict_json import strict_loads
 from baton.router.text_events.scanning import JsonScan, find_first, held_length
 from baton.router.text_events.script_parser import TextSource, Waiting
 
@@ -27,7 +28,7 @@ _HEAD = re.compile(
 def parse_object(text: str) -> dict[str, Any] | None:
     """Return the JSON object in a text, None if it is none or not strict JSON."""
     try:
-        value = json.loads(text, parse_constant=_refuse)
+        value = strict_loads(text)
         text.encode()
         json.dumps(value, ensure_ascii=False).encode()  # raises for a lone surrogate
     except NO_JSON:
@@ -47,10 +48,6 @@ def call_from(value: Any) -> tuple[str, str] | None:
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
     return name, json.dumps(arguments, ensure_ascii=False)
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
 
 
 class ObjectCall:

@@ -66,7 +66,14 @@ def test_omitted_thinking_is_an_empty_block() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"), [('{"x": [1, 2', {"x": [1, 2]}), ("{", {}), ("no JSON", {})]
+    ("arguments", "expected"),
+    [
+        ('{"x": [1, 2', {"x": [1, 2]}),
+        ("{", {}),
+        ("no JSON", {}),
+        ('{"x": 1e400}', {"x": 10**400}),  # infinity would not be JSON
+        ('{"x": [1e400, 2', {}),
+    ],
 )
 def test_arguments_that_are_cut_off_are_read_as_far_as_they_go(
     arguments: str, expected: object
