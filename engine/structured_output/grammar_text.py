@@ -20,12 +20,15 @@ from baton.engine.structured_output.compiler_errors import TOO_DEEP, reason_of
 from baton.engine.structured_output.lark_text import LarkRefused, rewrite_lark
 from baton.engine.structured_output.schemas.cost import expense_reason
 from baton.engine.structured_output.schemas.ends import check_grammar_ends, check_schema_ends
+from baton.engine.structured_output.schemas.merging import (
+    has_many_name_patterns,
+    merges_too_much,
+)
 from baton.engine.structured_output.schemas.proof_steps import ProofSteps
 from baton.engine.structured_output.schemas.rewrite import prepare_schema
 from baton.engine.structured_output.schemas.unique_arrays import Place, unique_arrays
 from baton.engine.structured_output.schemas.width import (
     MAX_JOINED_PATTERNS,
-    has_many_name_patterns,
     is_too_wide,
     joins_large_patterns,
     joins_many_patterns,
@@ -46,13 +49,20 @@ GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 TOO_WIDE = (
     "it combines too many alternatives: use fewer anyOf, oneOf, not and dependencies in one object"
 )
-TOO_MANY_PATTERNS = f"more than {MAX_JOINED_PATTERNS} patterns apply to one string: join them"
+TOO_MANY_PATTERNS = (
+    f"more than {MAX_JOINED_PATTERNS} patterns, or negations by not, if and oneOf, apply to one "
+    "string: join them"
+)
 TOO_LARGE_PATTERNS = (
     "the patterns that apply to one string are too large together: use one pattern, or shorter "
     "ones with fewer repetitions"
 )
 TOO_MANY_NAME_PATTERNS = (
     "patternProperties has too many patterns: use fewer, or additionalProperties"
+)
+TOO_MUCH_MERGING = (
+    "merging what applies to the same value takes too long: use fewer alternatives and values of "
+    "enum in parts of allOf, next to $ref and next to additionalProperties"
 )
 MAX_REWRITTEN_CHARACTERS = 1 << 19  # twice that of a client's schema
 NO_SPECIAL_TOKENS: Mapping[str, int] = {}
@@ -130,6 +140,8 @@ def _schema(params: StructuredOutputs, text: str, proofs: Proofs) -> str:
             raise refusal(params, TOO_LARGE_PATTERNS)
         if has_many_name_patterns(schema):
             raise refusal(params, TOO_MANY_NAME_PATTERNS)
+        if merges_too_much(fields):
+            raise refusal(params, TOO_MUCH_MERGING)
         ready = json.dumps({**fields, "x-guidance": _json_settings(params)}, allow_nan=False)
         if len(ready) > MAX_REWRITTEN_CHARACTERS:
             raise refusal(params, TOO_WIDE)

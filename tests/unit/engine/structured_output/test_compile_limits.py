@@ -16,9 +16,10 @@ from baton.engine.structured_output.schemas.pattern_size import pattern_size
 from baton.engine.structured_output.schemas.proof_steps import MAX_DISJOINTNESS_STEPS, ProofSteps
 from baton.engine.structured_output.schemas.rewrite import prepare_schema
 
-MANY = "more than 8 patterns apply to one string"
+MANY = "more than 8 patterns, or negations by not, if and oneOf, apply to one string"
 LARGE = "patterns that apply to one string are too large together"
 NAMES = "patternProperties has too many patterns"
+MERGING = "merging what applies to the same value takes too long"
 WIDE = "too many alternatives"
 NO_OPERATOR = "the operator {} of expressions is not supported"
 
@@ -82,6 +83,23 @@ UNBOUNDED: dict[str, tuple[Any, str]] = {
         },
         NAMES,
     ),
+    "values of joined enums": (
+        {"allOf": [{"enum": [*range(200)]}, {"enum": [*range(100, 300)]}]},
+        MERGING,
+    ),
+    "a large object next to alternatives": (
+        {
+            "$defs": {
+                "large": {"properties": {f"p{index}": {} for index in range(400)}},
+                "any": {"enum": [*range(300)]},
+            },
+            "properties": {
+                f"q{index}": {"allOf": [{"$ref": "#/$defs/large"}, {"$ref": "#/$defs/any"}]}
+                for index in range(30)
+            },
+        },
+        MERGING,
+    ),
     "branches of oneOf": ({"oneOf": [True] * 401}, WIDE),
 }
 
@@ -117,6 +135,9 @@ BOUNDED: dict[str, Any] = {
         "$ref": "#/$defs/tree",
     },
     "patterns of names": disjoint_names(30),
+    "values of an enum in parts": {
+        "allOf": [{"enum": [*range(200)]}, {"type": "integer", "minimum": 5}]
+    },
     "one large pattern": {"pattern": "^(abc|[d-f]){1,900}$"},
 }
 
