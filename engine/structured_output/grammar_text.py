@@ -29,8 +29,10 @@ from baton.engine.structured_output.schemas.rewrite import prepare_schema
 from baton.engine.structured_output.schemas.unique_arrays import Place, unique_arrays
 from baton.engine.structured_output.schemas.width import (
     MAX_JOINED_PATTERNS,
+    MAX_NEGATED_PATTERNS,
     is_too_wide,
     joins_large_patterns,
+    joins_many_negations,
     joins_many_patterns,
 )
 from baton.engine.structured_output.structural_tags import (
@@ -49,9 +51,10 @@ GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 TOO_WIDE = (
     "it combines too many alternatives: use fewer anyOf, oneOf, not and dependencies in one object"
 )
-TOO_MANY_PATTERNS = (
-    f"more than {MAX_JOINED_PATTERNS} patterns, or negations by not, if and oneOf, apply to one "
-    "string: join them"
+TOO_MANY_PATTERNS = f"more than {MAX_JOINED_PATTERNS} patterns apply to one string: join them"
+TOO_MANY_NEGATIONS = (
+    f"more than {MAX_NEGATED_PATTERNS} patterns and negations, of not, if and oneOf, apply to one "
+    "string: use fewer branches"
 )
 TOO_LARGE_PATTERNS = (
     "the patterns that apply to one string are too large together: use one pattern, or shorter "
@@ -134,9 +137,11 @@ def _schema(params: StructuredOutputs, text: str, proofs: Proofs) -> str:
         if schema is False:
             raise refusal(params, "no value matches the schema false")
         fields = {} if schema is True else _rewritten(params, schema, proofs)
-        if joins_many_patterns(schema) or joins_many_patterns(fields):
+        if joins_many_patterns(schema):
             raise refusal(params, TOO_MANY_PATTERNS)
-        if joins_large_patterns(schema):
+        if joins_many_negations(fields):
+            raise refusal(params, TOO_MANY_NEGATIONS)
+        if joins_large_patterns(schema, fields):
             raise refusal(params, TOO_LARGE_PATTERNS)
         if has_many_name_patterns(schema):
             raise refusal(params, TOO_MANY_NAME_PATTERNS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import string
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +17,8 @@ from baton.engine.structured_output.schemas.pattern_size import pattern_size
 from baton.engine.structured_output.schemas.proof_steps import MAX_DISJOINTNESS_STEPS, ProofSteps
 from baton.engine.structured_output.schemas.rewrite import prepare_schema
 
-MANY = "more than 8 patterns, or negations by not, if and oneOf, apply to one string"
+MANY = "more than 8 patterns apply to one string"
+NEGATED = "more than 16 patterns and negations"
 LARGE = "patterns that apply to one string are too large together"
 NAMES = "patternProperties has too many patterns"
 MERGING = "merging what applies to the same value takes too long"
@@ -57,11 +59,21 @@ UNBOUNDED: dict[str, tuple[Any, str]] = {
         MANY,
     ),
     "negated patterns": (
-        {"allOf": [{"not": {"pattern": f"^[^{letter}]*$"}} for letter in "abcdefghi"]},
-        MANY,
+        {"allOf": [{"not": {"pattern": f"^[^{letter}]*$"}} for letter in string.ascii_letters]},
+        NEGATED,
     ),
     "alternatives of 8 patterns": ({"allOf": [{"pattern": f"^({OVERLAPPING})$"}] * 8}, LARGE),
     "repetitions of 3 patterns": ({"allOf": [{"pattern": "^(a|bc){40}$"}] * 3}, LARGE),
+    "a large pattern next to negations": (
+        {
+            "allOf": [
+                {"pattern": "^(a|bc){60}(?s:.)*$"},
+                {"pattern": "^(a|b)[^c]$"},
+                *({"not": {"pattern": f"^[^{letter}]*$"}} for letter in "abcdef"),
+            ]
+        },
+        LARGE,
+    ),
     "patterns in a cycle": (
         {
             "$defs": {
@@ -122,6 +134,11 @@ BOUNDED: dict[str, Any] = {
     },
     "patterns of other properties": {
         "allOf": [{"properties": {f"p{index}": {"pattern": "^a{9}$"}}} for index in range(20)]
+    },
+    "branches of oneOf that overlap": {
+        "oneOf": [
+            {"enum": [f"v{value}" for value in range(first, first + 5)]} for first in range(9)
+        ]
     },
     "a recursive schema": {
         "$defs": {
