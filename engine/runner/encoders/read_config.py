@@ -15,7 +15,8 @@ from baton.engine.runner.encoders.config import (
 )
 from baton.engine.runner.encoders.table import ENCODERS, EncoderFamily
 from baton.engine.runner.families.family import FULL, SLIDING
-from baton.engine.runner.families.read_config import MAX_LAYERS, read_dtype, read_num_labels
+from baton.engine.runner.families.labels import read_num_labels
+from baton.engine.runner.families.read_config import MAX_LAYERS, read_dtype
 from baton.engine.runner.model.config import RopeConfig
 
 CLASSIFIES = "ForSequenceClassification"

@@ -9,7 +9,7 @@ from baton.checkpoint.checkpoint import Checkpoint
 from baton.checkpoint.json_fields import JsonFields
 from baton.core.errors import ModelError
 from baton.engine.runner.families.family import CHUNKED, LINEAR, SLIDING, Family
-from baton.engine.runner.families.label_tokens import read_label_tokens
+from baton.engine.runner.families.labels import read_label_tokens, read_num_labels
 from baton.engine.runner.families.latent import with_latent
 from baton.engine.runner.families.layer_types import (
     all_without_rope,
@@ -32,7 +32,6 @@ from baton.engine.runner.model.config import (
 from baton.engine.runner.weights.quantization import read_quantization
 
 MAX_LAYERS = 10_000
-MAX_LABELS = 1 << 16
 # Endings of the names of architectures.
 GENERATES, CLASSIFIES = "ForCausalLM", "ForSequenceClassification"
 MAX_EXPERTS = 1 << 17  # in all layers: their tensors are looked for one by one
@@ -136,15 +135,6 @@ def _read_architecture(raw: JsonFields) -> tuple[str, str]:
         f"must name one of {', '.join(FAMILIES)}, or one that ends with {CLASSIFIES} or Model "
         f"instead of {GENERATES}",
     )
-
-
-def read_num_labels(raw: JsonFields) -> int:
-    labels = raw.get("id2label")
-    if not isinstance(labels, dict):
-        return raw.positive_int("num_labels", 2)
-    if not 1 <= len(labels) <= MAX_LABELS:
-        raise raw.wrong("id2label", f"must have 1 to {MAX_LABELS} labels")
-    return len(labels)
 
 
 def _read_layers(

@@ -31,7 +31,7 @@ TOO_LARGE_TO_CONTINUE = "store: the response is too large to be continued by pre
 
 
 class EventSink(Protocol):
-    """Where the events of a response are sent."""
+    """Destination of the events of a response."""
 
     def frame(self, event: Json) -> bytes:
         """Return an event as it is sent."""

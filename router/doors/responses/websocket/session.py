@@ -49,7 +49,7 @@ SESSION_LIMITS = SessionLimits()
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What all connections share."""
+    """Services shared by all connections."""
 
     pipeline: Pipeline
     scopes: RequestScopes

@@ -1,4 +1,4 @@
-"""Label of a reranker that is read from its head for tokens."""
+"""Labels of classifiers and rerankers, as config.json has them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from baton.checkpoint.checkpoint import Checkpoint
 from baton.checkpoint.json_fields import JsonFields
 
 FIELD = "classifier_from_token"
+MAX_LABELS = 1 << 16
 
 
 def read_label_tokens(raw: JsonFields, checkpoint: Checkpoint) -> tuple[int, int] | None:
@@ -23,3 +24,13 @@ def read_label_tokens(raw: JsonFields, checkpoint: Checkpoint) -> tuple[int, int
     if [len(ids) for ids in found] != [1, 1]:
         raise raw.wrong(FIELD, f"must be two words that are one token each, not {words}")
     return found[0][0], found[1][0]
+
+
+def read_num_labels(raw: JsonFields) -> int:
+    """Return the number of labels. Raises ModelError."""
+    labels = raw.get("id2label")
+    if not isinstance(labels, dict):
+        return raw.positive_int("num_labels", 2)
+    if not 1 <= len(labels) <= MAX_LABELS:
+        raise raw.wrong("id2label", f"must have 1 to {MAX_LABELS} labels")
+    return len(labels)
