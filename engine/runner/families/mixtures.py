@@ -196,3 +196,16 @@ def _read(raw: JsonFields, count: str, size: str, top_k: int | None = None) -> M
 def _check_method(raw: JsonFields, name: str, *known: str) -> None:
     if raw.has(name) and raw.get(name) not in known:
         raise raw.wrong(name, f"must be {' or '.join(known)}")
+
+
+def check_moe(moe: MoeConfig, fields: JsonFields) -> None:
+    """Check the numbers of experts and groups. Raises ModelError."""
+    size, rest = divmod(moe.num_experts, moe.num_groups)
+    if rest or size < min(moe.num_groups, 2):
+        expected = f"must divide the {moe.num_experts} experts into groups of at least 2"
+        raise fields.wrong("n_group", expected)
+    if moe.top_groups > moe.num_groups:
+        raise fields.wrong("topk_group", f"must be at most n_group ({moe.num_groups})")
+    num_open = size * moe.top_groups
+    if moe.top_k > num_open:
+        raise fields.wrong("num_experts_per_tok", f"must be at most {num_open}")

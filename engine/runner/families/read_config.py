@@ -17,6 +17,7 @@ from baton.engine.runner.families.layer_types import (
     layers_without_rope,
 )
 from baton.engine.runner.families.math_fields import check_fields
+from baton.engine.runner.families.mixtures import check_moe
 from baton.engine.runner.families.rope_fields import read_ropes, read_rotary_dim
 from baton.engine.runner.families.table import EXPERTS as EXPERT_COUNTS
 from baton.engine.runner.families.table import FAMILIES
@@ -218,7 +219,7 @@ def _read_moe(
     if family.moe is None or all(layer.mlp_size for layer in layers):
         return None
     moe = family.moe(fields)
-    _check_moe(moe, fields)
+    check_moe(moe, fields)
     max_experts = MAX_EXPERTS // len(layers)
     if moe.num_experts > max_experts:
         name = next(filter(fields.has, sorted(EXPERT_COUNTS)))
@@ -232,18 +233,6 @@ def _read_recurrent(
     if family.recurrent is None or not any(layer.is_recurrent for layer in layers):
         return None
     return family.recurrent(fields)
-
-
-def _check_moe(moe: MoeConfig, fields: JsonFields) -> None:
-    size, rest = divmod(moe.num_experts, moe.num_groups)
-    if rest or size < min(moe.num_groups, 2):
-        expected = f"must divide the {moe.num_experts} experts into groups of at least 2"
-        raise fields.wrong("n_group", expected)
-    if moe.top_groups > moe.num_groups:
-        raise fields.wrong("topk_group", f"must be at most n_group ({moe.num_groups})")
-    num_open = size * moe.top_groups
-    if moe.top_k > num_open:
-        raise fields.wrong("num_experts_per_tok", f"must be at most {num_open}")
 
 
 def _read_attention_scale(family: Family, fields: JsonFields, head_dim: int) -> float:
