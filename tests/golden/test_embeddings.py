@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,14 @@ from baton.core.vectors import Floats
 from baton.engine.config import EngineOptions
 from baton.engine.factory import build_engine
 from baton.llm import LLM
-from tests.support.models import VARIANTS, import_transformers, prompt_of, reference, save_tokenizer
+from tests.support.models import (
+    VARIANTS,
+    VOCAB_SIZE,
+    import_transformers,
+    prompt_of,
+    reference,
+    save_tokenizer,
+)
 
 FolderOf = Callable[[str], Path]
 # A token, a block, several blocks, and several chunks.
@@ -143,6 +151,26 @@ def test_cosines_of_smaller_numbers(how: str, kind: str, folder_of: FolderOf) ->
 
     for text, vector in zip(TEXTS, vectors, strict=True):
         assert vector @ expected(folder, text, kind) >= COSINES[how]
+
+
+def test_first_tokens_of_recurrent_layers_lose_less_than_in_transformers(
+    folder_of: FolderOf,
+) -> None:
+    """In bfloat16, transformers also rounds between the projections of such a layer."""
+    folder, texts = folder_of("qwen3.5"), [(token,) for token in range(3, VOCAB_SIZE)]
+    sizes = {"max_num_seqs": 64, "max_num_batched_tokens": 64}
+    with open_llm(folder, pooling="last", dtype="bfloat16", **sizes) as llm:
+        found = torch.from_numpy(np.array(llm.embed(texts)))
+
+    exact = reference(folder)
+    with torch.no_grad():
+        wanted, half = (
+            model.model(torch.tensor(texts)).last_hidden_state[:, 0].float()
+            for model in (exact, deepcopy(exact).bfloat16())
+        )
+    unit = torch.nn.functional.normalize
+    losses, half_losses = ((unit(each) - unit(wanted)).norm(dim=1) for each in (found, half))
+    assert (losses / half_losses).log().mean().exp() < 0.93  # 0.89; with its roundings 0.96
 
 
 @pytest.mark.parametrize("num_labels", LABELS)

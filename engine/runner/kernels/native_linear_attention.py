@@ -40,7 +40,7 @@ class _NativePass:
             2 * num_kept * config.num_channels,
             4 * num_tokens * config.num_channels,
             8 * num_tokens * config.num_value_heads,
-            4 * num_tokens * config.num_values,  # for Mamba2 alone
+            4 * num_tokens * config.num_values,
         )
         self._arrays = arrays = PassArrays()
         self._runs = StateRuns(
@@ -69,7 +69,6 @@ class _NativePass:
                     "conv_bias": weights.conv_bias,
                     "step_bias": weights.step_bias,
                     "skip": weights.skip,
-                    "outputs_buf": outputs_buf,
                 },
             )
         else:
@@ -87,6 +86,7 @@ class _NativePass:
             inputs_buf=inputs_buf,
             mixed_buf=mixed_buf,
             gates_buf=gates_buf,
+            outputs_buf=outputs_buf,
             first_row=layer * attention.shape.layer_rows,
             num_key_heads=config.num_key_heads,
             num_value_heads=config.num_value_heads,

@@ -7,6 +7,9 @@ and decay a replaces it by a * S + k * w and reads S q. Rules differ in what a t
   that the tokens of a chunk write solve a triangular system.
 - Mamba2: a token with key k (B), value v (x), query q (C) and step t (dt) decays the state by
   exp(-rate * t), writes t * v and reads its own value, too, times a weight of the head (D).
+
+Between the projections of a layer, all numbers are float32: a key that is nearly orthogonal to its
+query decides the sign of what a first token reads, and the norm makes it as large as any other.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ class DeltaWeights:
             _repeat_heads(config, _unit_length(heads.key)),
             heads.value,
             self._log_decay(decays).transpose(1, 2),
-            strengths.sigmoid().float().transpose(1, 2),
+            strengths.float().sigmoid().transpose(1, 2),
         )
         return _apply_in_chunks(_apply_delta, inputs, state)
 
@@ -66,9 +69,8 @@ class DeltaWeights:
         The output, [tokens, value heads, value_dim], is float32. The gates and the result are of
         the model's dtype.
         """
-        wide = output.to(gates.dtype).float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.norm.epsilon)
-        weighted = self.norm.weight * normed.to(gates.dtype)
+        normed = output * torch.rsqrt(output.square().mean(-1, keepdim=True) + self.norm.epsilon)
+        weighted = self.norm.weight.float() * normed
         return (weighted * functional.silu(gates.float())).to(gates.dtype)
 
     def _log_decay(self, gates: Tensor) -> Tensor:
@@ -116,7 +118,10 @@ RecurrentWeights = DeltaWeights | MambaWeights
 
 
 def convolve(inputs: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return SiLU of the causal convolution of [sequences, conv_size - 1 + tokens, channels]."""
+    """Return SiLU of the causal convolution of [sequences, conv_size - 1 + tokens, channels].
+
+    The result is float32.
+    """
     conv_size = len(weights)
     num_tokens = inputs.shape[1] - conv_size + 1
     total = torch.zeros(1, device=inputs.device)
@@ -124,7 +129,7 @@ def convolve(inputs: Tensor, weights: Tensor, bias: Tensor | None = None) -> Ten
         total = total + weight * inputs[:, tap : tap + num_tokens].float()
     if bias is not None:
         total = total + bias
-    return functional.silu(total.to(inputs.dtype))
+    return functional.silu(total)
 
 
 def split_heads(config: RecurrentConfig, mixed: Tensor) -> Heads:
@@ -133,7 +138,7 @@ def split_heads(config: RecurrentConfig, mixed: Tensor) -> Heads:
     dims = config.key_dim, config.key_dim, config.value_dim
     return Heads(
         *(
-            each.float().unflatten(2, (-1, dim)).transpose(1, 2)
+            each.unflatten(2, (-1, dim)).transpose(1, 2)
             for each, dim in zip(mixed.split(sizes, dim=2), dims, strict=True)
         )
     )

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from baton.engine.runner.triton.elementwise_kernels import rounded
-
 # Arrays of a pass, whose alignment differs from pass to pass: they are no fields of tuples, which
 # Triton always specialises.
 RUN_ARRAYS = ["first_runs", "first_tokens", "num_tokens", "reads", "writes"]
@@ -83,8 +81,7 @@ def store_factors(factors, gates, weights, head, sizes: tl.constexpr):
     step = softplus(gate + tl.load(weights.bias + head))
     tl.store(factors + 2 * head, tl.exp(-tl.load(weights.decay_rate + head) * step))
     if sizes.is_delta:
-        strength = tl.sigmoid(tl.load(gates + head).to(tl.float32))
-        step = rounded(strength, gates.dtype.element_ty)
+        step = tl.sigmoid(tl.load(gates + head).to(tl.float32))
     tl.store(factors + 2 * head + 1, step)
 
 
@@ -109,7 +106,6 @@ def scale_heads(numbers, head, epsilon, query_scale, num_key_heads: tl.constexpr
 @triton.jit
 def convolve(inputs, weights, place, channels, is_used, sizes: tl.constexpr):
     """Return SiLU of the causal convolution of some channels of a token, in float32."""
-    dtype: tl.constexpr = inputs.projected.dtype.element_ty
     taps = tl.arange(0, sizes.padded_taps)[:, None]
     is_tap = (taps <= sizes.num_kept) & is_used[None, :]
     loaded = load_inputs(inputs, place - sizes.num_kept + taps, channels[None, :], is_tap, sizes)
@@ -118,8 +114,7 @@ def convolve(inputs, weights, place, channels, is_used, sizes: tl.constexpr):
     total = tl.sum(factors.to(tl.float32) * loaded.to(tl.float32), axis=0)
     if not sizes.is_delta:
         total += tl.load(weights.conv_bias + channels, mask=is_used, other=0.0)
-    total = rounded(total, dtype)
-    return rounded(total * tl.sigmoid(total), dtype)
+    return total * tl.sigmoid(total)
 
 
 @triton.jit

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from baton.engine.runner.triton.convolution_kernels import RUN_ARRAYS, State, find_rows
-from baton.engine.runner.triton.elementwise_kernels import rounded
 
 
 @triton.jit
@@ -107,20 +106,18 @@ def gated_norm_kernel(
 ):
     """RMS norm of a group of a token, times SiLU of its gates, which Mamba2 applies first."""
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    dtype: tl.constexpr = dst.dtype.element_ty
     columns = tl.arange(0, padded_size)
     is_inside = columns < size
     place = group * size + columns
     row = token * tl.num_programs(1) * size
-    wide = tl.load(src + row + place, mask=is_inside, other=0.0).to(tl.float32)
+    wide = tl.load(src + row + place, mask=is_inside, other=0.0)
     gate = tl.load(gates + token * gate_stride + place, mask=is_inside, other=0.0).to(tl.float32)
     weights = tl.load(weight + group * weight_stride + columns, mask=is_inside, other=0.0)
     factors = gate * tl.sigmoid(gate)
     if not is_delta:
         wide *= factors
     normed = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / size + epsilon)
+    weighted = normed * weights.to(tl.float32)
     if is_delta:
-        weighted = rounded(rounded(normed, dtype) * weights.to(tl.float32), dtype) * factors
-    else:
-        weighted = normed * weights.to(tl.float32)
+        weighted *= factors
     tl.store(dst + row + place, weighted, mask=is_inside)

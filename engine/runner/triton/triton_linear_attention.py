@@ -87,7 +87,7 @@ class TritonStatePass:
     ) -> Tensor:
         projected = row_contiguous(projected)
         mixed, factors = self._convolve(layer, weights, projected, row_contiguous(gates))
-        read = self._recur(layer, weights, mixed, factors, projected.dtype)
+        read = self._recur(layer, weights, mixed, factors)
         return self._finish(weights, read, projected[:, self.shape.config.num_channels :])
 
     def _convolve(
@@ -121,19 +121,12 @@ class TritonStatePass:
         return mixed, factors
 
     def _recur(
-        self,
-        layer: int,
-        weights: RecurrentWeights,
-        mixed: Tensor,
-        factors: Tensor,
-        dtype: torch.dtype,
+        self, layer: int, weights: RecurrentWeights, mixed: Tensor, factors: Tensor
     ) -> Tensor:
         """Return what the tokens read from the state, [tokens, values], and write the states."""
         shape, config, runs = self.shape, self.shape.config, self.runs
         matrices = self.blocks.view(torch.float32)
-        # The norm of the delta rule rounds what it gets.
-        read_dtype = dtype if isinstance(weights, DeltaWeights) else torch.float32
-        read = mixed.new_empty(len(mixed), config.num_values, dtype=read_dtype)
+        read = mixed.new_empty(len(mixed), config.num_values)
         sizes = self._sizes(weights)
         grid = (
             triton.cdiv(config.value_dim, sizes.num_columns),

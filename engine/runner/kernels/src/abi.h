@@ -358,9 +358,9 @@ struct DeltaArgs {
     NormParams norm;                       // of a head's output
     Bf16* dst;                             // [tokens, values]
     // Buffers: [sequences, conv_size - 1, channels]; [channels, tokens] and [value heads, tokens,
-    // 2], by head.
+    // 2], by head; [tokens, values].
     Bf16* inputs_buf;
-    float *mixed_buf, *gates_buf;
+    float *mixed_buf, *gates_buf, *outputs_buf;
     std::int64_t first_row;  // of the layer
     std::int64_t num_key_heads, num_value_heads, key_dim, value_dim, conv_size;
     std::int32_t num_threads;
@@ -377,7 +377,7 @@ struct MambaArgs {
     const float *step_bias, *decay_rate, *skip;  // [value heads]
     NormParams norm;                             // of the output of the value heads of a key head
     Bf16* dst;                                   // [tokens, values]
-    // Buffers: those of DeltaArgs; [tokens, values].
+    // Buffers: those of DeltaArgs.
     Bf16* inputs_buf;
     float *mixed_buf, *gates_buf, *outputs_buf;
     std::int64_t first_row;  // of the layer

@@ -53,7 +53,7 @@ class Delta : RecurrentPass<DeltaArgs> {
         const float x = bf16_to_f32(src[args_.num_value_heads + head]) + args_.decay_bias[head];
         const float softplus = x > 20.0f ? x : std::log1p(std::exp(x));
         dst[0] = std::exp(-args_.decay_rate[head] * softplus);
-        dst[1] = round_to_bf16(1.0f / (1.0f + std::exp(-bf16_to_f32(src[head]))));
+        dst[1] = 1.0f / (1.0f + std::exp(-bf16_to_f32(src[head])));
     }
 
     // Computes one token with a slice of a head's state.
@@ -90,11 +90,8 @@ class Delta : RecurrentPass<DeltaArgs> {
                 store_reg(row + r * kRegLanes, state * decay + value[r] * key_number);
             }
         }
-        Bf16* const dst = args_.dst + token * num_values_ + head * value_dim + column;
-        const auto* const numbers = reinterpret_cast<const float*>(output);
-        const std::int64_t count = std::min<std::int64_t>(kSliceColumns, left);
-        for (std::int64_t i = 0; i < count; i += kLanes)
-            store_some(dst + i, load_some(numbers + i, count - i), count - i);
+        copy_columns(args_.outputs_buf + token * num_values_ + head * value_dim + column,
+                     reinterpret_cast<const float*>(output), left);
     }
 
     static float dot(const float* a, const float* b, std::int64_t size) {
@@ -108,19 +105,20 @@ class Delta : RecurrentPass<DeltaArgs> {
     void norm(std::int64_t at) const {
         const std::int64_t token = at / args_.num_value_heads, head = at % args_.num_value_heads;
         const std::int64_t size = args_.value_dim;
+        const float* const numbers = args_.outputs_buf + token * num_values_ + head * size;
         Bf16* const dst = args_.dst + token * num_values_ + head * size;
         const Bf16* const gates = args_.projected + token * width_ + num_channels_ + head * size;
         const auto* const weights = static_cast<const Bf16*>(args_.norm.weight);
         F32x16 squares{};
         for (std::int64_t i = 0; i < size; i += kLanes) {
-            const F32x16 numbers = load_some(dst + i, size - i);
-            squares += numbers * numbers;
+            const F32x16 some = load_some(numbers + i, size - i);
+            squares += some * some;
         }
         const float factor = 1.0f / std::sqrt(sum(squares) / float(size) + args_.norm.epsilon);
         for (std::int64_t i = 0; i < size; i += kLanes) {
             const std::int64_t count = size - i;
-            const F32x16 normed = round_to_bf16(load_some(dst + i, count) * factor);
-            const F32x16 weighted = round_to_bf16(normed * load_some(weights + i, count));
+            const F32x16 normed = load_some(numbers + i, count) * factor;
+            const F32x16 weighted = normed * load_some(weights + i, count);
             const F32x16 gate = load_some(gates + i, count);
             store_some(dst + i, weighted * multiply_sigmoid(gate, gate), count);
         }

@@ -200,8 +200,7 @@ class RecurrentPass {
         for (std::int64_t i = 0; i < size; i += kLanes) {
             F32x16 total = load_some(dst + i, size - i);
             if (bias) total += load_some(bias + channel + i, size - i);
-            total = round_to_bf16(total);
-            store_some(dst + i, round_to_bf16(multiply_sigmoid(total, total)), size - i);
+            store_some(dst + i, multiply_sigmoid(total, total), size - i);
         }
     }
 
