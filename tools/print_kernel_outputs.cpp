@@ -465,8 +465,8 @@ void recur(std::int64_t value_dim, int threads) {
     mamba.decay_rate = rates.data();
     mamba.skip = skip.data();
     mamba.norm = {group_weight, 1e-6f, false};
-    mamba.outputs_buf = outputs_buf.data();
     const auto size = [&](auto& args) {
+        args.outputs_buf = outputs_buf.data();
         args.num_key_heads = kKeyHeads;
         args.num_value_heads = kValueHeads;
         args.key_dim = kKeyDim;

@@ -140,6 +140,7 @@ struct PackF32Args {
     std::int32_t num_threads;
 };
 
+// Packed matrix of float32, with its bias.
 struct PackedF32 {
     const float *packed, *bias;  // the bias may be null
     std::int64_t num_rows, num_columns;
