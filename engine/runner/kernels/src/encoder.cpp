@@ -78,7 +78,7 @@ class TextHead {
         for_panels(padded / kLanes, [&](auto panels, std::int64_t panel) {
             F32x16 sums[kTileRows][kTilePanels];
             multiply<panels>(count, qkv_ + row * stride_, stride_,
-                             Panels{keys + panel * size, kLanes, size}, args_.head_dim, kNothing,
+                             Panels{keys + panel * size, kLanes, size}, args_.head_dim, kNoPrefetch,
                              sums);
             for (std::int64_t i = 0; i < count; ++i)
                 for (int more = 0; more < panels; ++more)
@@ -112,7 +112,7 @@ class TextHead {
             F32x16 sums[kTileRows][kTilePanels];
             multiply<panels>(count, weights, padded,
                              Panels{values + panel * kLanes, value_stride, kLanes}, num_tokens_,
-                             kNothing, sums);
+                             kNoPrefetch, sums);
             for (std::int64_t i = 0; i < count; ++i)
                 for (int more = 0; more < panels; ++more) {
                     const std::int64_t at = (panel + more) * kLanes;

@@ -22,13 +22,14 @@ constexpr std::int64_t kChunkRows =
 // Matrices are packed in panels of kLanes rows: [rows / kLanes][columns][kLanes].
 inline std::int64_t num_panels(std::int64_t num_rows) { return (num_rows + kLanes - 1) / kLanes; }
 
-// Memory that is fetched into the cache during a product: LINES lines after each `every` columns.
+// Memory that is fetched into the cache during a product: a line for each panel, after each `every`
+// columns.
 struct Prefetch {
     const float* next;
     std::int64_t every;
 };
 
-constexpr Prefetch kNothing{nullptr, 0};
+constexpr Prefetch kNoPrefetch{nullptr, 0};
 
 // Panels that a tile multiplies, each `stride` numbers after the one before it, with
 // `column_stride` numbers from a column to the next.
@@ -98,23 +99,6 @@ inline void store_lanes(float* dst, const F32x16& numbers, std::int64_t count) {
         std::memcpy(dst, &numbers, sizeof numbers);
     else
         std::memcpy(dst, &numbers, sizeof(float) * count);
-}
-
-// erf(x), off by 2e-7 at most (Abramowitz and Stegun, 7.1.26). A NaN stays a NaN.
-inline F32x16 erf(F32x16 x) {
-    const U32x16 sign = (U32x16)x & 0x80000000u;
-    const F32x16 size = (F32x16)((U32x16)x & 0x7fffffffu);
-    const F32x16 t = 1.0f / (1.0f + 0.3275911f * size);
-    F32x16 power = splat(1.061405429f);
-    for (const float factor : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f})
-        power = power * t + factor;
-    const F32x16 result = 1.0f - power * t * exp(-size * size);
-    return (F32x16)((U32x16)result | sign);
-}
-
-inline F32x16 gelu(F32x16 x, bool is_exact) {
-    if (is_exact) return 0.5f * x * (1.0f + erf(x * 0.707106781f));
-    return 0.5f * x * (1.0f + tanh(0.797884561f * (x + 0.044715f * x * x * x)));
 }
 
 // What becomes of the sums of a product before they are stored.

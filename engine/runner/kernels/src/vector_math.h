@@ -103,6 +103,23 @@ inline F32x16 exp(F32x16 x) {
 // tanh(x), off by 2e-7 at most. A NaN stays a NaN.
 inline F32x16 tanh(F32x16 x) { return 1.0f - 2.0f / (1.0f + exp(2.0f * x)); }
 
+// erf(x), off by 2e-7 at most (Abramowitz and Stegun, 7.1.26). A NaN stays a NaN.
+inline F32x16 erf(F32x16 x) {
+    const U32x16 sign = (U32x16)x & 0x80000000u;
+    const F32x16 size = (F32x16)((U32x16)x & 0x7fffffffu);
+    const F32x16 t = 1.0f / (1.0f + 0.3275911f * size);
+    F32x16 power = splat(1.061405429f);
+    for (const float factor : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f})
+        power = power * t + factor;
+    const F32x16 result = 1.0f - power * t * exp(-size * size);
+    return (F32x16)((U32x16)result | sign);
+}
+
+inline F32x16 gelu(F32x16 x, bool is_exact) {
+    if (is_exact) return 0.5f * x * (1.0f + erf(x * 0.707106781f));
+    return 0.5f * x * (1.0f + tanh(0.797884561f * (x + 0.044715f * x * x * x)));
+}
+
 // 2^rest for |rest| <= 0.5, exact enough to be rounded to bf16.
 inline F32x16 exp2_fraction(F32x16 rest) {
     F32x16 power = splat(0.00961812911f);
