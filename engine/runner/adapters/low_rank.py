@@ -147,12 +147,27 @@ class LowRankProducts(Protocol):
         ...
 
 
-def put_groups(selection: Selection, inputs: StepInputs) -> Sequence[Group]:
-    """Put the tokens of each adapter."""
-    return [
-        Group(adapter, inputs.put(np.flatnonzero(selection.indices == index)))
-        for index, adapter in enumerate(selection.adapters)
-    ]
+class ProductsByAdapter:
+    """Part of `LowRankProducts` that takes the tokens of each adapter, and merged routers."""
+
+    merges_routers = True
+    has_static_launches = False
+
+    def put(
+        self,
+        selection: Selection,
+        inputs: StepInputs,
+        sizes: Mapping[Place, PlaceSize] | None = None,
+    ) -> Sequence[Group]:
+        return [
+            Group(adapter, inputs.put(np.flatnonzero(selection.indices == index)))
+            for index, adapter in enumerate(selection.adapters)
+        ]
+
+    def route(
+        self, ops: Ops, router: Router, layer: int, inputs: Tensor, groups: Sequence[Group]
+    ) -> ExpertChoice | None:
+        return None
 
 
 @dataclass(slots=True)
@@ -168,24 +183,13 @@ class ActiveAdapters:
         return outputs
 
 
-class TorchLowRankProducts:
+class TorchLowRankProducts(ProductsByAdapter):
     """Implements `LowRankProducts` in the dtype of the model: heads and experts one by one."""
-
-    merges_routers = True
-    has_static_launches = False
 
     def prepare(
         self, parts: Mapping[Place, Sequence[Part]], like: Tensor, num_layers: int
     ) -> Adapter:
         return Adapter(convert_parts(parts, like))
-
-    def put(
-        self,
-        selection: Selection,
-        inputs: StepInputs,
-        sizes: Mapping[Place, PlaceSize] | None = None,
-    ) -> Sequence[Group]:
-        return put_groups(selection, inputs)
 
     def add(self, place: Place, groups: Sequence[Group], inputs: Tensor, outputs: Tensor) -> None:
         for adapter, tokens in groups:
@@ -202,11 +206,6 @@ class TorchLowRankProducts:
             self.add(Place(layer, name, head), groups, inputs[:, head].contiguous(), own)
             outputs[:, head] = own
         return outputs
-
-    def route(
-        self, ops: Ops, router: Router, layer: int, inputs: Tensor, groups: Sequence[Group]
-    ) -> ExpertChoice | None:
-        return None
 
     def mix_experts(self, pass_: ExpertPass, groups: Sequence[Group]) -> Tensor | None:
         return None

@@ -15,12 +15,10 @@ from baton.engine.runner.adapters.low_rank import (
     Adapter,
     ExpertPass,
     Group,
-    Selection,
+    ProductsByAdapter,
     convert_parts,
-    put_groups,
 )
-from baton.engine.runner.adapters.place import Part, Place, PlaceSize
-from baton.engine.runner.device.step_inputs import StepInputs
+from baton.engine.runner.adapters.place import Part, Place
 from baton.engine.runner.host_memory import huge_page_memory
 from baton.engine.runner.kernels.abi import (
     LowRankAdapter,
@@ -32,8 +30,6 @@ from baton.engine.runner.kernels.abi import (
 from baton.engine.runner.kernels.calls import Kernels, Workspace
 from baton.engine.runner.kernels.native import NativeOps
 from baton.engine.runner.kernels.native_experts import AddedProducts
-from baton.engine.runner.model.linear import ExpertChoice, Router
-from baton.engine.runner.model.ops import Ops
 
 FUSED = ("qkv", "output", "gate_up", "down")  # places of a fused layer, in the kernel's order
 
@@ -72,11 +68,8 @@ def first_place(layer: int) -> int:
     return len(FUSED) * layer
 
 
-class NativeLowRankProducts:
+class NativeLowRankProducts(ProductsByAdapter):
     """Implements `LowRankProducts`."""
-
-    merges_routers = True
-    has_static_launches = False
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -87,14 +80,6 @@ class NativeLowRankProducts:
         self, parts: Mapping[Place, Sequence[Part]], like: Tensor, num_layers: int
     ) -> Adapter:
         return _make_adapter(_join(convert_parts(parts, like)), num_layers)
-
-    def put(
-        self,
-        selection: Selection,
-        inputs: StepInputs,
-        sizes: Mapping[Place, PlaceSize] | None = None,
-    ) -> Sequence[Group]:
-        return put_groups(selection, inputs)
 
     def add(self, place: Place, groups: Sequence[Group], inputs: Tensor, outputs: Tensor) -> None:
         adapters = self._use(groups)
@@ -140,11 +125,6 @@ class NativeLowRankProducts:
             num_rows=outputs.shape[2],
         )
         return dst.transpose(0, 1)
-
-    def route(
-        self, ops: Ops, router: Router, layer: int, inputs: Tensor, groups: Sequence[Group]
-    ) -> ExpertChoice | None:
-        return None
 
     def mix_experts(self, pass_: ExpertPass, groups: Sequence[Group]) -> Tensor | None:
         ops, moe, layer, gate, inputs, routing = pass_
