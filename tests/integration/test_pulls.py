@@ -56,6 +56,11 @@ def await_free(pair: Pair, other: EngineNode) -> None:
     await_load(other.address, all_free(card_at(other.address)))
 
 
+def await_prefills_reported(cluster: LocalCluster) -> None:
+    for node in cluster.prefills:
+        await_reported(cluster.address, node.address)
+
+
 def test_a_prefill_node_pulls_a_prompt_that_another_has_computed(
     pair: Pair, other: EngineNode, local: LLM
 ) -> None:
@@ -117,8 +122,7 @@ def test_a_router_names_the_decode_node_that_wrote_the_answer_to_another_prefill
     prompt = prompt_of(100, seed=205)
     sampling = Generation(greedy(NUM_TOKENS))
     with LocalCluster(options) as cluster, Client(cluster.address, timeout_s=60) as client:
-        for node in cluster.prefills:  # the turns are those of all nodes that are ready
-            await_reported(cluster.address, node.address)
+        await_prefills_reported(cluster)  # the turns are those of all nodes that are ready
         first = client.generate(prompt, sampling)
         await_reported(cluster.address, cluster.decodes[0].address)
         turn = (*prompt, *first.token_ids, *prompt_of(40, seed=206))
@@ -145,11 +149,13 @@ def test_a_snapshot_of_a_recurrent_state_is_pulled_with_its_prefix(
         LocalCluster(replace(options, model=str(folder))) as cluster,
         Client(cluster.address, timeout_s=60) as client,
     ):
-        client.generate(first, sampling)
-        for node in cluster.prefills:  # one of them has the snapshot
-            await_reported(cluster.address, node.address)
+        await_prefills_reported(cluster)
+        earlier = client.generate(first, sampling)
+        await_prefills_reported(cluster)  # one of them has the snapshot
         answer = client.generate(second, sampling)
 
+    assert earlier.finish is not None
     assert answer.finish is not None
+    assert answer.finish.served.prefill_node != earlier.finish.served.prefill_node
     assert answer.finish.served.prompt_tokens_loaded == {"peer": 128}
     assert answer.token_ids == reference_greedy(folder, second, NUM_TOKENS)
