@@ -13,7 +13,7 @@ from enum import Enum
 from baton.engine.runner.families.family import TensorNames
 from baton.engine.runner.families.table import FAMILIES
 from baton.engine.runner.model.config import LayerConfig, ModelConfig, QkNorm
-from baton.engine.runner.triton.context_split import (
+from baton.engine.runner.triton.attention.context_split import (
     FLOAT_BYTES,
     NUM_ROWS,
     NUM_SUMS,

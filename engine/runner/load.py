@@ -18,8 +18,9 @@ from baton.engine.runner.attention.kv_tensor import KvShape
 from baton.engine.runner.attention.paged_attention import LayerAttention
 from baton.engine.runner.config import RunnerConfig as RunnerConfig
 from baton.engine.runner.config import check, dtype_name
-from baton.engine.runner.device.device import Device, GraphPool, open_device
+from baton.engine.runner.device.device import Device, GraphPool
 from baton.engine.runner.device.graphs import graph_sizes
+from baton.engine.runner.device.opening import open_device
 from baton.engine.runner.device.warm_up import warm_up
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.input_batch import PersistentBatch

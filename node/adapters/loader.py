@@ -31,7 +31,7 @@ FindFolder = Callable[[], Path]  # raises what requests for the adapter get
 
 
 class AdapterMemory(Protocol[Loaded]):
-    """Where adapters are computed."""
+    """Reads adapters from folders, and holds those that the engine can use."""
 
     def digest(self, folder: Path) -> str:
         """Return the id of the adapter in a folder. On a thread. Raises ModelError."""

@@ -174,7 +174,7 @@ def attention_with(
     """Return the attention of a GPU with so many processors: few of them do not split it."""
     require_triton()
     interpreted_parts()  # corrects the interpreter
-    from baton.engine.runner.triton.triton_attention import TritonPagedAttention
+    from baton.engine.runner.triton.attention.triton_attention import TritonPagedAttention
 
     return TritonPagedAttention(kv, layers, num_processors)
 

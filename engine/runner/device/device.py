@@ -13,7 +13,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from baton.core.errors import InvalidConfig
 from baton.engine.runner.host_memory import free_host_bytes
 from baton.kv_transfer.fence import PASSED, Fence
 
@@ -145,18 +144,6 @@ class CpuDevice:
 
 
 CPU = CpuDevice()
-
-
-def open_device(name: str) -> Device:
-    """Return the device with this name: cpu, or that of an accelerator. Raises InvalidConfig."""
-    place = torch.device(name)
-    if place.type == "cpu":
-        return CPU
-    from baton.engine.runner.device.cuda import CudaDevice, count_devices
-
-    if (place.index or 0) >= count_devices():
-        raise InvalidConfig(f"device {name!r}: this torch build or machine has no such CUDA device")
-    return CudaDevice(place)
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:

@@ -154,14 +154,14 @@ def triton_parts(
     dtype: torch.dtype, device: torch.device, *, batch_invariant: bool = False
 ) -> Parts:
     """Import the Triton kernels, which takes a second."""
-    from baton.engine.runner.triton.plain_linear import PlainLinear
-    from baton.engine.runner.triton.triton_attention import TritonPagedAttention
-    from baton.engine.runner.triton.triton_hashes import make_block_hashes
-    from baton.engine.runner.triton.triton_linear import TritonPacker
-    from baton.engine.runner.triton.triton_linear_attention import TritonLinearAttention
-    from baton.engine.runner.triton.triton_low_rank import TritonLowRankProducts
+    from baton.engine.runner.triton.adapters.triton_low_rank import TritonLowRankProducts
+    from baton.engine.runner.triton.attention.triton_attention import TritonPagedAttention
+    from baton.engine.runner.triton.hashes.triton_hashes import make_block_hashes
+    from baton.engine.runner.triton.products.plain_linear import PlainLinear
+    from baton.engine.runner.triton.products.triton_linear import TritonPacker
+    from baton.engine.runner.triton.recurrent.triton_linear_attention import TritonLinearAttention
+    from baton.engine.runner.triton.sampling.triton_sampling import TritonSampling
     from baton.engine.runner.triton.triton_ops import BatchInvariantOps, TritonOps
-    from baton.engine.runner.triton.triton_sampling import TritonSampling
 
     if uses_interpreter():
         from baton.engine.runner.triton.interpreter import correct_interpreter, speed_up_calls

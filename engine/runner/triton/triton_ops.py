@@ -24,9 +24,9 @@ from baton.engine.runner.triton.elementwise_kernels import (
     rope_kernel,
 )
 from baton.engine.runner.triton.launching import PIECE_COLUMNS, launch, pieces, row_contiguous
-from baton.engine.runner.triton.matrix_layout import pack
-from baton.engine.runner.triton.plain_linear import PlainHeadLinears, PlainLinear
-from baton.engine.runner.triton.triton_experts import (
+from baton.engine.runner.triton.products.matrix_layout import pack
+from baton.engine.runner.triton.products.plain_linear import PlainHeadLinears, PlainLinear
+from baton.engine.runner.triton.products.triton_experts import (
     AddToExperts,
     Experts,
     choose_experts,
@@ -35,7 +35,7 @@ from baton.engine.runner.triton.triton_experts import (
     sort_rows,
     sum_experts,
 )
-from baton.engine.runner.triton.triton_linear import make_linear
+from baton.engine.runner.triton.products.triton_linear import make_linear
 
 PEAK_COLUMNS = 4096  # of logits, that a program reads at a time
 THREAD_COLUMNS = 32  # of a row that one program computes, per thread

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.runner.triton.context_split import (
+from baton.engine.runner.triton.attention.context_split import (
     MAX_SCRATCH_BYTES,
     NUM_ROWS,
     SEGMENT_KEYS,

@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from baton.engine.runner.triton.sampling_kernels import log_total_weight
+from baton.engine.runner.triton.sampling.sampling_kernels import log_total_weight
 
 MAX_INT32 = tl.constexpr((1 << 31) - 1)
 LEAST = tl.constexpr(-(1 << 63))

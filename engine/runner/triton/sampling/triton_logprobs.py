@@ -9,7 +9,7 @@ from torch import Tensor
 from baton.engine.runner.device.step_memory import Memory
 from baton.engine.runner.sampling.logprobs import LogprobTensors
 from baton.engine.runner.triton.launching import launch
-from baton.engine.runner.triton.logprob_kernels import logprobs_kernel
+from baton.engine.runner.triton.sampling.logprob_kernels import logprobs_kernel
 
 MAX_ROW_COLUMNS = 2048  # of logits, that the program of a row reads at a time
 ROW_WARPS = 16

@@ -8,7 +8,7 @@ It finds a token's slot from the block table and the position, which the host do
 import triton
 import triton.language as tl
 
-from baton.engine.runner.triton.attention_tiles import find_token
+from baton.engine.runner.triton.attention.attention_tiles import find_token
 
 
 @triton.jit

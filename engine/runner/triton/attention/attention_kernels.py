@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from baton.engine.runner.triton.attention_arguments import Batch
-from baton.engine.runner.triton.attention_sums import (
+from baton.engine.runner.triton.attention.attention_arguments import Batch
+from baton.engine.runner.triton.attention.attention_sums import (
     Sums,
     add_piece,
     first_sums,
@@ -27,7 +27,7 @@ from baton.engine.runner.triton.attention_sums import (
     no_sums,
     score,
 )
-from baton.engine.runner.triton.attention_tiles import first_seen, locate_tile
+from baton.engine.runner.triton.attention.attention_tiles import first_seen, locate_tile
 
 
 class Query(NamedTuple):

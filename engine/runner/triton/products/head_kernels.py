@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from baton.engine.runner.triton.product_kernels import multiply, store_products
+from baton.engine.runner.triton.products.product_kernels import multiply, store_products
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

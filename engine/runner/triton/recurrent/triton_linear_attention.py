@@ -20,10 +20,10 @@ from baton.engine.runner.model.recurrent import (
 from baton.engine.runner.state.linear_attention import LinearAttentionPass
 from baton.engine.runner.state.state_shape import StateShape
 from baton.engine.runner.state.state_tables import StateLayout
-from baton.engine.runner.triton.convolution_kernels import convolve_kernel
 from baton.engine.runner.triton.launching import launch, row_contiguous
-from baton.engine.runner.triton.recurrent_kernels import gated_norm_kernel, recur_kernel
-from baton.engine.runner.triton.state_arguments import ConvWeights, StateSizes, Strides
+from baton.engine.runner.triton.recurrent.convolution_kernels import convolve_kernel
+from baton.engine.runner.triton.recurrent.recurrent_kernels import gated_norm_kernel, recur_kernel
+from baton.engine.runner.triton.recurrent.state_arguments import ConvWeights, StateSizes, Strides
 
 STATE_NUMBERS = 1024  # of a head's state, in the registers of a warp
 NORM_NUMBERS = 1024  # of a group, that a warp of the norm computes

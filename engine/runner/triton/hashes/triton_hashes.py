@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.runner.triton.hash_kernels import (
+from baton.engine.runner.triton.hashes.hash_kernels import (
     LANES,
     STRIPES,
     merge_pieces_kernel,

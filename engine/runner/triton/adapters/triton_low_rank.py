@@ -22,9 +22,8 @@ from baton.engine.runner.adapters.place import ROUTER, Part, Place, PlaceSize
 from baton.engine.runner.device.step_inputs import StepInputs
 from baton.engine.runner.model.linear import ExpertChoice, Router
 from baton.engine.runner.model.ops import Ops
-from baton.engine.runner.triton.launching import launch, row_contiguous
-from baton.engine.runner.triton.low_rank_kernels import expand_kernel, project_kernel
-from baton.engine.runner.triton.low_rank_tables import (
+from baton.engine.runner.triton.adapters.low_rank_kernels import expand_kernel, project_kernel
+from baton.engine.runner.triton.adapters.low_rank_tables import (
     TokenTables,
     TritonAdapter,
     by_place,
@@ -32,7 +31,8 @@ from baton.engine.runner.triton.low_rank_tables import (
     make_table,
     triton_adapter,
 )
-from baton.engine.runner.triton.triton_experts import ExpertRows, choose_experts
+from baton.engine.runner.triton.launching import launch, row_contiguous
+from baton.engine.runner.triton.products.triton_experts import ExpertRows, choose_experts
 from baton.engine.runner.triton.triton_ops import TritonOps
 
 TILE_RANKS, TILE_COLUMNS = 16, 128

@@ -15,13 +15,19 @@ from torch import Tensor
 from baton.engine.runner.attention.paged_attention import AttentionPass, LayerAttention
 from baton.engine.runner.device.step_inputs import SHARED_INPUTS, StepInputs
 from baton.engine.runner.layout import PassLayout
-from baton.engine.runner.triton.attention_arguments import Batch, Cache, Partials, Scores, Sizes
-from baton.engine.runner.triton.attention_kernels import (
+from baton.engine.runner.triton.attention.attention_arguments import (
+    Batch,
+    Cache,
+    Partials,
+    Scores,
+    Sizes,
+)
+from baton.engine.runner.triton.attention.attention_kernels import (
     attention_kernel,
     merge_kernel,
     segments_kernel,
 )
-from baton.engine.runner.triton.context_split import (
+from baton.engine.runner.triton.attention.context_split import (
     NUM_ROWS,
     NUM_SUMS,
     SEGMENT_KEYS,
@@ -31,8 +37,8 @@ from baton.engine.runner.triton.context_split import (
     round_context,
     split_context,
 )
+from baton.engine.runner.triton.attention.write_kernels import write_kernel
 from baton.engine.runner.triton.launching import count_processors, launch, row_contiguous
-from baton.engine.runner.triton.write_kernels import write_kernel
 
 MIN_COLUMNS = 16  # of a matrix that tensor cores multiply
 MERGED_COLUMNS = 32  # of values, in a program of the merge kernel

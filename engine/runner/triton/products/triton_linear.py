@@ -15,14 +15,14 @@ from baton.engine.runner.kernels.packed_weight import PackedWeight
 from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.torch_ops import TorchLinear
 from baton.engine.runner.triton.launching import launch, row_contiguous
-from baton.engine.runner.triton.matrix_layout import (
+from baton.engine.runner.triton.products.matrix_layout import (
     Kind,
     MatrixLayout,
     dtype_of,
     layout_of,
     pack,
 )
-from baton.engine.runner.triton.product_kernels import linear_kernel, rows_kernel
+from baton.engine.runner.triton.products.product_kernels import linear_kernel, rows_kernel
 
 MakeLinear = Callable[[Tensor, Tensor | None], Linear]  # from weight and bias
 

@@ -14,7 +14,7 @@ differ from pass to pass are not specialised: each variant would be compiled.
 import triton
 import triton.language as tl
 
-from baton.engine.runner.triton.convolution_kernels import RUN_ARRAYS, State, find_rows
+from baton.engine.runner.triton.recurrent.convolution_kernels import RUN_ARRAYS, State, find_rows
 
 
 @triton.jit

@@ -8,10 +8,14 @@ import triton
 from torch import Tensor
 from torch.nn import functional
 
-from baton.engine.runner.triton.head_kernels import heads_kernel
 from baton.engine.runner.triton.launching import launch, row_contiguous
-from baton.engine.runner.triton.matrix_layout import plain_layout
-from baton.engine.runner.triton.triton_linear import NUM_STAGES, multiply_rows, product_tile
+from baton.engine.runner.triton.products.head_kernels import heads_kernel
+from baton.engine.runner.triton.products.matrix_layout import plain_layout
+from baton.engine.runner.triton.products.triton_linear import (
+    NUM_STAGES,
+    multiply_rows,
+    product_tile,
+)
 
 
 @dataclass(frozen=True, slots=True)

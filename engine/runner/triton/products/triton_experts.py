@@ -13,15 +13,15 @@ from torch import Tensor
 from baton.engine.runner.model.linear import ExpertChoice, Linear, Mlp, Router
 from baton.engine.runner.model.torch_ops import TorchLinear
 from baton.engine.runner.triton.launching import PIECE_COLUMNS, launch, pieces, row_contiguous
-from baton.engine.runner.triton.matrix_layout import MatrixLayout, plain_layout
-from baton.engine.runner.triton.plain_linear import PlainLinear
-from baton.engine.runner.triton.product_kernels import (
+from baton.engine.runner.triton.products.matrix_layout import MatrixLayout, plain_layout
+from baton.engine.runner.triton.products.plain_linear import PlainLinear
+from baton.engine.runner.triton.products.product_kernels import (
     experts_kernel,
     plan_tiles_kernel,
     sum_experts_kernel,
 )
-from baton.engine.runner.triton.routing_kernels import choose_experts_kernel
-from baton.engine.runner.triton.triton_linear import (
+from baton.engine.runner.triton.products.routing_kernels import choose_experts_kernel
+from baton.engine.runner.triton.products.triton_linear import (
     NUM_STAGES,
     ProductTile,
     TritonLinear,

@@ -22,14 +22,14 @@ from baton.engine.runner.sampling.randomness import draw_keys
 from baton.engine.runner.sampling.sampling import BestTokens, SampledRows, SamplingPass
 from baton.engine.runner.sampling.torch_sampling import MIN_TEMPERATURE
 from baton.engine.runner.triton.launching import launch, row_contiguous
-from baton.engine.runner.triton.sampling_kernels import (
+from baton.engine.runner.triton.sampling.sampling_kernels import (
     constrain_kernel,
     count_tokens_kernel,
     draw_kernel,
     find_best_kernel,
     scatter_bias_kernel,
 )
-from baton.engine.runner.triton.triton_logprobs import (
+from baton.engine.runner.triton.sampling.triton_logprobs import (
     ROW_WARPS,
     compute_logprobs,
     row_columns,

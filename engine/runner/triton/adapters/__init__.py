@@ -1,0 +1,1 @@
+"""Products of LoRA adapters in Triton."""

@@ -1,0 +1,1 @@
+"""Paged attention in Triton: writing keys and values, prompts, chunks and decodes."""

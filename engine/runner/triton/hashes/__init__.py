@@ -1,0 +1,1 @@
+"""Hashes of KV blocks in Triton."""

@@ -1,0 +1,1 @@
+"""Matrices and experts in Triton: weights of 4, 8 and 16 bits, routing."""

@@ -1,0 +1,1 @@
+"""Recurrent layers in Triton: gated delta rule and Mamba2."""

@@ -1,0 +1,1 @@
+"""Constraints, draws and logprobs in Triton."""
