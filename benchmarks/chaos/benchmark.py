@@ -24,7 +24,7 @@ from benchmarks.chaos.injection import MAX_DELAY_S, FaultInjector
 from benchmarks.chaos.leaks import grown, held, memory_growth, num_adapters, num_links
 from benchmarks.chaos.load import AnswerOutcome, ChaosLoad
 from benchmarks.chaos.report import Attempts, Report, report
-from benchmarks.chaos.second_turns import LoadsRow, loads_rows
+from benchmarks.chaos.second_turns import loads_rows, skipped_loads
 from benchmarks.chaos.sending import Router
 from benchmarks.chaos.tier_load import TierLoad
 from benchmarks.chaos.workload import KnownAnswer, draw_requests, reference_answers
@@ -40,6 +40,7 @@ class ChaosBench:
     script: Script
     num_clients: int = 6
     num_requests: int = 30
+    num_probes: int = 2  # of second turns, for each fault of these kinds
     attacks: tuple[Attack, ...] = tuple(Attack)  # of the hostile client, if there is one
 
 
@@ -74,6 +75,7 @@ async def run(bench: ChaosBench, stop: asyncio.Event, on_progress: OnProgress) -
                 hostile = HostileProcesses(target, script.seed, bench.attacks)
                 await lifetime.enter_async_context(hostile)
             chaos = ChaosRun(cluster, router, answers, bench.num_clients, script.seed, hostile)
+            chaos.tier_load.num_probes = bench.num_probes
             return await chaos.run(drawn, script.duration_s, stop, on_progress)
 
 
@@ -115,9 +117,9 @@ class ChaosRun:
         self._num_clients = num_clients
         self.load = ChaosLoad(router, answers, seed)
         self._attempts = Attempts()
-        self._tier_load = TierLoad(cluster, client, seed)
+        self.tier_load = TierLoad(cluster, client, seed)
         self._injector = FaultInjector(
-            cluster, client, self.load, num_clients, self._attempts, hostile, self._tier_load
+            cluster, client, self.load, num_clients, self._attempts, hostile, self.tier_load
         )
         self._began_s = time.monotonic()
 
@@ -163,24 +165,21 @@ class ChaosRun:
         if self._hostile is not None:
             await self._hostile.end()
         leaks = await self._leaks()
-        loads = await self._loads()
+        turns, injected = self.tier_load.turns, self._injector.injected
+        token_bytes = await self.tier_load.token_bytes()
         return report(
             self.load.outcomes,
-            self._injector.injected,
+            injected,
             self._attempts,
             elapsed_s=ended_s - self._began_s,
             leaks=leaks,
             died=self._cluster.died(),
             memory=memory_growth(start_rss, middle_rss, self._cluster.rss()),
             bystanders=self._bystanders(),
-            loads=loads,
-            wrong_turns=[str(one) for one in self._tier_load.turns if not one.is_right],
+            loads=list(loads_rows(turns, injected, token_bytes)),
+            wrong_turns=[str(one) for one in turns if not one.is_right],
+            skipped=[str(one) for one in skipped_loads(turns, injected, token_bytes)],
         )
-
-    async def _loads(self) -> list[LoadsRow]:
-        turns = self._tier_load.turns
-        token_bytes = await self._tier_load.token_bytes()
-        return list(loads_rows(turns, self._injector.injected, token_bytes))
 
     def _bystanders(self) -> BystanderLatencies | None:
         hostile = self._hostile

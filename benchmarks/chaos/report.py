@@ -78,6 +78,7 @@ class Report:
     memory: Sequence[ProcessMemory] = ()
     bystanders: BystanderLatencies | None = None  # None: no hostile client
     loads: Sequence[LoadsRow] = ()  # of second turns
+    skipped: Sequence[str] = ()  # profitable loads of these that were not taken
     evidence: Sequence[Evidence] = ()
 
     @property
@@ -104,6 +105,7 @@ def report(
     bystanders: BystanderLatencies | None = None,
     loads: Sequence[LoadsRow] = (),
     wrong_turns: Sequence[str] = (),
+    skipped: Sequence[str] = (),
 ) -> Report:
     by_outcome = Counter(one.outcome for one in records)
     lost = [one for one in records if _is_lost(one, injected)]
@@ -153,6 +155,7 @@ def report(
         memory=memory,
         bystanders=bystanders,
         loads=loads,
+        skipped=skipped,
         evidence=evidence,
     )
 

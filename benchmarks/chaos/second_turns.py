@@ -30,6 +30,13 @@ class ProbedTurn:
     ttft_s: float
     is_right: bool
     can_load: bool = True  # the node that computed the rest has tiers
+    node: str = ""  # that computed the rest
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind.value}: {self.loaded_tokens} of {self.missing_tokens} tokens loaded by "
+            f"{self.node}; the whole prompt was computed in {self.computed_s:.3f} s"
+        )
 
     @property
     def missing_tokens(self) -> int:
@@ -66,12 +73,11 @@ class LoadsRow:
 def loads_rows(
     turns: Sequence[ProbedTurn], injected: Sequence[InjectedFault], token_bytes: float
 ) -> Iterator[LoadsRow]:
-    disturbing = [one for one in injected if one.fault.kind not in PROBES]
     kinds = {one.fault.kind for one in injected} & PROBES | {one.kind for one in turns}
     for kind in sorted(kinds, key=lambda kind: kind.value):
         all_turns = [one for one in turns if one.kind is kind]
-        quiet = [one for one in all_turns if not any(_overlap(one, each) for each in disturbing)]
-        loads = [one for one in quiet if one.can_load and one.is_profitable(token_bytes)]
+        quiet = _quiet(all_turns, injected)
+        loads = _profitable(quiet, token_bytes)
         yield LoadsRow(
             kind.value,
             turns=len(all_turns),
@@ -82,6 +88,23 @@ def loads_rows(
             computed_s=median(one.computed_s for one in loads) if loads else 0.0,
             ttft_s=median(one.ttft_s for one in loads) if loads else 0.0,
         )
+
+
+def skipped_loads(
+    turns: Sequence[ProbedTurn], injected: Sequence[InjectedFault], token_bytes: float
+) -> list[ProbedTurn]:
+    """Return the turns that count, whose loads were profitable and not taken."""
+    loads = _profitable(_quiet(turns, injected), token_bytes)
+    return [one for one in loads if not one.is_taken]
+
+
+def _quiet(turns: Sequence[ProbedTurn], injected: Sequence[InjectedFault]) -> list[ProbedTurn]:
+    disturbing = [one for one in injected if one.fault.kind not in PROBES]
+    return [one for one in turns if not any(_overlap(one, each) for each in disturbing)]
+
+
+def _profitable(turns: Sequence[ProbedTurn], token_bytes: float) -> list[ProbedTurn]:
+    return [one for one in turns if one.can_load and one.is_profitable(token_bytes)]
 
 
 def _overlap(turn: ProbedTurn, injected: InjectedFault) -> bool:

@@ -52,6 +52,7 @@ class TierLoad:
         self._draw = random.Random(seed)
         self._numbers = itertools.count()
         self._model: Model | None = None
+        self.num_probes = 1  # for each fault
         self.turns: list[ProbedTurn] = []
 
     async def strike(self, injected: InjectedFault) -> None:
@@ -62,12 +63,11 @@ class TierLoad:
         evidence: dict[str, float] = {}
         match injected.fault.kind:
             case FaultKind.LOADS:
-                await self._probe(injected, ("",) * (NUM_LONG + NUM_SHORT), evidence)
+                await self._probe_all(injected, evidence)
             case FaultKind.TENANTS:
-                salts = [f"tenant {next(self._numbers)}" for _ in range(NUM_LONG + NUM_SHORT)]
                 with self._slow(TENANT_DELAY_S, evidence):
                     async with self._flood(f"flood {next(self._numbers)}", evidence):
-                        await self._probe(injected, salts, evidence)
+                        await self._probe_all(injected, evidence)
             case _:
                 with self._slow(DELAY_S, evidence):
                     await self._fill_host_memory(evidence)
@@ -85,23 +85,29 @@ class TierLoad:
 
     # --- second turns ---------------------------------------------------------------------
 
-    async def _probe(
-        self, injected: InjectedFault, salts: Sequence[str], evidence: dict[str, float]
-    ) -> None:
-        """Send first turns, clear the KV caches, and send second turns: long and short ones."""
+    async def _probe_all(self, injected: InjectedFault, evidence: dict[str, float]) -> None:
+        """Probe until one probe breaks off."""
         try:
-            sessions = [
-                await self._first_turn(salt, is_long=number % 2 == 0)
-                for number, salt in enumerate(salts)
-            ]
-            await asyncio.sleep(STORED_WITHIN_S)
-            await self._client.reset_prefix_caches((KV,), OPERATOR_TOKEN)
-            for session in sessions:
-                self.turns.append(await self._second_turn(injected.fault.kind, session))
+            for _ in range(self.num_probes):
+                await self._probe(injected.fault.kind)
         except BatonError as error:
             evidence[f"broken off: {error.reason or error.code.name}"] = 1
         except TimeoutError:
             evidence["broken off: no end in time"] = 1
+
+    async def _probe(self, kind: FaultKind) -> None:
+        """Send first turns, clear the KV caches, and send second turns: long and short ones."""
+        has_salts = kind is FaultKind.TENANTS
+        sessions = [
+            await self._first_turn(
+                f"tenant {next(self._numbers)}" if has_salts else "", is_long=number % 2 == 0
+            )
+            for number in range(NUM_LONG + NUM_SHORT)
+        ]
+        await asyncio.sleep(STORED_WITHIN_S)
+        await self._client.reset_prefix_caches((KV,), OPERATOR_TOKEN)
+        for session in sessions:
+            self.turns.append(await self._second_turn(kind, session))
 
     async def _first_turn(self, salt: str, *, is_long: bool) -> _Session:
         began_s, block_size = time.monotonic(), self._cluster.block_size
@@ -116,10 +122,12 @@ class TierLoad:
         prompt = [*session.prompt, *self._tokens(NEW_TOKENS)]
         answer, ttft_s = await self._generate(prompt, session.salt)
         expected, computed_s = await self._generate(prompt, f"computed {next(self._numbers)}")
-        num_loaded, num_cached, can_load = 0, 0, True
+        num_loaded, num_cached, can_load, node = 0, 0, True, ""
         if answer.finish is not None:
-            can_load = self._cluster.prefill_has_tiers or not answer.finish.served.is_prefill_remote
-            num_loaded = sum(answer.finish.served.prompt_tokens_loaded.values())
+            served = answer.finish.served
+            can_load = self._cluster.prefill_has_tiers or not served.is_prefill_remote
+            node = served.prefill_node if served.is_prefill_remote else served.decode_node
+            num_loaded = sum(served.prompt_tokens_loaded.values())
             num_cached = answer.finish.num_cached_prompt_tokens or 0
         return ProbedTurn(
             kind=kind,
@@ -133,6 +141,7 @@ class TierLoad:
             ttft_s=ttft_s,
             is_right=answer.token_ids == expected.token_ids,
             can_load=can_load,
+            node=node,
         )
 
     async def _generate(self, prompt: Sequence[int], salt: str) -> tuple[Answer, float]:

@@ -141,7 +141,8 @@ def chaos(
             kv_host_memory=kv_host_memory,
             kv_folder_size=kv_folder_size,
             block_size=block_size,
-            disk_slows=FaultKind.SLOW_DISK in chosen,
+            disk_slows=FaultKind.SLOW_DISK in chosen
+            or (FaultKind.TENANTS in chosen and has_compiler()),
         ),
         script=Script(
             seed=seed,
@@ -227,7 +228,7 @@ def _show(found: Report, bench: ChaosBench) -> None:
         _show_bystanders(found.bystanders)
     if found.memory:
         show_table("memory in MiB", [_memory_row(one) for one in found.memory])
-    for name in ("wrong", "hung", "lost", "overdue", "leaks", "died", "missed"):
+    for name in ("wrong", "hung", "lost", "overdue", "leaks", "died", "missed", "skipped"):
         _list(name, getattr(found, name))
 
 

@@ -72,7 +72,7 @@ class KvArrivals:
 
     def forget(self) -> None:
         """Forget what was to be stored. What is being filled will not be cached."""
-        self._cache.prefixes.forget_unstored()
+        self._cache.prefixes.unstored.clear()
         self.fills.forget()
 
     # --- reports --------------------------------------------------------------------

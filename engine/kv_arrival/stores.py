@@ -1,19 +1,24 @@
-"""Stores: blocks that enter the prefix cache are copied to a KV cache outside the engine."""
+"""Stores: blocks that enter the prefix cache are copied to a KV cache outside the engine.
+
+Tenants take turns, and a slow store of one must leave room for those of others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from baton.core.ids import BlockId, BlockName
-from baton.core.kv_hints import BlockHints
+from baton.core.kv_hints import SHARED, Tenant
 from baton.engine.kv_arrival.holds import Hold, Holds
 from baton.engine.kv_arrival.orders import StepOrders
 from baton.engine.kv_cache.cache import KvCache
 from baton.engine.kv_cache.held_kv import HeldKv
+from baton.engine.kv_cache.unstored_blocks import UnstoredBlock
 from baton.kv_transfer.external_kv import ExternalKv, Store, StoreId, Use
 
 MAX_STORING_SHARE = 0.25  # of all blocks, for all stores together
 MIN_STORING_BLOCKS = 8  # however small the pool is
+MAX_TENANT_SHARE = 0.5  # of these, for the stores of one tenant
 
 
 class BlockStores:
@@ -26,8 +31,10 @@ class BlockStores:
         self._external = external
         num_blocks = cache.pool.num_blocks
         self._max_blocks = max(MIN_STORING_BLOCKS, int(num_blocks * MAX_STORING_SHARE))
-        self._storing: dict[StoreId, Hold] = {}
+        self._max_of_tenant = int(self._max_blocks * MAX_TENANT_SHARE)
+        self._storing: dict[StoreId, tuple[Tenant, Hold]] = {}
         self._num_blocks = 0
+        self._num_by_tenant: Counter[Tenant] = Counter()
         self._num_begun = 0
 
     def __len__(self) -> int:
@@ -35,7 +42,7 @@ class BlockStores:
 
     @property
     def can_begin(self) -> bool:
-        return self._cache.prefixes.has_unstored and self._num_blocks < self._max_blocks
+        return self._cache.prefixes.unstored.has_any(self._has_room)
 
     def store_new(self) -> None:
         """Order the storing of blocks that were added to the prefix cache.
@@ -44,31 +51,22 @@ class BlockStores:
         """
         if self._external is None:
             return
-        names: list[BlockName] = []
-        block_ids: list[BlockId] = []
-        all_hints: list[BlockHints] = []
-        room = self._max_blocks - self._num_blocks
-        while len(names) < room and (oldest := self._cache.prefixes.take_unstored()) is not None:
-            name, block_id, hints = oldest
+        by_tenant: dict[Tenant, list[UnstoredBlock]] = {}
+        while (block := self._cache.prefixes.unstored.take(self._has_room)) is not None:
             # Evicted since it was queued, or loaded from there.
-            if self._cache.pool.find([name]) != [block_id] or self._external.holds(name):
+            if self._cache.pool.find([block.name]) != [block.block_id]:
                 continue
-            names.append(name)
-            block_ids.append(block_id)
-            all_hints.append(hints)
-        if not names:
-            return
-        self._num_begun += 1
-        store_id = StoreId(self._num_begun)
-        self._storing[store_id] = self._holds.open(block_ids)
-        self._num_blocks += len(block_ids)
-        store = Store(store_id, tuple(names), tuple(block_ids), tuple(all_hints))
-        self._orders.stores.append(store)
+            if self._external.holds(block.name):
+                continue
+            by_tenant.setdefault(block.hints.tenant, []).append(block)
+            self._count(block.hints.tenant, 1)
+        for tenant, blocks in by_tenant.items():
+            self._begin(tenant, blocks)
 
     def end(self, store_ids: Iterable[StoreId]) -> None:
         for store_id in store_ids:
-            hold = self._storing.pop(store_id)
-            self._num_blocks -= len(hold.block_ids)
+            tenant, hold = self._storing.pop(store_id)
+            self._count(tenant, -len(hold.block_ids))
             self._holds.close(hold)
 
     def note_end(self, kv: HeldKv, num_cached_tokens: int) -> None:
@@ -97,3 +95,25 @@ class BlockStores:
     def clear(self, tiers: Collection[str] | None = None) -> Mapping[str, int]:
         """Clear these tiers, or all, and return how many blocks each had."""
         return {} if self._external is None else self._external.clear(tiers)
+
+    # --- helpers --------------------------------------------------------------------
+
+    def _has_room(self, tenant: Tenant) -> bool:
+        """Return whether another block of the tenant may be stored. SHARED is all clients."""
+        if self._num_blocks >= self._max_blocks:
+            return False
+        return tenant == SHARED or self._num_by_tenant[tenant] < self._max_of_tenant
+
+    def _count(self, tenant: Tenant, change: int) -> None:
+        self._num_blocks += change
+        self._num_by_tenant[tenant] += change
+        if not self._num_by_tenant[tenant]:
+            del self._num_by_tenant[tenant]
+
+    def _begin(self, tenant: Tenant, blocks: Sequence[UnstoredBlock]) -> None:
+        """Order the store of blocks of one tenant: it ends as soon as they are copied."""
+        self._num_begun += 1
+        store_id = StoreId(self._num_begun)
+        names, block_ids, hints = zip(*blocks, strict=True)
+        self._storing[store_id] = tenant, self._holds.open(block_ids)
+        self._orders.stores.append(Store(store_id, names, block_ids, hints))

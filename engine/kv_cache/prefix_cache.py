@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 
 from baton.core.ids import NO_BLOCK, BlockId
-from baton.core.kv_hints import BlockHints
 from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored, GroupStats, KvEvent
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.block_names import PrefixEnds, group_of
@@ -15,6 +13,7 @@ from baton.engine.kv_cache.cache_group import PrefixHit
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.kv_cache.held_kv import HeldKv
+from baton.engine.kv_cache.unstored_blocks import UnstoredBlock, UnstoredBlocks
 
 
 class GroupCounters:
@@ -56,7 +55,7 @@ class PrefixCache:
         self.has_state = config.layout.has_state  # a prefix hit ends only at a cached state
         self.pool = BlockPool(config.num_blocks)
         self.ends = PrefixEnds(config.layout)
-        self._unstored: deque[tuple[BlockHash, BlockId, BlockHints]] = deque()
+        self.unstored = UnstoredBlocks()
         self._events: list[KvEvent] = []
 
     def hashes_within(self, held: HeldKv, max_num_tokens: int) -> list[BlockHash]:
@@ -147,15 +146,4 @@ class PrefixCache:
         """Queue a block to be stored, unless nobody expects it to be used again."""
         hints = held.block_hints
         if self._is_stored and not hints.is_released:
-            self._unstored.append((name, block_id, hints))
-
-    def take_unstored(self) -> tuple[BlockHash, BlockId, BlockHints] | None:
-        """Return the next block to be stored, if any. It may have been evicted since."""
-        return self._unstored.popleft() if self._unstored else None
-
-    def forget_unstored(self) -> None:
-        self._unstored.clear()
-
-    @property
-    def has_unstored(self) -> bool:
-        return bool(self._unstored)
+            self.unstored.add(UnstoredBlock(name, block_id, hints))

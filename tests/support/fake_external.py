@@ -51,6 +51,7 @@ class FakeExternal:
         # Returns by how much the next estimate is too high.
         self.draw_error: Callable[[], float] = lambda: 1.0
         self.is_due: Callable[[Load], bool] = lambda load: True  # whether a load can end now
+        self.can_end: Callable[[Store], bool] = lambda store: True
 
     def __enter__(self) -> FakeExternal:
         return self
@@ -104,7 +105,8 @@ class FakeExternal:
     def poll(self) -> ExternalReports:
         self._maybe_raise()
         loads = [each for each in self.loads if self.is_due(each) and self._chance.random() < 0.4]
-        stores = [each for each in self.stores if self._chance.random() < 0.4]
+        due = [each for each in self.stores if self.can_end(each.store)]
+        stores = [each for each in due if self._chance.random() < 0.4]
         self.loads = [each for each in self.loads if each not in loads]
         self.stores = [each for each in self.stores if each not in stores]
         for each in stores:

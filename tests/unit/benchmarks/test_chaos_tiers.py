@@ -17,7 +17,7 @@ from benchmarks.chaos.hostile.latencies import bystander_latencies
 from benchmarks.chaos.preloading import has_compiler, preload
 from benchmarks.chaos.report import MAX_TIERS_CPU, TIERS_CPU, Attempts, Report, report
 from benchmarks.chaos.s3_server import S3Server
-from benchmarks.chaos.second_turns import LoadsRow, ProbedTurn, loads_rows
+from benchmarks.chaos.second_turns import LoadsRow, ProbedTurn, loads_rows, skipped_loads
 from benchmarks.chaos.tier_threads import cpu_s, tier_threads_s
 
 TOKEN_BYTES = 100e3
@@ -55,6 +55,7 @@ def test_skipped_profitable_loads_fail_a_run() -> None:
     [missed] = found.missed
     assert "90% of 10 profitable loads" in missed
     assert not found.is_good
+    assert skipped_loads(turns, [], TOKEN_BYTES) == turns[-1:]
 
 
 def test_second_turns_during_other_faults_do_not_count() -> None:
@@ -64,6 +65,7 @@ def test_second_turns_during_other_faults_do_not_count() -> None:
     [row] = loads_rows(turns, faults, TOKEN_BYTES)
 
     assert (row.turns, row.next_to_faults, row.profitable, row.taken) == (2, 1, 1, 1.0)
+    assert not skipped_loads(turns, faults, TOKEN_BYTES)
 
 
 def test_second_turns_computed_on_a_node_without_tiers_are_counted_separately() -> None:

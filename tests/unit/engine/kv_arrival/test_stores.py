@@ -1,0 +1,62 @@
+"""Stores of blocks to a KV cache outside the engine: turns and limits of tenants."""
+
+from __future__ import annotations
+
+import random
+
+from baton.core.ids import BlockId
+from baton.core.kv_hints import SHARED, BlockHints, Tenant, tenant_of
+from baton.engine.kv_cache.block_hashes import BlockHash
+from baton.engine.kv_cache.unstored_blocks import UnstoredBlock, UnstoredBlocks
+from tests.support.engine_world import EngineWorld
+
+A, B = Tenant(b"a"), Tenant(b"b")
+
+
+def unstored(*blocks: tuple[int, Tenant]) -> UnstoredBlocks:
+    lines = UnstoredBlocks()
+    for number, tenant in blocks:
+        lines.add(UnstoredBlock(BlockHash(b"%d" % number), BlockId(number), BlockHints(tenant)))
+    return lines
+
+
+def test_tenants_take_turns_and_blocks_of_one_are_in_order() -> None:
+    lines = unstored((1, A), (2, A), (3, A), (4, B), (5, SHARED))
+
+    taken = [lines.take(lambda _: True) for _ in range(5)]
+
+    assert [block and block.block_id for block in taken] == [1, 4, 5, 2, 3]
+    assert lines.take(lambda _: True) is None
+
+
+def test_a_tenant_that_may_store_nothing_is_passed_over() -> None:
+    lines = unstored((1, A), (2, B))
+
+    first = lines.take(lambda tenant: tenant != A)
+
+    assert first is not None
+    assert first.block_id == 2
+    assert not lines.has_any(lambda tenant: tenant != A)
+    assert lines.has_any(lambda _: True)
+
+
+def test_slow_stores_of_a_tenant_leave_room_for_those_of_others() -> None:
+    it = EngineWorld(num_blocks=32, block_size=4, external_chance=random.Random(0))
+    external = it.external
+    assert external is not None
+    external._fails = False
+    slow, other = tenant_of("slow"), tenant_of("other")
+    external.can_end = lambda store: store.hints[0].tenant != slow
+
+    it.add(40, cache_salt="slow", max_tokens=1)
+    it.add(14, cache_salt="other", max_tokens=1)
+    it.step_until(lambda _: len(external.blocks) == 3)
+
+    assert {external.stored_hints[name].tenant for name in external.blocks} == {other}
+    slow_stores = [each.store for each in external.stores]
+    assert {hints.tenant for store in slow_stores for hints in store.hints} == {slow}
+    assert sum(len(store.names) for store in slow_stores) == 4  # half of a quarter of the cache
+
+    external.can_end = lambda store: True
+    it.run_to_end()
+    assert len(external.blocks) == 13
