@@ -29,6 +29,7 @@ class AdapterRoom(NamedTuple):
 
     num_places: int = 0
     max_rank: int = 0
+    kernels: str = "auto"
 
 
 NO_ADAPTERS = AdapterRoom()
@@ -129,6 +130,7 @@ def _room(
     from baton.engine.runner.adapters.places import AdapterPlaces
     from baton.engine.runner.attention.kv_tensor import KvShape
     from baton.engine.runner.host_memory import free_host_bytes
+    from baton.engine.runner.kernels.choose import merges_routers
     from baton.engine.runner.load import DTYPES, kv_dtype
     from baton.engine.runner.state.state_shape import cache_layout, state_shape
 
@@ -138,8 +140,9 @@ def _room(
     free, max_model_len = free_host_bytes(), config.max_context_len()
     adapter_bytes = 0
     if adapters.num_places:
-        adapter_bytes = AdapterPlaces(config).max_bytes(adapters.max_rank, dtype)
-        adapter_bytes *= adapters.num_places
+        adapter_bytes = adapters.num_places * AdapterPlaces(config).max_bytes(
+            adapters.max_rank, dtype, merges_routers=merges_routers(adapters.kernels)
+        )
     if kv_bytes is None:
         node = RunnerConfig(str(checkpoint.path), max_num_seqs=MAX_NUM_SEQS)
         rest = max(free - weight_bytes, 0)

@@ -24,6 +24,7 @@ from baton.engine.runner.adapters.low_rank import (
 )
 from baton.engine.runner.adapters.place import ROUTER, Part, Place
 from baton.engine.runner.kernels.calls import Kernels
+from baton.engine.runner.kernels.choose import TORCH, merges_routers
 from baton.engine.runner.kernels.native import NativeOps, native_experts
 from baton.engine.runner.kernels.native_low_rank import NativeLowRankProducts
 from baton.engine.runner.model.config import Activation, MoeConfig, Scoring
@@ -429,6 +430,12 @@ def an_adapter(products: LowRankProducts, moe: Moe, experts: Sequence[int], seed
 
 def native(kernels: Kernels) -> tuple[Ops, LowRankProducts]:
     return NativeOps(kernels), NativeLowRankProducts(kernels)
+
+
+def test_kernels_merge_routers_of_adapters_as_their_name_says() -> None:
+    assert interpreted_parts().low_rank.merges_routers is merges_routers("triton")
+    assert TORCH.low_rank.merges_routers is merges_routers("torch")
+    assert NativeLowRankProducts.merges_routers is merges_routers("native")
 
 
 def triton() -> tuple[Ops, LowRankProducts]:

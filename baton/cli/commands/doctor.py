@@ -13,7 +13,7 @@ import typer
 
 from baton.cli.errors import FAILED
 from baton.cli.options.lists import parse_names
-from baton.cli.options.model import Host, KvDtype, KvFolder, KvObjectStore
+from baton.cli.options.model import Host, KernelChoice, KvDtype, KvFolder, KvObjectStore
 from baton.cli.show import console
 from baton.cli.signatures import inherit_options, option_of
 from baton.core.errors import InvalidConfig
@@ -67,6 +67,7 @@ class DoctorOptions:
         ),
     ] = None
     kv_cache_dtype: KvDtype = "auto"
+    kernels: KernelChoice = "auto"
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
     transports: Annotated[
         tuple[str, ...],
@@ -135,7 +136,7 @@ def _checks(options: DoctorOptions) -> Iterator[Finding]:
     if options.model:
         config, room = options.adapters, NO_ADAPTERS
         if config.are_served:
-            room = AdapterRoom(config.num_places, config.max_lora_rank)
+            room = AdapterRoom(config.num_places, config.max_lora_rank, options.kernels)
         yield from check_model_folder(options.model, options.kv_bytes, options.kv_cache_dtype, room)
         kv = kv_shape_of(options.model, options.kv_cache_dtype) or kv
     yield from check_tiers(options.kv_folder, options.kv_object_store, kv)

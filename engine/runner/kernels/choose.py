@@ -117,6 +117,14 @@ def choose_parts(
         return TORCH
 
 
+def merges_routers(name: str) -> bool:
+    """Return whether adapters have routers of their own with these kernels, which are not loaded.
+
+    It is that of `Parts.low_rank`.
+    """
+    return name != "triton"
+
+
 def encoder_kernels(name: str, dtype: torch.dtype, device: torch.device) -> Kernels | None:
     """Load the native kernels of encoders, which compute float32 on the CPU. None: torch computes.
 

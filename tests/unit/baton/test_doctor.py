@@ -209,13 +209,21 @@ def test_a_model_needs_room_for_its_weights_and_its_kv_in_each_node() -> None:
     assert "--max-cpu-loras" in short.advice
 
 
-def test_the_room_of_a_model_counts_the_adapters_of_all_places(tmp_path: Path) -> None:
-    small_folder(tmp_path, "qwen3-0.6b", num_hidden_layers=1)
-    room = AdapterRoom(num_places=512, max_rank=512)
+@pytest.mark.parametrize("kernels", ["auto", "triton"])
+def test_the_room_of_a_model_counts_the_adapters_of_all_places(
+    tmp_path: Path, kernels: str
+) -> None:
+    """Adapters for Triton kernels have no routers of their own, which can be larger."""
+    small_folder(tmp_path, "qwen3-30b-a3b", num_hidden_layers=1, num_experts=32)
+    room = AdapterRoom(num_places=512, max_rank=8, kernels=kernels)
     found = {one.check: one for one in check_model_folder(str(tmp_path), 4 * MIB, adapters=room)}
 
-    config = read_model_config(SafetensorsFolder(tmp_path))
-    num_bytes = 512 * AdapterPlaces(config).max_bytes(512, torch.float32)
+    places = AdapterPlaces(read_model_config(SafetensorsFolder(tmp_path)))
+    merged, unmerged = (
+        512 * places.max_bytes(8, torch.float32, merges_routers=merges) for merges in (True, False)
+    )
+    assert format_bytes(merged) != format_bytes(unmerged)
+    num_bytes = unmerged if kernels == "triton" else merged
     assert f"up to {format_bytes(num_bytes)} of LoRA adapters" in found["room"].found
 
 
