@@ -1,20 +1,22 @@
-"""Grammar compiler: compiles on background threads and caches the results."""
+"""Grammar compiler: compiles on background threads, and caches grammars and refusals."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from baton.core.errors import InvalidRequest
 from baton.core.structured_outputs import FIELD, StructuredOutputs
+from baton.engine.structured_output.compiler_errors import TemporaryRefusal
 from baton.engine.structured_output.fair_queue import FairQueue
+from baton.engine.structured_output.grammar_cache import GrammarCache
 
 NUM_THREADS = 2
 MAX_CACHED_GRAMMARS = 64
-MAX_CACHED_CHARACTERS = 1 << 22  # memory of compiled grammars grows with their texts
+MAX_CACHED_REFUSALS = 256
+MAX_CACHED_CHARACTERS = 1 << 22  # of each cache: memory of compiled grammars grows with their texts
 LARGE_CHARACTERS = 1 << 16  # longer texts, which take seconds, have a separate thread
 STACK_BYTES = 128 << 20  # address space: only touched pages take memory
 
@@ -33,18 +35,18 @@ class GrammarCompiler(Generic[Compiled]):
         *,
         num_threads: int = NUM_THREADS,
         max_cached_grammars: int = MAX_CACHED_GRAMMARS,
+        max_cached_refusals: int = MAX_CACHED_REFUSALS,
         max_cached_characters: int = MAX_CACHED_CHARACTERS,
     ) -> None:
         self._compile_grammar = compile_grammar
-        self._max_cached_grammars = max_cached_grammars
-        self._max_cached_characters = max_cached_characters
-        self._num_cached_characters = 0
-        self._cache: OrderedDict[StructuredOutputs, Compiled] = OrderedDict()
+        self._grammars = GrammarCache[Compiled](max_cached_grammars, max_cached_characters)
+        # Apart, so that they evict no grammars.
+        self._refusals = GrammarCache[InvalidRequest](max_cached_refusals, max_cached_characters)
         self._callbacks: dict[
             StructuredOutputs, list[Callable[[Compiled | InvalidRequest], None]]
         ] = {}
         self._running: set[StructuredOutputs] = set()
-        self._lock = threading.Lock()  # guards the cache, the callbacks and what is running
+        self._lock = threading.Lock()  # guards the caches, the callbacks and what is running
         self._jobs: _Jobs = FairQueue()
         self._large_jobs: _Jobs = FairQueue()
         self._threads = [
@@ -80,18 +82,17 @@ class GrammarCompiler(Generic[Compiled]):
     ) -> None:
         """Compile a grammar and pass the result to `on_compiled`. Clients take turns.
 
-        The callback runs on the compiling thread, or at once on the caller's if the grammar is
+        The callback runs on the compiling thread, or at once on the caller's if the result is
         cached. Concurrent calls for the same grammar share one compilation.
         """
         with self._lock:
-            known = self._cache.get(params)
+            known = self._known(params)
             if known is None:
                 self._callbacks.setdefault(params, []).append(on_compiled)
                 # Each client in its turn, though the first job compiles for all.
                 is_large = len(params.text) > LARGE_CHARACTERS
                 (self._large_jobs if is_large else self._jobs).put(client, params)
                 return
-            self._cache.move_to_end(params)
         on_compiled(known)
 
     def cancel(
@@ -121,22 +122,18 @@ class GrammarCompiler(Generic[Compiled]):
 
     def _publish(self, params: StructuredOutputs, outcome: Compiled | InvalidRequest) -> None:
         with self._lock:
-            # Errors are not cached: a missing tokenizer can be there the next time.
             if not isinstance(outcome, InvalidRequest):
-                self._add_to_cache(params, outcome)
+                self._grammars.add(params, outcome)
+            elif not isinstance(outcome, TemporaryRefusal):
+                self._refusals.add(params, _copy(outcome))
             self._running.discard(params)
             callbacks = self._callbacks.pop(params, [])
         for on_compiled in callbacks:
             on_compiled(outcome)
 
-    def _add_to_cache(self, params: StructuredOutputs, compiled: Compiled) -> None:
-        self._cache[params] = compiled
-        self._num_cached_characters += len(params.text)
-        while len(self._cache) > self._max_cached_grammars or (
-            self._num_cached_characters > self._max_cached_characters
-        ):
-            oldest, _ = self._cache.popitem(last=False)
-            self._num_cached_characters -= len(oldest.text)
+    def _known(self, params: StructuredOutputs) -> Compiled | InvalidRequest | None:
+        refusal = self._refusals.get(params)
+        return self._grammars.get(params) if refusal is None else _copy(refusal)
 
     def _compile(self, params: StructuredOutputs) -> Compiled | InvalidRequest:
         try:
@@ -145,4 +142,9 @@ class GrammarCompiler(Generic[Compiled]):
             return refusal
         except BaseException:
             log.exception("compiling a grammar failed with an unexpected exception")
-            return InvalidRequest(f"{FIELD}.{params.form}: compiling it failed", FIELD)
+            return TemporaryRefusal(f"{FIELD}.{params.form}: compiling it failed", FIELD)
+
+
+def _copy(refusal: InvalidRequest) -> InvalidRequest:
+    """Return a refusal without a traceback, which would keep what the compilation used."""
+    return InvalidRequest(str(refusal), refusal.field)

@@ -10,11 +10,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from baton.core.errors import InvalidRequest
+
 TOO_DEEP = "it is nested too deeply"
 PANIC = "panic:"  # prefix of llguidance's errors for panics that it caught
 MAX_REASON_CHARACTERS = 400
 # Lines that Baton puts in front of a client's grammar.
 NUM_HEADER_LINES = 1
+
+
+class TemporaryRefusal(InvalidRequest):
+    """Refusal that another compilation of the same grammar may not repeat. It is not cached."""
+
 
 _LISTING = re.compile(r"\n\s*\d+ \| ")
 _POSITION = re.compile(r"(?:at )?(\d+)\((\d+)\): ")

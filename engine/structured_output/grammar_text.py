@@ -16,7 +16,12 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from baton.core.errors import InvalidRequest
 from baton.core.structured_outputs import FIELD, StructuredOutputs
-from baton.engine.structured_output.compiler_errors import TOO_DEEP, reason_of
+from baton.engine.structured_output.compiler_errors import (
+    PANIC,
+    TOO_DEEP,
+    TemporaryRefusal,
+    reason_of,
+)
 from baton.engine.structured_output.lark_text import LarkRefused, rewrite_lark
 from baton.engine.structured_output.schemas.cost import expense_reason
 from baton.engine.structured_output.schemas.ends import check_grammar_ends, check_schema_ends
@@ -211,8 +216,12 @@ def _refuse_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
-def refusal(params: StructuredOutputs, text: str) -> InvalidRequest:
+def refusal(
+    params: StructuredOutputs, text: str, kind: type[InvalidRequest] = InvalidRequest
+) -> InvalidRequest:
+    """Return the refusal for an error text of llguidance, or a reason; temporary after a panic."""
     # The lines of GBNF differ from those of the Lark grammar that it is converted to.
     has_lines = params.grammar is not None and not GBNF_RULE.search(params.grammar)
     reason = reason_of(text, has_lines=has_lines)
-    return InvalidRequest(f"{FIELD}.{params.form} cannot be enforced: {reason}", FIELD)
+    kind = TemporaryRefusal if text.startswith(PANIC) else kind
+    return kind(f"{FIELD}.{params.form} cannot be enforced: {reason}", FIELD)

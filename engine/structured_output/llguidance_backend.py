@@ -14,7 +14,7 @@ import numpy as np
 from baton.checkpoint.checkpoint import Checkpoint
 from baton.core.errors import InvalidRequest, ModelError
 from baton.core.structured_outputs import FIELD, StructuredOutputs
-from baton.engine.structured_output.compiler_errors import PANIC
+from baton.engine.structured_output.compiler_errors import PANIC, TemporaryRefusal
 from baton.engine.structured_output.grammar import Bits, Grammar, num_words
 from baton.engine.structured_output.grammar_text import (
     NO_SPECIAL_TOKENS,
@@ -111,7 +111,7 @@ class GrammarLibrary:
                         eos_token=self._eos_token_ids,
                     )
                 except (ModelError, ValueError) as error:
-                    raise InvalidRequest(
+                    raise TemporaryRefusal(
                         f"{FIELD} cannot be enforced: this model's tokenizer does not support "
                         f"grammars: {error}",
                         FIELD,
@@ -206,4 +206,5 @@ def _refuse_panics(params: StructuredOutputs) -> Iterator[None]:
 def _check_cost(params: StructuredOutputs, began_s: float, max_s: float) -> None:
     took_s = thread_time() - began_s
     if took_s > max_s:
-        raise refusal(params, f"one step took {took_s:.1f} s of CPU time; make it simpler")
+        reason = f"one step took {took_s:.1f} s of CPU time; make it simpler"
+        raise refusal(params, reason, TemporaryRefusal)

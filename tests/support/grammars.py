@@ -44,6 +44,8 @@ class HeldLibrary:
     """Grammar library that compiles SLOW when the test releases it and never compiles BAD."""
 
     slow: frozenset[StructuredOutputs] = frozenset({SLOW})
+    bad: frozenset[StructuredOutputs] = frozenset({BAD})
+    refusal: type[InvalidRequest] = InvalidRequest
     has_begun: threading.Event = field(default_factory=threading.Event)
     may_end: threading.Event = field(default_factory=threading.Event)
     compiled: list[StructuredOutputs] = field(default_factory=list)
@@ -54,8 +56,8 @@ class HeldLibrary:
             if not self.may_end.wait(PATIENCE_S):
                 raise TimeoutError("nobody let it end")
         self.compiled.append(wanted)
-        if wanted == BAD:
-            raise InvalidRequest("it is bad")
+        if wanted in self.bad:
+            raise self.refusal("it is bad", "regex")
         return AnyAnswer()
 
 

@@ -11,6 +11,7 @@ import pytest
 from baton.core.errors import InvalidRequest
 from baton.core.structured_outputs import StructuredOutputs
 from baton.engine.structured_output.compiler import LARGE_CHARACTERS, GrammarCompiler
+from baton.engine.structured_output.compiler_errors import TemporaryRefusal
 from tests.support.grammars import BAD, GOOD, PATIENCE_S, SLOW, AnyAnswer, HeldLibrary
 
 Outcome = AnyAnswer | InvalidRequest
@@ -116,8 +117,37 @@ def test_a_grammar_that_is_being_compiled_is_not_compiled_again() -> None:
     assert library.compiled == [GOOD, SLOW]
 
 
-def test_a_refusal_is_returned_and_not_cached() -> None:
+def test_a_refused_grammar_is_not_compiled_again() -> None:
     library, listener = HeldLibrary(), Listener()
+    outcomes = []
+    with GrammarCompiler(library.compile, num_threads=1, max_cached_grammars=1) as compiler:
+        for wanted in (GOOD, BAD, BAD, GOOD):
+            compiler.start(wanted, listener.callback("it"))
+            outcomes.append(listener.next()[1])
+
+    assert library.compiled == [GOOD, BAD]
+    first, second = outcomes[1:3]
+    assert isinstance(first, InvalidRequest)
+    assert isinstance(second, InvalidRequest)
+    assert (str(second), second.field) == (str(first), first.field) == ("it is bad", "regex")
+    assert second.__traceback__ is None
+
+
+def test_cached_refusals_are_bounded() -> None:
+    library, listener = HeldLibrary(), Listener()
+    other = StructuredOutputs(regex="bad, too")
+    library.bad = frozenset({BAD, other})
+    with GrammarCompiler(library.compile, num_threads=1, max_cached_refusals=1) as compiler:
+        for wanted in (BAD, other, other, BAD):
+            compiler.start(wanted, listener.callback("it"))
+            listener.next()
+
+    assert library.compiled == [BAD, other, BAD]
+
+
+def test_a_temporary_refusal_is_not_cached() -> None:
+    library, listener = HeldLibrary(), Listener()
+    library.refusal = TemporaryRefusal
     with GrammarCompiler(library.compile) as compiler:
         for _ in range(2):
             compiler.start(BAD, listener.callback("bad"))

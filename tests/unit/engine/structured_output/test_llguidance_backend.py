@@ -14,7 +14,9 @@ from baton.checkpoint.tokenizer import Tokenizer
 from baton.checkpoint.tokenizer_files import load_tokenizer
 from baton.core.errors import InvalidRequest
 from baton.core.structured_outputs import MAX_CHOICES, StructuredOutputs
+from baton.engine.structured_output import llguidance_backend
 from baton.engine.structured_output.compiler import GrammarCompiler
+from baton.engine.structured_output.compiler_errors import TemporaryRefusal
 from baton.engine.structured_output.grammar import Grammar
 from baton.engine.structured_output.llguidance_backend import (
     GrammarLibrary,
@@ -126,6 +128,7 @@ def test_a_grammar_accepts_exactly_its_language(
     assert [text for text in bad if is_whole(grammar, tokenizer, text)] == []
 
 
+PANICKED = "failed on it"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no json": ({"json": "{"}, "not JSON"),
     "nan": ({"json": '{"minimum": NaN}'}, "NaN is not JSON"),
@@ -173,7 +176,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     # Its message about this is cut inside a character.
     "what the library panics on": (
         {"json": json.dumps({"pattern": ["x" * 91 + "\U00039f66" * 9]})},
-        "failed on it",
+        PANICKED,
     ),
     "no lark": ({"grammar": "start: ("}, ".+"),
     "no start": ({"grammar": 'a: "b"'}, "start"),
@@ -194,6 +197,7 @@ def test_unenforceable_constraints_are_refused_with_the_reason(
 
     assert refusal.value.field == "structured_outputs"
     assert len(str(refusal.value)) < 600
+    assert isinstance(refusal.value, TemporaryRefusal) is (reason == PANICKED)
 
 
 FOUND_WITH_A_TOKENIZER = {"no text at all"}
@@ -265,10 +269,19 @@ def test_a_forced_text_may_use_any_tokenization(
     assert {"t", "the"} <= spelled
 
 
+def test_a_refusal_by_the_clock_is_temporary(
+    library: GrammarLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llguidance_backend, "MAX_COMPILE_S", -1.0)
+
+    with pytest.raises(TemporaryRefusal, match="CPU time"):
+        library.compile(StructuredOutputs(regex="a"))
+
+
 def test_without_a_tokenizer_the_error_names_the_missing_file(tmp_path: Path) -> None:
     library = GrammarLibrary(SafetensorsFolder(tmp_path), VOCAB_SIZE, (EOS_TOKEN_ID,))
 
-    with pytest.raises(InvalidRequest, match=r"tokenizer\.json"):
+    with pytest.raises(TemporaryRefusal, match=r"tokenizer\.json"):
         library.compile(StructuredOutputs(regex="a"))
 
 
