@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from threading import Lock
 
 from baton.checkpoint.peft_folder import PeftFolder
 from baton.engine.engine_thread import EngineThread
@@ -24,6 +25,7 @@ class EngineAdapters:
         self._table = table
         self._scheduler = scheduler
         self._engine = engine
+        self._preparing = Lock()  # files are read in parallel, and prepared one by one
 
     def digest(self, folder: Path) -> str:
         return PeftFolder(folder, self._table.limits).digest()
@@ -37,7 +39,8 @@ class EngineAdapters:
                 f"the files in {folder} have changed: they are the adapter {found}, not "
                 f"{adapter_id}; load the adapter again"
             )
-        return self._table.load(files)
+        with self._preparing:
+            return self._table.load(files)
 
     def add(self, adapter_id: str, adapter: Adapter) -> None:
         self._scheduler.adapters.add(adapter_id)

@@ -7,11 +7,11 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
+from baton.node.adapters.folder_threads import FolderThreads
 from baton.node.adapters.resident_adapters import ResidentAdapters
 from baton.rpc.errors import AdaptersBusy
 
@@ -26,7 +26,6 @@ class HasBytes(Protocol):
 
 
 Loaded = TypeVar("Loaded", bound=HasBytes)
-Result = TypeVar("Result")
 FindFolder = Callable[[], Path]  # raises what requests for the adapter get
 
 
@@ -34,11 +33,11 @@ class AdapterMemory(Protocol[Loaded]):
     """Reads adapters from folders, and holds those that the engine can use."""
 
     def digest(self, folder: Path) -> str:
-        """Return the id of the adapter in a folder. On a thread. Raises ModelError."""
+        """Return the id of the adapter in a folder. Any thread can call it. Raises ModelError."""
         ...
 
     def read(self, folder: Path, adapter_id: str) -> Loaded:
-        """Read an adapter. On a thread. Raises ModelError and AdapterUnreadable."""
+        """Read an adapter. Any thread can call it. Raises ModelError and AdapterUnreadable."""
         ...
 
     def add(self, adapter_id: str, adapter: Loaded) -> None:
@@ -69,6 +68,7 @@ class AdapterLoader(Generic[Loaded]):
         num_places: int,
         *,
         max_wait_s: float = MAX_PLACE_WAIT_S,
+        threads: FolderThreads | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.resident = ResidentAdapters(num_places)
@@ -78,7 +78,7 @@ class AdapterLoader(Generic[Loaded]):
         self._memory = memory
         self._max_wait_s = max_wait_s
         self._clock = clock
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="adapters")
+        self._threads = threads or FolderThreads()
         self._loads: dict[str, _Load] = {}
         self._waiting: deque[asyncio.Future[None]] = deque()  # for a place, the first first
 
@@ -86,7 +86,7 @@ class AdapterLoader(Generic[Loaded]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._threads.shutdown(cancel_futures=True)
+        self._threads.close()
 
     def num_waiting(self, *, for_place: bool) -> int:
         """Return the number of requests that wait for a place, or for a load. For any thread."""
@@ -104,7 +104,7 @@ class AdapterLoader(Generic[Loaded]):
 
     async def digest(self, find_folder: FindFolder) -> str:
         """Return the id of the adapter in a folder, which is found on the thread, too."""
-        return await self._on_thread(lambda: self._memory.digest(find_folder()))
+        return await self._threads.run(lambda: self._memory.digest(find_folder()))
 
     def read_at_start(self, folder: Path) -> str:
         """Read an adapter before there are requests, and return its id."""
@@ -121,7 +121,8 @@ class AdapterLoader(Generic[Loaded]):
 
         `find_folder` is called on a thread, since a file system can take long to answer.
 
-        Raises AdaptersBusy if all places are in use for `max_wait_s`, and what reading raises.
+        Raises AdaptersBusy if all places are in use for `max_wait_s`, or all threads hang, and what
+        reading raises.
         """
         if adapter_id in self.resident:
             self.resident.use(adapter_id)
@@ -165,12 +166,12 @@ class AdapterLoader(Generic[Loaded]):
 
     async def _load(self, load: _Load, adapter_id: str, find_folder: FindFolder) -> None:
         try:
-            folder = await self._on_thread(find_folder)  # none is evicted for a wrong path
+            folder = await self._threads.run(find_folder)  # none is evicted for a wrong path
             await self._reserve()
             load.is_reading = True
             began_s = self._clock()
             try:
-                loaded = await self._on_thread(lambda: self._memory.read(folder, adapter_id))
+                loaded = await self._threads.run(lambda: self._memory.read(folder, adapter_id))
             except BaseException:
                 self.total_failed += 1
                 self.resident.give_back()
@@ -181,9 +182,6 @@ class AdapterLoader(Generic[Loaded]):
         finally:
             if self._loads.get(adapter_id) is load:
                 del self._loads[adapter_id]
-
-    async def _on_thread(self, do: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, do)
 
     def _put(self, adapter_id: str, loaded: Loaded, num_users: int, seconds: float) -> None:
         self._memory.add(adapter_id, loaded)

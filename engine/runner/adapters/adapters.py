@@ -62,7 +62,7 @@ class AdapterTable:
         )
 
     def load(self, folder: PeftFolder) -> Adapter:
-        """Read an adapter. Any thread can call this. Raises ModelError if it does not fit."""
+        """Read an adapter. One thread at a time, any. Raises ModelError if it does not fit."""
         parts: dict[Place, list[Part]] = {}
         for place, part in self._places.parts(folder, self.max_rank):
             self._check_range(folder, place, part)

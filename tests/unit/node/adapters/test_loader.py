@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -12,9 +13,23 @@ from typing import Any
 import pytest
 
 from baton.core.errors import ModelError
+from baton.node.adapters.folder_threads import FolderThreads
 from baton.node.adapters.loader import AdapterLoader
 from baton.rpc.errors import AdaptersBusy
 from tests.support.fake_adapters import PATIENCE_S, FakeAdapter, FakeMemory
+
+
+class DeadMount:
+    """File system that does not answer until the test lets it."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+        self.answers = threading.Event()
+
+    def find(self, adapter_id: str) -> Path:
+        self.num_asked += 1
+        assert self.answers.wait(PATIENCE_S)
+        return Path("adapters", adapter_id)
 
 
 @dataclass(slots=True)
@@ -31,6 +46,13 @@ class World:
     async def use(self, adapter_id: str) -> None:
         async with self.held(adapter_id):
             pass
+
+    def start_on(self, mount: DeadMount, adapter_id: str) -> asyncio.Task[None]:
+        async def use() -> None:
+            async with self.loader.held(adapter_id, lambda: mount.find(adapter_id)):
+                pass
+
+        return asyncio.ensure_future(use())
 
     def start(self, adapter_id: str) -> asyncio.Task[None]:
         return asyncio.ensure_future(self.use(adapter_id))
@@ -51,10 +73,12 @@ def run(
     *,
     num_places: int = 2,
     max_wait_s: float = PATIENCE_S,
+    threads: FolderThreads | None = None,
 ) -> None:
     async def timed() -> None:
         memory = FakeMemory()
-        with AdapterLoader(memory, num_places, max_wait_s=max_wait_s) as loader:
+        loader = AdapterLoader(memory, num_places, max_wait_s=max_wait_s, threads=threads)
+        with loader:
             world = World(memory, loader)
             async with asyncio.timeout(PATIENCE_S):
                 await scenario(world)
@@ -240,6 +264,67 @@ def test_a_load_that_nobody_waits_for_makes_room_for_the_next() -> None:
         assert world.memory.content == {"b"}
 
     run(scenario, num_places=1)
+
+
+def test_loads_of_others_go_on_while_a_folder_hangs() -> None:
+    async def scenario(world: World) -> None:
+        mount = DeadMount()
+        hanging = world.start_on(mount, "a")
+        await until(lambda: mount.num_asked == 1)
+        await world.use("b")
+        assert await world.loader.digest(lambda: Path("adapters", "c")) == "c"
+        assert not hanging.done()
+        mount.answers.set()
+        await hanging
+
+        assert world.memory.added == ["b", "a"]
+
+    run(scenario)
+
+
+def test_loads_are_refused_by_name_while_all_threads_hang() -> None:
+    now_s = 0.0
+
+    async def scenario(world: World) -> None:
+        nonlocal now_s
+        mount = DeadMount()
+        hanging = [world.start_on(mount, "a"), world.start_on(mount, "b")]
+        await until(lambda: mount.num_asked == 2)
+        waiting = world.start("c")  # until the others count as hanging
+        await asyncio.sleep(0.005)
+        assert not waiting.done()
+        now_s = 1.0
+        for refused in (waiting, world.start("d")):
+            with pytest.raises(AdaptersBusy, match=r"all 2 threads .* --lora-root"):
+                await refused
+        mount.answers.set()
+        await asyncio.gather(*hanging)
+        await world.use("c")
+
+    threads = FolderThreads(2, hangs_after_s=0.001, clock=lambda: now_s)
+    run(scenario, num_places=3, threads=threads)
+
+
+def test_a_call_that_hangs_does_not_keep_a_node_from_ending(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    mount = DeadMount()
+
+    async def hang() -> None:
+        call = asyncio.ensure_future(threads.run(lambda: mount.find("a")))
+        await until(lambda: mount.num_asked == 1)
+        call.cancel()
+        await asyncio.wait([call])
+        threads.close()
+
+    threads = FolderThreads(max_exit_s=0.0)
+    asyncio.run(hang())
+
+    assert "1 threads still wait" in caplog.text
+    mount.answers.set()
+    for thread in threading.enumerate():
+        if thread.name == "adapters":
+            thread.join(PATIENCE_S)
 
 
 def test_a_forgotten_adapter_leaves_memory_after_its_last_request() -> None:
