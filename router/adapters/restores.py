@@ -67,6 +67,9 @@ class AdapterRestores:
                 orders = self._missed(node, is_joining=is_joining)
                 if all([await self._repeat(node, order) for order in orders]):
                     return
+        async with self._turn:
+            for order in self._missed(node, is_joining=is_joining):
+                await self._unload_older(node, order)
 
     async def _repeat(self, node: Node, order: NameOrder) -> bool:
         """Return whether another try is of no use."""
@@ -89,3 +92,16 @@ class AdapterRestores:
             return False
         log.info("%s has %s adapter %r, as ordered before", node.card.node_id, done, name)
         return True
+
+    async def _unload_older(self, node: Node, order: NameOrder) -> None:
+        """Unload what a node has under a name if it cannot load what the name means now."""
+        has_older = order.name in self._table.adapters.at(node.address).named
+        if order.adapter is None or not has_older:
+            return
+        # With the same generation: the load of this order outranks it.
+        outcome = await self._calls.unload(node, order.name, order.generation)
+        if not isinstance(outcome, RemoteError):
+            log.warning(
+                "%s has unloaded its older adapter %r: it cannot load %s",
+                *(node.card.node_id, order.name, order.adapter.id),
+            )

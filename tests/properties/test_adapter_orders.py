@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 from grpc import StatusCode, aio
 from grpc.aio import AioRpcError, Metadata
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from baton.core.errors import NamedError
@@ -30,8 +30,9 @@ from baton.v1 import node_pb2
 from tests.support.node_calls import a_card
 
 OPERATORS, TOKEN = Operators(AcceptedTokens(("operator",))), "Bearer operator"
-NAMES, PATHS = ("sql", "chat"), ("old", "new", "bad")
+NAMES, PATHS = ("sql", "chat"), ("old", "new", "bad", "missing")
 BAD, AT_START = "bad", "start"  # a folder that one node gets late; that of `--lora`
+MISSING = "missing"  # a folder that one node never gets
 NUM_NODES, NUM_ROUTERS, NUM_ROUNDS = 3, 2, 100
 NUM_DELAYS = NUM_NODES * NUM_ROUTERS
 
@@ -66,6 +67,8 @@ class SimulatedNode:
     async def load(self, request: node_pb2.LoadAdapterRequest) -> node_pb2.LoadAdapterResponse:
         await self._begin()
         if request.path == BAD and self.number == 0 and not request.id:
+            raise _error(StatusCode.INVALID_ARGUMENT)
+        if request.path == MISSING and self.number == 0:
             raise _error(StatusCode.INVALID_ARGUMENT)
         adapter = AdapterRef(request.name, request.id or f"id-{request.path}", request.path)
         taken = self.names.get(request.name)
@@ -272,7 +275,17 @@ def steps() -> Iterator[st.SearchStrategy[tuple[Any, ...]]]:
     yield st.tuples(st.just(World.settle))
 
 
+# A node that was away cannot read what has replaced its adapter.
+REPLACED_WITHOUT_NODE_0 = [
+    (World.load, 0, "sql", "old"),
+    (World.lose, 0, 0),
+    (World.lose, 1, 0),
+    (World.load, 0, "sql", MISSING),
+]
+
+
 @given(st.lists(st.one_of(*steps()), max_size=20))
+@example(REPLACED_WITHOUT_NODE_0)
 def test_when_all_is_quiet_the_last_order_of_each_name_holds(history: list[Any]) -> None:
     async def scenario() -> None:
         world = World()
