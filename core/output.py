@@ -40,7 +40,7 @@ class FailureCause(Enum):
     MODEL = "model"  # non-finite logits, or a logits processor that failed
     REQUEST = "request"  # the request itself: it can never be served
     PASS = "pass"  # every pass that contains the request fails
-    KV_LOST = "kv_lost"  # the KV of the prompt did not arrive
+    KV_LOST = "kv_lost"  # the KV of the prompt did not arrive, or was lost while it was sent
     ENGINE_STOPPED = "engine_stopped"  # not the request: the engine has ended
 
 

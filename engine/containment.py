@@ -5,6 +5,9 @@ counts only once the scheduler has applied it. After an exception, the runner re
 receives them again from the scheduler, whose state is still that before the pass. It then runs
 them in halves until the failing rows are isolated. Their requests end with an error; the others
 keep their tokens.
+
+Recurrent states are an exception. Once the next pass is launched, the state that a failed pass read
+is overwritten. Requests of both passes are then computed again, from the last cached state on.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from dataclasses import fields
 
 from baton.core.ids import RequestId
 from baton.core.output import Failure, FailureCause
-from baton.engine.errors import PassHookFailed, PassSkipped
+from baton.engine.errors import FollowedPassFailed, PassHookFailed, PassSkipped
 from baton.engine.plan import Plan, RunResult
 from baton.engine.scheduler.scheduler import Scheduler
 
@@ -34,9 +37,31 @@ class Containment:
         self._run_pass = run_pass
         self._scheduler = scheduler
         self._num_crashes_in_a_row = 0
+        self._has_failed = False  # the last pass
+        # Requests whose states were overwritten, until they get a token again or end.
+        self._recomputed: set[RequestId] = set()
+
+    def must_end_first(self, plan: Plan) -> bool:
+        """Return whether the pass of this plan must end before the next one is planned.
+
+        After a failed pass, this one is skipped, and so would be the next one. If this one fails
+        with a request whose state was overwritten before, the failing rows must be found. That
+        needs the states that it read.
+        """
+        if self._has_failed:
+            return True
+        return bool(self._recomputed) and not self._recomputed.isdisjoint(plan.num_scheduled_tokens)
 
     def run(self, plan: Plan, collect: Callable[[], RunResult] | None = None) -> RunResult:
         """Return the result of a plan. `collect` returns that of its pass, if it is launched."""
+        result = self._run(plan, collect)
+        if self._recomputed:
+            self._recomputed.difference_update(result.token_ids, result.vectors, result.failures)
+            self._recomputed.intersection_update(self._scheduler.request_ids())
+        return result
+
+    def _run(self, plan: Plan, collect: Callable[[], RunResult] | None) -> RunResult:
+        self._has_failed = False
         try:
             result = self._run_pass(plan) if collect is None else collect()
         except PassHookFailed as failure:
@@ -44,21 +69,35 @@ class Containment:
         except PassSkipped as skipped:
             request_ids = tuple(self._scheduler.running_rows())
             return self._run_in_parts(plan, [request_ids] if request_ids else [], skipped)
-        except Exception as failure:
-            rows = self._scheduler.running_rows()
-            # None may be left if the plan was made before the result of the one before it.
-            if not rows and not plan.num_scheduled_tokens:
-                raise
-            log.exception(
-                "a pass over %d requests failed; running it again in parts",
-                len(plan.num_scheduled_tokens),
-            )
-            # The parts need the memory that the pass had when it failed, such as for lack of it.
-            traceback.clear_frames(failure.__traceback__)
-            return self._run_in_parts(plan, _halves(tuple(rows)), failure)
+        except FollowedPassFailed as followed:
+            return self._contain(plan, followed.root, overwritten=self._scheduler.overwritten())
+        except Exception as failure:  # noqa: BLE001 - it is logged, or raised
+            return self._contain(plan, failure)
         if plan.num_scheduled_tokens:
             self._num_crashes_in_a_row = 0
         return result
+
+    def _contain(
+        self, plan: Plan, failure: Exception, overwritten: Sequence[RequestId] = ()
+    ) -> RunResult:
+        """Run a failed pass again in parts, without rows whose states are overwritten."""
+        # No row may be left if the plan was made before the result of the one before it.
+        if not self._scheduler.running_rows() and not plan.num_scheduled_tokens:
+            raise failure
+        log.error(
+            "a pass over %d requests failed; running it again in parts",
+            len(plan.num_scheduled_tokens),
+            exc_info=failure,
+        )
+        self._has_failed = True
+        # The parts need the memory that the pass had when it failed, such as for lack of it.
+        traceback.clear_frames(failure.__traceback__)
+        if overwritten:
+            log.error("the next pass was launched: computing %d states again", len(overwritten))
+            self._remove_rows(overwritten, failure)  # also waits for the device
+            self._scheduler.recompute(overwritten)
+            self._recomputed.update(overwritten)
+        return self._run_in_parts(plan, _halves(tuple(self._scheduler.running_rows())), failure)
 
     def _run_in_parts(
         self, plan: Plan, parts: list[Sequence[RequestId]], failure: Exception

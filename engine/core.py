@@ -111,12 +111,14 @@ class EngineCore:
         if self._passes is None:
             return self._containment.run(plan)
         launched = launched or self._passes.launch(plan)
-        self._plan_ahead(self._passes, launched)
+        self._plan_ahead(self._passes, plan, launched)
         return self._containment.run(plan, partial(self._collect, plan, launched))
 
-    def _plan_ahead(self, passes: PassThread, launched: LaunchedPass) -> None:
+    def _plan_ahead(self, passes: PassThread, pending: Plan, launched: LaunchedPass) -> None:
         """Plan the next step and launch it, unless it depends on the result of the pass."""
-        plan = self.scheduler.schedule_ahead(self._clock())
+        plan = None
+        if not self._containment.must_end_first(pending):
+            plan = self.scheduler.schedule_ahead(self._clock())
         if plan is None:
             self._start_orders(self.scheduler.take_kv_orders())
         else:

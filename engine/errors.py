@@ -33,6 +33,17 @@ class PassSkipped(EngineError):
     """A pass was launched after one that then failed, and was not run."""
 
 
+class FollowedPassFailed(EngineError):
+    """A pass failed with `root` after the next one was launched, which may have overwritten states.
+
+    The next pass reads the recurrent states that this one wrote, and writes those that it read.
+    """
+
+    def __init__(self, root: Exception) -> None:
+        super().__init__(f"a pass failed after the next one was launched: {root!r}")
+        self.root = root
+
+
 class OutOfOrder(EngineError):
     """An operation was out of order, such as a plan made before the last one was updated."""
 

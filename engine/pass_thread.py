@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from baton.engine.errors import PassSkipped
+from baton.engine.errors import FollowedPassFailed, PassSkipped
 from baton.engine.plan import Pending, Plan, Runner, RunResult
 
 Call = Callable[[], None]
@@ -88,6 +88,8 @@ class PassThread:
         try:
             result = pending.collect()
         except BaseException as error:  # noqa: BLE001 - `collect` raises it
+            if self._open and isinstance(error, Exception):
+                error = FollowedPassFailed(error)
             while self._open:
                 self._open.popleft().launched.skip()
             launched.fail(error)
@@ -116,7 +118,10 @@ class LaunchedPass:
         return call is None
 
     def collect(self) -> RunResult:
-        """Wait for the result. Raises the exception of a pass that failed."""
+        """Wait for the result. Raises the exception of a pass that failed.
+
+        It is FollowedPassFailed if the next pass was launched before.
+        """
         self._want()
         return self._result.result()
 

@@ -228,12 +228,11 @@ class TorchRunner:
     def _can_be_followed(self, step: Step, heads: Sequence[HeadPass]) -> bool:
         """Return whether the next pass can be launched before the result of this one is known.
 
-        Positions depend on which drafts are accepted. States that the next pass has written could
-        not be computed again if this one failed.
+        Positions depend on which drafts are accepted.
         """
         if self.device.shares_host_memory or step.drafts:
             return False
-        return step.states is None and all(head.sampled is not None for head in heads)
+        return all(head.sampled is not None for head in heads)
 
     def _prepare(self, step: Step, plan: Plan) -> tuple[StepInputs, Callable[[], HiddenStates]]:
         """Put the arrays of a pass, and return the function that launches it."""

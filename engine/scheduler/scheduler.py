@@ -7,7 +7,7 @@ thread. Each plan must be updated with its result before the next one is made, e
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from baton.core.exclusions import Feature, check_exclusions
 from baton.core.ids import HandoffId, RequestId
@@ -29,6 +29,8 @@ from baton.engine.structured_output.grammar import Grammar
 from baton.kv_transfer.external_kv import KV, ExternalKv
 from baton.kv_transfer.foreign.types import ForeignReader
 from baton.kv_transfer.types import NO_REPORTS, KvOrders, KvReports
+
+STATE_LOST = "a pass failed and its recurrent states were lost, with KV already sent: try again"
 
 
 class Scheduler:
@@ -173,6 +175,39 @@ class Scheduler:
             for request_id, request in running.items()
             if request_id not in later
         }
+
+    def overwritten(self) -> tuple[RequestId, ...]:
+        """Return the requests whose recurrent states are lost if the first pending pass has failed.
+
+        Both pending passes must have been launched. The second one reads the side of a state that
+        the first one wrote, and writes the side that the first one read.
+        """
+        batch = self._state.batch
+        if not self.cache_config.layout.has_state or len(batch.pending) < 2:
+            return ()
+        first, second = batch.pending
+        return tuple(
+            request_id
+            for request_id, request in batch.running.items()
+            if first.num_tokens_of(request) and second.num_tokens_of(request)
+        )
+
+    def recompute(self, request_ids: Iterable[RequestId]) -> None:
+        """Preempt these requests, whose states were lost with a pass.
+
+        No pass may write their blocks any more. The results of pending plans are ignored.
+        """
+        state = self._state
+        for request_id in request_ids:
+            request = state.requests[request_id]
+            for step in state.batch.pending:
+                step.end(request)
+            if state.arrivals.sends.has_sent(request.submitted.send_to):
+                # The hand-off names blocks that another computation does not write.
+                failure = Failure(STATE_LOST, FailureCause.KV_LOST)
+                state.end(request, FinishReason.ERROR, failure)
+            else:
+                state.preempt(request)
 
     # --- queries ------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from baton.core.request import EngineRequest, PrefixSource, ReceiveKv
 from baton.core.sampling import SamplingParams
 from baton.core.task import UNSAMPLED
 from baton.engine.containment import Containment
-from baton.engine.errors import PassHookFailed, PassSkipped
+from baton.engine.errors import FollowedPassFailed, PassHookFailed, PassSkipped
 from baton.engine.events import KvEvent
 from baton.engine.kv_arrival.pulls import PullConfig
 from baton.engine.kv_cache.block_names import (
@@ -108,6 +108,7 @@ class _LaunchedPass:
         self._pending: Pending | None = None
         self._result: RunResult | None = None
         self._error: Exception | None = None
+        self.is_followed = False  # the next one was launched
 
     def launch(self) -> None:
         """Launch it, unless that has been done, or its turn has not come or never comes."""
@@ -119,6 +120,8 @@ class _LaunchedPass:
                 self._after.end()
         try:
             self._skip_if_due()
+            if self._after is not None:
+                self._after.is_followed = True
             self._pending = self._runner.launch(self.plan)
         except Exception as error:  # noqa: BLE001 - `collect` raises it
             self._error = error
@@ -134,8 +137,10 @@ class _LaunchedPass:
         try:
             self._skip_if_due()
             self._result = self._pending.collect()
+        except PassSkipped as skipped:
+            self._error = skipped
         except Exception as error:  # noqa: BLE001 - `collect` raises it
-            self._error = error
+            self._error = FollowedPassFailed(error) if self.is_followed else error
         self._after = None
 
     def _skip_if_due(self) -> None:
@@ -359,7 +364,9 @@ class EngineWorld:
     def step(self) -> Plan:
         launched = self._ahead or self._launch(self.scheduler.schedule(self.now_s))
         plan, self._ahead = launched.plan, None
-        next_plan = self.scheduler.schedule_ahead(self.now_s) if self.runs_ahead else None
+        next_plan = None
+        if self.runs_ahead and not self.containment.must_end_first(plan):
+            next_plan = self.scheduler.schedule_ahead(self.now_s)
         if next_plan is not None:
             self._ahead = self._launch_ahead(next_plan, launched)
         elif self.runs_ahead:
@@ -367,7 +374,7 @@ class EngineWorld:
         if self.runs_ahead:
             self._land_during_pass()
         run = self.containment.run(plan, launched.collect)
-        if plan.num_scheduled_tokens and not run.failures:
+        if not self.containment._num_crashes_in_a_row:
             self._forget_ended_crashes()
         reports = self.wire.poll()
         if self._connector is not None:

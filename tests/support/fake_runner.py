@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
+from typing import ClassVar
 
 from baton.core.ids import NO_BLOCK, BlockId, RequestId
 from baton.core.logprobs import TokenLogprobs
@@ -253,6 +254,8 @@ class FakeRunner(SynchronousRunner):
     rows that got no token in that one.
     """
 
+    can_be_followed: ClassVar[bool] = True  # passes without drafts, by others without drafts
+
     kv: KvTensor
     vocab_size: int
     specs: Specs = ONE_FULL
@@ -267,7 +270,7 @@ class FakeRunner(SynchronousRunner):
     crashing: dict[RequestId, CrashPlace] = field(default_factory=dict)  # their pass fails
     num_computed: dict[RequestId, int] = field(default_factory=dict)  # tokens run, per request
     num_followed: int = 0  # passes that were launched before the one before was collected
-    _open: _FakePass | None = None  # the pass that is not collected
+    _open: FakePass | None = None  # the pass that is not collected
     _follows: bool = False  # the pass in progress follows one that is not collected
     max_loras: int | None = None  # different adapters of a pass; None: any number
     # Pooled rows need all tokens, which their passes must compute.
@@ -278,11 +281,6 @@ class FakeRunner(SynchronousRunner):
     _pooled: dict[RequestId, Content] = field(default_factory=dict)  # what passes have computed
     _forgotten: set[RequestId] = field(default_factory=set)  # after a pass that failed
     _ended: set[RequestId] = field(default_factory=set)  # with the last pass, by the runner's rules
-
-    @property
-    def can_be_followed(self) -> bool:
-        """Return whether passes without drafts can be, by others without drafts."""
-        return not self.num_state_blocks
 
     def max_drafts(self, plan: Plan) -> int:
         """Return the most draft tokens of a pass."""
@@ -295,17 +293,27 @@ class FakeRunner(SynchronousRunner):
         self._follows = self._open is not None and not plan.is_retry
         self.num_followed += self._follows
         self._open = None
-        launched = _FakePass(self, plan, self.run(plan))
+        pooled = {request_id: content.copy() for request_id, content in self._pooled.items()}
+        launched = FakePass(self, plan, self.run(plan), pooled)
         self._follows = False
         self._open = launched
         return launched
 
-    def collect(self, launched: _FakePass) -> RunResult:
+    def collect(self, launched: FakePass) -> RunResult:
         if self._open is launched:
             self._open = None
-        for request_id in launched.plan.num_scheduled_tokens:
-            self._crash_if_due(request_id, CrashPlace.RESULT)
+        try:
+            for request_id in launched.plan.num_scheduled_tokens:
+                self._crash_if_due(request_id, CrashPlace.RESULT)
+        except Crash:
+            self._pooled = launched.pooled_before
+            raise
         return launched.result
+
+    def pools(self, plan: Plan) -> bool:
+        """Return whether a pass pools texts, whose sums are kept when it is collected."""
+        rows = map(self._rows.get, plan.num_scheduled_tokens)
+        return any(row is not None and row.row.is_pooled for row in rows)
 
     def run(self, plan: Plan) -> RunResult:
         result = RunResult()
@@ -350,12 +358,14 @@ class FakeRunner(SynchronousRunner):
         pooled = {request_id: content.copy() for request_id, content in self._pooled.items()}
         try:
             for request_id, num_tokens in plan.num_scheduled_tokens.items():
+                snapshots = plan.state_copies.get(request_id, ())
                 if request_id in ended:  # the scheduler did not know that
                     if self._follows:  # nor did the runner
                         row = self._rows[request_id]
                         self._spoil(row, range(len(row.token_ids), len(row.token_ids) + 1))
+                        self._swap_sides(row, [GARBAGE] * self.num_state_blocks)
+                        self._spoil_state(row, snapshots)
                     continue
-                snapshots = plan.state_copies.get(request_id, ())
                 self._run_row(self._rows[request_id], num_tokens, snapshots, result)
         except Crash:
             self.kv.spoil(written)
@@ -429,7 +439,7 @@ class FakeRunner(SynchronousRunner):
             if position + 1 in blocks_by_end:
                 self.kv.write_state(blocks_by_end[position + 1], content.state)
         row.num_computed_tokens = end
-        self._swap_sides(row, content)
+        self._swap_sides(row, content.state)
         if row.row.is_pooled and self.pools_all_tokens:
             self._note_pooled(row, start, content)
         return content
@@ -443,10 +453,10 @@ class FakeRunner(SynchronousRunner):
             its += computed[start:]
         noted.state = content.state.copy()
 
-    def _swap_sides(self, row: _Row, content: Content) -> None:
+    def _swap_sides(self, row: _Row, state: Sequence[Slot]) -> None:
         if row.state is not None:
             first, second = row.state.sides
-            self.kv.write_state(second, content.state)
+            self.kv.write_state(second, state)
             row.state = StateBlocks((second, first))
 
     def _spoil_state(self, row: _Row, snapshots: Sequence[StateSnapshot]) -> None:
@@ -510,15 +520,18 @@ class FakeRunner(SynchronousRunner):
 
 
 @dataclass(frozen=True, slots=True)
-class _FakePass:
+class FakePass:
     """Implements `Pending`."""
 
     runner: FakeRunner
     plan: Plan
     result: RunResult
+    pooled_before: dict[RequestId, Content]
 
     def allows(self, plan: Plan) -> bool:
         if not self.runner.can_be_followed or self.result.num_proposed:
+            return False
+        if self.runner.pools(self.plan):
             return False
         is_pass = bool(self.plan.num_scheduled_tokens and plan.num_scheduled_tokens)
         return is_pass and not plan.is_retry and not self.runner.max_drafts(plan)

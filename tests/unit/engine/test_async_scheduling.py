@@ -10,24 +10,25 @@ from dataclasses import replace
 import pytest
 
 from baton.core.ids import HandoffId, RequestId
-from baton.core.output import FinishReason
+from baton.core.output import Failure, FailureCause, FinishReason
 from baton.core.sampling import SamplingParams
 from baton.engine.core import EngineCore, NoKvWorker
-from baton.engine.errors import OutOfOrder, PassSkipped
+from baton.engine.errors import FollowedPassFailed, OutOfOrder, PassSkipped
 from baton.engine.kv_cache.config import CacheConfig
+from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.pass_thread import PassThread
 from baton.engine.plan import Plan, RunResult
 from baton.engine.scheduler.config import SchedulerConfig
-from baton.engine.scheduler.scheduler import Scheduler
+from baton.engine.scheduler.scheduler import STATE_LOST, Scheduler
 from baton.kv_transfer.types import NO_KV_ORDERS
 from tests.support.engine_world import EngineWorld
 from tests.support.engines import VOCAB_SIZE, an_engine_request
 from tests.support.fake_runner import (
     Crash,
     CrashPlace,
+    FakePass,
     FakeRunner,
     KvTensor,
-    SynchronousRunner,
     run_plan,
     tokens_alone,
 )
@@ -40,13 +41,19 @@ def world(config: SchedulerConfig | None = None, num_state_blocks: int = 0) -> E
     return EngineWorld(config, num_state_blocks=num_state_blocks, runs_ahead=True)
 
 
-def an_engine(runner: SynchronousRunner, worker: NoKvWorker | None = None) -> EngineCore:
-    scheduler = Scheduler(ASYNC, CacheConfig(num_blocks=64, block_size=4))
+def an_engine(runner: FakeRunner, worker: NoKvWorker | None = None) -> EngineCore:
+    layout = CacheLayout(num_state_blocks=runner.num_state_blocks)
+    scheduler = Scheduler(ASYNC, CacheConfig(64, 4, layout))
     return EngineCore(scheduler, runner, worker or NoKvWorker())
 
 
-def a_fake() -> FakeRunner:
-    return FakeRunner(KvTensor(64, 4), VOCAB_SIZE)
+def a_fake(num_state_blocks: int = 0) -> FakeRunner:
+    return FakeRunner(KvTensor(64, 4), VOCAB_SIZE, num_state_blocks=num_state_blocks)
+
+
+def answer_of(number: int, num_state_blocks: int = 0) -> list[int]:
+    """Return the tokens of a request of `tokens_of`."""
+    return tokens_alone((1, number), 0, 9, VOCAB_SIZE, num_state_blocks=num_state_blocks)
 
 
 def tokens_of(engine: EngineCore, num_requests: int) -> dict[str, list[int]]:
@@ -270,24 +277,30 @@ def test_an_engine_with_a_pass_thread_gives_the_same_tokens() -> None:
         assert found[str(number)] == tokens_alone((1, number), 0, 9, VOCAB_SIZE)
 
 
+@pytest.mark.parametrize("num_state_blocks", [0, 2])
 @pytest.mark.parametrize("place", CrashPlace)
-def test_a_request_that_fails_passes_ends_alone(place: CrashPlace) -> None:
-    runner = a_fake()
+def test_a_request_that_fails_passes_ends_alone(place: CrashPlace, num_state_blocks: int) -> None:
+    """If its first pass is launched with the next one, all states are computed again, once."""
+    runner = a_fake(num_state_blocks)
     runner.crashing = {RequestId("3"): place}
+    engine = an_engine(runner)
 
-    found = tokens_of(an_engine(runner), 5)
+    found = tokens_of(engine, 5)
 
     assert found.pop("3") == []
     for name, token_ids in found.items():
-        assert token_ids == tokens_alone((1, int(name)), 0, 9, VOCAB_SIZE)
+        assert token_ids == answer_of(int(name), num_state_blocks)
+    is_lost = num_state_blocks and place is CrashPlace.RESULT
+    assert engine.scheduler.stats().total_preemptions == (5 if is_lost else 0)
 
 
 class FailsInDecode(FakeRunner):
     """Runner of which one decode fails, as by a temporary lack of memory."""
 
-    num_decodes = 0
+    num_decodes = num_retries = 0
 
     def run(self, plan: Plan) -> RunResult:
+        self.num_retries += plan.is_retry and bool(plan.num_scheduled_tokens)
         self.num_decodes += not plan.num_prompt_tokens
         if self.num_decodes == 3:
             self.num_decodes += 1
@@ -295,11 +308,62 @@ class FailsInDecode(FakeRunner):
         return super().run(plan)
 
 
-def test_passes_after_one_that_failed_are_run_again() -> None:
-    found = tokens_of(an_engine(FailsInDecode(KvTensor(64, 4), VOCAB_SIZE)), 2)
+def test_only_the_pass_after_one_that_failed_is_run_again() -> None:
+    runner = FailsInDecode(KvTensor(64, 4), VOCAB_SIZE)
 
+    found = tokens_of(an_engine(runner), 2)
+
+    assert runner.num_retries == 3  # each row of the failed one alone, and all of the next one
     for name, token_ids in found.items():
-        assert token_ids == tokens_alone((1, int(name)), 0, 9, VOCAB_SIZE)
+        assert token_ids == answer_of(int(name))
+
+
+class LosesAResult(FakeRunner):
+    """Runner of which one result is lost once the next pass is launched."""
+
+    num_collected = 0
+
+    def collect(self, launched: FakePass) -> RunResult:
+        result = super().collect(launched)
+        self.num_collected += 1
+        if self.num_collected == 7:
+            raise MemoryError
+        return result
+
+
+def test_states_that_the_next_pass_has_overwritten_are_computed_again_from_a_snapshot() -> None:
+    runner = LosesAResult(KvTensor(64, 4), VOCAB_SIZE, num_state_blocks=1)
+    engine = an_engine(runner)
+
+    found = tokens_of(engine, 2)
+
+    assert runner.num_followed == 7 + 1  # up to the lost one, and the last pass
+    assert engine.scheduler.stats().total_preemptions == 2
+    for name, token_ids in found.items():
+        assert token_ids == answer_of(int(name), 1)
+        # 2 + 9 - 1 tokens, two that the lost passes computed, and those after the snapshot at 4
+        assert runner.num_computed[RequestId(name)] == 10 + 2 + (8 - 4) - 1
+
+
+class Always(random.Random):
+    """Chance of which everything comes true."""
+
+    def random(self) -> float:
+        return 0.0
+
+
+def test_a_hand_off_ends_whose_state_is_overwritten_once_blocks_are_sent() -> None:
+    config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=8, push_layers=True)
+    it = world(config, num_state_blocks=1)
+    it._pass_chance = Always()  # passes are launched early
+    sender = it.add(60, sends=True)
+    it.step_until(lambda plan: it.scheduler._state.arrivals.sends.has_sent(HandoffId(sender, 1)))
+    it.crash(sender, CrashPlace.RESULT)
+
+    it.run_to_end()
+
+    failure = it.receipts[sender].outputs[-1].failure
+    assert failure == Failure(STATE_LOST, FailureCause.KV_LOST)
 
 
 class WaitsInDecode(FakeRunner):
@@ -346,14 +410,15 @@ def test_a_pass_after_one_that_failed_is_skipped() -> None:
     assert run_plan(runner, Plan()) == RunResult()
 
 
-def test_a_pass_is_launched_before_the_result_of_the_one_before() -> None:
-    runner = a_fake()
+@pytest.mark.parametrize("num_state_blocks", [0, 2])
+def test_a_pass_is_launched_before_the_result_of_the_one_before(num_state_blocks: int) -> None:
+    runner = a_fake(num_state_blocks)
 
     found = tokens_of(an_engine(runner), 3)
 
     assert runner.num_followed == 8  # of nine passes
     for name, token_ids in found.items():
-        assert token_ids == tokens_alone((1, int(name)), 0, 9, VOCAB_SIZE)
+        assert token_ids == answer_of(int(name), num_state_blocks)
 
 
 def test_a_pass_that_needs_tokens_on_the_host_waits_for_them() -> None:
@@ -393,8 +458,9 @@ def test_calls_of_a_pass_are_dropped_with_it_if_the_result_of_the_one_before_is_
 
     assert runner.num_followed == 1
     assert called == [0]
-    with pytest.raises(Crash):
+    with pytest.raises(FollowedPassFailed) as failure:
         first.collect()
+    assert isinstance(failure.value.root, Crash)
     with pytest.raises(PassSkipped):
         second.collect()
     passes.close()
