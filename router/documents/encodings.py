@@ -1,0 +1,67 @@
+"""Bytes of documents: `data:` URLs, base64, and the encodings of texts. Pure."""
+
+from __future__ import annotations
+
+import binascii
+import codecs
+import re
+from contextlib import suppress
+from urllib.parse import unquote_to_bytes
+
+from baton.core.errors import InvalidRequest
+from baton.rpc.errors import UnsupportedInput
+
+DATA_URL = "data:"
+UTF_16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+# Beginnings of files that clients often send, and what these are.
+BINARY_MARKS = {
+    b"\x89PNG": "an image: Baton reads no images",
+    b"\xff\xd8\xff": "an image: Baton reads no images",
+    b"GIF8": "an image: Baton reads no images",
+    b"RIFF": "an image, audio or video: Baton reads text only",
+    b"PK\x03\x04": "an archive, such as an Office document: send a PDF, or its text",
+    b"\xd0\xcf\x11\xe0": "an Office document: send a PDF, or its text",
+    b"\x1f\x8b": "compressed: send the file itself",
+}
+# Control characters other than whitespace, backspace and escape, which texts do not have.
+BINARY = re.compile("[\0-\x07\x0e-\x1a\x1c-\x1f]")
+
+
+def read_base64(text: str, where: str) -> bytes:
+    """Raises InvalidRequest."""
+    try:
+        return binascii.a2b_base64("".join(text.split()), strict_mode=True)
+    except ValueError:  # also of characters that are not ASCII
+        raise InvalidRequest(
+            f"{where} is not base64: send the bytes of the file in base64", where
+        ) from None
+
+
+def read_data(text: str, where: str) -> tuple[bytes, str]:
+    """Return bytes and media type of a `data:` URL, or of plain base64, whose type is not known.
+
+    Raises InvalidRequest.
+    """
+    if text[: len(DATA_URL)].lower() != DATA_URL:
+        return read_base64(text, where), ""
+    header, comma, body = text[len(DATA_URL) :].partition(",")
+    if not comma:
+        raise InvalidRequest(
+            f"{where} is a data: URL without a comma: send data:TYPE;base64,DATA", where
+        )
+    media_type, *parameters = [part.strip().lower() for part in header.split(";")]
+    if "base64" in parameters:
+        return read_base64(body, where), media_type
+    return unquote_to_bytes(body), media_type
+
+
+def read_text(data: bytes, label: str, where: str) -> str:
+    """Decode the text of a file. Raises UnsupportedInput for anything but text."""
+    encoding = "utf-16" if data.startswith(UTF_16_MARKS) else "utf-8-sig"
+    with suppress(UnicodeDecodeError):
+        text = data.decode(encoding)
+        if not BINARY.search(text):
+            return text
+    kinds = (kind for mark, kind in BINARY_MARKS.items() if data.startswith(mark))
+    kind = next(kinds, "neither text in UTF-8 nor a PDF: send it as one of these")
+    raise UnsupportedInput(f"{label} is {kind}", where)

@@ -1,0 +1,127 @@
+"""Program of the process that reads PDFs: files come on stdin, their texts go to stdout.
+
+The files are hostile. The process has limits of CPU time and memory, cannot open files or
+connections, and ends with its parent. It imports nothing of Baton, so that it starts quickly.
+
+stdin: the sizes of the files as a line of JSON, then the files. stdout: a line of JSON for each
+file, `{"text": …, "has_images": …}` or `{"problem": …}`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+from itertools import islice
+from typing import BinaryIO
+
+PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
+NICENESS = 10  # the router's other requests come first
+MAX_OBJECTS = 10_000  # of a file, among which an image is searched
+BROKEN_LINE = "\ufffe"  # PDFium's mark in place of a hyphen and the end of its line
+BLANK = "\0\n "
+
+
+class Problem(Exception):
+    """A file cannot be read; the message continues the file's name."""
+
+
+def confine(parent_pid: int, cpu_s: int, memory_bytes: int) -> None:
+    if sys.platform == "linux":
+        prctl = ctypes.CDLL(None).prctl
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    if os.getppid() != parent_pid:  # the parent ended before the prctl call
+        sys.exit(1)
+    os.nice(NICENESS)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))  # SIGXCPU, then SIGKILL
+
+
+def receive_files(stream: BinaryIO) -> list[bytes]:
+    return [stream.read(size) for size in json.loads(stream.readline())]
+
+
+class Reader:
+    """Reads files, within limits for all of them together."""
+
+    def __init__(self, max_pages: int, max_characters: int) -> None:
+        # Imported, with the codec that it uses, before the process can open no more files.
+        import pypdfium2
+
+        "".encode("utf-16-le")
+        self._pdfium = pypdfium2
+        self._max_pages, self._pages_left = max_pages, max_pages
+        self._max_characters, self._characters_left = max_characters, max_characters
+
+    def outcome(self, data: bytes) -> dict[str, object]:
+        try:
+            text, has_images = self._read(data)
+        except Problem as problem:
+            return {"problem": str(problem)}
+        except MemoryError:
+            return {"problem": "takes too much memory to read: send a smaller file, or its text"}
+        except self._pdfium.PdfiumError as error:
+            return {"problem": _problem_of(error, self._pdfium.raw.FPDF_ERR_PASSWORD)}
+        return {"text": text, "has_images": has_images}
+
+    def _read(self, data: bytes) -> tuple[str, bool]:
+        document = self._pdfium.PdfDocument(data)
+        self._pages_left -= len(document)
+        if self._pages_left < 0:
+            raise Problem(
+                f"has {len(document)} pages; all files of a request may have {self._max_pages}: "
+                "send the pages that matter"
+            )
+        pages, has_images, objects_left = [], False, MAX_OBJECTS
+        for index in range(len(document)):
+            page = document[index]
+            pages.append(self._text_of(page))
+            if not has_images and objects_left > 0:
+                kinds = [found.type for found in islice(page.get_objects(), objects_left)]
+                has_images = self._pdfium.raw.FPDF_PAGEOBJ_IMAGE in kinds
+                objects_left -= len(kinds)
+            page.close()
+        text = "\n\n".join(filter(None, pages))
+        if not text:
+            raise Problem("has no text; Baton reads no images: send the text of its pages")
+        return text, has_images
+
+    def _text_of(self, page: object) -> str:
+        textpage = page.get_textpage()  # type: ignore[attr-defined]
+        self._characters_left -= textpage.count_chars()
+        if self._characters_left < 0:
+            raise Problem(
+                f"has too much text; all files of a request may have {self._max_characters} "
+                "characters: send the pages that matter"
+            )
+        text: str = textpage.get_text_range()
+        textpage.close()
+        text = text.replace("\r\n", "\n").replace(BROKEN_LINE, "-\n").replace("\0", "")
+        return text.strip(BLANK)
+
+
+def _problem_of(error: Exception, password_code: int) -> str:
+    if getattr(error, "err_code", None) == password_code:
+        return "is encrypted: send it without a password"
+    return "is damaged or no PDF: send a file that PDF viewers open"
+
+
+def main(parent_pid: int, cpu_s: int, memory_bytes: int, max_pages: int, max_chars: int) -> None:
+    confine(parent_pid, cpu_s, memory_bytes)
+    reader = Reader(max_pages, max_chars)
+    files = receive_files(sys.stdin.buffer)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
+    for data in files:
+        line = json.dumps(reader.outcome(data), ensure_ascii=False) + "\n"
+        sys.stdout.buffer.write(line.encode(errors="replace"))
+        sys.stdout.buffer.flush()
+    os._exit(0)  # nothing of the files is worth a clean end
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

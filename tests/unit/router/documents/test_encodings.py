@@ -1,0 +1,72 @@
+"""Bytes of files that clients send, as text."""
+
+from __future__ import annotations
+
+import base64
+import codecs
+
+import pytest
+
+from baton.core.errors import InvalidRequest
+from baton.router.documents.document import document_from
+from baton.router.documents.encodings import read_data
+from baton.rpc.errors import UnsupportedInput
+
+TEXT = "Größe: 7 µm,\tok\r\n中 😀\x1b[0m"
+
+
+@pytest.mark.parametrize(
+    ("sent", "content", "media_type"),
+    [
+        ("aGk=", b"hi", ""),
+        (" aG\nk= ", b"hi", ""),
+        ("", b"", ""),
+        ("data:text/plain;base64,aGk=", b"hi", "text/plain"),
+        ("DATA:Text/CSV; charset=utf-8 ;BASE64,aGk=", b"hi", "text/csv"),
+        ("data:,a%20b", b"a b", ""),
+        ("data:text/plain,", b"", "text/plain"),
+    ],
+)
+def test_data_urls_and_base64_are_read(sent: str, content: bytes, media_type: str) -> None:
+    assert read_data(sent, "file_data") == (content, media_type)
+
+
+@pytest.mark.parametrize("sent", ["aGk", "a_k=", "aGk=é", "data:text/plain;base64,?", "data:aGk="])
+def test_other_data_is_refused_by_name(sent: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"^file_data is (not base64|a data: URL without)"):
+        read_data(sent, "file_data")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        TEXT.encode(),
+        TEXT.encode("utf-8-sig"),
+        codecs.BOM_UTF16_LE + TEXT.encode("utf-16-le"),
+        codecs.BOM_UTF16_BE + TEXT.encode("utf-16-be"),
+    ],
+)
+def test_texts_are_decoded_whatever_their_type(data: bytes) -> None:
+    assert document_from(data, "f", "a.csv", "application/octet-stream").content == TEXT
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"\x89PNG\r\n\x1a\n\0", "an image"),
+        (b"PK\x03\x04\x14\0", "an archive, such as an Office document"),
+        (b"\x7fELF\x02", "neither text in UTF-8 nor a PDF"),
+        (b"caf\xe9", "neither text in UTF-8 nor a PDF"),
+        (base64.b64decode("AAEC"), "neither text in UTF-8 nor a PDF"),
+        (codecs.BOM_UTF16_LE + b"\0", "neither text in UTF-8 nor a PDF"),
+    ],
+)
+def test_other_files_are_refused_by_name(data: bytes, reason: str) -> None:
+    with pytest.raises(UnsupportedInput, match=f"^input.0: report.x is {reason}") as refusal:
+        document_from(data, "input.0", "report.x", "text/plain")
+    assert refusal.value.field == "input.0"
+
+
+def test_a_pdf_is_known_by_its_mark_or_its_type() -> None:
+    for data, media_type in ((b"\n%PDF-1.4", "text/plain"), (b"no PDF", "application/pdf")):
+        assert document_from(data, "f", "", media_type).content == data
