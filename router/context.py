@@ -42,6 +42,7 @@ class RequestContext:
     placement: PromptPlacement | None = None
     # Called when nodes are chosen, and again when the decode node has the KV.
     note_placement: Callable[[PromptPlacement], None] = _ignore
+    warnings: tuple[str, ...] = ()  # about the whole client request: what is done only in part
     note_tokens: Callable[[int], None] = _ignore_count  # called with numbers of computed tokens
 
     def remaining_s(self, now: float) -> float | None:

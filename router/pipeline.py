@@ -15,6 +15,7 @@ from baton.router.dispatch.config import DispatchConfig
 from baton.router.dispatch.dispatcher import Dispatcher
 from baton.router.dispatch.node_rpcs import NodeCalls
 from baton.router.dispatch.vllm.prefills import VllmPrefills
+from baton.router.documents.reader import DocumentReader
 from baton.router.input_processing.form_checks import FormChecks
 from baton.router.input_processing.input_processor import InputProcessor
 from baton.router.input_processing.model_profiles import ModelProfiles
@@ -44,6 +45,7 @@ class Pipeline:
         self.table = table
         self.profiles = profiles
         self.inputs = InputProcessor(table, profiles, forms)
+        self.documents = DocumentReader()
         self.traffic = TrafficByModel(config.admission_queue, clock)
         self._dispatcher = Dispatcher(
             table=table,
@@ -108,6 +110,6 @@ class Pipeline:
                 if isinstance(part, TokenChunk):
                     context.note_tokens(len(part.token_ids))
                 if isinstance(part, Finish):
-                    yield replace(part, warnings=call.warnings)
+                    yield replace(part, warnings=(*context.warnings, *call.warnings))
                 else:
                     yield part

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
@@ -53,6 +53,11 @@ class RequestScope:
     def owner(self) -> str:
         """Digest of the client's token; empty without authentication."""
         return self._owner
+
+    def note_warnings(self, warnings: Sequence[str]) -> None:
+        """Add warnings to those of the answers."""
+        if warnings:
+            self.context = replace(self.context, warnings=(*self.context.warnings, *warnings))
 
     @contextmanager
     def ending_on_error(self) -> Iterator[None]:

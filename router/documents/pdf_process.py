@@ -19,6 +19,7 @@ from baton.rpc.errors import UnsupportedInput
 
 PROGRAM = Path(__file__).with_name("pdf_program.py")
 PACKAGE = "pypdfium2"
+ENVIRONMENT = ("LD_LIBRARY_PATH",)  # what the process needs of it; it can hold secrets
 PIECE_BYTES = 1 << 18
 MAX_BYTES_PER_CHARACTER = 6  # of UTF-8 in JSON, where a control character is an escape
 LINE_BYTES = 1 << 10  # around the text of a file
@@ -61,6 +62,7 @@ async def read_pdfs(files: Sequence[bytes], limits: PdfLimits) -> list[PdfText]:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
+        env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
         process_group=0,  # Ctrl-C in a terminal reaches the router alone
     )
     output, ending = b"", ""

@@ -39,10 +39,21 @@ NO_STRUCTURE = bytes(set(range(256)) - set(STRUCTURE))
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ReceivedBody:
     raw: bytes
     thread: LargeTexts  # for large bodies
+    lease: Lease
+    num_more_bytes: int = 0  # of what was read from the body, such as the texts of files
+
+    @property
+    def size(self) -> int:
+        return len(self.raw) + self.num_more_bytes
+
+    def hold_more(self, num_bytes: int) -> None:
+        """Count what was read from the body in the budget, too. Raises QueueFull."""
+        self.lease.grow_to(self.lease.num_bytes + num_bytes)
+        self.num_more_bytes += num_bytes
 
     async def fields(self) -> dict[str, Any]:
         """Parse the body. Raises Unreadable, and QueueFull if too many bodies wait to be parsed."""
@@ -50,7 +61,7 @@ class ReceivedBody:
 
     async def run(self, work: Callable[[], Result]) -> Result:
         """Run `work`, whose time grows with the body. Raises what `work` raises, and QueueFull."""
-        return await self.thread.run(len(self.raw), work)
+        return await self.thread.run(self.size, work)
 
 
 class Bodies:
@@ -68,7 +79,7 @@ class Bodies:
         Raises MessageTooLarge, QueueFull, BodyTimeout and ClientGone.
         """
         with self._budget.lease() as lease:
-            yield ReceivedBody(await read_body(request, lease, self._gauge()), self._thread)
+            yield ReceivedBody(await read_body(request, lease, self._gauge()), self._thread, lease)
 
     @asynccontextmanager
     async def hold(self, message: bytes) -> AsyncIterator[ReceivedBody]:
@@ -82,7 +93,7 @@ class Bodies:
                 gauge.feed(message[start : start + SMALL_BODY_BYTES])
                 await asyncio.sleep(0)
             lease.grow_to(len(message) + VALUE_BYTES * gauge.num_values)
-            yield ReceivedBody(message, self._thread)
+            yield ReceivedBody(message, self._thread, lease)
 
     def _gauge(self) -> JsonGauge:
         return JsonGauge(max_values(self._table.served_model().max_model_len))
@@ -201,6 +212,22 @@ def json_object(body: bytes) -> dict[str, Any]:
 async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, object]) -> None:
     """Run `work`, and cancel it when the client disconnects, so that the nodes stop, too."""
     await run_until_first(work, _wait_for_disconnect(receive))
+
+
+async def result_while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Return the result of `work`, which is cancelled when the client disconnects.
+
+    Raises ClientGone then.
+    """
+    results: list[Result] = []
+
+    async def add_result() -> None:
+        results.append(await work)
+
+    await run_while_connected(receive, add_result())
+    if not results:
+        raise ClientGone("the client disconnected before its request was answered")
+    return results[0]
 
 
 async def run_until_first(*works: Coroutine[Any, Any, object]) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from baton.router.documents import pdf_process
 from baton.router.documents.pdf_process import PdfLimits, PdfText, check_installed, read_pdfs
 from baton.rpc.errors import UnsupportedInput
-from tests.support.pdf_files import LOCK, SHOW_IMAGE, many_pages, pdf_of, show
+from tests.support.pdf_files import LOCK, SHOW_IMAGE, SPACES, many_pages, pdf_of, show
 from tests.support.pdf_processes import end_of, pdf_process_of, pdf_processes
 
 pytest.importorskip("pypdfium2", reason="baton[documents] is not installed")
@@ -43,7 +43,7 @@ def test_files_are_read_in_their_order_up_to_the_first_problem() -> None:
     assert texts[5] == PdfText("Hello")
 
 
-BOMB = pdf_of(b" " * (1 << 28))  # 256 KB
+BOMB = pdf_of(SPACES)  # 64 KB
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ BOMB = pdf_of(b" " * (1 << 28))  # 256 KB
         ((many_pages(100_000),), {}, "has 100000 pages; all files of a request may have 2000"),
         ((GOOD, GOOD), {"max_pages": 1}, "has 1 pages; all files of a request may have 1:"),
         ((pdf_of(show("x" * 99)),), {"max_characters": 50}, "has too much text"),
-        ((BOMB,), {"memory_bytes": 160 << 20}, "takes more than 160 MiB of memory"),
+        ((BOMB,), {"memory_bytes": 128 << 20}, "takes more than 128 MiB of memory"),
         ((BOMB,), {"cpu_s": 0}, "takes more than 0 s of CPU time"),
         ((BOMB,), {"wall_s": 0.0}, "takes more than 0 s to read"),
     ],

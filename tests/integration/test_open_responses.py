@@ -1,12 +1,14 @@
-"""Open Responses' compliance templates, but those of images and files; and clients that read
-reasoning and calls that the model decides about.
+"""Open Responses' compliance templates, but that of images; and clients that send documents, and
+read reasoning and calls that the model decides about.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import urllib.error
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -26,11 +28,31 @@ from tests.support.open_responses_client import (
     stream,
     texts_of,
 )
+from tests.support.pdf_files import data_url, pdf_of, show
 from tests.support.response_sockets import LAST_EVENTS
-from tests.support.scripted_agent import CALLS, SECRET, SEEN, TEXT, THOUGHT
+from tests.support.scripted_agent import CALLS, FOX, SECRET, SEEN, TEXT, THOUGHT
 
 MAX_S = 60
 NOT_FOUND = "previous_response_not_found"
+needs_pdfium = pytest.mark.skipif(
+    find_spec("pypdfium2") is None, reason="baton[documents] is not installed"
+)
+# As the template's, without a cross-reference table.
+FILE = pdf_of(show("Title: OpenResponses File Input Fixture"))
+FILE_INPUT = {
+    "type": "message",
+    "role": "user",
+    "content": [
+        {"type": "input_text", "text": "Read the attached file and answer with its title only."},
+        {
+            "type": "input_file",
+            "filename": "openresponses-fixture.pdf",
+            "file_data": data_url(
+                FILE[: FILE.index(b"xref")] + b"trailer\n<< /Root 1 0 R >>\n%%EOF"
+            ),
+        },
+    ],
+}
 
 
 @pytest.fixture
@@ -54,6 +76,7 @@ def url(scripted: LocalCluster) -> str:
             ],
             id="assistant-phase",
         ),
+        pytest.param([FILE_INPUT], id="file-input", marks=needs_pdfium),
     ],
 )
 def test_a_conversation_is_answered(items: Sequence[Any], url: str) -> None:
@@ -283,3 +306,31 @@ def test_anthropic_reads_thinking_and_calls(scripted: LocalCluster) -> None:
     assert called.stop_reason == "tool_use"
     assert (call.type, call.input) == ("tool_use", CALLS["get_weather"])
     assert answered.content[0].text == SEEN
+
+
+@needs_pdfium
+def test_documents_of_both_clients_are_read(scripted: LocalCluster) -> None:
+    base = f"http://{scripted.router.http_address}"
+    asking = pdf_of(show("Answer as json_schema says."))  # where the model answers with a fox
+    inline: Any = {"filename": "ask.pdf", "file_data": data_url(asking)}
+    chat: Any = [{"type": "file", "file": inline}]
+    item: Any = {"role": "user", "content": [{"type": "input_file", **inline}]}
+    data = base64.b64encode(asking).decode()
+    source = {"type": "base64", "media_type": "application/pdf", "data": data}
+    block: Any = [{"type": "document", "source": source, "title": "ask.pdf"}]
+    with OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0, timeout=MAX_S) as client:
+        chats: Any = client.chat.completions
+        whole = chats.create(model="", messages=[{"role": "user", "content": chat}])
+        answers = [
+            whole.choices[0].message.content,
+            client.responses.create(model="", input=[item]).output_text,
+        ]
+    with Anthropic(base_url=base, api_key="none", max_retries=0, timeout=MAX_S) as client:
+        turns: Any = [{"role": "user", "content": block}]
+        said_to = {"model": "agent", "messages": turns}
+        answers.append(client.messages.create(**said_to, max_tokens=64).content[0].text)
+        counted = client.messages.count_tokens(**said_to).input_tokens
+
+    assert [json.loads(answer or "") for answer in answers] == [FOX] * 3
+    assert whole.usage is not None
+    assert counted == whole.usage.prompt_tokens

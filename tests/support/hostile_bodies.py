@@ -15,13 +15,22 @@ _values = st.recursive(
     max_leaves=4,
 )
 _caches = st.fixed_dictionaries({"type": st.just("ephemeral")}, optional={"ttl": _scalars})
-_blocks = st.fixed_dictionaries(
-    {
-        "type": st.sampled_from(
-            ["text", "thinking", "tool_use", "tool_result", "image", "redacted_thinking"]
-        )
-    },
+_data = st.sampled_from(["aGk=", "a", "data:text/plain,hi", "data:;base64,AA==", "http://x"])
+_sources = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "base64", "content", "url", "file"]) | _scalars},
     optional={
+        "media_type": st.sampled_from(["text/plain", "application/pdf", "image/png"]),
+        "data": _data | _scalars,
+        "content": st.text(max_size=3) | st.lists(_values, max_size=2),
+    },
+)
+_kinds = ["text", "thinking", "tool_use", "tool_result", "document", "image", "redacted_thinking"]
+_blocks = st.fixed_dictionaries(
+    {"type": st.sampled_from(_kinds)},
+    optional={
+        "source": _sources | _scalars,
+        "title": st.text(max_size=3) | _scalars,
+        "citations": st.fixed_dictionaries({"enabled": st.booleans()}) | _scalars,
         "text": st.text(max_size=3) | _scalars,
         "thinking": st.text(max_size=3),
         "id": st.text(max_size=3),
@@ -87,8 +96,20 @@ messages_requests = st.tuples(
 ).map(lambda pair: {**pair[0], **pair[1]})
 
 _parts = st.fixed_dictionaries(
-    {"type": st.sampled_from(["input_text", "output_text", "reasoning_text", "input_image"])},
+    {
+        "type": st.sampled_from(
+            ["input_text", "output_text", "reasoning_text", "input_file", "input_image"]
+        )
+    },
     optional={"text": st.text(max_size=3) | _scalars},
+) | st.fixed_dictionaries(
+    {"type": st.just("input_file")},
+    optional={
+        "file_data": _data | _scalars,
+        "file_url": _data | _scalars,
+        "file_id": st.text(max_size=3),
+        "filename": st.text(max_size=3) | _scalars,
+    },
 )
 _texts = st.text(max_size=3) | st.lists(_parts | _values, max_size=2) | _scalars
 responses_items = st.fixed_dictionaries(

@@ -10,6 +10,7 @@ FONT = b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>"
 PAGE = b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 300 144] /Contents 4 0 R /Resources 6 0 R >>"
 IMAGE_SIZE = b"/Width 2 /Height 2 /BitsPerComponent 8 /ColorSpace /DeviceGray"
 SHOW_IMAGE = b" /I Do"
+SPACES = b" " * (1 << 26)  # a page that takes long to read, and much memory
 LOCK = b" /ID [<00><00>] /Encrypt << /Filter /Standard /V 1 /R 2 /P -4 /O <%b> /U <%b> >>" % (
     b"41" * 32,
     b"42" * 32,

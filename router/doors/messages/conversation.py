@@ -108,6 +108,8 @@ def _block(block: object, kinds: Mapping[str, type[Block]], where: str) -> Block
         raise InvalidRequest(f"{where} must be an object with a type", f"{where}.type")
     if kind not in kinds:
         raise UnsupportedInput(
-            f"{where}.type is {kind[:64]!r}: supported here are {', '.join(kinds)}", f"{where}.type"
+            f"{where}.type is {kind[:64]!r}: supported here are {', '.join(kinds)}, and document "
+            "from the user",
+            f"{where}.type",
         )
     return validate_body(block, kinds[kind], where)

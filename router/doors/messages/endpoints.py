@@ -11,7 +11,9 @@ from starlette.responses import JSONResponse, Response
 
 from baton.core.finish import Finish
 from baton.router.answers import generate_answers
+from baton.router.doors.documents import put_texts, read_documents
 from baton.router.doors.field_names import renaming_fields
+from baton.router.doors.messages.documents import message_documents
 from baton.router.doors.messages.parsed_message import (
     FIELD_NAMES,
     ParsedMessage,
@@ -22,10 +24,11 @@ from baton.router.doors.messages.response import MessageResponse
 from baton.router.doors.openai.generation import model_context, served_name
 from baton.router.doors.openai.request.bodies import with_session
 from baton.router.doors.openai.request.structured_outputs import errors_of_field
-from baton.router.http.bodies import Bodies
+from baton.router.http.bodies import Bodies, ReceivedBody, result_while_connected
 from baton.router.http.exchange import ReceivedRequest, Reply
 from baton.router.http.json_encoding import Json, encode_in_slices
 from baton.router.pipeline import Pipeline
+from baton.router.request_scope import RequestScopes
 from baton.router.values import GenerateCall, TokenPrompt
 
 
@@ -45,6 +48,7 @@ class MessageHandler:
 
     async def _parse(self, request: ReceivedRequest) -> ParsedMessage:
         fields = with_session(await request.body.fields(), request.session_id)
+        await read_documents(message_documents, fields, self.pipeline, request)
         context = model_context(self.pipeline, fields)
         return await request.body.run(partial(message_from, fields, request.id, context))
 
@@ -83,13 +87,20 @@ class TokenCount:
     """`count_tokens`: the length of a prompt, which is not computed."""
 
     pipeline: Pipeline
+    scopes: RequestScopes
     bodies: Bodies
 
     async def count(self, request: Request) -> Response:
+        owner = self.scopes.owner_of(request.headers.items())
         async with self.bodies.receive(request) as received:
-            fields = await received.fields()
-            context = model_context(self.pipeline, fields)
-            self.pipeline.inputs.check_model(context.variant)
-            prompt = await received.run(partial(prompt_to_count, fields, context))
-            token_ids = await self.pipeline.inputs.token_ids(prompt, context.variant)
+            count = self._count(received, owner)
+            return await result_while_connected(request.receive, count)
+
+    async def _count(self, received: ReceivedBody, owner: str) -> Response:
+        fields = await received.fields()
+        context = model_context(self.pipeline, fields)
+        self.pipeline.inputs.check_model(context.variant)
+        await put_texts(message_documents, fields, self.pipeline, received, owner)
+        prompt = await received.run(partial(prompt_to_count, fields, context))
+        token_ids = await self.pipeline.inputs.token_ids(prompt, context.variant)
         return JSONResponse({"input_tokens": len(token_ids)})

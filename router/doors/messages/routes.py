@@ -17,7 +17,8 @@ REQUEST_ID = "request-id"  # header of responses that Anthropic's clients read
 def messages_routes(pipeline: Pipeline, scopes: RequestScopes, bodies: Bodies) -> list[Route]:
     handler = MessageHandler(pipeline)
     create = GenerationEndpoint(scopes, bodies, MESSAGES_ERRORS, handler.answer, REQUEST_ID)
+    count = TokenCount(pipeline, scopes, bodies).count
     return [
         Route("/v1/messages", create, methods=["POST"]),
-        Route("/v1/messages/count_tokens", TokenCount(pipeline, bodies).count, methods=["POST"]),
+        Route("/v1/messages/count_tokens", count, methods=["POST"]),
     ]

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from baton.core.ids import ModelVariant
+from baton.router.doors.documents import put_texts
 from baton.router.doors.openai.request.bodies import (
     DetokenizeBody,
     ResetBody,
@@ -18,11 +19,13 @@ from baton.router.doors.openai.request.bodies import (
     TokenizeTextBody,
     openai_body,
 )
+from baton.router.doors.openai.request.files import chat_documents
 from baton.router.doors.openai.request.prompts import chat_from
-from baton.router.http.bodies import Bodies, ReceivedBody
+from baton.router.http.bodies import Bodies, ReceivedBody, result_while_connected
 from baton.router.http.json_encoding import Json, as_json
 from baton.router.pipeline import Pipeline
 from baton.router.prefix_resets import PrefixResets
+from baton.router.request_scope import RequestScopes
 from baton.router.values import Prompt, TextPrompt
 from baton.rpc.errors import UnknownModel
 from baton.rpc.security.token import HEADER
@@ -66,17 +69,21 @@ class Models:
 @dataclass(frozen=True, slots=True)
 class Tokens:
     pipeline: Pipeline
+    scopes: RequestScopes
     bodies: Bodies
 
     async def tokenize(self, request: Request) -> Response:
+        owner = self.scopes.owner_of(request.headers.items())
         async with self.bodies.receive(request) as received:
-            return await self._tokenize(received)
+            tokenize = self._tokenize(received, owner)
+            return await result_while_connected(request.receive, tokenize)
 
-    async def _tokenize(self, received: ReceivedBody) -> Response:
+    async def _tokenize(self, received: ReceivedBody, owner: str) -> Response:
         fields = await received.fields()
         body: TokenizeTextBody | TokenizeChatBody
         prompt: Prompt
         if "messages" in fields:
+            await put_texts(chat_documents, fields, self.pipeline, received, owner)
             body = await received.run(partial(openai_body, fields, TokenizeChatBody))
             prompt = await received.run(partial(chat_from, body, body.tools))
         else:

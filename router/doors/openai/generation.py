@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from baton.router.answers import generate_answers
+from baton.router.doors.documents import FindDocuments, read_documents
 from baton.router.doors.openai.request.bodies import with_session
 from baton.router.doors.openai.request.parsed_request import ModelContext, ParsedRequest
 from baton.router.doors.openai.request.structured_outputs import errors_of_field
@@ -31,6 +32,7 @@ Read = Callable[[Mapping[str, Any], str, ModelContext], ParsedRequest]
 class AnswerHandler:
     pipeline: Pipeline
     read: Read
+    find_documents: FindDocuments | None = None  # None: its bodies have none
 
     async def answer(self, request: ReceivedRequest, reply: Reply) -> None:
         with request.scope.ending_on_error():
@@ -41,6 +43,8 @@ class AnswerHandler:
 
     async def _parse(self, request: ReceivedRequest) -> ParsedRequest:
         fields = with_session(await request.body.fields(), request.session_id)
+        if self.find_documents is not None:
+            await read_documents(self.find_documents, fields, self.pipeline, request)
         context = model_context(self.pipeline, fields)
         return await request.body.run(partial(self.read, fields, request.id, context))
 

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from starlette.routing import Route
 
 from baton.router.adapters.updates import AdapterUpdates
+from baton.router.doors.documents import FindDocuments
 from baton.router.doors.openai.embeddings import Vectors
 from baton.router.doors.openai.endpoints import Models, PrefixCacheEndpoint, Tokens
 from baton.router.doors.openai.errors import OPENAI_ERRORS
 from baton.router.doors.openai.generation import AnswerHandler, Read
 from baton.router.doors.openai.lora import LoraEndpoints
+from baton.router.doors.openai.request.files import chat_documents
 from baton.router.doors.openai.request.parsed_request import chat_completion_from, completion_from
 from baton.router.http.bodies import Bodies
 from baton.router.http.exchange import Answer, GenerationEndpoint
@@ -29,17 +31,17 @@ def openai_routes(
     resets: PrefixResets,
     adapters: AdapterUpdates,
 ) -> list[Route]:
-    def generation(read: Read) -> GenerationEndpoint:
-        return endpoint(AnswerHandler(pipeline, read).answer)
+    def generation(read: Read, find: FindDocuments | None = None) -> GenerationEndpoint:
+        return endpoint(AnswerHandler(pipeline, read, find).answer)
 
     def endpoint(answer: Answer) -> GenerationEndpoint:
         return GenerationEndpoint(scopes, bodies, OPENAI_ERRORS, answer)
 
-    models, texts = Models(pipeline), Tokens(pipeline, bodies)
+    models, texts = Models(pipeline), Tokens(pipeline, scopes, bodies)
     vectors, loras = Vectors(pipeline), LoraEndpoints(adapters, bodies)
     return [
         _post("/v1/completions", generation(completion_from)),
-        _post("/v1/chat/completions", generation(chat_completion_from)),
+        _post("/v1/chat/completions", generation(chat_completion_from, chat_documents)),
         _post("/v1/embeddings", endpoint(vectors.embed)),
         *(_post(path, endpoint(vectors.score)) for path in ("/v1/score", "/score")),
         *(_post(path, endpoint(vectors.rerank)) for path in RERANK_PATHS),

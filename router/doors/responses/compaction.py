@@ -14,9 +14,11 @@ from baton.core.errors import InvalidRequest
 from baton.core.finish import Finish
 from baton.core.output import FinishReason
 from baton.router.answers import generate_answers
+from baton.router.doors.documents import read_documents
 from baton.router.doors.openai.generation import model_context
 from baton.router.doors.openai.request.bodies import Body, check_fields, validate_body
 from baton.router.doors.responses.bodies import IGNORED_FIELDS, Items
+from baton.router.doors.responses.files import response_documents
 from baton.router.doors.responses.memory import TenantMemory
 from baton.router.doors.responses.parsed_response import ParsedResponse, response_from
 from baton.router.doors.responses.response_object import usage_of
@@ -79,12 +81,14 @@ class CompactionHandler:
                     await reply.send_body([await request.body.run(partial(as_json, whole))])
 
     async def _parse(self, request: ReceivedRequest) -> ParsedResponse:
-        fields = compaction_from(await request.body.fields())
+        given = await request.body.fields()
+        await read_documents(response_documents, given, self.pipeline, request)
+        fields = compaction_from(given)
         memory = TenantMemory(self.store, request.scope.owner)
         history = memory.history(fields.get("previous_response_id"))
         context = model_context(self.pipeline, fields)
         parse = partial(response_from, fields, history, request.id, context)
-        return await request.body.thread.run(len(request.body.raw) + len(history), parse)
+        return await request.body.thread.run(request.body.size + len(history), parse)
 
 
 def compacted(summary: str, end: Finish, created_at: int) -> Json:

@@ -87,6 +87,7 @@ def _text(part: object, where: str, kinds: Sequence[str]) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(kind, str) and kind not in kinds:
         raise UnsupportedInput(
-            f"{where}.type is {kind[:64]!r}: only text is supported here", f"{where}.type"
+            f"{where}.type is {kind[:64]!r}: supported here are texts and files",
+            f"{where}.type",
         )
     return validate_body(part, TextPart, where).text

@@ -14,9 +14,11 @@ from baton.core.errors import NamedError
 from baton.core.finish import Finish
 from baton.core.output import FinishReason
 from baton.router.answers import IndexedParts, generate_answers
+from baton.router.doors.documents import read_documents
 from baton.router.doors.field_names import renaming_fields
 from baton.router.doors.openai.generation import model_context, served_name
 from baton.router.doors.openai.request.structured_outputs import errors_of_field
+from baton.router.doors.responses.files import response_documents
 from baton.router.doors.responses.memory import TenantMemory
 from baton.router.doors.responses.parsed_response import FIELD_NAMES, ParsedResponse, response_from
 from baton.router.doors.responses.response_object import ResponseObject
@@ -107,7 +109,7 @@ class Turn:
         if not self.memory.keeps(is_stored=is_stored):
             return whole
         encode = partial(as_json, [*self.parsed.items, *self.response.items])
-        size = len(body.raw) + self.parsed.num_history_bytes
+        size = body.size + self.parsed.num_history_bytes
         history = await body.thread.run(size, encode)
         stored = await body.run(partial(as_json, whole)) if is_stored else b""
         if self.memory.keep(self.response.id, stored, history, is_stored=is_stored):
@@ -159,9 +161,10 @@ async def begin_turn(
     previous = fields.get("previous_response_id")
     with request.scope.ending_on_error(), memory.forgetting_on_error(previous):
         history = memory.history(previous)
+        await read_documents(response_documents, fields, pipeline, request)
         context = model_context(pipeline, fields)
         parse = partial(response_from, fields, history, request.id, context, is_warmup=is_warmup)
-        parsed = await request.body.thread.run(len(request.body.raw) + len(history), parse)
+        parsed = await request.body.thread.run(request.body.size + len(history), parse)
     [call] = parsed.request.calls
     response = ResponseObject(
         parsed,

@@ -96,7 +96,9 @@ def _part(part: object, where: str) -> str:
     if not isinstance(part, dict):
         raise InvalidRequest(f"{where} must be an object with type and text", where)
     if part.get("type") != "text":
-        raise UnsupportedInput(f"{where} is not text: only text parts are supported", where)
+        raise UnsupportedInput(
+            f"{where} is neither text nor a file: other parts are not supported", where
+        )
     if not isinstance(part.get("text"), str):
         raise InvalidRequest(f"{where}.text must be a text", f"{where}.text")
     return str(part["text"])

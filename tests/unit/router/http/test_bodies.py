@@ -20,6 +20,7 @@ from baton.router.http.bodies import (
     VALUE_BYTES,
     BodyBudget,
     JsonGauge,
+    Lease,
     ReceivedBody,
     max_values,
     read_body,
@@ -129,9 +130,10 @@ def test_waiting_for_a_body_times_out() -> None:
 
 
 def test_large_bodies_are_parsed_outside_the_event_loop() -> None:
-    thread = LargeTexts(ONE_AT_A_TIME)
+    thread, lease = LargeTexts(ONE_AT_A_TIME), Lease(BodyBudget())
 
-    small = asyncio.run(ReceivedBody(b"x" * SMALL_BODY_BYTES, thread).run(threading.get_ident))
-    large = asyncio.run(ReceivedBody(b"x" * LARGE, thread).run(threading.get_ident))
+    body = ReceivedBody(b"x" * SMALL_BODY_BYTES, thread, lease)
+    small = asyncio.run(body.run(threading.get_ident))
+    large = asyncio.run(ReceivedBody(b"x" * LARGE, thread, lease).run(threading.get_ident))
 
     assert small == threading.get_ident() != large

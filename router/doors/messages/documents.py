@@ -1,0 +1,118 @@
+"""Document blocks of Anthropic's messages, as documents. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from baton.core.errors import InvalidRequest
+from baton.router.documents.document import Document, DocumentPart, document_from, parts_of_kind
+from baton.router.documents.encodings import read_base64
+from baton.router.doors.messages.bodies import Block, TextBlock
+from baton.router.doors.openai.request.bodies import Body, validate_body
+from baton.router.input_processing.limits import check_name
+from baton.rpc.errors import UnsupportedInput
+
+DOCUMENT = "document"
+NO_CITATIONS = "citations: the answer has none"
+
+
+class Base64Source(Body):
+    type: str
+    media_type: Literal["application/pdf", "text/plain"]
+    data: str
+
+
+class TextSource(Body):
+    type: str
+    media_type: Literal["text/plain"]
+    data: str
+
+
+class ContentSource(Body):
+    type: str
+    content: str | list[Any]
+
+
+class Citations(Body):
+    enabled: bool = False
+
+
+class DocumentBlock(Block):
+    source: dict[str, Any]
+    title: str | None = None
+    context: str | None = None
+    citations: Citations | None = None
+
+
+SOURCES: Mapping[str, type[Body]] = {
+    "base64": Base64Source,
+    "text": TextSource,
+    "content": ContentSource,
+}
+# Sources without support.
+NOT_HERE = {
+    "url": "the router fetches no URLs; send the content as base64",
+    "file": "files are not stored here; send the content as base64",
+}
+
+
+def message_documents(fields: Mapping[str, Any]) -> Iterator[DocumentPart]:
+    """Yield the documents in messages of the user. Raises InvalidRequest and UnsupportedInput."""
+    messages = fields.get("messages")
+    for number, message in enumerate(messages if isinstance(messages, list) else ()):
+        if isinstance(message, dict) and message.get("role") == "user":
+            content, where = message.get("content"), f"messages.{number}.content"
+            yield from _documents_in(content, where)
+            for inside, _, _, result in parts_of_kind(content, "tool_result", where):
+                yield from _documents_in(result.get("content"), f"{inside}.content")
+
+
+def _documents_in(content: object, where: str) -> Iterator[DocumentPart]:
+    for place, blocks, index, block in parts_of_kind(content, DOCUMENT, where):
+        read = validate_body(block, DocumentBlock, place)
+        has_citations = read.citations is not None and read.citations.enabled
+        warnings = (f"{place}.{NO_CITATIONS}",) if has_citations else ()
+        kept = {name: block[name] for name in ("cache_control",) if name in block}
+        text_block = {"type": "text", **kept}
+        yield DocumentPart(_document(read, place), blocks, index, text_block, warnings)
+
+
+def _document(block: DocumentBlock, where: str) -> Document:
+    name, context = block.title or "", block.context or ""
+    check_name(f"{where}.title", name)
+    inside = f"{where}.source"
+    match _source(block.source, inside):
+        case Base64Source(data=data, media_type=media_type):
+            content = read_base64(data, f"{inside}.data")
+            return document_from(content, where, name, media_type, context)
+        case TextSource(data=text):
+            return Document(text, where, name, context)
+        case ContentSource(content=content):
+            return Document(_text(content, f"{inside}.content"), where, name, context)
+    raise InvalidRequest(f"{inside} has no content", inside)
+
+
+def _source(source: Mapping[str, Any], where: str) -> Body:
+    kind = source.get("type")
+    if not isinstance(kind, str):
+        raise InvalidRequest(f"{where}.type must be a text", f"{where}.type")
+    if kind not in SOURCES:
+        reason = NOT_HERE.get(kind, f"supported here are {', '.join(SOURCES)}")
+        raise UnsupportedInput(f"{where}.type is {kind[:64]!r}: {reason}", f"{where}.type")
+    return validate_body(source, SOURCES[kind], where)
+
+
+def _text(content: str | list[Any], where: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for index, block in enumerate(content):
+        kind = block.get("type") if isinstance(block, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise UnsupportedInput(
+                f"{where}.{index}.type is {kind[:64]!r}: only text is supported here",
+                f"{where}.{index}.type",
+            )
+        texts.append(validate_body(block, TextBlock, f"{where}.{index}").text)
+    return "\n".join(texts)
