@@ -45,10 +45,12 @@ async def read_documents(
 ) -> None:
     """Replace the documents in the fields of a request, whose answer gets the warnings.
 
-    Raises as `put_texts` does.
+    Raises as `put_texts` does, and Draining and RequestIdInUse.
     """
     scope = request.scope
-    scope.note_warnings(await put_texts(find, fields, pipeline, request.body, scope.owner))
+    with pipeline.accept(request.id):  # a router that stops waits for it, or refuses it at once
+        warnings = await put_texts(find, fields, pipeline, request.body, scope.owner)
+    scope.note_warnings(warnings)
 
 
 def _find_all(find: FindDocuments, fields: Mapping[str, Any]) -> list[DocumentPart]:

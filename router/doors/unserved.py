@@ -28,7 +28,7 @@ REASONS = {
     "/v1/realtime": f"the Realtime API is not implemented; {USE_CHAT}",
     "/v1/assistants": f"the Assistants API is not implemented; {USE_CHAT}",
     "/v1/threads": f"the Assistants API is not implemented; {USE_CHAT}",
-    "/v1/files": "files are not stored here; send each request by itself",
+    "/v1/files": "files are not stored here; send them in messages, in base64",
     "/v1/batches": "batches are not stored here; send each request by itself",
     "/v1/fine_tuning": "Baton does not train; start it with the model you want (--model)",
     "/redoc": "the page of the API is /docs",

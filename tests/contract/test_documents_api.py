@@ -277,5 +277,7 @@ def test_a_hostile_file_delays_no_other_request_and_ends_with_its_client(
         hostile.cancel()
         await end_of(process)
         await router.pipeline.drain()
+        refused = await client.post(CHAT, json=chat(inline(PDF)))
+        assert refused.status_code == 503
 
     with_router(scenario)

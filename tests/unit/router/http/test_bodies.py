@@ -129,6 +129,17 @@ def test_waiting_for_a_body_times_out() -> None:
         asyncio.run(run())
 
 
+def test_what_is_read_from_a_body_counts_as_the_body_does() -> None:
+    thread, budget = LargeTexts(ONE_AT_A_TIME), BodyBudget(max_bytes=LARGE)
+    with budget.lease() as lease:
+        body = ReceivedBody(b"x", thread, lease)
+        body.hold_more(LARGE)
+        assert asyncio.run(body.run(threading.get_ident)) != threading.get_ident()
+        with pytest.raises(QueueFull, match="large bodies"):
+            body.hold_more(1)
+    assert budget.num_held == 0
+
+
 def test_large_bodies_are_parsed_outside_the_event_loop() -> None:
     thread, lease = LargeTexts(ONE_AT_A_TIME), Lease(BodyBudget())
 
