@@ -43,19 +43,22 @@ class PdfText:
     problem: str = ""  # continues the file's name; empty: it has been read
 
 
-def check_installed() -> None:
-    """Raises UnsupportedInput without the package that reads PDFs."""
-    if find_spec(PACKAGE) is None:
+def package_folder() -> str:
+    """Return the folder with the package that reads PDFs. Raises UnsupportedInput without it."""
+    package = find_spec(PACKAGE)
+    if package is None or package.origin is None:
         raise UnsupportedInput(
             f"this router cannot read PDFs, for which it needs the package {PACKAGE}: pip install "
             "'baton[documents]', or send the text"
         )
+    return str(Path(package.origin).parents[1])
 
 
 async def read_pdfs(files: Sequence[bytes], limits: PdfLimits) -> list[PdfText]:
     """Return the texts of the files, up to the first one with a problem.
 
-    The process ends when this returns or is cancelled, or when the router ends.
+    The process ends when this returns or is cancelled, or when the router ends. Raises
+    UnsupportedInput without the package that reads PDFs.
     """
     process = await asyncio.create_subprocess_exec(
         *_command(limits),
@@ -80,8 +83,9 @@ async def read_pdfs(files: Sequence[bytes], limits: PdfLimits) -> list[PdfText]:
 
 def _command(limits: PdfLimits) -> list[str]:
     numbers = (limits.cpu_s, limits.memory_bytes, limits.max_pages, limits.max_characters)
-    # Isolated: it imports nothing from the working directory or the environment.
-    return [sys.executable, "-I", str(PROGRAM), str(os.getpid()), *map(str, numbers)]
+    # Isolated (-I, -S): it runs nothing but the program and the package.
+    interpreter = (sys.executable, "-I", "-S", str(PROGRAM), package_folder())
+    return [*interpreter, str(os.getpid()), *map(str, numbers)]
 
 
 async def _send(process: asyncio.subprocess.Process, files: Sequence[bytes]) -> None:

@@ -16,7 +16,7 @@ import resource
 import signal
 import sys
 from itertools import islice
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 NICENESS = 10  # the router's other requests come first
@@ -60,7 +60,8 @@ class Reader:
 
     def outcome(self, data: bytes) -> dict[str, object]:
         try:
-            text, has_images = self._read(data)
+            with self._pdfium.PdfDocument(data) as document:
+                text, has_images = self._read(document)
         except Problem as problem:
             return {"problem": str(problem)}
         except MemoryError:
@@ -69,8 +70,7 @@ class Reader:
             return {"problem": _problem_of(error, self._pdfium.raw.FPDF_ERR_PASSWORD)}
         return {"text": text, "has_images": has_images}
 
-    def _read(self, data: bytes) -> tuple[str, bool]:
-        document = self._pdfium.PdfDocument(data)
+    def _read(self, document: Any) -> tuple[str, bool]:
         self._pages_left -= len(document)
         if self._pages_left < 0:
             raise Problem(
@@ -78,8 +78,7 @@ class Reader:
                 "send the pages that matter"
             )
         pages, has_images, objects_left = [], False, MAX_OBJECTS
-        for index in range(len(document)):
-            page = document[index]
+        for page in document:
             pages.append(self._text_of(page))
             if not has_images and objects_left > 0:
                 kinds = [found.type for found in islice(page.get_objects(), objects_left)]
@@ -91,8 +90,8 @@ class Reader:
             raise Problem("has no text; Baton reads no images: send the text of its pages")
         return text, has_images
 
-    def _text_of(self, page: object) -> str:
-        textpage = page.get_textpage()  # type: ignore[attr-defined]
+    def _text_of(self, page: Any) -> str:
+        textpage = page.get_textpage()
         self._characters_left -= textpage.count_chars()
         if self._characters_left < 0:
             raise Problem(
@@ -111,8 +110,11 @@ def _problem_of(error: Exception, password_code: int) -> str:
     return "is damaged or no PDF: send a file that PDF viewers open"
 
 
-def main(parent_pid: int, cpu_s: int, memory_bytes: int, max_pages: int, max_chars: int) -> None:
+def main(packages: str, limits: list[str]) -> None:
+    """`packages` is the folder with pypdfium2."""
+    parent_pid, cpu_s, memory_bytes, max_pages, max_chars = map(int, limits)
     confine(parent_pid, cpu_s, memory_bytes)
+    sys.path.append(packages)
     reader = Reader(max_pages, max_chars)
     files = receive_files(sys.stdin.buffer)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
@@ -124,4 +126,4 @@ def main(parent_pid: int, cpu_s: int, memory_bytes: int, max_pages: int, max_cha
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(sys.argv[1], sys.argv[2:])

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from baton.core.errors import InvalidRequest
 from baton.router.documents.document import Document
 from baton.router.documents.fair_slots import FairSlots
-from baton.router.documents.pdf_process import PdfLimits, PdfText, check_installed, read_pdfs
+from baton.router.documents.pdf_process import PdfLimits, PdfText, read_pdfs
 
 NUM_PROCESSES = 2
 MAX_WAITING = 64  # requests, each of which holds its files in memory
@@ -41,7 +41,6 @@ class DocumentReader:
         ]
 
     async def _read_pdfs(self, documents: Sequence[Document], client: str) -> list[PdfText]:
-        check_installed()
         files = [each.content for each in documents if isinstance(each.content, bytes)]
         async with self.slots.slot(client):
             texts = await read_pdfs(files, self.limits)

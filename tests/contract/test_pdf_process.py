@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.router.documents import pdf_process
-from baton.router.documents.pdf_process import PdfLimits, PdfText, check_installed, read_pdfs
+from baton.router.documents.pdf_process import PdfLimits, PdfText, package_folder, read_pdfs
 from baton.rpc.errors import UnsupportedInput
 from tests.support.pdf_files import LOCK, SHOW_IMAGE, SPACES, many_pages, pdf_of, show
 from tests.support.pdf_processes import end_of, pdf_process_of, pdf_processes
@@ -104,7 +104,7 @@ def test_without_the_package_the_error_names_the_command(monkeypatch: pytest.Mon
     monkeypatch.setattr(pdf_process, "PACKAGE", "no_such_package")
 
     with pytest.raises(UnsupportedInput, match=r"pip install 'baton\[documents\]'"):
-        check_installed()
+        package_folder()
 
 
 mutations = st.lists(
