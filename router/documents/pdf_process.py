@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pydantic_core import from_json
 
-from baton.rpc.errors import UnsupportedInput
+from baton.rpc.errors import QueueFull, UnsupportedInput
 
 PROGRAM = Path(__file__).with_name("pdf_program.py")
 PACKAGE = "pypdfium2"
@@ -23,6 +23,7 @@ ENVIRONMENT = ("LD_LIBRARY_PATH",)  # what the process needs of it; it can hold 
 PIECE_BYTES = 1 << 18
 MAX_BYTES_PER_CHARACTER = 6  # of UTF-8 in JSON, where a control character is an escape
 LINE_BYTES = 1 << 10  # around the text of a file
+RETRY_AFTER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +59,9 @@ async def read_pdfs(files: Sequence[bytes], limits: PdfLimits) -> list[PdfText]:
     """Return the texts of the files, up to the first one with a problem.
 
     The process ends when this returns or is cancelled, or when the router ends. Raises
-    UnsupportedInput without the package that reads PDFs.
+    UnsupportedInput without the package that reads PDFs, and QueueFull if no process can start.
     """
-    process = await asyncio.create_subprocess_exec(
-        *_command(limits),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-        env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
-        process_group=0,  # Ctrl-C in a terminal reaches the router alone
-    )
+    process = await _start(_command(limits))
     output, ending = b"", ""
     try:
         async with asyncio.timeout(limits.wall_s):
@@ -79,6 +73,24 @@ async def read_pdfs(files: Sequence[bytes], limits: PdfLimits) -> list[PdfText]:
     finally:
         await _kill(process)
     return _texts(output, ending, len(files))
+
+
+async def _start(command: Sequence[str]) -> asyncio.subprocess.Process:
+    try:
+        return await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+            process_group=0,  # Ctrl-C in a terminal reaches the router alone
+        )
+    except OSError as error:
+        raise QueueFull(
+            f"the router cannot start a process to read PDFs ({error.strerror}); send this one "
+            "later",
+            RETRY_AFTER_S,
+        ) from error
 
 
 def _command(limits: PdfLimits) -> list[str]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from baton.router.documents import pdf_process
 from baton.router.documents.pdf_process import PdfLimits, PdfText, package_folder, read_pdfs
-from baton.rpc.errors import UnsupportedInput
+from baton.rpc.errors import QueueFull, UnsupportedInput
 from tests.support.pdf_files import LOCK, SHOW_IMAGE, SPACES, many_pages, pdf_of, show
 from tests.support.pdf_processes import end_of, pdf_process_of, pdf_processes
 
@@ -105,6 +105,13 @@ def test_without_the_package_the_error_names_the_command(monkeypatch: pytest.Mon
 
     with pytest.raises(UnsupportedInput, match=r"pip install 'baton\[documents\]'"):
         package_folder()
+
+
+def test_a_process_that_cannot_start_is_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+
+    with pytest.raises(QueueFull, match="cannot start a process to read PDFs"):
+        read(GOOD)
 
 
 mutations = st.lists(
