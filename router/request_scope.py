@@ -54,10 +54,10 @@ class RequestScope:
         """Digest of the client's token; empty without authentication."""
         return self._owner
 
-    def note_warnings(self, warnings: Sequence[str]) -> None:
-        """Add warnings to those of the answers."""
-        if warnings:
-            self.context = replace(self.context, warnings=(*self.context.warnings, *warnings))
+    def note_documents_read(self, warnings: Sequence[str]) -> None:
+        """Record that documents have become text, with warnings for all answers."""
+        self._trace.note_documents_read()
+        self.context = replace(self.context, warnings=(*self.context.warnings, *warnings))
 
     @contextmanager
     def ending_on_error(self) -> Iterator[None]:

@@ -57,6 +57,8 @@ class RequestTrace:
 
     def note_call(self, call: GenerateCall) -> None: ...
 
+    def note_documents_read(self) -> None: ...
+
     def note_tokenized(self, num_tokens: int) -> None: ...
 
     def note_queued(self, num_ahead: int) -> None: ...
@@ -123,6 +125,9 @@ class RecordedTrace(RequestTrace):
                 names.ADAPTER: adapter.name,
                 names.ADAPTER_ID: adapter.id,
             }
+
+    def note_documents_read(self) -> None:
+        self._timeline.documents_read_s = time.monotonic()
 
     def note_tokenized(self, num_tokens: int) -> None:
         self._timeline.tokenized_s = time.monotonic()

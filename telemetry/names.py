@@ -27,6 +27,7 @@ ENGINE_STEP = "engine_step"  # root of its own trace, linked to the requests in 
 
 # --- Events inside spans ---------------------------------------------------------------------
 
+DOCUMENTS_READ = "documents_read"  # files in the messages have become text
 TOKENIZED = "tokenized"
 CHOSEN = "chosen"
 FIRST_TOKEN = "first_token"

@@ -23,14 +23,14 @@ async def put_texts(
     pipeline: Pipeline,
     body: ReceivedBody,
     client: str,
-) -> list[str]:
+) -> list[str] | None:
     """Replace the documents in the fields by parts with their texts, and return warnings.
 
-    Raises InvalidRequest, UnsupportedInput and QueueFull.
+    Returns None if there are no documents. Raises InvalidRequest, UnsupportedInput and QueueFull.
     """
     parts = await body.run(partial(_find_all, find, fields))
     if not parts:
-        return []
+        return None
     body.hold_more(sum(getsizeof(part.document.content) for part in parts))
     read = await pipeline.documents.read([part.document for part in parts], client)
     body.hold_more(sum(getsizeof(each.text) for each in read))
@@ -50,7 +50,8 @@ async def read_documents(
     scope = request.scope
     with pipeline.accept(request.id):  # a router that stops waits for it, or refuses it at once
         warnings = await put_texts(find, fields, pipeline, request.body, scope.owner)
-    scope.note_warnings(warnings)
+    if warnings is not None:
+        scope.note_documents_read(warnings)
 
 
 def _find_all(find: FindDocuments, fields: Mapping[str, Any]) -> list[DocumentPart]:

@@ -87,6 +87,7 @@ class RequestTimeline:
     received_s: float
     request_attributes: dict[str, AttributeValue] = field(default_factory=dict)
     num_prompt_tokens: int | None = None
+    documents_read_s: float | None = None  # None: there are none
     tokenized_s: float | None = None
     queue_position: int = 0
     admitted_s: float | None = None
@@ -186,9 +187,10 @@ class _RequestSpans:
             names.QUEUE_POSITION: timeline.queue_position,
             names.QUEUE_WAIT: None if read_s is None else end.at_s - read_s,
         }
-        events = () if read_s is None else (self._make.event(names.TOKENIZED, read_s),)
+        times = {names.DOCUMENTS_READ: timeline.documents_read_s, names.TOKENIZED: read_s}
+        events = (self._make.event(name, at_s) for name, at_s in times.items() if at_s is not None)
         return self._make.span(
-            names.ADMIT, self._root_id, timeline.received_s, end, attributes, events=events
+            names.ADMIT, self._root_id, timeline.received_s, end, attributes, events=tuple(events)
         )
 
     def _attempt(

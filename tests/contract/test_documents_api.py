@@ -14,10 +14,12 @@ import pytest
 from websockets.asyncio.client import connect
 
 from baton.router.input_processing.tokenization import TextBoundary
+from baton.router.tracing import Tracing
 from baton.router.values import ChatPrompt, Prompt
 from tests.support.http_routers import HttpRouter, an_http_router
 from tests.support.pdf_files import LOCK, SHOW_IMAGE, SPACES, data_url, pdf_of, show
 from tests.support.pdf_processes import end_of, pdf_process_of
+from tests.support.tracers import TakingTracer
 
 pytest.importorskip("pypdfium2", reason="baton[documents] is not installed")
 
@@ -25,6 +27,8 @@ MAX_S = 60
 PDF = pdf_of(show("The sky is red."))
 BOMB = pdf_of(SPACES)
 QUESTION = "What colour?"
+TRACED = {"traceparent": f"00-{1:032x}-{1:016x}-01"}
+NOT_TRACED = {"traceparent": f"00-{1:032x}-{1:016x}-00"}
 PDF_TEXT = "File sky.pdf:\n\nThe sky is red."
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 
@@ -46,12 +50,12 @@ class Prompts(TextBoundary):
 Scenario = Callable[[HttpRouter, httpx2.AsyncClient, Prompts], Awaitable[None]]
 
 
-def with_router(scenario: Scenario) -> None:
+def with_router(scenario: Scenario, **around: Any) -> None:
     async def run() -> None:
         prompts = Prompts()
         async with (
             asyncio.timeout(MAX_S),
-            an_http_router(text=prompts) as router,
+            an_http_router(text=prompts, **around) as router,
             httpx2.AsyncClient(base_url=router.url, timeout=MAX_S) as client,
         ):
             await scenario(router, client, prompts)
@@ -196,19 +200,24 @@ def test_what_is_left_out_is_a_warning_of_whole_and_streamed_answers() -> None:
         ],
     }
     bodies = {
-        CHAT: chat(inline(with_image), n=2),
+        CHAT: chat(inline(with_image)),
         RESPONSES: response(inline(with_image)),
         MESSAGES: message(block),
     }
 
     async def scenario(router: HttpRouter, client: httpx2.AsyncClient, prompts: Prompts) -> None:
         for path, warnings in expected.items():
-            whole = await client.post(path, json=bodies[path])
+            whole = await client.post(path, json=bodies[path], headers=TRACED)
             assert whole.json()["warnings"] == warnings
-            streamed = await client.post(path, json={**bodies[path], "stream": True})
+            _, admit, *_ = await tracer.next_spans()
+            assert [event.name for event in admit.events] == ["documents_read", "tokenized"]
+            streamed = await client.post(
+                path, json={**bodies[path], "stream": True}, headers=NOT_TRACED
+            )
             assert json.dumps(warnings, separators=(",", ":")) in streamed.text
 
-    with_router(scenario)
+    tracer = TakingTracer()
+    with_router(scenario, tracing=Tracing(tracer))
 
 
 def test_what_cannot_be_read_is_refused_by_name_in_the_format_of_the_api() -> None:

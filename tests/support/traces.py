@@ -35,6 +35,7 @@ def to_unix_ns(at_s: float) -> int:
 
 def a_request(*, has_failed_try: bool = False) -> RequestTimeline:
     timeline = RequestTimeline("r1", TraceContext(TRACE_ID, 1), None, 10.0)
+    timeline.documents_read_s = 10.0005
     timeline.num_prompt_tokens, timeline.tokenized_s, timeline.admitted_s = 40, 10.001, 10.002
     if has_failed_try:
         broken = an_attempt(1, 10.002, 100)
