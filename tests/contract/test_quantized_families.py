@@ -21,7 +21,7 @@ from baton.core.errors import ModelError
 from baton.core.sampling import SamplingParams
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.kernels.choose import Parts, native_parts
-from baton.engine.runner.kernels.native import NativeLinear
+from baton.engine.runner.kernels.native_linear import NativeLinear
 from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.layer_weights import Layer

@@ -25,7 +25,8 @@ from baton.engine.runner.adapters.low_rank import (
 from baton.engine.runner.adapters.place import ROUTER, Part, Place
 from baton.engine.runner.kernels.calls import Kernels
 from baton.engine.runner.kernels.choose import TORCH, merges_routers
-from baton.engine.runner.kernels.native import NativeOps, native_experts
+from baton.engine.runner.kernels.native import NativeOps
+from baton.engine.runner.kernels.native_linear import native_experts
 from baton.engine.runner.kernels.native_low_rank import NativeLowRankProducts
 from baton.engine.runner.model.config import Activation, MoeConfig, Scoring
 from baton.engine.runner.model.linear import ExpertChoice, Mlp, Moe, Router

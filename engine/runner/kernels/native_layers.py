@@ -14,8 +14,9 @@ from torch import Tensor
 from baton.engine.kv_cache.groups import layer_places
 from baton.engine.runner.kernels.abi import LayerArgs, PackedMatrix, PassArgs, RopeAngles, Struct
 from baton.engine.runner.kernels.calls import Kernels, gate_params, norm_params
-from baton.engine.runner.kernels.native import NativeOps, native_matrix
+from baton.engine.runner.kernels.native import NativeOps
 from baton.engine.runner.kernels.native_attention import NativePass
+from baton.engine.runner.kernels.native_linear import native_matrix
 from baton.engine.runner.kernels.native_low_rank import FusedLowRank, first_place
 from baton.engine.runner.kernels.torch_parts import torch_parts
 from baton.engine.runner.model.config import ModelConfig, QkNorm

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from baton.engine.runner.kernels.native import native_experts, native_matrix
+from baton.engine.runner.kernels.native_linear import native_experts, native_matrix
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.layer_weights import Layer
 from baton.engine.runner.model.linear import Linear, Mlp, Moe
