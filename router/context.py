@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from baton.router.dispatch.quarantine import PromptGroup
 from baton.router.input_processing.limits import LogprobBudget
-from baton.router.routing.node_table import Node
+from baton.router.routing.nodes import Node
 from baton.router.tracing import UNTRACED, RequestTrace
 from baton.rpc.errors import DeadlineExceeded
 

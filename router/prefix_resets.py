@@ -10,7 +10,8 @@ from functools import partial
 from grpc import RpcError, StatusCode, aio
 
 from baton.kv_transfer.external_kv import check_tiers
-from baton.router.routing.node_table import Node, NodeTable
+from baton.router.routing.node_table import NodeTable
+from baton.router.routing.nodes import Node
 from baton.rpc.errors import NodeFailed, NotAnOperator
 from baton.rpc.security.operators import NO_OPERATORS, Operators
 from baton.rpc.status import remote_error

@@ -11,7 +11,8 @@ from dataclasses import replace
 from baton.core.errors import InvalidRequest
 from baton.core.finish import Finish
 from baton.router.routing.config import RoutingPolicy
-from baton.router.routing.node_table import Node, NodeTable
+from baton.router.routing.node_table import NodeTable
+from baton.router.routing.nodes import Node
 from baton.router.routing.policy import Route
 from baton.router.values import ChatPrompt, GenerateCall
 from baton.rpc.call_outcome import end_of

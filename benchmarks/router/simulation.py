@@ -21,7 +21,8 @@ from baton.engine.kv_cache.block_hashes import BlockHash, PrefixNaming
 from baton.kv_transfer.protocol.messages import Fingerprint
 from baton.router.routing.assignment import Assignment
 from baton.router.routing.config import Routing
-from baton.router.routing.node_table import Node, NodeTable
+from baton.router.routing.node_table import NodeTable
+from baton.router.routing.nodes import Node
 from baton.router.routing.policy import Route, choose
 from baton.router.routing.routing_view import RoutingRequest
 from baton.rpc.node_info import NodeCard, NodeLoad, NodeRole

@@ -9,7 +9,7 @@ from grpc import RpcError, StatusCode, aio
 
 from baton.core.errors import InvalidRequest
 from baton.core.ids import AdapterRef
-from baton.router.routing.node_table import Node
+from baton.router.routing.nodes import Node
 from baton.rpc.errors import NodeFailed, NotAnOperator
 from baton.rpc.node_info import ADAPTER
 from baton.rpc.security.operators import Operators

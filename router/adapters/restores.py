@@ -7,7 +7,8 @@ import logging
 
 from baton.router.adapters.calls import AdapterCalls
 from baton.router.routing.adapter_table import NameOrder
-from baton.router.routing.node_table import Node, NodeTable
+from baton.router.routing.node_table import NodeTable
+from baton.router.routing.nodes import Node
 from baton.rpc.status import RemoteError
 
 log = logging.getLogger(__name__)

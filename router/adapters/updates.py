@@ -18,7 +18,8 @@ from baton.core.ids import AdapterRef, ModelVariant
 from baton.router.adapters.calls import AdapterCalls, Outcome, only_adapter, raise_failures
 from baton.router.adapters.restores import AdapterRestores
 from baton.router.input_processing.limits import check_name, is_valid_name
-from baton.router.routing.node_table import Node, NodeTable
+from baton.router.routing.node_table import NodeTable
+from baton.router.routing.nodes import Node
 from baton.rpc.errors import NodeFailed, NoNodes, NotAnOperator, TooManyUpdates, UnknownModel
 from baton.rpc.security.operators import NO_OPERATORS, Operators
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from baton.router.discovery.sources import Member
-from baton.router.routing.node_table import Node, NodeTable
+from baton.router.routing.node_table import NodeTable
+from baton.router.routing.nodes import Node
 from baton.rpc.node_info import NodeAvailability, NodeRole, NodeStatus
 
 

@@ -16,7 +16,8 @@ from baton.router.discovery.membership import Membership
 from baton.router.discovery.resolver import Find, find_addresses, follow
 from baton.router.discovery.sources import Member, NodeSource
 from baton.router.dispatch.node_calls import GrpcNodeCalls
-from baton.router.routing.node_table import Node, NodeTable
+from baton.router.routing.node_table import NodeTable
+from baton.router.routing.nodes import Node
 from baton.rpc.cached_prefixes import PrefixGap
 from baton.rpc.errors import ServiceError
 from baton.rpc.node_info import CARD, LOAD, NodeCard, NodeRole, adapters_from, changes_from

@@ -23,7 +23,7 @@ from baton.router.dispatch.node_rpcs import (
     NodeCalls,
     under_way,
 )
-from baton.router.routing.node_table import Node
+from baton.router.routing.nodes import Node
 from baton.router.routing.policy import Route
 from baton.router.values import AnswerPart, TokenChunk
 from baton.rpc.errors import FailureKind, NodeFailed

@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import itertools
-import secrets
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
 
-from baton.core.foreign_kv import ForeignKv
 from baton.core.ids import HandoffId
-from baton.core.request import EngineRequest
 from baton.router.answer import AnswerAssembler
 from baton.router.context import PromptPlacement, RequestContext
 from baton.router.dispatch.attempt import Attempt
 from baton.router.dispatch.config import DispatchConfig
+from baton.router.dispatch.dispatched_request import DispatchedRequest
 from baton.router.dispatch.node_rpcs import NodeCalls
 from baton.router.dispatch.quarantine import (
     Quarantine,
     QuarantineVerdict,
-    Suspicion,
     TrackedAttempt,
 )
 from baton.router.dispatch.retries import AttemptFailures, CircuitBreakers, RetryBudget
 from baton.router.dispatch.route_finder import RouteFinder
-from baton.router.dispatch.vllm.prefills import ComputedKv, VllmPrefills
+from baton.router.dispatch.vllm.prefills import VllmPrefills
 from baton.router.input_processing.model_profiles import ModelProfiles
 from baton.router.routing.assignment import Assignment
-from baton.router.routing.node_table import NodeTable, Revision
+from baton.router.routing.node_table import NodeTable
 from baton.router.routing.policy import Route
 from baton.router.routing.routing_view import RoutingRequest
 from baton.router.values import AnswerPart, GenerateCall, TokenChunk
@@ -39,70 +36,9 @@ from baton.rpc.errors import (
     NodeFailed,
     PoisonedRequest,
 )
-from baton.rpc.messages.calls import node_request_id
 
-SEED_BITS = 63
-NONCE_BYTES = 8
 # During a rollout, many nodes in a row may refuse before they have reported that they drain.
 MAX_TOTAL_ATTEMPTS = 50
-
-
-class DispatchedRequest:
-    """State of a request that is kept across its attempts."""
-
-    def __init__(
-        self, call: GenerateCall, context: RequestContext, answer: AnswerAssembler
-    ) -> None:
-        self.call = call
-        self.context = context
-        self.answer = answer
-        seed = call.sampling.seed
-        self.seed = secrets.randbits(SEED_BITS) if seed is None else seed
-        self.failures = AttemptFailures()
-        self.suspicion = Suspicion(context.quarantine_group)
-        self.revision = self.pinned_revision
-        self.computed: ComputedKv | None = None  # by a vLLM server that this router asked
-        # Unique across routers: clients choose request ids, and hand-offs of different requests
-        # must not share an id.
-        self.own_id = f"{call.request_id}.{secrets.token_hex(NONCE_BYTES)}"
-
-    @property
-    def pinned_revision(self) -> Revision | None:
-        """Model revision of other answers to the prompt. None: any may begin the answer."""
-        placement = self.context.placement
-        return None if placement is None else placement.decode.revision
-
-    def to_engine_request(
-        self, handoff_id: HandoffId, now: float, *, is_paced: bool
-    ) -> EngineRequest:
-        """Return the request of an attempt, which continues the answer so far."""
-        call = self.call
-        return EngineRequest(
-            request_id=node_request_id(handoff_id),
-            prompt_token_ids=call.prompt_token_ids,
-            sampling=call.sampling,
-            seed=self.seed,
-            age_s=max(0.0, now - self.context.received_s),
-            priority=call.priority,
-            adapter=call.model.adapter,
-            media=call.token_prompt.media,
-            cache_salt=call.cache_salt,
-            tenant=call.tenant,
-            kv_hints=call.kv_hints,
-            foreign_kv=self._foreign_kv(now) if handoff_id.attempt == 1 else None,
-            prior_output_token_ids=self.answer.token_ids,
-            is_paced=is_paced,
-            is_pooled=call.is_pooled,
-            second_text_start=call.token_prompt.second_text_start,
-        )
-
-    @property
-    def has_foreign_kv(self) -> bool:
-        return self.call.foreign_kv is not None or self.computed is not None
-
-    def _foreign_kv(self, now: float) -> ForeignKv | None:
-        """Return KV for the first attempt. The server then releases it, and reuses the room."""
-        return self.call.foreign_kv if self.computed is None else self.computed.aged(now)
 
 
 class Dispatcher:

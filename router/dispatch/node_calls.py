@@ -14,7 +14,7 @@ from baton.core.request import EngineRequest
 from baton.engine.errors import EngineGone, EngineStopped, PassFailed
 from baton.router.dispatch.node_rpcs import Deliver, LegOutput
 from baton.router.dispatch.node_stream import NodeStream
-from baton.router.routing.node_table import Node
+from baton.router.routing.nodes import Node
 from baton.router.tracing import UNTRACED, RequestTrace
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import (

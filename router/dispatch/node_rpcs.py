@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from baton.core.output import Output
 from baton.core.request import EngineRequest
-from baton.router.routing.node_table import Node
+from baton.router.routing.nodes import Node
 from baton.router.tracing import UNTRACED, RequestTrace
 from baton.rpc.errors import ClientTooSlow
 from baton.rpc.messages.calls import CallReport

@@ -12,7 +12,8 @@ from dataclasses import replace
 from baton.router.dispatch.config import DispatchConfig
 from baton.router.dispatch.quarantine import Quarantine, Suspicion
 from baton.router.dispatch.retries import CircuitBreakers
-from baton.router.routing.node_table import Node, NodeTable
+from baton.router.routing.node_table import NodeTable
+from baton.router.routing.nodes import Node
 from baton.router.routing.policy import Route, choose
 from baton.router.routing.routing_view import RoutingRequest
 from baton.rpc.errors import IncompatibleNodes, NoNodes, PoisonedRequest

@@ -3,85 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from typing import NamedTuple
 
 from baton.core.ids import ANY_MODEL, AdapterRef, ModelVariant, NodeId
-from baton.core.logprobs import RAW_LOGPROBS
 from baton.engine.kv_cache.block_hashes import PrefixNaming
-from baton.kv_transfer.protocol.conversion import is_convertible
-from baton.kv_transfer.protocol.messages import Fingerprint
 from baton.router.discovery.sources import Member
 from baton.router.routing.adapter_table import AdapterTable
 from baton.router.routing.load_estimate import LoadEstimate
+from baton.router.routing.nodes import KvKind, Node, NodeGroup, NodeKind, group_by_kind
 from baton.router.routing.prefix_index import NodePrefixes
 from baton.router.routing.served_models import ServedModel, ServedModels
 from baton.rpc.cached_prefixes import PrefixChanges
 from baton.rpc.node_info import NodeAdapters, NodeCard, NodeLoad, NodeRole
-
-KvKind = tuple[Fingerprint, int, str]  # fingerprint, bytes of a block, KV transport
-NodeKind = tuple[KvKind, str]  # and the logprobs mode
-
-
-class Revision(NamedTuple):
-    """Version of a model. Nodes of the same revision generate the same tokens for a request."""
-
-    fingerprint: str  # of the configuration, the weights and the logits processors
-    dtype: str
-    logprobs_mode: str = RAW_LOGPROBS
-
-    def __str__(self) -> str:
-        mode = "" if self.logprobs_mode == RAW_LOGPROBS else f", {self.logprobs_mode}"
-        return f"{self.fingerprint[:12]} ({self.dtype}{mode})"
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """A reachable node."""
-
-    address: str
-    card: NodeCard
-
-    @property
-    def kv_kind(self) -> KvKind:
-        """KV layout and transport. Nodes exchange KV as it is if theirs are equal."""
-        return self.card.fingerprint, self.card.block_bytes, self.card.kv_transport
-
-    @property
-    def revision(self) -> Revision:
-        fingerprint = self.card.fingerprint
-        return Revision(fingerprint.model, fingerprint.dtype, self.card.logprobs_mode)
-
-    @property
-    def kind(self) -> NodeKind:
-        """Return what must be equal on two nodes of a request, unless decode converts the KV."""
-        return self.kv_kind, self.card.logprobs_mode
-
-    def is_kv_compatible_with(self, other: Node) -> bool:
-        """Return whether the two nodes, one of each role, can exchange KV."""
-        pair = (self, other) if self.card.role is NodeRole.DECODE else (other, self)
-        return self.kind == other.kind or pair[0].converts_kv_of(pair[1])
-
-    def converts_kv_of(self, prefill: Node) -> bool:
-        """Return whether this decode node converts the KV of `prefill`, whose blocks differ."""
-        ours, theirs = self.card, prefill.card
-        has_room = theirs.block_bytes <= ours.kv_staging_bytes
-        is_one_path = ours.kv_transport == theirs.kv_transport
-        are_alike = is_one_path and ours.logprobs_mode == theirs.logprobs_mode
-        return has_room and are_alike and is_convertible(theirs.fingerprint, ours.fingerprint)
-
-
-@dataclass(frozen=True, slots=True)
-class NodeGroup:
-    """Open nodes of one model that fit each other, in a stable order."""
-
-    prefills: tuple[Node, ...]
-    decodes: tuple[Node, ...]
-
-    @property
-    def model(self) -> str:
-        return (self.decodes or self.prefills)[0].card.model
 
 
 class NodeTable:
@@ -268,11 +200,9 @@ class NodeTable:
     def groups(self, without: frozenset[str] = frozenset()) -> Sequence[NodeGroup]:
         """Return the open nodes, except those addresses, grouped by model and compatible KV."""
         if without:
-            return _group_by_kind(
-                [node for node in self._all_open() if node.address not in without]
-            )
+            return group_by_kind([node for node in self._all_open() if node.address not in without])
         if self._groups is None:
-            self._groups = _group_by_kind(self._all_open())
+            self._groups = group_by_kind(self._all_open())
             pairs = [group for group in self._groups if group.prefills and group.decodes]
             self._kinds_in_service.update((group.model, group.decodes[0].kind) for group in pairs)
         return self._groups
@@ -302,38 +232,6 @@ class NodeTable:
 
     def _all_open(self) -> list[Node]:
         return [node for role in NodeRole for node in self.open_nodes(role)]
-
-
-def _group_by_kind(nodes: list[Node]) -> tuple[NodeGroup, ...]:
-    by_kind = sorted(nodes, key=_kind)  # stable within a kind
-    groups = [_group(tuple(members)) for _, members in groupby(by_kind, _kind)]
-    return tuple(_with_converted(group, nodes) for group in groups)
-
-
-def _with_converted(group: NodeGroup, nodes: list[Node]) -> NodeGroup:
-    """Add prefill nodes whose KV all decode nodes of the group convert, if it has no others."""
-    if group.prefills or not group.decodes:
-        return group
-    prefills = [
-        node
-        for node in nodes
-        if node.card.role is NodeRole.PREFILL and node.card.model == group.model
-    ]
-    fitting = (
-        node for node in prefills if all(each.converts_kv_of(node) for each in group.decodes)
-    )
-    return NodeGroup(tuple(fitting), group.decodes)
-
-
-def _group(nodes: tuple[Node, ...]) -> NodeGroup:
-    return NodeGroup(
-        prefills=tuple(node for node in nodes if node.card.role is NodeRole.PREFILL),
-        decodes=tuple(node for node in nodes if node.card.role is NodeRole.DECODE),
-    )
-
-
-def _kind(node: Node) -> tuple[str, str]:
-    return node.card.model, repr(node.kind)
 
 
 def _address(node: Node) -> str:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields, replace
 from baton.core.ids import ANY_MODEL, ModelVariant
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.router.routing.config import Routing, RoutingPolicy
-from baton.router.routing.node_table import Node, NodeGroup, NodeTable, Revision
+from baton.router.routing.node_table import NodeTable
+from baton.router.routing.nodes import Node, NodeGroup, Revision
 from baton.router.routing.routing_view import (
     PrefixHolder,
     RoutingRequest,

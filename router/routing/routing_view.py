@@ -12,7 +12,8 @@ from math import ceil
 
 from baton.core.ids import ANY_MODEL, MediaSegment, ModelVariant, PrefixKeys
 from baton.engine.kv_cache.block_hashes import BlockHash
-from baton.router.routing.node_table import Node, NodeTable, Revision
+from baton.router.routing.node_table import NodeTable
+from baton.router.routing.nodes import Node, Revision
 from baton.rpc.node_info import NodeRole
 
 # Cost of a request that a decode node already serves, in prompt tokens to move there.

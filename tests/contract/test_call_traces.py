@@ -24,7 +24,7 @@ from baton.engine.plan import Plan, RunResult
 from baton.node.observers.tracing import NodeTracing
 from baton.router.dispatch.node_calls import GrpcNodeCalls
 from baton.router.dispatch.node_rpcs import LegEvent
-from baton.router.routing.node_table import Node
+from baton.router.routing.nodes import Node
 from baton.router.tracing import LegTrace, RequestTrace, Tracing
 from baton.router.values import Prompt
 from baton.rpc.node_info import NodeRole

@@ -18,7 +18,7 @@ from baton.router.dispatch.config import DispatchConfig
 from baton.router.dispatch.node_calls import GrpcNodeCalls
 from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.routing.config import Routing, RoutingPolicy
-from baton.router.routing.node_table import Node
+from baton.router.routing.nodes import Node
 from baton.router.values import GenerateCall, TokenChunk, TokenPrompt
 from baton.rpc.errors import GenerationFailed, PoisonedRequest
 from baton.rpc.node_info import NodeRole

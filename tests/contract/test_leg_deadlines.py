@@ -15,7 +15,7 @@ from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
 from baton.router.dispatch.node_calls import GrpcNodeCalls
 from baton.router.dispatch.node_rpcs import LegEvent
-from baton.router.routing.node_table import Node
+from baton.router.routing.nodes import Node
 from baton.rpc.errors import DeadlineExceeded, MessageTooLarge
 from baton.rpc.messages.limits import MAX_MESSAGE_BYTES
 from baton.rpc.node_info import NodeRole

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from baton.router.routing.assignment import Assignment
 from baton.router.routing.config import Routing, RoutingPolicy
-from baton.router.routing.node_table import Node, NodeTable
+from baton.router.routing.node_table import NodeTable
+from baton.router.routing.nodes import Node
 from baton.router.routing.policy import Route, choose
 from baton.router.routing.routing_view import PrefixHolder, RoutingRequest, RoutingView
 from baton.rpc.cached_prefixes import PrefixChanges, pack_names

@@ -30,7 +30,8 @@ from baton.router.discovery.watcher import NodeDiscovery, watching
 from baton.router.dispatch.node_calls import GrpcNodeCalls
 from baton.router.doors.grpc.cluster_servicer import ClusterServicer
 from baton.router.prefix_resets import PrefixResets
-from baton.router.routing.node_table import Node, NodeTable
+from baton.router.routing.node_table import NodeTable
+from baton.router.routing.nodes import Node
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import AdapterUnreadable
 from baton.rpc.node_info import NodeCard, NodeLoad, NodeRole

@@ -10,7 +10,8 @@ from baton.core.output import FinishReason, Output
 from baton.core.request import EngineRequest
 from baton.router.dispatch.node_rpcs import Deliver, LegOutput
 from baton.router.pipeline import Pipeline
-from baton.router.routing.node_table import Node, NodeTable
+from baton.router.routing.node_table import NodeTable
+from baton.router.routing.nodes import Node
 from baton.router.tracing import UNTRACED, RequestTrace
 from baton.rpc.errors import FailureKind, NodeFailed
 from baton.rpc.node_info import NodeRole

@@ -17,7 +17,8 @@ from baton.core.vectors import Floats
 from baton.engine.kv_cache.block_hashes import PrefixNaming
 from baton.kv_transfer.protocol.messages import Fingerprint
 from baton.router.dispatch.node_rpcs import Deliver, LegEvent, LegOutput
-from baton.router.routing.node_table import Node, NodeTable
+from baton.router.routing.node_table import NodeTable
+from baton.router.routing.nodes import Node
 from baton.router.tracing import UNTRACED, RequestTrace
 from baton.rpc.errors import NodeFailed
 from baton.rpc.messages.calls import CallReport, handoff_id_of

@@ -16,7 +16,7 @@ from baton.router.dispatch.vllm.http_api import ServerFailed
 from baton.router.dispatch.vllm.pair_check import PairVerdict, check_pair
 from baton.router.dispatch.vllm.servers import PrefillServer, PrefillServers, key_of, read_load
 from baton.router.input_processing.model_profiles import ModelProfiles
-from baton.router.routing.node_table import Node
+from baton.router.routing.nodes import Node
 from baton.router.values import TextPrompt
 
 POLL_INTERVAL_S = 1.0

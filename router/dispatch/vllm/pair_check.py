@@ -29,7 +29,7 @@ from baton.core.sampling import SamplingParams
 from baton.router.dispatch.node_rpcs import LegEvent, LegOutput, NodeCalls
 from baton.router.dispatch.vllm.http_api import ServerFailed, VllmApi
 from baton.router.dispatch.vllm.prefills import ask, kv_of
-from baton.router.routing.node_table import Node
+from baton.router.routing.nodes import Node
 from baton.rpc.messages.calls import node_request_id
 
 CHECK_S = 120.0

@@ -27,7 +27,7 @@ from baton.router.input_processing.limits import is_valid_name
 from baton.router.pipeline import Pipeline
 from baton.router.prefix_resets import PrefixResets
 from baton.router.request_scope import RequestScopes
-from baton.router.routing.node_table import Node
+from baton.router.routing.nodes import Node
 from baton.router.values import AnswerPart, TokenChunk, TokenPrompt
 from baton.rpc.errors import Draining, NoNodes, UnsupportedInput
 from baton.rpc.node_info import NodeRole

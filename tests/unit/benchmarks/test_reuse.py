@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from baton.bench.replay.trace import ReplayTrace, TraceRequest
 from baton.engine.kv_cache.block_hashes import BlockHash, PrefixNaming
-from baton.router.routing.node_table import Node
+from baton.router.routing.nodes import Node
 from baton.router.routing.prefix_index import NodePrefixes
 from baton.rpc.node_info import NodeRole
 from benchmarks.router.reuse import ReuseBench, Variant, chats, ideal_reuse, run

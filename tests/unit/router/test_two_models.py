@@ -28,7 +28,8 @@ from baton.router.input_processing.model_profiles import ModelProfile, ModelProf
 from baton.router.input_processing.tokenization import TextBoundary
 from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.routing.config import Routing, RoutingPolicy
-from baton.router.routing.node_table import Node, NodeTable
+from baton.router.routing.node_table import NodeTable
+from baton.router.routing.nodes import Node
 from baton.router.routing.policy import Route
 from baton.router.routing.routing_view import RoutingRequest
 from baton.router.tracing import UNTRACED, RequestTrace

@@ -4,7 +4,7 @@ from baton.core.ids import AdapterRef, HandoffId, ModelVariant, PrefixKeys
 from baton.core.sampling import SamplingParams
 from baton.router.answer import AnswerAssembler
 from baton.router.context import RequestContext
-from baton.router.dispatch.dispatcher import DispatchedRequest
+from baton.router.dispatch.dispatched_request import DispatchedRequest
 from baton.router.values import GenerateCall, TokenPrompt
 
 

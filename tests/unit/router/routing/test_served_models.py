@@ -10,7 +10,8 @@ import pytest
 from baton.core.errors import InvalidRequest
 from baton.core.ids import ANY_MODEL, ModelVariant
 from baton.router.routing.config import Routing, RoutingPolicy
-from baton.router.routing.node_table import Node, NodeTable
+from baton.router.routing.node_table import NodeTable
+from baton.router.routing.nodes import Node
 from baton.router.routing.policy import choose
 from baton.router.routing.routing_view import RoutingRequest
 from baton.rpc.errors import NoNodes

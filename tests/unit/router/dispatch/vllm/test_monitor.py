@@ -19,7 +19,8 @@ from baton.router.dispatch.node_rpcs import Deliver, LegOutput
 from baton.router.dispatch.vllm.monitor import ServerMonitor, is_name_of
 from baton.router.dispatch.vllm.servers import PrefillServers, ServerLoad, read_load
 from baton.router.input_processing.model_profiles import ModelProfiles
-from baton.router.routing.node_table import Node, NodeTable
+from baton.router.routing.node_table import NodeTable
+from baton.router.routing.nodes import Node
 from baton.router.tracing import UNTRACED, RequestTrace
 from baton.rpc.errors import NodeFailed
 from baton.rpc.messages.calls import CallReport
