@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from math import isfinite
 from typing import Any, NoReturn
 
@@ -30,7 +30,10 @@ def _number(text: str) -> float | int:
     number = float(text)
     if isfinite(number):
         return number
-    exact = Decimal(text)
+    try:
+        exact = Decimal(text)
+    except InvalidOperation:  # an exponent of 19 digits
+        raise ValueError(f"{text} is too large") from None
     if exact.adjusted() >= MAX_DIGITS:
         raise ValueError(f"{text} is too large")
     return int(exact)

@@ -99,6 +99,7 @@ def test_a_long_text_argument_is_streamed_as_it_arrives() -> None:
         ({"enum": ["12", "13"]}, "12", "12"),
         ({"type": "object"}, "{'a': True}", {"a": True}),
         ({"type": "number"}, "1e999", 10**999),
+        ({"type": "number"}, f"1e{'9' * 20}", f"1e{'9' * 20}"),  # beyond decimals
         ({"type": "array"}, "[1, 2.5, -1e400]", [1, 2.5, -(10**400)]),
         ({"type": "array"}, "[1e4000]", "[1e4000]"),
         ({"type": "array"}, "[NaN]", "[NaN]"),
