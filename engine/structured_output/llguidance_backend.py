@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import thread_time
+from typing import Any
 
 import llguidance
 import numpy as np
@@ -120,9 +121,18 @@ class GrammarLibrary:
 
 
 def _special_ids_in(described: str) -> dict[str, int]:
-    """Return the special tokens of a tokenizer.json, which grammars do not match as text."""
+    """Return the tokens of a tokenizer.json that grammars do not match as text.
+
+    llguidance counts added tokens of the form `<…>` as special, too.
+    """
     added = json.loads(described).get("added_tokens") or ()
-    return {token["content"]: token["id"] for token in added if token.get("special")}
+    return {token["content"]: token["id"] for token in added if _is_special(token)}
+
+
+def _is_special(token: Mapping[str, Any]) -> bool:
+    content = token["content"]
+    is_tag = content.startswith("<") and content.endswith(">")
+    return is_tag or bool(token.get("special"))
 
 
 class CompiledGrammar:
