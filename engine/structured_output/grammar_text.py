@@ -40,10 +40,8 @@ from baton.engine.structured_output.schemas.width import (
     joins_many_negations,
     joins_many_patterns,
 )
-from baton.engine.structured_output.structural_tags import (
-    lark_of_structural_tag,
-    parse_structural_tag,
-)
+from baton.engine.structured_output.tags.structural_tag import parse_structural_tag
+from baton.engine.structured_output.tags.tag_grammar import lark_of_structural_tag
 
 ANY_OBJECT = '{"type": "object"}'
 # A space, or a newline with indentation, which suffices for any JSON style. With more allowed, a
@@ -101,11 +99,12 @@ def _lark_of_structural_tag(
     params: StructuredOutputs, text: str, special_ids: Mapping[str, int]
 ) -> str:
     proofs = Proofs()
+
+    def schema_of(schema: Any, *, escapes: str = "") -> str:
+        return _schema(params, json.dumps(schema), proofs, escapes)
+
     try:
-        tag = parse_structural_tag(text)
-        return lark_of_structural_tag(
-            tag, lambda schema: _schema(params, json.dumps(schema), proofs), special_ids
-        )
+        return lark_of_structural_tag(parse_structural_tag(text), schema_of, special_ids)
     except RecursionError:
         raise refusal(params, TOO_DEEP) from None
     except ValueError as error:
@@ -133,8 +132,11 @@ def _lark_of_gbnf(params: StructuredOutputs, text: str) -> str:
         raise refusal(params, f"it is not GBNF: {error}") from error
 
 
-def _schema(params: StructuredOutputs, text: str, proofs: Proofs) -> str:
-    """Return the rewritten schema with Baton's llguidance settings, which replace the client's."""
+def _schema(params: StructuredOutputs, text: str, proofs: Proofs, escapes: str = "") -> str:
+    """Return the rewritten schema with Baton's llguidance settings, which replace the client's.
+
+    `escapes` are the letters that can follow a backslash in strings, instead of all.
+    """
     try:
         schema = _parse_schema(params, text)
         check_schema_ends(schema)
@@ -152,7 +154,8 @@ def _schema(params: StructuredOutputs, text: str, proofs: Proofs) -> str:
             raise refusal(params, TOO_MANY_NAME_PATTERNS)
         if merges_too_much(fields):
             raise refusal(params, TOO_MUCH_MERGING)
-        ready = json.dumps({**fields, "x-guidance": _json_settings(params)}, allow_nan=False)
+        settings = _json_settings(params, escapes)
+        ready = json.dumps({**fields, "x-guidance": settings}, allow_nan=False)
         if len(ready) > MAX_REWRITTEN_CHARACTERS:
             raise refusal(params, TOO_WIDE)
         return ready
@@ -188,8 +191,10 @@ def compared_arrays(params: StructuredOutputs) -> Place | None:
     return None if params.json is None else unique_arrays(_parse_schema(params, params.json))
 
 
-def _json_settings(params: StructuredOutputs) -> dict[str, Any]:
+def _json_settings(params: StructuredOutputs, escapes: str) -> dict[str, Any]:
     settings = {"lenient": False, "item_separator": ",", "key_separator": ":"}
+    if escapes:
+        settings["json_allowed_escapes"] = escapes
     if params.disable_any_whitespace:
         return {**settings, "whitespace_flexible": False}
     return {**settings, "whitespace_pattern": WHITESPACE}

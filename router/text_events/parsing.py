@@ -102,20 +102,17 @@ class TextFormat:
     streams_arguments: bool = False  # calls are emitted before they are complete
 
     @property
-    def has_unenforced_strict(self) -> bool:
-        """True if a tool is strict, but its arguments are not constrained."""
-        functions = (tool.get("function") for tool in self.tools)
-        is_strict = any(isinstance(each, dict) and each.get("strict") is True for each in functions)
-        return is_strict and self.constraint is Constraint.NONE
-
-    @property
     def is_constrained(self) -> bool:
         return self.constraint is Constraint.ANSWER
 
     @property
     def reasoning_tokens(self) -> ReasoningTokens | None:
-        """Tokens of the reasoning in front of a structured output, None if it has none."""
-        return self.parsing.reasoning_tokens
+        """Tokens of the reasoning in front of a structured output, None if it has none.
+
+        Calls can also be among the messages of the reasoning, which their constraint describes.
+        """
+        is_joint = self.constraint is Constraint.CALLS and self._has_joint_script
+        return None if is_joint else self.parsing.reasoning_tokens
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -151,15 +148,14 @@ class TextFormat:
     @property
     def _has_joint_script(self) -> bool:
         """True if one script parses reasoning and calls."""
-        can_reason = not self.is_constrained or self.reasoning_tokens is not None
-        reasoning = self._reasoning
-        return can_reason and reasoning is not None and bool(reasoning.tool_format)
+        can_reason = not self.is_constrained or self.parsing.reasoning_tokens is not None
+        return can_reason and bool(_joint_tools(self.parsing))
 
     @property
     def _tools(self) -> ToolFormat | None:
         """Format of tool calls, also without tools if its script parses the reasoning."""
-        if self._has_joint_script and self._reasoning is not None:
-            return TOOL_FORMATS[self._reasoning.tool_format]
+        if self._has_joint_script:
+            return TOOL_FORMATS[_joint_tools(self.parsing)]
         is_free = self.tool_calls is ToolCallMode.BY_MODEL and not self.is_constrained
         return TOOL_FORMATS.get(self.parsing.tools) if is_free else None
 
@@ -179,3 +175,14 @@ class TextFormat:
 
 
 PLAIN_TEXT = TextFormat()
+
+
+def format_of_calls(parsing: Parsing) -> str:
+    """Return the name of the format in which calls are read, empty without one."""
+    return _joint_tools(parsing) or parsing.tools
+
+
+def _joint_tools(parsing: Parsing) -> str:
+    """Return the format whose script parses reasoning and calls, empty if two do."""
+    reasoning = REASONING_FORMATS.get(parsing.reasoning)
+    return "" if reasoning is None else reasoning.tool_format

@@ -66,11 +66,8 @@ def is_whole(
 ) -> bool:
     """Return whether the grammar accepts the text as a complete answer."""
     matcher = grammar.matcher()
-    for token in tokenizer.encode(text, add_special_tokens=False):
-        if token not in allowed_by(matcher, vocab_size):
-            return False
-        matcher.advance([token])
-    return EOS_TOKEN_ID in allowed_by(matcher, vocab_size)
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    return all(map(matcher.try_advance, tokens)) and EOS_TOKEN_ID in allowed_by(matcher, vocab_size)
 
 
 def allowed_by(matcher: Matcher, vocab_size: int = VOCAB_SIZE) -> set[int]:

@@ -26,6 +26,12 @@ CALLS = {
     "Bash": {"command": RUN, "description": "Open the door"},  # Claude Code
     "exec_command": {"cmd": RUN},  # Codex
 }
+# Calls with a wrong unit, in the formats of gpt-oss and Gemma 4.
+HARMONY = (
+    f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant<|channel|>commentary "
+    'to=functions.weigh <|constrain|>json<|message|>{"place": "Rome", "unit": "stone"}'
+)
+GEMMA = 'I see. <|tool_call>call:weigh{place:<|"|>Rome<|"|>,unit:<|"|>pound<|"|>}<tool_call|>'
 ANSWERS = {
     "<|text|>": TEXT,  # first, since later texts cannot use its tokens
     **{f"<|call {name}|>": _call(name, arguments) for name, arguments in CALLS.items()},
@@ -33,6 +39,8 @@ ANSWERS = {
     "<|unseen|>": UNSEEN,
     "<|json|>": json.dumps(FOX),
     "<|think|>": f"<think>\n{THOUGHT}\n</think>\n\n{TEXT}",
+    "<|harmony|>": HARMONY,
+    "<|gemma|>": GEMMA,
 }
 # The formats of Hermes and Qwen 3: calls in <tool_call>, reasoning in <think>.
 CHAT_TEMPLATE = """
@@ -55,6 +63,8 @@ CHAT_TEMPLATE = """
 {%- if turn.role == 'tool' -%}
 {{ '<|seen|>' if 'SECRET' in last else '<|unseen|>' }}
 {%- elif 'think' in last %}<|think|>
+{%- elif 'harmony' in last %}<|harmony|>
+{%- elif 'gemma' in last %}<|gemma|>
 {%- else -%}
 {%- set called = ['get_weather', 'Fox', 'Bash', 'exec_command'] | select('in', names) | first -%}
 {{ '<|call ' + called + '|>' if called else '<|json|>' if 'json_schema' in last else '<|text|>' }}

@@ -21,8 +21,8 @@ from baton.router.doors.openai.request.structured_outputs import (
     errors_of_field,
     output_format_from,
 )
-from baton.router.text_events.parsing import ToolCallMode
-from baton.router.text_events.strict_calls import STRICT_CALLS
+from baton.router.text_events.parsing import ToolCallMode, format_of_calls
+from baton.router.text_events.strict_formats import STRICT_FORMATS
 from baton.router.values import NO_PARSING, Parsing
 from baton.rpc.errors import UnsupportedInput
 
@@ -75,18 +75,25 @@ def _strict_form(body: ChatBody, parsing: Parsing) -> StructuredOutputs | None:
 
     Arguments of the other tools are any objects. An output format leaves no room for calls.
     """
-    notations = STRICT_CALLS.get(parsing.tools, ())
-    if not notations or not any(map(is_strict, body.tools)):
+    name_of_format = format_of_calls(parsing)
+    calls = STRICT_FORMATS.get(name_of_format)
+    if calls is None or not any(map(is_strict, body.tools)):
         return None
     if output_format_from(body) is not None:
         return None
     functions = []
     for index, tool in enumerate(body.tools):
         name, parameters = _function(tool, f"{TOOLS}.{index}")
+        if not calls.can_call(name):
+            field = f"{TOOLS}.{index}.function.name"
+            raise InvalidRequest(
+                f"{field} is {name!r}, which calls of the format {name_of_format} cannot have: "
+                "rename it, or leave strict out",
+                field,
+            )
         functions.append((name, parameters if is_strict(tool) else ANY_ARGUMENTS))
     with errors_of_field(TOOLS):
-        tag = {"sections": [each.section(functions) for each in notations]}
-        return parse_structured_outputs({"structural_tag": tag})
+        return parse_structured_outputs({"structural_tag": calls.structural_tag(functions)})
 
 
 def _name_in(choice: str | Mapping[str, Any]) -> str:

@@ -246,9 +246,4 @@ def tool_warnings(text_format: TextFormat, *, supports_tools: bool) -> Sequence[
                 "tools: no parser of this model's tool calls is known, so they stay in the "
                 "content: set --tool-parser"
             )
-        elif text_format.has_unenforced_strict:
-            warnings.append(
-                f"tools: strict is not enforced for calls of the format "
-                f"{text_format.parsing.tools} unless tool_choice forces one"
-            )
     return warnings

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import queue
 from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 from time import thread_time
 from typing import Any
@@ -17,6 +18,7 @@ from baton.core.structured_outputs import StructuredOutputs
 from baton.engine.structured_output.compiler import GrammarCompiler
 from baton.engine.structured_output.grammar import Grammar
 from baton.engine.structured_output.llguidance_backend import GrammarLibrary
+from baton.router.text_events.strict_formats import STRICT_FORMATS
 from tests.support.grammars import PATIENCE_S
 
 DEMO = Path(__file__).parents[4] / "models" / "demo"
@@ -96,12 +98,27 @@ def compiler(library: GrammarLibrary) -> Iterator[GrammarCompiler[Timed]]:
         yield running
 
 
-@pytest.mark.parametrize("schema", BOMBS.values(), ids=BOMBS.keys())
+def as_tool(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a tool with one argument."""
+    part = {key: value for key, value in schema.items() if key != "$defs"}
+    return {"type": "object", "properties": {"x": part}, "$defs": schema.get("$defs", {})}
+
+
+CALLS = [
+    StructuredOutputs(
+        structural_tag=json.dumps(STRICT_FORMATS[name].structural_tag([("f", as_tool(schema))]))
+    )
+    for schema, name in zip(BOMBS.values(), cycle(("pythonic", "gemma4", "kimi_k3")), strict=False)
+]
+FORMS = [*(StructuredOutputs(json=json.dumps(schema)) for schema in BOMBS.values()), *CALLS]
+
+
+@pytest.mark.parametrize("wanted", FORMS, ids=[*BOMBS, *(f"{name} of a tool" for name in BOMBS)])
 def test_an_expensive_schema_is_compiled_or_refused_by_name_within_the_limit(
-    schema: Any, compiler: GrammarCompiler[Timed]
+    wanted: StructuredOutputs, compiler: GrammarCompiler[Timed]
 ) -> None:
     results = queue.SimpleQueue[Any]()
-    compiler.start(StructuredOutputs(json=json.dumps(schema)), results.put)
+    compiler.start(wanted, results.put)
 
     took_s, outcome = results.get(timeout=PATIENCE_S)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,13 @@ from baton.router.doors.openai.request.parsed_request import (
 from baton.router.doors.openai.request.structured_outputs import errors_of_field
 from baton.router.text_events.events import ArgumentsDelta, ToolCall, fold
 from baton.router.text_events.forced_calls import NamedCallParser, RequiredCallsParser
-from baton.router.text_events.parsing import TextFormat, ToolCallMode
-from baton.router.values import ChatPrompt, Parsing
+from baton.router.text_events.parsing import Constraint, TextFormat, ToolCallMode
+from baton.router.text_events.table import REASONING_FORMATS
+from baton.router.values import ChatPrompt, Parsing, ReasoningTokens
 from tests.support.grammars import is_whole
 from tests.support.models import EOS_TOKEN_ID, VOCAB_SIZE, save_tokenizer
 
+HERMES = Parsing("hermes")
 CONTEXT = ModelContext(SamplingDefaults(), max_model_len=512)
 TREE = {
     "$schema": "http://json-schema.org/draft-07/schema#",
@@ -227,12 +230,14 @@ def test_with_parallel_tool_calls_false_only_the_first_call_is_returned() -> Non
     assert [len(fold(events).calls) for events in parts] == [1, 0]
 
 
-def strict_format(**fields: Any) -> tuple[TextFormat, StructuredOutputs | None]:
+def strict_format(
+    parser: Parsing = HERMES, other: str = "g", **fields: Any
+) -> tuple[TextFormat, StructuredOutputs | None]:
     tools = [
         {"type": "function", "function": {"name": "f", "strict": True, "parameters": LOOK}},
-        {"type": "function", "function": {"name": "g", "parameters": LOOK}},
+        {"type": "function", "function": {"name": other, "parameters": LOOK}},
     ]
-    context = ModelContext(SamplingDefaults(), 100, Parsing(fields.pop("parser", "hermes")))
+    context = ModelContext(SamplingDefaults(), 100, parser)
     body = {"messages": [{"role": "user", "content": "hi"}], "tools": tools, **fields}
     parsed = chat_completion_from(body, "id", context)
     return parsed.options.text_format, parsed.calls[0].sampling.structured_outputs
@@ -243,19 +248,32 @@ def test_strict_tools_constrain_the_calls_that_the_model_decides_about() -> None
 
     assert form is not None
     assert form.structural_tag is not None
-    [section] = json.loads(form.structural_tag)["sections"]
-    assert section["trigger"] == "<tool_call>"
-    assert [each["schema"].get("additionalProperties") for each in section["structures"]] == [
-        False,
-        None,
-    ]
-    assert not text_format.has_unenforced_strict
+    tag = json.loads(form.structural_tag)
+    assert [each["trigger"] for each in tag["sections"]] == ["<tool_call>"]
+    assert [each.get("additionalProperties") for each in tag["schemas"]] == [False, None]
     assert "<tool_call>" in text_format.marks  # calls are parsed as usual
 
 
-def test_strict_is_not_enforced_for_other_formats_and_next_to_an_output_format() -> None:
-    text_format, form = strict_format(parser="openai")
-    assert (text_format.has_unenforced_strict, form) == (True, None)
-
+def test_strict_calls_are_not_constrained_next_to_an_output_format() -> None:
     _, form = strict_format(response_format={"type": "json_object"})
     assert form == StructuredOutputs(json_object=True)
+
+
+def test_the_constraint_of_strict_calls_begins_after_reasoning_in_marks_of_its_own() -> None:
+    """Calls of gpt-oss can be among its reasoning."""
+    found = []
+    for tools, reasoning in (("hermes", "qwen3"), ("openai", "openai_gptoss")):
+        tokens = ReasoningTokens(REASONING_FORMATS[reasoning], 5, (6,))
+        text_format, _ = strict_format(parser=Parsing(tools, reasoning, tokens))
+        found.append(text_format.reasoning_tokens)
+        plain = replace(text_format, constraint=Constraint.ANSWER)
+        assert plain.reasoning_tokens == tokens
+    assert found[0] is not None
+    assert found[1] is None
+
+
+def test_a_name_that_a_format_cannot_write_is_refused() -> None:
+    message = "tools.1.function.name is 'g-h', which calls of the format pythonic cannot have"
+    with pytest.raises(InvalidRequest, match=message) as refused:
+        strict_format(parser=Parsing("pythonic"), other="g-h")
+    assert refused.value.field == "tools.1.function.name"

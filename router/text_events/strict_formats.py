@@ -1,0 +1,213 @@
+"""Texts around the arguments of calls that a strict tool constrains, by format. Pure.
+
+The arguments follow the tool's schema from the trigger on: as JSON, between tags, or in the
+format's own notation of values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from keyword import iskeyword
+from typing import Any
+
+from baton.router.text_events.formats import harmony, pythonic_calls, tagged_calls
+from baton.router.text_events.strict_calls import StrictCalls, StrictFormat
+
+
+def _calls(*args: Any, **fields: Any) -> StrictFormat:
+    return StrictFormat((StrictCalls(*args, **fields),))
+
+
+def _objects(trigger: str, key: str = "arguments", **around: Any) -> StrictCalls:
+    return StrictCalls(trigger, f'{{"name": $quoted, "{key}": ', "}", **around)
+
+
+def _is_word(name: str) -> bool:
+    return re.fullmatch(r"[\w./:-]+", name) is not None
+
+
+def _is_python_name(name: str) -> bool:
+    parts = name.split(".")
+    return name.isascii() and all(part.isidentifier() and not iskeyword(part) for part in parts)
+
+
+_QWEN_PARAMETER = {
+    "begin": "<parameter=$name>\n",
+    "end": "\n</parameter>\n",
+    "never": ["</parameter>", "\n<parameter=", "\n</function>"],
+}
+_GLM_PARAMETER = {
+    "begin": "<arg_key>$name</arg_key>\n<arg_value>",
+    "end": "</arg_value>\n",
+    "never": ["</arg_value>", "</tool_call>"],
+}
+_LLAMA = StrictFormat(
+    (_objects("", key="parameters", separator="; "),), never=("<|python_tag|>",), begins=("{",)
+)
+_DEEPSEEK, _DEEPSEEK_CALL = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"
+
+_SPACE, _IDENTIFIER = {"any": "space"}, {"any": "name"}
+_CHANNELS = tuple(f"{harmony.CHANNEL}{each}" for each in ("commentary", "analysis"))
+_CONTENT_TYPES = tuple(
+    f"{each}{harmony.MESSAGE}"
+    for each in (" <|constrain|>json", "<|constrain|>json", " json", " code", "")
+)
+_HARMONY = StrictCalls(
+    "",
+    (
+        # The recipient is next to the role or to the channel.
+        (" to=functions.", *(f"{each} to=functions." for each in _CHANNELS)),
+        "$name",
+        tuple(f"{each}{kind}" for each in (*_CHANNELS, "") for kind in _CONTENT_TYPES),
+    ),
+    separator=f"{harmony.START}assistant",
+    texts=tuple(f"{each}{harmony.MESSAGE}" for each in (*_CHANNELS, f"{harmony.CHANNEL}final")),
+    stops=harmony.ENDS,
+)
+
+
+def _dsml(section: str, space: str = "") -> StrictFormat:
+    begin, end = f"<｜DSML｜{space}", f"</｜DSML｜{space}"
+    name = f'{begin}parameter name="$escaped" string='
+    tags: Mapping[str, Any] = {
+        "parameter": {
+            "begin": f'{name}"true">',
+            "json": [f'{name}"false">'],
+            "end": f"{end}parameter>\n",
+            "never": [f"{end}parameter>"],
+        }
+    }
+    call, call_end = ' name="$escaped">\n', f"{end}invoke>"
+    return StrictFormat(
+        (
+            StrictCalls(
+                f"{begin}{section}>",
+                f"\n{begin}invoke{call}",
+                call_end,
+                separator="",
+                end=f"\n{end}{section}>",
+                **tags,
+            ),
+            StrictCalls(f"{begin}invoke", call, call_end, **tags),
+        )
+    )
+
+
+_KIMI_ARGUMENT = '<|open|>argument key="$escaped" type="'
+_KIMI_CALL = ' tool="$escaped" index="$number"<|sep|>'
+_KIMI: Mapping[str, Any] = {
+    "call_end": "<|close|>call<|sep|>",
+    "parameter": {
+        "begin": f'{_KIMI_ARGUMENT}string"<|sep|>',
+        "json": [
+            _KIMI_ARGUMENT,
+            {"any": ["number", "boolean", "null", "object", "array"]},
+            '"<|sep|>',
+        ],
+        "end": "<|close|>argument<|sep|>",
+    },
+}
+
+
+def _python_list(begin: str = "", end: str = "") -> StrictCalls:
+    around: Any = {"begin": f"{begin}[", "separator": ", ", "end": f"]{end}"}
+    return StrictCalls("", "$name(", ")", literals="python", **around)
+
+
+_PYTHON_START, _PYTHON_END = pythonic_calls.MARKS
+_PYTHONIC = StrictFormat(
+    (_python_list(), _python_list(_PYTHON_START, _PYTHON_END)),
+    begins=tuple(
+        (*start, "[", _SPACE, _IDENTIFIER, _SPACE, "(") for start in ((), (_PYTHON_START, _SPACE))
+    ),
+    can_call=_is_python_name,
+)
+
+
+def _gemma(begin: str, end: str, quote: str) -> StrictFormat:
+    calls = StrictCalls(begin, "call:$name", end, literals={"quote": quote})
+    return StrictFormat((calls,), can_call=_is_word)
+
+
+STRICT_FORMATS: Mapping[str, StrictFormat] = {
+    "hermes": StrictFormat((_objects("<tool_call>", begin="\n", end="\n</tool_call>"),)),
+    "qwen3_xml": StrictFormat(
+        (
+            StrictCalls(
+                "<tool_call>",
+                "\n<function=$name>\n",
+                "</function>\n</tool_call>",
+                parameter=_QWEN_PARAMETER,
+            ),
+            StrictCalls("<function=", "$name>\n", "</function>", parameter=_QWEN_PARAMETER),
+        )
+    ),
+    "glm45": _calls("<tool_call>", "$name\n", "</tool_call>", parameter=_GLM_PARAMETER),
+    "llama3_json": _LLAMA,
+    "llama4_json": _LLAMA,
+    "mistral": StrictFormat(
+        (
+            StrictCalls("[TOOL_CALLS]", "$name[ARGS]"),
+            StrictCalls("[TOOL_CALLS]", "$name[CALL_ID]$id[ARGS]"),
+            _objects("[TOOL_CALLS]", begin="[", separator=", ", end="]"),
+        )
+    ),
+    "deepseek_v3": _calls(
+        _DEEPSEEK,
+        f"{_DEEPSEEK_CALL}function<｜tool▁sep｜>$name\n```json\n",
+        "\n```<｜tool▁call▁end｜>",
+        separator="\n",
+        end="<｜tool▁calls▁end｜>",
+    ),
+    "deepseek_v31": _calls(
+        _DEEPSEEK,
+        f"{_DEEPSEEK_CALL}$name<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        separator="",
+        end="<｜tool▁calls▁end｜>",
+    ),
+    "kimi_k2": _calls(
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>functions.$name:$number<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        separator="",
+        end="<|tool_calls_section_end|>",
+    ),
+    "granite": StrictFormat(
+        tuple(
+            _objects(mark, begin="[", separator=", ", end="]")
+            for mark in ("<|tool_call|>", "<tool_call>")
+        )
+    ),
+    "phi4_mini_json": StrictFormat(
+        (
+            _objects("functools[", separator=", ", end="]"),
+            _objects("<|tool_call|>", begin="[", separator=", ", end="]<|/tool_call|>"),
+        ),
+        never=(("functools", _SPACE, {"any": ["[", "{"]}),),
+    ),
+    "deepseek_v32": _dsml("function_calls"),
+    "deepseek_v4": _dsml("tool_calls"),
+    "deepseek_v41": _dsml("calls", " "),
+    "kimi_k3": StrictFormat(
+        (
+            StrictCalls(
+                "<|open|>tools<|sep|>",
+                f"<|open|>call{_KIMI_CALL}",
+                separator="",
+                end="<|close|>tools<|sep|>",
+                **_KIMI,
+            ),
+            StrictCalls("<|open|>call", _KIMI_CALL, **_KIMI),
+        ),
+        marks=tagged_calls.KIMI_K3.outside,
+    ),
+    "openai": StrictFormat(
+        (_HARMONY,), never=harmony.MARKS, begins=("to=functions.",), can_call=_is_word
+    ),
+    "pythonic": _PYTHONIC,
+    "llama4_pythonic": _PYTHONIC,
+    "gemma4": _gemma("<|tool_call>", "<tool_call|>", '<|"|>'),
+    "functiongemma": _gemma("<start_function_call>", "<end_function_call>", "<escape>"),
+}
