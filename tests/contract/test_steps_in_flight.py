@@ -2,124 +2,43 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
-from baton.core.ids import RequestId
 from baton.core.output import Output
-from baton.core.request import EngineRequest
-from baton.core.sampling import SamplingParams
 from baton.core.structured_outputs import StructuredOutputs
-from baton.engine.core import EngineCore, NoKvWorker
-from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.plan import Runner
 from baton.engine.runner.kernels.choose import TORCH, Parts
 from baton.engine.runner.load import load_runner
 from baton.engine.runner.sampling.sampler import NOT_FINITE
-from baton.engine.scheduler.config import SchedulerConfig
-from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.spec_decode.config import Speculation
-from baton.engine.structured_output.grammar import Bits, Matcher
+from tests.support.device_engines import (
+    GREEDY,
+    POISON,
+    RANDOM,
+    answers,
+    answers_on_the_cpu,
+    engine_of,
+    poisoned_copy,
+    requests_of,
+    without_logprobs,
+)
 from tests.support.device_runners import GRAPHABLE, RunnerOnThreads, config_of, runner_on
 from tests.support.fake_device import Costs, Counts, FakeDevice
-from tests.support.models import EOS_TOKEN_ID, prompt_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-BLOCK_SIZE, NUM_BLOCKS, CHUNK = 16, 100, 24
-POISON = 300  # the token whose embedding is NaN
 READ = "runner/device/step_outputs.py:read"
 PARTS = pytest.mark.parametrize(
     "parts", [TORCH, pytest.param(GRAPHABLE, marks=pytest.mark.triton)], ids=["eager", "graphs"]
 )  # graphs: long, as the tests of Triton's kernels
-GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
-RANDOM = replace(GREEDY, temperature=0.8, top_p=0.9)
 
 
 @pytest.fixture(scope="module")
 def poisoned_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a copy of the model with one token whose embedding is NaN."""
-    spoilt = tmp_path_factory.mktemp("poisoned") / "llama"
-    shutil.copytree(folder, spoilt)
-    tensors = load_file(spoilt / "model.safetensors")
-    tensors["model.embed_tokens.weight"][POISON] = torch.nan
-    save_file(tensors, spoilt / "model.safetensors")
-    return spoilt
-
-
-@dataclass(slots=True)
-class NextTokens:
-    """Grammar and matcher: each token is one of the nine that follow the one before."""
-
-    newest: int = 40
-
-    def matcher(self) -> Matcher:
-        return NextTokens()
-
-    def advance(self, token_ids: Sequence[int]) -> None:
-        for token_id in token_ids:
-            assert self.newest < token_id < self.newest + 10
-            self.newest = token_id
-
-    def try_advance(self, token_id: int) -> bool:
-        raise NotImplementedError  # there are no drafts
-
-    def rollback(self, num_tokens: int) -> None:
-        raise NotImplementedError
-
-    def fill(self, allowed: Bits) -> None:
-        allowed.fill(0)
-        for token_id in range(self.newest + 1, self.newest + 10):
-            allowed.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
-
-
-def requests_of(*samplings: SamplingParams, length: int = 3) -> list[EngineRequest]:
-    return [
-        EngineRequest(RequestId(str(n)), prompt_of(length + n), sampling, seed=n)
-        for n, sampling in enumerate(samplings)
-    ]
-
-
-def engine_of(
-    runner: Runner, *, async_scheduling: bool = True, num_lookahead_tokens: int = 0
-) -> EngineCore:
-    config = SchedulerConfig(
-        max_num_seqs=4,
-        max_num_batched_tokens=CHUNK,
-        max_model_len=128,
-        eos_token_ids=frozenset({EOS_TOKEN_ID}),
-        async_scheduling=async_scheduling,
-        num_lookahead_tokens=num_lookahead_tokens,
-    )
-    cache = CacheConfig(NUM_BLOCKS, BLOCK_SIZE, enable_prefix_caching=False)
-    return EngineCore(Scheduler(config, cache), runner, NoKvWorker())
-
-
-def answers(engine: EngineCore, requests: Sequence[EngineRequest]) -> dict[str, list[Output]]:
-    """Run requests to their end."""
-    for request in requests:
-        engine.scheduler.add(request)
-        if request.sampling.structured_outputs is not None:
-            engine.scheduler.add_grammar(request, NextTokens())
-    found: dict[str, list[Output]] = {}
-    while engine.scheduler.has_work:
-        for output in engine.step():
-            found.setdefault(output.request_id, []).append(output)
-    engine.close()
-    engine.scheduler.check()
-    return found
-
-
-def answers_on_the_cpu(folder: Path, requests: Sequence[EngineRequest]) -> dict[str, list[Output]]:
-    with load_runner(config_of(folder)) as runner:
-        return answers(engine_of(runner, async_scheduling=False), requests)
+    return poisoned_copy(folder, tmp_path_factory.mktemp("poisoned") / "llama")
 
 
 @PARTS
@@ -187,14 +106,6 @@ def test_requests_of_all_kinds_get_the_outputs_of_synchronous_steps(
     for name in ("3", "4"):  # they fail once
         assert sum(name in result.failures for result in on_threads.results) == 1
     assert sum(on_threads.busy) > len(on_threads.busy) // 2
-
-
-def without_logprobs(answered: dict[str, list[Output]]) -> dict[str, list[Output]]:
-    """Return outputs without the logprobs, which differ between devices in their last bits."""
-    return {
-        name: [output._replace(logprobs=(), prompt_logprobs=()) for output in outputs]
-        for name, outputs in answered.items()
-    }
 
 
 def test_rows_that_need_their_tokens_wait_for_them_behind_the_forward_pass(folder: Path) -> None:

@@ -48,27 +48,39 @@ class RunnerOnThreads:
         self._launch = launch
         self.device = device
         self._own_thread = get_ident()
+        self._newest: _PassOnThreads | None = None
         self.num_launched = self.num_collected = 0
-        self.fails_at_collect: int | None = None  # counted from one
+        self.fails_at_launch: int | None = None  # counted from one
+        # The first pass from this one on that is followed, counted from one: its result is lost.
+        self.fails_at_collect: int | None = None
         self.results: list[RunResult] = []
         self.busy: list[bool] = []  # by collected pass: whether the device has work after it
         self.follows: list[bool] = []  # by pass: launched before the one before was collected
 
     def launch(self, plan: Plan) -> Pending:
         with self.computing():
-            self.follows.append(self.num_launched > self.num_collected)
+            before = self._newest
+            self.follows.append(before is not None and not before.is_collected)
             self.num_launched += 1
-            return _PassOnThreads(self, self._launch(plan))
+            self._newest = launched = _PassOnThreads(self, self._launch(plan))
+            if self.num_launched == self.fails_at_launch:
+                launched.is_collected = True
+                raise MemoryError("the launch fails at its end, as the test wants")
+            return launched
 
     def computing(self) -> AbstractContextManager[object]:
         """Compute on the device, as the thread of the test already does."""
         return nullcontext() if get_ident() == self._own_thread else self.device
 
-    def note_end(self, result: RunResult) -> None:
+    def note_end(self, launched: _PassOnThreads, result: RunResult) -> None:
         """Note the result of a pass. Raises MemoryError if the test wants that."""
+        launched.is_collected = True
         self.num_collected += 1
         self.results.append(result)
-        if self.num_collected == self.fails_at_collect:
+        is_due = self.fails_at_collect is not None and self.num_collected >= self.fails_at_collect
+        if is_due and self._newest is not launched and self._newest is not None:
+            self._newest.is_collected = True  # which will not be done
+            self.fails_at_collect = None
             raise MemoryError("the result is lost, as the test wants")
         self.busy.append(not self.device.is_idle)
 
@@ -79,6 +91,7 @@ class _PassOnThreads:
     def __init__(self, runner: RunnerOnThreads, pending: Pending) -> None:
         self._runner = runner
         self._pending = pending
+        self.is_collected = False
 
     def allows(self, plan: Plan) -> bool:
         return self._pending.allows(plan)
@@ -86,5 +99,5 @@ class _PassOnThreads:
     def collect(self) -> RunResult:
         with self._runner.computing():
             result = self._pending.collect()
-            self._runner.note_end(result)
+            self._runner.note_end(self, result)
             return result
