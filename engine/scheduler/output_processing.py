@@ -11,7 +11,7 @@ from baton.engine.errors import OutOfOrder
 from baton.engine.plan import RunResult
 from baton.engine.scheduler.config import LoadFailurePolicy
 from baton.engine.scheduler.planned_step import PlannedStep
-from baton.engine.scheduler.request import Request, RequestStatus
+from baton.engine.scheduler.request import Request
 from baton.engine.scheduler.state import SchedulerState
 from baton.kv_transfer.types import NO_REPORTS, KvReports, Landed, Lost
 
@@ -29,7 +29,7 @@ class OutputProcessor:
         if len(run.token_ids) + len(run.failures) < step.num_decodes - len(step.ended):
             raise OutOfOrder(f"{step.num_decodes} requests decode; the run has fewer results")
         for request, num_tokens in step.chunks:
-            if request.status is RequestStatus.RUNNING and request.request_id not in run.failures:
+            if step.num_tokens_of(request) and request.request_id not in run.failures:
                 self._advance_prefill(request, num_tokens, run)
         running = self._state.batch.running
         for request_id, failure in run.failures.items():

@@ -28,26 +28,25 @@ from tests.support.device_engines import (
 )
 from tests.support.device_runners import GRAPHABLE, RunnerOnThreads, config_of, runner_on
 from tests.support.fake_device import FakeDevice
-from tests.support.families import STATE_VARIANTS
+from tests.support.families import SHALLOW_STATE_VARIANTS
 from tests.support.models import make_model_folder, prompt_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ABORTED = RequestId("aborted")
 NUM_ROWS, NUM_TOKEN_BLOCKS = 3, 7
-LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 FORM = StructuredOutputs(regex="not used")
 RANDOM = replace(RANDOM, banned_token_ids=(POISON,))
 LONG = prompt_of(60, seed=1)
 
 
-@pytest.fixture(scope="module", params=["qwen3.5", "granite-4"])  # delta rule, Mamba2
+@pytest.fixture(scope="module", params=SHALLOW_STATE_VARIANTS)
 def recurrent_folder(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    own, variant = tmp_path_factory.mktemp(request.param), STATE_VARIANTS[request.param]
-    small = replace(variant, settings={**variant.settings, **LAYERS})
-    return poisoned_copy(make_model_folder(own / "a", small), own / "b")
+    own = tmp_path_factory.mktemp(request.param)
+    healthy = make_model_folder(own / "healthy", SHALLOW_STATE_VARIANTS[request.param])
+    return poisoned_copy(healthy, own / "poisoned")
 
 
 def request_of(name: str, prompt: tuple[int, ...], sampling: SamplingParams) -> EngineRequest:

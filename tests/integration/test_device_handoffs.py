@@ -20,6 +20,7 @@ from baton.node.kv.staged_copies import NoteStaged
 from baton.telemetry.metrics.instruments import NodeMetrics
 from tests.support.device_runners import GRAPHABLE, RunnerOnThreads
 from tests.support.fake_device import Costs, FakeDevice
+from tests.support.families import SHALLOW_STATE_VARIANTS
 from tests.support.local_handoffs import LocalHandoffs
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
 from tests.support.triton_parts import interpreted_parts, kernels_on, require_triton
@@ -58,8 +59,12 @@ def pair(
     dtype: str = "auto",
     note_staged: NoteStaged | None = None,
     async_scheduling: bool = False,
+    on_threads: list[RunnerOnThreads] | None = None,
 ) -> Iterator[LocalHandoffs]:
-    """Yield a prefill and a decode engine. Those on a GPU share a simulated one."""
+    """Yield a prefill and a decode engine. Those on a GPU share a simulated one.
+
+    Their runners are added to `on_threads`.
+    """
     device = FakeDevice(costs=Costs(copy_s=STEP_S, block_copy_s=STEP_S))
 
     def load(side: Side) -> TorchRunner:
@@ -76,8 +81,10 @@ def pair(
         runner = load_runner(
             config, make_device=lambda _: device, make_parts=lambda *_, **__: parts
         )
-        launch = RunnerOnThreads(runner.launch, device).launch
-        runner.launch = launch  # type: ignore[method-assign]
+        wrapped = RunnerOnThreads(runner.launch, device)
+        runner.launch = wrapped.launch  # type: ignore[method-assign]
+        if on_threads is not None:
+            on_threads.append(wrapped)
         return runner
 
     with device, ExitStack() as stack:
@@ -141,6 +148,23 @@ def test_tokens_equal_those_of_the_cpu(
     assert found == expected
     assert sent == {SENT if prefill == "gpu" else ""}
     assert received == {RECEIVED if decode == "gpu" else ""}
+
+
+@pytest.mark.parametrize("name", SHALLOW_STATE_VARIANTS)
+def test_recurrent_states_are_handed_over_with_passes_in_flight(name: str, tmp_path: Path) -> None:
+    own = make_model_folder(tmp_path, SHALLOW_STATE_VARIANTS[name])
+    with pair(own, *sides("cpu", "cpu")) as engines:
+        expected = tokens_of(engines, LENGTHS[1:])
+
+    runners: list[RunnerOnThreads] = []
+    both = sides("gpu", "gpu")
+    with pair(own, *both, parts=TORCH, async_scheduling=True, on_threads=runners) as engines:
+        found = tokens_of(engines, LENGTHS[1:])
+
+    assert found == expected
+    num_followed = [sum(runner.follows) for runner in runners]
+    assert num_followed[0] >= 4  # by chunks of the second prompt
+    assert num_followed[1] >= 2  # by decodes of each
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [("gpu", "cpu"), ("cpu", "gpu")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from tests.support.models import Variant
@@ -268,6 +269,7 @@ NEXT_EXPERTS = {
     "shared_expert_intermediate_size": 48,
 }
 MROPE = {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.25}
+TWO_LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 # Mamba2. With one group, as in Granite 4, and with two.
 MAMBA = {
     "num_hidden_layers": 4,
@@ -308,6 +310,11 @@ RECURRENT_WRAPPED: Mapping[str, Variant] = {
 }
 # With a recurrent state.
 STATE_VARIANTS: Mapping[str, Variant] = {**RECURRENT, **RECURRENT_WRAPPED}
+# The delta rule and Mamba2, each with attention in the other one of two layers.
+SHALLOW_STATE_VARIANTS: Mapping[str, Variant] = {
+    name: replace(RECURRENT[name], settings={**RECURRENT[name].settings, **TWO_LAYERS})
+    for name in ("qwen3.5", "granite-4")
+}
 FAMILY_VARIANTS: Mapping[str, Variant] = {
     **DENSE,
     **EXPERTS,

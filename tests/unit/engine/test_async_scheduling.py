@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import random
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -35,6 +36,7 @@ from tests.support.fake_runner import (
 
 ASYNC = SchedulerConfig(max_num_seqs=8, vocab_size=VOCAB_SIZE, async_scheduling=True)
 PATIENCE_S = 30
+MAX_STEPS = 99
 
 
 def world(config: SchedulerConfig | None = None, num_state_blocks: int = 0) -> EngineWorld:
@@ -61,7 +63,9 @@ def tokens_of(engine: EngineCore, num_requests: int) -> dict[str, list[int]]:
     for number in range(num_requests):
         engine.scheduler.add(an_engine_request(str(number), prompt=(1, number), max_tokens=9))
     found: dict[str, list[int]] = {str(number): [] for number in range(num_requests)}
-    while engine.scheduler.request_ids():
+    for _ in range(MAX_STEPS):
+        if not engine.scheduler.request_ids():
+            break
         for output in engine.step():
             found[output.request_id] += output.token_ids
     engine.close()
@@ -331,18 +335,52 @@ class LosesAResult(FakeRunner):
         return result
 
 
-def test_states_that_the_next_pass_has_overwritten_are_computed_again_from_a_snapshot() -> None:
+def test_states_that_the_next_pass_has_overwritten_are_computed_again_from_a_snapshot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     runner = LosesAResult(KvTensor(64, 4), VOCAB_SIZE, num_state_blocks=1)
     engine = an_engine(runner)
+    recompute, num_left = engine.scheduler.recompute, list[int]()
+
+    def note_rows(request_ids: Sequence[RequestId]) -> None:
+        num_left.append(len(runner._rows))
+        recompute(request_ids)
+
+    monkeypatch.setattr(engine.scheduler, "recompute", note_rows)
 
     found = tokens_of(engine, 2)
 
+    assert num_left == [0]  # no pass writes their blocks when these are released
     assert runner.num_followed == 7 + 1  # up to the lost one, and the last pass
     assert engine.scheduler.stats().total_preemptions == 2
     for name, token_ids in found.items():
         assert token_ids == answer_of(int(name), 1)
         # 2 + 9 - 1 tokens, two that the lost passes computed, and those after the snapshot at 4
         assert runner.num_computed[RequestId(name)] == 10 + 2 + (8 - 4) - 1
+
+
+def test_a_request_that_is_computed_again_loses_no_blocks_to_the_plans_before() -> None:
+    config = replace(ASYNC, max_num_batched_tokens=8)
+    it = Scheduler(config, CacheConfig(64, 4, CacheLayout(num_state_blocks=1)))
+    runner = a_fake(num_state_blocks=1)
+    prompt = tuple(range(20))
+    it.add(an_engine_request("a", prompt=prompt, max_tokens=1))
+    first, second = it.schedule(0.0), it.schedule_ahead(0.0)
+    assert second is not None
+
+    it.recompute(it.overwritten())
+    it.update(first, RunResult())
+    third = it.schedule_ahead(0.0)  # starts it again
+    assert third is not None
+    it.update(second, RunResult())
+    it.check()
+
+    outputs = it.update(third, run_plan(runner, replace(third, dropped=())))
+    while it.request_ids():
+        plan = it.schedule(0.0)
+        outputs += it.update(plan, run_plan(runner, plan))
+    tokens = [token_id for output in outputs for token_id in output.token_ids]
+    assert tokens == tokens_alone(prompt, 0, 1, VOCAB_SIZE, num_state_blocks=1)
 
 
 class Always(random.Random):
