@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton.core.ids import RequestId
+from baton.core.output import Output
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
 from baton.core.structured_outputs import StructuredOutputs
@@ -76,23 +77,20 @@ def an_engine(runner: Runner, layout: CacheLayout, *, is_async: bool) -> EngineC
 
 def answers(engine: EngineCore) -> Answers:
     """Run both lots of requests, one of which is aborted once it has a token."""
-    found: Answers = {}
-
-    def step() -> None:
-        for output in engine.step():
-            found.setdefault(output.request_id, []).append(output)
-
+    outputs: list[Output] = []
     add_requests(engine, FIRST)
-    while ABORTED not in found:
-        step()
+    while not any(output.request_id == ABORTED for output in outputs):
+        outputs += engine.step()
     engine.scheduler.abort(ABORTED)
-    while engine.scheduler.has_work:
-        step()
-    add_requests(engine, SECOND)
-    while engine.scheduler.has_work:
-        step()
+    for requests in ([], SECOND):
+        add_requests(engine, requests)
+        while engine.scheduler.has_work:
+            outputs += engine.step()
     engine.close()
     engine.scheduler.check()
+    found: Answers = {}
+    for output in outputs:
+        found.setdefault(output.request_id, []).append(output)
     return found
 
 
@@ -105,8 +103,9 @@ def test_outputs_equal_those_of_synchronous_steps(
     """One pass fails when it is launched. The result of another one is lost when the next one is
     launched already.
     """
-    with runner_on(FakeDevice(), recurrent_folder, parts) as runner:
-        on_threads = RunnerOnThreads(runner.launch, runner.device)
+    device = FakeDevice()
+    with runner_on(device, recurrent_folder, parts) as runner:
+        on_threads = RunnerOnThreads(runner.launch, device)
         on_threads.fails_at_launch, on_threads.fails_at_collect = 5, 12
         engine = an_engine(on_threads, runner.kv_memory.layout, is_async=True)
         found = answers(engine)
