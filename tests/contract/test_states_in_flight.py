@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -98,7 +99,10 @@ def answers(engine: EngineCore) -> Answers:
     "parts", [TORCH, pytest.param(GRAPHABLE, marks=pytest.mark.triton)], ids=["eager", "graphs"]
 )  # graphs: long, as the tests of Triton's kernels
 def test_outputs_equal_those_of_synchronous_steps(
-    recurrent_folder: Path, parts: Parts, caplog: pytest.LogCaptureFixture
+    recurrent_folder: Path,
+    parts: Parts,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One pass fails when it is launched. The result of another one is lost when the next one is
     launched already.
@@ -108,6 +112,13 @@ def test_outputs_equal_those_of_synchronous_steps(
         on_threads = RunnerOnThreads(runner.launch, device)
         on_threads.fails_at_launch, on_threads.fails_at_collect = 5, 12
         engine = an_engine(on_threads, runner.kv_memory.layout, is_async=True)
+        recompute, idle = engine.scheduler.recompute, list[bool]()
+
+        def note_idle(request_ids: Iterable[RequestId]) -> None:
+            idle.append(device.is_idle)
+            recompute(request_ids)
+
+        monkeypatch.setattr(engine.scheduler, "recompute", note_idle)
         found = answers(engine)
     with load_runner(config_of(recurrent_folder)) as on_cpu:
         expected = answers(an_engine(on_cpu, on_cpu.kv_memory.layout, is_async=False))
@@ -119,6 +130,7 @@ def test_outputs_equal_those_of_synchronous_steps(
     assert stats.total_prefix_hit_tokens >= 48
     assert stats.total_preemptions == 1 + 2  # for lack of blocks, and with the lost result
     assert "computing 2 states again" in caplog.text
+    assert idle == [True]  # when their blocks are released
     assert on_threads.follows[1:5] == [True] * 4  # chunks, snapshots and decodes
     assert sum(on_threads.follows) > 10
 

@@ -12,13 +12,17 @@ from typing import Any
 
 import pytest
 
+from baton.core.ids import RequestId
+from baton.core.request import EngineRequest
+from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.kernels.choose import TORCH, Parts
 from baton.engine.runner.load import load_runner
 from baton.engine.runner.model_runner import TorchRunner
 from baton.node.kv.staged_copies import NoteStaged
 from baton.telemetry.metrics.instruments import NodeMetrics
-from tests.support.device_runners import GRAPHABLE, RunnerOnThreads
+from tests.support.device_engines import GREEDY, answers, engine_of
+from tests.support.device_runners import GRAPHABLE, RunnerOnThreads, config_of
 from tests.support.fake_device import Costs, FakeDevice
 from tests.support.families import SHALLOW_STATE_VARIANTS
 from tests.support.local_handoffs import LocalHandoffs
@@ -153,15 +157,28 @@ def test_tokens_equal_those_of_the_cpu(
 @pytest.mark.parametrize("name", SHALLOW_STATE_VARIANTS)
 def test_recurrent_states_are_handed_over_with_passes_in_flight(name: str, tmp_path: Path) -> None:
     own = make_model_folder(tmp_path, SHALLOW_STATE_VARIANTS[name])
-    with pair(own, *sides("cpu", "cpu")) as engines:
-        expected = tokens_of(engines, LENGTHS[1:])
+    alone = [
+        EngineRequest(
+            RequestId(str(length)),
+            prompt_of(length, seed=length),
+            replace(GREEDY, max_tokens=NUM_TOKENS),
+            seed=0,
+        )
+        for length in LENGTHS[1:]
+    ]
+    with load_runner(config_of(own)) as runner:
+        cache = CacheConfig(32, 16, runner.kv_memory.layout)
+        found_alone = answers(engine_of(runner, cache, async_scheduling=False), alone)
 
     runners: list[RunnerOnThreads] = []
     both = sides("gpu", "gpu")
     with pair(own, *both, parts=TORCH, async_scheduling=True, on_threads=runners) as engines:
         found = tokens_of(engines, LENGTHS[1:])
 
-    assert found == expected
+    assert found == [
+        [token_id for output in outputs for token_id in output.token_ids]
+        for outputs in (found_alone[request.request_id] for request in alone)
+    ]
     num_followed = [sum(runner.follows) for runner in runners]
     assert num_followed[0] >= 4  # by chunks of the second prompt
     assert num_followed[1] >= 2  # by decodes of each
