@@ -104,7 +104,8 @@ class Containment:
     ) -> RunResult:
         """Run the rows of a plan again, the last part first. Splits those that fail."""
         rows, result = self._scheduler.running_rows(), RunResult()
-        self._remove_rows((*plan.dropped, *rows), failure)
+        started = [row.request_id for row in plan.started]  # some may have ended since
+        self._remove_rows((*plan.dropped, *started, *rows), failure)
         while parts:
             part = parts.pop()
             try:
