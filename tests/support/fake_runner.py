@@ -55,7 +55,9 @@ class Content:
     def append(self, token_id: int, specs: Specs) -> None:
         """Append what each group keeps of a token: a function of what it sees before itself."""
         position = len(self.slots[0])
-        computed = (token_id, self.adapter) if self.adapter else token_id
+        # As a number: the hash of a text differs from process to process.
+        adapter = int.from_bytes(self.adapter.encode())
+        computed = (token_id, adapter) if adapter else token_id
         if len(self.slots) == 1 and not self.state:
             (its,), (spec,) = self.slots, specs
             seen: object = _last_seen(its, spec, position)
