@@ -51,6 +51,7 @@ def answer_of(router: Child, message: str, *, is_strict: bool) -> Any:
             model="",
             messages=[{"role": "user", "content": message}],
             tools=[{"type": "function", "function": function}],
+            temperature=0,  # off its script, the model finds all tokens equally likely
         )
 
 
