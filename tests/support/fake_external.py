@@ -61,9 +61,11 @@ class FakeExternal:
     def __exit__(self, *_: object) -> None: ...
 
     def holds(self, name: BlockName) -> bool:
-        self._unanswered.add(name)
-        self._maybe_raise()
-        self._unanswered.remove(name)
+        try:
+            self._maybe_raise()
+        except RuntimeError:
+            self._unanswered.add(name)
+            raise
         return name in self.blocks
 
     def load_s(self, names: Sequence[BlockName]) -> float:
@@ -74,7 +76,7 @@ class FakeExternal:
         if orders != NO_ORDERS:
             self._maybe_raise()
         for store in orders.stores:
-            if (self.blocks.keys() - self._unanswered) & set(store.names):
+            if self.blocks.keys() & set(store.names) - self._unanswered:
                 self._broken_rules.append("what is stored was stored again")
             contents = [deepcopy(self._kv.blocks[each]) for each in store.block_ids]
             self.stores.append(_StoreInProgress(store, contents))
