@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from baton.core.ids import NO_BLOCK, BlockId
+from baton.core.kv_hints import BlockHints
+from baton.core.tenant_lines import TenantLines
 from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored, GroupStats, KvEvent
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.block_names import PrefixEnds, group_of
@@ -13,7 +16,14 @@ from baton.engine.kv_cache.cache_group import PrefixHit
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.kv_cache.held_kv import HeldKv
-from baton.engine.kv_cache.unstored_blocks import UnstoredBlock, UnstoredBlocks
+
+
+class UnstoredBlock(NamedTuple):
+    """Block that is to be stored in an external KV cache. It may have been evicted since."""
+
+    name: BlockHash
+    block_id: BlockId
+    hints: BlockHints
 
 
 class GroupCounters:
@@ -55,7 +65,7 @@ class PrefixCache:
         self.has_state = config.layout.has_state  # a prefix hit ends only at a cached state
         self.pool = BlockPool(config.num_blocks)
         self.ends = PrefixEnds(config.layout)
-        self.unstored = UnstoredBlocks()
+        self.unstored = TenantLines[UnstoredBlock]()
         self._events: list[KvEvent] = []
 
     def hashes_within(self, held: HeldKv, max_num_tokens: int) -> list[BlockHash]:
@@ -146,4 +156,4 @@ class PrefixCache:
         """Queue a block to be stored, unless nobody expects it to be used again."""
         hints = held.block_hints
         if self._is_stored and not hints.is_released:
-            self.unstored.add(UnstoredBlock(name, block_id, hints))
+            self.unstored.add(hints.tenant, UnstoredBlock(name, block_id, hints))

@@ -29,6 +29,7 @@ from baton.kv_transfer.tiers.host_tier import HostBlock, HostTier
 from baton.kv_transfer.tiers.kv_access import KvAccess, ReadTarget
 from baton.kv_transfer.tiers.stores.block_store import BlockStore
 from baton.kv_transfer.tiers.tier_status import LoadTimes, Outage, TierCounters, TierStatus
+from baton.kv_transfer.tiers.write_queue import QueuedWrite, WriteQueue
 
 logger = logging.getLogger(__name__)
 
@@ -85,15 +86,6 @@ class PendingLoad:
         return [place for place, source in enumerate(self.sources) if source is None]
 
 
-@dataclass(frozen=True, slots=True)
-class _QueuedWrite:
-    name: BlockName
-    block: HostBlock  # pinned until it is written
-    hints: BlockHints
-    generation: int
-    ordered_s: float
-
-
 class BackingTier:
     def __init__(self, config: BackingConfig, store: BlockStore, parts: TierParts) -> None:
         self.name = config.name
@@ -107,7 +99,7 @@ class BackingTier:
         self._cleared = parts.generation  # the generation that the store is in
         self._jobs: PriorityQueue[tuple[int, int, Job | None]] = PriorityQueue()
         self._numbers = count()
-        self._writes: deque[_QueuedWrite] = deque()
+        self._writes = WriteQueue()
         self._num_reads = 0  # blocks to read
         self._reads_lock = Lock()
         # When the job began, or its last operation if that is later: a rest is not part of it.
@@ -172,7 +164,7 @@ class BackingTier:
             self.counters.num_skipped_stores += 1
             self._host.unpin(block)
         else:
-            self._writes.append(_QueuedWrite(name, block, hints, generation, self._clock()))
+            self._writes.add(QueuedWrite(name, block, hints, generation, self._clock()))
             self._put(_CHANGE, partial(self._write_some, self._writes))
 
     def load(self, pending: PendingLoad, then: Job) -> None:
@@ -201,7 +193,9 @@ class BackingTier:
             self._num_reads += num_blocks
 
     def _put_change(self, job: Job) -> None:
-        self._writes = deque()  # those before the change are not written together with later ones
+        self._writes = (
+            WriteQueue()
+        )  # those before the change are not written together with later ones
         self._put(_CHANGE, partial(self._change, job))
 
     def _put(self, priority: int, job: Job | None) -> None:
@@ -283,15 +277,14 @@ class BackingTier:
     def _map(self, call: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
         return self._pool.map(call, items) if self._config.num_parallel > 1 else map(call, items)
 
-    def _write_some(self, waiting: deque[_QueuedWrite]) -> None:
+    def _write_some(self, waiting: WriteQueue) -> None:
         """Write the next blocks. There is a job for each block; later ones find nothing to do."""
-        num_writes = min(len(waiting), self._config.num_parallel)
-        writes = [waiting.popleft() for _ in range(num_writes)]
+        writes = waiting.take(self._config.num_parallel)
         are_written = list(self._map(self._write, writes))
         self.counters.num_stored += sum(are_written)
         self.counters.num_failed_stores += len(writes) - sum(are_written)
 
-    def _write(self, write: _QueuedWrite) -> bool:
+    def _write(self, write: QueuedWrite) -> bool:
         try:
             is_stale = write.generation != self._parts.generation
             if is_stale or self._writing.is_paused:

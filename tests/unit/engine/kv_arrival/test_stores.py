@@ -4,38 +4,30 @@ from __future__ import annotations
 
 import random
 
-from baton.core.ids import BlockId
-from baton.core.kv_hints import SHARED, BlockHints, Tenant, tenant_of
-from baton.engine.kv_cache.block_hashes import BlockHash
-from baton.engine.kv_cache.unstored_blocks import UnstoredBlock, UnstoredBlocks
+from baton.core.kv_hints import SHARED, Tenant, tenant_of
+from baton.core.tenant_lines import TenantLines
 from tests.support.engine_world import EngineWorld
 
 A, B = Tenant(b"a"), Tenant(b"b")
 
 
-def unstored(*blocks: tuple[int, Tenant]) -> UnstoredBlocks:
-    lines = UnstoredBlocks()
-    for number, tenant in blocks:
-        lines.add(UnstoredBlock(BlockHash(b"%d" % number), BlockId(number), BlockHints(tenant)))
+def lines_of(*items: tuple[int, Tenant]) -> TenantLines[int]:
+    lines = TenantLines[int]()
+    for item, tenant in items:
+        lines.add(tenant, item)
     return lines
 
 
 def test_tenants_take_turns_and_blocks_of_one_are_in_order() -> None:
-    lines = unstored((1, A), (2, A), (3, A), (4, B), (5, SHARED))
+    lines = lines_of((1, A), (2, A), (3, A), (4, B), (5, SHARED))
 
-    taken = [lines.take(lambda _: True) for _ in range(5)]
-
-    assert [block and block.block_id for block in taken] == [1, 4, 5, 2, 3]
-    assert lines.take(lambda _: True) is None
+    assert [lines.take() for _ in range(6)] == [1, 4, 5, 2, 3, None]
 
 
 def test_a_tenant_that_may_store_nothing_is_passed_over() -> None:
-    lines = unstored((1, A), (2, B))
+    lines = lines_of((1, A), (2, B))
 
-    first = lines.take(lambda tenant: tenant != A)
-
-    assert first is not None
-    assert first.block_id == 2
+    assert lines.take(lambda tenant: tenant != A) == 2
     assert not lines.has_any(lambda tenant: tenant != A)
     assert lines.has_any(lambda _: True)
 

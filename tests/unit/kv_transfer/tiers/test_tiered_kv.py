@@ -385,6 +385,20 @@ def test_stores_of_a_tenant_at_its_quota_wait_for_files_and_delay_no_one_else(
     assert {stem.partition("-")[0] for stem in files.names()} == hexes(1, 2, 4, 5, 6)
 
 
+def test_tenants_take_turns_in_writes(files: Backing) -> None:
+    store, gate = FaultyStore(files.open()), Gate("write")
+    written: list[bytes] = []
+    store.before = gate
+    store.after = lambda operation, name: written.append(name) if operation == "write" else None
+    with files.world(num_host=16, store=store) as it:
+        it.store(*range(5), hints=TENANT)
+        gate.wait_until_reached()
+        it.store(11, hints=BlockHints(tenant_of("another")))
+        gate.open()
+    # Block 0 is being written, and it is the turn of block 1.
+    assert written == [*map(name_of, (0, 1, 11, 2, 3, 4))]
+
+
 def test_a_store_waits_only_for_blocks_of_tenants_at_their_quota(files: Backing) -> None:
     store, gate = FaultyStore(files.open()), Gate("write")
     store.before = gate

@@ -1,0 +1,37 @@
+"""Blocks of host memory that wait to be written to a tier behind it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from threading import Lock
+
+from baton.core.ids import BlockName
+from baton.core.kv_hints import BlockHints
+from baton.core.tenant_lines import TenantLines
+from baton.kv_transfer.tiers.host_tier import HostBlock
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedWrite:
+    name: BlockName
+    block: HostBlock  # pinned until it is written
+    hints: BlockHints
+    generation: int
+    ordered_s: float
+
+
+class WriteQueue:
+    """Tenants take turns. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lines = TenantLines[QueuedWrite]()
+        self._lock = Lock()
+
+    def add(self, write: QueuedWrite) -> None:
+        with self._lock:
+            self._lines.add(write.block.tenant, write)
+
+    def take(self, max_writes: int) -> list[QueuedWrite]:
+        with self._lock:
+            taken = (self._lines.take() for _ in range(max_writes))
+            return [write for write in taken if write is not None]
