@@ -193,9 +193,8 @@ class BackingTier:
             self._num_reads += num_blocks
 
     def _put_change(self, job: Job) -> None:
-        self._writes = (
-            WriteQueue()
-        )  # those before the change are not written together with later ones
+        # Those before the change are not written together with later ones.
+        self._writes = WriteQueue()
         self._put(_CHANGE, partial(self._change, job))
 
     def _put(self, priority: int, job: Job | None) -> None:

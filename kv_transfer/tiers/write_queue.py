@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from threading import Lock
 
+from baton.core.fair_lines import FairLines
 from baton.core.ids import BlockName
-from baton.core.kv_hints import BlockHints
-from baton.core.tenant_lines import TenantLines
+from baton.core.kv_hints import BlockHints, Tenant
 from baton.kv_transfer.tiers.host_tier import HostBlock
 
 
@@ -24,7 +24,7 @@ class WriteQueue:
     """Tenants take turns. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lines = TenantLines[QueuedWrite]()
+        self._lines = FairLines[Tenant, QueuedWrite]()
         self._lock = Lock()
 
     def add(self, write: QueuedWrite) -> None:

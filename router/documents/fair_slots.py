@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict, deque
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import NamedTuple
 
+from baton.core.fair_lines import FairLines
 from baton.rpc.errors import QueueFull
 
 CLIENT_SHARE = 2  # a client with a token has at most this part of slots and of places in the queue
 RETRY_AFTER_S = 1.0
+
+
+class _Turn(NamedTuple):
+    client: str
+    came: asyncio.Future[None]
 
 
 class FairSlots:
@@ -21,12 +28,11 @@ class FairSlots:
         self._max_per_client = max(1, num_slots // CLIENT_SHARE)
         self._max_waiting = max_waiting
         self._running: Counter[str] = Counter()
-        # The next turn first.
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self._waiting = FairLines[str, _Turn]()
 
     @property
     def num_waiting(self) -> int:
-        return sum(map(len, self._waiting.values()))
+        return len(self._waiting)
 
     @asynccontextmanager
     async def slot(self, client: str) -> AsyncIterator[None]:
@@ -42,15 +48,15 @@ class FairSlots:
             self._begin(client)
             return
         self._check_queue(client)
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client, deque()).append(turn)
+        turn = _Turn(client, asyncio.get_running_loop().create_future())
+        self._waiting.add(client, turn)
         try:
-            await turn
+            await turn.came
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            if turn.came.done() and not turn.came.cancelled():
                 self._release(client)
             else:
-                self._remove(client, turn)
+                self._waiting.discard(client, turn)
             raise
 
     def _release(self, client: str) -> None:
@@ -58,13 +64,11 @@ class FairSlots:
         self._running[client] -= 1
         if not self._running[client]:
             del self._running[client]
-        following = next(filter(self._may_run, self._waiting), None)
-        if following is not None:
-            turn = self._waiting[following][0]
-            self._waiting.move_to_end(following)
-            self._remove(following, turn)
-            self._begin(following)
-            turn.set_result(None)
+        while (turn := self._waiting.take(self._may_run)) is not None:
+            if not turn.came.done():  # else its request was cancelled, and has not run since
+                self._begin(turn.client)
+                turn.came.set_result(None)
+                return
 
     def _may_run(self, client: str) -> bool:
         is_at_limit = bool(client) and self._running[client] >= self._max_per_client
@@ -74,15 +78,9 @@ class FairSlots:
         self._running[client] += 1
         self._num_free -= 1
 
-    def _remove(self, client: str, turn: asyncio.Future[None]) -> None:
-        turns = self._waiting[client]
-        turns.remove(turn)
-        if not turns:
-            del self._waiting[client]
-
     def _check_queue(self, client: str) -> None:
         waiting = self.num_waiting
-        own = len(self._waiting.get(client, ()))
+        own = self._waiting.num_of(client)
         if waiting >= self._max_waiting or (client and own >= self._max_waiting // CLIENT_SHARE):
             raise QueueFull(
                 f"the files of {waiting} requests already wait to be read; send this one later",

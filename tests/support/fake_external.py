@@ -52,7 +52,9 @@ class FakeExternal:
         self.draw_error: Callable[[], float] = lambda: 1.0
         self.is_due: Callable[[Load], bool] = lambda load: True  # whether a load can end now
         self.can_end: Callable[[Store], bool] = lambda store: True
-        self._unanswered: set[BlockName] = set()  # `holds` failed: the engine may store them again
+        # By `holds`. If that failed, the engine may store a block again.
+        self._confirmed: set[BlockName] = set()
+        self._unanswered: set[BlockName] = set()
         self._broken_rules: list[str] = []  # errors of `start` would only end its orders
 
     def __enter__(self) -> FakeExternal:
@@ -66,6 +68,8 @@ class FakeExternal:
         except RuntimeError:
             self._unanswered.add(name)
             raise
+        if name in self.blocks:
+            self._confirmed.add(name)
         return name in self.blocks
 
     def load_s(self, names: Sequence[BlockName]) -> float:
@@ -76,7 +80,7 @@ class FakeExternal:
         if orders != NO_ORDERS:
             self._maybe_raise()
         for store in orders.stores:
-            if self.blocks.keys() & set(store.names) - self._unanswered:
+            if self.blocks.keys() & set(store.names) & self._confirmed - self._unanswered:
                 self._broken_rules.append("what is stored was stored again")
             contents = [deepcopy(self._kv.blocks[each]) for each in store.block_ids]
             self.stores.append(_StoreInProgress(store, contents))

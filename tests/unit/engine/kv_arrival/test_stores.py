@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import random
 
+from baton.core.fair_lines import FairLines
 from baton.core.kv_hints import SHARED, Tenant, tenant_of
-from baton.core.tenant_lines import TenantLines
 from tests.support.engine_world import EngineWorld
 
 A, B = Tenant(b"a"), Tenant(b"b")
 
 
-def lines_of(*items: tuple[int, Tenant]) -> TenantLines[int]:
-    lines = TenantLines[int]()
+def lines_of(*items: tuple[int, Tenant]) -> FairLines[Tenant, int]:
+    lines = FairLines[Tenant, int]()
     for item, tenant in items:
         lines.add(tenant, item)
     return lines

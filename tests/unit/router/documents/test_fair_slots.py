@@ -27,8 +27,11 @@ class Readers:
             self.tasks[name] = asyncio.ensure_future(self._hold(name))
         await self._settle()
 
-    async def end(self, name: str) -> None:
+    def let_end(self, name: str) -> None:
         self._ends[name].set()
+
+    async def end(self, name: str) -> None:
+        self.let_end(name)
         await self.tasks.pop(name)
         await self._settle()
 
@@ -98,7 +101,13 @@ def test_a_cancelled_request_gives_up_its_place_or_its_slot() -> None:
         await readers.cancel("a2")
         await readers.begin("d1")
         assert readers.running == ["c2", "d1"]
-        for name in ("c2", "d1"):
+        # Cancelled, but not yet run when a slot is free.
+        await readers.begin("e1", "f1")
+        readers.let_end("d1")
+        readers.tasks["e1"].cancel()
+        await readers.end("d1")
+        assert readers.running == ["c2", "f1"]
+        for name in ("c2", "f1"):
             await readers.end(name)
 
     asyncio.run(run())
