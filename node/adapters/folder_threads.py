@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from threading import Thread
 from typing import TypeVar
 
@@ -60,12 +61,15 @@ class FolderThreads:
         result.set_running_or_notify_cancel()  # from now on it cannot be cancelled
 
         def work() -> None:
+            end: Callable[[], None]
             try:
-                result.set_result(call())
+                end = partial(result.set_result, call())
             except BaseException as error:  # noqa: BLE001 - `run` raises it
-                result.set_exception(error)
+                end = partial(result.set_exception, error)
             with suppress(RuntimeError):  # the loop is closed
+                # First, since who learns that the call has ended may make the next one.
                 loop.call_soon_threadsafe(self._note_end, thread)
+                end()
 
         thread = Thread(target=work, name="adapters", daemon=True)
         self._began_s[thread] = self._clock()

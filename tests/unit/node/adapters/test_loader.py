@@ -143,7 +143,7 @@ def test_a_request_waits_for_a_place_in_its_turn() -> None:
             tasks = []
             for number, adapter_id in enumerate("cde"):
                 tasks.append(asyncio.ensure_future(use(adapter_id)))
-                await until(lambda: world.loader.num_waiting(for_place=True) > number)  # noqa: B023
+                await until(lambda: len(world.loader._waiting) > number)  # noqa: B023
         await asyncio.gather(*tasks)
 
         assert order == ["c", "d", "e"]
