@@ -226,14 +226,16 @@ def _load_cost(bench: AdapterBench, engine: _Engine) -> LoadCost:
     for is_loading in (False, True) * bench.num_runs:
         _add(engine, [_Asked(engine.prompts[0], "")], num_tokens=2 + bench.num_steps)
         _step(engine)
-        ended = threading.Event()
-        thread = threading.Thread(target=_time_load, args=(bench, engine, loads, ended))
+        may_begin, ended = threading.Event(), threading.Event()
+        thread = threading.Thread(target=_time_load, args=(bench, engine, loads, may_begin, ended))
         if is_loading:
             thread.start()
         while engine.core.scheduler.has_work:
+            counts = not ended.is_set()  # the first step always does, however short the load is
+            may_begin.set()
             began_s = perf_counter()
             engine.core.step()
-            if not ended.is_set():
+            if counts:
                 steps[is_loading].append(perf_counter() - began_s)
         if is_loading:
             thread.join()
@@ -247,8 +249,13 @@ def _load_cost(bench: AdapterBench, engine: _Engine) -> LoadCost:
 
 
 def _time_load(
-    bench: AdapterBench, engine: _Engine, loads: list[float], ended: threading.Event
+    bench: AdapterBench,
+    engine: _Engine,
+    loads: list[float],
+    may_begin: threading.Event,
+    ended: threading.Event,
 ) -> None:
+    may_begin.wait()
     began_s = perf_counter()
     folder = engine.folders[len(loads) % bench.num_adapters]
     _load(engine, folder)

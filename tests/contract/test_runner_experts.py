@@ -434,9 +434,13 @@ def native(kernels: Kernels) -> tuple[Ops, LowRankProducts]:
 
 
 def test_kernels_merge_routers_of_adapters_as_their_name_says() -> None:
-    assert interpreted_parts().low_rank.merges_routers is merges_routers("triton")
     assert TORCH.low_rank.merges_routers is merges_routers("torch")
     assert NativeLowRankProducts.merges_routers is merges_routers("native")
+
+
+@pytest.mark.triton
+def test_triton_kernels_merge_no_routers_as_their_name_says() -> None:
+    assert interpreted_parts().low_rank.merges_routers is merges_routers("triton")
 
 
 def triton() -> tuple[Ops, LowRankProducts]:
