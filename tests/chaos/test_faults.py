@@ -76,13 +76,21 @@ class Running:
 
         return self.runner.run(scenario())
 
-    def until_counted(self, fault: Fault, counter: Metric, pause_s: float = PAUSE_S) -> Report:
-        """Repeat a fault until decode nodes have counted it; on a busy machine it can miss."""
-        before = self.total(TargetRole.DECODE, counter)
+    def until_counted(
+        self,
+        fault: Fault,
+        counter: Metric,
+        label: str = "",
+        *,
+        role: TargetRole = TargetRole.DECODE,
+        pause_s: float = PAUSE_S,
+    ) -> Report:
+        """Repeat a fault until it is counted; on a busy machine it can miss."""
+        before = self.total(role, counter, label)
         for _ in range(MAX_TRIES):
             report = self.through(fault, pause_s=pause_s)
             assert report.is_good, report
-            if self.total(TargetRole.DECODE, counter) > before:
+            if self.total(role, counter, label) > before:
                 return report
         raise AssertionError(f"{counter.name} did not grow in {MAX_TRIES} faults")
 
@@ -215,15 +223,13 @@ def test_an_overload_fills_the_caches(running: Running) -> None:
 def test_streams_of_a_frozen_decode_node_migrate_and_the_node_is_used_again(
     running: Running,
 ) -> None:
-    before = running.total(TargetRole.ROUTER, ATTEMPTS, MIGRATE)
-
-    report = running.through(
+    running.until_counted(
         Fault(0, 0.3, FaultKind.FREEZE, TargetRole.DECODE, 0, Phase.DECODING, LASTS_S),
+        ATTEMPTS,
+        MIGRATE,
+        role=TargetRole.ROUTER,
         pause_s=LONG_PAUSE_S,
     )
-
-    assert report.is_good, report
-    assert running.total(TargetRole.ROUTER, ATTEMPTS, MIGRATE) > before
 
 
 def test_faults_of_files_and_objects_cause_no_wrong_answer(

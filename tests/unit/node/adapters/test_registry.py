@@ -297,7 +297,9 @@ def test_two_loads_of_one_name_do_not_replace_each_other(root: Path) -> None:
             registry.load("sql", "folder-2"),
             return_exceptions=True,
         )
-        assert sorted(type(each).__name__ for each in outcomes) == ["AdapterExists", "AdapterRef"]
+        # Either folder can be read first. The other one's adapter exists already, or is older.
+        [refused] = [each for each in outcomes if isinstance(each, BaseException)]
+        assert isinstance(refused, AdapterExists | OutdatedOrder)
         assert len(registry.report().adapters) == 1
 
     run(scenario, root)
