@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from baton.core.fair_lines import FairLines
+from baton.core.fair_queue import FairQueue
 from baton.core.ids import NO_BLOCK, BlockId
 from baton.core.kv_hints import BlockHints, Tenant
 from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored, GroupStats, KvEvent
@@ -65,7 +65,7 @@ class PrefixCache:
         self.has_state = config.layout.has_state  # a prefix hit ends only at a cached state
         self.pool = BlockPool(config.num_blocks)
         self.ends = PrefixEnds(config.layout)
-        self.unstored = FairLines[Tenant, UnstoredBlock]()
+        self.unstored = FairQueue[Tenant, UnstoredBlock]()
         self._events: list[KvEvent] = []
 
     def hashes_within(self, held: HeldKv, max_num_tokens: int) -> list[BlockHash]:

@@ -9,8 +9,8 @@ from typing import Generic, TypeVar
 
 from baton.core.errors import InvalidRequest
 from baton.core.structured_outputs import FIELD, StructuredOutputs
+from baton.engine.structured_output.blocking_queue import BlockingFairQueue
 from baton.engine.structured_output.compiler_errors import TemporaryRefusal
-from baton.engine.structured_output.fair_queue import FairQueue
 from baton.engine.structured_output.grammar_cache import GrammarCache
 
 NUM_THREADS = 2
@@ -23,7 +23,7 @@ STACK_BYTES = 128 << 20  # address space: only touched pages take memory
 log = logging.getLogger(__name__)
 
 Compiled = TypeVar("Compiled")
-_Jobs = FairQueue[StructuredOutputs]
+_Jobs = BlockingFairQueue[StructuredOutputs]
 
 
 class GrammarCompiler(Generic[Compiled]):
@@ -47,8 +47,8 @@ class GrammarCompiler(Generic[Compiled]):
         ] = {}
         self._running: set[StructuredOutputs] = set()
         self._lock = threading.Lock()  # guards the caches, the callbacks and what is running
-        self._jobs: _Jobs = FairQueue()
-        self._large_jobs: _Jobs = FairQueue()
+        self._jobs: _Jobs = BlockingFairQueue()
+        self._large_jobs: _Jobs = BlockingFairQueue()
         self._threads = [
             threading.Thread(target=self._work, args=(self._jobs,), name=f"grammars-{number}")
             for number in range(num_threads)

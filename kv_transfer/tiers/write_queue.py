@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from threading import Lock
 
-from baton.core.fair_lines import FairLines
+from baton.core.fair_queue import FairQueue
 from baton.core.ids import BlockName
 from baton.core.kv_hints import BlockHints, Tenant
 from baton.kv_transfer.tiers.host_tier import HostBlock
@@ -24,14 +24,14 @@ class WriteQueue:
     """Tenants take turns. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lines = FairLines[Tenant, QueuedWrite]()
+        self._queue = FairQueue[Tenant, QueuedWrite]()
         self._lock = Lock()
 
     def add(self, write: QueuedWrite) -> None:
         with self._lock:
-            self._lines.add(write.block.tenant, write)
+            self._queue.add(write.block.tenant, write)
 
     def take(self, max_writes: int) -> list[QueuedWrite]:
         with self._lock:
-            taken = (self._lines.take() for _ in range(max_writes))
+            taken = (self._queue.take() for _ in range(max_writes))
             return [write for write in taken if write is not None]

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
-from baton.core.fair_lines import FairLines
+from baton.core.fair_queue import FairQueue
 from baton.rpc.errors import QueueFull
 
 CLIENT_SHARE = 2  # a client with a token has at most this part of slots and of places in the queue
@@ -28,7 +28,7 @@ class FairSlots:
         self._max_per_client = max(1, num_slots // CLIENT_SHARE)
         self._max_waiting = max_waiting
         self._running: Counter[str] = Counter()
-        self._waiting = FairLines[str, _Turn]()
+        self._waiting = FairQueue[str, _Turn]()
 
     @property
     def num_waiting(self) -> int:

@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import random
 
-from baton.core.fair_lines import FairLines
+from baton.core.fair_queue import FairQueue
 from baton.core.kv_hints import SHARED, Tenant, tenant_of
 from tests.support.engine_world import EngineWorld
 
 A, B = Tenant(b"a"), Tenant(b"b")
 
 
-def lines_of(*items: tuple[int, Tenant]) -> FairLines[Tenant, int]:
-    lines = FairLines[Tenant, int]()
+def queue_of(*items: tuple[int, Tenant]) -> FairQueue[Tenant, int]:
+    queue = FairQueue[Tenant, int]()
     for item, tenant in items:
-        lines.add(tenant, item)
-    return lines
+        queue.add(tenant, item)
+    return queue
 
 
 def test_tenants_take_turns_and_blocks_of_one_are_in_order() -> None:
-    lines = lines_of((1, A), (2, A), (3, A), (4, B), (5, SHARED))
+    queue = queue_of((1, A), (2, A), (3, A), (4, B), (5, SHARED))
 
-    assert [lines.take() for _ in range(6)] == [1, 4, 5, 2, 3, None]
+    assert [queue.take() for _ in range(6)] == [1, 4, 5, 2, 3, None]
 
 
 def test_a_tenant_that_may_store_nothing_is_passed_over() -> None:
-    lines = lines_of((1, A), (2, B))
+    queue = queue_of((1, A), (2, B))
 
-    assert lines.take(lambda tenant: tenant != A) == 2
-    assert not lines.has_any(lambda tenant: tenant != A)
-    assert lines.has_any(lambda _: True)
+    assert queue.take(lambda tenant: tenant != A) == 2
+    assert not queue.has_any(lambda tenant: tenant != A)
+    assert queue.has_any(lambda _: True)
 
 
 def test_slow_stores_of_a_tenant_leave_room_for_those_of_others() -> None:
