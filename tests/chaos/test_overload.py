@@ -16,6 +16,7 @@ from baton.core.sampling import SamplingParams
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
 from tests.support.scrapes import scraped
 from tests.support.suspended_processes import suspended
+from tests.support.waits import reaches, until
 
 BATCH_SIZE, QUEUE_SIZE = 4, 16  # requests in the decode node's batch, and those that may wait
 NUM_ORDINARY, NUM_URGENT = 3 * (BATCH_SIZE + QUEUE_SIZE), 4
@@ -96,8 +97,9 @@ async def overtake(cluster: LocalCluster) -> ConcurrentRequests:
             requests.send(NUM_URGENT, priority=-1)
             await await_queue(cluster, QUEUE_SIZE)
             requests.send(NUM_ORDINARY - BATCH_SIZE - QUEUE_SIZE, priority=0)
-            while len(requests.refusals) < NUM_ORDINARY - BATCH_SIZE - QUEUE_SIZE:
-                await asyncio.sleep(0.01)
+            await until(
+                lambda: len(requests.refusals), reaches(NUM_ORDINARY - BATCH_SIZE - QUEUE_SIZE)
+            )
         await requests.finish()
     return requests
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-
 import pytest
 
 from baton.client import BatonError
@@ -16,14 +13,10 @@ from tests.support.adapter_nodes import (
     operator_client,
     run_scenario,
 )
+from tests.support.waits import until
 
 FILES = {"tenants/sql": "old", "tenants/new": "new"}
 SQL = AdapterRef("sql", adapter_id("old"), "tenants/sql")
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    while not is_so():
-        await asyncio.sleep(0.001)
 
 
 def test_a_name_is_served_while_a_node_has_it() -> None:

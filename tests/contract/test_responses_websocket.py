@@ -27,6 +27,7 @@ from tests.support.models import EOS_TOKEN_ID, save_tokenizer
 from tests.support.node_calls import FakeNodeCalls
 from tests.support.open_responses import SOCKET_ERROR
 from tests.support.response_sockets import ASK, ResponseSocket, a_response_socket
+from tests.support.waits import until
 
 MAX_S = 60
 SOON_S = 0.05
@@ -159,8 +160,7 @@ def test_a_client_that_does_not_read_is_cut_off(text: TextBoundary) -> None:
     async def scenario(router: HttpRouter, client: ResponseSocket) -> None:
         client.connection.transport.pause_reading()
         await client.send(prompt_cache_key="k" * (6 << 20))  # responses repeat it
-        while not router.pipeline.traffic.num_in_flight:
-            await asyncio.sleep(0)
+        await until(lambda: router.pipeline.traffic.num_in_flight)
 
         await router.pipeline.drain()
 

@@ -30,8 +30,8 @@ from tests.support.transport_endpoints import (
     ProcessEndpoint,
     memory_endpoints,
     skip_if_missing,
-    wait_until,
 )
+from tests.support.waits import await_value
 
 BETWEEN_PROCESSES = [pytest.param(kind, marks=skip_if_missing(kind)) for kind in MAKERS]
 IN_MEMORY = ["memory", "memory two-sided", "memory pinned", "memory pinned two-sided"]
@@ -106,7 +106,7 @@ def push(pair: EndpointPair, sources: tuple[BlockId, ...], targets: tuple[BlockI
         pair.p.call("post", write)
     wait_for(pair.p, *(Written(write_id) for write_id in range(len(spans))))
     pair.p.call("notify", TICKET, NOTE)
-    wait_until(lambda: arrivals(pair.d) == {TICKET}, "the arrival")
+    await_value(lambda: arrivals(pair.d) == {TICKET}, what="the arrival")
 
 
 def arrivals(d: Endpoint) -> set[int]:
@@ -114,7 +114,7 @@ def arrivals(d: Endpoint) -> set[int]:
 
 
 def wait_for(end: Endpoint, *events: ChannelEvent) -> None:
-    wait_until(lambda: set(events) <= set(end.call("seen")), f"{events}")
+    await_value(lambda: set(events) <= set(end.call("seen")), what=f"{events}")
 
 
 def ended(end: Endpoint) -> bool:
@@ -279,7 +279,7 @@ def test_p_sends_the_next_write_after_d_was_killed_during_a_write(
             p.wait_for_answer()
             d.resume()
             d.kill()
-            wait_until(lambda: ended(p), "an end of the write")
+            await_value(lambda: ended(p), what="an end of the write")
             p.call("reopen")
 
         with pool.end(kind, num, 65536) as next_d:
@@ -311,7 +311,7 @@ def test_a_suspended_writer_cannot_write_after_the_end_was_closed(
             pair.d.call("fill", BlockId(block_id), b"new user")
         pair.p.resume()
         pair.p.wait_for_answer()
-        wait_until(lambda: ended(pair.p), "an end of the write")
+        await_value(lambda: ended(pair.p), what="an end of the write")
 
         kept = [pair.d.call("read", BlockId(b))[:8] == b"new user" for b in (1, num // 2, num - 1)]
         assert all(kept) or not stops_writes

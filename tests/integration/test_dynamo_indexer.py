@@ -24,7 +24,7 @@ from baton.node.kv.events.messages import CacheFacts
 from baton.node.kv.events.publisher import KvEventPublisher
 from tests.support.child_programs import running_program
 from tests.support.ports import free_port
-from tests.support.transport_endpoints import wait_until
+from tests.support.waits import await_value
 
 PYTHON = os.environ.get("BATON_DYNAMO_PYTHON", "")
 pytestmark = [
@@ -79,7 +79,7 @@ def dynamo_indexer() -> Iterator[DynamoIndexer]:
     indexer = DynamoIndexer(free_port())
     command = (PYTHON, "-m", "dynamo.indexer", "--port", str(indexer.port))
     with running_program(command, is_forked=False):
-        wait_until(indexer.is_ready, "a reply of the indexer")
+        await_value(indexer.is_ready, what="a reply of the indexer")
         yield indexer
 
 
@@ -99,7 +99,7 @@ def test_the_indexer_has_the_prefixes_of_a_node_early_and_late(tmp_path: Path) -
 
         def await_blocks(number: int, num_blocks: int, **query: str) -> None:
             wanted = num_blocks * BLOCK_SIZE
-            wait_until(lambda: indexer.num_tokens(number, **query) == wanted, f"{num_blocks}")
+            await_value(lambda: indexer.num_tokens(number, **query) == wanted, what=f"{num_blocks}")
 
         publisher.publish([stored(8)])
         await_blocks(EARLY, 8)

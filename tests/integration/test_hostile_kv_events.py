@@ -17,6 +17,7 @@ from benchmarks.chaos.hostile.zmtp_client import (
     subscription,
 )
 from tests.support.kv_event_process import NUM_MESSAGES, TOPIC, KvEventProcess, kv_event_process
+from tests.support.waits import await_value, reaches
 from tools.follow_kv_events import KvEventFollower
 
 pytestmark = pytest.mark.slow
@@ -46,8 +47,7 @@ def node() -> Iterator[KvEventProcess]:
 
 def replay_all(node: KvEventProcess) -> None:
     with KvEventFollower(node.endpoint, node.replay_endpoint, TOPIC) as follower:
-        while follower.next_sequence < NUM_MESSAGES:
-            follower.catch_up()
+        await_value(lambda: follower.next_sequence, reaches(NUM_MESSAGES), turn=follower.catch_up)
         assert len(follower.view.blocks) == NUM_MESSAGES
 
 

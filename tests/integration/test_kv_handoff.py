@@ -19,9 +19,9 @@ from tests.support.kv_nodes import (
     SILENCE_S,
     NodePlan,
     NodeProcess,
-    wait_until,
 )
 from tests.support.transport_endpoints import MAKERS, skip_if_missing
+from tests.support.waits import await_value
 
 KINDS = [pytest.param(kind, marks=skip_if_missing(kind)) for kind in MAKERS]
 NIXL = ["nixl tcp", "nixl default"]
@@ -142,7 +142,9 @@ def test_blocks_landed_before_the_prefill_failed_are_proved(nodes: Nodes, kind: 
         d.call("fill_all", EMPTY, targets)
         d.order(receive(handoff_id, p, targets))
         p.order(send(handoff_id, sources))
-        wait_until(lambda: d.call("num_filled", DATA, targets) == len(sources), "the first blocks")
+        await_value(
+            lambda: d.call("num_filled", DATA, targets) == len(sources), what="the first blocks"
+        )
         p.order(KvOrders(withdraws=(Withdraw(handoff_id, "aborted"),)))
         proved = until_released(d, handoff_id).proved
         if proved:  # else the writes were withdrawn before they were acknowledged
@@ -209,7 +211,7 @@ def test_a_late_write_never_reaches_a_new_owner(nodes: Nodes, kind: str) -> None
         d.until(lambda seen: late in seen.released, "the release, P being stopped")
     else:
         # P reaches into D's memory by itself, so the fence holds for as long as P may go on.
-        wait_until(lambda: d.call("counters").num_cut_pairs > 0, "the cut")
+        await_value(lambda: d.call("counters").num_cut_pairs > 0, what="the cut")
         assert late not in d.call("seen").released
         assert d.call("counters").num_fenced_blocks == NUM_MANY
         p.resume()
@@ -233,11 +235,13 @@ def test_a_second_process_with_the_id_of_a_frozen_one_serves_once_the_first_has_
     late = stop_half_way(d, p, blocks(*range(NUM_MANY)))
     d.order(KvOrders(revokes=(late,)))
     d.call("advance_clock", SILENCE_S)
-    wait_until(lambda: d.call("counters").num_cut_pairs > 0, "the cut")
+    await_value(lambda: d.call("counters").num_cut_pairs > 0, what="the cut")
 
     second = nodes.start("p", kind, NUM_MANY)  # at the same address, which D redials
     d.call("advance_clock", SILENCE_S)  # D may be waiting for a Hello of the first one
-    wait_until(lambda: d.call("counters").num_cut_pairs > 10, "refusals of the second process")
+    await_value(
+        lambda: d.call("counters").num_cut_pairs > 10, what="refusals of the second process"
+    )
 
     assert late not in d.call("seen").released
     assert d.call("counters").num_fenced_blocks == NUM_MANY
@@ -270,7 +274,7 @@ def stop_half_way(d: NodeProcess, p: NodeProcess, block_ids: tuple[BlockId, ...]
         d.call("fill_all", EMPTY, block_ids)
         d.order(receive(handoff_id, p, block_ids))
         p.order_blindly(send(handoff_id, block_ids))
-        wait_until(lambda: d.call("num_touched", DATA, block_ids) > 0, "the first block")
+        await_value(lambda: d.call("num_touched", DATA, block_ids) > 0, what="the first block")
         p.stop()
         if num_landed(d, block_ids) % NUM_BLOCKS_PER_WRITE:
             return handoff_id

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +24,7 @@ from tests.support.engine_nodes import EngineNode
 from tests.support.engine_pair import Pair, PairOptions, greedy
 from tests.support.models import prompt_of
 from tests.support.nodes import adapters_at, card_at
+from tests.support.waits import await_value
 
 NUM_TOKENS = 12
 PROMPT = prompt_of(87, seed=700)
@@ -87,9 +87,7 @@ def adapters_on(node: EngineNode) -> dict[str, LoadedAdapter]:
 
 
 def await_adapters(node: EngineNode, is_wanted: Callable[[dict[str, LoadedAdapter]], bool]) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not is_wanted(found := adapters_on(node)):
-        assert time.monotonic() < deadline_s, found
+    await_value(lambda: adapters_on(node), is_wanted)
 
 
 def test_handed_over_tokens_equal_those_of_one_engine(

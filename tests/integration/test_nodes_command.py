@@ -11,6 +11,7 @@ from tests.support.baton_command import BATON, run_baton
 from tests.support.models import prompt_of
 from tests.support.nodes import await_load, is_busy, load_at
 from tests.support.terminal import CTRL_C, Terminal
+from tests.support.waits import await_value
 
 COUNTED = ("num_prompt_tokens", "num_hit_tokens", "num_sampled_tokens")
 
@@ -32,15 +33,16 @@ def look_at_idle(cluster: LocalCluster) -> list[dict[str, object]]:
     """Return the router's list once nodes are idle and it has their last reports."""
     for child in cluster.prefills + cluster.decodes:
         await_load(child.address, lambda load: not is_busy(load))
-    while True:
-        nodes = look(cluster)
-        totals = {str(node["address"]): load_at(str(node["address"])).totals for node in nodes}
-        if all(
-            number(node, name) == getattr(totals[str(node["address"])], name)
-            for node in nodes
-            for name in COUNTED
-        ):
-            return nodes
+    return await_value(lambda: look(cluster), has_current_totals, what="current totals of nodes")
+
+
+def has_current_totals(nodes: list[dict[str, object]]) -> bool:
+    totals = {str(node["address"]): load_at(str(node["address"])).totals for node in nodes}
+    return all(
+        number(node, name) == getattr(totals[str(node["address"])], name)
+        for node in nodes
+        for name in COUNTED
+    )
 
 
 def test_the_nodes_command_lists_nodes_and_their_work(

@@ -17,6 +17,7 @@ from baton.rpc.status import remote_error
 from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from tests.support.health import health_of
 from tests.support.models import prompt_of
+from tests.support.waits import await_value
 
 PATIENCE_S = 60
 SHORT = Generation(SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
@@ -160,9 +161,14 @@ def refusal_of(
 
 def until_served(client: Client) -> Served:
     """Retry until the router has read the changed lists."""
-    for _ in range(1000):
+
+    def served() -> Served | None:
         with suppress(BatonError):
             answer = client.generate((5, 6), SHORT)
             assert answer.finish is not None
             return answer.finish.served
-    raise AssertionError("it went on refusing")
+        return None
+
+    found = await_value(served)
+    assert found is not None
+    return found

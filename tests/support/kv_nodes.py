@@ -22,6 +22,7 @@ from baton.kv_transfer.worker import KvCounters, KvTransferWorker
 from tests.support.fork_server import fork_context
 from tests.support.kv_links import SocketLink
 from tests.support.transport_endpoints import MAKERS
+from tests.support.waits import await_value
 
 WAIT_S = 60.0
 FINGERPRINT = Fingerprint("model", "float32", "layers-first", 16, 2, 2, 8)
@@ -107,13 +108,6 @@ class NodeState:
         return self.region.base + block_id * self.region.block_bytes
 
 
-def wait_until(holds: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not holds():
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"did not come: {what}")
-
-
 class NodeProcess:
     """Handle of a node in a child process."""
 
@@ -151,7 +145,7 @@ class NodeProcess:
     def stop(self) -> None:
         """Stop the process, and return when all its threads have stopped."""
         os.kill(self.pid, signal.SIGSTOP)
-        wait_until(self._is_stopped, "the stop of all threads")
+        await_value(self._is_stopped, what="the stop of all threads")
 
     def _is_stopped(self) -> bool:
         stats = Path(f"/proc/{self.pid}/task").glob("*/stat")
@@ -172,11 +166,8 @@ class NodeProcess:
         self.kill()
 
     def until(self, holds: Callable[[KvReports], bool], what: str) -> KvReports:
-        deadline_s = time.monotonic() + WAIT_S
-        while not holds(reports := self.call("seen")):
-            if time.monotonic() > deadline_s:
-                raise TimeoutError(f"did not come: {what}; seen {reports}")
-        return reports  # type: ignore[no-any-return]
+        reports: KvReports = await_value(lambda: self.call("seen"), holds, what=what)
+        return reports
 
     def _answer(self) -> Any:
         if not self._connection.poll(WAIT_S):

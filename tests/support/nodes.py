@@ -69,12 +69,15 @@ def await_reported(router_address: str, node_address: str) -> None:
     with grpc.insecure_channel(router_address) as channel:
         stub = cluster_pb2_grpc.ClusterServiceStub(channel)
         watch = stub.WatchNodes(cluster_pb2.WatchNodesRequest(interval_s=0.1), timeout=30)
-        for message in watch:
-            [node] = [one for one in message.nodes if one.address == node_address]
-            is_ready = node.state == cluster_pb2.NODE_STATE_READY
-            if is_ready and node.totals.num_sampled_tokens >= wanted:
-                watch.cancel()
-                return
+        node = None
+        with suppress(grpc.RpcError):
+            for message in watch:
+                [node] = [one for one in message.nodes if one.address == node_address]
+                is_ready = node.state == cluster_pb2.NODE_STATE_READY
+                if is_ready and node.totals.num_sampled_tokens >= wanted:
+                    watch.cancel()
+                    return
+    raise AssertionError(f"{wanted} sampled tokens were not reported within 30 s. Last: {node}")
 
 
 def is_busy(load: NodeLoad) -> bool:
@@ -82,15 +85,19 @@ def is_busy(load: NodeLoad) -> bool:
 
 
 def await_load(address: str, is_wanted: Callable[[NodeLoad], bool], timeout_s: float = 30) -> None:
-    """Wait until the node reports a load that satisfies `is_wanted`. Raises at the deadline."""
+    """Wait until the node reports a load that satisfies `is_wanted`."""
+    load = None
     with grpc.insecure_channel(address) as channel:
         watch = node_pb2_grpc.NodeServiceStub(channel).Watch(
             node_pb2.WatchRequest(), timeout=timeout_s
         )
-        for message in watch:
-            if is_wanted(LOAD.from_message(message)):
-                watch.cancel()
-                return
+        with suppress(grpc.RpcError):
+            for message in watch:
+                load = LOAD.from_message(message)
+                if is_wanted(load):
+                    watch.cancel()
+                    return
+    raise AssertionError(f"not within {timeout_s:g} s. Last load of {address}: {load}")
 
 
 def await_all_free(address: str) -> None:

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from baton.router.documents.pdf_process import PROGRAM
+from tests.support.waits import until
 
 POLL_S = 0.005
 
@@ -27,9 +28,7 @@ def pdf_processes(parent: int) -> set[int]:
 
 async def pdf_process_of(parent: int) -> int:
     """Wait until a router reads PDFs, and return the process."""
-    while not (found := pdf_processes(parent)):
-        await asyncio.sleep(POLL_S)
-    return found.pop()
+    return (await until(lambda: pdf_processes(parent))).pop()
 
 
 async def end_of(process: int) -> None:

@@ -20,6 +20,7 @@ from baton.kv_transfer.tiers.stores.block_store import BlockStore
 from baton.kv_transfer.tiers.tier_status import TierCounters, TierStatus
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
 from tests.support.tier_memory import OwnedMemory, host_tier_in, name_of
+from tests.support.waits import await_value
 
 WAIT_S = 30.0
 NUM_KV_BLOCKS = 16
@@ -241,11 +242,7 @@ class TierWorld:
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
         """Wait for a thread of the tiers. No event reports that."""
-        pause, num_tries = Event(), 0
-        while not is_so():
-            pause.wait(0.005)
-            num_tries += 1
-            assert num_tries < 200 * WAIT_S, "it did not happen"
+        await_value(is_so)
 
     def wait_until_held(self, block: int) -> None:
         self.wait_until(lambda: self.holds(block))

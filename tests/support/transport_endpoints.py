@@ -10,7 +10,6 @@ import ctypes
 import importlib.util
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -308,12 +307,3 @@ def copy_at_once(
         )
         ctypes.memmove(to, source, len(part))
     return PASSED
-
-
-def wait_until(holds: Callable[[], bool], what: str) -> None:
-    """Poll `holds` until it is true. Each poll waits for an endpoint's reply."""
-    deadline_s = time.monotonic() + WAIT_S
-    while not holds():
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"this did not come: {what}")
-        time.sleep(POLL_S)

@@ -37,6 +37,7 @@ from baton.router.values import GenerateCall, Prompt, TextPrompt, TokenChunk, To
 from baton.rpc.errors import FailureKind, NodeFailed, NoNodes, TooLate, UnknownModel
 from baton.rpc.node_info import NodeRole
 from tests.support.node_calls import FakeNodeCalls, a_node_of, a_table, an_embedder
+from tests.support.waits import reaches, until
 
 A, B = ModelVariant("a"), ModelVariant("b")
 NO_DEADLINE = RequestContext(0.0)
@@ -161,9 +162,8 @@ async def filled(pipeline: Pipeline, model: ModelVariant, num: int) -> AsyncIter
         asyncio.ensure_future(answer(pipeline, a_call(model, f"{model.name}-{number}")))
         for number in range(num)
     ]
-    async with asyncio.timeout(PATIENCE_S):
-        while pipeline.traffic.num_waiting + pipeline.traffic.num_in_flight < num:
-            await asyncio.sleep(0)
+    traffic = pipeline.traffic
+    await until(lambda: traffic.num_waiting + traffic.num_in_flight, reaches(num))
     try:
         yield
     finally:

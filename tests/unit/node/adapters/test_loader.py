@@ -17,6 +17,7 @@ from baton.node.adapters.folder_threads import FolderThreads
 from baton.node.adapters.loader import AdapterLoader
 from baton.rpc.errors import AdaptersBusy
 from tests.support.fake_adapters import PATIENCE_S, FakeAdapter, FakeMemory
+from tests.support.waits import until
 
 
 class DeadMount:
@@ -85,11 +86,6 @@ def run(
             world.assert_at_rest()
 
     asyncio.run(timed())
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)
 
 
 def test_requests_for_the_same_adapter_share_a_load() -> None:

@@ -25,6 +25,7 @@ from baton.rpc.errors import (
 )
 from baton.rpc.node_info import LoadedAdapter, NodeAdapters, UnloadedAdapter
 from tests.support.fake_adapters import PATIENCE_S, FakeMemory, write_fake
+from tests.support.waits import until
 
 NOW_NS = 100
 Scenario = Callable[[AdapterRegistry, FakeMemory], Coroutine[Any, Any, None]]
@@ -242,8 +243,7 @@ def test_a_load_that_is_overtaken_by_an_unload_does_not_revive_the_name(root: Pa
     async def scenario(registry: AdapterRegistry, memory: FakeMemory) -> None:
         memory.may_read.clear()
         loading = asyncio.ensure_future(registry.load("sql", "folder-1", generation=6))
-        while not memory.num_reads:
-            await asyncio.sleep(0.001)
+        await until(lambda: memory.num_reads)
         with pytest.raises(UnknownAdapter):
             registry.unload("sql", 8)
         memory.may_read.set()

@@ -13,6 +13,7 @@ from baton.core.errors import InvalidConfig
 from baton.rpc.errors import NodeFailed, RequestIdInUse
 from baton.rpc.smg import installed
 from baton.rpc.smg.call_streams import CallStreams
+from tests.support.waits import until
 
 LAST = 9
 
@@ -59,8 +60,7 @@ def test_streams_are_merged_up_to_their_last_items() -> None:
         assert not calls.abort("a", "another owner")
         assert calls.abort("a")
         await streams[0].has_ended.wait()
-        while calls.abort("a"):  # until its task has ended
-            await asyncio.sleep(0)
+        await until(lambda: not calls.abort("a"), what="its task has ended")
 
     run(scenario)
 

@@ -18,6 +18,7 @@ from baton.node.kv.events.config import KvEventsConfig
 from baton.node.kv.events.messages import CacheFacts
 from baton.node.kv.events.publisher import KvEventPublisher
 from tests.support.ports import free_port
+from tests.support.waits import await_value, reaches
 from tools.follow_kv_events import KvEventFollower
 
 FACTS = CacheFacts(1, lambda _: BlockHash(b"u" * 16), "full_attention")
@@ -85,8 +86,7 @@ def test_a_late_subscriber_gets_the_cached_blocks(make_config: MakeConfig) -> No
         for number in range(6):
             publisher.publish([stored(number)])
         publisher.publish([BlockRemoved((name_of(1), name_of(4)))])
-        while follower.next_sequence < 7:
-            follower.catch_up()
+        await_value(lambda: follower.next_sequence, reaches(7), turn=follower.catch_up)
 
         assert numbers_in(follower) == {0, 2, 3, 5}
         assert follower.view.blocks[3].token_ids == (3,)
@@ -112,8 +112,7 @@ def test_a_replay_is_complete_regardless_of_earlier_replays(make_config: MakeCon
     with KvEventPublisher(config, FACTS) as publisher, following(config) as follower:
         for number in range(4):
             publisher.publish([stored(number)])
-        while follower.next_sequence < 4:
-            follower.catch_up()
+        await_value(lambda: follower.next_sequence, reaches(4), turn=follower.catch_up)
 
         for _ in range(200):
             follower.next_sequence = 0
@@ -141,13 +140,11 @@ def test_a_full_queue_drops_events_with_a_visible_gap_and_never_blocks(
     for number in range(4):  # nothing takes them from the queue yet
         publisher.publish([stored(number)])
     with publisher, following(config) as follower:
-        while follower.next_sequence < 2:
-            follower.catch_up()
+        await_value(lambda: follower.next_sequence, reaches(2), turn=follower.catch_up)
         assert numbers_in(follower) == {0, 1}
 
         publisher.publish([stored(7)])
-        while follower.next_sequence < 5:
-            follower.catch_up()
+        await_value(lambda: follower.next_sequence, reaches(5), turn=follower.catch_up)
 
         assert numbers_in(follower) == {7}
         assert follower.num_skipped == 2
@@ -159,8 +156,7 @@ def test_no_message_is_sent_without_events(make_config: MakeConfig) -> None:
     with KvEventPublisher(config, FACTS) as publisher, following(config) as follower:
         publisher.publish([])
         publisher.publish([AllBlocksCleared()])
-        while not follower.next_sequence:
-            follower.catch_up()
+        await_value(lambda: follower.next_sequence, turn=follower.catch_up)
 
         assert follower.next_sequence == 1
 
