@@ -29,6 +29,9 @@ OF_ASSISTANTS: dict[str, type[Block]] = {
     "tool_use": ToolUseBlock,
 }
 BLOCKS_BY_ROLE = {"user": OF_USERS, "assistant": OF_ASSISTANTS, "system": TEXT}
+# Claude Code begins its system prompt with this line for Anthropic's servers. It has a hash of the
+# conversation: with it, no two conversations would have a prefix in common.
+BILLING_HEADER = "x-anthropic-billing-header:"
 
 
 class Conversation:
@@ -45,7 +48,9 @@ class Conversation:
 
     def add_system(self, content: str | list[Any]) -> None:
         for block in self._blocks(content, TEXT, "system"):
-            self._add_texts("system", block)
+            if isinstance(block, TextBlock):
+                for text in _without_header(block.text):
+                    self._turns.add_text("system", text)
 
     def add(self, message: Mapping[str, Any], where: str) -> None:
         """Raises InvalidRequest and UnsupportedInput, which name the field."""
@@ -100,6 +105,10 @@ class Conversation:
                 case TextBlock():
                     texts.append(each.text)
         self._turns.add_result(block.tool_use_id, texts, is_error=bool(block.is_error))
+
+
+def _without_header(text: str) -> list[str]:
+    return text.split("\n", 1)[1:] if text.startswith(BILLING_HEADER) else [text]
 
 
 def _block(block: object, kinds: Mapping[str, type[Block]], where: str) -> Block:

@@ -20,6 +20,7 @@ CONTEXT = ModelContext(NO_SAMPLING_DEFAULTS, 512)
 USER = {"role": "user", "content": "hi"}
 SEE = {"name": "see", "input_schema": {"type": "object", "properties": {}}}
 IMAGE = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/fox.png"}}
+BILLING = "x-anthropic-billing-header: cc_version=2.1.197"
 EPHEMERAL = {"type": "ephemeral"}
 LARGE = {"type": "string", "description": "x" * (1 << 19)}
 
@@ -91,6 +92,18 @@ def test_a_conversation_with_tools_becomes_messages_of_a_chat() -> None:
     )
     function = {"name": "see", "description": "looks", "parameters": SEE["input_schema"]}
     assert prompt.variables == {"tools": [{"type": "function", "function": function}]}
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        [{"type": "text", "text": BILLING + digest}, {"type": "text", "text": "Be brief."}]
+        for digest in (".8a5; cch=1;", ".cb6; cch=2;")
+    ]
+    + [f"{BILLING}.8a5;\nBe brief."],
+)
+def test_the_header_for_billing_does_not_change_the_prompt(system: object) -> None:
+    assert prompt_of(system=system).messages[0] == ChatMessage("system", "Be brief.")
 
 
 def test_deferred_tools_are_shown_from_a_reference_on() -> None:
