@@ -57,6 +57,7 @@ class Output(NamedTuple):
     request_id: RequestId
     first_index: int  # index of token_ids[0] in the request's output tokens
     token_ids: tuple[int, ...] = ()
+    registration: int = 0  # of the request; an id can be used again before its last output
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     finish_reason: FinishReason | None = None

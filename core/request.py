@@ -46,6 +46,7 @@ class EngineRequest:
     is_paced: bool = False
     is_pooled: bool = False  # it ends with a vector instead of tokens
     second_text_start: int = 0  # index of the second text's first token; 0: it is no pair
+    registration: int = 0  # copied to its outputs; names the stream that gets them
 
     @property
     def prefix_keys(self) -> PrefixKeys:

@@ -170,7 +170,7 @@ class EngineThread:
             self._core.scheduler.enqueue(request)
         except InvalidRequest as refusal:
             failure = Failure(str(refusal), FailureCause.REQUEST)
-            self._pass_on([_failed_output(request.request_id, failure)])
+            self._pass_on([_failed_output(request, failure)])
 
     def _start_compilation(
         self, compiler: Compiler, request: EngineRequest, wanted: StructuredOutputs
@@ -207,9 +207,8 @@ class EngineThread:
         self._is_stopping = True
 
     def _fail_all(self, failure: Failure) -> None:
-        pending = [request.request_id for request in self._pending_requests()]
-        failed = [*self._core.scheduler.request_ids(), *pending]
-        self._pass_on([_failed_output(request_id, failure) for request_id in failed])
+        failed = [*self._core.scheduler.requests(), *self._pending_requests()]
+        self._pass_on([_failed_output(request, failure) for request in failed])
 
     def _pending_requests(self) -> Iterator[EngineRequest]:
         while True:
@@ -226,5 +225,11 @@ class EngineThread:
             raise EngineGone(f"the engine of this node has stopped: {reason}")
 
 
-def _failed_output(request_id: RequestId, failure: Failure) -> Output:
-    return Output(request_id, 0, finish_reason=FinishReason.ERROR, failure=failure)
+def _failed_output(request: EngineRequest, failure: Failure) -> Output:
+    return Output(
+        request.request_id,
+        0,
+        registration=request.registration,
+        finish_reason=FinishReason.ERROR,
+        failure=failure,
+    )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from typing import TypeVar
 
 from baton.core.errors import InvalidRequest, NamedError
@@ -70,7 +72,10 @@ class EngineCalls:
         self.changes = changes
         self._engine = engine
         self._loop = asyncio.get_running_loop()
-        self._inbox_by_request: dict[RequestId, asyncio.Queue[Output]] = {}
+        self._registrations = itertools.count(1)
+        self._registration_by_request: dict[RequestId, int] = {}
+        # An id that is used again while outputs of its closed stream are on the way gets none.
+        self._inbox_by_registration: dict[int, asyncio.Queue[Output]] = {}
 
     def __enter__(self) -> EngineCalls:
         self._engine.attach(self._deliver)
@@ -81,7 +86,7 @@ class EngineCalls:
 
     @property
     def num_unfinished(self) -> int:
-        return len(self._inbox_by_request)
+        return len(self._registration_by_request)
 
     async def stream_outputs(self, request: EngineRequest) -> AsyncGenerator[Output, None]:
         """Yield the request's outputs until it finishes. Closing the generator early aborts it.
@@ -93,10 +98,11 @@ class EngineCalls:
             PassFailed: forward passes fail with this request alone; another node can be tried.
             InvalidRequest: the engine found that it can never serve the request.
         """
-        inbox = self._register(request.request_id)
+        registration = self._register(request.request_id)
+        inbox = self._inbox_by_registration[registration]
         is_finished = False
         try:
-            self._engine.submit(request)
+            self._engine.submit(replace(request, registration=registration))
             while not is_finished:
                 output = await inbox.get()
                 is_finished = output.finish_reason is not None
@@ -108,16 +114,16 @@ class EngineCalls:
                 self._engine.abort(request.request_id)
             self._unregister(request.request_id)
 
-    def _register(self, request_id: RequestId) -> asyncio.Queue[Output]:
-        if request_id in self._inbox_by_request:
+    def _register(self, request_id: RequestId) -> int:
+        if request_id in self._registration_by_request:
             raise RequestIdInUse(f"request {request_id} is under way; choose another id")
-        inbox: asyncio.Queue[Output] = asyncio.Queue()
-        self._inbox_by_request[request_id] = inbox
+        registration = self._registration_by_request[request_id] = next(self._registrations)
+        self._inbox_by_registration[registration] = asyncio.Queue()
         self.changes.notify()
-        return inbox
+        return registration
 
     def _unregister(self, request_id: RequestId) -> None:
-        del self._inbox_by_request[request_id]
+        del self._inbox_by_registration[self._registration_by_request.pop(request_id)]
         self.changes.notify()
 
     def _deliver(self, outputs: list[Output]) -> None:
@@ -126,6 +132,6 @@ class EngineCalls:
 
     def _dispatch(self, outputs: list[Output]) -> None:
         for output in outputs:
-            inbox = self._inbox_by_request.get(output.request_id)
+            inbox = self._inbox_by_registration.get(output.registration)
             if inbox is not None:
                 inbox.put_nowait(output)

@@ -89,6 +89,7 @@ class OutputProcessor:
             output = Output(
                 request.request_id,
                 request.num_output_tokens,
+                registration=request.registration,
                 prompt_logprobs=fresh,
                 first_prompt_index=request.num_prompt_logprobs,
             )
@@ -127,7 +128,7 @@ class OutputProcessor:
             known.append(token_id)
             request.kv.num_computed_tokens = num_tokens - 1
             first_index = num_tokens - 1 - request.num_prompt_tokens
-            outbox.append(Output(request_id, first_index, (token_id,)))
+            outbox.append(Output(request_id, first_index, (token_id,), request.registration))
 
     def _accept(
         self, request: Request, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
@@ -149,6 +150,7 @@ class OutputProcessor:
             request.request_id,
             first_index,
             tuple(taken),
+            request.registration,
             tuple(logprobs[: len(taken)]),
             finish_reason=reason,
             stop_token_id=taken[-1] if reason is FinishReason.STOP else None,

@@ -66,6 +66,7 @@ class Request:
     max_num_slots: int = field(init=False)
     # Copied because every step reads them.
     request_id: RequestId = field(init=False)
+    registration: int = field(init=False)
     is_plain: bool = field(init=False)
 
     status: RequestStatus = field(init=False)
@@ -92,6 +93,7 @@ class Request:
         submitted, sampling = self.submitted, self.submitted.sampling
         self.max_num_slots = self.max_num_tokens - 1
         self.request_id = submitted.request_id
+        self.registration = submitted.registration
         self.is_plain = sampling.logprobs is None and sampling.prompt_logprobs is None
         self.status = _initial_status(sampling)
         self.token_ids = [*submitted.prompt_token_ids, *submitted.prior_output_token_ids]

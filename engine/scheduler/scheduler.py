@@ -108,8 +108,12 @@ class Scheduler:
             self.abort(request_id)
 
     def request_ids(self) -> tuple[RequestId, ...]:
-        """Return the requests that have not ended."""
+        """Return the ids of the requests that have not ended."""
         return tuple(self._state.requests)
+
+    def requests(self) -> list[EngineRequest]:
+        """Return the requests that have not ended, as they were submitted."""
+        return [request.submitted for request in self._state.requests.values()]
 
     def _find_alive(self, submitted: EngineRequest) -> Request | None:
         """Return this request, or None if it has ended, even if its id is in use again."""

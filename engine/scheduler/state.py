@@ -139,6 +139,7 @@ class SchedulerState:
             Output(
                 request.request_id,
                 request.num_output_tokens,
+                registration=request.registration,
                 finish_reason=reason,
                 failure=failure,
                 served=request.served(),

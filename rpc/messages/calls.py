@@ -50,6 +50,7 @@ SEQUENCE = Mapper(
     # Of the order, or in `cache_hints`.
     unmapped=(
         "request_id",
+        "registration",
         "arrival_s",
         "receive_from",
         "send_to",

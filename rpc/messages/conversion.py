@@ -108,7 +108,7 @@ _OUTPUT = Mapper(
     Output,
     node_pb2.TokenOutput,
     converters={"logprobs": LOGPROBS, "prompt_logprobs": PROMPT_LOGPROBS},
-    unmapped=("request_id", "failure", "error", "served"),
+    unmapped=("request_id", "registration", "failure", "error", "served"),
 )
 
 

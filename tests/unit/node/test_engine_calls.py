@@ -12,7 +12,7 @@ from grpc import StatusCode
 
 from baton.core.errors import InvalidRequest
 from baton.core.ids import HandoffId, NodeId, Peer, RequestId
-from baton.core.output import Output
+from baton.core.output import FinishReason, Output
 from baton.core.request import EngineRequest, ReceiveKv
 from baton.engine.core import NoKvWorker
 from baton.engine.engine_thread import EngineThread
@@ -91,6 +91,20 @@ def test_an_id_in_use_is_refused_and_the_running_request_continues() -> None:
     outputs = asyncio.run(asyncio.wait_for(twice(), PATIENCE_S))
 
     assert sum(len(output.token_ids) for output in outputs) == LONG
+
+
+def test_an_id_that_is_registered_again_gets_nothing_of_its_closed_stream() -> None:
+    async def close_and_register_again() -> list[Output]:
+        with EngineThread(an_engine()) as engine, EngineCalls(engine, NodeChanges()) as calls:
+            closed = calls.stream_outputs(engine_request("a", max_tokens=LONG))
+            await anext(closed)
+            await closed.aclose()  # its abort, and perhaps a token, are still to be dispatched
+            return await collect(calls, engine_request("a", prompt=(9, 8, 7)))
+
+    outputs = asyncio.run(asyncio.wait_for(close_and_register_again(), PATIENCE_S))
+
+    assert [output.first_index for output in outputs] == [0, 1, 2]
+    assert outputs[-1].finish_reason is FinishReason.LENGTH
 
 
 class LosesAll(NoKvWorker):

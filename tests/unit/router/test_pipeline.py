@@ -989,7 +989,7 @@ def test_a_request_being_tokenized_counts_for_drain_and_holds_its_id() -> None:
 
 def test_the_event_loop_runs_while_buffered_logprobs_are_processed() -> None:
     entry = TokenLogprobs(1, -0.5, 1)
-    outputs = [Output(RequestId("a"), index, (1,), (entry,)) for index in range(3)]
+    outputs = [Output(RequestId("a"), index, (1,), logprobs=(entry,)) for index in range(3)]
 
     async def catch_up() -> list[str]:
         events = Events()

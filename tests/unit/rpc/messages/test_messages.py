@@ -240,11 +240,11 @@ def test_outputs_round_trip_through_protobuf(reason: FinishReason | None) -> Non
         RequestId("r#3"),
         4,
         (7, 0),
-        (LOGPROBS, LOGPROBS),
-        (None, LOGPROBS),
-        reason,
-        0,
-        Failure("why"),
+        logprobs=(LOGPROBS, LOGPROBS),
+        prompt_logprobs=(None, LOGPROBS),
+        finish_reason=reason,
+        stop_token_id=0,
+        failure=Failure("why"),
     )
 
     wire = output_to(output).SerializeToString()

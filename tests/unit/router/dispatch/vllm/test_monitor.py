@@ -68,7 +68,7 @@ class FakeNode:
             RequestId("r"),
             0,
             (5,),
-            (TokenLogprobs(5, -0.5, 1, tuple(top.items())),),
+            logprobs=(TokenLogprobs(5, -0.5, 1, tuple(top.items())),),
             prompt_logprobs=tuple(prompt) if request.foreign_kv is None else (),
         )
         loaded = {} if request.foreign_kv is None else {"vllm": self.num_loaded}
