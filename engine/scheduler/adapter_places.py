@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Collection, Iterable
 
 from baton.core.ids import RequestId
 from baton.core.request import EngineRequest
@@ -13,30 +13,40 @@ class AdapterPlaces:
 
     def __init__(self, num_places: int) -> None:
         self._num_places = num_places
-        self._num_requests: Counter[str] = Counter()  # by adapter
-        self._adapter_by_id: dict[RequestId, str] = {}
+        # By adapter, the one that has had its place for the longest time first.
+        self._ids_by_adapter: dict[str, set[RequestId]] = {}
 
     def __len__(self) -> int:
         """Return the number of places that are taken."""
-        return len(self._num_requests)
+        return len(self._ids_by_adapter)
+
+    def __contains__(self, adapter: str) -> bool:
+        return adapter in self._ids_by_adapter
+
+    @property
+    def num_free(self) -> int:
+        return self._num_places - len(self._ids_by_adapter)
+
+    @property
+    def oldest(self) -> str | None:
+        """The adapter that has had its place for the longest time."""
+        return next(iter(self._ids_by_adapter), None)
 
     def has_place(self, adapter: str) -> bool:
-        is_there = not adapter or adapter in self._num_requests
-        return is_there or len(self._num_requests) < self._num_places
+        return not adapter or adapter in self or self.num_free > 0
+
+    def holders(self) -> Iterable[Collection[RequestId]]:
+        """Return the requests that hold each place."""
+        return self._ids_by_adapter.values()
 
     def take(self, request: EngineRequest) -> None:
-        adapter = request.adapter.id
-        if adapter and request.request_id not in self._adapter_by_id:
-            self._adapter_by_id[request.request_id] = adapter
-            self._num_requests[adapter] += 1
+        if request.adapter.id:
+            self._ids_by_adapter.setdefault(request.adapter.id, set()).add(request.request_id)
 
-    def release(self, request: EngineRequest) -> bool:
-        """Return whether this frees a place. Requests that took none are ignored."""
-        adapter = self._adapter_by_id.pop(request.request_id, "")
-        if not adapter:
-            return False
-        self._num_requests[adapter] -= 1
-        if self._num_requests[adapter]:
-            return False
-        del self._num_requests[adapter]
-        return True
+    def release(self, request: EngineRequest) -> None:
+        """Free the place with the last of its requests. Requests that took none are ignored."""
+        holders = self._ids_by_adapter.get(request.adapter.id)
+        if holders is not None:
+            holders.discard(request.request_id)
+            if not holders:
+                del self._ids_by_adapter[request.adapter.id]

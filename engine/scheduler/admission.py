@@ -12,7 +12,7 @@ from baton.engine.kv_arrival.kv_source import PrefixNeed
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.cache_group import PrefixHit
 from baton.engine.scheduler.prompt_budget import PromptBudget
-from baton.engine.scheduler.queues import ADAPTER_PLACE
+from baton.engine.scheduler.queues import waiting_key
 from baton.engine.scheduler.request import Request, RequestStatus
 from baton.engine.scheduler.state import SchedulerState
 
@@ -77,8 +77,8 @@ class AdmissionRules:
                 self._reject_known_failure,
                 # Before a place is free: fills need none, and run while the request waits for one.
                 self._await_fill,
-                self._require_place,
                 self._require_adapter_place,
+                self._require_place,
                 self._find_prefix,
                 self._await_evicted,
                 # After the lookup: a long prompt whose prefix is cached counts as short.
@@ -91,8 +91,8 @@ class AdmissionRules:
         self._receive = _Way(
             (
                 self._reject_known_failure,
-                self._limit_receives,
                 self._require_adapter_place,
+                self._limit_receives,
                 self._find_prefix,
                 self._await_fill,
                 self._take_blocks,
@@ -137,21 +137,32 @@ class AdmissionRules:
         return Refusal.BLOCKS if is_full or self._budget.is_spent else None
 
     def _require_adapter_place(self, candidate: Candidate) -> Refusal | None:
-        """Let others pass while other adapters take all places, but not for ever."""
+        """Set a request aside while other adapters take all places. Those that need none pass."""
         state, request = self._state, candidate.request
-        if state.adapters.has_place(request.submitted.adapter.id):
+        if state.adapters.has_place(request.adapter_id) and not self._is_place_claimed(request):
             return None
         if request.adapter_wait_until_s is None:
             request.adapter_wait_until_s = state.now_s + self._config.max_adapter_wait_s
-        if state.now_s >= request.adapter_wait_until_s:
-            return Refusal.BLOCKS
-        state.waiting.follow(request, ADAPTER_PLACE, request.adapter_wait_until_s)
+        state.waiting.await_place(request)
         return Refusal.SET_ASIDE
+
+    def _is_place_claimed(self, request: Request) -> bool:
+        """Return whether a request ahead of this one waits for its adapter to give up its place.
+
+        A claim begins at once over requests of lower priority, and after a time over all that rank
+        behind. It is one on the place that was taken first, so that the others stay in use.
+        """
+        first = self._state.waiting.first_for_place()
+        if first is None or request.adapter_id != self._state.adapters.oldest:
+            return False
+        if waiting_key(first) > waiting_key(request):
+            return False
+        is_overdue = (first.adapter_wait_until_s or 0.0) <= self._state.now_s
+        return is_overdue or first.rank[0] < request.rank[0]
 
     def _limit_receives(self, candidate: Candidate) -> Refusal | None:
         """Grants need neither tokens nor a place in the batch. They hold blocks until they do."""
-        num_in_progress = self._state.num_waiting_for_remote_kvs + len(self._state.ready)
-        return Refusal.BLOCKS if num_in_progress >= self._config.max_num_seqs else None
+        return None if self._state.can_receive else Refusal.BLOCKS
 
     def _limit_long_prompts(self, candidate: Candidate) -> Refusal | None:
         """Set a long prompt aside while others are in progress, so that short ones pass."""

@@ -162,7 +162,7 @@ class SchedulerConfig:
         ),
     ] = False
     max_loras: int = 0  # different adapters in a batch
-    # A request whose adapter gets no place lets others pass for so long, and then none.
+    # A request whose adapter gets no place claims the one that was taken first after this time.
     max_adapter_wait_s: float = 5.0
     pooling: Pooling | None = None  # of the model; None: it embeds nothing
     can_generate: bool = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
@@ -9,8 +10,6 @@ from baton.core.ids import RequestId
 from baton.engine.kv_arrival.fills import FillId
 from baton.engine.scheduler.request import Request
 
-# Followed by requests that wait for a place for their adapter. Fills have positive ids.
-ADAPTER_PLACE = FillId(-1)
 Key = tuple[float, ...]
 
 
@@ -67,7 +66,7 @@ class WaitingQueue:
     request never iterates over them.
 
     A request that waits for a fill follows it: it is out of the queue until the fill has ended, or
-    its own time for this is over. In the same way it follows `ADAPTER_PLACE`.
+    its own time for this is over. One that waits for a place of its adapter is out of it, too.
     """
 
     def __init__(self) -> None:
@@ -76,13 +75,16 @@ class WaitingQueue:
         self._fill_by_id: dict[RequestId, FillId] = {}  # of followers
         self._followers: dict[FillId, list[Request]] = {}
         self._followers_by_deadline = RankedQueue()
+        self._place_queue = RankedQueue()
+        self._place_queue_by_adapter: defaultdict[str, RankedQueue] = defaultdict(RankedQueue)
 
     def __len__(self) -> int:
-        return len(self._queue) + len(self._aside_queue) + len(self._fill_by_id)
+        return len(self._queue) + len(self._aside_queue) + self.num_out
 
     def __iter__(self) -> Iterator[Request]:
         yield from self._queue
         yield from self._aside_queue
+        yield from self._place_queue
         yield from self.followers()
 
     def followers(self) -> Iterator[Request]:
@@ -91,12 +93,12 @@ class WaitingQueue:
             yield from followers
 
     @property
-    def num_followers(self) -> int:
-        """Number of requests that wait for a fill, which no step can schedule."""
-        return len(self._fill_by_id)
+    def num_out(self) -> int:
+        """Number of requests that wait for a fill or an adapter, which no step can schedule."""
+        return len(self._fill_by_id) + len(self._place_queue)
 
     def push(self, request: Request) -> None:
-        self._queue.push(_waiting_key(request), request)
+        self._queue.push(waiting_key(request), request)
 
     def head(self, *, allow_long: bool = True) -> Request | None:
         # Both heaps have the same keys, so that a long prompt regains its place.
@@ -128,10 +130,27 @@ class WaitingQueue:
 
     def release_overdue(self, now: float) -> bool:
         """Return the followers whose time is over to the queue. Returns whether there are any."""
-        num_before = self.num_followers
+        num_before = len(self._fill_by_id)
         while (first := self._followers_by_deadline.peek()) is not None and first[0][0] <= now:
             self._requeue(first[1])
-        return self.num_followers < num_before
+        return len(self._fill_by_id) < num_before
+
+    def await_place(self, request: Request) -> None:
+        """Keep a request out of the queue until `release_adapter`."""
+        self.remove(request)
+        key = waiting_key(request)
+        self._place_queue.push(key, request)
+        self._place_queue_by_adapter[request.adapter_id].push(key, request)
+
+    def first_for_place(self) -> Request | None:
+        """Return the first in rank of those that wait for a place of their adapter."""
+        first = self._place_queue.peek()
+        return None if first is None else first[1]
+
+    def release_adapter(self, adapter_id: str) -> None:
+        """Return those that wait for a place of this adapter to the queue."""
+        for request in list(self._place_queue_by_adapter[adapter_id]):
+            self._requeue(request)
 
     def _requeue(self, request: Request) -> None:
         self.remove(request)
@@ -144,12 +163,21 @@ class WaitingQueue:
             self._followers[fill_id].remove(request)
             if not self._followers[fill_id]:
                 del self._followers[fill_id]
+        elif request in self._place_queue:
+            self._remove_from_place_queue(request)
         elif request in self._aside_queue:
             self._aside_queue.remove(request)
         else:
             self._queue.remove(request)
 
+    def _remove_from_place_queue(self, request: Request) -> None:
+        self._place_queue.remove(request)
+        same_adapter = self._place_queue_by_adapter[request.adapter_id]
+        same_adapter.remove(request)
+        if not same_adapter:
+            del self._place_queue_by_adapter[request.adapter_id]
 
-def _waiting_key(request: Request) -> Key:
+
+def waiting_key(request: Request) -> Key:
     priority, arrival, serial = request.rank
     return (priority, not request.is_resumed, arrival, serial)

@@ -60,7 +60,7 @@ class Request:
     root_hash: InitVar[BlockHash]
     stop_token_ids: frozenset[int]
     max_num_tokens: int  # the request ends at this length
-    adapter_wait_until_s: float | None = None  # then it lets no others pass any more
+    adapter_wait_until_s: float | None = None  # then it claims the place that was taken first
     takes_no_prefix: bool = False  # its result needs hidden states of all of its tokens
     # Upper bound of the KV slots it needs: its last token is never an input.
     max_num_slots: int = field(init=False)
@@ -115,6 +115,10 @@ class Request:
             submitted.prefix_source,
             None if foreign is None else _given(foreign, submitted),
         )
+
+    @property
+    def adapter_id(self) -> str:
+        return self.submitted.adapter.id
 
     @property
     def max_num_hit_tokens(self) -> int:

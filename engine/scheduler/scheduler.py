@@ -219,7 +219,7 @@ class Scheduler:
     def has_work(self) -> bool:
         """True if a step could do something now; False while all requests wait for KV."""
         state = self._state
-        num_schedulable = len(state.waiting) - state.waiting.num_followers
+        num_schedulable = len(state.waiting) - state.waiting.num_out
         has_requests = state.batch.running or len(state.ready) or num_schedulable
         has_other_work = state.batch.has_changes or state.arrivals.has_orders or state.outbox
         return bool(has_requests or has_other_work)

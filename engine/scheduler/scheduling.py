@@ -96,8 +96,7 @@ class StepPlanner:
             return False
         # Before blocks are counted: those that are to be stored cannot be taken.
         state.arrivals.stores.store_new()
-        head = self._blocked_head
-        if head is not None and head is state.waiting.head() and victims_for(state, head):
+        if any(victims_for(state, request) for request in self._urgent()):
             return False
         num_missing = sum(map(self._num_missing_places, batch.due_next()))
         return num_missing * state.cache.num_groups <= state.cache.pool.num_free
@@ -108,13 +107,20 @@ class StepPlanner:
         return max(0, num_blocks - request.kv.num_blocks)
 
     def _preempt_for_head(self) -> None:
-        """Preempt running requests for a more urgent head that the last step left waiting."""
-        head, self._blocked_head = self._blocked_head, None
-        if head is not None and head is self._state.waiting.head():
-            for victim in victims_for(self._state, head):
+        """Preempt running requests for a more urgent one that the last step left waiting."""
+        for request in self._urgent():
+            for victim in victims_for(self._state, request):
                 # Once only: two urgent streams of requests could keep it from ever ending.
                 victim.was_preempted_for_priority = True
                 self._state.preempt(victim)
+        self._blocked_head = None
+
+    def _urgent(self) -> list[Request]:
+        """Return the requests that may preempt others: the heads of what waits."""
+        waiting, head = self._state.waiting, self._blocked_head
+        first = waiting.first_for_place()
+        heads = [] if head is None or head is not waiting.head() else [head]
+        return heads if first is None else [first, *heads]
 
     def _take_plan(self, decodes: dict[RequestId, int]) -> Plan:
         state, batch = self._state, self._state.batch

@@ -19,7 +19,7 @@ from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.scheduler.adapter_places import AdapterPlaces
 from baton.engine.scheduler.config import SchedulerConfig, SchedulingPolicy
-from baton.engine.scheduler.queues import ADAPTER_PLACE, RankedQueue, WaitingQueue
+from baton.engine.scheduler.queues import RankedQueue, WaitingQueue
 from baton.engine.scheduler.request import BY_RANK, Rank, Request, RequestStatus
 from baton.engine.scheduler.running_batch import Batch
 from baton.engine.scheduler.validation import max_num_tokens
@@ -204,6 +204,11 @@ class SchedulerState:
         )
 
     @property
+    def can_receive(self) -> bool:
+        """True if one more request can hold blocks until its KV has landed and it runs."""
+        return self.num_waiting_for_remote_kvs + len(self.ready) < self.config.max_num_seqs
+
+    @property
     def num_spare_blocks(self) -> int:
         """Blocks that a grant to a peer leaves free.
 
@@ -298,9 +303,17 @@ class SchedulerState:
         return False
 
     def _release_adapter(self, request: Request) -> None:
-        """Give up the place of a request's adapter, and let those look again that wait for one."""
-        if self.adapters.release(request.submitted):
-            self.waiting.release_followers(ADAPTER_PLACE)
+        """Give up the place of a request's adapter, and queue those that can have one now.
+
+        The first in rank goes first. After it has ended, others no longer stand behind it.
+        """
+        self.adapters.release(request.submitted)
+        num_free = self.adapters.num_free
+        while (first := self.waiting.first_for_place()) is not None:
+            num_free -= first.adapter_id not in self.adapters
+            if num_free < 0:
+                return
+            self.waiting.release_adapter(first.adapter_id)
 
     def _held_blocks(self) -> Iterator[BlockId]:
         for held in self.held_kv():

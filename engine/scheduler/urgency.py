@@ -14,14 +14,20 @@ from baton.engine.scheduler.state import SchedulerState
 
 
 def victims_for(state: SchedulerState, head: Request) -> list[Request]:
-    """Return the running requests to preempt so that `head` gets a place and its blocks.
+    """Return the running requests to preempt so that `head` gets its places and its blocks.
 
-    `head` is the head of the waiting queue. They must be preempted before a step is planned, since
-    scheduled requests are not.
+    `head` is the head of the waiting queue, or the first that waits for a place of its adapter.
+    They must be preempted before a step is planned, since scheduled requests are not.
     """
+    if state.config.policy is not SchedulingPolicy.PRIORITY:
+        return []
+    holders = _place_holders(state, head)
+    if holders is None or (head.arrival.handoff is not None and not state.can_receive):
+        return []  # preemption cannot give what it lacks
     candidates = _candidates(state, head)
     if not candidates:
         return []
+    candidates.sort(key=lambda each: each not in holders)
     shortage = _shortage(state, head)
     num_freed = [state.cache.pool.num_held_once(each.kv.block_ids) for each in candidates]
     # All or nothing: preempting some would cost their progress, and the head would still wait.
@@ -31,7 +37,7 @@ def victims_for(state: SchedulerState, head: Request) -> list[Request]:
     num_missing_places = int(lacks_place)
     victims: list[Request] = []
     for candidate, num_blocks in zip(candidates, num_freed, strict=True):
-        if shortage <= 0 and num_missing_places <= 0:
+        if len(victims) >= len(holders) and shortage <= 0 and num_missing_places <= 0:
             break
         victims.append(candidate)
         shortage -= num_blocks
@@ -41,16 +47,36 @@ def victims_for(state: SchedulerState, head: Request) -> list[Request]:
 
 def _candidates(state: SchedulerState, head: Request) -> list[Request]:
     """Return the running requests that can be preempted for `head`, the lowest-ranked first."""
-    if state.config.policy is not SchedulingPolicy.PRIORITY:
-        return []
-    found = [
-        request
-        for request in state.batch.running.values()
-        if request.submitted.priority > head.submitted.priority
+    found = [each for each in state.batch.running.values() if _is_candidate(state, head, each)]
+    return sorted(found, key=BY_RANK, reverse=True)
+
+
+def _is_candidate(state: SchedulerState, head: Request, request: Request) -> bool:
+    return (
+        request.submitted.priority > head.submitted.priority
         and not request.was_preempted_for_priority
         and not state.arrivals.sends.has_sent(request.submitted.send_to)
+    )
+
+
+def _place_holders(state: SchedulerState, head: Request) -> set[Request] | None:
+    """Return the candidates that hold the place of an adapter, if `head` lacks one for its own.
+
+    None: each place is held by a request that is no candidate.
+    """
+    if state.adapters.has_place(head.adapter_id):
+        return set()
+    running = state.batch.running
+    found = [
+        {running[request_id] for request_id in holders}
+        for holders in state.adapters.holders()
+        if all(
+            request_id in running and _is_candidate(state, head, running[request_id])
+            for request_id in holders
+        )
     ]
-    return sorted(found, key=BY_RANK, reverse=True)
+    # The laxest: that whose first request in rank ranks last.
+    return max(found, key=lambda holders: min(map(BY_RANK, holders)), default=None)
 
 
 def _shortage(state: SchedulerState, head: Request) -> int:

@@ -32,7 +32,6 @@ from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.groups import ONE_GROUP, CacheLayout, KvGroup
 from baton.engine.plan import Pending, Plan, RunResult
 from baton.engine.scheduler.config import SchedulerConfig
-from baton.engine.scheduler.queues import ADAPTER_PLACE
 from baton.engine.scheduler.request import Request
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.kv_transfer.external_kv import Load, LoadId
@@ -326,7 +325,7 @@ class EngineWorld:
         """Advance the time. The engine wakes up regularly while hand-offs are in progress."""
         self._is_at_rest = False
         self.now_s += seconds
-        for each in self._prefix_followers():
+        for each in self.scheduler._state.waiting.followers():
             self._followed_s[_life_of(each)] += seconds
 
     def price(
@@ -577,18 +576,9 @@ class EngineWorld:
     def _check_waits(self) -> None:
         """Check that no request waits longer for its prefix than the settings say, in sum."""
         limit_s = self.config.max_fill_wait_s + 1e-6  # of sums of many floats
-        for each in self._prefix_followers():
+        for each in self.scheduler._state.waiting.followers():
             waited_s = self._followed_s[_life_of(each)]
             assert waited_s < limit_s, f"{each.request_id} waited for {waited_s} s"
-
-    def _prefix_followers(self) -> list[Request]:
-        """Return the requests that wait for fills. Others wait for a place of their adapter."""
-        waiting = self.scheduler._state.waiting
-        return [
-            each
-            for each in waiting.followers()
-            if waiting._fill_by_id[each.request_id] != ADAPTER_PLACE
-        ]
 
     def _check_rest(self, plan: Plan, has_reports: bool) -> None:
         """Check that a step without effect leaves no work: the engine thread sleeps then."""

@@ -67,6 +67,94 @@ def test_a_waiting_adapter_is_not_starved() -> None:
     world.run_to_end()
 
 
+@pytest.mark.parametrize("receives", [False, True])
+def test_requests_without_an_adapter_pass_one_that_has_waited_long(receives: bool) -> None:
+    world = EngineWorld(_config(max_loras=1))
+    world.add(PROMPT, adapter="a", max_tokens=20)
+    world.step()
+    world.add([7] * 4, adapter="b", receives=receives, max_tokens=2)
+    world.step()
+    world.now_s += 60
+    plain = world.add([8] * 4, receives=receives, max_tokens=2)
+    plan = world.step()
+
+    granted = [RequestId(order.handoff_id.request_id) for order in plan.kv_orders.receives]
+    assert [*[row.request_id for row in plan.started], *granted] == [plain]
+    world.run_to_end()
+
+
+def test_one_adapter_gives_up_its_place_and_the_others_keep_theirs() -> None:
+    world = EngineWorld(_config(max_num_seqs=16))
+    for adapter in ("a", "b"):
+        world.add(PROMPT, adapter=adapter, max_tokens=20)
+    world.step()
+    waiting = world.add([7] * 4, adapter="c", max_tokens=2)
+    world.step()
+    world.now_s += 60
+    for_oldest = world.add([8] * 4, adapter="a", max_tokens=2)
+    for_newer = world.add([6] * 4, adapter="b", max_tokens=2)
+
+    assert started(world) == [for_newer]
+    later = [request_id for _ in range(24) for request_id in started(world)]
+    assert later == [waiting, for_oldest]
+    world.run_to_end()
+
+
+def test_requests_pass_again_after_the_one_that_claimed_their_place_is_aborted() -> None:
+    world = EngineWorld(_config(max_loras=1))
+    world.add(PROMPT, adapter="a", max_tokens=20)
+    world.step()
+    claimant = world.add([7] * 4, adapter="b", max_tokens=2)
+    world.step()
+    world.now_s += 60
+    same = world.add([8] * 4, adapter="a", max_tokens=2)
+    before = started(world)
+    world.scheduler.abort(claimant)
+
+    assert (before, started(world)) == ([], [same])
+    world.run_to_end()
+
+
+def test_an_urgent_request_takes_the_place_of_lax_ones() -> None:
+    world = EngineWorld(_config(max_loras=1, policy=SchedulingPolicy.PRIORITY))
+    lax = [world.add(PROMPT, adapter="a", max_tokens=40, priority=1) for _ in range(2)]
+    world.step()
+    urgent = world.add([7] * 4, adapter="b", max_tokens=2)
+    plans = [world.step() for _ in range(2)]
+
+    assert {request_id for plan in plans for request_id in plan.dropped} == {*lax}
+    assert urgent in [row.request_id for plan in plans for row in plan.started]
+    world.run_to_end()
+
+
+def test_lax_requests_do_not_keep_a_place_from_an_urgent_one() -> None:
+    """One that cannot be preempted holds it, but no lax one joins it, from the first step on."""
+    world = EngineWorld(_config(max_loras=1, policy=SchedulingPolicy.PRIORITY))
+    world.add(PROMPT, adapter="a", max_tokens=9)
+    world.step()
+    urgent = world.add([7] * 4, adapter="b", max_tokens=2, priority=1)
+    order: list[RequestId] = []
+    for _ in range(16):
+        world.add([8] * 4, adapter="a", max_tokens=9, priority=2)
+        order += started(world)
+
+    assert order[0] == urgent
+    world.run_to_end()
+
+
+def test_nobody_is_preempted_for_a_place_that_preemption_cannot_give() -> None:
+    config = _config(max_loras=1, max_num_seqs=3, policy=SchedulingPolicy.PRIORITY)
+    world = EngineWorld(config)
+    world.add(PROMPT, adapter="a", max_tokens=9)
+    world.add(PROMPT, adapter="a", max_tokens=9, priority=2)
+    world.add(PROMPT, max_tokens=9, priority=2)
+    world.step()
+    world.add([7] * 4, adapter="b", max_tokens=2, priority=1)
+
+    assert [world.step().dropped for _ in range(4)] == [()] * 4
+    world.run_to_end()
+
+
 def test_an_aborted_request_gives_up_its_place() -> None:
     world = EngineWorld(_config(max_loras=1))
     first = world.add(PROMPT, adapter="a", max_tokens=20)
@@ -126,16 +214,14 @@ def test_places_are_counted_by_adapter() -> None:
     for request in (*requests, requests[0]):
         places.take(request)
 
-    assert len(places) == 1
+    assert (len(places), places.oldest, places.num_free) == (1, "a", 0)
     assert (places.has_place("a"), places.has_place("b"), places.has_place("")) == (
         True,
         False,
         True,
     )
-    assert [places.release(request) for request in (*requests, requests[1])] == [
-        False,
-        True,
-        False,
-        False,
-    ]
-    assert places.has_place("b")
+    free = []
+    for request in (requests[0], requests[0], requests[1], requests[1]):
+        places.release(request)
+        free.append(places.has_place("b"))
+    assert free == [False, False, True, True]

@@ -75,6 +75,17 @@ def test_a_receive_of_higher_priority_preempts_running_requests() -> None:
     world.run_to_end()
 
 
+def test_no_request_is_preempted_for_a_receive_that_must_wait_for_another_one() -> None:
+    world = EngineWorld(_config(max_num_seqs=1), num_blocks=8, block_size=4)
+    world.add([9] * 6, priority=2, max_tokens=9)
+    world.add([8] * 4, priority=1, receives=True, max_tokens=2)
+    world.step()
+    world.add([7] * 20, receives=True, max_tokens=2)
+
+    assert [world.step().dropped for _ in range(3)] == [()] * 3
+    world.run_to_end()
+
+
 def test_each_request_is_preempted_for_priority_at_most_once() -> None:
     world = EngineWorld(_config(max_num_seqs=1))
     lax = world.add(4, priority=2, max_tokens=40)
