@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from math import inf
@@ -25,6 +25,7 @@ from baton.kv_transfer.external_kv import FILE, OBJECT, Load
 from baton.kv_transfer.fence import Fence
 from baton.kv_transfer.tiers.block_memory import copy_block
 from baton.kv_transfer.tiers.copy_pace import CopyPace, PacedWork
+from baton.kv_transfer.tiers.dropped_names import DroppedNames
 from baton.kv_transfer.tiers.host_tier import HostBlock, HostTier
 from baton.kv_transfer.tiers.kv_access import KvAccess, ReadTarget
 from baton.kv_transfer.tiers.stores.block_store import BlockStore
@@ -69,6 +70,7 @@ class TierParts:
     clock: Callable[[], float]
     # The number of resets so far. The engine thread increments it, all threads compare it.
     generation: int = 0
+    dropping: DroppedNames = field(default_factory=DroppedNames)  # each tier ends each drop
 
 
 @dataclass(slots=True)
@@ -91,7 +93,6 @@ class BackingTier:
         self.name = config.name
         self.counters = TierCounters()
         self._times = LoadTimes(parts.kv.block_bytes / config.bytes_per_s, config.num_parallel)
-        self.dropping: set[BlockName] = set()  # ordered to be dropped, and perhaps still stored
         self._config = config
         self._store = store
         self._parts = parts
@@ -351,7 +352,7 @@ class BackingTier:
             return None
 
     def _may_load(self, pending: PendingLoad, name: BlockName) -> bool:
-        return pending.generation == self._parts.generation and name not in self.dropping
+        return pending.generation == self._parts.generation and name not in self._parts.dropping
 
     def _promote(
         self, pending: PendingLoad, name: BlockName, target: ReadTarget, digest: bytes
@@ -386,7 +387,7 @@ class BackingTier:
         self._store.refresh()  # finds the tenants of the others' blocks
         for name in names:
             self._store.remove(name)
-        self.dropping.difference_update(names)
+        self._parts.dropping.end(names)
 
     def _clear(self, generation: int, is_kept: bool) -> None:
         if not is_kept:

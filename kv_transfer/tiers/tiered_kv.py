@@ -67,7 +67,6 @@ class TieredKv:
         self._host_times = LoadTimes(kv.block_bytes / HOST_BYTES_PER_S)
         self._parts = TierParts(kv, host, self.pace, clock)
         self._cleared = 0  # the generation that host memory is in
-        self._dropping: set[BlockName] = set()
         stores = ((FILES, files), (replace(OBJECTS, refresh_s=object_refresh_s), objects))
         self._backing = [
             BackingTier(config, store, self._parts) for config, store in stores if store is not None
@@ -120,7 +119,7 @@ class TieredKv:
     # --- ExternalKv: the engine thread ------------------------------------------------------
 
     def holds(self, name: BlockName) -> bool:
-        if name in self._dropping or any(name in tier.dropping for tier in self._backing):
+        if name in self._parts.dropping:
             return False
         return self._is_in_host(name) or any(tier.holds(name) for tier in self._backing)
 
@@ -147,9 +146,8 @@ class TieredKv:
             self._copies.put(self._load_next)
             self.pace.recheck_rests()
         if orders.drops:
-            self._dropping.update(orders.drops)
-            for tier in self._backing:
-                tier.dropping.update(orders.drops)
+            for _ in (HOST, *self._backing):
+                self._parts.dropping.begin(orders.drops)
             self._copies.put(partial(self._drop, orders.drops))
         for use in orders.uses:
             self._copies.put(partial(self._stores.use, use, generation))
@@ -242,7 +240,7 @@ class TieredKv:
         for name in names:
             self.host.remove(name)
         self._wake()
-        self._dropping.difference_update(names)
+        self._parts.dropping.end(names)
         for tier in self._backing:
             tier.drop(names)
 

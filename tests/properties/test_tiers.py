@@ -190,9 +190,19 @@ class TwoNodes(RuleBasedStateMachine):
         if wanted:
             self._load(self.nodes[node], wanted)
 
-    @rule(node=nodes, block=blocks, broken=st.none() | st.tuples(stores, faults))
-    def store_wrong_and_drop(self, node: int, block: int, broken: tuple[int, Fault] | None) -> None:
-        """The pass that computed the block failed after it was stored, and then a store."""
+    @rule(
+        node=nodes,
+        block=blocks,
+        broken=st.none() | st.tuples(stores, faults),
+        num_more=st.integers(0, 2),
+    )
+    def store_wrong_and_drop(
+        self, node: int, block: int, broken: tuple[int, Fault] | None, num_more: int = 0
+    ) -> None:
+        """The pass that computed the block failed after it was stored, and then a store.
+
+        It was tried again, and failed again.
+        """
         self._settle()
         it = self.nodes[node]
         right = it.world.memory[block]
@@ -201,6 +211,9 @@ class TwoNodes(RuleBasedStateMachine):
         if broken is not None:
             self.break_store(node, *broken)
         it.world.drop(block)
+        for _ in range(num_more):
+            it.world.store(block, hints=HINTS[block])
+            it.world.drop(block)
         it.world.memory.write(block, right)
         assert self._load(it, [block]) == (None,)
         it.settle()

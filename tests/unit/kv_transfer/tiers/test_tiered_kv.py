@@ -320,6 +320,24 @@ def test_dropped_blocks_are_in_no_tier(backing: Backing) -> None:
     assert backing.names() == hexes(2)
 
 
+def test_the_end_of_a_drop_does_not_lift_another_drop_of_the_block(backing: Backing) -> None:
+    store, dropping, written = FaultyStore(backing.open()), Gate("remove"), Gate("write")
+    store.before, store.after = dropping, written
+    with backing.world(store=store) as it:
+        it.drop(1)
+        dropping.wait_until_reached()
+        it.store(1)  # wrong again
+        it.drop(1)
+        dropping.open()
+        written.wait_until_reached()
+        assert not it.holds(1)
+        number = it.start_load([1], into=5)
+        it.load([9], into=6)  # ends after the load before it has been queued
+        written.open()
+        assert it.end_of(number) == (None,)
+    assert not backing.names()
+
+
 def test_a_dropped_store_that_waits_for_space_is_not_stored(files: Backing) -> None:
     store, gate = FaultyStore(files.open()), Gate("write")
     store.before = gate
