@@ -204,13 +204,13 @@ class BackingTier:
     # --- the thread of the tier ---------------------------------------------------------------
 
     def _serve(self) -> None:
-        is_found = False
         while True:
             # In turns with jobs: a large store takes minutes, and jobs can be many.
-            if not is_found:
-                is_found = self._scan()
+            if not self.is_scanned.is_set():
+                self._run(self._scan)
+            pause_s = self._config.refresh_s if self.is_scanned.is_set() else 0.0
             try:
-                _, _, job = self._jobs.get(timeout=self._config.refresh_s if is_found else 0.0)
+                _, _, job = self._jobs.get(timeout=pause_s)
             except Empty:
                 job = _do_nothing
             if job is None:
@@ -230,18 +230,18 @@ class BackingTier:
         finally:
             self._job_since_s = None
 
-    def _scan(self) -> bool:
-        """Look for stored blocks. Returns whether that has ended."""
+    def _scan(self) -> None:
+        """Look for stored blocks, for a while. An error ends that, too."""
         is_found = True
         try:
             is_found = self._store.scan()
         except OSError as error:
             self._reading.note_error(error)
             self._unfinished.append(self._scan_again)
-        if is_found:
-            self._refresh_at_s = self._clock() + self._config.refresh_s  # all is known now
-            self.is_scanned.set()
-        return is_found
+        finally:
+            if is_found:
+                self._refresh_at_s = self._clock() + self._config.refresh_s  # all is known now
+                self.is_scanned.set()
 
     def _scan_again(self) -> None:
         while not self._store.scan():
@@ -297,6 +297,9 @@ class BackingTier:
             return True
         except OSError as error:
             self._writing.note_error(error)
+            return False
+        except Exception:  # the others that are written at the time must end, too
+            logger.exception("the %s tier failed to write a block", self.name)
             return False
         finally:
             self._host.unpin(write.block)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -301,6 +302,61 @@ def test_clear_removes_the_blocks_of_all_processes(stores: StoreWorld) -> None:
     assert stores.stored() == set()
     assert not len(one.order)
     assert not other.holds(name_of(2))
+
+
+def test_what_is_written_after_a_clear_is_found_by_all_processes(stores: StoreWorld) -> None:
+    memory = OwnedMemory(6)
+    one, other, third = opened(stores), opened(stores), opened(stores)
+    write(one, memory, 1)
+    one.refresh()
+    other.refresh()
+    one.clear()
+    write(other, memory, 2)
+    other.refresh()
+    third.refresh()
+    one.refresh()
+    for store in (other, third):
+        store.refresh()
+        assert held(store, 1, 2) == [False, True]
+        assert is_right(store, memory, 2, into=5)
+
+
+def test_a_clear_during_a_scan_leaves_what_is_written_after_it() -> None:
+    world, memory = memory_world(), OwnedMemory(9)
+    one, other = opened(world), world.open()
+    write(one, memory, *range(8))
+    assert not other.scan()
+    one.clear()
+    write(one, memory, 8)
+    one.refresh()
+    other.refresh()
+    scan_all(other)
+    assert other.order.names == [name_of(8)]
+
+
+@pytest.mark.parametrize("failing", [2, 3], ids=["journals", "blocks"])
+def test_a_listing_that_failed_after_a_clear_is_repeated(failing: int) -> None:
+    lists = count(1)
+
+    def fail_one(operation: str) -> None:
+        if operation == "list" and next(lists) == failing:
+            raise OSError("unreachable")
+
+    world, memory = memory_world(), OwnedMemory(3)
+    one, other = opened(world), opened(world)
+    write(one, memory, 1)
+    one.refresh()
+    other.refresh()
+    one.clear()
+    write(one, memory, 2)
+    one.refresh()
+    world.server.before = fail_one
+    with pytest.raises(OSError, match="unreachable"):
+        other.refresh()
+
+    other.refresh()
+
+    assert held(other, 1, 2) == [False, True]
 
 
 def test_two_processes_may_write_the_same_block(stores: StoreWorld) -> None:

@@ -226,7 +226,7 @@ class TwoNodes(RuleBasedStateMachine):
         self.repair_all()
         self.store_wrong_and_drop(node, block, (store, fault))
         self.repair_all()
-        assert not any(block in map(_number_of, outside.stored()) for outside in self.outside)
+        assert not any(block in _numbers(outside) for outside in self.outside)
         assert self._load(self.nodes[node], [block]) == (None,)
         self.restart(node)
         assert self._load(self.nodes[node], [block]) == (None,)
@@ -240,6 +240,18 @@ class TwoNodes(RuleBasedStateMachine):
         it.settle()
         assert it.faults or not any(store.stored() for store in self.outside)
 
+    @precondition(lambda self: not any(node.faults for node in self.nodes))
+    @rule(node=nodes, wanted=some_blocks)
+    def clear_while_another_node_stores(self, node: int, wanted: list[int]) -> None:
+        self._settle()
+        self.nodes[node].world.tiers.clear()
+        self.nodes[1 - node].world.store(*wanted, hints=[HINTS[block] for block in wanted])
+        for _ in range(2):  # the second time, they learn what others published the first time
+            self._settle()
+        for it in self.nodes:
+            for store, outside in zip(it.stores, self.outside, strict=True):
+                assert all(store.holds(name_of(number)) for number in _numbers(outside))
+
     @rule(node=nodes)
     def restart(self, node: int) -> None:
         if self.undeleted or self._is_folder_broken:
@@ -250,7 +262,7 @@ class TwoNodes(RuleBasedStateMachine):
         files, _ = self.outside
         assert len(files.stored()) <= MAX_FILES
         for store, outside in zip(again.stores, self.outside, strict=True):
-            for number in map(_number_of, outside.stored()):
+            for number in _numbers(outside):
                 is_whole = len(outside.read(number)) == STORED_BYTES
                 assert store.holds(name_of(number)) or not is_whole
         self._load(again, list(range(NUM_NAMES)))
@@ -313,7 +325,7 @@ class TwoNodes(RuleBasedStateMachine):
                 it.world.clock.advance(PAUSE_S)
             self._settle()
         for outside in self.outside:
-            for number in self.undeleted.keys() & set(map(_number_of, outside.stored())):
+            for number in self.undeleted.keys() & set(_numbers(outside)):
                 assert not outside.read(number).endswith(self._wrong(number))
         self.undeleted.clear()
 
@@ -369,6 +381,10 @@ class TwoNodes(RuleBasedStateMachine):
 
 def _number_of(stored: str) -> int:
     return int(stored.partition("-")[0], 16)
+
+
+def _numbers(outside: StoreWorld) -> list[int]:
+    return list(map(_number_of, outside.stored()))
 
 
 def _num_of_one_tenant(wanted: list[int]) -> int:

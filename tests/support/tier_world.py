@@ -163,7 +163,7 @@ class Failing:
     """Fault that fails the named operations, or all, until it is repaired."""
 
     operations: Sequence[str] = ()
-    error: OSError = OSError(5, "Input/output error")
+    error: Exception = OSError(5, "Input/output error")
 
     def __post_init__(self) -> None:
         self.seen: list[str] = []

@@ -58,6 +58,7 @@ class ObjectStore(BlockStore):
         self._journals = JournalObjects(objects, f"{namespace}/journals/", clock)
         self._pages: Iterator[list[ObjectInfo]] | None = None  # while names are listed
         self._found: list[tuple[float, BlockName, Tenant]] = []
+        self._is_cleared = False  # by another process; not listed since
 
     # --- blocks ----------------------------------------------------------------------------
 
@@ -141,11 +142,23 @@ class ObjectStore(BlockStore):
         self._journals.publish()
         for sign, stem in self._journals.read():
             if sign == CLEARED:
-                self._forget_all()
+                self._is_cleared = True
             else:
                 self._apply_change(sign, stem)
+        if self._is_cleared:
+            self._list_again()
         order = self.order
         self._evict(self._take_victims(SHARED, lambda: len(order) > order.max_blocks))
+
+    def _list_again(self) -> None:
+        """Forget what another process has cleared. What was written since is known or listed."""
+        self._pages, self._found = None, []  # a scan begins again
+        pages = self._objects.list(self._blocks)
+        found = [block for page in pages for block in self._blocks_in(page)]
+        for name in set(self.order.names).difference(name for _, name, _ in found):
+            self._forget(name)
+        self._learn(sorted(found))
+        self._is_cleared = False
 
     def close(self) -> None:
         """Publish the last changes. The journal is deleted by others once it is old."""

@@ -732,3 +732,19 @@ def test_a_node_closes_although_its_store_fails(backing: Backing) -> None:
         it.tiers.clear()
         it.store(4)
     assert not backing.names()
+
+
+@pytest.mark.parametrize("operation", ["scan", "write", "refresh"])
+def test_a_bug_in_a_store_ends_neither_its_tier_nor_a_pin(
+    backing: Backing, operation: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, fault = FaultyStore(backing.open()), Failing((operation,), RuntimeError("a bug"))
+    store.before = fault
+    with backing.world(store=store) as it:
+        it.store(1, 2)
+        it.wait_until(lambda: bool(fault.seen))
+        fault.is_repaired = True
+        it.clock.advance(PAUSE_S)
+        it.store(3)
+    assert hexes(3) <= backing.names()
+    assert "a bug" in caplog.text
