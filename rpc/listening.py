@@ -30,26 +30,27 @@ ListenPort = Annotated[
 log = logging.getLogger(__name__)
 
 
-def check_port(host: str, port: int, option: str = "--port") -> None:
-    """Raises AddressInUse."""
-    listening_socket(host, port, option).close()
+def check_port(host: str, port: int, option: str = "--port", *, zero: str = "any") -> None:
+    """Raises AddressInUse. `zero` is the meaning of port 0."""
+    listening_socket(host, port, option, zero).close()
 
 
-def listening_socket(host: str, port: int, option: str) -> socket.socket:
+def listening_socket(host: str, port: int, option: str, zero: str = "any") -> socket.socket:
     """Return a listening socket. Raises AddressInUse, which names the option to change."""
     try:
         [found, *_] = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
         listening = socket.create_server(found[4][:2], family=found[0])
     except OSError as error:
-        raise AddressInUse(_error_message(host, port, option, error)) from error
+        raise AddressInUse(_error_message(host, port, option, zero, error)) from error
     # Accepted sockets inherit it. asyncio sets it only where the protocol number is not 0.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening
 
 
-def _error_message(host: str, port: int, option: str, error: OSError) -> str:
+def _error_message(host: str, port: int, option: str, zero: str, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        return f"port {port} of {host} is in use; choose another {option}, or {option} 0 for any"
+        advice = f"choose another {option}, or {option} 0 for {zero}"
+        return f"port {port} of {host} is in use; {advice}"
     number = error.errno or 0
     reason = os.strerror(number) if number > 0 else error.strerror  # the bare reason
     return f"cannot listen on {host}:{port}: {reason}"

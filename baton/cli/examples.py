@@ -5,7 +5,7 @@ from __future__ import annotations
 EXAMPLES = {
     "up": (
         "baton up --model models/demo --prefill 1 --decode 2",
-        "baton up --model Qwen/Qwen3-0.6B --embed Qwen/Qwen3-Embedding-0.6B --http-port 8000",
+        "baton up --model Qwen/Qwen3-0.6B --embed Qwen/Qwen3-Embedding-0.6B",
     ),
     "demo": ("baton demo",),
     "generate": (

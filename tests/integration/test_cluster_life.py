@@ -148,7 +148,7 @@ def test_a_decode_node_works_alone_and_without_any_a_request_is_refused_by_name(
 
 
 def test_no_process_outlives_a_killed_parent(model_folder: Path) -> None:
-    command = [*BATON, "up", "--model", str(model_folder), "--port", "0"]
+    command = [*BATON, "up", "--model", str(model_folder), "--port", "0", "--http-port", "0"]
     with running_program(command) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline().startswith("serving on")

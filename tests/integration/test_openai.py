@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import statistics
 import urllib.request
 from collections.abc import Iterator
@@ -18,7 +17,6 @@ from baton.checkpoint.tokenizer_files import load_tokenizer
 from baton.client import Client, Generation
 from baton.cluster import LocalCluster
 from baton.core.sampling import SamplingParams
-from tests.support.baton_command import run_baton
 from tests.support.models import prompt_of
 from tests.support.schemas import is_valid
 
@@ -229,19 +227,6 @@ def test_joined_token_bytes_equal_the_text(model_folder: Path) -> None:
 
     assert b"".join(one.raw for one in spelled) == text.encode()
     assert any("\ufffd" in one.text for one in spelled)
-
-
-def test_a_busy_http_port_is_reported_before_anything_is_loaded(model_folder: Path) -> None:
-    command = ("up", "--model", str(model_folder), "--port", "0")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        done = run_baton(*command, "--http-port", port)
-
-    assert done.stderr == (
-        f"baton: error: port {port} of 127.0.0.1 is in use; choose another --http-port, "
-        "or --http-port 0 for any\n"
-    )
-    assert done.returncode == 1
 
 
 def test_an_http_error_is_json(cluster: LocalCluster) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
+import subprocess
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -20,17 +23,27 @@ from baton.core.sampling import SamplingParams
 from tests.support.baton_command import BATON, run_baton
 from tests.support.child_programs import cluster_processes_of
 from tests.support.models import prompt_of
+from tests.support.ports import free_port
 from tests.support.terminal import CTRL_C, Terminal
 
+FREE_PORTS = ("--port", "0", "--http-port", "0")  # no HTTP, unless a test chooses a port
 OF_NODES = ("--kv-cache-memory", "4MiB", "--threads", "1", "--max-num-seqs", "32")
 HTTP = re.compile(r"http://\S+/v1")
 ROW = re.compile(r"│ (\S+)\s*│\s*(\d+) │ (\S+)")
 
 
+def check_pasted_request(screen: Terminal) -> None:
+    """Run the command that is shown next as a shell would."""
+    [line] = re.findall(r"curl .*(?=\r\n)", screen.await_text("'\r\n"))
+    program, *arguments = shlex.split(line)
+    done = subprocess.run([program, "-sS", *arguments], capture_output=True, check=True)
+    assert json.loads(done.stdout)["choices"], done.stdout
+
+
 @pytest.fixture
 def up(model_folder: Path) -> Callable[..., Terminal]:
     def start(*arguments: str, is_forked: bool = True) -> Terminal:
-        command = [*BATON, "up", "--model", str(model_folder), "--port", "0", *OF_NODES]
+        command = [*BATON, "up", "--model", str(model_folder), *FREE_PORTS, *OF_NODES]
         variables = {"NO_COLOR": "1", "COLUMNS": "150"}
         return Terminal([*command, *arguments], variables, is_forked=is_forked)
 
@@ -84,8 +97,9 @@ def test_further_models_embed_on_nodes_of_their_own(
     up: Callable[..., Terminal], model_folder: Path
 ) -> None:
     further = ("--embed", f"vectors={model_folder}", "--pooling", "mean", "--max-model-len", "64")
-    with up("--http-port", "0", "--served-model-name", "writer", *further) as screen:
+    with up("--http-port", str(free_port()), "--served-model-name", "writer", *further) as screen:
         shown = screen.await_text("/v1; Ctrl-C ends")
+        check_pasted_request(screen)
         assert re.findall(r"│ (\S+)\s*│ +\d+ │ \S+\s*│ (.*?)\s*│", shown) == [
             ("router", "vectors, writer"),
             ("prefill-0", "writer"),
@@ -114,7 +128,7 @@ def test_a_further_model_must_embed(model_folder: Path) -> None:
         (["--embed=name="], "--embed 'name=': write FOLDER or NAME=FOLDER"),
         (["--embed=a=x", "--embed=a=y"], "--embed is given twice for a"),
     ):
-        done = run_baton("up", "--model", str(model_folder), "--port", "0", *arguments)
+        done = run_baton("up", "--model", str(model_folder), *FREE_PORTS, *arguments)
 
         [line] = done.stderr.splitlines()
         assert complaint in line
@@ -123,7 +137,7 @@ def test_a_further_model_must_embed(model_folder: Path) -> None:
 
 @pytest.mark.slow
 def test_an_http_stream_finishes_before_up_exits(up: Callable[..., Terminal]) -> None:
-    with up("--prefill", "0", "--http-port", "0") as screen:
+    with up("--prefill", "0", "--http-port", str(free_port())) as screen:
         address = HTTP.search(screen.await_text("/v1; Ctrl-C ends"))
         assert address is not None
         with OpenAI(base_url=address[0], api_key="none", max_retries=0) as client:
@@ -286,16 +300,34 @@ def test_the_serving_address_is_the_last_line_once_all_nodes_have_joined(
         screen.await_text("serving on ")
 
 
-def test_a_busy_port_is_reported_before_anything_is_loaded(model_folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("option", "zero"), [("--port", "--port 0 for any"), ("--http-port", "--http-port 0 for none")]
+)
+def test_a_busy_port_is_reported_before_anything_is_loaded(
+    model_folder: Path, option: str, zero: str
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = run_baton("up", "--model", str(model_folder), "--port", str(port))
+        arguments = (*FREE_PORTS, option, str(port))
+        done = run_baton("up", "--model", str(model_folder), *arguments)
 
     assert done.stderr == (
-        f"baton: error: port {port} of 127.0.0.1 is in use; choose another --port, "
-        "or --port 0 for any\n"
+        f"baton: error: port {port} of 127.0.0.1 is in use; choose another {option}, or {zero}\n"
     )
     assert (done.returncode, done.stdout) == (1, "")
+
+
+def test_the_settings_file_may_set_the_http_port_for_routers_alone(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        settings = tmp_path / "baton.toml"
+        settings.write_text(f"[up]\nport = 0\n[serve.router]\nhttp_port = {port}\n")
+
+        done = run_baton("up", "--model", str(model_folder), "--config", str(settings))
+
+    assert f"port {port} of 127.0.0.1 is in use" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -325,7 +357,7 @@ def test_a_broken_model_folder_is_reported_before_anything_is_started(
     folder = shutil.copytree(model_folder, tmp_path / "model")
     (folder / name).write_text("{")
 
-    done = run_baton("up", "--model", str(folder), "--port", "0")
+    done = run_baton("up", "--model", str(folder), *FREE_PORTS)
 
     [line] = done.stderr.splitlines()
     assert re.match(rf"baton: error: \S+{name} cannot be read", line)
@@ -336,7 +368,7 @@ def test_a_failed_start_ends_with_the_reason(model_folder: Path, tmp_path: Path)
     folder = shutil.copytree(model_folder, tmp_path / "model")
     (folder / "model.safetensors").write_bytes(b"")
 
-    done = run_baton("up", "--model", str(folder), "--port", "0")
+    done = run_baton("up", "--model", str(folder), *FREE_PORTS)
 
     last = done.stderr.splitlines()[-1]
     assert re.match(r"baton: error: (prefill|decode)-0 did not start: ", last)

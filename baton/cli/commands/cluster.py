@@ -20,7 +20,7 @@ from baton.engine.runner.config import RunnerConfig
 from baton.node.options import NodeOptions
 from baton.router.model_options import ByName, parse_models
 from baton.router.options import RouterOptions
-from baton.rpc.listening import check_port
+from baton.rpc.listening import MAX_PORT, check_port
 from baton.rpc.security.tls import TlsConfig
 from baton.telemetry.options import default_trace_dir, trace_folder
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 FOR_TLS = tuple(options_of(TlsConfig))
 # Options that a command sets itself for each process of the cluster that it starts.
 SET_PER_PROCESS = ("host", "port", "model", "node_id", "prefill_nodes", "decode_nodes")
-GIVEN = (*SET_PER_PROCESS, "drain_timeout_s", *FOR_TLS)  # those of `baton up`
+GIVEN = (*SET_PER_PROCESS, "http_port", "drain_timeout_s", *FOR_TLS)  # those of `baton up`
 ONLY_OF_PROCESSES = ("node_id", "prefill_nodes", "decode_nodes")
 CLUSTER = "Cluster"
 # Panels whose options apply to any model; the others of `baton up` are for --model.
@@ -93,6 +93,15 @@ class UpOptions:
     ] = 30.0
     host: Host = "127.0.0.1"
     port: Port = 50051
+    http_port: Annotated[
+        int,
+        Option(
+            "Port of the HTTP APIs (OpenAI, Anthropic); 0 serves no HTTP.",
+            NETWORK,
+            at_least=0,
+            at_most=MAX_PORT,
+        ),
+    ] = 8000
 
 
 @inherit_options(UpOptions, NodeOptions, RouterOptions, without=ONLY_OF_PROCESSES)
@@ -117,14 +126,19 @@ def up(context: typer.Context, **given: Any) -> None:
     # Validate the options before three processes load a model.
     given["model"] = options.model or demo_model()
     nodes = make(NodeOptions, given)
-    router = make(RouterOptions, given | {"model": [given["model"]], "decode_nodes": f"{host}:1"})
+    http_port = _http_port(context, options.http_port)
+    of_router = {"decode_nodes": f"{host}:1", "http_port": http_port}
+    router = make(RouterOptions, given | {"model": [given["model"]]} | of_router)
     if size.prefill + size.decode > 1:
         nodes.kv_events.check_shared()
     check_port(host, options.port)
-    if router.http_port is not None:
-        check_port(router.http_host or host, router.http_port, "--http-port")
+    if http_port is not None:
+        check_port(router.http_host or host, http_port, "--http-port", zero="none")
+    cluster = cluster_options(context, given["model"], size, options.embedders, without=GIVEN)
+    http = () if http_port is None else ("--http-port", str(http_port))
     cluster = replace(
-        cluster_options(context, given["model"], size, options.embedders, without=GIVEN),
+        cluster,
+        router_arguments=(*cluster.router_arguments, *http),
         model_name=nodes.model_name,
         host=host,
         port=options.port,
@@ -134,7 +148,20 @@ def up(context: typer.Context, **given: Any) -> None:
         show_logs=True,
     )
     embedders = [RunnerConfig(one.value, pooling=pooling) for one in options.embedders]
-    run_cluster(cluster, nodes.runner, embedders, restarts=options.restart)
+    run_cluster(
+        cluster,
+        nodes.runner,
+        embedders,
+        restarts=options.restart,
+        token_file=given["token_file"],
+    )
+
+
+def _http_port(context: typer.Context, port: int) -> int | None:
+    """Return the port of HTTP, or None without. The settings file may set it for routers alone."""
+    router = context.meta.get(SETTINGS, {}).get("serve", {}).get("router", {})
+    in_file: int | None = router.get("http_port")
+    return (port or None) if in_file is None or is_set(context, "http_port") else in_file
 
 
 def cluster_options(

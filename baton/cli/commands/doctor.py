@@ -87,9 +87,12 @@ class DoctorOptions:
     ports: Annotated[
         tuple[int, ...],
         Option(
-            "Comma-separated ports that should be free.", NETWORK, default="50051", parse=_ports
+            "Comma-separated ports that should be free.",
+            NETWORK,
+            default="50051,8000",
+            parse=_ports,
         ),
-    ] = (50051,)
+    ] = (50051, 8000)
     trace_dir: Annotated[Path | None, option_of(TelemetryOptions, "trace_dir")] = None
 
 

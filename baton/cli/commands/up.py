@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import FrameType
 
 import typer
 
 from baton.checkpoint.hub import open_checkpoint
+from baton.checkpoint.tokenizer import Tokenizer
+from baton.cli.commands.curl_example import curl_example
 from baton.cli.commands.node_restarts import NodeRestarts
 from baton.cli.show import console, table_of
 from baton.cluster import Child, ClusterFailed, ClusterOptions, LocalCluster
@@ -42,12 +45,23 @@ def run_cluster(
     embedders: Sequence[RunnerConfig] = (),
     *,
     restarts: bool,
+    token_file: Path | None,
 ) -> None:
     """Run the cluster until a signal ends it. Raises ClusterFailed and ModelError."""
     exit_on_sigterm()
-    for each in (model, *embedders):
-        _prepare(each, must_embed=each is not model)
-    runner = ClusterRunner(options, restarts=restarts)
+    tokenizer = _prepare(model, must_embed=False)
+    for each in embedders:
+        _prepare(each, must_embed=True)
+    runner = ClusterRunner(
+        options,
+        restarts=restarts,
+        example_for=partial(
+            curl_example,
+            tls=options.tls,
+            token_file=token_file,
+            has_chat_template=tokenizer.has_chat_template,
+        ),
+    )
     with runner.listening():
         try:
             runner.run()
@@ -58,7 +72,7 @@ def run_cluster(
         raise typer.Exit(INTERRUPTED)
 
 
-def _prepare(model: RunnerConfig, *, must_embed: bool) -> None:
+def _prepare(model: RunnerConfig, *, must_embed: bool) -> Tokenizer:
     """Download and check a model, once, before every process would. Raises ModelError."""
     checkpoint = open_checkpoint(model.model)
     config = read_any_config(checkpoint)
@@ -69,18 +83,23 @@ def _prepare(model: RunnerConfig, *, must_embed: bool) -> None:
             f"--embed {model.model}: the folder names no pooling; give --pooling last, mean or "
             "cls, or a folder of sentence-transformers (modules.json) or of a classifier"
         )
-    checkpoint.load_tokenizer()  # the router needs it, and starts after the nodes
+    tokenizer = checkpoint.load_tokenizer()  # the router needs it, and starts after the nodes
     build_missing_kernels(model, checkpoint, console(stderr=True))
+    return tokenizer
 
 
 class ClusterRunner:
     """One cluster from start to end, with its signal handlers."""
 
-    def __init__(self, options: ClusterOptions, *, restarts: bool) -> None:
+    def __init__(
+        self, options: ClusterOptions, *, restarts: bool, example_for: Callable[[str], str]
+    ) -> None:
+        """`example_for` returns a first request to an address of HTTP, for a shell."""
         self._options = replace(
             options, on_up=self._note_up, on_end=self._note_end, on_line=self._note_line
         )
         self._cluster = LocalCluster(self._options)
+        self._example_for = example_for
         self._num_processes = options.num_nodes + 1
         self._num_up = 0
         self._screen = console(stderr=True)
@@ -173,10 +192,15 @@ class ClusterRunner:
             self._joined.add(found[1])
             is_last = self._joined.issuperset(one.name for one in self._cluster.nodes)
             if self._is_announced and is_last and self._screen.is_terminal:
-                self._events.put(lambda: self._screen.print(self._announcement(), highlight=False))
+                self._events.put(self._announce_again)
+
+    def _announce_again(self) -> None:
+        self._screen.print(self._announcement(), highlight=False, soft_wrap=True)
 
     def _announcement(self) -> str:
-        return f"serving on {_where(self._cluster, self._options.tls)}; Ctrl-C ends"
+        where = f"serving on {_where(self._cluster, self._options.tls)}; Ctrl-C ends"
+        http_address = self._cluster.router.http_address
+        return f"{where}\n{self._example_for(http_address)}" if http_address else where
 
     # --- start-up --------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from baton.cli import app
-from baton.cli.commands.cluster import GIVEN, up
+from baton.cli.commands.cluster import GIVEN, UpOptions, up
 from baton.cli.signatures import forwarded_arguments, inherit_options, parameters_of
 from baton.core.errors import InvalidConfig
 from baton.core.options import build_config
@@ -75,6 +75,12 @@ def test_up_and_run_default_to_the_demo_model() -> None:
         assert ended.exit_code == 0, ended.output
 
     assert (Path(demo_model()) / "config.json").exists()
+
+
+def test_up_serves_http_on_loopback_by_default() -> None:
+    options = build_config(UpOptions, {})
+
+    assert (options.host, options.http_port) == ("127.0.0.1", 8000)
 
 
 @pytest.mark.parametrize("flag", ["--address", "--router"])
