@@ -54,7 +54,7 @@ def chaos(
         typer.Option(
             help="Attacks of the hostile client: large-answers, token-lists, large-settings, "
             "idle-connections, long-ids, ambiguous-grammars, dead-peers, kv-hints, embeddings, "
-            "kv-events, adapters, mutations."
+            "kv-events, adapters, more-adapters, histories, mutations."
         ),
     ] = EVERYTHING,
     clients: Annotated[
@@ -99,7 +99,8 @@ def chaos(
 
     Faults are injected from outside. Kind hostile adds a client that sends expensive bodies, long
     lists and ids, ambiguous grammars, hundreds of idle connections, links to dead peers, floods of
-    the KV event sockets, damaged adapters and mutated requests. Meanwhile bystander streams must
+    the KV event sockets, damaged adapters, more adapters than places, growing histories and
+    mutated requests. Meanwhile bystander streams must
     have no gap and /health no latency above 1 s, except during other faults. `--kinds hostile`
     injects no other faults.
 

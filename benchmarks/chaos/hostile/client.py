@@ -25,6 +25,7 @@ from baton.rpc.listening import raise_descriptor_limit
 from baton.rpc.process_end import end_with_parent
 from baton.v1 import inference_pb2, inference_pb2_grpc, node_pb2, node_pb2_grpc, sampling_pb2
 from benchmarks.chaos.hostile.adapters import OperatorAccess, attack_adapters
+from benchmarks.chaos.hostile.histories import attack_histories
 from benchmarks.chaos.hostile.kv_events import attack_kv_events
 from benchmarks.chaos.hostile.requests import Attack, posts, spoilt
 from benchmarks.chaos.hostile.sending import Outcomes, called, left_s, post_all
@@ -84,6 +85,8 @@ def attack(kind: Attack, target: AttackTarget, model: str, seed: int, limit_s: f
             nodes = (*target.prefills, *target.decodes)
             access = OperatorAccess(target.http, nodes, target.operator_token, target.adapters)
             return attack_adapters(access, model, draw, end_s)
+        case Attack.HISTORIES:
+            return attack_histories(target.http, model, end_s)
     outcomes = post_all(target.http, posts(kind, model, draw), end_s)
     if kind is Attack.MUTATIONS:
         outcomes += _spoilt_calls(target, draw, end_s)

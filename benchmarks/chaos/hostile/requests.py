@@ -14,6 +14,8 @@ COMPLETIONS, CHAT, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/token
 EMBEDDINGS, RERANK = "/v1/embeddings", "/v1/rerank"
 AMBIGUOUS = 'start: s\ns: s s | s s s | "a"'
 TOKEN = 5  # a token id of any model
+ADAPTERS = ("red", "green", "blue")  # one more than nodes have places for
+NUM_ADAPTED = 40  # requests of each
 ACCEPTED = "wrongly accepted"  # outcome of a bad order
 MIB = 1 << 20
 LIST_BYTES = 16 * MIB - 1000  # just below the body limit
@@ -31,6 +33,8 @@ class Attack(Enum):
     EMBEDDINGS = "embeddings"  # thousands of texts, a text of 1 MB, huge dimensions
     KV_EVENTS = "kv-events"  # floods of the KV event sockets of all nodes
     ADAPTERS = "adapters"  # bad folders, paths and names, loads and unloads of one that is in use
+    MORE_ADAPTERS = "more-adapters"  # long answers of more adapters than a batch has places for
+    HISTORIES = "histories"  # small requests that continue large stored conversations
     MUTATIONS = "mutations"  # of valid bodies, over HTTP and gRPC
 
 
@@ -72,6 +76,12 @@ def posts(attack: Attack, model: str, draw: random.Random) -> list[HttpPost]:
             return [*_sessions(model, draw), *_prefetches(model, draw)]
         case Attack.EMBEDDINGS:
             return list(_embeddings(model))
+        case Attack.MORE_ADAPTERS:
+            return [
+                _completion(name, [TOKEN, number], max_tokens=600, ignore_eos=True)
+                for number in range(NUM_ADAPTED)
+                for name in ADAPTERS
+            ]
         case Attack.MUTATIONS:
             return [mutated_post(draw, model) for _ in range(60)]
     return []
