@@ -7,6 +7,7 @@ from typing import Protocol
 
 from baton.router.text_events.events import (
     ArgumentsDelta,
+    CallEnd,
     ReasoningDelta,
     TextDelta,
     TextEvent,
@@ -17,7 +18,7 @@ from baton.router.text_events.events import (
 class ReadText(Protocol):
     """Result of reading an answer so far."""
 
-    is_cut_off: bool  # by max_tokens
+    is_cut_off: bool  # by max_tokens or a stop string
 
     @property
     def text_since_mark(self) -> str: ...
@@ -29,20 +30,16 @@ class ReadText(Protocol):
 class CallWriter:
     """Collects the events of one answer.
 
-    With `streams_arguments`, a call is emitted once its name is known and its arguments as they
-    arrive; what `max_tokens` cuts off, or the model gets wrong, has then been sent in part.
-    Without, a call is emitted when it is complete, and what is no call is content.
+    A call begins once its name is known, and its arguments follow as they arrive. What is cut off,
+    or what the model gets wrong, does not end, and is content.
     """
 
-    def __init__(self, *, streams_arguments: bool, names: Set[str] = frozenset()) -> None:
+    def __init__(self, names: Set[str] = frozenset()) -> None:
         self.names = names  # of the request's tools
-        self._streams_arguments = streams_arguments
         self._events: list[TextEvent] = []
         self._space = ""  # text is whitespace next to a call, or more text follows
         self._has_text = False
         self.has_called = False
-        self._name: str | None = None  # of the call that is written
-        self._arguments: list[str] = []
 
     def take_events(self) -> list[TextEvent]:
         events, self._events = self._events, []
@@ -63,22 +60,15 @@ class CallWriter:
     def begin_call(self, name: str) -> None:
         if not self._has_text:
             self._space = ""
-        self._name, self._arguments = name, []
-        if self._streams_arguments:
-            self._emit(ToolCall(name))
+        self._events.append(ToolCall(name))
 
     def arguments(self, text: str) -> None:
-        if not text:
-            return
-        if self._streams_arguments:
+        if text:
             self._events.append(ArgumentsDelta(text))
-        else:
-            self._arguments.append(text)
 
     def end_call(self) -> None:
-        name, self._name = self._name, None
-        if name is not None and not self._streams_arguments:
-            self._emit(ToolCall(name, "".join(self._arguments)))
+        self.has_called = True
+        self._events.append(CallEnd())
 
     def call(self, name: str, arguments: str) -> None:
         """Write a whole call."""
@@ -91,18 +81,12 @@ class CallWriter:
 
         It is dropped if the answer is cut off after other calls, or right after the mark.
         """
-        was_sent = self._name is not None and self._streams_arguments
-        self._name = None
         rest = source.text_since_mark
         is_cut_off = source.is_cut_off and source.is_at_end
-        if not was_sent and not (is_cut_off and (self.has_called or not rest.strip())):
+        if not (is_cut_off and (self.has_called or not rest.strip())):
             self.text(begin + rest)
 
     def finish(self) -> None:
         if self._space and not self.has_called:
             self._events.append(TextDelta(self._space))
         self._space = ""
-
-    def _emit(self, call: ToolCall) -> None:
-        self.has_called = True
-        self._events.append(call)

@@ -26,7 +26,7 @@ class ReasoningDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call, with the arguments that are known so far."""
+    """A call begins, with the arguments that are known so far. It counts once it has ended."""
 
     name: str
     arguments: str = ""  # JSON
@@ -39,7 +39,12 @@ class ArgumentsDelta:
     arguments: str
 
 
-TextEvent = TextDelta | ReasoningDelta | ToolCall | ArgumentsDelta
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """The last call is complete. One that is cut off or that the model writes wrong has no end."""
+
+
+TextEvent = TextDelta | ReasoningDelta | ToolCall | ArgumentsDelta | CallEnd
 
 
 class OutputParser(Protocol):
@@ -48,7 +53,10 @@ class OutputParser(Protocol):
     def push(self, text: str) -> Sequence[TextEvent]: ...
 
     def finish(self, *, is_cut_off: bool = False) -> Sequence[TextEvent]:
-        """Return the buffered rest. A call truncated by `max_tokens` after others is left out."""
+        """Return the buffered rest. `is_cut_off`: not the model ended the answer.
+
+        A call that is cut off after others is left out.
+        """
         ...
 
 
@@ -71,13 +79,15 @@ class EventReader:
             parser = self._parsers[index] = self._new_parser(prompt_end)
         if isinstance(part, TokenChunk):
             return parser.push(part.text)
-        return parser.finish(is_cut_off=part.reason is FinishReason.LENGTH)
+        is_cut_off = part.reason is FinishReason.LENGTH or part.stop_string is not None
+        return parser.finish(is_cut_off=is_cut_off)
 
 
 class AnswerText(NamedTuple):
     content: str = ""
     reasoning: str = ""
-    calls: tuple[ToolCall, ...] = ()
+    calls: tuple[ToolCall, ...] = ()  # that have ended
+    num_unended_calls: int = 0
 
 
 def fold(events: Sequence[TextEvent]) -> AnswerText:
@@ -85,7 +95,8 @@ def fold(events: Sequence[TextEvent]) -> AnswerText:
         return AnswerText(events[0].text)
     content: list[str] = []
     reasoning: list[str] = []
-    calls: list[tuple[str, list[str]]] = []  # names and arguments
+    calls: list[ToolCall] = []
+    num_begun, name, arguments = 0, "", list[str]()
     for event in events:
         match event:
             case TextDelta():
@@ -93,8 +104,10 @@ def fold(events: Sequence[TextEvent]) -> AnswerText:
             case ReasoningDelta():
                 reasoning.append(event.text)
             case ToolCall():
-                calls.append((event.name, [event.arguments]))
+                num_begun, name, arguments = num_begun + 1, event.name, [event.arguments]
             case ArgumentsDelta():
-                calls[-1][1].append(event.arguments)
-    joined = (ToolCall(name, "".join(arguments)) for name, arguments in calls)
-    return AnswerText("".join(content), "".join(reasoning), tuple(joined))
+                arguments.append(event.arguments)
+            case CallEnd():
+                calls.append(ToolCall(name, "".join(arguments)))
+    num_unended = num_begun - len(calls)
+    return AnswerText("".join(content), "".join(reasoning), tuple(calls), num_unended)

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from baton.router.text_events.events import ArgumentsDelta, TextEvent, ToolCall
+from baton.router.text_events.events import ArgumentsDelta, CallEnd, TextEvent, ToolCall
 from baton.router.text_events.scanning import JsonScan
 
 # Up to the first character of the arguments.
@@ -23,15 +23,23 @@ class NamedCallParser:
 
     def __init__(self, name: str) -> None:
         self._name: str | None = name  # None: it has been emitted
+        self._arguments = JsonScan()
+        self._has_ended = False
 
     def push(self, text: str) -> Sequence[TextEvent]:
-        if not text:
+        if not text or self._has_ended:
             return []
+        end = self._arguments.scan(text)
+        self._has_ended = end is not None
         name, self._name = self._name, None
-        return [ArgumentsDelta(text)] if name is None else [ToolCall(name, text)]
+        more = ArgumentsDelta(text[:end]) if name is None else ToolCall(name, text[:end])
+        return [more, CallEnd()] if self._has_ended else [more]
 
     def finish(self, *, is_cut_off: bool = False) -> Sequence[TextEvent]:
-        return []
+        if is_cut_off or self._has_ended or self._name is not None:
+            return []
+        is_whole_number = self._arguments.scan(",") is not None  # a number ends with the answer
+        return [CallEnd()] if is_whole_number else []
 
 
 class RequiredCallsParser:
@@ -45,10 +53,12 @@ class RequiredCallsParser:
         events: list[TextEvent] = []
         while text:
             if self._arguments is not None:
-                more, text = self._more(self._arguments, text)
-                if more:
-                    events.append(ArgumentsDelta(more))
-                continue
+                end = self._arguments.scan(text)
+                events += [ArgumentsDelta(more)] if (more := text[:end]) else []
+                if end is None:
+                    return events
+                events.append(CallEnd())
+                text, self._arguments = text[end:], None
             self._buffer += text
             match = _BEGINNING.match(self._buffer)
             if match is None:
@@ -60,11 +70,3 @@ class RequiredCallsParser:
 
     def finish(self, *, is_cut_off: bool = False) -> Sequence[TextEvent]:
         return []
-
-    def _more(self, arguments: JsonScan, text: str) -> tuple[str, str]:
-        """Split the text where the arguments end."""
-        end = arguments.scan(text)
-        if end is None:
-            return text, ""
-        self._arguments = None
-        return text[:end], text[end:]

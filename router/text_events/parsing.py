@@ -10,6 +10,7 @@ from typing import Any
 from baton.router.text_events.call_writer import CallWriter
 from baton.router.text_events.events import (
     ArgumentsDelta,
+    CallEnd,
     OutputParser,
     TextDelta,
     TextEvent,
@@ -47,12 +48,12 @@ class PlainTextParser:
 
 
 class EventFilter:
-    """Drops events: calls after the first, for `parallel_tool_calls: false`, or all calls."""
+    """Drops calls after the first that ends, for `parallel_tool_calls: false`, or all calls."""
 
     def __init__(self, parser: OutputParser, max_calls: int) -> None:
         self._parser = parser
         self._max_calls = max_calls
-        self._num_calls = 0
+        self._num_ended = 0
 
     def push(self, text: str) -> Sequence[TextEvent]:
         return list(filter(self._is_kept, self._parser.push(text)))
@@ -61,9 +62,10 @@ class EventFilter:
         return list(filter(self._is_kept, self._parser.finish(is_cut_off=is_cut_off)))
 
     def _is_kept(self, event: TextEvent) -> bool:
-        self._num_calls += isinstance(event, ToolCall)
-        is_of_call = isinstance(event, ToolCall | ArgumentsDelta)
-        return self._num_calls <= self._max_calls or not is_of_call
+        is_of_call = isinstance(event, ToolCall | ArgumentsDelta | CallEnd)
+        is_kept = self._num_ended < self._max_calls or not is_of_call
+        self._num_ended += isinstance(event, CallEnd)
+        return is_kept
 
 
 class ContentPipe:
@@ -99,7 +101,6 @@ class TextFormat:
     has_one_call: bool = False  # further calls are dropped
     constraint: Constraint = Constraint.NONE
     tools: Sequence[Mapping[str, Any]] = ()  # their schemas type arguments that are plain text
-    streams_arguments: bool = False  # calls are emitted before they are complete
 
     @property
     def is_constrained(self) -> bool:
@@ -167,7 +168,7 @@ class TextFormat:
         if self._tools is None:
             return PlainTextParser()
         types = ArgumentTypes(self.tools)
-        writer = CallWriter(streams_arguments=self.streams_arguments, names=types.names)
+        writer = CallWriter(types.names)
         parser = ScriptParser(self._tools.script(types), writer)
         if self.tool_calls is not ToolCallMode.BY_MODEL or self.is_constrained:
             return EventFilter(parser, max_calls=0)

@@ -23,7 +23,7 @@ class TextSource:
     def __init__(self) -> None:
         self.buffer = ""
         self.is_closed = False
-        self.is_cut_off = False  # by max_tokens
+        self.is_cut_off = False  # by max_tokens or a stop string
         self._read: list[str] = []
 
     def mark(self) -> None:

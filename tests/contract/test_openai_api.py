@@ -856,6 +856,27 @@ def test_reasoning_and_tool_calls_are_separated_with_and_without_streaming() -> 
     through_the_door(scenario, text=Scripted(script), parsing=parsing)
 
 
+def test_openais_client_reads_streams_whose_call_is_cut() -> None:
+    script = '<tool_call>{"name": "look", "arguments": {"for": "a fox"<end>'
+    tools: Any = [{"type": "function", "name": "look", "parameters": {}}]
+
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
+        async with client.responses.stream(
+            model="tiny", input="hi", tools=tools, max_output_tokens=len(script) // 3
+        ) as stream:
+            events: list[Any] = [event async for event in stream]
+        last = events[-1]
+        assert last.type == "response.incomplete"
+        assert last.response.incomplete_details.reason == "unended_tool_call"
+        assert [item.type for item in last.response.output] == ["message"]
+        previous = last.response.id
+        parameters: Any = {"model": "tiny", "input": "and?", "previous_response_id": previous}
+        assert (await client.responses.create(**parameters)).status == "completed"
+
+    nodes = FakeNodeCalls(ends_by=FinishReason.STOP)
+    through_the_door(scenario, nodes, text=Scripted(script), parsing=Parsing("hermes"))
+
+
 LOOK: Any = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
 OBJECT: Any = {"type": "json_object"}
 NAMED: Any = {"type": "function", "function": {"name": "look"}}

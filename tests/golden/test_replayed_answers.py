@@ -17,7 +17,7 @@ FAMILIES = fixtures.load_families()
 GOOD = ("pass", "soft_pass")
 
 
-def result_of(fixture: Any, chunks: list[str], *, streams_arguments: bool) -> Any:
+def result_of(fixture: Any, chunks: list[str]) -> Any:
     """Return the answer that these chunks of a fixture's text are read as."""
     given = adapters.ReplayInput.from_fixture(fixture, FAMILIES[fixture.family])
     parsing = parsing_of(fixture.family, given.model)
@@ -28,26 +28,20 @@ def result_of(fixture: Any, chunks: list[str], *, streams_arguments: bool) -> An
         fixture.tools,
         given.generation_prompt or "",
         is_cut_off=fixture.truncated,
-        streams_arguments=streams_arguments,
     )
     calls = tuple(results.ParsedToolCall(call.name, call.arguments) for call in answer.calls)
     return results.ParseResult(answer.content or None, answer.reasoning or None, calls)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("streams_arguments", [False, True], ids=["whole", "in pieces"])
-def test_no_answer_of_a_family_is_misread(family: str, streams_arguments: bool) -> None:
-    """In pieces, a call that is cut off or broken has been sent before its end shows that."""
+def test_no_answer_of_a_family_is_misread(family: str) -> None:
     for fixture in fixtures.load_fixtures(families=[family]):
-        is_broken = fixture.expected_error is not None or fixture.truncated
-        if streams_arguments and is_broken:
-            continue
         text = fixture.raw_output
         streams = {
-            f"split {number}": result_of(fixture, chunks, streams_arguments=streams_arguments)
+            f"split {number}": result_of(fixture, chunks)
             for number, chunks in enumerate(splits_of(text))
         }
-        whole = result_of(fixture, [text], streams_arguments=False)
+        whole = result_of(fixture, [text])
         seen = results.Observation(whole, streams)
         rows = checks.run_checks(fixture, FAMILIES[family], seen)
         wrong = [row for row in rows if row.status.value not in GOOD]

@@ -60,16 +60,15 @@ def split(text: str, data: st.DataObject) -> list[str]:
     return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-@given(texts, parsings, st.booleans(), st.booleans(), st.data())
+@given(texts, parsings, st.booleans(), st.data())
 def test_parsing_does_not_depend_on_how_the_text_is_split(
     fragments: list[str],
     parsing: Parsing,
     is_cut_off: bool,
-    streams_arguments: bool,
     data: st.DataObject,
 ) -> None:
     text = "".join(fragments)
-    form = TextFormat(parsing, ToolCallMode.BY_MODEL, streams_arguments=streams_arguments)
+    form = TextFormat(parsing, ToolCallMode.BY_MODEL)
 
     def read_as(chunks: list[str]) -> AnswerText:
         return read(form.parser(), chunks, is_cut_off=is_cut_off)
@@ -103,16 +102,19 @@ def test_streamed_calls_are_the_whole_ones_in_each_format(
         calls = [(each, dict.fromkeys(given, "w")) for each, given in calls]
         text = WRITERS[name]("", calls)
 
-    def read_as(chunks: list[str], *, streams_arguments: bool) -> AnswerText:
-        mode = ToolCallMode.BY_MODEL
-        form = TextFormat(Parsing(name), mode, tools=tools, streams_arguments=streams_arguments)
-        return read(form.parser(), chunks)
+    def read_as(chunks: list[str], *, is_cut_off: bool = False) -> AnswerText:
+        form = TextFormat(Parsing(name), ToolCallMode.BY_MODEL, tools=tools)
+        return read(form.parser(), chunks, is_cut_off=is_cut_off)
 
-    whole = read_as([text], streams_arguments=False)
-    streamed = read_as(split(text, data), streams_arguments=True)
+    def calls_in(answer: AnswerText) -> list[tuple[str, dict[str, Any]]]:
+        return [(call.name, json.loads(call.arguments)) for call in answer.calls]
 
-    assert [(call.name, json.loads(call.arguments)) for call in whole.calls] == calls
+    whole, streamed = read_as([text]), read_as(split(text, data))
+    cut = read_as(split(text[: data.draw(st.integers(0, len(text)))], data), is_cut_off=True)
+
+    assert calls_in(whole) == calls
     assert whole == streamed
+    assert calls_in(cut) == calls[: len(cut.calls)]
 
 
 @given(texts, parsings)
@@ -200,10 +202,15 @@ def test_the_chunks_of_a_chat_add_up_to_the_whole_message(
     choice = whole.whole(text, join_chunks(tokens), end)
 
     message = choice["message"]
-    assert joined([chunk["delta"] for chunk in chunks if chunk]) == {
+    sent = joined([chunk["delta"] for chunk in chunks if chunk])
+    begun = sent.pop("calls")
+    ended = [list(call["function"].values()) for call in message.get("tool_calls", [])]
+    assert sent == {
         "content": message["content"] or "",
         "reasoning_content": message.get("reasoning_content", ""),
-        "calls": [list(call["function"].values()) for call in message.get("tool_calls", [])],
     }
+    assert len(begun) == len(ended) + text.num_unended_calls
+    assert not text.num_unended_calls or choice["finish_reason"] != "tool_calls"
+    assert text.num_unended_calls or begun == ended
     assert chunks[-1] is not None
     assert chunks[-1]["finish_reason"] == choice["finish_reason"]

@@ -20,6 +20,7 @@ from baton.router.http.errors import failure_of
 from baton.router.http.json_encoding import as_json
 from baton.router.text_events.events import (
     ArgumentsDelta,
+    CallEnd,
     ReasoningDelta,
     TextDelta,
     ToolCall,
@@ -54,7 +55,8 @@ def with_texts(fields: dict[str, Any]) -> dict[str, Any]:
 
 some_text = st.text(min_size=1, max_size=4)
 arguments = st.sampled_from(["", "{", '{"x": 1}'])
-calls = st.tuples(st.builds(ToolCall, st.just("see"), arguments), st.just(ArgumentsDelta("}")))
+unended = st.tuples(st.builds(ToolCall, st.just("see"), arguments), st.just(ArgumentsDelta("}")))
+calls = unended | unended.map(lambda call: (*call, CallEnd()))
 one_text = st.builds(TextDelta, some_text) | st.builds(ReasoningDelta, some_text)
 events = st.lists(one_text.map(lambda event: (event,)) | calls).map(
     lambda groups: [event for group in groups for event in group]

@@ -51,13 +51,9 @@ def replay(
     prompt_end: str,
     *,
     is_cut_off: bool,
-    streams_arguments: bool,
 ) -> AnswerText:
     """Return the answer that the chunks of a text fold to."""
-    form = TextFormat(
-        parsing, ToolCallMode.BY_MODEL, tools=tools, streams_arguments=streams_arguments
-    )
-    parser = form.parser(prompt_end)
+    parser = TextFormat(parsing, ToolCallMode.BY_MODEL, tools=tools).parser(prompt_end)
     events: list[TextEvent] = []
     for chunk in chunks:
         events += parser.push(chunk)

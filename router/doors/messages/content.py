@@ -10,6 +10,7 @@ from pydantic_core import from_json
 from baton.router.http.json_encoding import Json
 from baton.router.text_events.events import (
     ArgumentsDelta,
+    CallEnd,
     ReasoningDelta,
     TextDelta,
     TextEvent,
@@ -28,7 +29,13 @@ class ContentBlocks:
         self._hides_thinking = hides_thinking
         self._index = -1
         self._open = ""  # kind of the current block; empty: none
-        self.num_calls = 0
+        self._num_calls = 0
+        self._num_ended_calls = 0
+
+    @property
+    def has_only_whole_calls(self) -> bool:
+        """True if the answer has calls, and all of them have ended."""
+        return 0 < self._num_calls == self._num_ended_calls
 
     def events(self, texts: Sequence[TextEvent]) -> Iterator[Json]:
         for event in texts:
@@ -42,17 +49,24 @@ class ContentBlocks:
                         yield self._delta({"type": "thinking_delta", "thinking": event.text})
                 case ToolCall():
                     yield from self._begin(_tool_use(event))
-                    self.num_calls += 1
+                    self._num_calls += 1
                     if event.arguments:
                         yield self._arguments(event.arguments)
                 case ArgumentsDelta():
                     yield self._arguments(event.arguments)
+                case CallEnd():
+                    self._num_ended_calls += 1
+                    yield self._stop()
 
     def end(self) -> Iterator[Json]:
-        """End the current block."""
-        if self._open:
-            yield {"type": "content_block_stop", "index": self._index}
+        """End the current block. A call that has not ended has no end: clients would run it."""
+        if self._open not in ("", TOOL_USE):
+            yield self._stop()
         self._open = ""
+
+    def _stop(self) -> Json:
+        self._open = ""
+        return {"type": "content_block_stop", "index": self._index}
 
     def _continue(self, block: Json) -> Iterator[Json]:
         """Begin the block, unless the current one is of its kind."""
@@ -78,15 +92,18 @@ def _tool_use(call: ToolCall) -> Json:
 
 
 def whole_content(events: Iterable[Json]) -> list[Json]:
-    """Return the blocks that a client assembles from the events."""
-    blocks: list[tuple[Json, list[str]]] = []
+    """Return the blocks that a client assembles from the events. They have ended."""
+    blocks: list[Json] = []
+    block, texts = Json(), list[str]()
     for event in events:
         if event["type"] == "content_block_start":
-            blocks.append((event["content_block"], []))
+            block, texts = event["content_block"], []
         elif event["type"] == "content_block_delta":
             _, text = event["delta"].values()
-            blocks[-1][1].append(text)
-    return [_with_text(block, "".join(texts)) for block, texts in blocks]
+            texts.append(text)
+        else:
+            blocks.append(_with_text(block, "".join(texts)))
+    return blocks
 
 
 def _with_text(block: Json, text: str) -> Json:
@@ -96,9 +113,9 @@ def _with_text(block: Json, text: str) -> Json:
 
 
 def _input(arguments: str) -> object:
-    """Return the arguments of a call. Those that are cut off are read as far as they go."""
+    """Return the arguments of a call, none if they are nested too deeply to be sent."""
     try:
-        found = from_json(arguments or "{}", allow_inf_nan=False, allow_partial=True)
+        found = from_json(arguments, allow_inf_nan=False)
         if has_only_finite_numbers(found):
             return found
         return strict_loads(arguments)

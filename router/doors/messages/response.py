@@ -12,7 +12,6 @@ from baton.router.doors.openai.response.answers import tool_warnings
 from baton.router.http.json_encoding import Json, named_event
 from baton.router.input_processing.tokenization import TextBoundary
 from baton.router.text_events.events import EventReader
-from baton.router.text_events.parsing import ToolCallMode
 from baton.router.values import AnswerPart
 
 
@@ -24,7 +23,6 @@ class MessageResponse:
     ) -> None:
         text_format = parsed.request.options.text_format
         self._parsed = parsed
-        self._text_format = text_format
         self._header = {
             "id": f"msg_{request_id}",
             "type": "message",
@@ -77,8 +75,7 @@ class MessageResponse:
         if end.reason is FinishReason.LENGTH:
             is_lowered = end.num_completion_tokens < self._parsed.max_tokens and bool(end.warnings)
             return "model_context_window_exceeded" if is_lowered else "max_tokens"
-        is_whole = self._text_format.tool_calls is ToolCallMode.BY_MODEL or end.stop_string is None
-        if self._blocks.num_calls and is_whole:
+        if self._blocks.has_only_whole_calls:
             return "tool_use"
         return "end_turn" if end.stop_string is None else "stop_sequence"
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from baton.router.http.json_encoding import Json
 from baton.router.text_events.events import (
     ArgumentsDelta,
+    CallEnd,
     ReasoningDelta,
     TextDelta,
     TextEvent,
@@ -29,8 +30,10 @@ class OutputItems:
         """`namespaces` are namespace and name of functions by the model's name for them."""
         self._namespaces = namespaces
         self.items: list[Json] = []  # that have ended
+        self._index = -1  # of the current item
         self._item: Json = {}  # the current one; empty: none
         self._texts: list[str] = []  # of the current item
+        self.has_unended_call = False
 
     def events(self, texts: Sequence[TextEvent]) -> Iterator[Json]:
         for event in texts:
@@ -45,11 +48,18 @@ class OutputItems:
                         yield self._add_arguments(event.arguments)
                 case ArgumentsDelta():
                     yield self._add_arguments(event.arguments)
+                case CallEnd():
+                    yield from self._end(COMPLETED)
 
     def end(self, status: str = COMPLETED) -> Iterator[Json]:
-        """End the current item."""
-        if not self._item:
-            return
+        """End the current item. A call that has not ended is left out: clients would run it."""
+        if self._item.get("type") == CALL:
+            self.has_unended_call = True
+            self._item, self._texts = {}, []
+        if self._item:
+            yield from self._end(status)
+
+    def _end(self, status: str) -> Iterator[Json]:
         text = "".join(self._texts)
         item = {**self._item, "status": status}
         if item["type"] == CALL:
@@ -63,10 +73,9 @@ class OutputItems:
             yield {"type": f"response.{part['type']}.done", **done, **_logprobs(item["type"])}
             done = self._place(content_index=0, part=part)
             yield {"type": "response.content_part.done", **done}
-        index = len(self.items)
         self.items.append(item)
         self._item, self._texts = {}, []
-        yield {"type": "response.output_item.done", "output_index": index, "item": item}
+        yield {"type": "response.output_item.done", "output_index": self._index, "item": item}
 
     def _add_text(self, kind: str, text: str) -> Iterator[Json]:
         if self._item.get("type") != kind:
@@ -80,8 +89,8 @@ class OutputItems:
     def _begin(self, item: Json) -> Iterator[Json]:
         yield from self.end()
         self._item = item
-        index = len(self.items)
-        yield {"type": "response.output_item.added", "output_index": index, "item": item}
+        self._index += 1
+        yield {"type": "response.output_item.added", "output_index": self._index, "item": item}
 
     def _add_arguments(self, arguments: str) -> Json:
         self._texts.append(arguments)
@@ -89,7 +98,7 @@ class OutputItems:
         return {"type": "response.function_call_arguments.delta", **place}
 
     def _place(self, **fields: object) -> Json:
-        return {"item_id": self._item["id"], "output_index": len(self.items), **fields}
+        return {"item_id": self._item["id"], "output_index": self._index, **fields}
 
 
 def _new_item(kind: str) -> Json:

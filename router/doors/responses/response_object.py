@@ -21,6 +21,7 @@ from baton.router.text_events.events import EventReader, ReasoningDelta, TextEve
 from baton.router.values import AnswerPart, TokenChunk
 
 FAILED = "failed"
+UNENDED_CALL = "unended_tool_call"  # reason of an incomplete response, Baton's own
 # Codes of errors in a response object. All others are the server's.
 CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
@@ -68,7 +69,7 @@ class ResponseObject:
         texts = self._reader.read(0, part)
         events = list(self._items.events(texts))
         if isinstance(part, Finish):
-            return [*events, *self._items.end(_status(part))]
+            return [*events, *self._items.end(self._status(part))]
         self._count_reasoning(texts, part)
         return events
 
@@ -76,14 +77,14 @@ class ResponseObject:
         return {"type": f"response.{whole['status']}", "response": whole}
 
     def whole(self, end: Finish, completed_at: int) -> Json:
-        status = _status(end)
-        reason = {"reason": "max_output_tokens"} if status == INCOMPLETE else None
+        status = self._status(end)
+        reason = "max_output_tokens" if end.reason is FinishReason.LENGTH else UNENDED_CALL
         warnings = list(dict.fromkeys((*self._warnings, *end.warnings)))
         return {
             **self._response(
                 status,
                 completed_at=completed_at if status == COMPLETED else None,
-                incomplete_details=reason,
+                incomplete_details={"reason": reason} if status == INCOMPLETE else None,
                 usage=usage_of(end, self._num_reasoning_tokens),
             ),
             **({"warnings": warnings} if warnings else {}),
@@ -117,6 +118,10 @@ class ResponseObject:
             **fields,
         }
 
+    def _status(self, end: Finish) -> str:
+        is_cut_off = end.reason is FinishReason.LENGTH or self._items.has_unended_call
+        return INCOMPLETE if is_cut_off else COMPLETED
+
     def _count_reasoning(self, texts: Sequence[TextEvent], chunk: TokenChunk) -> None:
         """Count the tokens of a part that is all reasoning; marks around it do not count."""
         if texts and all(isinstance(text, ReasoningDelta) for text in texts):
@@ -132,7 +137,3 @@ def usage_of(end: Finish, num_reasoning_tokens: int) -> Json:
         "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
         "total_tokens": end.num_prompt_tokens + end.num_completion_tokens,
     }
-
-
-def _status(end: Finish) -> str:
-    return INCOMPLETE if end.reason is FinishReason.LENGTH else COMPLETED

@@ -40,7 +40,7 @@ class CallTags:
     parameter: str  # begin of a parameter; its name follows
     parameter_ends: tuple[str, ...]
     # Ends of a value, with the texts that may follow; before others, a tag is part of the text.
-    # An empty text is the end of the answer.
+    # An empty text is the end of an answer that the model ended.
     value_ends: Mapping[str, tuple[str, ...]]
     end: str  # of a call
     value: str = ""  # begin of a value; empty: it follows the name
@@ -152,7 +152,8 @@ class TaggedCalls:
                 return False
             follows = tags.value_ends[ended]
             found = yield from source.choose(*filter(None, follows))
-            if found or ("" in follows and source.is_closed and not source.buffer.strip()):
+            is_last = source.is_closed and not source.is_cut_off and not source.buffer.strip()
+            if found or ("" in follows and is_last):
                 break
             add(ended)
         if ended.strip() in (tags.parameter, tags.end):

@@ -176,7 +176,6 @@ def chat_completion_from(
             has_one_call=not body.parallel_tool_calls,
             constraint=_constraint_of(output_format, choice),
             tools=choice.shown,
-            streams_arguments=body.stream,
         ),
         fills_context=max_tokens is None,
     )

@@ -13,6 +13,7 @@ from baton.router.http.json_encoding import Json
 from baton.router.text_events.events import (
     AnswerText,
     ArgumentsDelta,
+    CallEnd,
     ReasoningDelta,
     TextDelta,
     TextEvent,
@@ -30,6 +31,7 @@ class ChatChoice:
         self._options = options
         self._token_text = token_text
         self._num_calls = 0
+        self._num_unended = 0
         self._has_begun = False
 
     def chunk(self, texts: Sequence[TextEvent], tokens: TokenChunk) -> Json | None:
@@ -58,6 +60,7 @@ class ChatChoice:
         if text.calls:
             message["content"] = text.content or None
             message["tool_calls"] = [self._call(call) for call in text.calls]
+        self._num_unended = text.num_unended_calls
         extra = {**self._extra_fields(tokens), **self._finish_fields(end)}
         return {"index": self._index, "message": message, **extra}
 
@@ -73,8 +76,11 @@ class ChatChoice:
                 case ToolCall():
                     call = {"index": self._num_calls, **self._call(event)}
                     delta.setdefault("tool_calls", []).append(call)
+                    self._num_unended += 1
                 case ArgumentsDelta():
                     self._add_arguments(delta.setdefault("tool_calls", []), event.arguments)
+                case CallEnd():
+                    self._num_unended -= 1
         return delta
 
     def _add_arguments(self, calls: list[Json], arguments: str) -> None:
@@ -94,11 +100,13 @@ class ChatChoice:
         }
 
     def _finish_fields(self, end: Finish) -> Json:
-        """Return the finish reason. OpenAI and vLLM use "stop" if the client named the function."""
+        """Return the finish reason, "tool_calls" only if all calls that began have ended.
+
+        OpenAI and vLLM use "stop" if the client named the function.
+        """
         how = finish_fields(end, self._options.stop_token_ids)
-        tool_calls = self._options.text_format.tool_calls
-        is_whole = tool_calls is ToolCallMode.BY_MODEL or end.stop_string is None
-        has_called = self._num_calls > 0 and is_whole and tool_calls is not ToolCallMode.NAMED
+        is_named = self._options.text_format.tool_calls is ToolCallMode.NAMED
+        has_called = self._num_calls > 0 and self._num_unended == 0 and not is_named
         if has_called and how["finish_reason"] == "stop":
             how["finish_reason"] = "tool_calls"
         return how

@@ -34,20 +34,20 @@ def events_of(
     parsing: Parsing,
     chunks: Sequence[str],
     *,
-    streams_arguments: bool = False,
     is_cut_off: bool = False,
     prompt_end: str = "",
 ) -> list[TextEvent]:
-    form = TextFormat(
-        parsing, ToolCallMode.BY_MODEL, tools=TOOLS, streams_arguments=streams_arguments
-    )
-    parser = form.parser(prompt_end)
+    parser = TextFormat(parsing, ToolCallMode.BY_MODEL, tools=TOOLS).parser(prompt_end)
     pushed = [event for chunk in chunks for event in parser.push(chunk)]
     return [*pushed, *parser.finish(is_cut_off=is_cut_off)]
 
 
 def read(parsing: Parsing, text: str, *, prompt_end: str = "") -> AnswerText:
     return fold(events_of(parsing, [text], prompt_end=prompt_end))
+
+
+def joined(arguments: Sequence[TextEvent]) -> str:
+    return "".join(each.arguments for each in arguments if isinstance(each, ArgumentsDelta))
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
@@ -68,20 +68,52 @@ def test_arguments_arrive_before_their_call_is_complete(name: str) -> None:
     text = WRITERS[name]("", [("f", {"x": "a" * 40})])
     begun = text[: text.rindex("aaaa")]
 
-    sent = fold(events_of(Parsing(name), list(begun), streams_arguments=True))
-    kept = fold(events_of(Parsing(name), list(begun), is_cut_off=True))
+    events = events_of(Parsing(name), list(begun), is_cut_off=True)
 
-    assert [(call.name, call.arguments.count("a")) for call in sent.calls] == [("f", 36)]
-    assert not kept.calls
+    called, *arguments = (event for event in events if isinstance(event, ToolCall | ArgumentsDelta))
+    assert called == ToolCall("f")
+    assert joined(arguments).count("a") == 36
+    assert (fold(events).calls, fold(events).num_unended_calls) == ((), 1)
+
+
+CUT_CALLS = [("f", {"x": "a<b", "n": 2}), ("g", {})]
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_a_call_that_is_cut_anywhere_is_no_call(name: str) -> None:
+    text = WRITERS[name]("", CUT_CALLS)
+
+    for end in range(len(text) + 1):
+        for is_cut_off in (False, True):
+            whole = fold(events_of(Parsing(name), [text[:end]], is_cut_off=is_cut_off))
+            pieces = fold(events_of(Parsing(name), list(text[:end]), is_cut_off=is_cut_off))
+
+            assert whole == pieces
+            found = [(call.name, json.loads(call.arguments)) for call in whole.calls]
+            assert found == CUT_CALLS[: len(found)], text[:end]
+
+
+def test_only_the_end_of_the_model_ends_an_argument_without_its_tag() -> None:
+    """Models of GLM leave out the tag, and a text can have the one after it."""
+    text = "<tool_call>f<arg_key>x</arg_key><arg_value>a</tool_call>"
+
+    ended, cut = (
+        fold(events_of(Parsing("glm45"), [text], is_cut_off=is_cut_off)).calls
+        for is_cut_off in (False, True)
+    )
+
+    assert (ended, cut) == ((ToolCall("f", '{"x": "a"}'),), ())
 
 
 def test_a_long_text_argument_is_streamed_as_it_arrives() -> None:
     begun = "<tool_call><function=f><parameter=x>\none\ntwo"
 
-    events = events_of(Parsing("qwen3_xml"), [begun, ' "three"'], streams_arguments=True)
+    called, *events = events_of(Parsing("qwen3_xml"), [begun, ' "three"'], is_cut_off=True)
 
-    assert fold(events).calls == (ToolCall("f", '{"x": "one\\ntwo \\"three\\"'),)
-    assert sum(isinstance(event, ArgumentsDelta) for event in events) >= 4
+    arguments = [event for event in events if isinstance(event, ArgumentsDelta)]
+    assert called == ToolCall("f")
+    assert joined(arguments) == '{"x": "one\\ntwo \\"three\\"'
+    assert len(arguments) >= 4
 
 
 @pytest.mark.parametrize(

@@ -53,12 +53,18 @@ def test_reasoning_is_separated_from_the_answer(
         ("<tool_call>{oh}</tool_call> no", AnswerText("<tool_call>{oh}</tool_call> no")),
         (
             '<tool_call>{"name": "f", "arguments": {"x": "\\ud800"}}</tool_call>',
-            AnswerText('<tool_call>{"name": "f", "arguments": {"x": "\\ud800"}}</tool_call>'),
+            AnswerText(
+                '<tool_call>{"name": "f", "arguments": {"x": "\\ud800"}}</tool_call>',
+                num_unended_calls=1,
+            ),
         ),
         ('<tool_call>{"name": "f"', AnswerText('<tool_call>{"name": "f"')),
         (
             '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>',
-            AnswerText('<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>'),
+            AnswerText(
+                '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>',
+                num_unended_calls=1,
+            ),
         ),
     ],
 )

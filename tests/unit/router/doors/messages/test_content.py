@@ -8,6 +8,7 @@ from baton.router.doors.messages.content import ContentBlocks, whole_content
 from baton.router.http.json_encoding import Json
 from baton.router.text_events.events import (
     ArgumentsDelta,
+    CallEnd,
     ReasoningDelta,
     TextDelta,
     TextEvent,
@@ -21,7 +22,9 @@ TEXTS: list[TextEvent] = [
     TextDelta("look."),
     ToolCall("see", '{"x":'),
     ArgumentsDelta(" 1}"),
+    CallEnd(),
     ToolCall("rest"),
+    CallEnd(),
     TextDelta("Done."),
 ]
 
@@ -68,19 +71,25 @@ def test_omitted_thinking_is_an_empty_block() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ('{"x": [1, 2', {"x": [1, 2]}),
-        ("{", {}),
-        ("no JSON", {}),
+        ('{"x": [1, 2]}', {"x": [1, 2]}),
         ('{"x": 1e400}', {"x": 10**400}),  # infinity would not be JSON
-        ('{"x": [1e400, 2', {}),
+        (f'{{"x": {"[" * 300}{"]" * 300}}}', {}),
     ],
 )
-def test_arguments_that_are_cut_off_are_read_as_far_as_they_go(
-    arguments: str, expected: object
-) -> None:
-    [call] = whole_content(events_of([ToolCall("see", arguments)]))
+def test_the_arguments_of_a_call_are_its_input(arguments: str, expected: object) -> None:
+    [call] = whole_content(events_of([ToolCall("see", arguments), CallEnd()]))
 
     assert call["input"] == expected
+
+
+def test_a_call_that_does_not_end_has_no_stop_and_is_no_block() -> None:
+    cut = ToolCall("see", '{"x": 1')
+    events = events_of([cut, TextDelta("so"), cut])
+
+    kinds = [(event["type"].removeprefix("content_block_"), event["index"]) for event in events]
+    assert whole_content(events) == [{"type": "text", "text": "so"}]
+    assert [index for kind, index in kinds if kind == "start"] == [0, 1, 2]
+    assert [index for kind, index in kinds if kind == "stop"] == [1]
 
 
 def test_an_answer_without_text_has_no_blocks() -> None:

@@ -21,7 +21,7 @@ from baton.router.doors.openai.request.parsed_request import (
     chat_completion_from,
 )
 from baton.router.doors.openai.request.structured_outputs import errors_of_field
-from baton.router.text_events.events import ArgumentsDelta, ToolCall, fold
+from baton.router.text_events.events import ArgumentsDelta, CallEnd, ToolCall, fold
 from baton.router.text_events.forced_calls import NamedCallParser, RequiredCallsParser
 from baton.router.text_events.parsing import Constraint, TextFormat, ToolCallMode
 from baton.router.text_events.table import REASONING_FORMATS
@@ -206,9 +206,9 @@ def test_tool_calls_are_streamed_while_they_are_generated() -> None:
         [],
         [],
         [ToolCall("look"), ArgumentsDelta('{"at": "i')],
-        [ArgumentsDelta('t"}')],
+        [ArgumentsDelta('t"}'), CallEnd()],
         [],
-        [ToolCall("now"), ArgumentsDelta("{}")],
+        [ToolCall("now"), ArgumentsDelta("{}"), CallEnd()],
         [],
     ]
     assert parser.finish() == []
@@ -217,9 +217,11 @@ def test_tool_calls_are_streamed_while_they_are_generated() -> None:
 def test_the_arguments_of_a_named_function_are_the_answer() -> None:
     parser = NamedCallParser("look")
 
-    events = [parser.push(chunk) for chunk in ("", '{"at":', ' "it"}')]
+    events = [parser.push(chunk) for chunk in ("", '{"at":', ' "it"}\n', "\n")]
 
-    assert events == [[], [ToolCall("look", '{"at":')], [ArgumentsDelta(' "it"}')]]
+    assert events[:2] == [[], [ToolCall("look", '{"at":')]]
+    assert events[2:] == [[ArgumentsDelta(' "it"}'), CallEnd()], []]
+    assert parser.finish() == []
 
 
 def test_with_parallel_tool_calls_false_only_the_first_call_is_returned() -> None:

@@ -6,6 +6,7 @@ from baton.router.doors.responses.output_items import INCOMPLETE, OutputItems
 from baton.router.http.json_encoding import Json
 from baton.router.text_events.events import (
     ArgumentsDelta,
+    CallEnd,
     ReasoningDelta,
     TextDelta,
     ToolCall,
@@ -17,7 +18,7 @@ def test_items_are_added_and_done_in_order_with_their_texts() -> None:
 
     events: list[Json] = [
         *items.events([ReasoningDelta("h"), ReasoningDelta("m"), TextDelta("I look.")]),
-        *items.events([ToolCall("see", '{"x":'), ArgumentsDelta(" 1}")]),
+        *items.events([ToolCall("see", '{"x":'), ArgumentsDelta(" 1}"), CallEnd()]),
         *items.end(),
     ]
 
@@ -54,11 +55,29 @@ def test_items_are_added_and_done_in_order_with_their_texts() -> None:
 def test_the_last_item_of_an_answer_that_is_cut_off_is_incomplete() -> None:
     items = OutputItems()
 
-    added, *_ = items.events([ToolCall("see"), TextDelta("tex")])
+    added, *_ = items.events([ToolCall("see"), CallEnd(), TextDelta("tex")])
     assert [*items.end(INCOMPLETE)]
 
     assert [item["status"] for item in items.items] == ["completed", "incomplete"]
     assert added["item"]["status"] == "in_progress"
+
+
+def test_a_call_that_does_not_end_is_neither_done_nor_an_item() -> None:
+    items = OutputItems()
+
+    events = [
+        *items.events([ToolCall("see", '{"x":'), TextDelta("tex")]),
+        *items.events([ToolCall("see", '{"x":')]),
+        *items.end(INCOMPLETE),
+    ]
+
+    done = [event["item"] for event in events if event["type"].endswith("item.done")]
+    assert [item["type"] for item in items.items] == ["message"]
+    assert done == items.items
+    assert items.has_unended_call
+    assert not any(event["type"].endswith("arguments.done") for event in events)
+    added = [event["output_index"] for event in events if event["type"].endswith("item.added")]
+    assert added == [0, 1, 2]  # an index is not used again
 
 
 def test_an_answer_without_text_has_no_items() -> None:
@@ -70,6 +89,6 @@ def test_an_answer_without_text_has_no_items() -> None:
 def test_a_call_of_a_namespace_has_both_names() -> None:
     items = OutputItems({"zoo__see": ("zoo", "see")})
 
-    [*items.events([ToolCall("zoo__see", "{}")]), *items.end()]
+    [*items.events([ToolCall("zoo__see", "{}"), CallEnd()]), *items.end()]
 
     assert [(item["namespace"], item["name"]) for item in items.items] == [("zoo", "see")]
