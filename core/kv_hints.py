@@ -120,3 +120,4 @@ class KvHints:
 
 
 NO_KV_HINTS = KvHints()
+RELEASED = KvHints(release=True)  # of KV that no other request can use: it is not stored in tiers

@@ -129,8 +129,10 @@ class SharedPrompt:
         if self._placement is None:
             return call, context
         sampling = replace(call.sampling, prompt_logprobs=None)
-        call = replace(call, prompt=TokenPrompt(self._placement.token_ids), sampling=sampling)
-        return call, replace(context, placement=self._placement)
+        placement = self._placement
+        prompt = TokenPrompt(placement.token_ids)
+        call = replace(call, prompt=prompt, sampling=sampling, cache_salt=placement.cache_salt)
+        return call, replace(context, placement=placement)
 
     async def _with_prompt_logprobs(self, parts: Parts) -> Parts:
         """Add the prompt logprobs, which are computed only once, to the first part of an answer."""

@@ -18,6 +18,7 @@ class PromptPlacement:
 
     token_ids: tuple[int, ...]
     decode: Node
+    cache_salt: str  # of the KV
     has_kv: bool = False  # it has the KV of the whole prompt
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
+from baton.core.kv_hints import RELEASED
 from baton.router.admission.rate_limits import (
     NO_RATE_LIMITS,
     ClientUsage,
@@ -84,6 +85,7 @@ class RequestScope:
             salt = bind_salt(call.cache_salt, self._owner)
             if call.foreign_kv is not None:
                 salt = private_salt(self._owner)
+                call = replace(call, kv_hints=RELEASED)
             if salt != call.cache_salt:
                 call = replace(call, cache_salt=salt, tenant=self._owner)
             yield call

@@ -17,6 +17,9 @@ from baton.router.values import GenerateCall
 from baton.rpc.messages.calls import node_request_id
 
 SEED_BITS = 63
+# Before the salt of KV that a vLLM server has computed, which differs a little from that of nodes.
+# The salt of a client begins with its owner, or with a colon.
+VLLM_SALT = "vllm!"
 NONCE_BYTES = 8
 
 
@@ -57,8 +60,8 @@ class DispatchedRequest:
             priority=call.priority,
             adapter=call.model.adapter,
             media=call.token_prompt.media,
-            cache_salt=call.cache_salt,
-            tenant=call.tenant,
+            cache_salt=self.cache_salt(handoff_id.attempt),
+            tenant=call.tenant or call.cache_salt,
             kv_hints=call.kv_hints,
             foreign_kv=self._foreign_kv(now) if handoff_id.attempt == 1 else None,
             prior_output_token_ids=self.answer.token_ids,
@@ -66,6 +69,11 @@ class DispatchedRequest:
             is_pooled=call.is_pooled,
             second_text_start=call.token_prompt.second_text_start,
         )
+
+    def cache_salt(self, attempt: int) -> str:
+        """Return the salt of an attempt. The first one reads what a vLLM server has computed."""
+        salt = self.call.cache_salt
+        return salt if self.computed is None or attempt > 1 else f"{VLLM_SALT}{salt}"
 
     @property
     def has_foreign_kv(self) -> bool:

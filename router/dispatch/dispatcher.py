@@ -108,7 +108,7 @@ class Dispatcher:
             prior_output_token_ids=request.answer.token_ids,
             model=request.call.model,
             media=request.call.token_prompt.media,
-            cache_salt=request.call.cache_salt,
+            cache_salt=request.cache_salt(number),
             revision=request.revision,
             is_pooled=request.call.is_pooled,
             has_foreign_kv=request.has_foreign_kv and number == 1,
@@ -155,9 +155,9 @@ class Dispatcher:
                 self._quarantine.release_node(tracked, route.prefill.address)
 
         handoff_id = HandoffId(request.own_id, number)
-        token_ids = request.call.prompt_token_ids
-        request.context.note_placement(PromptPlacement(token_ids, route.decode))
-        has_kv = PromptPlacement(token_ids, route.decode, has_kv=True)
+        token_ids, salt = request.call.prompt_token_ids, request.cache_salt(number)
+        placement = PromptPlacement(token_ids, route.decode, salt)
+        request.context.note_placement(placement)
         return Attempt(
             route=route,
             handoff_id=handoff_id,
@@ -166,7 +166,7 @@ class Dispatcher:
             context=request.context,
             clock=self._clock,
             on_prefilled=note_prompt_done,
-            on_decoded=partial(request.context.note_placement, has_kv),
+            on_decoded=partial(request.context.note_placement, replace(placement, has_kv=True)),
         )
 
     def _note_failure(

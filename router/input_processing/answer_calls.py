@@ -24,6 +24,12 @@ def calls_for_answers(
     num_answers = num_each * len(prompts)
     check_total_size(call.sampling, call.bad_words, num_answers)
     check_hints(call.kv_hints, num_answers, call.sampling.prompt_logprobs)
+    if call.foreign_kv is not None and call.kv_hints.prefetch:
+        raise InvalidRequest(
+            f"kv_hints.prefetch: no other request could use the KV of {FIELD}; leave out one of "
+            "them",
+            "kv_hints.prefetch",
+        )
     if num_answers == 1:
         return [call]
     if call.foreign_kv is not None:

@@ -24,6 +24,7 @@ from typing import Any
 from baton.core.errors import InvalidRequest
 from baton.core.foreign_kv import ForeignKv
 from baton.core.ids import HandoffId
+from baton.core.kv_hints import RELEASED
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
 from baton.router.dispatch.node_rpcs import LegEvent, LegOutput, NodeCalls
@@ -120,6 +121,7 @@ async def _compute(
         ),
         seed=0,
         cache_salt=secrets.token_hex(8),
+        kv_hints=RELEASED,
         foreign_kv=kv,
     )
     answer = _Answer()

@@ -14,6 +14,7 @@ from baton.core.finish import Finish
 from baton.core.sampling import MAX_LOGPROBS, SamplingParams
 from baton.router.answers import generate_answers
 from baton.router.dispatch.config import DispatchConfig
+from baton.router.dispatch.vllm.prefills import VllmPrefills
 from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.request_scope import RequestScopes
 from baton.router.routing.config import Routing, RoutingPolicy
@@ -27,6 +28,7 @@ from baton.router.values import (
 from baton.rpc.errors import NodeDraining, NodeFailed, PoisonedRequest
 from baton.rpc.node_info import NodeLoad, NodeRole
 from tests.support.crashing_nodes import CrashingNodes, Poison
+from tests.support.fake_prefills import FakePrefills
 from tests.support.node_calls import (
     FINGERPRINT,
     NAMING,
@@ -61,7 +63,9 @@ class Remaining:
         return self.seconds
 
 
-def a_pipeline(nodes: FakeNodeCalls, table: NodeTable) -> Pipeline:
+def a_pipeline(
+    nodes: FakeNodeCalls, table: NodeTable, vllm: VllmPrefills | None = None
+) -> Pipeline:
     ticks = itertools.count()
     dispatch = DispatchConfig(retry_pause_s=0.0, routing=Routing(RoutingPolicy.ROUND_ROBIN))
     return Pipeline(
@@ -70,6 +74,7 @@ def a_pipeline(nodes: FakeNodeCalls, table: NodeTable) -> Pipeline:
         profiles=profiles_of(table),
         clock=lambda: float(next(ticks)),
         config=PipelineConfig(dispatch),
+        vllm_prefills=vllm,
     )
 
 
@@ -80,11 +85,12 @@ def parts_of(
     *,
     num_each: int | None = None,
     remaining_s: float | None = None,
+    vllm: VllmPrefills | None = None,
 ) -> list[tuple[int, TokenChunk | Finish]]:
     """Return all parts of all answers, in order of arrival."""
 
     async def run() -> list[tuple[int, TokenChunk | Finish]]:
-        pipeline = a_pipeline(nodes, table or a_table())
+        pipeline = a_pipeline(nodes, table or a_table(), vllm)
         scope = RequestScopes().begin("a", None, Remaining(remaining_s))
         answers = generate_answers(pipeline, scope, calls, num_each or len(calls))
         async with aclosing(answers) as parts:
@@ -156,6 +162,17 @@ def test_the_prompt_is_computed_once_and_the_other_answers_run_on_its_node() -> 
     ) == [*range(4)]
     places = [finish.served.is_prefill_remote for _, finish in answers.values()]
     assert places.count(True) == 1
+
+
+def test_other_answers_use_the_kv_that_a_vllm_server_computed_for_the_first() -> None:
+    nodes, table = FakeNodeCalls(), a_table(a_node(NodeRole.DECODE, "d0"))
+    prefills = FakePrefills(table, "d0:1")
+
+    parts_of(nodes, calls_of(3, prompt=tuple(range(1, 100))), table, vllm=prefills)
+
+    assert prefills.num_asked == 1
+    assert [each.request.foreign_kv is None for each in nodes.received] == [False, True, True]
+    assert {each.request.cache_salt for each in nodes.received} == {"vllm!"}
 
 
 def test_a_shared_prompt_adds_only_its_last_block_to_the_load() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import threading
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -24,16 +24,13 @@ from baton.core.request import PrefixSource, ReceiveKv
 from baton.core.sampling import SamplingParams
 from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.context import RequestContext
-from baton.router.discovery.sources import VllmServer
 from baton.router.dispatch.config import DispatchConfig
 from baton.router.dispatch.node_rpcs import MAX_WAITING, Events, LegOutput
-from baton.router.dispatch.vllm.prefills import ComputedKv, VllmPrefills
-from baton.router.dispatch.vllm.servers import PrefillServers
+from baton.router.dispatch.vllm.prefills import VllmPrefills
 from baton.router.input_processing.tokenization import TextBoundary
 from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import NodeTable
-from baton.router.tracing import UNTRACED, RequestTrace
 from baton.router.values import (
     GenerateCall,
     Prompt,
@@ -59,6 +56,7 @@ from baton.rpc.errors import (
 )
 from baton.rpc.messages.calls import CallReport
 from baton.rpc.node_info import LoadedAdapter, NodeAdapters, NodeRole
+from tests.support.fake_prefills import FakePrefills
 from tests.support.node_calls import (
     FINGERPRINT,
     NAMING,
@@ -249,29 +247,9 @@ def test_kv_of_a_vllm_server_needs_no_prefill_and_is_read_once() -> None:
     assert all(call.request.foreign_kv is None for call in others)
 
 
-class FakePrefills(VllmPrefills):
-    """vLLM servers that have computed every prompt at time 0."""
-
-    def __init__(self, table: NodeTable) -> None:
-        servers = PrefillServers([VllmServer("vllm", 8000)], table, lambda: 0.0)
-        super().__init__(servers, lambda: 0.0)
-        self.num_asked = 0
-
-    async def compute(
-        self,
-        model: str,
-        token_ids: Sequence[int],
-        timeout_s: float | None,
-        trace: RequestTrace = UNTRACED,
-    ) -> ComputedKv | None:
-        self.num_asked += 1
-        kv = ForeignKv("vllm", 5600, "engine", "cmpl-1", (7,), len(token_ids))
-        return ComputedKv(kv, "vllm", answered_s=0.0, readers=frozenset({"d1:1"}))
-
-
 def test_a_vllm_server_computes_prompts_of_models_without_prefill_nodes() -> None:
     nodes, table = FakeNodeCalls(decode_breaks_after=[1]), cached_on()
-    prefills = FakePrefills(table)
+    prefills = FakePrefills(table, "d1:1")
     table.lose("p0:1")
 
     asyncio.run(run(a_pipeline(nodes, table, vllm=prefills), a_call(prompt=LONG_PROMPT)))
@@ -283,14 +261,14 @@ def test_a_vllm_server_computes_prompts_of_models_without_prefill_nodes() -> Non
     assert second is None
     assert prefills.num_asked == 1
     assert nodes.received[0].node == "d1"  # the one whose check has passed
-    # The router has asked for this prompt itself, so that its KV can be shared.
-    assert nodes.received[0].request.cache_salt == ""
+    # Shared by all requests whose prompts vLLM servers compute, and by no others.
+    assert [call.request.cache_salt for call in nodes.received] == ["vllm!", ""]
 
 
 @pytest.mark.parametrize("prompt", [LONG_PROMPT, PROMPT], ids=["has prefill nodes", "short"])
 def test_vllm_servers_are_not_asked_without_need(prompt: tuple[int, ...]) -> None:
     nodes, table = FakeNodeCalls(), cached_on()
-    prefills = FakePrefills(table)
+    prefills = FakePrefills(table, "d1:1")
     if prompt is PROMPT:
         table.lose("p0:1")
 

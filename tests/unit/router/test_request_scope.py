@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from baton.core.foreign_kv import ForeignKv
+from baton.core.kv_hints import KvHints
 from baton.core.sampling import SamplingParams
 from baton.router.request_scope import RequestScopes, bind_salt, token_digest
 from baton.router.values import GenerateCall, TokenPrompt
@@ -55,6 +56,16 @@ def test_kv_that_a_client_names_is_shared_with_no_other_request() -> None:
 
     assert len(set(salts)) == 3
     assert all(len(salt) > 16 for salt in salts)
+
+
+def test_kv_that_no_other_request_can_hit_is_not_stored() -> None:
+    kv = ForeignKv("vllm", 5600, "engine", "cmpl-1", (7,), 16)
+    call = GenerateCall("id", TokenPrompt((1,)), SamplingParams(), kv_hints=KvHints(retain_s=60.0))
+    scope = RequestScopes().begin("id", None)
+
+    with scope.answering(replace(call, foreign_kv=kv)) as private, scope.answering(call) as shared:
+        assert private.kv_hints.block_hints("").is_released
+        assert shared.kv_hints == call.kv_hints
 
 
 def test_no_salt_of_a_client_equals_that_of_another() -> None:

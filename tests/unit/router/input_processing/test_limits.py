@@ -27,6 +27,7 @@ from baton.router.doors.openai.request.parsed_request import (
 from baton.router.input_processing.limits import MAX_CHAT_MESSAGES, MAX_NAME_CHARACTERS, MAX_TOOLS
 from baton.rpc.messages.calls import decode_order, engine_request, node_request_id
 from baton.v1 import inference_pb2, sampling_pb2
+from tests.support.fake_vllm_api import PARAMS
 
 LONG = "x" * (MAX_NAME_CHARACTERS + 1)
 CONTEXT = ModelContext(NO_SAMPLING_DEFAULTS, 100)
@@ -85,6 +86,11 @@ REFUSED: list[tuple[Callable[..., None], dict[str, Any], str]] = [
     (completion, {"kv_hints": []}, "kv_hints"),
     (completion, {"kv_hints": {"prefetch": True}, "prompt": ["a", "b"]}, "kv_hints.prefetch"),
     (completion, {"kv_hints": {"prefetch": True}, "prompt_logprobs": 1}, "kv_hints.prefetch"),
+    (
+        completion,
+        {"kv_hints": {"prefetch": True}, "kv_transfer_params": PARAMS},
+        "kv_hints.prefetch",
+    ),
     (chat, {"kv_hints": {"release": True, "prefetch": True}}, "kv_hints.release"),
     (completion, {"cache_salt": LONG}, "cache_salt"),
     (completion, {"cache_salt": "a\r"}, "cache_salt"),

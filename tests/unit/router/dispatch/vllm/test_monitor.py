@@ -144,6 +144,8 @@ def test_a_server_is_used_once_its_check_with_a_node_has_passed() -> None:
             assert computed.prompt_token_ids == read.prompt_token_ids
             # Neither finds the other's KV in the prefix cache, nor that of any request.
             assert "" != computed.cache_salt != read.cache_salt != ""
+            assert computed.kv_hints.release
+            assert read.kv_hints.release
             await world.monitor.check_nodes()
             assert len(node.requests) == 2  # once for each process of a node
 
