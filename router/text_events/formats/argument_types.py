@@ -92,7 +92,7 @@ def _python_value(text: str, types: frozenset[str]) -> Any:
     if is_short and text[:1] in ("{", "[") and types & {"object", "array"}:
         try:
             value = ast.literal_eval(text)
-            json.dumps(value, allow_nan=False)
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             return text
         return value

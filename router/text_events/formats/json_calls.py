@@ -30,7 +30,6 @@ def parse_object(text: str) -> dict[str, Any] | None:
     try:
         value = strict_loads(text)
         text.encode()
-        json.dumps(value, ensure_ascii=False).encode()  # raises for a lone surrogate
     except NO_JSON:
         return None
     return value if isinstance(value, dict) else None

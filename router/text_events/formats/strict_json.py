@@ -11,11 +11,13 @@ MAX_DIGITS = 4000  # of an integer; Python refuses 4,300
 
 
 def strict_loads(text: str) -> Any:
-    """Parse JSON without NaN and infinities. Raises ValueError.
+    """Parse JSON without NaN, infinities and lone surrogates. Raises ValueError.
 
     Numbers beyond doubles, such as 1e999, become integers.
     """
-    return json.loads(text, parse_constant=_refuse, parse_float=_number)
+    value = json.loads(text, parse_constant=_refuse, parse_float=_number)
+    json.dumps(value, ensure_ascii=False).encode()  # raises for a lone surrogate
+    return value
 
 
 def has_only_finite_numbers(value: object) -> bool:

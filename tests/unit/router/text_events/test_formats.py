@@ -76,6 +76,16 @@ def test_arguments_arrive_before_their_call_is_complete(name: str) -> None:
     assert (fold(events).calls, fold(events).num_unended_calls) == ((), 1)
 
 
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_half_a_surrogate_pair_in_arguments_can_be_sent(name: str) -> None:
+    text = WRITERS[name]("", [("f", {"y": ["HALF"]})]).replace("HALF", "\\ud83d")
+
+    found = read(Parsing(name), text)
+
+    assert found.content or found.calls
+    assert "".join((found.content, *(call.arguments for call in found.calls))).encode()
+
+
 CUT_CALLS = [("f", {"x": "a<b", "n": 2}), ("g", {})]
 
 
@@ -135,6 +145,10 @@ def test_a_long_text_argument_is_streamed_as_it_arrives() -> None:
         ({"type": "array"}, "[1, 2.5, -1e400]", [1, 2.5, -(10**400)]),
         ({"type": "array"}, "[1e4000]", "[1e4000]"),
         ({"type": "array"}, "[NaN]", "[NaN]"),
+        ({"type": "array"}, r'["\ud83d"]', r'["\ud83d"]'),
+        ({"type": "array"}, r"['\ud83d']", r"['\ud83d']"),
+        ({"type": "array"}, r'["\ud83d\ude00"]', ["😀"]),
+        ({}, r'"\ud83d"', r'"\ud83d"'),
         ({}, "[1, 2", "[1, 2"),
         ({}, "[1, 2]", [1, 2]),
     ],
