@@ -877,6 +877,27 @@ def test_openais_client_reads_streams_whose_call_is_cut() -> None:
     through_the_door(scenario, nodes, text=Scripted(script), parsing=Parsing("hermes"))
 
 
+@pytest.mark.parametrize("script", ["", " \n", "<think>how?</think>\n", "<think>how"])
+def test_a_compaction_without_a_summary_fails(script: str) -> None:
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
+        with pytest.raises(openai.InternalServerError, match="wrote no summary") as failure:
+            await client.responses.compact(model="tiny", input="hi")
+        body: Any = failure.value.body
+        assert body["reason"] == "GENERATION_FAILED"
+
+    nodes = FakeNodeCalls(ends_by=FinishReason.STOP)
+    through_the_door(scenario, nodes, text=Scripted(script), parsing=Parsing(reasoning="qwen3"))
+
+
+def test_an_error_of_a_compaction_names_its_input(text: TextBoundary) -> None:
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
+        with pytest.raises(openai.BadRequestError, match="maximum context length") as refusal:
+            await client.responses.compact(model="tiny", input="the " * 600)
+        assert refusal.value.param == "input"
+
+    through_the_door(scenario, text=text)
+
+
 LOOK: Any = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
 OBJECT: Any = {"type": "json_object"}
 NAMED: Any = {"type": "function", "function": {"name": "look"}}

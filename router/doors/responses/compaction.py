@@ -15,12 +15,13 @@ from baton.core.finish import Finish
 from baton.core.output import FinishReason
 from baton.router.answers import generate_answers
 from baton.router.doors.documents import read_documents
+from baton.router.doors.field_names import renaming_fields
 from baton.router.doors.openai.generation import model_context
 from baton.router.doors.openai.request.bodies import Body, check_fields, validate_body
 from baton.router.doors.responses.bodies import IGNORED_FIELDS, Items
 from baton.router.doors.responses.files import response_documents
 from baton.router.doors.responses.memory import TenantMemory
-from baton.router.doors.responses.parsed_response import ParsedResponse, response_from
+from baton.router.doors.responses.parsed_response import FIELD_NAMES, ParsedResponse, response_from
 from baton.router.doors.responses.response_object import usage_of
 from baton.router.doors.responses.store import ResponseStore
 from baton.router.doors.responses.summaries import content_of
@@ -28,6 +29,7 @@ from baton.router.http.exchange import ReceivedRequest, Reply
 from baton.router.http.json_encoding import Json, as_json
 from baton.router.pipeline import Pipeline
 from baton.router.text_events.events import EventReader, TextEvent, fold
+from baton.rpc.errors import GenerationFailed
 
 ID_BYTES = 12
 SUMMARIZE = (
@@ -35,6 +37,11 @@ SUMMARIZE = (
     "done and found, with all names, numbers and paths that matter, and what is open."
 )
 CUT_OFF = "the summary is cut off: the conversation leaves too little of the model's context"
+
+NO_SUMMARY = (
+    "the model wrote no summary, at most its reasoning: try again, or use another model or less "
+    "input"
+)
 
 
 class CompactionBody(Body):
@@ -73,12 +80,13 @@ class CompactionHandler:
         text_format = parsed.request.options.text_format
         reader, texts = EventReader(text_format.parser, 1), list[TextEvent]()
         answers = generate_answers(self.pipeline, request.scope, parsed.request.calls, 1)
-        async with aclosing(answers) as parts:
-            async for _, part in parts:
-                texts += reader.read(0, part)
-                if isinstance(part, Finish):
-                    whole = compacted(fold(texts).content.strip(), part, created_at)
-                    await reply.send_body([await request.body.run(partial(as_json, whole))])
+        with renaming_fields(FIELD_NAMES):
+            async with aclosing(answers) as parts:
+                async for _, part in parts:
+                    texts += reader.read(0, part)
+                    if isinstance(part, Finish):
+                        whole = compacted(fold(texts).content.strip(), part, created_at)
+                        await reply.send_body([await request.body.run(partial(as_json, whole))])
 
     async def _parse(self, request: ReceivedRequest) -> ParsedResponse:
         given = await request.body.fields()
@@ -92,6 +100,9 @@ class CompactionHandler:
 
 
 def compacted(summary: str, end: Finish, created_at: int) -> Json:
+    """Raises GenerationFailed for an answer without a summary."""
+    if not summary:
+        raise GenerationFailed(NO_SUMMARY)
     item = {
         "id": f"cmp_{secrets.token_hex(ID_BYTES)}",
         "type": "compaction",
