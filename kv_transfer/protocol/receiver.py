@@ -107,9 +107,7 @@ class Receiver:
             return
         link.come_up(now, conversion)
         for incoming in list(link.incoming.values()):
-            # One that never fits has ended, and so let another one get the room.
-            if incoming.state is IncomingState.WAITING:
-                self._grant(incoming)
+            self._grant(incoming)
 
     def handle_message(self, link_id: LinkId, message: LinkMessage, now: float) -> None:
         """Handle a message of P. Drop and count it if it names no receive of this link."""
@@ -341,19 +339,17 @@ class Receiver:
         staging, order = self._staging, incoming.order
         # Names are of blocks of one layout: P holds none of these names.
         if order.names and conversion.changes_layout:
-            self._report_failed(incoming, "a pull needs a peer with blocks of the same layout")
-            self._release(incoming)
+            self._refuse(incoming, "a pull needs a peer with blocks of the same layout")
             return False
         if staging is None:
             raise RuntimeError(f"{order.handoff_id} is to be converted without a staging area")
         if not staging.fits(conversion, order):
             needed = len(conversion.blocks_needed(order)) * conversion.region.block_bytes
-            self._report_failed(
+            self._refuse(
                 incoming,
                 f"its KV takes {needed} bytes before conversion, and --kv-staging-memory is"
                 f" {staging.region.num_bytes} bytes",
             )
-            self._release(incoming)
             return False
         # In order of arrival: smaller ones would take the room of a large one again and again.
         if next(self._waiting_for_room(), incoming) is incoming:
@@ -368,6 +364,9 @@ class Receiver:
                 yield incoming
 
     def _grant_waiting(self) -> None:
+        """Grant the receives that lack room, in order, as far as there is some now."""
+        if self._staging is None:
+            return
         while (incoming := next(self._waiting_for_room(), None)) is not None:
             self._grant(incoming)
             if incoming.state is IncomingState.WAITING:
@@ -406,6 +405,7 @@ class Receiver:
             raise RuntimeError(f"{incoming.order.handoff_id} cannot land: no Done from P")
         self._end(incoming)
         self._landed.append(Landed(done.handoff_id, done.num_tokens, done.first_token))
+        self._grant_waiting()
 
     def _fail(self, incoming: IncomingHandoff, reason: str, now: float) -> None:
         self._report_failed(incoming, reason)
@@ -427,9 +427,16 @@ class Receiver:
         if incoming.num_proved:
             self._proved.append(Proved(incoming.order.handoff_id, incoming.num_proved))
 
+    def _refuse(self, incoming: IncomingHandoff, reason: str) -> None:
+        """End a receive that can never be staged. It had no room, so that others get none by it."""
+        self._report_failed(incoming, reason)
+        self._end(incoming)
+        self._released.append(incoming.order.handoff_id)
+
     def _release(self, incoming: IncomingHandoff) -> None:
         self._end(incoming)
         self._released.append(incoming.order.handoff_id)
+        self._grant_waiting()
 
     def _end(self, incoming: IncomingHandoff) -> None:
         incoming.move(IncomingState.ENDED)
@@ -439,7 +446,6 @@ class Receiver:
         if self._staging is not None:
             # Not earlier than this: while a receive is fenced, P may still write to its area.
             self._staging.take_back(incoming.order.handoff_id)
-            self._grant_waiting()
 
     def _forget_if_unused(self, link_id: LinkId) -> None:
         link = self._links[link_id]

@@ -15,6 +15,7 @@ from baton.kv_transfer.fence import PASSED
 from baton.kv_transfer.link import LinkId
 from baton.kv_transfer.protocol.actions import CheckDigest, ConvertStaged, SendMessage
 from baton.kv_transfer.protocol.conversion import Conversion, StagingArea, is_convertible
+from baton.kv_transfer.protocol.incoming import IncomingState
 from baton.kv_transfer.protocol.messages import Done, Fingerprint, Grant, Hello, Region, Revoked
 from baton.kv_transfer.protocol.receiver import Receiver
 from baton.kv_transfer.types import Receive
@@ -358,6 +359,56 @@ def test_an_order_that_never_fits_does_not_block_the_next_once_the_link_is_up() 
     world.receiver.link_up(other, 2.0, conversion())
 
     assert world.granted().keys() == {fitting}
+
+
+@pytest.mark.parametrize("num_blocks", [1, 8], ids=["pulls", "too large"])
+def test_any_number_of_receives_that_can_never_be_staged_ends(num_blocks: int) -> None:
+    world, other = StagedReceiver(), LinkId(2)
+    world.receiver.revoke(world.orders[2].handoff_id, 0.0)  # it waits for room
+    world.receiver.take_reports()
+    names = (b"name",) if num_blocks == 1 else ()
+    for number in range(10, 1010):
+        wanted = order(0, num_blocks, 32 * num_blocks, number)
+        world.receiver.receive(replace(wanted, names=names), other, 1.0)
+
+    world.receiver.link_up(other, 2.0, conversion())
+
+    reports = world.receiver.take_reports()
+    assert len(reports.failed_recving) == len(reports.released) == 1000
+    assert [each.order for each in world.receiver.incoming()] == world.orders[:2]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["receive", "up", "end"]), st.integers(2, 4), st.integers(1, 9)),
+        max_size=40,
+    )
+)
+def test_no_receive_waits_while_there_is_room_for_the_first_that_waits(
+    steps: list[tuple[str, int, int]],
+) -> None:
+    world = StagedReceiver()
+    up = {LINK}
+    for number, (step, link, size) in enumerate(steps, start=10):
+        incoming = list(world.receiver.incoming())
+        if step == "receive":
+            world.receive(number, size, 0.0, LinkId(link))
+        elif step == "up":
+            up.add(LinkId(link))
+            world.receiver.link_up(LinkId(link), 0.0, conversion())
+        elif incoming:
+            handoff_id = incoming[size % len(incoming)].order.handoff_id
+            world.receiver.revoke(handoff_id, 0.0)
+            for each in incoming:
+                world.receiver.handle_message(each.link_id, Revoked(handoff_id), 0.0)
+        waiting = (
+            each for each in world.receiver.incoming() if each.state is IncomingState.WAITING
+        )
+        first = next((each.order for each in waiting if each.link_id in up), None)
+        if first is not None:
+            probe = replace(first, handoff_id=HandoffId("probe", number))
+            assert world.staging.fits(conversion(), first)
+            assert world.staging.lend(conversion(), probe) is None
 
 
 def test_blocks_of_another_layout_are_not_pulled() -> None:
