@@ -16,6 +16,7 @@ from baton.checkpoint.token_text import UNFINISHED, TokenText, spelled
 from baton.core.errors import InvalidRequest, ModelError
 
 MAX_CACHED_TOKENS = 1 << 16  # entries of each token text cache
+MAX_CHARACTER_TOKENS = 8  # twice the bytes of a character
 # Roles of OpenAI's API. Others are accepted if the chat template names them.
 ROLES = ("assistant", "developer", "function", "system", "tool", "user")
 # Errors of templates that get other messages than they expect, or too deeply nested ones.
@@ -218,6 +219,7 @@ class Detokenizer:
         self._window: list[int] = []
         self._num_emitted = 0
         self._emitted_text = ""
+        self._next_length = 0  # of the window at which it is decoded, whatever its last token is
 
     def push(self, *token_ids: int) -> str:
         """Add tokens and return the text that they complete."""
@@ -227,9 +229,15 @@ class Detokenizer:
         if self._tokenizer.is_byte(self._window[-1]):
             # Consecutive bytes are decoded together: an invalid byte invalidates its neighbours.
             return ""
+        if len(self._window) < self._next_length and not self._ends_a_character():
+            return ""
         text = self._decode(self._window)
         is_longer = len(text) > len(self._emitted_text)
         if not is_longer or text.endswith(UNFINISHED):
+            # A run of tokens without a character is decoded ever more rarely: the whole takes
+            # linear time.
+            num_held = len(self._window) - self._num_emitted
+            self._next_length = len(self._window) + 1 + num_held // MAX_CHARACTER_TOKENS
             return ""
         return self._emit(text)
 
@@ -237,11 +245,16 @@ class Detokenizer:
         """Return the text still held back, at the end of the sequence."""
         return self._emit(self._decode(self._window))
 
+    def _ends_a_character(self) -> bool:
+        text = self._decode(self._window[-1:])
+        return bool(text) and not text.endswith(UNFINISHED)
+
     def _emit(self, text: str) -> str:
         completed = text[len(self._emitted_text) :]
         self._window = self._window[self._num_emitted :]
         self._num_emitted = len(self._window)
         self._emitted_text = self._decode(self._window)
+        self._next_length = 0
         return completed
 
     def _decode(self, token_ids: Sequence[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -188,6 +189,36 @@ def test_an_incomplete_character_at_the_end_becomes_a_replacement_character(fold
 
     assert "".join(chunks) == "a"
     assert detokenizer.finish() == tokenizer.decode(token_ids)[1:] != ""
+
+
+class CountingTokenizer(Tokenizer):
+    """Counts the tokens that are decoded."""
+
+    num_decoded = 0
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        self.num_decoded += len(token_ids)
+        return super().decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+@pytest.mark.parametrize("name", ["\N{LATIN CAPITAL LETTER G WITH CEDILLA}", "<s>", "none"])
+def test_tokens_that_complete_no_character_are_decoded_in_linear_time(
+    folder: Path, name: str
+) -> None:
+    fast = FastTokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = CountingTokenizer(fast, named_tokens={}, chat_templates={})
+    token_ids = [fast.token_to_id(name) or 99_999] * 4000
+    detokenizer = tokenizer.detokenizer()
+
+    text = "".join(map(detokenizer.push, token_ids))
+
+    assert text == ""
+    assert tokenizer.num_decoded < 20 * len(token_ids)
+    # Text is held back no longer than it takes to complete a character.
+    rest = tokenizer.encode("so it is")
+    broken = tokenizer.decode(token_ids)
+    assert detokenizer.push(rest[0]) == broken + tokenizer.decode(rest[:1])
+    assert detokenizer.push(*rest[1:]) + detokenizer.finish() == tokenizer.decode(rest[1:])
 
 
 def test_spaces_between_text_chunks_are_kept() -> None:
