@@ -7,6 +7,7 @@ until `max_tokens`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from baton.engine.structured_output.schemas.subschemas import (
@@ -21,16 +22,25 @@ Schema = dict[str, Any]
 DECIDING = frozenset({"additionalProperties", "unevaluatedProperties"})
 OF_OBJECTS = frozenset({"properties", "patternProperties", "required"})
 ALTERNATIVES = ("anyOf", "oneOf")
-MAX_STEPS = 100_000  # through combined schemas, of which further ones stay open; about 0.1 s
 
 
-def close_objects(schema: Schema) -> Schema:
+@dataclass(slots=True)
+class ClosingWork:
+    """Steps through combined schemas that are left for one request, about a microsecond each.
+
+    Further combined schemas stay open.
+    """
+
+    num_steps_left: int = 1 << 13
+
+
+def close_objects(schema: Schema, work: ClosingWork | None = None) -> Schema:
     """Return a copy with `additionalProperties: false` in each object that has `properties`.
 
     An object that decides about other names itself, or has no `properties`, stays as it is.
     """
     closed: Schema = rewrite_subschemas(schema, dict)
-    _Closing(closed).close()
+    _Closing(closed, work or ClosingWork()).close()
     return closed
 
 
@@ -41,14 +51,14 @@ class _Closing:
     alone, each would exclude the names of the others.
     """
 
-    def __init__(self, root: Schema) -> None:
+    def __init__(self, root: Schema, work: ClosingWork) -> None:
         self._parts = list(list_subschemas(root))
         self._targets = {
             id(part): resolve_pointer(root, part["$ref"])
             for part in self._parts
             if isinstance(part.get("$ref"), str)
         }
-        self._steps_left = MAX_STEPS
+        self._work = work
 
     def close(self) -> None:
         combined = [part for part in self._parts if _is_combined(part)]
@@ -59,9 +69,9 @@ class _Closing:
                 continue
             if id(part) not in is_combined:
                 _close(part, [])
-            elif self._steps_left > 0:
+            elif self._work.num_steps_left > 0:
                 others = list(self._reach([part]))
-                self._steps_left -= len(others) + _close(part, others)
+                self._work.num_steps_left -= len(others) + _close(part, others)
 
     def _reach(self, parts: list[Schema]) -> Iterator[Schema]:
         """Yield all other schemas that can apply to the same values as one of `parts`."""

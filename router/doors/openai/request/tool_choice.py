@@ -15,12 +15,13 @@ from baton.core.errors import InvalidRequest
 from baton.core.structured_outputs import StructuredOutputs, parse_structured_outputs
 from baton.engine.structured_output.schemas.subschemas import rewrite_subschemas
 from baton.router.doors.openai.request.bodies import ChatBody
-from baton.router.doors.openai.request.closed_schemas import close_objects
+from baton.router.doors.openai.request.closed_schemas import ClosingWork, close_objects
 from baton.router.doors.openai.request.structured_outputs import (
     TOOLS,
     errors_of_field,
     output_format_from,
 )
+from baton.router.input_processing.limits import check_name
 from baton.router.text_events.parsing import ToolCallMode, format_of_calls
 from baton.router.text_events.strict_formats import STRICT_FORMATS
 from baton.router.values import NO_PARSING, Parsing
@@ -81,9 +82,9 @@ def _strict_form(body: ChatBody, parsing: Parsing) -> StructuredOutputs | None:
         return None
     if output_format_from(body) is not None:
         return None
-    functions = []
+    functions, work = [], ClosingWork()
     for index, tool in enumerate(body.tools):
-        name, parameters = _function(tool, f"{TOOLS}.{index}")
+        name, parameters = _function(tool, f"{TOOLS}.{index}", work)
         if not calls.can_call(name):
             field = f"{TOOLS}.{index}.function.name"
             raise InvalidRequest(
@@ -118,28 +119,30 @@ def _functions(tools: Sequence[Mapping[str, Any]]) -> dict[str, Schema]:
     if not tools:
         raise InvalidRequest("tool_choice forces a call: send tools, or leave it out", TOOL_CHOICE)
     functions: dict[str, Schema] = {}
+    work = ClosingWork()
     for index, tool in enumerate(tools):
-        name, parameters = _function(tool, f"{TOOLS}.{index}")
+        name, parameters = _function(tool, f"{TOOLS}.{index}", work)
         if name in functions:
             raise InvalidRequest(f"tools has two functions named {name!r}: rename one", TOOLS)
         functions[name] = parameters
     return functions
 
 
-def _function(tool: Mapping[str, Any], where: str) -> tuple[str, Schema]:
+def _function(tool: Mapping[str, Any], where: str, work: ClosingWork) -> tuple[str, Schema]:
     if tool.get("type") != "function":
         raise UnsupportedInput(f"{where}.type must be function where a call is forced", where)
     function = tool.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str) or not name:
         raise InvalidRequest(f"{where}.function.name must be a text", f"{where}.function.name")
+    check_name(f"{where}.function.name", name)
     parameters = function.get("parameters") or NO_ARGUMENTS
     if not isinstance(parameters, dict):
         field = f"{where}.function.parameters"
         raise InvalidRequest(f"{field} must be a JSON schema", field)
     if not {"type", "$ref", "anyOf", "oneOf", "allOf"} & parameters.keys():
         parameters = {"type": "object", **parameters}
-    return name, close_objects(parameters)
+    return name, close_objects(parameters, work)
 
 
 def _schema_of_calls(functions: Mapping[str, Schema], body: ChatBody) -> Schema:
