@@ -37,7 +37,7 @@ class CallWriter:
     def __init__(self, names: Set[str] = frozenset()) -> None:
         self.names = names  # of the request's tools
         self._events: list[TextEvent] = []
-        self._space = ""  # text is whitespace next to a call, or more text follows
+        self._space: list[str] = []  # text is whitespace next to a call, or more text follows
         self._has_text = False
         self.has_called = False
 
@@ -46,12 +46,12 @@ class CallWriter:
         return events
 
     def text(self, text: str) -> None:
-        text = self._space + text
         content = text.rstrip()
-        self._space = text[len(content) :]
         if content:
             self._has_text = True
-            self._events.append(TextDelta(content))
+            self._events.append(TextDelta("".join((*self._space, content))))
+            self._space.clear()
+        self._space.append(text[len(content) :])
 
     def reasoning(self, text: str) -> None:
         if text:
@@ -59,7 +59,7 @@ class CallWriter:
 
     def begin_call(self, name: str) -> None:
         if not self._has_text:
-            self._space = ""
+            self._space.clear()
         self._events.append(ToolCall(name))
 
     def arguments(self, text: str) -> None:
@@ -87,6 +87,7 @@ class CallWriter:
             self.text(begin + rest)
 
     def finish(self) -> None:
-        if self._space and not self.has_called:
-            self._events.append(TextDelta(self._space))
-        self._space = ""
+        space = "".join(self._space)
+        if space and not self.has_called:
+            self._events.append(TextDelta(space))
+        self._space.clear()

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import json
 import re
+import string
 from collections.abc import Sequence
 
 from baton.router.text_events.events import ArgumentsDelta, CallEnd, TextEvent, ToolCall
 from baton.router.text_events.scanning import JsonScan
 
 # Up to the first character of the arguments.
-_BEGINNING = re.compile(
-    r'[\s\[\]{},]*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\S)'
-)
+_BEGINNING = re.compile(r'"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\S)')
+BETWEEN_CALLS = string.whitespace + "[]{},"
+MAX_HEAD_CHARACTERS = 1 << 9
 
 
 class NamedCallParser:
@@ -59,9 +60,10 @@ class RequiredCallsParser:
                     return events
                 events.append(CallEnd())
                 text, self._arguments = text[end:], None
-            self._buffer += text
-            match = _BEGINNING.match(self._buffer)
+            self._buffer = (self._buffer + text).lstrip(BETWEEN_CALLS)
+            match = _BEGINNING.match(self._buffer[:MAX_HEAD_CHARACTERS])
             if match is None:
+                self._buffer = self._buffer[:MAX_HEAD_CHARACTERS]  # more does not begin a call
                 return events
             events.append(ToolCall(json.loads(match[1])))
             text, self._buffer = self._buffer[match.end() :], ""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from enum import Enum, auto
 
 from baton.router.text_events.events import OutputParser, ReasoningDelta, TextEvent
-from baton.router.text_events.scanning import find_first, held_length
+from baton.router.text_events.scanning import MAX_SPACE_CHARACTERS, find_first, held_length
 from baton.router.values import ReasoningMarks
 
 
@@ -47,10 +47,11 @@ class ReasoningParser:
     def _has_started(self) -> bool:
         """Return whether enough text has arrived to see whether it begins with the mark."""
         begin, start = self._marks.begin, self._buffer.lstrip()
-        if len(start) < len(begin) and begin.startswith(start):
+        can_begin = len(self._buffer) - len(start) <= MAX_SPACE_CHARACTERS
+        if can_begin and len(start) < len(begin) and begin.startswith(start):
             return False
         self._section = self._default
-        if start.startswith(begin):
+        if can_begin and start.startswith(begin):
             self._section, self._buffer = self._Section.REASONING, start.removeprefix(begin)
         return True
 

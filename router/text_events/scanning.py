@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+MAX_SPACE_CHARACTERS = 1 << 10  # in front of a mark, for which a parser looks again at each token
 _SIGNS = re.compile(r'["\\{}\[\],\x00-\x1f]')
 
 

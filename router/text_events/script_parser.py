@@ -6,25 +6,44 @@ split into parts.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
 from baton.router.text_events.call_writer import CallWriter
 from baton.router.text_events.events import TextEvent
-from baton.router.text_events.scanning import find_first, held_length
+from baton.router.text_events.scanning import MAX_SPACE_CHARACTERS, find_first, held_length
 
 Result = TypeVar("Result")
 Waiting = Generator[None, None, Result]  # yields while it waits for more text
+PIECE_CHARACTERS = 1 << 10
 
 
 class TextSource:
-    """Text of one answer that has arrived and is not read yet."""
+    """Text of one answer that has arrived and is not read yet.
+
+    Scripts see it in pieces: reading a part of the buffer copies the rest.
+    """
 
     def __init__(self) -> None:
         self.buffer = ""
-        self.is_closed = False
         self.is_cut_off = False  # by max_tokens or a stop string
+        self._arriving: deque[str] = deque()
+        self._has_ended = False
         self._read: list[str] = []
+
+    @property
+    def is_closed(self) -> bool:
+        """True if the buffer is the end of the answer."""
+        return self._has_ended and not self._arriving
+
+    def add(self, text: str) -> None:
+        self._arriving.extend(_pieces(text))
+
+    def end(self, *, is_cut_off: bool, drops_rest: bool) -> None:
+        self._has_ended, self.is_cut_off = True, is_cut_off
+        if drops_rest:
+            self.buffer = ""
 
     def mark(self) -> None:
         """Begin to record what is read, for `text_since_mark`."""
@@ -45,14 +64,21 @@ class TextSource:
 
     def put_back(self, text: str) -> None:
         """Return the last text that was read, to be read again."""
-        self._read = [self.text_since_mark.removesuffix(text)]
-        self.buffer = text + self.buffer
+        if self._read[-1] == text:
+            self._read.pop()
+        else:
+            self._read = [self.text_since_mark.removesuffix(text)]
+        self._arriving.extendleft(reversed(_pieces(text + self.buffer)))
+        self.buffer = ""
 
     def more(self) -> Waiting[bool]:
         """Wait for more text. Returns False at the end of the answer."""
         if self.is_closed:
             return False
-        yield
+        if not self._arriving:
+            yield
+        if self._arriving:
+            self.buffer += self._arriving.popleft()
         return True
 
     def read_to(self, marks: Sequence[str], on_text: Callable[[str], None]) -> Waiting[str]:
@@ -78,6 +104,8 @@ class TextSource:
         """Return which of the texts comes next, without reading it; "" if none does."""
         while True:
             start = self.buffer.lstrip() if skips_space else self.buffer
+            if len(self.buffer) - len(start) > MAX_SPACE_CHARACTERS:
+                return ""
             found = next((text for text in texts if start.startswith(text)), "")
             if found or not any(text.startswith(start) for text in texts):
                 return found
@@ -96,6 +124,10 @@ class TextSource:
         self.take(len(self.buffer) - len(self.buffer.lstrip()))
 
 
+def _pieces(text: str) -> list[str]:
+    return [text[at : at + PIECE_CHARACTERS] for at in range(0, len(text), PIECE_CHARACTERS)]
+
+
 class ScriptParser:
     """Implements `OutputParser` by a script."""
 
@@ -108,14 +140,14 @@ class ScriptParser:
 
     def push(self, text: str) -> list[TextEvent]:
         if text:
-            self._source.buffer += text
+            self._source.add(text)
             next(self._steps, None)
         return self._writer.take_events()
 
     def finish(self, *, is_cut_off: bool = False) -> list[TextEvent]:
-        self._source.is_closed, self._source.is_cut_off = True, is_cut_off
-        if is_cut_off and self._writer.has_called:
-            self._source.buffer = ""  # the beginning of a mark, or part of a call
+        # The rest is the beginning of a mark, or part of a call.
+        has_part = is_cut_off and self._writer.has_called
+        self._source.end(is_cut_off=is_cut_off, drops_rest=has_part)
         next(self._steps, None)
         self._writer.finish()
         return self._writer.take_events()

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
 
+from baton.engine.structured_output.schemas.subschemas import read_list, resolve_pointer
 from baton.router.text_events.formats.strict_json import strict_loads
 
 ANY_TYPE = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
-MAX_DEPTH = 8
+COMBINING = ("anyOf", "oneOf", "allOf")
+MAX_SCHEMAS = 256  # read for one parameter
 MAX_PYTHON_CHARACTERS = 1 << 14  # of a list or dictionary in Python's notation
 PYTHON_WORDS = {"True": True, "False": False, "None": None}
+
+
+class _Part(NamedTuple):
+    """A schema by itself, and the schemas that apply to the same value."""
+
+    types: frozenset[str]
+    others: Sequence[Any]
 
 
 class ArgumentTypes:
@@ -20,6 +30,7 @@ class ArgumentTypes:
 
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
         self._schemas: dict[str, Mapping[str, Any]] = {}
+        self._parts: dict[int, _Part] = {}  # by the id of the schema
         for tool in tools:
             function = tool.get("function")
             if isinstance(function, Mapping) and isinstance(function.get("name"), str):
@@ -33,33 +44,44 @@ class ArgumentTypes:
         return frozenset(self._schemas)
 
     def of(self, function: str, parameter: str) -> frozenset[str]:
-        """Return the types that the schema allows; all if it does not say."""
-        schema = self._schemas.get(function, {})
-        properties = schema.get("properties")
+        """Return the types that the schema allows; all if it does not say, or is too large."""
+        root = self._schemas.get(function, {})
+        properties = root.get("properties")
         found = properties.get(parameter) if isinstance(properties, Mapping) else None
-        if found is None:
-            found = schema.get("additionalProperties")
-        return frozenset(_types(found, schema, MAX_DEPTH)) or ANY_TYPE
+        pending = [root.get("additionalProperties") if found is None else found]
+        types: set[str] = set()
+        seen: set[int] = set()
+        while pending:
+            schema = pending.pop()
+            if not isinstance(schema, Mapping) or id(schema) in seen:
+                continue
+            if len(seen) == MAX_SCHEMAS:
+                return ANY_TYPE
+            seen.add(id(schema))
+            part = self._part(schema, root)
+            types |= part.types
+            pending += part.others
+        return frozenset(types) or ANY_TYPE
+
+    def _part(self, schema: Mapping[str, Any], root: Mapping[str, Any]) -> _Part:
+        part = self._parts.get(id(schema))
+        if part is None:
+            others = (each for name in COMBINING for each in read_list(schema, name))
+            ref = schema.get("$ref")
+            target = resolve_pointer(root, ref) if isinstance(ref, str) else None
+            part = _Part(_own_types(schema), [target, *islice(others, MAX_SCHEMAS)])
+            self._parts[id(schema)] = part
+        return part
 
 
-def _types(schema: Any, root: Mapping[str, Any], depth: int) -> Iterator[str]:
-    if not isinstance(schema, Mapping) or depth == 0:
-        return
-    types = schema.get("type")
-    yield from (name for name in ([types] if isinstance(types, str) else types or ()))
+def _own_types(schema: Mapping[str, Any]) -> frozenset[str]:
+    given = schema.get("type")
+    types = {each for each in (given, *read_list(schema, "type")) if isinstance(each, str)}
     if "const" in schema:
-        yield _type_of(schema["const"])
-    if types is None and isinstance(schema.get("enum"), list):
-        yield from map(_type_of, schema["enum"])
-    ref = schema.get("$ref")
-    if isinstance(ref, str) and ref.startswith("#/"):
-        part: Any = root
-        for name in ref[2:].split("/"):
-            part = part.get(name) if isinstance(part, Mapping) else None
-        yield from _types(part, root, depth - 1)
-    for keyword in ("anyOf", "oneOf", "allOf"):
-        for branch in schema.get(keyword) or ():
-            yield from _types(branch, root, depth - 1)
+        types.add(_type_of(schema["const"]))
+    if given is None:
+        types.update(map(_type_of, read_list(schema, "enum")))
+    return frozenset(types)
 
 
 def _type_of(value: Any) -> str:

@@ -15,7 +15,7 @@ from baton.router.text_events.formats.strict_json import strict_loads
 from baton.router.text_events.scanning import JsonScan, find_first, held_length
 from baton.router.text_events.script_parser import TextSource, Waiting
 
-MAX_HEAD_CHARACTERS = 1 << 12
+MAX_HEAD_CHARACTERS = 1 << 10  # of a call whose arguments are written as they arrive
 NO_JSON = (ValueError, RecursionError)
 ARGUMENTS = ("arguments", "parameters")
 # Up to the first character of the arguments.

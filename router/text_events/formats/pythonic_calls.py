@@ -5,14 +5,21 @@ from __future__ import annotations
 import ast
 import json
 import re
+from typing import Any
 
 from baton.router.text_events.call_writer import CallWriter
 from baton.router.text_events.script_parser import TextSource, Waiting
 
 MARKS = ("<|python_start|>", "<|python_end|>")
-_BEGINNING = re.compile(r"\[\s*(?:[A-Za-z_][\w.]*\s*(?:\(|$)|$)")
+# Up to the first arguments, or to the end of a text that may get some.
+_BEGINNING = re.compile(r"\[\s*(?:[A-Za-z_][\w.]*\s*(?:(\()|$)|$)")
+_WORDS = re.compile(r"[\w\s]+")
 ERRORS = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
-MAX_CHARACTERS = 1 << 16  # of a list
+JSON_WORDS = {"true": True, "false": False, "null": None}
+MAX_HEAD_CHARACTERS = 1 << 9  # in front of the first arguments
+# Of a list. Each of its values but one takes a sign, and time on the event loop.
+MAX_CHARACTERS = 1 << 16
+MAX_SIGNS = 1 << 12
 
 
 def read_pythonic_calls(source: TextSource, writer: CallWriter) -> Waiting[None]:
@@ -21,11 +28,7 @@ def read_pythonic_calls(source: TextSource, writer: CallWriter) -> Waiting[None]
     yield from source.accept(MARKS[0])
     yield from source.choose("[")
     source.skip_space()
-    text = ""
-    while _BEGINNING.match(source.buffer) and len(source.buffer) <= MAX_CHARACTERS:
-        if not (yield from source.more()):
-            text = source.take(len(source.buffer))
-            break
+    text = yield from _read_list(source)
     calls = _calls_in(text.strip().removesuffix(MARKS[1]).rstrip())
     for name, arguments in calls:
         writer.call(name, arguments)
@@ -34,8 +37,27 @@ def read_pythonic_calls(source: TextSource, writer: CallWriter) -> Waiting[None]
     yield from source.read_to((), writer.text)
 
 
+def _read_list(source: TextSource) -> Waiting[str]:
+    """Read the whole answer, while it can be a list of calls. Returns "" if it cannot."""
+    parts: list[str] = []
+    num_characters, has_begun = 0, False
+    while num_characters <= (MAX_CHARACTERS if has_begun else MAX_HEAD_CHARACTERS):
+        parts.append(source.take(len(source.buffer)))
+        num_characters += len(parts[-1])
+        if not has_begun:
+            beginning = _BEGINNING.match("".join(parts))
+            if beginning is None:
+                return ""
+            has_begun = beginning[1] is not None
+        if not (yield from source.more()):
+            return "".join(parts)
+    return ""
+
+
 def _calls_in(text: str) -> list[tuple[str, str]]:
     """Return the names and arguments of the calls; none if the text is anything else."""
+    if len(_WORDS.sub("", text)) > MAX_SIGNS:
+        return []
     try:
         parsed = ast.parse(text, mode="eval").body
         if not isinstance(parsed, ast.List):
@@ -52,25 +74,34 @@ def _call(node: ast.expr) -> tuple[str, str]:
     for keyword in node.keywords:
         if keyword.arg is None:
             raise ValueError("** is no argument")
-        arguments[keyword.arg] = ast.literal_eval(_without_json_words(keyword.value))
+        arguments[keyword.arg] = _value(keyword.value)
     written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     written.encode()
-    return ast.unparse(node.func), written
+    return _name(node.func), written
 
 
-def _without_json_words(value: ast.expr) -> ast.expr:
-    """Return the value with `true`, `false` and `null` as Python writes them."""
-    words = {"true": True, "false": False, "null": None}
-    for node in ast.walk(value):
-        for field, child in ast.iter_fields(node):
-            children = child if isinstance(child, list) else [child]
-            for index, each in enumerate(children):
-                if isinstance(each, ast.Name) and each.id in words:
-                    constant = ast.Constant(words[each.id])
-                    if isinstance(child, list):
-                        child[index] = constant
-                    else:
-                        setattr(node, field, constant)
-    if isinstance(value, ast.Name) and value.id in words:
-        return ast.Constant(words[value.id])
-    return value
+def _name(node: ast.expr) -> str:
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name):
+        raise ValueError("not the name of a function")
+    return ".".join((node.id, *reversed(parts)))
+
+
+def _value(node: ast.expr | None) -> Any:
+    """Return the value of a literal, in which words of JSON stand for those of Python."""
+    match node:
+        case ast.Constant():
+            return node.value
+        case ast.List() | ast.Tuple():
+            return [_value(each) for each in node.elts]
+        case ast.Dict():
+            pairs = zip(node.keys, node.values, strict=True)
+            return {_value(key): _value(each) for key, each in pairs}
+        case ast.Name() if node.id in JSON_WORDS:
+            return JSON_WORDS[node.id]
+        case ast.UnaryOp():  # a sign in front of a number
+            return ast.literal_eval(node)
+    raise ValueError("not a literal")

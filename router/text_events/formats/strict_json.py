@@ -7,7 +7,7 @@ from decimal import Decimal, InvalidOperation
 from math import isfinite
 from typing import Any, NoReturn
 
-MAX_DIGITS = 4000  # of an integer; Python refuses 4,300
+MAX_DIGITS = 4000  # of all integers that a text gets in place of exponents; Python refuses 4,300
 
 
 def strict_loads(text: str) -> Any:
@@ -15,7 +15,7 @@ def strict_loads(text: str) -> Any:
 
     Numbers beyond doubles, such as 1e999, become integers.
     """
-    value = json.loads(text, parse_constant=_refuse, parse_float=_number)
+    value = json.loads(text, parse_constant=_refuse, parse_float=_Numbers().read)
     json.dumps(value, ensure_ascii=False).encode()  # raises for a lone surrogate
     return value
 
@@ -28,17 +28,24 @@ def has_only_finite_numbers(value: object) -> bool:
     return True
 
 
-def _number(text: str) -> float | int:
-    number = float(text)
-    if isfinite(number):
-        return number
-    try:
-        exact = Decimal(text)
-    except InvalidOperation:  # an exponent of 19 digits
-        raise ValueError(f"{text} is too large") from None
-    if exact.adjusted() >= MAX_DIGITS:
-        raise ValueError(f"{text} is too large")
-    return int(exact)
+class _Numbers:
+    """Reads the numbers of one text."""
+
+    def __init__(self) -> None:
+        self._num_digits_left = MAX_DIGITS
+
+    def read(self, text: str) -> float | int:
+        number = float(text)
+        if isfinite(number):
+            return number
+        try:
+            exact = Decimal(text)
+        except InvalidOperation:  # an exponent of 19 digits
+            raise ValueError(f"{text} is too large") from None
+        self._num_digits_left -= exact.adjusted()
+        if self._num_digits_left <= 0:
+            raise ValueError(f"{text} is too large")
+        return int(exact)
 
 
 def _refuse(constant: str) -> NoReturn:

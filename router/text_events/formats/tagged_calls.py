@@ -98,8 +98,9 @@ class TaggedCalls:
         tags = self._tags
         parts: list[str] = []
         ended = yield from source.read_to(tags.name_ends, parts.append)
-        name = tags.read_name("".join(parts))
-        if not ended or not name or len(name) > MAX_NAME_CHARACTERS:
+        tag = "".join(parts)
+        name = tags.read_name(tag) if ended and len(tag) <= MAX_TAG_CHARACTERS else ""
+        if not name or len(name) > MAX_NAME_CHARACTERS:
             return False
         if ended in (tags.parameter, tags.end):
             source.put_back(ended)
@@ -120,7 +121,7 @@ class TaggedCalls:
     ) -> Waiting[bool]:
         tags = self._tags
         text = yield from source.read_until(*tags.parameter_ends)
-        if text is None:
+        if text is None or len(text) > MAX_TAG_CHARACTERS:
             return False
         if tags.value and not (yield from source.accept(tags.value)):
             return False
@@ -163,7 +164,9 @@ class TaggedCalls:
 
 
 MAX_NAME_CHARACTERS = 256
-_ATTRIBUTE = re.compile(r'([\w-]+)="([^"]*)"')
+MAX_TAG_CHARACTERS = 1 << 12  # with attributes; Python reads no reference of 4,300 digits, &#…;
+# A name begins after another character: tried at each of its own, it would take quadratic time.
+_ATTRIBUTE = re.compile(r'(?<![\w-])([\w-]+)="([^"]*)"')
 # Models leave out end tags: the tags after them, on a line of their own, end the value, too.
 QWEN = CallTags(
     section=("<tool_call>", "</tool_call>"),

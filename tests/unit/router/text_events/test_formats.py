@@ -144,6 +144,7 @@ def test_a_long_text_argument_is_streamed_as_it_arrives() -> None:
         ({"type": "number"}, f"1e{'9' * 20}", f"1e{'9' * 20}"),  # beyond decimals
         ({"type": "array"}, "[1, 2.5, -1e400]", [1, 2.5, -(10**400)]),
         ({"type": "array"}, "[1e4000]", "[1e4000]"),
+        ({"type": "array"}, "[1e3000, 1e3000]", "[1e3000, 1e3000]"),  # 6,000 digits
         ({"type": "array"}, "[NaN]", "[NaN]"),
         ({"type": "array"}, r'["\ud83d"]', r'["\ud83d"]'),
         ({"type": "array"}, r"['\ud83d']", r"['\ud83d']"),
