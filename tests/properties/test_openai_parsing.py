@@ -117,7 +117,13 @@ def test_streamed_calls_are_the_whole_ones_in_each_format(
     assert calls_in(cut) == calls[: len(cut.calls)]
 
 
-@given(texts, parsings)
+# A header of Harmony that is cut off is left out, as long as it is.
+without_headers = parsings.filter(
+    lambda parsing: parsing.tools != "openai" and parsing.reasoning != "openai_gptoss"
+)
+
+
+@given(texts, without_headers)
 def test_text_without_calls_loses_only_the_reasoning_tags(
     fragments: list[str], parsing: Parsing
 ) -> None:
