@@ -41,8 +41,8 @@ ACCEPTED_VALUES: Mapping[str, tuple[object, ...]] = {
 CHAT_FIELDS = (
     *("model", "stream", "temperature", "top_p", "parallel_tool_calls"),
     *("presence_penalty", "frequency_penalty", *BATON_FIELDS),
+    *("prompt_cache_options", "prompt_cache_retention"),
 )
-RETAIN_S = {"in_memory": 0, "24h": 86_400}
 MAX_METADATA = 16
 MAX_METADATA_CHARACTERS = 512
 Positive = Annotated[int, Field(ge=1, le=MAX_INT32)]
@@ -98,6 +98,7 @@ class TextPart(Body):
     text: str
     annotations: Any = None
     logprobs: Any = None
+    prompt_cache_breakpoint: Any = None
 
 
 class NamedFunction(Body):
@@ -143,7 +144,6 @@ class ResponsesBody(Body):
     text: TextOptions = TextOptions()
     include: Texts = Field(default_factory=list)
     stream_options: StreamOptions | None = None
-    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
 
 
 def effective_fields(fields: Mapping[str, Any]) -> dict[str, Any]:

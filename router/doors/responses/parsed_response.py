@@ -10,7 +10,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from baton.core.errors import InvalidRequest
-from baton.router.doors.chats import ChatTurns, with_retain_s, with_thinking
+from baton.router.doors.chats import ChatTurns, with_thinking
 from baton.router.doors.field_names import Renames, renaming_fields
 from baton.router.doors.openai.request.bodies import validate_body
 from baton.router.doors.openai.request.parsed_request import (
@@ -20,7 +20,6 @@ from baton.router.doors.openai.request.parsed_request import (
 )
 from baton.router.doors.responses.bodies import (
     CHAT_FIELDS,
-    RETAIN_S,
     Format,
     NamedFunction,
     ResponsesBody,
@@ -126,8 +125,6 @@ def _options(body: ResponsesBody, fields: Mapping[str, Any]) -> dict[str, Any]:
         options["max_completion_tokens"] = body.max_output_tokens
     if body.text.format is not None:
         options["response_format"] = _response_format(body.text.format)
-    retain_s = RETAIN_S[body.prompt_cache_retention or "in_memory"]
-    options["kv_hints"] = with_retain_s(fields.get("kv_hints", {}), retain_s)
     return options
 
 

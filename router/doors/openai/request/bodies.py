@@ -49,6 +49,9 @@ ACCEPTED_VALUES: Mapping[str, tuple[object, ...]] = {
     "continue_final_message": (False,),
     "add_special_tokens": (),  # supported for text prompts only
 }
+# Seconds for which KV is kept, as hints, by the values of fields.
+RETENTION_S = {"in_memory": 0, "24h": 86_400}
+TTL_S = {"30m": 1_800, "12h": 43_200}
 
 
 class Body(BaseModel):
@@ -67,6 +70,22 @@ class KvHintsBody(Body):
     priority: AnyInt | None = None
     release: bool = False
     prefetch: bool = False
+
+
+class PromptCacheOptions(Body):
+    """Options of chats and Responses. Every prefix is cached, also without them."""
+
+    mode: Literal["implicit", "explicit"] | None = None  # ignored
+    ttl: Literal["30m", "12h"] | None = None
+    prewarm: Literal[False] = False
+    comparison_response_id: str | None = None  # ignored
+
+
+class Prediction(Body):
+    """Text that the answer is likely to repeat. It is ignored, as it affects no answer."""
+
+    type: Literal["content"]
+    content: str | list[dict[str, Any]]
 
 
 class GenerationBody(Body):
@@ -108,6 +127,11 @@ class GenerationBody(Body):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
 
+    @property
+    def retain_s(self) -> float:
+        """Time for which the KV is to be kept, unless hints say otherwise."""
+        return 0.0
+
 
 class CompletionBody(GenerationBody):
     prompt: Any
@@ -131,6 +155,14 @@ class ChatBody(GenerationBody, TemplateFields):
     top_logprobs: Count | None = None
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
+    prompt_cache_options: PromptCacheOptions = PromptCacheOptions()
+    prompt_cache_retention: Literal["in_memory", "24h"] = "in_memory"
+    prediction: Prediction | None = None
+
+    @property
+    def retain_s(self) -> float:
+        ttl = self.prompt_cache_options.ttl
+        return max(RETENTION_S[self.prompt_cache_retention], 0 if ttl is None else TTL_S[ttl])
 
 
 class TokenizeTextBody(Body):

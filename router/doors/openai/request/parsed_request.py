@@ -224,7 +224,7 @@ def _parsed_request(
         model=context.variant,
         priority=body.priority,
         cache_salt=body.cache_salt,
-        kv_hints=KvHints(**dict(body.kv_hints)),
+        kv_hints=_kv_hints(body),
         bad_words=tuple(body.bad_words),
         shown_tokens=text_format.marks,
         reasoning=None if form is None else text_format.reasoning_tokens,
@@ -237,6 +237,13 @@ def _parsed_request(
     field = "" if output_format is None else output_format.field
     options = _response_options(body, num_logprobs, text_format, field)
     return ParsedRequest(tuple(calls), num_each, body.n, options)
+
+
+def _kv_hints(body: GenerationBody) -> KvHints:
+    hints = dict(body.kv_hints)
+    if not hints["release"] and "retain_s" not in body.kv_hints.model_fields_set:
+        hints["retain_s"] = body.retain_s
+    return KvHints(**hints)
 
 
 def _check_num_answers(body: GenerationBody, num_prompts: int, num_each: int) -> None:

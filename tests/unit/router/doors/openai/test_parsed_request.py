@@ -272,6 +272,10 @@ def test_an_invalid_field_is_named(fields: dict[str, Any], field: str) -> None:
             "messages.0.tool_calls.0.function.arguments",
         ),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"prompt_cache_options": {"ttl": "1h"}}, "prompt_cache_options.ttl"),
+        ({"prompt_cache_retention": "1h"}, "prompt_cache_retention"),
+        ({"prediction": {"type": "content"}}, "prediction.content"),
+        ({"prediction": {"type": "text", "content": "a"}}, "prediction.type"),
     ],
 )
 def test_an_invalid_chat_field_is_named(fields: dict[str, Any], field: str) -> None:
@@ -379,9 +383,30 @@ def test_fields_without_effect_on_the_answer_are_accepted() -> None:
         "response_format": {"type": "text"},
         "verbosity": "low",
         "tool_choice": "auto",
+        "prompt_cache_options": {"mode": "explicit"},
+        "prompt_cache_retention": "in_memory",
+        "prediction": {"type": "content", "content": "def f():"},
     }
 
     assert chat(**harmless) == chat()
+    parts = [{"type": "text", "text": "def f():"}]
+    assert chat(prediction={"type": "content", "content": parts}) == chat()
+
+
+@pytest.mark.parametrize(
+    ("fields", "retain_s"),
+    [
+        ({"prompt_cache_retention": "24h"}, 86_400),
+        ({"prompt_cache_options": {"mode": "implicit", "ttl": "30m"}}, 1_800),
+        ({"prompt_cache_options": {"ttl": "30m"}, "prompt_cache_retention": "24h"}, 86_400),
+        ({"prompt_cache_options": {"ttl": "30m"}, "kv_hints": {"retain_s": 5.0}}, 5),
+        ({"prompt_cache_options": {"ttl": "30m"}, "kv_hints": {"release": True}}, 0),
+    ],
+)
+def test_the_lifetime_of_a_prompt_cache_is_how_long_kv_is_retained(
+    fields: dict[str, Any], retain_s: float
+) -> None:
+    assert chat(**fields).calls[0].kv_hints.retain_s == retain_s
 
 
 @pytest.mark.parametrize(

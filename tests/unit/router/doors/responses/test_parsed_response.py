@@ -95,6 +95,15 @@ def test_options_are_those_of_a_chat() -> None:
     assert call_of().fills_context
 
 
+def test_the_lifetime_of_a_prompt_cache_is_how_long_kv_is_retained() -> None:
+    options = {"mode": "explicit", "ttl": "12h", "prewarm": False, "comparison_response_id": "r"}
+    part = {"type": "input_text", "text": "hi", "prompt_cache_breakpoint": {"mode": "explicit"}}
+
+    call = call_of(prompt_cache_options=options, input=[{"role": "user", "content": [part]}])
+
+    assert call.kv_hints == KvHints(retain_s=43_200)
+
+
 def test_functions_of_a_namespace_have_one_name_for_the_model() -> None:
     space = {"type": "namespace", "name": "zoo", "description": "Animals.", "tools": [SEE]}
     custom = {"type": "custom", "name": "free"}
@@ -196,6 +205,12 @@ def test_the_response_repeats_the_request() -> None:
             "text.format",
         ),
         ({"max_output_tokens": 0}, InvalidRequest, "max_output_tokens"),
+        (
+            {"prompt_cache_options": {"prewarm": True}},
+            InvalidRequest,
+            "prompt_cache_options.prewarm",
+        ),
+        ({"prompt_cache_retention": "1h"}, InvalidRequest, "prompt_cache_retention"),
         ({"temperature": -1}, InvalidRequest, "temperature"),
         ({"metadata": {"k": "v" * 513}}, InvalidRequest, "metadata.k"),
         ({"n": 2}, InvalidRequest, "n"),
