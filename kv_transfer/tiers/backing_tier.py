@@ -28,7 +28,7 @@ from baton.kv_transfer.tiers.copy_pace import CopyPace, PacedWork
 from baton.kv_transfer.tiers.dropped_names import DroppedNames
 from baton.kv_transfer.tiers.host_tier import HostBlock, HostTier
 from baton.kv_transfer.tiers.kv_access import KvAccess, ReadTarget
-from baton.kv_transfer.tiers.stores.block_store import BlockStore
+from baton.kv_transfer.tiers.stores.block_store import BlockStore, BlockUnusable
 from baton.kv_transfer.tiers.tier_status import LoadTimes, Outage, TierCounters, TierStatus
 from baton.kv_transfer.tiers.write_queue import QueuedWrite, WriteQueue
 
@@ -295,6 +295,8 @@ class BackingTier:
                 self._store.write(write.name, *source, write.hints)
             self._writing.note_success()
             return True
+        except BlockUnusable:
+            return False
         except OSError as error:
             self._writing.note_error(error)
             return False
@@ -347,6 +349,9 @@ class BackingTier:
                 kv.fill(block_id, target)
                 self._promote(pending, name, target, digest)
                 return self._clock() - began_s
+        except BlockUnusable as error:
+            logger.warning("a block of the %s tier is skipped: %s", self.name, error)
+            return None
         except OSError as error:
             self._reading.note_error(error)
             return None

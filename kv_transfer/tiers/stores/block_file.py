@@ -78,8 +78,9 @@ def write_block(
     try:
         with part.open("wb", buffering=0) as file:
             file.write(pack_header(name, digest, memory.block_bytes))
-            if file.write(memory.view(block)) != memory.block_bytes:
-                raise OSError("the disk took only a part of the block")
+            rest = memory.view(block)
+            while rest:  # a write may be short, and then the next one says why
+                rest = rest[file.write(rest) :]
         part.rename(path)
     except OSError:
         part.unlink(missing_ok=True)

@@ -15,11 +15,15 @@ from baton.kv_transfer.tiers.eviction import EvictionOrder
 from baton.kv_transfer.tiers.stores.stored_blocks import HEADER_BYTES, REMOVED, block_of
 
 
+class BlockUnusable(OSError):
+    """One block cannot be read or written, which says nothing about others."""
+
+
 class BlockStore(ABC):
     """Blocks by name, which outlive the process and may be shared with others.
 
     One thread uses it, except for `holds`, and for `read` and `write` where several blocks are read
-    or written at a time. What fails raises OSError.
+    or written at a time. What fails raises OSError: BlockUnusable if the store works otherwise.
     """
 
     def __init__(

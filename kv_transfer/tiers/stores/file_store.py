@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from errno import EDQUOT, ENOSPC
 from pathlib import Path
 
 from baton.core.errors import InvalidConfig
@@ -23,7 +24,7 @@ from baton.core.ids import BlockName
 from baton.core.kv_hints import NO_HINTS, SHARED, BlockHints, Tenant
 from baton.kv_transfer.tiers.block_memory import BlockMemory
 from baton.kv_transfer.tiers.stores.block_file import BlockTime, read_block, write_block
-from baton.kv_transfer.tiers.stores.block_store import BlockStore
+from baton.kv_transfer.tiers.stores.block_store import BlockStore, BlockUnusable
 from baton.kv_transfer.tiers.stores.folder_checks import (
     FOLDER_MODE,
     check_blocks_owner,
@@ -46,6 +47,8 @@ from baton.kv_transfer.tiers.stores.stored_blocks import (
     stem_of,
 )
 
+DISK_FULL = (ENOSPC, EDQUOT)
+MAX_WRITES = 8  # of a block, while the disk is full: before each one but the first, room is made
 PART_AGE_S = 3600.0  # of what processes left that were killed while they wrote a block
 
 
@@ -71,6 +74,7 @@ class FileStore(BlockStore):
         self._max_bytes = max_bytes
         self._others = OtherNamespaces(self._folder, self._journals.now)
         self._is_open = False
+        self._is_unreadable = False  # the last file that was read
         with suppress(OSError):
             self._open()
 
@@ -110,9 +114,13 @@ class FileStore(BlockStore):
         except FileNotFoundError:
             self._forget(name)
             return None
-        except OSError:
+        except OSError as error:
             self._forget(name)  # so that one bad file fails only once
-            raise
+            if self._is_unreadable:  # two in a row: it is the folder
+                raise
+            self._is_unreadable = True
+            raise BlockUnusable(*error.args, str(path)) from error
+        self._is_unreadable = False
         if digest is None:
             self._remove_damaged(name)
             return None
@@ -128,20 +136,19 @@ class FileStore(BlockStore):
         digest: bytes,
         hints: BlockHints = NO_HINTS,
     ) -> None:
-        """Write a block, unless its file is there. Raises OSError if that fails."""
+        """Write a block, unless its file is there. Others are evicted while the disk is full.
+
+        Raises OSError if that fails.
+        """
         self._must_be_open()
-        path = self._path(name, hints.tenant)
-        now = self._clock()
-        is_there = path.exists()
-        if not is_there:
-            self._make_room(1, hints.tenant, now)
-            path.parent.mkdir(exist_ok=True)
-            part = path.with_name(f"{self._journals.process}{PART_SUFFIX}")
-            write_block(path, part, name, memory, block, digest)
-        self._add(name, hints, now)
-        self._keep_hints(name, hints, now)
-        if not is_there:
-            self._journals.note(WRITTEN, path.stem)
+        for num_left in reversed(range(MAX_WRITES)):
+            try:
+                self._write(name, memory, block, digest, hints)
+                return
+            except OSError as error:
+                may_repeat = error.errno in DISK_FULL and num_left
+                if not (may_repeat and self._free_space(hints.tenant, self._clock())):
+                    raise
 
     def use(self, names: Iterable[BlockName], hints: BlockHints) -> None:
         """A use without hints is forgotten at a restart: it costs no system call."""
@@ -191,6 +198,28 @@ class FileStore(BlockStore):
         make_private(self._folder.parent)
         self._folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
 
+    def _write(
+        self, name: BlockName, memory: BlockMemory, block: int, digest: bytes, hints: BlockHints
+    ) -> None:
+        path = self._path(name, hints.tenant)
+        now = self._clock()
+        is_there = path.exists()
+        if not is_there:
+            self._make_room(1, hints.tenant, now)
+            self._make_subfolder(path.parent)
+            part = path.with_name(f"{self._journals.process}{PART_SUFFIX}")
+            write_block(path, part, name, memory, block, digest)
+        self._add(name, hints, now)
+        self._keep_hints(name, hints, now)
+        if not is_there:
+            self._journals.note(WRITTEN, path.stem)
+
+    def _make_subfolder(self, path: Path) -> None:
+        try:
+            path.mkdir(exist_ok=True)
+        except FileExistsError as error:  # not ours
+            raise BlockUnusable(*error.args, str(path)) from error
+
     def _delete_old_parts(self) -> None:
         oldest_s = time.time() - PART_AGE_S
         for path in self._folder.glob(f"??/*{PART_SUFFIX}"):
@@ -220,11 +249,22 @@ class FileStore(BlockStore):
         while len(self.order) + num_new > self._num_allowed or (
             num_new and self.order.is_full_for(tenant)
         ):
-            name = self._next_victim(tenant, now)
-            if name is None:
+            if not self._evict(tenant, now):
                 return
-            self._delete(name, self._path_of(name))
-            self.order.num_evicted += 1
+
+    def _free_space(self, tenant: Tenant, now: float) -> bool:
+        """Delete a block, an unused one of another namespace if possible. False: none may be."""
+        num_bytes = self._others.num_bytes
+        self._others.make_room(num_bytes - 1)
+        return self._others.num_bytes < num_bytes or self._evict(tenant, now)
+
+    def _evict(self, tenant: Tenant, now: float) -> bool:
+        name = self._next_victim(tenant, now)
+        if name is None:
+            return False
+        self._delete(name, self._path_of(name))
+        self.order.num_evicted += 1
+        return True
 
     def _delete(self, name: BlockName, path: Path) -> None:
         path.unlink(missing_ok=True)
@@ -280,7 +320,7 @@ class FileStore(BlockStore):
     def _files_in(self, folder: Path) -> Iterator[tuple[Path, BlockName, Tenant]]:
         try:
             names = os.listdir(folder)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return
         for name in names:
             with suppress(ValueError):  # not ours

@@ -570,6 +570,22 @@ def test_an_unreadable_store_is_not_queried_until_it_works(
     assert caplog.text.count("Input/output error") == 1
 
 
+def test_an_unreadable_file_costs_only_its_block(
+    files: Backing, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with files.world() as it:
+        it.store(*range(6))
+    [path] = tmp_path.glob(f"*/??/{name_of(2).hex()}.kv")
+    path.unlink()
+    path.mkdir()
+    with files.world() as it:
+        assert it.load([*range(6)], into=8) == (FILE, FILE, None, FILE, FILE, FILE)
+        assert it.is_usable(FILE)
+        assert not it.holds(2)
+        assert it.counters(FILE).num_failed_loads == 1
+    assert f"{name_of(2).hex()}.kv" in caplog.text
+
+
 def test_a_node_starts_without_its_folder_and_uses_it_once_it_works(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,17 +7,24 @@ import resource
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from errno import ENOSPC
 from pathlib import Path
 from time import time
+from typing import Any
 
 import pytest
 
 from baton.core.errors import InvalidConfig
+from baton.core.ids import BlockName
 from baton.core.kv_hints import NO_HINTS, BlockHints, tenant_of
-from baton.kv_transfer.tiers.stores import journal_files
+from baton.kv_transfer.tiers.stores import file_store, journal_files
+from baton.kv_transfer.tiers.stores.block_file import write_block
+from baton.kv_transfer.tiers.stores.block_store import BlockUnusable
 from baton.kv_transfer.tiers.stores.file_store import FileStore
 from tests.support.block_stores import LIMIT, STORED_BYTES, FolderWorld
 from tests.support.tier_memory import BLOCK_BYTES, OwnedMemory, name_of
+
+NUM_ON_DISK = 4
 
 
 def tier(
@@ -55,6 +62,19 @@ def files_limited_to(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folder on a disk with room for the files of NUM_ON_DISK blocks."""
+
+    def write_if_there_is_room(path: Path, part: Path, *block: Any) -> None:
+        if len(list(tmp_path.glob("*/??/*"))) >= NUM_ON_DISK:
+            raise OSError(ENOSPC, "No space left on device")
+        write_block(path, part, *block)
+
+    monkeypatch.setattr(file_store, "write_block", write_if_there_is_room)
+    return tmp_path
 
 
 def test_other_users_cannot_read_the_files(tmp_path: Path) -> None:
@@ -261,7 +281,7 @@ def test_a_failed_write_leaves_no_file(tmp_path: Path, num_bytes: int) -> None:
     memory = OwnedMemory(3)
     files = tier(tmp_path)
     write(files, memory, 2)
-    with files_limited_to(num_bytes), pytest.raises(OSError, match=r"File too large|only a part"):
+    with files_limited_to(num_bytes), pytest.raises(OSError, match="File too large"):
         write(files, memory, 1)
     assert not files.holds(name_of(1))
     assert FolderWorld(tmp_path).stored() == {name_of(2).hex()}
@@ -297,17 +317,83 @@ def test_an_emptied_folder_is_used_again(tmp_path: Path) -> None:
     assert tier(tmp_path).read(name_of(2), memory.blocks, 0) is not None
 
 
+def make_unreadable(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
 def test_an_unreadable_file_fails_only_once(tmp_path: Path) -> None:
     memory = OwnedMemory(2)
     files = tier(tmp_path)
     write(files, memory, 1)
-    path = file_of(tmp_path, 1)
-    path.unlink()
-    path.mkdir()
+    make_unreadable(file_of(tmp_path, 1))
 
-    with pytest.raises(IsADirectoryError):
+    with pytest.raises(BlockUnusable, match=r"Is a directory.*\.kv"):
         files.read(name_of(1), memory.blocks, 0)
     assert not files.holds(name_of(1))
+
+
+def test_unreadable_files_in_a_row_are_an_error_of_the_folder(tmp_path: Path) -> None:
+    memory = OwnedMemory(7)
+    files = tier(tmp_path)
+    for number in range(1, 7):
+        write(files, memory, number)
+    for number in (1, 3, 4, 5):
+        make_unreadable(file_of(tmp_path, number))
+
+    seen: list[type[Exception] | None] = []
+    for number in range(1, 7):
+        try:
+            assert files.read(name_of(number), memory.blocks, 0) is not None
+            seen.append(None)
+        except OSError as error:
+            seen.append(type(error))
+
+    others = [BlockUnusable, IsADirectoryError, IsADirectoryError, None]
+    assert seen == [BlockUnusable, None, *others]
+
+
+def test_a_file_in_place_of_a_subfolder_only_costs_the_blocks_of_that(tmp_path: Path) -> None:
+    memory = OwnedMemory(4)
+    files = tier(tmp_path)
+    write(files, memory, 1)
+    file_of(tmp_path, 1).parents[1].joinpath("ab").touch()
+    in_it = BlockName(b"\xab" + name_of(2)[1:])
+
+    again = tier(tmp_path)
+
+    with pytest.raises(BlockUnusable, match="File exists"):
+        again.write(in_it, memory.blocks, 2, memory.blocks.digest(2))
+    write(again, memory, 3)
+    assert held(again, 1, 3) == [True, True]
+    again.remove(in_it)
+    again.clear()
+    assert FolderWorld(tmp_path).stored() == set()
+
+
+def test_blocks_are_evicted_while_the_disk_is_full(small_disk: Path) -> None:
+    """Others use it, too, so that the limit of the folder is beyond the end of the disk."""
+    memory = OwnedMemory(12)
+    files = tier(small_disk)
+    write(files, memory, 1, BlockHints(retain_s=3600.0))
+    for number in range(2, 12):
+        write(files, memory, number)
+
+    newest = range(12 - (NUM_ON_DISK - 1), 12)
+    assert [number for number in range(1, 12) if files.holds(name_of(number))] == [1, *newest]
+    assert FolderWorld(small_disk).stored() == {name_of(number).hex() for number in (1, *newest)}
+    assert files.order.num_evicted == 11 - NUM_ON_DISK
+    assert tier(small_disk).read(name_of(11), memory.blocks, 0) is not None
+
+
+def test_a_full_disk_without_blocks_to_evict_is_an_error(small_disk: Path) -> None:
+    memory = OwnedMemory(12)
+    files = tier(small_disk)
+    for number in range(NUM_ON_DISK):
+        write(files, memory, number, BlockHints(retain_s=3600.0))
+    with pytest.raises(OSError, match="No space left"):
+        write(files, memory, 9)
+    assert len(FolderWorld(small_disk).stored()) == NUM_ON_DISK
 
 
 def journals_of(folder: Path) -> list[Path]:
