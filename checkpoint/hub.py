@@ -17,6 +17,7 @@ from baton.core.errors import ModelError
 
 # Weights in other formats are not downloaded.
 WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+CONNECT_TIMEOUT_S = 10
 GGUF_MAGIC = b"GGUF"
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")  # and a quantization of GGUF
 
@@ -126,15 +127,22 @@ def _download(name: str, quantization: str, cache: Path | None) -> Path:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    # Connections fail with the HTTP library's error, the first base of the hub's.
+    failures = (*HfHubHTTPError.__bases__, HFValidationError, LocalEntryNotFoundError)
     try:
-        names = HfApi().list_repo_files(name)
+        # One request, without the retries of `list_repo_files`.
+        about = HfApi().model_info(name, timeout=CONNECT_TIMEOUT_S)
+        names = [each.rfilename for each in about.siblings or ()]
         is_folder = not quantization and any(each.endswith(".safetensors") for each in names)
         files = None if is_folder else choose_files(name, names, quantization)
         wanted = list(WANTED_FILES) if files is None else [escape(file) for file in files]
         found = Path(snapshot_download(name, cache_dir=cache, allow_patterns=wanted))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except failures as error:
         reason = next(iter(str(error).strip().splitlines()), repr(error))
-        raise ModelError(f"{_not_found(name)}; the download failed: {reason}") from error
+        raise ModelError(
+            f"{_not_found(name)}; the download failed: {reason}. Without a connection to "
+            "the hub, name its folder or GGUF file instead"
+        ) from error
     return found if files is None else found / files[0]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.model_hub import ModelHub
+from tests.support.model_hub import ClosingServer, ModelHub
 
 REPOSITORY = "maker/model-GGUF"
 PARTS = tuple(f"BF16/model-BF16-0000{part}-of-00002.gguf" for part in (1, 2))
@@ -41,7 +41,7 @@ def hub() -> Iterator[ModelHub]:
         yield running
 
 
-def start(hub: ModelHub, cache: Path, *names: str) -> subprocess.Popen[str]:
+def start(hub: ModelHub | ClosingServer, cache: Path, *names: str) -> subprocess.Popen[str]:
     """Start a process that resolves names, and prints a path or an error for each."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environment = {**kept, "HF_ENDPOINT": hub.url, "HF_HOME": str(cache / "home")}
@@ -51,7 +51,7 @@ def start(hub: ModelHub, cache: Path, *names: str) -> subprocess.Popen[str]:
     )
 
 
-def resolve(hub: ModelHub, cache: Path, *names: str) -> list[str]:
+def resolve(hub: ModelHub | ClosingServer, cache: Path, *names: str) -> list[str]:
     with start(hub, cache, *names) as process:
         output, _ = process.communicate()
     return output.splitlines()
@@ -72,6 +72,23 @@ def test_names_with_a_quantization_download_their_files_once(hub: ModelHub, tmp_
     assert [*again, offline] == [first, parts, first]
     assert "no model 'maker/unknown' in the Hugging Face cache; the download failed" in unknown
     assert sorted(hub.downloads) == [(PARTS[0], 0), (PARTS[1], 0), ("model-Q4_K_M.gguf", 0)]
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_hub_that_cannot_be_reached_is_one_line_without_retries(
+    tmp_path: Path, is_open: bool
+) -> None:
+    """The port is closed, or each connection ends at once."""
+    with ClosingServer() as server:
+        if not is_open:
+            server.close()
+
+        lines = resolve(server, tmp_path, f"{REPOSITORY}:Q8_0")
+
+    [line] = lines
+    assert f"no model '{REPOSITORY}' in the Hugging Face cache; the download failed" in line
+    assert line.endswith("name its folder or GGUF file instead")
+    assert server.num_connections <= 2 * is_open  # huggingface_hub sends a request of its own, too
 
 
 def test_a_folder_in_the_cache_needs_no_hub(hub: ModelHub, tmp_path: Path) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import socket
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
+from typing import Self
 from urllib.parse import unquote, urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -57,6 +60,35 @@ class ModelHub:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
+
+
+class ClosingServer:
+    """Closes each connection as soon as it is made."""
+
+    def __init__(self) -> None:
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
+        self.num_connections = 0
+        self._thread = threading.Thread(target=self._accept)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        with suppress(OSError):  # closed before
+            self._listening.shutdown(socket.SHUT_RDWR)  # ends `accept`
+        self._thread.join()
+        self._listening.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                self._listening.accept()[0].close()
+                self.num_connections += 1
 
 
 class _Handler(BaseHTTPRequestHandler):
