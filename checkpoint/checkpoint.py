@@ -25,10 +25,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """Contents of generation_config.json: EOS tokens and default sampling parameters."""
+    """EOS tokens and default sampling parameters of a model's files."""
 
     eos_token_ids: tuple[int, ...] = ()
     sampling: SamplingDefaults = NO_SAMPLING_DEFAULTS
+    is_sampling_assumed: bool = False  # the files recommend none
 
 
 @dataclass(frozen=True, slots=True)

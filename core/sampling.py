@@ -152,7 +152,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Default sampling parameters of a model, from its generation_config.json; None: not set."""
+    """Default sampling parameters of a model, from its files; None: not set."""
 
     temperature: float | None = None
     top_p: float | None = None

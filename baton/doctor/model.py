@@ -52,6 +52,7 @@ def check_model_folder(
         return
     yield ok("model", str(checkpoint.path))
     yield _tokenizer(checkpoint)
+    yield _sampling(checkpoint)
     yield from _weights(checkpoint, kv_bytes, kv_cache_dtype, adapters)
 
 
@@ -79,6 +80,18 @@ def _tokenizer(checkpoint: Checkpoint) -> Finding:
     if tokenizer.has_chat_template:
         return ok("tokenizer", found)
     return warn("tokenizer", found, "chats need --plain; text and token ids work")
+
+
+def _sampling(checkpoint: Checkpoint) -> Finding:
+    """Show the sampling parameters of requests that choose none."""
+    try:
+        defaults = checkpoint.read_generation_defaults()
+    except ModelError as error:
+        return fail("sampling", str(error), "correct the file, or fetch it again")
+    found = ", ".join(f"{name} {value}" for name, value in defaults.sampling.given.items())
+    if defaults.is_sampling_assumed:
+        found += ": llama.cpp's, as the file recommends none"
+    return ok("sampling", f"{found or 'the model recommends nothing: temperature 1'}")
 
 
 def _weights(

@@ -28,6 +28,8 @@ ENDS_OF_TURN = frozenset(
 CONTROL = 3
 IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 SAMPLING = "general.sampling"
+# Those of llama.cpp, for files that recommend none.
+ASSUMED_SAMPLING = SamplingDefaults(temperature=0.8, top_p=0.95, min_p=0.05)
 POOLING_TYPES = {1: PoolingKind.MEAN, 2: PoolingKind.CLS, 3: PoolingKind.LAST}
 
 
@@ -43,7 +45,9 @@ def read_generation_defaults(file: GgufFile) -> GenerationDefaults:
         defaults.params()
     except InvalidRequest as error:
         raise ModelError(f"{file.path}: {SAMPLING}: {error}") from error
-    return GenerationDefaults(_eos_ids(file), defaults)
+    is_assumed = not defaults.given
+    sampling = ASSUMED_SAMPLING if is_assumed else defaults
+    return GenerationDefaults(_eos_ids(file), sampling, is_assumed)
 
 
 def read_pooling(file: GgufFile) -> Pooling | None:

@@ -40,7 +40,7 @@ def _read(path: Path | None) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """None: the default of the model's generation_config.json."""
+    """None: the default of the model."""
 
     max_tokens: MaxTokens = 128
     min_tokens: Annotated[

@@ -11,6 +11,7 @@ import torch
 
 from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.core.units import format_bytes
+from baton.demo_model import demo_model
 from baton.doctor.findings import Finding, Status
 from baton.doctor.folders import folder_finding
 from baton.doctor.machine import (
@@ -44,6 +45,7 @@ from baton.doctor.tiers import KvShapeFacts, check_tiers, rate_finding
 from baton.doctor.wire import MeasuredPath, failure_finding, speed_finding
 from baton.engine.runner.adapters.places import AdapterPlaces
 from baton.engine.runner.families.read_config import read_model_config
+from tests.support.gguf_files import write_gguf
 from tests.support.random_folders import small_folder
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -253,6 +255,32 @@ def test_a_latent_cache_takes_one_key_per_token_and_layer(tmp_path: Path) -> Non
     found = {one.check: one.found for one in check_model_folder(str(tmp_path), 4 * MIB)}
 
     assert f"({2 * (32 + 8) * 4} bytes a token" in found["room"]
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        ('{"temperature": 0.6, "top_k": 20}', "temperature 0.6, top_k 20"),
+        ("{}", "the model recommends nothing: temperature 1"),
+    ],
+)
+def test_the_sampling_parameters_that_a_model_recommends_are_shown(
+    tmp_path: Path, generation: str, expected: str
+) -> None:
+    small_folder(tmp_path, "qwen3-30b-a3b", num_experts=8)
+    (tmp_path / "generation_config.json").write_text(generation)
+    found = {one.check: one.found for one in check_model_folder(str(tmp_path), 4 * MIB)}
+
+    assert found["sampling"] == expected
+
+
+def test_a_gguf_file_that_recommends_no_sampling_parameters_is_shown_with_those_assumed(
+    tmp_path: Path,
+) -> None:
+    file = write_gguf(Path(demo_model()), tmp_path / "model.gguf").path
+    found = {one.check: one.found for one in check_model_folder(str(file), 4 * MIB)}
+
+    assert found["sampling"].startswith("temperature 0.8, top_p 0.95, min_p 0.05: llama.cpp's")
 
 
 def test_a_kv_cache_smaller_than_the_model_context_is_a_warning() -> None:
