@@ -101,7 +101,7 @@ def chaos(
     lists and ids, ambiguous grammars, hundreds of idle connections, links to dead peers, floods of
     the KV event sockets, damaged adapters, more adapters than places, growing histories and
     mutated requests. Meanwhile bystander streams must
-    have no gap and /health no latency above 1 s, except during other faults. `--kinds hostile`
+    have no gap and /live no latency above 1 s, except during other faults. `--kinds hostile`
     injects no other faults.
 
     Exit code 1 if an answer was wrong, a request hung or was lost, something leaked, or a
@@ -236,12 +236,12 @@ def _show(found: Report, bench: ChaosBench) -> None:
 def _show_bystanders(found: BystanderLatencies) -> None:
     named = {
         "worst gap": found.worst_gap_s,
-        "worst /health": found.worst_health_s,
+        "worst /live": found.worst_health_s,
         "worst gap without an attack": found.worst_quiet_gap_s,
-        "worst /health without an attack": found.worst_quiet_health_s,
+        "worst /live without an attack": found.worst_quiet_health_s,
         "worst lag of the measuring process": found.worst_lag_s,
     }
-    counts = f"{found.num_gaps} gaps, {found.num_health} /health requests; 0: below 0.1 s"
+    counts = f"{found.num_gaps} gaps, {found.num_health} /live requests; 0: below 0.1 s"
     show_table(f"bystanders: {counts}", [{"what": n, "s": s} for n, s in named.items()])
     if found.by_attack:
         show_table("during attacks", [asdict(one) for one in found.by_attack])

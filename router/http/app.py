@@ -27,8 +27,8 @@ from baton.rpc.security.token_gate import ignore_refusal
 from baton.rpc.status import reason_of
 
 # Probes send no tokens.
-HEALTH, READY, PING = "/health", "/ready", "/ping"
-PATHS_WITHOUT_TOKEN = frozenset({HEALTH, READY, PING})
+LIVE, HEALTH, READY, PING = "/live", "/health", "/ready", "/ping"
+PATHS_WITHOUT_TOKEN = frozenset({LIVE, HEALTH, READY, PING})
 API_KEY = "x-api-key"  # header of Anthropic's clients for the token
 
 # Takes the Accept header. Returns the metrics and their content type.
@@ -44,24 +44,29 @@ class Probes:
     @property
     def routes(self) -> list[Route]:
         return [
-            Route(HEALTH, self._is_alive),
-            Route(READY, self._is_ready),
+            Route(LIVE, self._report_liveness),
+            Route(HEALTH, self._report_readiness),
+            Route(READY, self._report_readiness),
             Route(PING, self._ping, methods=["GET", "POST"]),
             Route("/load", self._load),
             Route("/metrics", self._metrics),
             Route("/version", self._version),
         ]
 
-    async def _is_alive(self, _request: Request) -> Response:
+    @property
+    def _is_ready(self) -> bool:
+        """True unless the router drains or has no nodes yet."""
+        return self.health.is_ready and not self.pipeline.is_draining
+
+    async def _report_liveness(self, _request: Request) -> Response:
         return _probe_response(self.health.is_alive)
 
-    async def _is_ready(self, _request: Request) -> Response:
-        """Ready unless the router drains or has no nodes yet."""
-        return _probe_response(self.health.is_ready and not self.pipeline.is_draining)
+    async def _report_readiness(self, _request: Request) -> Response:
+        return _probe_response(self._is_ready)
 
     async def _ping(self, _request: Request) -> Response:
         """Answer as vLLM does for SageMaker, which expects an empty body."""
-        return Response(status_code=200 if self.health.is_alive else 503)
+        return Response(status_code=200 if self._is_ready else 503)
 
     async def _load(self, _request: Request) -> Response:
         """Return the number of requests that wait or are computed, under vLLM's name."""

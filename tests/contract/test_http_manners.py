@@ -63,6 +63,20 @@ def test_a_request_without_a_token_is_refused_with_a_request_id() -> None:
     over_http(scenario, tokens=AcceptedTokens(("secret",)))
 
 
+def test_a_router_without_nodes_is_alive_but_cannot_serve() -> None:
+    async def scenario(router: HttpRouter, client: Any) -> None:
+        paths = ("/live", "/health", "/ready", "/ping")
+        for is_ready, status in ((False, 503), (True, 200)):
+            await router.health.set_ready(is_ready)
+
+            statuses = [(await client.get(path)).status_code for path in paths]
+
+            assert statuses == [200, status, status, status]
+            assert (await client.post("/ping")).status_code == status
+
+    over_http(scenario)
+
+
 def test_pages_of_other_origins_are_not_answered_by_default() -> None:
     async def scenario(_router: HttpRouter, client: Any) -> None:
         answer = await client.get("/v1/models", headers={"origin": PAGE})

@@ -553,12 +553,12 @@ def test_a_draining_router_finishes_its_streams_and_refuses_new_requests() -> No
 
         with pytest.raises(openai.InternalServerError) as refusal:
             await client.completions.create(**parameters)
-        ready, alive = [
+        ready, health, alive = [
             (await client._client.get(router.url + path)).status_code
-            for path in ("/ready", "/health")
+            for path in ("/ready", "/health", "/live")
         ]
         assert refusal.value.code == "DRAINING"
-        assert (ready, alive) == (503, 200)
+        assert (ready, health, alive) == (503, 503, 200)
         assert not draining.done()
         await stream.close()
         await draining
@@ -576,9 +576,10 @@ def test_requests_without_a_valid_token_are_refused() -> None:
             assert [model.id async for model in friend.models.list()] == ["tiny"]
         statuses = {
             path: (await stranger._client.get(router.url + path)).status_code
-            for path in ("/health", "/ready", "/metrics", "/nowhere")
+            for path in ("/health", "/live", "/ready", "/metrics", "/nowhere")
         }
-        assert statuses == {"/health": 200, "/ready": 200, "/metrics": 401, "/nowhere": 401}
+        open_paths = dict.fromkeys(("/health", "/live", "/ready"), 200)
+        assert statuses == {**open_paths, "/metrics": 401, "/nowhere": 401}
 
     through_the_door(scenario, tokens=AcceptedTokens(("sesame",)))
 

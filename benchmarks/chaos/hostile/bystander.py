@@ -1,4 +1,4 @@
-"""Bystander process of a chaos run: streams answers, polls `/health` and reports latencies.
+"""Bystander process of a chaos run: streams answers, polls `/live` and reports latencies.
 
 It is a process of its own, since the process that injects faults and checks answers is busy.
 Reports are JSON lines on standard output with monotonic times, which all processes share.
@@ -36,7 +36,7 @@ class Wait(Enum):
     FIRST_TOKEN = "first token"
     HEALTH = "health"
     LAG = "lag"  # event-loop lag of this process
-    FAILURE = "failure"  # of a stream or /health, with its reason
+    FAILURE = "failure"  # of a stream or /live, with its reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +91,14 @@ class Bystander:
                 async with asyncio.timeout(PATIENCE_S):
                     reading, writing = await asyncio.open_connection(host, int(port))
                     try:
-                        writing.write(
-                            b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
-                        )
+                        writing.write(b"GET /live HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
                         reply = await reading.read()
                     finally:
                         writing.close()
                 if not reply.startswith(b"HTTP/1.1 200"):
-                    reason = f"/health: {reply[:20]!r}"
+                    reason = f"/live: {reply[:20]!r}"
             except (OSError, TimeoutError) as error:
-                reason = f"/health: {type(error).__name__}"
+                reason = f"/live: {type(error).__name__}"
             kind = Wait.FAILURE if reason else Wait.HEALTH
             self._note(kind, began_s, time.monotonic(), reason)
             await asyncio.sleep(HEALTH_EVERY_S)

@@ -375,10 +375,10 @@ def test_waits_during_other_faults_do_not_count_against_the_limit() -> None:
 
 
 def test_a_failed_bystander_misses_the_latency_bound() -> None:
-    found = bystander_latencies([waited(Wait.FAILURE, 11.0, 11.1, "/health: 503")], {}, [])
+    found = bystander_latencies([waited(Wait.FAILURE, 11.0, 11.1, "/live: 503")], {}, [])
 
     [missed] = found.missed
-    assert "/health: 503" in missed
+    assert "/live: 503" in missed
     assert "nothing" in missed
 
 
