@@ -199,6 +199,7 @@ def _build_card(
         has_labels=runner.info.has_labels,
         generates=runner.info.can_generate,
         logprobs_mode=options.runner.logprobs_mode,
+        kernels=runner.info.kernels,
         max_loras=scheduler.config.max_loras,
     )
 

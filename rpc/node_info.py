@@ -47,6 +47,7 @@ class NodeCard:
     generates: bool = True
     max_loras: int = 0  # different adapters in a batch; 0: it serves none
     logprobs_mode: str = RAW_LOGPROBS
+    kernels: str = ""  # that compute the model, such as avx512bf16 or torch; empty: not reported
 
     @property
     def max_sequence_length(self) -> int:
@@ -173,6 +174,7 @@ class NodeStatus:
     adapters: NodeAdapters = NO_ADAPTERS
     max_loras: int = 0
     reason: str = ""  # why a vLLM server is not used, or not with all decode nodes
+    kernels: str = ""
 
 
 CARD = Mapper(NodeCard, node_pb2.GetNodeResponse)

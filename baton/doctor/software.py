@@ -24,6 +24,9 @@ from baton.kv_transfer.transports.base import UcxConfig
 from baton.kv_transfer.transports.nixl import moves_device_memory
 from baton.writable import folder_error
 
+UNTIL_THEN = (
+    "until then, torch is used, which gives other tokens than nodes with kernels now and then"
+)
 NVIDIA = Path("/proc/driver/nvidia/version")
 
 
@@ -45,15 +48,11 @@ def kernels_finding(
         return ok("kernels", f"{variant}, in {library.parent}")
     trouble = None if cache is None else folder_error(cache)
     if compiler is not None and trouble is not None:
-        advice = (
-            "set XDG_CACHE_HOME, or set BATON_KERNELS to built libraries; until then, torch is used"
-        )
+        advice = f"set XDG_CACHE_HOME, or set BATON_KERNELS to built libraries; {UNTIL_THEN}"
         return warn("kernels", f"{variant}, not built: {trouble}", advice)
     if compiler is not None:
         return ok("kernels", f"{variant}, to be built by {compiler} when a model is first loaded")
-    advice = (
-        "install a C++ compiler, or set BATON_KERNELS to built libraries; until then, torch is used"
-    )
+    advice = f"install a C++ compiler, or set BATON_KERNELS to built libraries; {UNTIL_THEN}"
     return warn("kernels", f"{variant}, not built, and no compiler is here", advice)
 
 

@@ -87,7 +87,7 @@ def load_runner(
         on_progress,
         None if adapters is None else adapters.active,
     )
-    info = _describe(config, checkpoint, model, weights.fingerprint, defaults, parts.numerics)
+    info = _describe(config, checkpoint, model, weights.fingerprint, defaults, parts)
 
     def make_runner(num_blocks: int, num_scratch_blocks: int = 0) -> TorchRunner:
         kv = shape.allocate(num_blocks + num_scratch_blocks, device.place)
@@ -161,7 +161,7 @@ def _describe(
     model: ModelConfig,
     fingerprint: str,
     defaults: GenerationDefaults,
-    numerics: str,
+    parts: Parts,
 ) -> ModelInfo:
     return ModelInfo(
         checkpoint=checkpoint,
@@ -175,7 +175,8 @@ def _describe(
         hidden_size=model.hidden_size,
         can_generate=model.can_generate,
         pooling=choose_pooling(config.pooling, checkpoint, model.num_labels),
-        numerics=numerics,
+        numerics=parts.numerics,
+        kernels=parts.name,
     )
 
 

@@ -33,6 +33,7 @@ class ModelInfo:
     # Names an option of the kernels that changes the bits of KV, but not its meaning: nodes hand
     # requests over, and find no cached blocks of each other.
     numerics: str = ""
+    kernels: str = ""  # that compute it, such as avx512bf16 or torch: others can give other tokens
 
     @property
     def cache_salt(self) -> str:

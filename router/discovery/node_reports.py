@@ -37,6 +37,7 @@ def _status(table: NodeTable, member: Member, node: Node | None) -> NodeStatus:
         totals=load.totals,
         adapters=table.adapters.at(member.address).reported,
         max_loras=card.max_loras,
+        kernels=card.kernels,
     )
 
 

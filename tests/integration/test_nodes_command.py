@@ -59,6 +59,7 @@ def test_the_nodes_command_lists_nodes_and_their_work(
         ("prefill", "ready", cluster.prefills[0].address),
         ("decode", "ready", cluster.decodes[0].address),
     ]
+    assert {node["kernels"] for node in after} == {"torch"}  # of a model in float32
     changes = [
         {name: number(now, name) - number(then, name) for name in COUNTED}
         for then, now in zip(before, after, strict=True)

@@ -41,6 +41,7 @@ def a_card(role: NodeRole, name: str = "", *, fingerprint: Fingerprint = FINGERP
         block_bytes=1024,
         kv_transport="nixl",
         prefix_naming=NAMING,
+        kernels="avx2",
     )
 
 

@@ -103,11 +103,24 @@ def table_of_nodes(seen: Snapshot, rates: Mapping[str, NodeRates]) -> Table:
     if any(node.max_loras for node in seen.nodes):
         for node, row in zip(seen.nodes, rows, strict=True):
             row["adapters"] = _adapters(node)
+    if any(node.kernels for node in seen.nodes):
+        for node, row in zip(seen.nodes, rows, strict=True):
+            row["kernels"] = node.kernels
     if any(node.reason for node in seen.nodes):
         for node, row in zip(seen.nodes, rows, strict=True):
             row["reason"] = node.reason
     num_ready = sum(node.state == "ready" for node in seen.nodes)
-    return _table(f"{num_ready} of {len(rows)} nodes ready", rows)
+    table = _table(f"{num_ready} of {len(rows)} nodes ready", rows)
+    table.caption = "\n".join(unlike_kernels(seen.nodes)) or None
+    return table
+
+
+def unlike_kernels(nodes: Sequence[NodeStatus]) -> Iterator[str]:
+    """Yield a note for each model that nodes compute with different kernels."""
+    for model in sorted({node.model for node in nodes}):
+        kernels = sorted({node.kernels for node in nodes if node.model == model} - {""})
+        if len(kernels) > 1:
+            yield f"{model}: tokens can differ between nodes with kernels {' and '.join(kernels)}"
 
 
 def table_of_tiers(seen: Snapshot) -> Table:

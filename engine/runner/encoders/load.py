@@ -17,6 +17,7 @@ from baton.engine.runner.encoders.layer import Layer, UnfusedLayer
 from baton.engine.runner.encoders.ops import TorchEncoderOps
 from baton.engine.runner.encoders.read_config import read_encoder_config
 from baton.engine.runner.encoders.weight_loading import load_encoder_weights
+from baton.engine.runner.kernels.build import best_variant, cpu_features
 from baton.engine.runner.kernels.choose import choose_parts, encoder_kernels
 from baton.engine.runner.kernels.native_encoder import (
     NativeEncoderOps,
@@ -65,6 +66,7 @@ def load_encoder(
         pooling=pooling,
         can_generate=False,
         is_encoder=True,
+        kernels=parts.name if kernels is None else best_variant(cpu_features()).name,
     )
     dim = model.head_dim
     ropes = [Rope(rope, dim, dim, model.max_text_len, place, dtype) for rope in model.ropes]

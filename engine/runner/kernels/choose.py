@@ -113,7 +113,11 @@ def choose_parts(
     except KernelsUnavailable as error:
         if name == "native" or int8_activations or batch_invariant:
             raise InvalidConfig(f"kernels 'native' are not available: {error}") from error
-        log.warning("Using plain torch, which is two to three times slower: %s", error)
+        log.warning(
+            "Using plain torch, which is two to three times slower, and gives other tokens than "
+            "nodes with kernels now and then: %s",
+            error,
+        )
         return TORCH
 
 

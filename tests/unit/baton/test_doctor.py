@@ -169,7 +169,9 @@ def test_without_a_compiler_kernels_must_be_prebuilt() -> None:
 
     assert (built.status, built.found) == (Status.OK, "avx2, in /cache")
     assert kernels_finding("avx2", None, "/usr/bin/c++").status is Status.OK
-    assert kernels_finding("avx2", None, None).status is Status.WARN
+    missing = kernels_finding("avx2", None, None)
+    assert missing.status is Status.WARN
+    assert "torch is used, which gives other tokens" in missing.advice
 
 
 def test_missing_nixl_is_a_failure_and_missing_ucxx_is_not() -> None:

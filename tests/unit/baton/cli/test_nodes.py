@@ -94,6 +94,21 @@ def test_vllm_servers_that_are_not_used_show_the_reason() -> None:
     assert "reason" not in {str(column.header) for column in plain.columns}
 
 
+def test_nodes_of_a_model_with_different_kernels_are_noted() -> None:
+    first = replace(a_status(NodeTotals()), model="tiny", kernels="avx2")
+    second = replace(first, address="m:1", kernels="torch")
+    other = replace(first, address="o:1", model="large", kernels="amx")
+    assert STATUS.from_message(STATUS.to_message(second)) == second
+
+    (mixed,) = tables_of(Snapshot(1.0, (first, second, other)), {})
+    (alike,) = tables_of(Snapshot(1.0, (first, other)), {})
+
+    columns = {str(column.header): list(column.cells) for column in mixed.columns}
+    assert columns["kernels"] == ["avx2", "torch", "amx"]
+    assert mixed.caption == "tiny: tokens can differ between nodes with kernels avx2 and torch"
+    assert alike.caption is None
+
+
 def test_adapters_are_listed_once_for_all_nodes() -> None:
     sql, chat = AdapterRef("sql", "1" * 64, "a/sql"), AdapterRef("chat", "2" * 64, "a/chat")
     first = NodeAdapters((LoadedAdapter(chat), LoadedAdapter(sql, True, 1 << 20, 3)))

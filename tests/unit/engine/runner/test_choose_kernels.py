@@ -30,6 +30,7 @@ def test_falling_back_to_torch_logs_one_warning_with_the_cost(
 
     (warning,) = caplog.messages
     assert "two to three times slower" in warning
+    assert "other tokens than nodes with kernels" in warning
     assert "install one" in warning
 
 

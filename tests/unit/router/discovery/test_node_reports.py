@@ -101,6 +101,7 @@ def test_reported_node_status_reaches_the_caller() -> None:
         num_sent=4,
         totals=NodeTotals(num_prompt_tokens=40, num_hit_tokens=10, num_sampled_tokens=7),
         adapters=adapters,
+        kernels="avx2",
     )
     assert up.totals.hit_rate == pytest.approx(0.25)
     assert away.totals.hit_rate is None
