@@ -12,6 +12,7 @@ from baton.core.errors import InvalidRequest
 from baton.rpc.errors import UnsupportedInput
 
 DATA_URL = "data:"
+PIECE_CHARACTERS = 1 << 16
 UTF_16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 # Beginnings of files that clients often send, and what these are.
 BINARY_MARKS = {
@@ -52,7 +53,19 @@ def read_data(text: str, where: str) -> tuple[bytes, str]:
     media_type, *parameters = [part.strip().lower() for part in header.split(";")]
     if "base64" in parameters:
         return read_base64(body, where), media_type
-    return unquote_to_bytes(body), media_type
+    return _unquoted(body), media_type
+
+
+def _unquoted(text: str) -> bytes:
+    """Decode percent-encoding in pieces, since each escape takes an object of its own."""
+    data, start = bytearray(), 0
+    while start < len(text):
+        end = start + PIECE_CHARACTERS
+        escape = text.find("%", end - 2, end)  # that the next piece begins with
+        end = end if escape < 0 else escape
+        data += unquote_to_bytes(text[start:end])
+        start = end
+    return bytes(data)
 
 
 def read_text(data: bytes, label: str, where: str) -> str:

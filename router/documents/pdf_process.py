@@ -72,7 +72,8 @@ async def read_pdfs(files: Sequence[bytes], limits: PdfLimits) -> list[PdfText]:
         ending = f"takes more than {limits.wall_s:g} s to read: send fewer pages"
     finally:
         await _kill(process)
-    return _texts(output, ending, len(files))
+    # On a thread: it can be millions of characters.
+    return await asyncio.to_thread(_texts, output, ending, len(files))
 
 
 async def _start(command: Sequence[str]) -> asyncio.subprocess.Process:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import base64
 import codecs
+import tracemalloc
+from urllib.parse import unquote_to_bytes
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from baton.core.errors import InvalidRequest
 from baton.router.documents.document import document_from
-from baton.router.documents.encodings import read_data
+from baton.router.documents.encodings import PIECE_CHARACTERS, read_data
 from baton.rpc.errors import UnsupportedInput
 
 TEXT = "Größe: 7 µm,\tok\r\n中 😀\x1b[0m"
@@ -29,6 +33,26 @@ TEXT = "Größe: 7 µm,\tok\r\n中 😀\x1b[0m"
 )
 def test_data_urls_and_base64_are_read(sent: str, content: bytes, media_type: str) -> None:
     assert read_data(sent, "file_data") == (content, media_type)
+
+
+@given(texts=st.lists(st.sampled_from(["%", "%41", "%4", "é", "a" * 9]), max_size=30))
+def test_percent_encoding_is_decoded_in_pieces_as_at_once(texts: list[str]) -> None:
+    for padding in range(3):
+        text = "x" * (PIECE_CHARACTERS - 9 - padding) + "".join(texts)
+
+        assert read_data(f"data:,{text}", "file_data")[0] == unquote_to_bytes(text)
+
+
+def test_percent_encoding_is_decoded_in_little_memory() -> None:
+    text = "data:," + "%41" * (1 << 18)
+    tracemalloc.start()
+    try:
+        read_data(text, "file_data")
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert peak_bytes < 8 * len(text)
 
 
 @pytest.mark.parametrize("sent", ["aGk", "a_k=", "aGk=é", "data:text/plain;base64,?", "data:aGk="])
