@@ -130,9 +130,12 @@ class RequestScopes:
         owner = "" if metadata is None else self.owner_of(metadata)
         trace = self._tracing.begin(metadata, request_id, now)
         deadline_s = None if remaining_s is None else now + remaining_s
-        usage = self._limits.of(owner)
+        usage = self.usage_of(owner)
         context = RequestContext(now, deadline_s, trace, owner=owner, note_tokens=usage.note_tokens)
         return RequestScope(self._tracing, context, owner, call, usage)
+
+    def usage_of(self, owner: str) -> ClientUsage:
+        return self._limits.of(owner)
 
     def owner_of(self, metadata: Received) -> str:
         """Return the digest of the client's token; empty without authentication."""

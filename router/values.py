@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,6 +17,8 @@ from baton.core.stop_strings import StopRule
 from baton.core.task import Task, task_of
 
 TEMPLATE_CHARACTERS = 16  # that a chat template adds around each message, estimated
+VALUE_CHARACTERS = 4  # of a number, or around a list, estimated
+MAX_COUNTED_CHARACTERS = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +46,30 @@ class ChatPrompt:
 
     @property
     def num_characters(self) -> int:
-        """Estimated length of the rendered template."""
+        """Estimated length of the rendered template, of which variables count up to a limit."""
         num_in_messages = sum(len(message.role) + len(message.content) for message in self.messages)
         mappings = [self.variables, *(message.others for message in self.messages)]
-        num_in_mappings = sum(len(str(mapping)) for mapping in mappings if mapping)
+        num_in_mappings = 0
+        for length in lengths_in([mapping for mapping in mappings if mapping]):
+            num_in_mappings += length
+            if num_in_mappings > MAX_COUNTED_CHARACTERS:
+                break
         return num_in_messages + num_in_mappings + TEMPLATE_CHARACTERS * len(self.messages)
+
+
+def lengths_in(value: object) -> Iterator[int]:
+    """Yield the lengths of the texts in a JSON value, and estimates for all else."""
+    if isinstance(value, str):
+        yield len(value)
+        return
+    yield VALUE_CHARACTERS
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            yield len(str(name))
+            yield from lengths_in(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from lengths_in(each)
 
 
 @dataclass(frozen=True, slots=True)

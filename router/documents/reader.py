@@ -8,11 +8,17 @@ from typing import NamedTuple
 
 from baton.core.errors import InvalidRequest
 from baton.router.documents.document import Document
-from baton.router.documents.fair_slots import FairSlots
 from baton.router.documents.pdf_process import PdfLimits, PdfText, read_pdfs
+from baton.router.fair_slots import FairSlots
 
 NUM_PROCESSES = 2
 MAX_WAITING = 64  # requests, each of which holds its files in memory
+
+
+def _new_slots() -> FairSlots:
+    return FairSlots(
+        NUM_PROCESSES, MAX_WAITING, max_per_client=NUM_PROCESSES // 2, what="requests with files"
+    )
 
 
 class ReadDocument(NamedTuple):
@@ -23,7 +29,7 @@ class ReadDocument(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class DocumentReader:
     limits: PdfLimits = PdfLimits()
-    slots: FairSlots = field(default_factory=lambda: FairSlots(NUM_PROCESSES, MAX_WAITING))
+    slots: FairSlots = field(default_factory=_new_slots)
 
     async def read(self, documents: Sequence[Document], client: str) -> list[ReadDocument]:
         """Return the texts of the documents.

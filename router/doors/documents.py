@@ -22,7 +22,6 @@ async def put_texts(
     fields: Mapping[str, Any],
     pipeline: Pipeline,
     body: ReceivedBody,
-    client: str,
 ) -> list[str] | None:
     """Replace the documents in the fields by parts with their texts, and return warnings.
 
@@ -32,7 +31,7 @@ async def put_texts(
     if not parts:
         return None
     body.hold_more(sum(getsizeof(part.document.content) for part in parts))
-    read = await pipeline.documents.read([part.document for part in parts], client)
+    read = await pipeline.documents.read([part.document for part in parts], body.client)
     body.hold_more(sum(getsizeof(each.text) for each in read))
     for part, each in zip(parts, read, strict=True):
         part.put_text(each.text)
@@ -47,11 +46,10 @@ async def read_documents(
 
     Raises as `put_texts` does, and Draining and RequestIdInUse.
     """
-    scope = request.scope
     with pipeline.accept(request.id):  # a router that stops waits for it, or refuses it at once
-        warnings = await put_texts(find, fields, pipeline, request.body, scope.owner)
+        warnings = await put_texts(find, fields, pipeline, request.body)
     if warnings is not None:
-        scope.note_documents_read(warnings)
+        request.scope.note_documents_read(warnings)
 
 
 def _find_all(find: FindDocuments, fields: Mapping[str, Any]) -> list[DocumentPart]:

@@ -44,6 +44,7 @@ class ReceivedBody:
     raw: bytes
     thread: LargeTexts  # for large bodies
     lease: Lease
+    client: str = ""  # whose turn it is on the thread; empty without authentication
     num_more_bytes: int = 0  # of what was read from the body, such as the texts of files
 
     @property
@@ -55,13 +56,22 @@ class ReceivedBody:
         self.lease.grow_to(self.lease.num_bytes + num_bytes)
         self.num_more_bytes += num_bytes
 
+    async def hold_json(self, value: bytes) -> None:
+        """Count JSON that is parsed together with the body as a body. Raises QueueFull."""
+        work = partial(_parsed_size, value)
+        num_bytes = await self.thread.run(len(value), work, self.client)
+        if len(value) > SMALL_BODY_BYTES:
+            self.hold_more(num_bytes)
+        else:
+            self.num_more_bytes += num_bytes
+
     async def fields(self) -> dict[str, Any]:
         """Parse the body. Raises Unreadable, and QueueFull if too many bodies wait to be parsed."""
         return await self.run(partial(json_object, self.raw))
 
     async def run(self, work: Callable[[], Result]) -> Result:
         """Run `work`, whose time grows with the body. Raises what `work` raises, and QueueFull."""
-        return await self.thread.run(self.size, work)
+        return await self.thread.run(self.size, work, self.client)
 
 
 class Bodies:
@@ -73,16 +83,17 @@ class Bodies:
         self._thread = LargeTexts(ONE_AT_A_TIME)
 
     @asynccontextmanager
-    async def receive(self, request: Request) -> AsyncIterator[ReceivedBody]:
+    async def receive(self, request: Request, client: str = "") -> AsyncIterator[ReceivedBody]:
         """Yield the body, which counts in the budget until the block ends.
 
         Raises MessageTooLarge, QueueFull, BodyTimeout and ClientGone.
         """
         with self._budget.lease() as lease:
-            yield ReceivedBody(await read_body(request, lease, self._gauge()), self._thread, lease)
+            raw = await read_body(request, lease, self._gauge())
+            yield ReceivedBody(raw, self._thread, lease, client)
 
     @asynccontextmanager
-    async def hold(self, message: bytes) -> AsyncIterator[ReceivedBody]:
+    async def hold(self, message: bytes, client: str) -> AsyncIterator[ReceivedBody]:
         """Yield a body that has arrived as one message, and counts in the budget.
 
         Raises MessageTooLarge and QueueFull.
@@ -93,7 +104,7 @@ class Bodies:
                 gauge.feed(message[start : start + SMALL_BODY_BYTES])
                 await asyncio.sleep(0)
             lease.grow_to(len(message) + VALUE_BYTES * gauge.num_values)
-            yield ReceivedBody(message, self._thread, lease)
+            yield ReceivedBody(message, self._thread, lease, client)
 
     def _gauge(self) -> JsonGauge:
         return JsonGauge(max_values(self._table.served_model().max_model_len))
@@ -163,6 +174,14 @@ class JsonGauge:
                 f"the body has more than {self._max_values} JSON values, token ids included; send "
                 "shorter lists, or fewer prompts at once"
             )
+
+
+def _parsed_size(body: bytes) -> int:
+    """Return the approximate memory of a body and its values."""
+    gauge = JsonGauge(max_values=len(body) * max(NUM_VALUES_BY_MARK.values()) + 1)
+    for start in range(0, len(body), SMALL_BODY_BYTES):
+        gauge.feed(body[start : start + SMALL_BODY_BYTES])
+    return len(body) + VALUE_BYTES * gauge.num_values
 
 
 def max_values(max_model_len: int | None) -> int:

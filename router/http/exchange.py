@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from starlette.requests import Request
@@ -96,6 +96,20 @@ class Reply:
 Answer = Callable[[ReceivedRequest, Reply], Awaitable[None]]
 
 
+@asynccontextmanager
+async def receiving(
+    request: Request, scopes: RequestScopes, bodies: Bodies
+) -> AsyncIterator[ReceivedBody]:
+    """Yield the body of a request that generates nothing, and counts in the client's limits.
+
+    Raises RateLimited, and what `Bodies.receive` raises.
+    """
+    owner = scopes.owner_of(request.headers.items())
+    with scopes.usage_of(owner).admitting():
+        async with bodies.receive(request, owner) as received:
+            yield received
+
+
 class GenerationEndpoint:
     """ASGI app of one path. A request is one task, cancelled when its client disconnects."""
 
@@ -130,7 +144,9 @@ class GenerationEndpoint:
                     session_id = request.headers.get(SESSION_ID, "")
                     check_name(SESSION_ID, session_id)
                     receiving.enter_context(admitting(request_scope.usage, headers))
-                    body = await receiving.enter_async_context(self._bodies.receive(request))
+                    body = await receiving.enter_async_context(
+                        self._bodies.receive(request, request_scope.owner)
+                    )
             except NamedError as error:
                 await reply.send_error(error)
                 return

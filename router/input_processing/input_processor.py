@@ -48,7 +48,7 @@ class InputProcessor:
         if call.task.sampling is not None:
             call = replace(call, sampling=call.task.sampling, bad_words=(), fills_context=False)
         call = self._ban_bad_words(call)
-        prompt = await self._token_prompt(call)
+        prompt = await self._token_prompt(call, context.owner)
         token_ids = prompt.token_ids
         context.trace.note_tokenized(len(token_ids))
         self._check_prompt(call, len(token_ids), context.logprob_budget or LogprobBudget())
@@ -101,32 +101,35 @@ class InputProcessor:
         if not call.is_pooled and not served.generates:
             raise InvalidRequest(f"model {name!r} generates no text: it only embeds", "model")
 
-    async def _token_prompt(self, call: GenerateCall) -> TokenPrompt:
+    async def _token_prompt(self, call: GenerateCall, client: str) -> TokenPrompt:
         if not call.is_pooled:
-            return TokenPrompt(await self.token_ids(call.prompt, call.model))
+            return TokenPrompt(await self.token_ids(call.prompt, call.model, client))
         text, served = self._profiles.of(call.model).text, self._table.served_model(call.model)
         tokenize = partial(
             text.token_prompt, call.prompt, served.max_model_len, call.max_prompt_tokens
         )
         large_texts = self._large_texts_of(call.model)
-        return await large_texts.run(call.prompt.num_characters, tokenize)
+        return await large_texts.run(call.prompt.num_characters, tokenize, client)
 
-    async def token_ids(self, prompt: Prompt, model: ModelVariant = ANY_MODEL) -> tuple[int, ...]:
+    async def token_ids(
+        self, prompt: Prompt, model: ModelVariant = ANY_MODEL, client: str = ""
+    ) -> tuple[int, ...]:
         """Tokenise a prompt. Raises ContextLengthExceeded if its text exceeds the context."""
         text = self._profiles.of(model).text
         tokenize = partial(text.token_ids, prompt, self._table.served_model(model).max_model_len)
-        return await self._large_texts_of(model).run(prompt.num_characters, tokenize)
+        return await self._large_texts_of(model).run(prompt.num_characters, tokenize, client)
 
     async def text(
         self,
         token_ids: tuple[int, ...],
         model: ModelVariant = ANY_MODEL,
+        client: str = "",
         *,
         skip_special_tokens: bool = True,
     ) -> str:
         text = self._profiles.of(model).text
         decode = partial(text.text, token_ids, skip_special_tokens=skip_special_tokens)
-        return await self._large_texts_of(model).run(len(token_ids), decode)
+        return await self._large_texts_of(model).run(len(token_ids), decode, client)
 
     def _large_texts_of(self, model: ModelVariant) -> LargeTexts:
         # Names that are not served are the clients' own.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
-from baton.rpc.errors import QueueFull
-
-RETRY_AFTER_S = 1.0
+from baton.router.fair_slots import FairSlots
+from baton.router.input_processing.loop_turns import LoopTurns
 
 Result = TypeVar("Result")
 
@@ -24,32 +24,24 @@ class LargeTextConfig:
 class LargeTexts:
     def __init__(self, config: LargeTextConfig = LargeTextConfig()) -> None:
         self._config = config
-        self._threads = asyncio.Semaphore(config.num_threads)
-        self._num_waiting = 0
+        self._turns = LoopTurns(config.small_size)
+        self._threads = FairSlots(config.num_threads, config.max_waiting, what="large texts")
 
-    async def run(self, size: int, work: Callable[[], Result]) -> Result:
-        """Run `work`, on a thread if `size` is large. Raises QueueFull if too many wait."""
+    async def run(self, size: int, work: Callable[[], Result], client: str = "") -> Result:
+        """Run `work`, on a thread if `size` is large. Raises QueueFull if too many wait.
+
+        Clients take turns; `client` is empty without authentication.
+        """
         if size <= self._config.small_size:
+            await self._turns.enter(size, client)
             return work()
-        await self._acquire_thread()
+        await self._threads.acquire(client)
         result = asyncio.get_running_loop().run_in_executor(None, work)
-        result.add_done_callback(self._release_thread)
+        result.add_done_callback(partial(self._release_thread, client))
         # A cancelled request ends at once, but its thread is busy until `work` returns.
         return await asyncio.shield(result)
 
-    async def _acquire_thread(self) -> None:
-        if self._num_waiting >= self._config.max_waiting:
-            raise QueueFull(
-                f"{self._num_waiting} large texts already wait to be read; send this one later",
-                RETRY_AFTER_S,
-            )
-        self._num_waiting += 1
-        try:
-            await self._threads.acquire()
-        finally:
-            self._num_waiting -= 1
-
-    def _release_thread(self, result: asyncio.Future[Result]) -> None:
-        self._threads.release()
+    def _release_thread(self, client: str, result: asyncio.Future[Result]) -> None:
+        self._threads.release(client)
         if not result.cancelled():
             result.exception()  # mark as retrieved, in case the request was cancelled

@@ -398,6 +398,26 @@ def test_a_token_that_cannot_be_sent_is_refused_and_not_quoted() -> None:
     assert "words" not in str(refusal.value)
 
 
+def test_calls_that_generate_nothing_count_in_the_limits() -> None:
+    async def scenario() -> None:
+        never, limits = Retries(max_attempts=1), RateLimitConfig(client_requests_per_minute=1)
+        calls: list[Callable[[AsyncClient], Awaitable[object]]] = [
+            lambda client: client.tokenize("a"),
+            lambda client: client.detokenize([1]),
+        ]
+        for call in calls:
+            async with (
+                a_router(rate_limits=limits) as (_router, address),
+                AsyncClient(address, retries=never) as client,
+            ):
+                for reason in ("UNSUPPORTED_INPUT", "RATE_LIMITED"):  # it has no tokenizer
+                    with pytest.raises(BatonError) as refusal:
+                        await call(client)
+                    assert refusal.value.reason == reason
+
+    run(scenario())
+
+
 def test_a_client_over_its_rate_limit_learns_when_to_try_again() -> None:
     async def scenario() -> None:
         limits = RateLimitConfig(client_tokens_per_minute=5)

@@ -170,6 +170,22 @@ def test_a_client_over_its_limit_is_refused_and_others_are_not() -> None:
     over_http(scenario, rate_limits=limits, tokens=AcceptedTokens(("one", "two")))
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [1]}),
+    ],
+)
+def test_requests_that_generate_nothing_count_in_the_limits(path: str, body: Any) -> None:
+    async def scenario(_router: HttpRouter, client: Any) -> None:
+        statuses = [(await client.post(path, json=body)).status_code for _ in range(2)]
+        assert statuses == [400, 429]  # this router has no tokenizer
+
+    over_http(scenario, rate_limits=RateLimitConfig(client_requests_per_minute=1))
+
+
 def test_a_client_that_disconnects_frees_its_place_and_pays_for_its_tokens() -> None:
     limits = RateLimitConfig(client_max_requests=1, client_tokens_per_minute=10_000)
     nodes = FakeNodeCalls(is_endless=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 from grpc import aio
@@ -94,19 +94,21 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.TokenizeRequest, context: aio.ServicerContext[Any, Any]
     ) -> inference_pb2.TokenizeResponse:
         async with named_errors(context):
-            check_chat(request.chat)
-            model = self._checked_model(request.model)
-            prompt = tokenize_input_from(request)
-            token_ids = await self._pipeline.inputs.token_ids(prompt, model)
+            with self._within_limits(context) as client:
+                check_chat(request.chat)
+                model = self._checked_model(request.model)
+                prompt = tokenize_input_from(request)
+                token_ids = await self._pipeline.inputs.token_ids(prompt, model, client)
         return inference_pb2.TokenizeResponse(token_ids=token_ids)
 
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: aio.ServicerContext[Any, Any]
     ) -> inference_pb2.DetokenizeResponse:
         async with named_errors(context):
-            check_count("token_ids", len(request.token_ids), MAX_TOKENS_TO_DETOKENIZE)
-            model = self._checked_model(request.model)
-            text = await self._pipeline.inputs.text(tuple(request.token_ids), model)
+            with self._within_limits(context) as client:
+                check_count("token_ids", len(request.token_ids), MAX_TOKENS_TO_DETOKENIZE)
+                model = self._checked_model(request.model)
+                text = await self._pipeline.inputs.text(tuple(request.token_ids), model, client)
         return inference_pb2.DetokenizeResponse(text=text)
 
     async def GetModel(
@@ -123,6 +125,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             max_sequence_len=served.max_sequence_len or 0,
             tasks=served.tasks,
         )
+
+    @contextmanager
+    def _within_limits(self, context: aio.ServicerContext[Any, Any]) -> Iterator[str]:
+        """Count a request that generates nothing, and yield its client. Raises RateLimited."""
+        owner = self._scopes.owner_of(context.invocation_metadata() or ())
+        with self._scopes.usage_of(owner).admitting():
+            yield owner
 
     def _checked_model(self, name: str) -> ModelVariant:
         """Return a served model. Raises UnknownModel, and InvalidRequest if it must be named."""

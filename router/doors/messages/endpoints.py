@@ -25,7 +25,7 @@ from baton.router.doors.openai.generation import model_context, served_name
 from baton.router.doors.openai.request.bodies import with_session
 from baton.router.doors.openai.request.structured_outputs import errors_of_field
 from baton.router.http.bodies import Bodies, ReceivedBody, result_while_connected
-from baton.router.http.exchange import ReceivedRequest, Reply
+from baton.router.http.exchange import ReceivedRequest, Reply, receiving
 from baton.router.http.json_encoding import Json, encode_in_slices
 from baton.router.pipeline import Pipeline
 from baton.router.request_scope import RequestScopes
@@ -41,7 +41,7 @@ class MessageHandler:
             parsed = await self._parse(request)
             [call] = parsed.request.calls
             if parsed.request.options.is_streamed:
-                call = await self._tokenize(call)
+                call = await self._tokenize(call, request.scope.owner)
         form_field = parsed.request.options.form_field
         with renaming_fields(FIELD_NAMES), errors_of_field(form_field):
             await self._answer(parsed, call, request, reply)
@@ -52,11 +52,11 @@ class MessageHandler:
         context = model_context(self.pipeline, fields)
         return await request.body.run(partial(message_from, fields, request.id, context))
 
-    async def _tokenize(self, call: GenerateCall) -> GenerateCall:
+    async def _tokenize(self, call: GenerateCall, client: str) -> GenerateCall:
         """Tokenize the prompt, whose length the first event reports."""
         self.pipeline.inputs.check_model(call.model)
         with renaming_fields(FIELD_NAMES):
-            token_ids = await self.pipeline.inputs.token_ids(call.prompt, call.model)
+            token_ids = await self.pipeline.inputs.token_ids(call.prompt, call.model, client)
         return replace(call, prompt=TokenPrompt(token_ids))
 
     async def _answer(
@@ -91,16 +91,15 @@ class TokenCount:
     bodies: Bodies
 
     async def count(self, request: Request) -> Response:
-        owner = self.scopes.owner_of(request.headers.items())
-        async with self.bodies.receive(request) as received:
-            count = self._count(received, owner)
-            return await result_while_connected(request.receive, count)
+        async with receiving(request, self.scopes, self.bodies) as received:
+            return await result_while_connected(request.receive, self._count(received))
 
-    async def _count(self, received: ReceivedBody, owner: str) -> Response:
+    async def _count(self, received: ReceivedBody) -> Response:
         fields = await received.fields()
         context = model_context(self.pipeline, fields)
         self.pipeline.inputs.check_model(context.variant)
-        await put_texts(message_documents, fields, self.pipeline, received, owner)
+        await put_texts(message_documents, fields, self.pipeline, received)
         prompt = await received.run(partial(prompt_to_count, fields, context))
-        token_ids = await self.pipeline.inputs.token_ids(prompt, context.variant)
+        inputs, client = self.pipeline.inputs, received.client
+        token_ids = await inputs.token_ids(prompt, context.variant, client)
         return JSONResponse({"input_tokens": len(token_ids)})

@@ -22,6 +22,7 @@ from baton.router.doors.openai.request.bodies import (
 from baton.router.doors.openai.request.files import chat_documents
 from baton.router.doors.openai.request.prompts import chat_from
 from baton.router.http.bodies import Bodies, ReceivedBody, result_while_connected
+from baton.router.http.exchange import receiving
 from baton.router.http.json_encoding import Json, as_json
 from baton.router.pipeline import Pipeline
 from baton.router.prefix_resets import PrefixResets
@@ -73,17 +74,15 @@ class Tokens:
     bodies: Bodies
 
     async def tokenize(self, request: Request) -> Response:
-        owner = self.scopes.owner_of(request.headers.items())
-        async with self.bodies.receive(request) as received:
-            tokenize = self._tokenize(received, owner)
-            return await result_while_connected(request.receive, tokenize)
+        async with receiving(request, self.scopes, self.bodies) as received:
+            return await result_while_connected(request.receive, self._tokenize(received))
 
-    async def _tokenize(self, received: ReceivedBody, owner: str) -> Response:
+    async def _tokenize(self, received: ReceivedBody) -> Response:
         fields = await received.fields()
         body: TokenizeTextBody | TokenizeChatBody
         prompt: Prompt
         if "messages" in fields:
-            await put_texts(chat_documents, fields, self.pipeline, received, owner)
+            await put_texts(chat_documents, fields, self.pipeline, received)
             body = await received.run(partial(openai_body, fields, TokenizeChatBody))
             prompt = await received.run(partial(chat_from, body, body.tools))
         else:
@@ -91,7 +90,7 @@ class Tokens:
             prompt = TextPrompt(body.prompt, body.add_special_tokens)
         model = self.pipeline.table.find_model(body.model)
         self.pipeline.inputs.check_model(model)
-        token_ids = await self.pipeline.inputs.token_ids(prompt, model)
+        token_ids = await self.pipeline.inputs.token_ids(prompt, model, received.client)
         response: dict[str, Any] = {
             "count": len(token_ids),
             "max_model_len": self.pipeline.table.served_model(model).max_model_len,
@@ -109,12 +108,13 @@ class Tokens:
         return await _response(received, response)
 
     async def detokenize(self, request: Request) -> Response:
-        async with self.bodies.receive(request) as received:
+        async with receiving(request, self.scopes, self.bodies) as received:
             fields = await received.fields()
             body = await received.run(partial(openai_body, fields, DetokenizeBody))
             model, inputs = self.pipeline.table.find_model(body.model), self.pipeline.inputs
             inputs.check_model(model)
-            text = await inputs.text(tuple(body.tokens), model, skip_special_tokens=False)
+            token_ids = tuple(body.tokens)
+            text = await inputs.text(token_ids, model, received.client, skip_special_tokens=False)
             return await _response(received, {"prompt": text})
 
 

@@ -37,7 +37,7 @@ class AnswerHandler:
     async def answer(self, request: ReceivedRequest, reply: Reply) -> None:
         with request.scope.ending_on_error():
             parsed = await self._parse(request)
-            prompts = await self._repeated_prompts(parsed)
+            prompts = await self._repeated_prompts(parsed, request.scope.owner)
         with errors_of_field(parsed.options.form_field):
             await self._answer(parsed, prompts, request, reply)
 
@@ -48,18 +48,19 @@ class AnswerHandler:
         context = model_context(self.pipeline, fields)
         return await request.body.run(partial(self.read, fields, request.id, context))
 
-    async def _repeated_prompts(self, parsed: ParsedRequest) -> list[EchoedPrompt]:
+    async def _repeated_prompts(self, parsed: ParsedRequest, client: str) -> list[EchoedPrompt]:
         """Return the prompt of each call; empty unless the answer repeats it."""
         if not parsed.options.needs_prompt_ids:
             return [EchoedPrompt()] * len(parsed.calls)
         inputs = self.pipeline.inputs
         prompts: list[EchoedPrompt] = []
         for call in parsed.calls[:: parsed.num_each]:
-            token_ids = await inputs.token_ids(call.prompt, call.model)
+            token_ids = await inputs.token_ids(call.prompt, call.model, client)
             if isinstance(call.prompt, TextPrompt):
                 text = call.prompt.text
             else:
-                text = await inputs.text(token_ids, call.model) if parsed.options.echoes else ""
+                echoes = parsed.options.echoes
+                text = await inputs.text(token_ids, call.model, client) if echoes else ""
             prompts += [EchoedPrompt(token_ids, text)] * parsed.num_each
         return prompts
 

@@ -94,9 +94,10 @@ class CompactionHandler:
         fields = compaction_from(given)
         memory = TenantMemory(self.store, request.scope.owner)
         history = memory.history(fields.get("previous_response_id"))
+        await request.body.hold_json(history)
         context = model_context(self.pipeline, fields)
         parse = partial(response_from, fields, history, request.id, context)
-        return await request.body.thread.run(request.body.size + len(history), parse)
+        return await request.body.run(parse)
 
 
 def compacted(summary: str, end: Finish, created_at: int) -> Json:

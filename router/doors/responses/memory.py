@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 
 from baton.core.errors import NamedError
 from baton.router.doors.openai.errors import RefusedByCode
+from baton.router.doors.responses.parsed_response import NO_HISTORY
 from baton.router.doors.responses.store import ResponseStore, StoredResponse
 
 ID_BYTES = 12
-NO_HISTORY = b"[]"
 GONE = "it is unknown, expired or deleted, or another router has it"
 
 

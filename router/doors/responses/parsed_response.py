@@ -27,7 +27,7 @@ from baton.router.doors.responses.bodies import (
 )
 from baton.router.doors.responses.conversation import add_items
 from baton.router.doors.responses.tools import read_tools
-from baton.router.http.json_encoding import Json
+from baton.router.http.json_encoding import Json, as_json
 from baton.rpc.errors import UnsupportedInput
 
 # Names of a chat's fields, and what they are here. The message of an error begins with the name.
@@ -39,6 +39,7 @@ FIELD_NAMES: Renames = (
     (re.compile(r"^messages(\.\d+)?(?=$|[ .])(\.[\w.]+)?"), "input"),
     (re.compile(r"^prompt$"), "input"),
 )
+NO_HISTORY = b"[]"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 PLAIN_REASONING = f"include: {ENCRYPTED_REASONING} is not needed: reasoning is returned as text"
 
@@ -47,11 +48,18 @@ PLAIN_REASONING = f"include: {ENCRYPTED_REASONING} is not needed: reasoning is r
 class ParsedResponse:
     request: ParsedRequest
     echo: Json  # fields of the request that the response repeats
-    items: Sequence[Any]  # of the whole conversation, without instructions
+    history: bytes  # JSON of the items before the request
+    items: Sequence[Any]  # of the request, without instructions
     is_stored: bool
-    num_history_bytes: int = 0
     warnings: Sequence[str] = ()
     namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # of functions
+
+    def conversation(self, answer: Sequence[Any]) -> bytes:
+        """Return the JSON of all items: those before the request, its own, and the answer's."""
+        items = [*self.items, *answer]
+        if self.history == NO_HISTORY or not items:
+            return as_json(items) if items else self.history
+        return self.history[:-1] + b"," + as_json(items)[1:]
 
 
 def response_from(
@@ -71,10 +79,10 @@ def response_from(
     own = {name: value for name, value in effective.items() if name not in CHAT_FIELDS}
     body = validate_body(own, ResponsesBody)
     given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
-    turns, before = ChatTurns(), from_json(history)
+    turns = ChatTurns()
     if body.instructions is not None:
         turns.add_text("system", body.instructions)
-    add_items(turns, before)
+    add_items(turns, from_json(history))
     add_items(turns, given)
     if is_warmup and all(message["role"] == "system" for message in turns.messages):
         turns.add_text("user", "")
@@ -94,9 +102,9 @@ def response_from(
     return ParsedResponse(
         parsed,
         echo,
-        [*before, *given],
+        history,
+        given,
         body.store,
-        len(history),
         [*_warnings(body), *tools.warnings],
         tools.namespaces,
     )

@@ -108,9 +108,7 @@ class Turn:
         is_stored, body = self.parsed.is_stored, self.request.body
         if not self.memory.keeps(is_stored=is_stored):
             return whole
-        encode = partial(as_json, [*self.parsed.items, *self.response.items])
-        size = body.size + self.parsed.num_history_bytes
-        history = await body.thread.run(size, encode)
+        history = await body.run(partial(self.parsed.conversation, self.response.items))
         stored = await body.run(partial(as_json, whole)) if is_stored else b""
         if self.memory.keep(self.response.id, stored, history, is_stored=is_stored):
             return whole
@@ -161,10 +159,11 @@ async def begin_turn(
     previous = fields.get("previous_response_id")
     with request.scope.ending_on_error(), memory.forgetting_on_error(previous):
         history = memory.history(previous)
+        await request.body.hold_json(history)
         await read_documents(response_documents, fields, pipeline, request)
         context = model_context(pipeline, fields)
         parse = partial(response_from, fields, history, request.id, context, is_warmup=is_warmup)
-        parsed = await request.body.thread.run(request.body.size + len(history), parse)
+        parsed = await request.body.run(parse)
     [call] = parsed.request.calls
     response = ResponseObject(
         parsed,

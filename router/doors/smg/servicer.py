@@ -69,7 +69,9 @@ class SmgServicer(UnservedMethods, vllm_engine_pb2_grpc.VllmEngineServicer):  # 
             with scope.ending_on_error():
                 model = self._model()
                 calls = calls_from(request, request_id, self._table.served_model(model), model)
-                token_ids = await self._pipeline.inputs.token_ids(calls[0].prompt, model)
+                token_ids = await self._pipeline.inputs.token_ids(
+                    calls[0].prompt, model, scope.owner
+                )
             calls = [replace(call, prompt=TokenPrompt(token_ids)) for call in calls]
             answers = [
                 AnswerMessages(FORMAT, index, token_ids, is_streamed=request.stream)

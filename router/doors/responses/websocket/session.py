@@ -110,7 +110,8 @@ class Session:
         async with AsyncExitStack() as held:
             with scope.ending_on_error():
                 check_name(REQUEST_ID, request_id)
-                body = await held.enter_async_context(self._services.bodies.hold(message))
+                hold = self._services.bodies.hold(message, scope.owner)
+                body = await held.enter_async_context(hold)
                 if self._pending.full():
                     raise QueueFull(
                         f"{self._pending.maxsize} requests of this connection wait; send this one "

@@ -140,6 +140,22 @@ def test_what_is_read_from_a_body_counts_as_the_body_does() -> None:
     assert budget.num_held == 0
 
 
+def test_json_that_is_parsed_with_a_body_counts_as_the_body_does() -> None:
+    thread, budget = LargeTexts(ONE_AT_A_TIME), BodyBudget(max_bytes=10 * LARGE)
+    small, large, heavy = b"[5]", b'"' + b"x" * LARGE + b'"', b"[" + b"5," * LARGE + b"5]"
+
+    async def held_for(value: bytes) -> int:
+        with budget.lease() as lease:
+            await ReceivedBody(b"x", thread, lease).hold_json(value)
+            return budget.num_held
+
+    assert asyncio.run(held_for(small)) == 0
+    assert asyncio.run(held_for(large)) == len(large) + VALUE_BYTES
+    with pytest.raises(QueueFull, match="large bodies"):
+        asyncio.run(held_for(heavy))
+    assert budget.num_held == 0
+
+
 def test_large_bodies_are_parsed_outside_the_event_loop() -> None:
     thread, lease = LargeTexts(ONE_AT_A_TIME), Lease(BodyBudget())
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 import pytest
@@ -17,7 +20,13 @@ from baton.router.doors.grpc.translate import calls_from, check_request
 from baton.router.input_processing.large_texts import LargeTextConfig, LargeTexts
 from baton.router.input_processing.limits import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from baton.router.input_processing.tokenization import ModelText
-from baton.router.values import ChatMessage, ChatPrompt, Prompt, TextPrompt
+from baton.router.values import (
+    MAX_COUNTED_CHARACTERS,
+    ChatMessage,
+    ChatPrompt,
+    Prompt,
+    TextPrompt,
+)
 from baton.rpc.errors import QueueFull
 from baton.v1 import inference_pb2, sampling_pb2
 
@@ -99,6 +108,66 @@ def test_waiting_texts_are_limited() -> None:
     assert asyncio.run(fill()) == ["done"] * 5
 
 
+def test_clients_take_turns_on_a_thread() -> None:
+    async def run() -> list[str]:
+        texts, work, order = LargeTexts(LargeTextConfig(SMALL, num_threads=1)), Work(), list[str]()
+        first = asyncio.ensure_future(texts.run(LARGE, work, "a"))
+        await work.await_begun(1)
+        others = [
+            asyncio.ensure_future(texts.run(LARGE, partial(order.append, name), name[0]))
+            for name in ("a1", "a2", "a3", "b1", "c1")
+        ]
+        await asyncio.sleep(0)
+        work.may_end.set()
+        await asyncio.gather(first, *others)
+        return order
+
+    assert asyncio.run(run()) == ["a1", "b1", "c1", "a2", "a3"]
+
+
+@pytest.mark.parametrize(("size", "most"), [(SMALL, 1), (SMALL // 2, 2), (SMALL // 8, 8)])
+def test_small_texts_that_come_at_once_are_spread_over_turns_of_the_loop(
+    size: int, most: int
+) -> None:
+    async def run() -> Counter[int]:
+        texts, num_turns, works = LargeTexts(CONFIG), 0, Counter[int]()
+        loop = asyncio.get_running_loop()
+
+        def count_turn() -> None:
+            nonlocal num_turns
+            num_turns += 1
+            ticks[0] = loop.call_soon(count_turn)
+
+        ticks = [loop.call_soon(count_turn)]
+
+        def work() -> None:
+            works[num_turns] += 1
+
+        await asyncio.gather(*(texts.run(size, work) for _ in range(64)))
+        ticks[0].cancel()
+        return works
+
+    works = asyncio.run(run())
+    assert works.total() == 64
+    assert max(works.values()) <= 2 * most  # a turn of the test's is in two of the texts'
+    assert len(works) <= 64 // most + 2
+
+
+def test_small_texts_of_clients_take_turns_and_cancelled_ones_take_none() -> None:
+    async def run() -> list[str]:
+        texts, order = LargeTexts(CONFIG), list[str]()
+        tasks = {
+            name: asyncio.ensure_future(texts.run(SMALL, partial(order.append, name), name[0]))
+            for name in ("a1", "a2", "a3", "a4", "b1", "c1")
+        }
+        await asyncio.sleep(0)
+        tasks["a3"].cancel()
+        await asyncio.wait(tasks.values())
+        return order
+
+    assert asyncio.run(run()) == ["a1", "a2", "b1", "c1", "a4"]
+
+
 def test_exceptions_of_the_work_are_raised() -> None:
     def refuse() -> None:
         raise InvalidRequest("too long")
@@ -121,6 +190,17 @@ class Unread:
 
 def chat(text: str) -> Prompt:
     return ChatPrompt((ChatMessage("user", text),))
+
+
+class EndlessTools(list[str]):
+    def __iter__(self) -> Iterator[str]:
+        return itertools.repeat("a tool")
+
+
+def test_the_size_of_variables_is_counted_no_further_than_it_matters() -> None:
+    prompt = ChatPrompt((ChatMessage("user", "a"),), variables={"tools": EndlessTools()})
+
+    assert 2048 < prompt.num_characters < 2 * MAX_COUNTED_CHARACTERS
 
 
 @pytest.mark.parametrize("prompt", [TextPrompt, chat])

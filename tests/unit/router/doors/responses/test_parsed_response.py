@@ -72,7 +72,8 @@ def test_items_become_messages_of_a_chat_behind_the_history() -> None:
         ChatMessage("assistant", "", {"reasoning_content": "hm", "tool_calls": [use]}),
         ChatMessage("tool", "a fox", {"tool_call_id": "c1", "name": "see"}),
     )
-    assert parse(history, input=items, instructions="S").items == [*history, *items]
+    parsed = parse(history, input=items, instructions="S")
+    assert json.loads(parsed.conversation(["answer"])) == [*history, *items, "answer"]
 
 
 def test_options_are_those_of_a_chat() -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from baton.core.fair_queue import FairQueue
 from baton.rpc.errors import QueueFull
 
-CLIENT_SHARE = 2  # a client with a token has at most this part of slots and of places in the queue
+CLIENT_SHARE = 2  # a client with a token has at most this part of the places in the queue
 RETRY_AFTER_S = 1.0
 
 
@@ -23,9 +23,13 @@ class _Turn(NamedTuple):
 class FairSlots:
     """Slots of clients; an empty name is that of all clients without a token."""
 
-    def __init__(self, num_slots: int, max_waiting: int) -> None:
+    def __init__(
+        self, num_slots: int, max_waiting: int, *, max_per_client: int | None = None, what: str
+    ) -> None:
+        """`max_per_client` is for those with a token; `what` is read, for errors."""
         self._num_free = num_slots
-        self._max_per_client = max(1, num_slots // CLIENT_SHARE)
+        self._max_per_client = max_per_client or num_slots
+        self._what = what
         self._max_waiting = max_waiting
         self._running: Counter[str] = Counter()
         self._waiting = FairQueue[str, _Turn]()
@@ -37,13 +41,14 @@ class FairSlots:
     @asynccontextmanager
     async def slot(self, client: str) -> AsyncIterator[None]:
         """Wait for a slot, and hold it until the block ends. Raises QueueFull."""
-        await self._acquire(client)
+        await self.acquire(client)
         try:
             yield
         finally:
-            self._release(client)
+            self.release(client)
 
-    async def _acquire(self, client: str) -> None:
+    async def acquire(self, client: str) -> None:
+        """Wait for a slot, until `release`. Raises QueueFull."""
         if self._may_run(client):
             self._begin(client)
             return
@@ -54,12 +59,12 @@ class FairSlots:
             await turn.came
         except asyncio.CancelledError:
             if turn.came.done() and not turn.came.cancelled():
-                self._release(client)
+                self.release(client)
             else:
                 self._waiting.discard(client, turn)
             raise
 
-    def _release(self, client: str) -> None:
+    def release(self, client: str) -> None:
         self._num_free += 1
         self._running[client] -= 1
         if not self._running[client]:
@@ -83,6 +88,6 @@ class FairSlots:
         own = self._waiting.num_of(client)
         if waiting >= self._max_waiting or (client and own >= self._max_waiting // CLIENT_SHARE):
             raise QueueFull(
-                f"the files of {waiting} requests already wait to be read; send this one later",
+                f"{waiting} {self._what} already wait to be read; send this one later",
                 RETRY_AFTER_S,
             )

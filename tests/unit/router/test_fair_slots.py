@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from baton.router.documents.fair_slots import FairSlots
+from baton.router.fair_slots import FairSlots
 from baton.rpc.errors import QueueFull
 
 
@@ -55,7 +55,7 @@ class Readers:
 
 def test_a_client_holds_half_of_the_slots_and_clients_take_turns() -> None:
     async def run() -> None:
-        slots = FairSlots(num_slots=2, max_waiting=8)
+        slots = FairSlots(2, 8, max_per_client=1, what="files")
         readers = Readers(slots)
         await readers.begin("a1", "a2", "a3", "b1", "b2", "c1")
         assert readers.running == ["a1", "b1"]
@@ -75,7 +75,7 @@ def test_a_client_holds_half_of_the_slots_and_clients_take_turns() -> None:
 
 def test_clients_without_a_token_share_all_slots() -> None:
     async def run() -> None:
-        readers = Readers(FairSlots(num_slots=2, max_waiting=8))
+        readers = Readers(FairSlots(2, 8, max_per_client=1, what="files"))
         await readers.begin("-1", "-2", "-3")
         assert readers.running == ["-1", "-2"]
         await readers.end("-1")
@@ -88,7 +88,7 @@ def test_clients_without_a_token_share_all_slots() -> None:
 
 def test_a_cancelled_request_gives_up_its_place_or_its_slot() -> None:
     async def run() -> None:
-        slots = FairSlots(num_slots=2, max_waiting=8)
+        slots = FairSlots(2, 8, max_per_client=1, what="files")
         readers = Readers(slots)
         await readers.begin("a1", "b1", "a2", "c1", "c2")
         await readers.cancel("c1")
@@ -115,14 +115,14 @@ def test_a_cancelled_request_gives_up_its_place_or_its_slot() -> None:
 
 def test_the_queue_has_a_limit_of_which_a_client_gets_half() -> None:
     async def run() -> None:
-        slots = FairSlots(num_slots=2, max_waiting=4)
+        slots = FairSlots(2, 4, max_per_client=1, what="files")
         readers = Readers(slots)
         await readers.begin("a1", "a2", "a3")
         async with AsyncExitStack() as held:
             with pytest.raises(QueueFull, match="already wait to be read"):
                 await held.enter_async_context(slots.slot("a"))
             await readers.begin("b1", "b2", "b3")
-            with pytest.raises(QueueFull, match="4 requests"):
+            with pytest.raises(QueueFull, match="4 files"):
                 await held.enter_async_context(slots.slot("c"))
         for name in list(readers.tasks):
             await readers.cancel(name)
