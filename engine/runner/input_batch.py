@@ -17,6 +17,7 @@ from baton.engine.errors import RowOverflow
 from baton.engine.plan import BlockTables, Plan, PlanRow
 from baton.engine.runner.layout import Ints, PassLayout, TokenRun
 from baton.engine.runner.state.state_tables import NO_SNAPSHOTS, Snapshots, StateLayout, StateTables
+from baton.engine.runner.token_counts import TokenCounts
 from baton.engine.runner.unknown_tokens import UnknownTokens
 from baton.engine.spec_decode.proposer import Drafts
 
@@ -77,6 +78,7 @@ class PersistentBatch:
         self._free_slots = list(reversed(range(max_num_seqs)))
         self._rows: dict[RequestId, PlanRow] = {}
         self._slots: dict[RequestId, int] = {}
+        self._counts: dict[RequestId, TokenCounts] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -176,6 +178,7 @@ class PersistentBatch:
         for request_id in request_ids:
             if self._rows.pop(request_id, None) is not None:
                 self._free_slots.append(self._slots.pop(request_id))
+                del self._counts[request_id]
 
     def _start(self, row: PlanRow) -> None:
         num_tokens, room = len(row.token_ids), self._tokens.shape[1]
@@ -191,6 +194,7 @@ class PersistentBatch:
         self._rows[row.request_id] = row
         self._slots[row.request_id] = slot
         self._tokens[slot, :num_tokens] = row.token_ids
+        self._counts[row.request_id] = TokenCounts(row.num_prompt_tokens)
         self._num_tokens[slot] = num_tokens
         self._num_computed[slot] = row.num_computed_tokens
         self._num_blocks[slot] = 0
@@ -218,8 +222,9 @@ class PersistentBatch:
                 raise RowOverflow(
                     f"{request_id} is scheduled up to token {end}; its blocks hold {num_slots}"
                 )
+            tokens, counts = self._tokens_by_slot[slot], self._counts[request_id]
             for ahead in range(1 + len(drafts.get(request_id, ()))):
-                yield TokenRun(row, slot, num_tokens, end + ahead, self._tokens_by_slot[slot])
+                yield TokenRun(row, slot, num_tokens, end + ahead, tokens, counts=counts)
 
     def _append_blocks(self, request_id: RequestId, block_tables: BlockTables) -> None:
         slot = self._slots[request_id]

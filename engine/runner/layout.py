@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from baton.engine.plan import PlanRow
+from baton.engine.runner.token_counts import Ints as Ints
+from baton.engine.runner.token_counts import TokenCounts
 from baton.engine.structured_output.grammar import Bits
-
-Ints = npt.NDArray[np.int64]
 
 
 class TokenRun(NamedTuple):
@@ -23,6 +22,7 @@ class TokenRun(NamedTuple):
     end: int  # sequence length up to and including the last of them
     tokens: Ints  # all tokens of the slot
     allowed: Bits | None = None  # grammar mask
+    counts: TokenCounts | None = None  # of the row's tokens, for penalties; None: not kept
 
     @property
     def known_tokens(self) -> Ints:

@@ -15,6 +15,7 @@ from baton.engine.runner.device.step_inputs import StepInputs
 from baton.engine.runner.layout import Ints, TokenRun
 from baton.engine.runner.sampling.logits_processors import NEVER
 from baton.engine.runner.sampling.sampling import SampledRows
+from baton.engine.runner.token_counts import TokenCounts
 from baton.engine.structured_output.grammar import Bits, num_words
 
 
@@ -218,36 +219,25 @@ class _Penalties(NamedTuple):
     """Penalties: repetition for prompt and outputs, presence and frequency for outputs only."""
 
     sampling: SamplingParams
-    seen: Tensor | None
-    outputs: _Counts | None
+    token_ids: Tensor  # the distinct tokens of both
+    counts: Tensor  # of each among the outputs
 
     @classmethod
     def of(cls, run: TokenRun, inputs: StepInputs) -> _Penalties:
-        sampling, known = run.row.sampling, run.known_tokens
-        seen = None
-        if sampling.repetition_penalty != 1.0:
-            seen = inputs.put(np.unique(known))
-        outputs = None
-        if sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0:
-            token_ids, counts = np.unique(known[run.row.num_prompt_tokens :], return_counts=True)
-            outputs = _Counts(inputs.put(token_ids), inputs.put(counts))
-        return cls(sampling, seen, outputs)
+        kept = run.counts or TokenCounts(run.row.num_prompt_tokens)
+        token_ids, counts = kept.count(run.known_tokens)
+        return cls(run.row.sampling, inputs.put(token_ids), inputs.put(counts))
 
     def apply(self, scores: Tensor) -> None:
-        sampling = self.sampling
-        if self.seen is not None:
-            seen = self.seen
-            before, penalty = scores[seen], sampling.repetition_penalty
-            scores[seen] = torch.where(before > 0, before / penalty, before * penalty)
-        if self.outputs is not None:
-            outputs, counts = self.outputs.token_ids, self.outputs.counts
-            penalties = sampling.frequency_penalty * counts + sampling.presence_penalty
-            scores[outputs] = scores[outputs] - penalties
-
-
-class _Counts(NamedTuple):
-    token_ids: Tensor
-    counts: Tensor
+        sampling, token_ids = self.sampling, self.token_ids
+        numbers, penalty = scores[token_ids], sampling.repetition_penalty
+        if penalty != 1.0:
+            numbers = torch.where(numbers > 0, numbers / penalty, numbers * penalty)
+        if sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0:
+            penalties = sampling.frequency_penalty * self.counts
+            penalties = penalties + sampling.presence_penalty
+            numbers = torch.where(self.counts > 0, numbers - penalties, numbers)
+        scores[token_ids] = numbers
 
 
 def _token_ids(token_ids: Collection[int], inputs: StepInputs) -> Tensor | None:
