@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from baton.core.task import TaskOutput
 from baton.engine.kv_arrival.kv_source import PrefixNeed
-from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.cache_group import PrefixHit
+from baton.engine.scheduler.block_shortage import BlockShortage
 from baton.engine.scheduler.prompt_budget import PromptBudget
 from baton.engine.scheduler.queues import waiting_key
 from baton.engine.scheduler.request import Request, RequestStatus
@@ -49,18 +49,6 @@ class _Way(NamedTuple):
     start: Callable[[Candidate], None]
 
 
-class _AllocationFailure(NamedTuple):
-    """The head of the waiting queue for which there were too few blocks, and the state then.
-
-    The prefix lookup is skipped until blocks are released or the cached prefix gets longer.
-    """
-
-    request: Request
-    num_releases: int
-    num_changes: int
-    missing_hash: BlockHash | None  # once it is cached, fewer blocks are needed
-
-
 class AdmissionRules:
     """Starts waiting requests, if all rules of their way to start pass.
 
@@ -71,10 +59,9 @@ class AdmissionRules:
         self._state = state
         self._budget = budget
         self._config = state.config
-        self._last_failure: _AllocationFailure | None = None
         compute = _Way(
             (
-                self._reject_known_failure,
+                self._reject_known_shortage,
                 # Before a place is free: fills need none, and run while the request waits for one.
                 self._await_fill,
                 self._require_adapter_place,
@@ -90,7 +77,7 @@ class AdmissionRules:
         )
         self._receive = _Way(
             (
-                self._reject_known_failure,
+                self._reject_known_shortage,
                 self._require_adapter_place,
                 self._limit_receives,
                 self._find_prefix,
@@ -219,17 +206,11 @@ class AdmissionRules:
 
     # --- rules: blocks ------------------------------------------------------------
 
-    def _reject_known_failure(self, candidate: Candidate) -> Refusal | None:
+    def _reject_known_shortage(self, candidate: Candidate) -> Refusal | None:
         """Skip a head that lacked blocks before, until it would fare better. Costs no lookup."""
-        failure, pool = self._last_failure, self._state.cache.pool
-        if failure is None or failure.request is not candidate.request:
-            return None
-        # Counters instead of a callback: a release costs nothing here.
-        now = pool.num_releases, self._state.num_changes
-        if (failure.num_releases, failure.num_changes) != now:
-            return None
-        is_prefix_longer = failure.missing_hash is not None and pool.is_cached(failure.missing_hash)
-        return None if is_prefix_longer else Refusal.BLOCKS
+        state, shortage = self._state, candidate.request.shortage
+        is_known = shortage is not None and shortage.lasts(state.cache.pool, state.num_changes)
+        return Refusal.BLOCKS if is_known else None
 
     def _take_blocks(self, candidate: Candidate) -> Refusal | None:
         """Allocate all blocks of the prompt at once: a prefill never waits for blocks halfway."""
@@ -239,9 +220,7 @@ class AdmissionRules:
             self._state.adapters.take(request.submitted)
             return None
         missing_hash = cache.missing_hash(request.kv, hit.num_blocks, candidate.max_num_hits)
-        self._last_failure = _AllocationFailure(
-            request, cache.pool.num_releases, self._state.num_changes, missing_hash
-        )
+        request.shortage = BlockShortage.of(cache.pool, self._state.num_changes, missing_hash)
         return Refusal.BLOCKS
 
     # --- starts -------------------------------------------------------------------

@@ -16,6 +16,7 @@ from baton.engine.errors import OutOfOrder
 from baton.engine.kv_arrival.arrival import Arrival, GivenKv
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.held_kv import HeldKv
+from baton.engine.scheduler.block_shortage import BlockShortage
 from baton.engine.structured_output.grammar import Grammar
 
 # (priority, arrival time, serial number): lower is scheduled earlier. FCFS sets priority to zero.
@@ -76,6 +77,8 @@ class Request:
     kv: HeldKv = field(init=False)
     arrival: Arrival = field(init=False)
     num_prompt_logprobs: int = 0  # already returned
+    shortage: BlockShortage | None = None  # found when it was last tried to be started
+    lasting_shortage: BlockShortage | None = None  # that no preemption could end
     was_preempted_for_priority: bool = False  # which happens at most once
     is_long: bool = False  # a long prompt whose prefill is not complete
     is_resumed: bool = False  # it has lost its blocks or KV before

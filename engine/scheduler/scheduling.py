@@ -204,6 +204,7 @@ class StepPlanner:
             if not self._allocate_for_ready(request):
                 return False
             state.ready.remove(request)
+            state.num_changes += 1  # a more urgent one can preempt it now
             request.move(RequestStatus.RUNNING)
             state.batch.start_decode(request, state.cache.capacity(request.kv))
             state.cache.start_decode(

@@ -8,6 +8,8 @@ the prefix cache until evicted.
 
 from __future__ import annotations
 
+from baton.engine.kv_cache.cache_group import PrefixHit
+from baton.engine.scheduler.block_shortage import BlockShortage
 from baton.engine.scheduler.config import SchedulingPolicy
 from baton.engine.scheduler.request import BY_RANK, Request
 from baton.engine.scheduler.state import SchedulerState
@@ -21,6 +23,9 @@ def victims_for(state: SchedulerState, head: Request) -> list[Request]:
     """
     if state.config.policy is not SchedulingPolicy.PRIORITY:
         return []
+    lasting = head.lasting_shortage
+    if lasting is not None and lasting.lasts(state.cache.pool, state.num_changes):
+        return []
     holders = _place_holders(state, head)
     if holders is None or (head.arrival.handoff is not None and not state.can_receive):
         return []  # preemption cannot give what it lacks
@@ -28,10 +33,13 @@ def victims_for(state: SchedulerState, head: Request) -> list[Request]:
     if not candidates:
         return []
     candidates.sort(key=lambda each: each not in holders)
-    shortage = _shortage(state, head)
+    hit = _find_prefix(state, head)
+    shortage = _shortage(state, head, hit)
     num_freed = [state.cache.pool.num_held_once(each.kv.block_ids) for each in candidates]
     # All or nothing: preempting some would cost their progress, and the head would still wait.
     if sum(num_freed) < shortage:
+        missing = state.cache.missing_hash(head.kv, hit.num_blocks, head.max_num_hit_tokens)
+        head.lasting_shortage = BlockShortage.of(state.cache.pool, state.num_changes, missing)
         return []
     lacks_place = head.arrival.handoff is None and len(state.batch) >= state.config.max_num_seqs
     num_missing_places = int(lacks_place)
@@ -79,10 +87,13 @@ def _place_holders(state: SchedulerState, head: Request) -> set[Request] | None:
     return max(found, key=lambda holders: min(map(BY_RANK, holders)), default=None)
 
 
-def _shortage(state: SchedulerState, head: Request) -> int:
-    """Return the number of blocks that must become free for `head` to be admitted."""
+def _find_prefix(state: SchedulerState, head: Request) -> PrefixHit:
     continues_at = None if head.arrival.handoff is None else head.num_tokens
-    hit = state.cache.find_prefix(head.kv, head.max_num_hit_tokens, continues_at=continues_at)
+    return state.cache.find_prefix(head.kv, head.max_num_hit_tokens, continues_at=continues_at)
+
+
+def _shortage(state: SchedulerState, head: Request, hit: PrefixHit) -> int:
+    """Return the number of blocks that must become free for `head` to be admitted."""
     num_missing = state.cache.num_missing(head.kv, hit)
     if head.arrival.handoff is not None:
         num_missing += state.num_spare_blocks

@@ -20,12 +20,14 @@ def make_engine_request(
     prior: Sequence[int] = (),
     send_to: HandoffId | None = None,
     sampling: SamplingParams | None = None,
+    priority: int = 0,
 ) -> EngineRequest:
     return EngineRequest(
         request_id=RequestId(request_id),
         prompt_token_ids=tuple(prompt),
         sampling=sampling or SamplingParams(max_tokens=max_tokens),
         seed=0,
+        priority=priority,
         prior_output_token_ids=tuple(prior),
         send_to=send_to,
     )

@@ -14,7 +14,7 @@ from baton.core.ids import RequestId
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.plan import RunResult
-from baton.engine.scheduler.config import SchedulerConfig
+from baton.engine.scheduler.config import SchedulerConfig, SchedulingPolicy
 from baton.engine.scheduler.scheduler import Scheduler
 from tests.support.requests import make_engine_request
 
@@ -63,6 +63,36 @@ def test_the_cost_of_removing_a_request_does_not_depend_on_the_queue_length() ->
     ]
 
     assert costs[0] == costs[1]
+
+
+def test_a_head_that_no_preemption_helps_is_looked_up_once() -> None:
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_num_batched_tokens=8192,
+            max_num_seqs=80,
+            max_model_len=2048,
+            policy=SchedulingPolicy.PRIORITY,
+        ),
+        CacheConfig(num_blocks=480),
+    )
+    for number in range(64):
+        prompt, is_lax = (number, *range(100)), number % 8 == 0
+        scheduler.add(
+            make_engine_request(
+                prompt, request_id=f"r{number}", max_tokens=9, priority=1 if is_lax else 0
+            )
+        )
+    _step(scheduler)
+    cost_without = _calls(partial(_step, scheduler))
+    # It needs 100 blocks: 32 are free, and those of lower priority hold 56.
+    scheduler.add(make_engine_request(range(1600), request_id="head", max_tokens=2))
+    _step(scheduler)
+    _step(scheduler)
+
+    cost = _calls(partial(_step, scheduler))
+
+    assert scheduler.stats().num_waiting == 1
+    assert cost - cost_without < 64
 
 
 def _decoding(
