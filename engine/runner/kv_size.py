@@ -33,10 +33,12 @@ def choose_num_blocks(
     cache: CacheShape,
     device: Device,
     make_runner: Callable[[int], TorchRunner],
+    capture: Callable[[TorchRunner], None],
 ) -> int:
     """Return the number of blocks, once the weights are loaded. Raises InvalidConfig.
 
-    `make_runner` makes a runner with so many blocks, with which the largest steps are measured.
+    `make_runner` makes a runner with so many blocks, with which the largest steps are measured,
+    and the graphs of decode steps that `capture` captures.
     """
     kv_bytes = config.kv_cache_bytes
     if kv_bytes is not None:
@@ -45,7 +47,7 @@ def choose_num_blocks(
     if config.kv_cache_share is not None:
         free_bytes = max(0, device.free_bytes() - cache.adapter_bytes)
         kv_bytes = int(free_bytes * config.kv_cache_share)
-    elif (memory := _measure(config, cache, device, make_runner)) is not None:
+    elif (memory := _measure(config, cache, device, make_runner, capture)) is not None:
         kv_bytes = profiled_kv_bytes(config, memory, *cache)
         sizes = (
             memory.total_bytes,
@@ -54,7 +56,7 @@ def choose_num_blocks(
             memory.run_bytes,
             kv_bytes,
         )
-        text = "%s of %s: weights %s, adapters %s, largest step %s, KV cache %s"
+        text = "%s of %s: weights %s, adapters %s, largest step and graphs %s, KV cache %s"
         log.info(text, device.place, *map(format_bytes, sizes))
     else:
         kv_bytes = auto_kv_bytes(config, device.free_bytes(), *cache)
@@ -88,6 +90,7 @@ def _measure(
     cache: CacheShape,
     device: Device,
     make_runner: Callable[[int], TorchRunner],
+    capture: Callable[[TorchRunner], None],
 ) -> MemoryProfile | None:
     limits = config.max_num_batched_tokens, config.max_num_seqs, cache.max_model_len
     plans = largest_plans(*limits, config.block_size, cache.layout)
@@ -95,6 +98,8 @@ def _measure(
 
     def use_runner(run: Callable[[Runner], None]) -> None:
         with make_runner(num_blocks) as runner:
+            # Steps run next to the memory of the graphs.
+            capture(runner)
             run(runner)
 
     memory = profile_steps(device, plans, use_runner)

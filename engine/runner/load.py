@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -89,8 +90,12 @@ def load_runner(
     )
     info = _describe(config, checkpoint, model, weights.fingerprint, defaults, parts)
 
-    def make_runner(num_blocks: int, num_scratch_blocks: int = 0) -> TorchRunner:
-        kv = shape.allocate(num_blocks + num_scratch_blocks, device.place)
+    has_graphs = _make_graph_pool(config, weights.decoder, parts, device) is not None
+    has_adapters = adapters is not None and parts.low_rank.has_static_launches
+
+    def make_runner(num_blocks: int) -> TorchRunner:
+        # Padding rows of graphs write into one block more, which belongs to no request.
+        kv = shape.allocate(num_blocks + has_graphs, device.place)
         return TorchRunner(
             info,
             weights.decoder,
@@ -109,16 +114,15 @@ def load_runner(
             config.logprobs_mode,
         )
 
-    num_blocks = choose_num_blocks(config, cache, device, make_runner)
-    pool = _make_graph_pool(config, weights.decoder, parts, device)
-    # Padding rows of graphs write into one block more, which belongs to no request.
-    runner = make_runner(num_blocks, num_scratch_blocks=0 if pool is None else 1)
+    capture = partial(
+        _capture_graphs, config, device if has_graphs else None, has_adapters=has_adapters
+    )
+    num_blocks = choose_num_blocks(config, cache, device, make_runner, capture)
+    runner = make_runner(num_blocks)
     if not device.shares_host_memory:
         sizes = num_blocks, config.block_size, config.max_num_seqs, max_model_len
         warm_up(runner, *sizes, layout)
-    if pool is not None:
-        has_adapters = adapters is not None and parts.low_rank.has_static_launches
-        _capture_graphs(config, runner, pool, has_adapters=has_adapters)
+    capture(runner)
     return runner
 
 
@@ -253,9 +257,12 @@ def _make_graph_pool(
 
 
 def _capture_graphs(
-    config: RunnerConfig, runner: TorchRunner, pool: GraphPool, *, has_adapters: bool
+    config: RunnerConfig, device: Device | None, runner: TorchRunner, *, has_adapters: bool
 ) -> None:
     """Capture graphs of decode steps; if that fails, those of steps without adapters alone."""
+    pool = None if device is None else device.make_graph_pool()
+    if pool is None:
+        return
     max_blocks = -(-runner.info.max_model_len // config.block_size)
     try:
         sizes = graph_sizes(config.max_num_seqs, max_blocks, has_adapters=has_adapters)
@@ -273,4 +280,4 @@ def _capture_graphs(
             error.__context__ or error,
         )
         if has_adapters:
-            _capture_graphs(config, runner, pool, has_adapters=False)
+            _capture_graphs(config, device, runner, has_adapters=False)

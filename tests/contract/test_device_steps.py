@@ -568,11 +568,17 @@ def test_after_a_failed_capture_steps_are_launched_without_graphs(
 
 
 @pytest.mark.parametrize(
-    ("model", "memory_bytes"), [("folder", 3_400_000), ("recurrent_folder", 5_200_000)]
+    ("model", "memory_bytes", "parts"),
+    [
+        ("folder", 3_400_000, TORCH),
+        ("recurrent_folder", 5_200_000, TORCH),
+        ("folder", 18_300_000, GRAPHABLE),
+    ],
 )
-def test_the_kv_cache_gets_what_weights_and_the_largest_step_leave(
+def test_the_kv_cache_gets_what_weights_graphs_and_the_largest_step_leave(
     model: str,
     memory_bytes: int,
+    parts: Parts,
     request: pytest.FixtureRequest,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -582,9 +588,9 @@ def test_the_kv_cache_gets_what_weights_and_the_largest_step_leave(
     device = FakeDevice(memory_bytes=memory_bytes)
     caplog.set_level("INFO")
 
-    with runner_on(device, path, TORCH, gpu_memory_utilization=0.8, **settings) as runner:
+    with runner_on(device, path, parts, gpu_memory_utilization=0.8, **settings) as runner:
         kv_bytes = runner.kv_memory.num_blocks * runner.kv_memory.block_bytes
-        weights = memory_bytes - device.free_bytes() - kv_bytes
+        others = memory_bytes - device.free_bytes() - kv_bytes  # weights and graphs
         driver = driver_of(runner)
 
         def serve() -> None:
@@ -597,8 +603,8 @@ def test_the_kv_cache_gets_what_weights_and_the_largest_step_leave(
 
     memory = runner.kv_memory
     assert memory.num_blocks < 16 * memory.layout.num_blocks(128 // BLOCK_SIZE)  # a full batch
-    assert weights + kv_bytes + needed[0] <= 0.8 * memory_bytes
-    assert "largest step" in caplog.text
+    assert others + kv_bytes + needed[0] <= 0.8 * memory_bytes
+    assert "largest step and graphs" in caplog.text
 
 
 def test_the_kv_cache_leaves_room_for_adapters(

@@ -2,9 +2,9 @@
 
 On the CPU it is a share of the memory that is free after the weights are loaded. That is bounded by
 the limits of the container, and the rest is left for activations, other processes and the page
-cache; KV pages are allocated when they are first written, not at start. On a GPU it is what weights
-and the largest step leave of the share that the node may use. Both leave memory free for LoRA
-adapters, which are loaded later.
+cache; KV pages are allocated when they are first written, not at start. On a GPU it is what
+weights, the largest step and graphs leave of the share that the node may use. Both leave memory
+free for LoRA adapters, which are loaded later.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def profiled_kv_bytes(
         raise InvalidConfig(
             f"no memory is left for the KV cache: the node may use {format_bytes(share_bytes)} of "
             f"the GPU, its weights take {format_bytes(memory.own_bytes)}, {of_adapters}its "
-            f"largest step {format_bytes(memory.run_bytes)}, and {format_bytes(memory.free_bytes)} "
-            f"are free: lower {remedy}--max-num-batched-tokens or --max-num-seqs, or raise "
-            "--gpu-memory-utilization"
+            f"largest step and graphs {format_bytes(memory.run_bytes)}, and "
+            f"{format_bytes(memory.free_bytes)} are free: lower {remedy}--max-num-batched-tokens "
+            "or --max-num-seqs, or raise --gpu-memory-utilization"
         )
     return min(left_bytes, _most_bytes(config, block_bytes, max_model_len, layout))
 

@@ -1,4 +1,4 @@
-"""Memory that the largest step takes, measured before the KV cache gets what is left."""
+"""Memory that the largest steps and graphs take, measured before the KV cache gets what is left."""
 
 from __future__ import annotations
 

@@ -60,8 +60,7 @@ def test_counts_are_those_of_the_whole_history_whatever_drafts_are_rejected(
 def _constrained_logits(batch: PersistentBatch, num_tokens: int) -> torch.Tensor:
     runs = batch.step({R: num_tokens}).runs
     rows = SampledRows(runs, (), 8, torch.device("cpu"))
-    [logits] = Constraints(rows, SHARED_INPUTS).apply(torch.ones(1, 8))
-    return logits
+    return Constraints(rows, SHARED_INPUTS).apply(torch.ones(1, 8))[0]
 
 
 def _counted(
