@@ -39,14 +39,18 @@ class CopyOut(Protocol):
 
 
 class PinnedSlots:
-    """Slots of pinned memory, each for a block, that all channels share."""
+    """Slots of pinned memory, each for a block, that all channels share.
+
+    A channel takes no more than it leaves free: a peer that is frozen, or several, keep its slots
+    until the pair is cut, and others need some meanwhile.
+    """
 
     def __init__(self, num_slots: int) -> None:
         self._free = [BlockId(slot) for slot in range(num_slots)]
 
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
+    def num_for(self, num_held: int) -> int:
+        """Return how many more slots a channel may take that holds so many."""
+        return max(0, (len(self._free) - num_held + 1) // 2)
 
     def take(self, number: int) -> tuple[BlockId, ...]:
         """Take the first free slots, which are neighbours if few are in use."""
@@ -106,6 +110,7 @@ class PinnedChannel:
         self._waiting: deque[_Posted] = deque()  # of which blocks have no slots yet
         self._copying: deque[_Part] = deque()
         self._part_by_write: dict[int, _Part] = {}  # posted parts
+        self._num_held = 0  # slots
         self._num_parts = 0
 
     @property
@@ -159,14 +164,14 @@ class PinnedChannel:
         """
         self._inner.close()
         for part in (*self._copying, *self._part_by_write.values()):
-            self._slots.give_back(part.write.sources)
+            self._give_back(part)
         self._waiting.clear()
         self._copying.clear()
         self._part_by_write.clear()
 
     def _move(self) -> None:
         """Begin copies into free slots, and post what is copied."""
-        while self._waiting and (self._slots.num_free or not self._waiting[0].num_blocks):
+        while self._waiting and (self._room or not self._waiting[0].num_blocks):
             self._begin_copy(self._waiting[0])
             if self._waiting[0].num_copied == self._waiting[0].num_blocks:
                 self._waiting.popleft()
@@ -175,10 +180,19 @@ class PinnedChannel:
             self._part_by_write[part.write.write_id] = part
             self._inner.post(part.write)
 
+    @property
+    def _room(self) -> int:
+        return self._slots.num_for(self._num_held)
+
+    def _give_back(self, part: _Part) -> None:
+        self._slots.give_back(part.write.sources)
+        self._num_held -= len(part.write.sources)
+
     def _begin_copy(self, posted: _Posted) -> None:
         write, first = posted.write, posted.num_copied
-        end = min(posted.num_blocks, first + self._slots.num_free)
+        end = min(posted.num_blocks, first + self._room)
         slots = self._slots.take(end - first)
+        self._num_held += len(slots)
         copied = self._copy_out(write.sources[first:end], write.layers, slots)
         posted.num_copied = end
         self._num_parts += 1
@@ -193,7 +207,7 @@ class PinnedChannel:
 
     def _end_part(self, write_id: int) -> list[ChannelEvent]:
         part = self._part_by_write.pop(write_id)
-        self._slots.give_back(part.write.sources)
+        self._give_back(part)
         posted = part.posted
         posted.num_written += len(part.write.sources)
         is_over = posted.num_written == posted.num_blocks and not posted.has_failed
@@ -211,5 +225,5 @@ class PinnedChannel:
         self._waiting = deque(each for each in self._waiting if each is not posted)
         for part in [each for each in self._copying if each.posted is posted]:
             self._copying.remove(part)
-            self._slots.give_back(part.write.sources)
+            self._give_back(part)
         return [WriteFailed(posted.write.write_id, reason)]

@@ -32,7 +32,7 @@ from baton.node.options import NodeOptions
 logger = logging.getLogger(__name__)
 
 Copies = KvBlocks | StagedCopies
-SLOT_BYTES, MIN_SLOTS = 128 << 20, 2  # of pinned memory out of which a device's blocks are sent
+SLOT_BYTES, MIN_SLOTS = 256 << 20, 2  # of pinned memory out of which a device's blocks are sent
 
 
 @dataclass(frozen=True, slots=True)
