@@ -16,6 +16,7 @@ class EncodedText(NamedTuple):
 
     token_ids: tuple[int, ...]
     second_start: int = 0  # index of the first token of type 1; 0: there is none
+    is_cut: bool = False
 
 
 def encode_text(
@@ -28,6 +29,7 @@ def encode_text(
     parts = [
         fast.encode(each, add_special_tokens=False) for each in (text, second) if each is not None
     ]
+    is_cut = False
     if max_tokens is not None:
         num_special = fast.num_special_tokens_to_add(second is not None)
         if max_tokens <= num_special:
@@ -39,9 +41,10 @@ def encode_text(
         lens = [len(part.ids) for part in parts]
         for part, num_kept in zip(parts, _fit(lens, max_tokens - num_special), strict=True):
             part.truncate(num_kept)
+        is_cut = sum(lens) > max_tokens - num_special
     encoded = fast.post_process(parts[0], parts[1] if len(parts) > 1 else None)
     types = encoded.type_ids
-    return EncodedText(tuple(encoded.ids), types.index(1) if 1 in types else 0)
+    return EncodedText(tuple(encoded.ids), types.index(1) if 1 in types else 0, is_cut)
 
 
 def _fit(lens: list[int], limit: int) -> list[int]:

@@ -224,6 +224,7 @@ async def _http_server(
         tokens=options.client_tokens,
         on_refusal=metrics.refused,
         cors=options.cors,
+        embed_truncate=options.embed_truncate,
     )
     host = options.http_host or options.host
     async with http_serving(

@@ -21,6 +21,7 @@ MAX_IN_PIPELINE = 64
 class EmbeddedText(NamedTuple):
     vector: Floats
     num_tokens: int
+    warnings: tuple[str, ...]  # what was done only in part
 
 
 async def embed_texts(
@@ -55,6 +56,7 @@ async def _embed(
     pipeline: Pipeline, scope: RequestScope, call: GenerateCall, *, is_one_of_several: bool
 ) -> EmbeddedText:
     vector, num_tokens = b"", 0
+    warnings: tuple[str, ...] = ()
     with (
         scope.answering(call) as salted,
         pipeline.accept(call.request_id, is_one_of_several=is_one_of_several),
@@ -65,4 +67,5 @@ async def _embed(
                     vector = part.vector or vector
                 elif isinstance(part, Finish):
                     num_tokens = part.num_prompt_tokens
-    return EmbeddedText(decode_vector(vector), num_tokens)
+                    warnings = part.warnings
+    return EmbeddedText(decode_vector(vector), num_tokens, warnings)

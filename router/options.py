@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from baton.core.errors import InvalidConfig
-from baton.core.options import NETWORK, SECURITY, Option, check_options
+from baton.core.options import MODEL, NETWORK, SECURITY, Option, check_options
 from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.admission.rate_limits import NO_RATE_LIMITS, RateLimitConfig
 from baton.router.discovery.sources import (
@@ -74,6 +74,14 @@ class RouterOptions:
         str, Option("Address to serve HTTP on. Default: that of --host.", NETWORK)
     ] = ""
     cors: CorsConfig = NO_CORS
+    embed_truncate: Annotated[
+        bool,
+        Option(
+            "Over HTTP, cut texts that exceed what a model takes, with a warning in the answer, if "
+            "it generates no text; otherwise they are refused.",
+            MODEL,
+        ),
+    ] = True
     smg: Annotated[
         bool,
         Option(

@@ -77,6 +77,7 @@ class TokenPrompt:
     token_ids: tuple[int, ...]
     media: tuple[MediaSegment, ...] = ()
     second_text_start: int = 0  # of a pair of texts, see EngineRequest
+    is_cut: bool = False  # it is only the beginning of a text to embed
 
     @property
     def num_characters(self) -> int:

@@ -43,11 +43,12 @@ def http_app(
     tokens: AcceptedTokens | None = None,
     on_refusal: Callable[[str], None] = ignore_refusal,
     cors: CorsConfig = NO_CORS,
+    embed_truncate: bool = True,
     sessions: SessionLimits = SESSION_LIMITS,
 ) -> ASGIApp:
     bodies = Bodies(pipeline.table)
     routes: list[BaseRoute] = [
-        *openai_routes(pipeline, scopes, bodies, resets, adapters),
+        *openai_routes(pipeline, scopes, bodies, resets, adapters, embed_truncate=embed_truncate),
         *messages_routes(pipeline, scopes, bodies),
         *responses_routes(pipeline, scopes, bodies, sessions),
         *Probes(health, pipeline, scrape).routes,

@@ -54,6 +54,8 @@ class InputProcessor:
         self._check_prompt(call, len(token_ids), context.logprob_budget or LogprobBudget())
         if self._forms is not None and call.sampling.structured_outputs is not None:
             await self._forms.check(call.sampling.structured_outputs, context.owner)
+        if prompt.is_cut:
+            call = replace(call, warnings=(_cut_warning(len(token_ids)),))
         call = self._begin_after_reasoning(replace(call, prompt=prompt))
         return self._fit_max_tokens(call, len(token_ids))
 
@@ -109,7 +111,10 @@ class InputProcessor:
             text.token_prompt, call.prompt, served.max_model_len, call.max_prompt_tokens
         )
         large_texts = self._large_texts_of(call.model)
-        return await large_texts.run(call.prompt.num_characters, tokenize, client)
+        prompt = await large_texts.run(call.prompt.num_characters, tokenize, client)
+        if isinstance(call.prompt, TokenPrompt) and prompt.token_ids and not served.generates:
+            text.check_own_tokens(prompt.token_ids)
+        return prompt
 
     async def token_ids(
         self, prompt: Prompt, model: ModelVariant = ANY_MODEL, client: str = ""
@@ -176,7 +181,15 @@ class InputProcessor:
             return call
         sampling, warning = fit_max_tokens(call.sampling, num_prompt_tokens, longest)
         is_unexpected = warning and not call.fills_context
-        return replace(call, sampling=sampling, warnings=(warning,) if is_unexpected else ())
+        warnings = (*call.warnings, warning) if is_unexpected else call.warnings
+        return replace(call, sampling=sampling, warnings=warnings)
+
+
+def _cut_warning(num_tokens: int) -> str:
+    return (
+        f"a text was cut to {num_tokens} tokens; send shorter ones, or set truncate_prompt_tokens "
+        "to the wanted length"
+    )
 
 
 def _compute_spellings(text: TextBoundary, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import cached_property
 
 from baton.checkpoint.token_text import TokenText
 from baton.checkpoint.tokenizer import Tokenizer
-from baton.core.errors import ContextLengthExceeded
+from baton.core.errors import ContextLengthExceeded, InvalidRequest
 from baton.router.answer import IncrementalDetokenizer, NoDetokenizer
 from baton.router.values import ChatPrompt, PairPrompt, Prompt, TextPrompt, TokenPrompt
 from baton.rpc.errors import UnsupportedInput
@@ -52,7 +53,11 @@ class TextBoundary:
 
         Raises ContextLengthExceeded as `token_ids` does, unless it is cut.
         """
-        return TokenPrompt(self.token_ids(prompt, None if cut_at else max_tokens)[:cut_at])
+        token_ids = self.token_ids(prompt, None if cut_at else max_tokens)
+        return TokenPrompt(token_ids[:cut_at], is_cut=bool(cut_at and len(token_ids) > cut_at))
+
+    def check_own_tokens(self, token_ids: tuple[int, ...]) -> None:
+        """Raise InvalidRequest for a text that an encoder's own tokenizer cannot have made."""
 
     def token(self, token_id: int) -> TokenText:
         """Return the text of a single token, or the name of a special token."""
@@ -108,7 +113,25 @@ class ModelText(TextBoundary):
         end = None if cut_at is None else cut_at * self._tokenizer.max_token_chars
         first, second = (None if part is None else part[:end] for part in texts)
         encoded = self._tokenizer.encode_text(first or "", second, cut_at)
-        return TokenPrompt(encoded.token_ids, second_text_start=encoded.second_start)
+        return TokenPrompt(
+            encoded.token_ids, second_text_start=encoded.second_start, is_cut=encoded.is_cut
+        )
+
+    def check_own_tokens(self, token_ids: tuple[int, ...]) -> None:
+        special = self._special_token_ids
+        if len(special) > 1 and special[0] != token_ids[0]:
+            raise InvalidRequest(
+                f"the token ids begin with {token_ids[0]}, not with the model's special token "
+                f"{special[0]}: they seem to be those of another tokenizer. Send texts (in "
+                "LangChain: OpenAIEmbeddings(check_embedding_ctx_length=False)), or the ids of "
+                "/tokenize",
+                "input",
+            )
+
+    @cached_property
+    def _special_token_ids(self) -> tuple[int, ...]:
+        """Tokens that surround a text."""
+        return self._tokenizer.encode_text("").token_ids
 
     def _check_length(self, text: str, max_tokens: int | None, field: str) -> None:
         if max_tokens is None:

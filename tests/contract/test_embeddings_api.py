@@ -7,6 +7,7 @@ import base64
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ import openai
 import pytest
 from grpc import aio
 from openai import AsyncOpenAI
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.processors import TemplateProcessing
 
 from baton.checkpoint.tokenizer_files import load_tokenizer
 from baton.router.embeddings import MAX_IN_PIPELINE
@@ -58,11 +61,14 @@ def run(
     *,
     nodes: FakeNodeCalls | None = None,
     table: NodeTable | None = None,
+    embed_truncate: bool = True,
 ) -> None:
+    table = table or embedders(**ONLY_EMBEDDER)
+
     async def main() -> None:
         async with (
             asyncio.timeout(LONGEST_S),
-            an_http_router(nodes, table=table or embedders(**ONLY_EMBEDDER), text=text) as router,
+            an_http_router(nodes, table=table, text=text, embed_truncate=embed_truncate) as router,
             AsyncOpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0) as client,
         ):
             await check(client, router)
@@ -234,7 +240,7 @@ def test_errors_name_the_field_and_the_remedy(text: TextBoundary) -> None:
             status, message = await error_of(client, router, path, body)
             assert (400 <= status < 500, expected in message) == (True, True), (path, message)
 
-    run(check, text)
+    run(check, text, embed_truncate=False)
 
 
 @pytest.mark.parametrize("written", ["NaN", "Infinity", "1e999", "null null"])
@@ -273,6 +279,65 @@ def test_long_texts_are_cut_on_request() -> None:
                 assert found["usage"]["prompt_tokens"] == num_tokens
 
     run(check, nodes=nodes)
+
+
+def test_texts_that_exceed_an_encoder_are_cut_with_a_warning() -> None:
+    """As sentence-transformers does. A text that exactly fits is whole."""
+
+    async def check(client: AsyncOpenAI, router: HttpRouter) -> None:
+        for lens, is_cut in (((600, 5), True), ((512, 5), False)):
+            texts = [[3] * length for length in lens]
+            found = await post(client, router, "/v1/embeddings", {"input": texts})
+            assert found["usage"]["prompt_tokens"] == 517
+            [*warnings] = found.get("warnings", [])
+            assert [("512 tokens" in each) for each in warnings] == [True] * is_cut
+        body = {"input": [3] * 600, "truncate_prompt_tokens": 512}
+        assert "warnings" not in await post(client, router, "/v1/embeddings", body)
+
+    run(check)
+
+
+@pytest.mark.parametrize(
+    ("table", "embed_truncate"), [(embedders(**ONLY_EMBEDDER), False), (embedders(), True)]
+)
+def test_long_texts_of_generating_models_and_without_the_option_are_refused(
+    table: NodeTable, embed_truncate: bool
+) -> None:
+    async def check(client: AsyncOpenAI, router: HttpRouter) -> None:
+        status, message = await error_of(client, router, "/v1/embeddings", {"input": [3] * 600})
+        assert (status, "set truncate_prompt_tokens" in message) == (400, True)
+
+    run(check, table=table, embed_truncate=embed_truncate)
+
+
+def test_token_ids_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    """An encoder's own tokenizer puts special tokens around a text."""
+    save_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    fast = FastTokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    fast.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    fast.save(str(tmp_path / "tokenizer.json"))
+    text = ModelText(load_tokenizer(tmp_path))
+
+    async def check(client: AsyncOpenAI, router: HttpRouter) -> None:
+        own = list(text.token_ids(TextPrompt("the quick")))
+        assert await post(client, router, "/v1/embeddings", {"input": [own]})
+
+        status, message = await error_of(client, router, "/v1/embeddings", {"input": own[1:]})
+
+        assert status == 400
+        assert "another tokenizer" in message
+        assert "check_embedding_ctx_length=False" in message
+
+    run(check, text)
+    own_ids_only = embedders()  # a model that generates: its prompts may begin with any token
+
+    async def check_generating(client: AsyncOpenAI, router: HttpRouter) -> None:
+        assert await post(client, router, "/v1/embeddings", {"input": [7, 8]})
+
+    run(check_generating, text, table=own_ids_only)
 
 
 def test_a_large_request_leaves_places_for_others() -> None:

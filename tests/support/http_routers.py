@@ -69,6 +69,7 @@ async def an_http_router(
     channel: Callable[[str], aio.Channel] | None = None,  # to nodes, for what is no request
     adapters: AdapterUpdates | None = None,
     cors: CorsConfig = NO_CORS,
+    embed_truncate: bool = True,
     rate_limits: RateLimitConfig = NO_RATE_LIMITS,
     sessions: SessionLimits = SESSION_LIMITS,
 ) -> AsyncIterator[HttpRouter]:
@@ -94,6 +95,7 @@ async def an_http_router(
         scrape=partial(exposition, CollectorRegistry()),
         tokens=tokens,
         cors=cors,
+        embed_truncate=embed_truncate,
         sessions=sessions,
     )
     async with http_serving(

@@ -39,6 +39,7 @@ class Vectors:
     """Endpoints for a model that embeds or classifies texts."""
 
     pipeline: Pipeline
+    embed_truncate: bool  # longer texts than a model takes that generates none
 
     async def embed(self, request: ReceivedRequest, reply: Reply) -> None:
         with request.scope.ending_on_error():
@@ -57,7 +58,7 @@ class Vectors:
             }
             for index, text in enumerate(found)
         )
-        await self._send(reply, request, model, "embd", {"data": LazyArray(data)}, found)
+        await self._send(reply, request, body, model, "embd", {"data": LazyArray(data)}, found)
 
     async def score(self, request: ReceivedRequest, reply: Reply) -> None:
         """Score pairs of texts, in order; a single first text is paired with all second ones."""
@@ -77,7 +78,7 @@ class Vectors:
             {"object": "score", "index": index, "score": score}
             for index, score in enumerate(scores)
         ]
-        await self._send(reply, request, model, "score", {"data": data}, found)
+        await self._send(reply, request, body, model, "score", {"data": data}, found)
 
     async def rerank(self, request: ReceivedRequest, reply: Reply) -> None:
         """Return the documents with the highest scores first."""
@@ -94,7 +95,7 @@ class Vectors:
             if body.return_documents:
                 result["document"] = {"text": documents[index]}
             results.append(result)
-        await self._send(reply, request, model, "rerank", {"results": results}, found)
+        await self._send(reply, request, body, model, "rerank", {"results": results}, found)
 
     async def _score(
         self,
@@ -131,18 +132,25 @@ class Vectors:
         texts: Sequence[Prompt],
     ) -> list[EmbeddedText]:
         with request.scope.ending_on_error():
-            max_tokens = body.truncate_prompt_tokens
-            if max_tokens == WHOLE_CONTEXT:
-                max_tokens = self._served(model).max_model_len
             calls = calls_for_texts(
                 request.id,
                 texts,
                 model,
-                max_tokens=max_tokens,
+                max_tokens=self._max_tokens(body, model),
                 priority=body.priority,
                 cache_salt=body.cache_salt,
             )
         return await embed_texts(self.pipeline, request.scope, calls)
+
+    def _max_tokens(self, body: PoolingBody, model: ModelVariant) -> int | None:
+        """Return the length to which texts are cut, or None if longer ones are refused."""
+        max_tokens = body.truncate_prompt_tokens
+        if max_tokens == WHOLE_CONTEXT:
+            return self._served(model).max_model_len
+        served = self.pipeline.table.served_model(model)
+        if max_tokens is None and self.embed_truncate and not served.generates:
+            return served.max_model_len
+        return max_tokens
 
     def _model(self, body: PoolingBody) -> ModelVariant:
         """Return the model of a request: the only one that embeds if it names none."""
@@ -165,12 +173,15 @@ class Vectors:
         self,
         reply: Reply,
         request: ReceivedRequest,
+        body: PoolingBody,
         model: ModelVariant,
         prefix: str,
         result: Json,
         found: Sequence[EmbeddedText],
     ) -> None:
         num_tokens = sum(text.num_tokens for text in found)
+        warnings = [*dict.fromkeys(warning for text in found for warning in text.warnings)]
+        is_unexpected = warnings and body.truncate_prompt_tokens is None
         response = {
             "id": f"{prefix}-{request.id}",
             "object": "list",
@@ -178,6 +189,7 @@ class Vectors:
             "model": model.name or next(iter(self.pipeline.table.served.names), ""),
             **result,
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+            **({"warnings": warnings} if is_unexpected else {}),
         }
         await reply.send_body(await encode_in_slices(response))
 

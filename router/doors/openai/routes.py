@@ -30,6 +30,8 @@ def openai_routes(
     bodies: Bodies,
     resets: PrefixResets,
     adapters: AdapterUpdates,
+    *,
+    embed_truncate: bool,
 ) -> list[Route]:
     def generation(read: Read, find: FindDocuments | None = None) -> GenerationEndpoint:
         return endpoint(AnswerHandler(pipeline, read, find).answer)
@@ -38,7 +40,7 @@ def openai_routes(
         return GenerationEndpoint(scopes, bodies, OPENAI_ERRORS, answer)
 
     models, texts = Models(pipeline), Tokens(pipeline, scopes, bodies)
-    vectors, loras = Vectors(pipeline), LoraEndpoints(adapters, bodies)
+    vectors, loras = Vectors(pipeline, embed_truncate), LoraEndpoints(adapters, bodies)
     return [
         _post("/v1/completions", generation(completion_from)),
         _post("/v1/chat/completions", generation(chat_completion_from, chat_documents)),
