@@ -1,4 +1,4 @@
-"""Byte sizes with units: parsing and formatting."""
+"""Numbers with units: byte sizes parsed and formatted, counts of things formatted."""
 
 from __future__ import annotations
 
@@ -27,6 +27,11 @@ def parse_kv_memory(written: str | int) -> int | None:
     """Parse a size like `parse_bytes`; None for auto."""
     is_auto = isinstance(written, str) and written.strip().lower() == AUTO
     return None if is_auto else parse_bytes(written)
+
+
+def format_count(number: int, noun: str) -> str:
+    """Return a number with its noun, which takes an s in the plural."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -132,7 +132,8 @@ def use_command_class(app: typer.Typer, groups: tuple[str, ...] = ()) -> None:
     app.rich_markup_mode = None  # help pages are plain text: 'baton[s3]' is not markup
     for command in app.registered_commands:
         name = command.name or getattr(command.callback, "__name__", "").replace("_", "-")
-        command.cls = Command
+        if not issubclass(command.cls or TyperCommand, Command):
+            command.cls = Command
         command.callback = inherit_options()(command.callback) if command.callback else None
         command.epilog = command.epilog or examples_of(" ".join([*groups, name]))
     for group in app.registered_groups:

@@ -16,7 +16,7 @@ from baton.cli.options.operators import OperatorTokenFile, operator_token
 from baton.cli.show import console
 from baton.cli.signatures import inherit_options, make
 from baton.core.options import MODEL, OUTPUT, Option
-from baton.core.units import format_bytes
+from baton.core.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -91,7 +91,8 @@ def load(
             adapter, num_nodes = await client.load_adapter(
                 name, path, model=model, can_replace=replace, operator_token=token
             )
-        return f"{name}: loaded on {num_nodes} nodes, id {adapter.id[:MAX_ID_CHARACTERS]}"
+        where, short_id = format_count(num_nodes, "node"), adapter.id[:MAX_ID_CHARACTERS]
+        return f"{name}: loaded on {where}, id {short_id}"
 
     print(asyncio.run(run()))
 
@@ -112,13 +113,13 @@ def unload(
             num_nodes: int = await client.unload_adapter(name, token)
             return num_nodes
 
-    print(f"{name}: unloaded from {asyncio.run(run())} nodes")
+    print(f"{name}: unloaded from {format_count(asyncio.run(run()), 'node')}")
 
 
 def table_of_adapters(found: list[AdapterStatus]) -> Table:
     from rich.table import Table
 
-    table = Table(title=f"{len(found)} adapters", title_justify="left")
+    table = Table(title=format_count(len(found), "adapter"), title_justify="left")
     rows = [_row(each) for each in found]
     for heading in rows[0]:
         justify: Any = "right" if heading in TO_THE_RIGHT else "left"
@@ -134,6 +135,6 @@ def _row(status: AdapterStatus) -> dict[str, str]:
         "model": status.model,
         "folder": status.adapter.path,
         "id": status.adapter.id[:MAX_ID_CHARACTERS],
-        "in memory": f"{status.num_in_memory} of {status.num_nodes} nodes",
+        "in memory": f"{status.num_in_memory} of {format_count(status.num_nodes, 'node')}",
         "size": format_bytes(status.num_bytes) if status.num_in_memory else "",
     }

@@ -21,6 +21,7 @@ from baton.telemetry.tracing.traces import Trace, find_trace, note_of, traces_of
 from baton.traces.lists import request_table
 from baton.traces.page import render_page
 from baton.traces.terminal import WIDE, show_related, show_waterfall
+from tests.support.baton_command import run_baton
 from tests.support.collector import collecting
 from tests.support.traces import STEP_TRACE_ID, TRACE_ID, an_exported_step, an_exported_trace
 
@@ -171,6 +172,20 @@ def test_list_and_show_read_the_span_files_of_processes(
     assert (folder / "page.html").read_text().startswith("<!doctype html>")
     assert baton(monkeypatch, "trace", "show", "beef") == 1
     assert "baton trace list" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [("--html",), ("r1", "--html"), ("--html", "--trace-dir")])
+def test_an_html_page_without_a_file_is_opened_in_the_browser(
+    folder: Path, arguments: tuple[str, ...]
+) -> None:
+    named = (*arguments, str(folder)) if arguments[-1] == "--trace-dir" else arguments
+    variables = {"BROWSER": "echo opened %s", "TMPDIR": str(folder), "BATON_TRACE_DIR": str(folder)}
+
+    done = run_baton("trace", "show", *named, **variables)
+
+    [page] = folder.glob("baton-trace-*.html")
+    assert page.read_text().startswith("<!doctype html>")
+    assert {f"wrote {page}", f"opened {page.as_uri()}"} == {*done.stdout.splitlines()}
 
 
 def test_steps_are_listed_apart_from_requests(
