@@ -13,7 +13,7 @@ from baton.engine.kv_arrival.holds import Hold, Holds
 from baton.engine.kv_arrival.orders import StepOrders
 from baton.engine.kv_cache.cache import KvCache
 from baton.engine.kv_cache.held_kv import HeldKv
-from baton.engine.kv_cache.prefix_cache import UnstoredBlock
+from baton.engine.kv_cache.unstored_blocks import UnstoredBlock
 from baton.kv_transfer.external_kv import ExternalKv, Store, StoreId, Use
 
 MAX_STORING_SHARE = 0.25  # of all blocks, for all stores together
@@ -42,7 +42,7 @@ class BlockStores:
 
     @property
     def can_begin(self) -> bool:
-        return self._cache.prefixes.unstored.has_any(self._has_room)
+        return not self._is_full and self._cache.prefixes.unstored.has_any(self._has_room)
 
     def store_new(self) -> None:
         """Order the storing of blocks that were added to the prefix cache.
@@ -52,12 +52,11 @@ class BlockStores:
         if self._external is None:
             return
         by_tenant: dict[Tenant, list[UnstoredBlock]] = {}
-        while (block := self._cache.prefixes.unstored.take(self._has_room)) is not None:
-            # Evicted since it was queued, or loaded from there.
-            if self._cache.pool.find([block.name]) != [block.block_id]:
-                continue
+        unstored = self._cache.prefixes.unstored
+        # A tenant has room unless it has taken its share, which few have: the first is taken.
+        while not self._is_full and (block := unstored.take(self._has_room)) is not None:
             if self._external.holds(block.name):
-                continue
+                continue  # loaded from there
             by_tenant.setdefault(block.hints.tenant, []).append(block)
             self._count(block.hints.tenant, 1)
         for tenant, blocks in by_tenant.items():
@@ -98,10 +97,12 @@ class BlockStores:
 
     # --- helpers --------------------------------------------------------------------
 
+    @property
+    def _is_full(self) -> bool:
+        return self._num_blocks >= self._max_blocks
+
     def _has_room(self, tenant: Tenant) -> bool:
         """Return whether another block of the tenant may be stored. SHARED is all clients."""
-        if self._num_blocks >= self._max_blocks:
-            return False
         return tenant == SHARED or self._num_by_tenant[tenant] < self._max_of_tenant
 
     def _count(self, tenant: Tenant, change: int) -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
-from baton.core.fair_queue import FairQueue
 from baton.core.ids import NO_BLOCK, BlockId
-from baton.core.kv_hints import BlockHints, Tenant
 from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored, GroupStats, KvEvent
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.block_names import PrefixEnds, group_of
@@ -16,14 +13,7 @@ from baton.engine.kv_cache.cache_group import PrefixHit
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.kv_cache.held_kv import HeldKv
-
-
-class UnstoredBlock(NamedTuple):
-    """Block that is to be stored in an external KV cache. It may have been evicted since."""
-
-    name: BlockHash
-    block_id: BlockId
-    hints: BlockHints
+from baton.engine.kv_cache.unstored_blocks import UnstoredBlock, UnstoredBlocks
 
 
 class GroupCounters:
@@ -65,7 +55,7 @@ class PrefixCache:
         self.has_state = config.layout.has_state  # a prefix hit ends only at a cached state
         self.pool = BlockPool(config.num_blocks)
         self.ends = PrefixEnds(config.layout)
-        self.unstored = FairQueue[Tenant, UnstoredBlock]()
+        self.unstored = UnstoredBlocks(self.pool)
         self._events: list[KvEvent] = []
 
     def hashes_within(self, held: HeldKv, max_num_tokens: int) -> list[BlockHash]:
@@ -156,4 +146,4 @@ class PrefixCache:
         """Queue a block to be stored, unless nobody expects it to be used again."""
         hints = held.block_hints
         if self._is_stored and not hints.is_released:
-            self.unstored.add(hints.tenant, UnstoredBlock(name, block_id, hints))
+            self.unstored.add(UnstoredBlock(name, block_id, hints))

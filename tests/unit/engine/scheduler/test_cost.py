@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import sys
-from collections.abc import Callable
 from functools import partial
-from types import FrameType
 
 import pytest
 
@@ -16,6 +12,7 @@ from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.plan import RunResult
 from baton.engine.scheduler.config import SchedulerConfig, SchedulingPolicy
 from baton.engine.scheduler.scheduler import Scheduler
+from tests.support.function_calls import count_calls
 from tests.support.requests import make_engine_request
 
 NUM_RUNNING = 8
@@ -24,21 +21,23 @@ NUM_RUNNING = 8
 def test_the_cost_of_a_step_does_not_depend_on_the_queue_length() -> None:
     short_queue, long_queue = _decoding(num_waiting=1), _decoding(num_waiting=500)
 
-    assert _calls(partial(_step, long_queue)) == _calls(partial(_step, short_queue))
+    assert count_calls(partial(_step, long_queue)) == count_calls(partial(_step, short_queue))
 
 
 def test_the_cost_of_a_step_does_not_depend_on_context_lengths() -> None:
     short, long = _decoding(num_prompt_tokens=16), _decoding(num_prompt_tokens=1024)
 
-    costs = [[_calls(partial(_step, scheduler)) for _ in range(16)] for scheduler in (short, long)]
+    costs = [
+        [count_calls(partial(_step, scheduler)) for _ in range(16)] for scheduler in (short, long)
+    ]
 
     assert costs[0] == costs[1]
 
 
-def test_a_decoding_request_costs_at_most_eight_calls() -> None:
+def test_a_decoding_request_costs_at_most_eightcount_calls() -> None:
     few, many = _decoding(num_running=8), _decoding(num_running=72)
 
-    per_request = (_calls(partial(_step, many)) - _calls(partial(_step, few))) / 64
+    per_request = (count_calls(partial(_step, many)) - count_calls(partial(_step, few))) / 64
 
     assert per_request <= 8
 
@@ -48,7 +47,10 @@ def test_a_recurrent_state_adds_no_calls_per_decoding_request(num_running: int) 
     with_state = _decoding(num_running=num_running, num_state_blocks=4)
     without = _decoding(num_running=num_running)
 
-    extra = {_calls(partial(_step, with_state)) - _calls(partial(_step, without)) for _ in range(9)}
+    extra = {
+        count_calls(partial(_step, with_state)) - count_calls(partial(_step, without))
+        for _ in range(9)
+    }
 
     assert extra == {6}  # for the whole batch
 
@@ -58,7 +60,7 @@ def test_the_cost_of_removing_a_request_does_not_depend_on_the_queue_length() ->
     middle = [RequestId(f"r{NUM_RUNNING + n}") for n in (1, 250)]
 
     costs = [
-        _calls(partial(scheduler.abort, name))
+        count_calls(partial(scheduler.abort, name))
         for scheduler, name in zip((short_queue, long_queue), middle, strict=True)
     ]
 
@@ -83,13 +85,13 @@ def test_a_head_that_no_preemption_helps_is_looked_up_once() -> None:
             )
         )
     _step(scheduler)
-    cost_without = _calls(partial(_step, scheduler))
+    cost_without = count_calls(partial(_step, scheduler))
     # It needs 100 blocks: 32 are free, and those of lower priority hold 56.
     scheduler.add(make_engine_request(range(1600), request_id="head", max_tokens=2))
     _step(scheduler)
     _step(scheduler)
 
-    cost = _calls(partial(_step, scheduler))
+    cost = count_calls(partial(_step, scheduler))
 
     assert scheduler.stats().num_waiting == 1
     assert cost - cost_without < 64
@@ -125,22 +127,3 @@ def _step(scheduler: Scheduler) -> None:
     plan = scheduler.schedule(0.0)
     answers = {request_id: [1] for request_id in plan.num_scheduled_tokens}
     scheduler.update(plan, RunResult(answers))
-
-
-def _calls(action: Callable[[], None]) -> int:
-    """Return the number of functions that the action calls, including built-in ones."""
-    count = 0
-
-    def note(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    gc.disable()  # it would call finalizers of other tests' objects
-    sys.setprofile(note)
-    try:
-        action()
-    finally:
-        sys.setprofile(before)
-        gc.enable()
-    return count
