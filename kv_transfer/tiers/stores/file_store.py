@@ -102,7 +102,9 @@ class FileStore(BlockStore):
             self._journals.skip()
             self.scan()
         for sign, stem in self._journals.read():
-            self._apply_change(sign, stem)
+            # Journals are read one after the other: it may have been written again since.
+            if sign == WRITTEN or not self._file(stem).exists():
+                self._apply_change(sign, stem)
         self._journals.keep()
         self._others.list_some(self._clock())
         self._make_room(0, SHARED, self._clock())  # for what others have written
@@ -331,5 +333,7 @@ class FileStore(BlockStore):
         return self._path(name, self.order.tenant_of(name))
 
     def _path(self, name: BlockName, tenant: Tenant) -> Path:
-        stem = stem_of(name, tenant)
+        return self._file(stem_of(name, tenant))
+
+    def _file(self, stem: str) -> Path:
         return self._folder / stem[:PREFIX_CHARS] / f"{stem}{SUFFIX}"
