@@ -230,6 +230,11 @@ def test_the_router_lets_the_server_compute_prompts(world: World) -> None:
     world.api.is_healthy = False
     world.await_state(NodeAvailability.UNREACHABLE)
     assert world.answer(prompt_of(200, seed=11), Generation(GREEDY))[1] == {}
+    # What nodes compute does not use it: a server's KV differs a little from theirs.
+    again = world.client.generate(prompt, Generation(GREEDY))
+    assert tuple(again.token_ids) == expected
+    assert again.finish is not None
+    assert again.finish.served.prompt_tokens_cached_on_decode == 0
 
 
 def test_kv_that_the_server_may_have_released_is_computed(world: World) -> None:
