@@ -17,6 +17,7 @@ MAX_BANNED_SEQUENCES = 1024
 MAX_BANNED_SEQUENCE_TOKENS = 1 << 16  # of all of them together
 MAX_STOP_TOKEN_IDS = 1 << 10
 MAX_LOGIT_BIASES = 1 << 14
+MAX_TOKEN_ID = (1 << 31) - 1  # the node protocol has 32 bits
 MAX_LISTED_TOKEN_IDS = 1 << 18  # allowed or banned; the size of the largest vocabularies
 
 # Argument of a logits processor: a JSON scalar or a list of them.
@@ -196,6 +197,18 @@ def fit_max_tokens(
         )
     warning = f"max_tokens {sampling.max_tokens} was lowered to {rest}: {reason}"
     return replace(sampling, max_tokens=rest), warning
+
+
+def read_logit_bias(biases: Mapping[str, float]) -> dict[int, float]:
+    """Return biases by token id, for those whose keys are texts. Raises InvalidRequest."""
+    return {_token_id(name): bias for name, bias in biases.items()}
+
+
+def _token_id(text: str) -> int:
+    is_number = text.isascii() and text.isdecimal() and len(text) <= len(str(MAX_TOKEN_ID))
+    if not is_number or int(text) > MAX_TOKEN_ID:
+        raise InvalidRequest(f"logit_bias: {text[:32]!r} is no token id", "logit_bias")
+    return int(text)
 
 
 def _check_count(name: str, count: int, limit: int) -> None:

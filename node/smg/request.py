@@ -9,7 +9,7 @@ from smg_grpc_proto.generated import sglang_scheduler_pb2
 from baton.core.errors import ContextLengthExceeded, InvalidRequest
 from baton.core.ids import HandoffId, NodeId, Peer
 from baton.core.request import EngineRequest, ReceiveKv
-from baton.core.sampling import MAX_LOGIT_BIASES, SamplingParams, fit_max_tokens
+from baton.core.sampling import SamplingParams, fit_max_tokens, read_logit_bias
 from baton.rpc.errors import EmptyPrompt, UnsupportedInput
 from baton.rpc.messages.calls import node_request_id
 from baton.rpc.node_info import NodeCard, NodeRole
@@ -98,7 +98,7 @@ def _sampling_from(
         "temperature": params.temperature,
         "max_tokens": params.max_new_tokens if has_limit else card.max_sequence_length,
         "min_tokens": params.min_new_tokens,
-        "logit_bias": _logit_bias(params),
+        "logit_bias": read_logit_bias(params.logit_bias),
     }
     if message.return_logprob:
         fields["logprobs"] = message.top_logprobs_num
@@ -112,19 +112,6 @@ def _sampling_from(
         SamplingParams(**fields), num_prompt_tokens, card.max_sequence_length
     )
     return sampling
-
-
-def _logit_bias(params: sglang_scheduler_pb2.SamplingParams) -> dict[int, float]:
-    if len(params.logit_bias) > MAX_LOGIT_BIASES:
-        raise InvalidRequest(
-            f"logit_bias has {len(params.logit_bias)} entries; at most {MAX_LOGIT_BIASES} are "
-            "allowed",
-            "logit_bias",
-        )
-    wrong = [token_id for token_id in params.logit_bias if not token_id.isdecimal()]
-    if wrong:
-        raise InvalidRequest(f"logit_bias: {wrong[0]!r} is no token id", "logit_bias")
-    return {int(token_id): bias for token_id, bias in params.logit_bias.items()}
 
 
 def _request(

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from baton.router.documents.encodings import read_text
+from baton.router.documents.encodings import decode_text, read_text
 
 PDF = "application/pdf"
-PDF_MARK, MAX_MARK_OFFSET = b"%PDF-", 1024  # other bytes may come before the mark
+PDF_MARK, PDF_END = b"%PDF-", b"startxref"
+MAX_MARK_OFFSET = 1024  # other bytes may come before the mark, and after the end
 MAX_DOCUMENTS = 64  # of one request
 
 
@@ -48,9 +49,17 @@ def document_from(
 
     Raises UnsupportedInput for anything but a PDF or text.
     """
-    if media_type == PDF or PDF_MARK in data[:MAX_MARK_OFFSET]:
+    if media_type == PDF or _is_pdf(data):
         return Document(data, where, name, context)
     return Document(read_text(data, label_of(name, where), where), where, name, context)
+
+
+def _is_pdf(data: bytes) -> bool:
+    """True if the data is a PDF, rather than a text that has its mark."""
+    head, tail = data[:MAX_MARK_OFFSET].lstrip(), data[-MAX_MARK_OFFSET:]
+    if PDF_MARK not in head:
+        return False
+    return head.startswith(PDF_MARK) or PDF_END in tail or decode_text(data) is None
 
 
 def label_of(name: str, where: str) -> str:

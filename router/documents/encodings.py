@@ -68,13 +68,21 @@ def _unquoted(text: str) -> bytes:
     return bytes(data)
 
 
-def read_text(data: bytes, label: str, where: str) -> str:
-    """Decode the text of a file. Raises UnsupportedInput for anything but text."""
+def decode_text(data: bytes) -> str | None:
+    """Return the text in a file, None if it is not text."""
     encoding = "utf-16" if data.startswith(UTF_16_MARKS) else "utf-8-sig"
     with suppress(UnicodeDecodeError):
         text = data.decode(encoding)
         if not BINARY.search(text):
             return text
+    return None
+
+
+def read_text(data: bytes, label: str, where: str) -> str:
+    """Decode the text of a file. Raises UnsupportedInput for anything but text."""
+    text = decode_text(data)
+    if text is not None:
+        return text
     kinds = (kind for mark, kind in BINARY_MARKS.items() if data.startswith(mark))
     kind = next(kinds, "neither text in UTF-8 nor a PDF: send it as one of these")
     raise UnsupportedInput(f"{label} is {kind}", where)

@@ -35,6 +35,12 @@ TOKEN_BYTES = 40
 MAX_LOGPROBS_PER_REQUEST = 1 << 19
 
 
+# Spaces of all widths, and joiners, which Python does not count as printable.
+FILE_NAME_CHARACTERS = dict.fromkeys(
+    (0xA0, 0x1680, *range(0x2000, 0x200B), 0x200C, 0x200D, 0x202F, 0x205F, 0x3000), " "
+)
+
+
 def is_valid_name(value: str) -> bool:
     return 0 < len(value) <= MAX_NAME_CHARACTERS and value.isprintable()
 
@@ -51,6 +57,11 @@ def check_name(field: str, value: str) -> None:
         raise InvalidRequest(
             f"{field} has characters that are not printable; leave them out", field
         )
+
+
+def check_file_name(field: str, value: str) -> None:
+    """Raises InvalidRequest as `check_name` does, but allows any space, and joined emoji."""
+    check_name(field, value.translate(FILE_NAME_CHARACTERS))
 
 
 def check_count(field: str, count: int, most: int) -> None:

@@ -122,7 +122,8 @@ class Negation:
 
     def _required(self, names: Any, _depth: int) -> Iterator[Schema]:
         for name in names if isinstance(names, list) else ():
-            yield {"type": "object", "properties": {name: False}}
+            if isinstance(name, str):
+                yield {"type": "object", "properties": {name: False}}
 
     def _properties(self, properties: Any, depth: int) -> Iterator[Schema]:
         for name, schema in properties.items() if isinstance(properties, dict) else ():

@@ -24,10 +24,17 @@ def dependencies(part: Schema) -> list[Schema] | None:
     clauses: list[Schema] = []
     for keyword in DEPENDENCIES:
         given = part.get(keyword, {})
-        if not isinstance(given, dict):
+        if not isinstance(given, dict) or not all(map(_is_needed, given.values())):
             return None
         clauses += (_dependency(name, needed) for name, needed in given.items() if needed != [])
     return clauses
+
+
+def _is_needed(value: Any) -> bool:
+    names = value if isinstance(value, list) else ()
+    return isinstance(value, dict | bool | list | str) and all(
+        isinstance(name, str) for name in names
+    )
 
 
 def _dependency(name: str, needed: Any) -> Schema:
@@ -56,9 +63,10 @@ def property_names(part: Schema, root: Any) -> list[Schema] | None:
         return None
     constraints = names.keys() - ANNOTATIONS
     rest = part.get("additionalProperties", True)
-    if constraints == {"enum"}:
+    if constraints == {"enum"} and isinstance(names["enum"], list):
         return [_only_names(part, [each for each in names["enum"] if isinstance(each, str)])]
-    if constraints == {"pattern"} and not part.get("properties"):
+    is_pattern = constraints == {"pattern"} and isinstance(names["pattern"], str)
+    if is_pattern and not part.get("properties"):
         return [{"patternProperties": {names["pattern"]: rest}, "additionalProperties": False}]
     return None
 
@@ -72,12 +80,18 @@ def _has_names(part: Schema) -> bool:
 
 
 def _only_names(part: Schema, names: Sequence[str]) -> Schema:
-    properties: Mapping[str, Any] = part.get("properties", {})
+    properties = _properties(part)
     rest = part.get("additionalProperties", True)
     return {
         "properties": {name: properties.get(name, rest) for name in names},
         "additionalProperties": False,
     }
+
+
+def _properties(part: Schema) -> Mapping[str, Any]:
+    """Return the properties, none if they have another form: llguidance refuses that."""
+    found = part.get("properties")
+    return found if isinstance(found, dict) else {}
 
 
 def property_counts(part: Schema) -> list[Schema] | None:
@@ -90,7 +104,7 @@ def property_counts(part: Schema) -> list[Schema] | None:
         return None
     if most == 0:
         return [_allow_only(part, ())]
-    names = list(part.get("properties", {}))
+    names = list(_properties(part))
     needed = [name for name in read_list(part, "required") if name in names]
     is_closed = part.get("additionalProperties") is False and not part.get("patternProperties")
     is_below = most is None or (is_closed and len(names) <= most)
@@ -125,6 +139,6 @@ NOT_OBJECTS = ["null", "boolean", "number", "string", "array"]
 
 
 def _allow_only(part: Schema, names: Sequence[str]) -> Schema:
-    absent = {name: False for name in part.get("properties", {}) if name not in names}
+    absent = {name: False for name in _properties(part) if name not in names}
     kept = dict.fromkeys(names, True)
     return {"properties": {**kept, **absent}, "additionalProperties": False}

@@ -10,7 +10,7 @@ from baton.router.documents.document import Document, DocumentPart, document_fro
 from baton.router.documents.encodings import read_base64
 from baton.router.doors.messages.bodies import Block, TextBlock
 from baton.router.doors.openai.request.bodies import Body, validate_body
-from baton.router.input_processing.limits import check_name
+from baton.router.input_processing.limits import check_file_name
 from baton.rpc.errors import UnsupportedInput
 
 DOCUMENT = "document"
@@ -80,7 +80,7 @@ def _documents_in(content: object, where: str) -> Iterator[DocumentPart]:
 
 def _document(block: DocumentBlock, where: str) -> Document:
     name, context = block.title or "", block.context or ""
-    check_name(f"{where}.title", name)
+    check_file_name(f"{where}.title", name)
     inside = f"{where}.source"
     match _source(block.source, inside):
         case Base64Source(data=data, media_type=media_type):

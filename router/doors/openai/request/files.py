@@ -9,7 +9,7 @@ from baton.core.errors import InvalidRequest
 from baton.router.documents.document import Document, DocumentPart, document_from, parts_of_kind
 from baton.router.documents.encodings import DATA_URL, read_data
 from baton.router.doors.openai.request.bodies import Body, validate_body
-from baton.router.input_processing.limits import check_name
+from baton.router.input_processing.limits import check_file_name
 from baton.rpc.errors import UnsupportedInput
 
 SEND_DATA = "send the content as file_data, in base64"
@@ -48,7 +48,7 @@ def document_of_file(file: FileBody, data: str | None, where: str, field: str) -
     if data is None:
         raise InvalidRequest(f"{where}.file_data is missing: {SEND_DATA}", f"{where}.file_data")
     name = file.filename or ""
-    check_name(f"{where}.filename", name)
+    check_file_name(f"{where}.filename", name)
     content, media_type = read_data(data, f"{where}.{field}")
     return document_from(content, where, name, media_type)
 

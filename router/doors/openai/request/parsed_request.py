@@ -11,7 +11,7 @@ from baton.core.extra_args import parse_argument
 from baton.core.foreign_kv import foreign_kv_from
 from baton.core.ids import ANY_MODEL, ModelVariant
 from baton.core.kv_hints import KvHints
-from baton.core.sampling import SamplingDefaults
+from baton.core.sampling import SamplingDefaults, read_logit_bias
 from baton.core.stop_strings import StopRule
 from baton.router.doors.openai.request.bodies import (
     MAX_INT32,
@@ -41,7 +41,6 @@ from baton.router.values import NO_PARSING, GenerateCall, Parsing, Prompt
 from baton.rpc.errors import UnsupportedInput
 
 MAX_TOP_LOGPROBS = 20
-MAX_TOKEN_ID_DIGITS = len(str(MAX_INT32))
 MODEL_DEFAULTED_FIELDS = ("temperature", "top_p", "min_p", "repetition_penalty")
 PLAIN = ("min_tokens", "presence_penalty", "frequency_penalty", "prompt_logprobs")
 
@@ -329,21 +328,9 @@ def _sampling(body: GenerationBody) -> dict[str, Any]:
         chosen["allowed_token_ids"] = tuple(body.allowed_token_ids)
     return {
         **{name: value for name, value in chosen.items() if value is not None},
-        "logit_bias": _logit_bias(body.logit_bias),
+        "logit_bias": read_logit_bias(body.logit_bias),
         "stop_token_ids": tuple(body.stop_token_ids),
         "ignore_eos": body.ignore_eos,
         "seed": None if body.seed is None else body.seed % NUM_SEEDS,
         "extra_args": {name: parse_argument(value) for name, value in body.vllm_xargs.items()},
     }
-
-
-def _logit_bias(biases: Mapping[str, float]) -> dict[int, float]:
-    bias = {}
-    for name, value in biases.items():
-        is_id = name.isascii() and name.isdecimal() and len(name) <= MAX_TOKEN_ID_DIGITS
-        if not (is_id and int(name) <= MAX_INT32):
-            raise InvalidRequest(
-                f"logit_bias has {name!r}; its keys must be token ids", "logit_bias"
-            )
-        bias[int(name)] = value
-    return bias

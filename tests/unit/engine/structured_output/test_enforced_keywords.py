@@ -228,6 +228,25 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+WRONG_FORMS: list[tuple[dict[str, Any], str]] = [
+    ({"propertyNames": {"enum": True}}, "propertyNames is not supported"),
+    ({"propertyNames": {"pattern": ["a"]}}, "propertyNames is not supported"),
+    ({"maxProperties": 0, "properties": True}, "properties must be an object"),
+    ({"minProperties": 1, "properties": None}, "properties must be an object"),
+    ({"not": {"required": [{}]}}, "not is not supported"),
+    ({"dependencies": {"a": [5]}}, "dependencies is not supported"),
+    ({"dependentRequired": {"a": 5}}, "dependentRequired is not supported"),
+]
+
+
+@pytest.mark.parametrize(("schema", "reason"), WRONG_FORMS)
+def test_keywords_with_values_of_wrong_types_are_refused_by_name(
+    schema: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=reason):
+        validate_grammar(StructuredOutputs(json=json.dumps({"type": "object", **schema})))
+
+
 @pytest.mark.parametrize(("schema", "reason"), REFUSED.values(), ids=REFUSED.keys())
 def test_other_keywords_are_refused_by_name(schema: dict[str, Any], reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason):

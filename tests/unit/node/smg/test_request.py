@@ -86,6 +86,8 @@ def test_parameters_are_passed_on() -> None:
         ("data_parallel_rank", DECODE, {"data_parallel_rank": 1}),
         ("logprob_start_len", DECODE, {"return_logprob": True, "logprob_start_len": 1}),
         ("logit_bias", DECODE, {"sampling_params": {"logit_bias": {"x": 1.0}}}),
+        ("logit_bias", DECODE, {"sampling_params": {"logit_bias": {"1" * 4301: 1.0}}}),
+        ("logit_bias", DECODE, {"sampling_params": {"logit_bias": {str(1 << 31): 1.0}}}),
         ("n is 129", DECODE, {"sampling_params": {"n": 129}}),
         ("no tokens", DECODE, {"tokenized": {"input_ids": []}}),
         ("context length", DECODE, {"tokenized": {"input_ids": [1] * 512}}),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from baton.core.errors import InvalidRequest
 from baton.router.documents.document import document_from
 from baton.router.documents.encodings import PIECE_CHARACTERS, read_data
+from baton.router.doors.openai.request.files import FileBody, document_of_file
 from baton.rpc.errors import UnsupportedInput
 
 TEXT = "Größe: 7 µm,\tok\r\n中 😀\x1b[0m"
@@ -94,3 +95,31 @@ def test_other_files_are_refused_by_name(data: bytes, reason: str) -> None:
 def test_a_pdf_is_known_by_its_mark_or_its_type() -> None:
     for data, media_type in ((b"\n%PDF-1.4", "text/plain"), (b"no PDF", "application/pdf")):
         assert document_from(data, "f", "", media_type).content == data
+    late = b"From: a scanner\n%PDF-1.4\n"
+    for data in (late + b"\xe2\xe3\xcf\xd3", late + b"startxref\n9\n%%EOF\n"):
+        assert document_from(data, "f", "", "").content == data
+
+
+def test_a_text_about_pdfs_is_a_text() -> None:
+    text = "The first bytes of a PDF are `%PDF-`, and a version."
+    assert document_from(text.encode(), "f", "notes.md", "").content == text
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Screenshot 9.41\u202fAM.txt",
+        "Capture\u00a0d\u2019écran.txt",
+        "\U0001f469\u200d\U0001f4bb.txt",
+    ],
+)
+def test_names_have_spaces_and_emoji_of_any_kind(name: str) -> None:
+    file = FileBody(filename=name, file_data=base64.b64encode(b"hi").decode())
+
+    assert document_of_file(file, file.file_data, "f", "file_data").name == name
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\u202eb", "a\u2028b", "a\0b", "a" * 300])
+def test_names_that_break_lines_or_turn_them_are_refused(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"^f\.filename"):
+        document_of_file(FileBody(filename=name), "", "f", "file_data")

@@ -167,6 +167,19 @@ def test_texts_become_the_types_of_the_schema(
     assert json.loads(call.arguments) == {"x": expected}
 
 
+@pytest.mark.parametrize("keyword", ["type", "anyOf", "$ref", "enum", "properties"])
+@pytest.mark.parametrize("value", [5, True, ["x", 5], [["x"]], {"a": 5}, [{"type": [{}]}]])
+def test_a_schema_with_values_of_wrong_types_ends_no_answer(keyword: str, value: object) -> None:
+    for parameters in ({keyword: value}, {"properties": {"x": {keyword: value}}}):
+        tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+        parser = TextFormat(Parsing("glm45"), ToolCallMode.BY_MODEL, tools=tools).parser()
+        text = "<tool_call>f<arg_key>x</arg_key><arg_value>12</arg_value></tool_call>"
+
+        [call] = fold([*parser.push(text), *parser.finish()]).calls
+
+        assert json.loads(call.arguments)["x"] in (12, "12")
+
+
 @pytest.mark.parametrize(
     ("prompt_end", "expected"),
     [
