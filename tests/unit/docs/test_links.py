@@ -17,3 +17,30 @@ def test_every_relative_link_refers_to_an_existing_file(page: Path) -> None:
     targets = TARGET.findall(page.read_text(encoding="utf-8"))
 
     assert [target for target in targets if not (ROOT / target).exists()] == []
+
+
+# A file of Python in backticks, with as much of its path as the page gives.
+NAMED_FILE = re.compile(r"`((?:[a-z_0-9]+/)*[a-z_0-9]+\.py)`")
+NOT_IN_ROOMS = ("/setup.py", "/text.py")  # the latter is a user's own, in an example
+POLL = re.compile(r"self\.(_\w+)\.poll\(")
+
+
+def test_every_python_file_that_a_page_names_exists() -> None:
+    rooms = (path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith("."))
+    found = (path for room in rooms for path in room.rglob("*.py"))
+    files = [f"/{path.relative_to(ROOT)}" for path in found] + list(NOT_IN_ROOMS)
+    missing = {
+        (page.name, name)
+        for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"))
+        for name in NAMED_FILE.findall(page.read_text(encoding="utf-8"))
+        if page.name != "CHANGELOG.md" and not any(file.endswith(f"/{name}") for file in files)
+    }
+
+    assert missing == set()
+
+
+def test_the_step_on_the_engines_page_polls_what_the_code_polls() -> None:
+    page = (ROOT / "docs/architecture-engine.md").read_text(encoding="utf-8")
+    code = (ROOT / "engine/core.py").read_text(encoding="utf-8")
+
+    assert POLL.findall(page) == POLL.findall(code)
