@@ -156,7 +156,7 @@ class AdmissionRules:
         request, hit = candidate.request, candidate.hit
         candidate.num_missing = request.num_tokens - hit.num_blocks * self._state.cache.block_size
         request.is_long = self._budget.is_long(candidate.num_missing)
-        if not request.is_long or self._budget.allows_long:
+        if not request.is_long or self._budget.allows_long(request):
             return None
         self._state.waiting.set_aside(request)
         return Refusal.SET_ASIDE

@@ -86,7 +86,8 @@ class SchedulerConfig:
     max_num_partial_prefills: Annotated[  # incomplete prefills after a step
         int | None,
         Option(
-            "Maximum number of partially computed prompts; 0: no limit.",
+            "Maximum number of partially computed prompts, counted apart for those longer than "
+            "--long-prefill-token-threshold; more urgent ones start all the same; 0: no limit.",
             BATCHING,
             at_least=0,
             default=0,

@@ -17,37 +17,60 @@ MAX_LOOKED_UP_TOKENS = 32_768
 class PromptBudget:
     """Divides the tokens of a step among prompts, and counts what they get.
 
-    A prompt gets the minimum of these:
+    Prompts are served in order of priority and then of arrival, in two rounds:
 
-    - what is left of `max_num_batched_tokens` after one token for each decoding request
-    - what fits into the target step time, while others decode (`StepPace`)
-    - if it is paced: what takes about as long as the decoding requests
-    - `long_prefill_token_threshold`. What is left at the end of a step goes to the prompts that
-      this limited, unless short prompts are arriving
+    1. Long prompts, which lack more tokens than `long_prefill_token_threshold`, get half of the
+       step at most, each no more than the threshold, and only the most urgent of them. The others
+       get the rest.
+    2. Long prompts get what is left. While short ones arrive, the threshold holds all the same.
 
-    A waiting prompt gets nothing, and waits, if it would be one incomplete prefill too many, or if
-    prompts must not be split and it does not fit.
+    So the first of the short prompts and the first of the long ones, in this order, get at least
+    half of each step until they are complete, whatever else waits or is in progress.
+
+    A step has what `max_num_batched_tokens` leaves after one token for each decoding request, and
+    what fits into the target step time, while others decode (`StepPace`). A paced prompt gets what
+    takes about as long as the decoding requests.
+
+    A waiting prompt gets nothing, and waits, if those of its length that are served before it would
+    leave too many of them incomplete, or if prompts must not be split and it does not fit.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
+        limits = config.max_num_partial_prefills, config.max_long_partial_prefills
+        self._max_long_partial = min((each for each in limits if each is not None), default=None)
         self.pace = StepPace(config.target_step_s)
         self._num_decoding = 0
         self._num_given = 0
         self._num_left = 0
-        self._num_paced_left = 0  # the part of it for paced prompts
+        self._num_left_for_long = 0
+        self._num_halves = 0  # that the long prompts got too few in the last step: 0 or 1
+        self._num_left_for_paced = 0
         self._num_looked_up = 0
-        # Prefills that remain incomplete after this step, and the long ones among them.
-        self._num_partial = self._num_long = 0
+        self._is_leftover = False  # the second round
+        # Prompts that were served in this step, and remain incomplete after it.
+        self._num_short_partial = 0
+        self._long_partial: dict[Request, None] = {}
         self._num_steps_kept_small = NUM_STEPS_AFTER_SHORT  # since the last short prompt
 
     def begin_step(self, num_decoding: int) -> None:
         """Begin a step in which this many requests get a token to decode."""
+        # The last step left long prompts incomplete, and tokens for short ones.
+        self._num_steps_kept_small += bool(self._num_left and self._long_partial)
         self._num_decoding, self._num_given = num_decoding, 0
         num_free = self._config.max_num_batched_tokens - num_decoding
         self._num_left = self.pace.prompt_tokens(num_decoding, num_free)
-        self._num_paced_left = self.pace.paced_tokens(num_decoding, self._num_left)
-        self._num_looked_up = self._num_partial = self._num_long = 0
+        self._num_left_for_long, self._num_halves = divmod(self._num_left + self._num_halves, 2)
+        self._num_left_for_paced = self.pace.paced_tokens(num_decoding, self._num_left)
+        self._num_looked_up = 0
+        self._is_leftover = False
+        self._num_short_partial, self._long_partial = 0, {}
+
+    def begin_leftover(self) -> bool:
+        """Begin the second round. Returns False if no tokens are left for it."""
+        self._is_leftover = True
+        self._num_left_for_long = self._num_left
+        return self._num_left > 0
 
     @property
     def load(self) -> StepLoad:
@@ -60,10 +83,24 @@ class PromptBudget:
     def is_spent(self) -> bool:
         return self._num_left < 1
 
-    def next_chunk(self, request: Request, num_missing: int) -> int:
-        """Return the next chunk of a prefill in progress, in tokens."""
-        num_left = self._left_for(request)
-        return min(num_missing, num_left, self._config.long_prefill_token_threshold or num_left)
+    def next_chunk(self, request: Request, num_missing: int, num_given: int = 0) -> int:
+        """Return what a prompt gets now, in tokens, after `num_given` in the first round."""
+        limit = self._num_left
+        if request.is_paced and self._config.enable_chunked_prefill:
+            # At least one token, so that it does not block the requests behind it.
+            limit = min(limit, max(0 if num_given else 1, self._num_left_for_paced))
+        if request.is_long:
+            limit = min(limit, self._max_for_long(request, num_given))
+        return min(num_missing, limit)
+
+    def _max_for_long(self, request: Request, num_given: int) -> int:
+        first = next(iter(self._long_partial), request)
+        if not self._is_leftover and first.rank[0] < request.rank[0]:
+            return 0
+        if self._is_leftover and self._num_steps_kept_small >= NUM_STEPS_AFTER_SHORT:
+            return self._num_left_for_long
+        threshold = self._config.long_prefill_token_threshold
+        return min(self._num_left_for_long, max(0, threshold - num_given))
 
     def first_chunk(self, request: Request, num_missing: int) -> int:
         """Return the first chunk of a waiting prompt, in tokens; 0 if it must wait."""
@@ -72,25 +109,10 @@ class PromptBudget:
         if not config.enable_chunked_prefill and num_missing <= config.max_num_batched_tokens:
             return num_missing if num_missing <= self._num_left else 0
         chunk = self.next_chunk(request, num_missing)
+        if chunk == num_missing or request.is_long:
+            return chunk
         limit = config.max_num_partial_prefills
-        is_full = limit is not None and self._num_partial >= limit
-        return 0 if is_full and chunk < num_missing else chunk
-
-    def extension(self, request: Request, num_missing: int) -> int:
-        """Return the tokens by which a chunk of this step can grow beyond the threshold."""
-        return 0 if request.is_paced else min(num_missing, self._num_left)
-
-    def releases_leftover(self) -> bool:
-        """Return whether chunks can grow by what this step leaves over.
-
-        Must be called at most once per step, after the waiting requests were scheduled.
-        """
-        if not self._num_left or not self._num_partial:
-            return False
-        if self._num_steps_kept_small >= NUM_STEPS_AFTER_SHORT:
-            return True
-        self._num_steps_kept_small += 1
-        return False
+        return chunk if limit is None or self._num_short_partial < limit else 0
 
     @property
     def num_draft_tokens(self) -> int:
@@ -99,41 +121,36 @@ class PromptBudget:
             return 0
         return self._config.max_num_batched_tokens - self._num_decoding - self._num_given
 
-    def _left_for(self, request: Request) -> int:
-        if not (request.is_paced and self._config.enable_chunked_prefill):
-            return self._num_left
-        # At least one token, so that it does not block the requests behind it.
-        return min(self._num_left, max(1, self._num_paced_left))
-
     # --- what a prompt was given --------------------------------------------------
 
     def give(self, request: Request, num_tokens: int, num_missing: int) -> None:
-        """Count a chunk of a prompt that lacked `num_missing` tokens before."""
-        self._spend(request, num_tokens)
-        if num_tokens < num_missing:
-            self._num_partial += 1
-            self._num_long += request.is_long
-
-    def extend(self, request: Request, num_tokens: int, num_missing: int) -> None:
-        """Count the growth of a chunk, to whose prompt `num_missing` tokens were lacking still."""
-        self._spend(request, num_tokens)
-        if num_tokens == num_missing:  # it is complete after all
-            self._num_partial -= 1
-            self._num_long -= request.is_long
-
-    def _spend(self, request: Request, num_tokens: int) -> None:
+        """Count tokens of a prompt that lacked `num_missing` tokens before."""
         self._num_given += num_tokens
         self._num_left -= num_tokens
         if request.is_paced:
-            self._num_paced_left -= num_tokens
+            self._num_left_for_paced -= num_tokens
+        is_partial = num_tokens < num_missing
+        if not request.is_long:
+            self._num_short_partial += is_partial
+            return
+        self._num_left_for_long -= num_tokens
+        if is_partial:
+            self._long_partial[request] = None
+        else:
+            self._long_partial.pop(request, None)
 
     # --- long and short prompts ---------------------------------------------------
 
     @property
-    def allows_long(self) -> bool:
-        """True if one more long prompt may start. Short ones overtake those that wait for it."""
-        limit = self._config.max_long_partial_prefills
-        return limit is None or self._num_long < limit
+    def long_partial(self) -> list[Request]:
+        """Long prompts that were served in this step and are incomplete, in order."""
+        return list(self._long_partial)
+
+    def allows_long(self, request: Request) -> bool:
+        """Return whether this long prompt may start. Short ones overtake it while it waits."""
+        limit = self._max_long_partial
+        is_allowed = limit is None or len(self._long_partial) < limit
+        return is_allowed and self._max_for_long(request, 0) > 0
 
     def is_long(self, num_missing: int) -> bool:
         return 0 < self._config.long_prefill_token_threshold < num_missing

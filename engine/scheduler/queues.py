@@ -108,6 +108,11 @@ class WaitingQueue:
             first = long
         return None if first is None else first[1]
 
+    def first_aside(self) -> Request | None:
+        """Return the first of the long prompts that were set aside."""
+        first = self._aside_queue.peek()
+        return None if first is None else first[1]
+
     def set_aside(self, request: Request) -> None:
         """Set the head, a long prompt, aside: `head` skips it while `allow_long` is off."""
         first = self._queue.peek()

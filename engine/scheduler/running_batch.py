@@ -25,7 +25,7 @@ class Batch:
         self._num_slots_per_decode = num_slots_per_decode
         self.running: dict[RequestId, Request] = {}
         self.prefilling: dict[RequestId, Request] = {}  # the subset of `running` in prefill
-        self.chunks: list[tuple[Request, int]] = []  # prefill tokens in the current plan
+        self.chunks: dict[Request, int] = {}  # prefill tokens in the current plan
         self._decode_tokens: dict[RequestId, int] = {}
         self._calendar: StepCalendar[Request] = StepCalendar()
         self.pending: deque[PlannedStep] = deque()  # they await their results: at most two
@@ -46,7 +46,7 @@ class Batch:
 
     def begin_step(self) -> list[Request]:
         """Begin a step. Returns the decoding requests that need blocks for it, in rank order."""
-        self.chunks = []
+        self.chunks = {}
         short = self.due_next()
         self._calendar.begin_step()
         for request in short:
@@ -84,10 +84,12 @@ class Batch:
     def start_prefill(self, request: Request, num_tokens: int) -> None:
         self._start(request)
         self.prefilling[request.request_id] = request
-        self.chunks.append((request, num_tokens))
+        self.continue_prefill(request, num_tokens)
 
     def continue_prefill(self, request: Request, num_tokens: int) -> None:
-        self.chunks.append((request, num_tokens))
+        """Add tokens of a prompt, also to those that it has in this plan already."""
+        if num_tokens:
+            self.chunks[request] = self.chunks.get(request, 0) + num_tokens
 
     def start_decode(self, request: Request, capacity: int) -> None:
         """Add a request whose last token alone is not computed. It decodes from this step on."""
@@ -151,7 +153,7 @@ class Batch:
     ) -> Plan:
         """Return the plan of this step, which is pending from now on."""
         num_scheduled_tokens, num_prompt_tokens = decodes, 0
-        for request, num_tokens in self.chunks:
+        for request, num_tokens in self.chunks.items():
             num_scheduled_tokens[request.request_id] = num_tokens
             # The others are output tokens of a resumed request.
             num_missing = max(0, request.num_prompt_tokens - self.position(request))
@@ -169,7 +171,7 @@ class Batch:
         self._dropped.clear()
         self._started.clear()
         self._new_block_ids = {}
-        self.pending.append(PlannedStep(plan, self.chunks, load))
+        self.pending.append(PlannedStep(plan, list(self.chunks.items()), load))
         return plan
 
     def _start(self, request: Request) -> None:

@@ -2,12 +2,13 @@
 
 There is no separate prefill or decode phase. A request needs steps until its
 `num_computed_tokens` has caught up with its `num_tokens`. A step distributes a token budget:
-first to decoding requests, then to requests whose KV landed, to prefills in progress and to
-waiting requests.
+first to decoding requests, then to requests whose KV landed, and then to prompts by priority:
+to prefills in progress and to waiting requests (`PromptBudget`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from baton.core.ids import RequestId
@@ -30,7 +31,9 @@ class StepPlanner:
         self.budget = PromptBudget(state.config)
         self._admission = AdmissionRules(state, self.budget)
         self.is_cut_short = False  # the last plan left requests for the next one to look up
-        self._blocked_head: Request | None = None  # the head that the last step left waiting
+        # The head that the last step left waiting, and whether long prompts could start then.
+        self._blocked_head: tuple[Request, bool] | None = None
+        self._can_admit = False
 
     def plan(self) -> Plan:
         """Plan a step."""
@@ -81,13 +84,10 @@ class StepPlanner:
         is_ready_served = self._schedule_ready()
         # All that decode are in the batch now, and prompts get what they leave.
         self.budget.begin_step(self._state.batch.num_decoding)
-        self._schedule_prefills()
         # Blocks of a preempted request are for the running ones. A new request would take them
         # and be preempted next.
-        can_admit = is_ready_served and self._state.total_preemptions == num_preemptions
-        if can_admit:
-            self._schedule_waiting()
-        self._spend_leftover(can_admit)
+        self._can_admit = is_ready_served and self._state.total_preemptions == num_preemptions
+        self._schedule_prompts()
 
     def _can_plan_ahead(self) -> bool:
         """Return whether the pending pass computes something, and the next one preempts none."""
@@ -117,18 +117,23 @@ class StepPlanner:
 
     def _urgent(self) -> list[Request]:
         """Return the requests that may preempt others: the heads of what waits."""
-        waiting, head = self._state.waiting, self._blocked_head
+        waiting, heads = self._state.waiting, []
         first = waiting.first_for_place()
-        heads = [] if head is None or head is not waiting.head() else [head]
-        return heads if first is None else [first, *heads]
+        if first is not None:
+            heads.append(first)
+        if self._blocked_head is not None:
+            head, allow_long = self._blocked_head
+            if head is waiting.head(allow_long=allow_long):
+                heads.append(head)
+        return heads
 
     def _take_plan(self, decodes: dict[RequestId, int]) -> Plan:
         state, batch = self._state, self._state.batch
         if not batch.pending:
-            self.order_layers(batch.chunks)
+            self.order_layers(batch.chunks.items())
         chunks = [
             Chunk(request.kv, batch.position(request), num_tokens)
-            for request, num_tokens in batch.chunks
+            for request, num_tokens in batch.chunks.items()
         ]
         # Last of all, from the blocks that no request needs: copies of states are optional.
         state_copies = state.cache.plan_pass(chunks)
@@ -136,7 +141,7 @@ class StepPlanner:
         state.arrivals.stores.store_new()
         budget, orders = self.budget, state.arrivals.orders.take()
         plan = batch.take_plan(decodes, budget.load, orders, budget.num_draft_tokens, state_copies)
-        for chunk, (request, _) in zip(chunks, batch.chunks, strict=True):
+        for chunk, request in zip(chunks, batch.chunks, strict=True):
             if chunk.end == request.num_tokens:
                 request.is_long = False
                 batch.turn_to_decode(request, state.cache.capacity(request.kv))
@@ -225,55 +230,47 @@ class StepPlanner:
             state.preempt(state.lowest_ranked())
         return True
 
-    # --- prefills in progress ----------------------------------------------------
+    # --- prompts ------------------------------------------------------------------
 
-    def _schedule_prefills(self) -> None:
-        # By rank, not by start: a more urgent prompt that started later gets the tokens first.
-        prefilling = self._state.batch.prefilling.values()
-        for request in sorted(prefilling, key=BY_RANK):
-            num_missing = request.num_tokens - self._state.batch.position(request)
-            chunk = self.budget.next_chunk(request, num_missing)
-            if chunk:
-                self._state.batch.continue_prefill(request, chunk)
-            # Without tokens, too: it still counts as an incomplete prefill.
-            self.budget.give(request, chunk, num_missing)
+    def _schedule_prompts(self) -> None:
+        """Give tokens to prompts in the two rounds of `PromptBudget`.
 
-    def _spend_leftover(self, can_admit: bool) -> None:
-        """Give the leftover budget to the prefills that the long-prefill threshold limited.
-
-        If that completes one of them, the next long prompt can be scheduled.
+        By priority first: a waiting prompt goes before a laxer one that is in progress.
         """
-        if not self.budget.releases_leftover():
-            return
-        while self._extend_chunks():
-            if can_admit:
-                self._schedule_waiting()
+        if self._can_admit:
+            self._state.stop_overdue_waits()
+        for request in sorted(self._state.batch.prefilling.values(), key=BY_RANK):
+            self._schedule_waiting(before=request.rank[0])
+            self._continue_prefill(request)
+        self._schedule_waiting()
+        if self.budget.begin_leftover():
+            for request in self.budget.long_partial:
+                self._continue_prefill(request)
+            self._schedule_waiting()
 
-    def _extend_chunks(self) -> bool:
-        """Extend chunks up to the budget. Returns False if none has prompt tokens left."""
-        is_any_extended = False
-        chunks = self._state.batch.chunks
-        for index, (request, chunk) in enumerate(chunks):
-            num_missing = request.num_tokens - self._state.batch.position(request) - chunk
-            more = self.budget.extension(request, num_missing)
-            if more:
-                is_any_extended = True
-                # Not another chunk: a pass runs one run of tokens per request.
-                chunks[index] = (request, chunk + more)
-                self.budget.extend(request, more, num_missing)
-        return is_any_extended
+    def _continue_prefill(self, request: Request) -> None:
+        batch = self._state.batch
+        num_given = batch.chunks.get(request, 0)
+        num_missing = request.num_tokens - batch.position(request) - num_given
+        chunk = self.budget.next_chunk(request, num_missing, num_given)
+        batch.continue_prefill(request, chunk)
+        # Without tokens, too: it still counts as an incomplete prefill.
+        self.budget.give(request, chunk, num_missing)
 
     # --- waiting ------------------------------------------------------------------
 
-    def _schedule_waiting(self) -> None:
-        waiting = self._state.waiting
-        self._state.stop_overdue_waits()
-        while (head := waiting.head(allow_long=self.budget.allows_long)) is not None:
+    def _schedule_waiting(self, before: float = math.inf) -> None:
+        """Start waiting requests whose priority is before this one."""
+        while self._can_admit:
+            long = self._state.waiting.first_aside()
+            allow_long = long is not None and self.budget.allows_long(long)
+            head = self._state.waiting.head(allow_long=allow_long)
+            if head is None or head.rank[0] >= before:
+                return
             if self.budget.are_look_ups_spent:
-                self.is_cut_short = True
+                self.is_cut_short, self._can_admit = True, False
                 return
             # A head that is started or set aside leaves the queue, and the next one is tried. One
             # that blocks keeps the others waiting: if they passed, it could starve.
             if self._admission.try_start(head) is Refusal.BLOCKS:
-                self._blocked_head = head
-                return
+                self._blocked_head, self._can_admit = (head, allow_long), False

@@ -13,16 +13,41 @@ PROMPT = make_request()
 
 
 def test_a_chunk_is_the_minimum_of_missing_tokens_budget_and_threshold() -> None:
-    budget = _budget(9, long_prefill_token_threshold=5)
-    nearly_spent = _budget(9, num_decoding=5, long_prefill_token_threshold=5)
+    budget = _budget(12, long_prefill_token_threshold=5)
+    nearly_spent = _budget(12, num_decoding=4, long_prefill_token_threshold=5)
 
     chunks = [
-        budget.next_chunk(PROMPT, 3),
-        nearly_spent.next_chunk(PROMPT, 9),
-        budget.next_chunk(PROMPT, 9),
+        budget.next_chunk(_long(), 3),
+        nearly_spent.next_chunk(_long(), 9),
+        budget.next_chunk(_long(), 9),
     ]
 
     assert chunks == [3, 4, 5]
+
+
+def test_long_prompts_share_half_of_a_step_and_get_what_others_leave() -> None:
+    budget = _budget(12, long_prefill_token_threshold=5)
+    first, second = _long(), _long()
+    for each in (first, second):
+        budget.give(each, budget.next_chunk(each, 99), num_missing=99)
+    left_for_others = budget.next_chunk(PROMPT, 99)
+    budget.give(PROMPT, 4, num_missing=4)
+
+    has_leftover = budget.begin_leftover()
+
+    assert (left_for_others, has_leftover, budget.long_partial) == (6, True, [first, second])
+    assert budget.next_chunk(first, 94, num_given=5) == 2
+
+
+def test_leftover_stays_within_the_threshold_after_a_short_prompt() -> None:
+    budget = _budget(12, long_prefill_token_threshold=5)
+    long = _long()
+    budget.note_start(PROMPT)
+
+    budget.give(long, 2, num_missing=99)
+    budget.begin_leftover()
+
+    assert budget.next_chunk(long, 97, num_given=2) == 3
 
 
 def test_without_chunks_a_prompt_is_taken_whole_or_not_at_all() -> None:
@@ -62,16 +87,15 @@ def test_a_prompt_is_long_beyond_the_threshold_and_never_without_one() -> None:
 
 def test_long_prompts_count_as_partial_prefills_only_between_their_chunks() -> None:
     budget = _budget(long_prefill_token_threshold=5, max_long_partial_prefills=1)
-    long = make_request()
-    long.is_long = True
+    long = _long()
 
     budget.give(long, 6, num_missing=6)
-    after_its_end = budget.allows_long
+    after_its_end = budget.allows_long(_long())
     budget.give(long, 5, num_missing=6)
-    while_part_done = budget.allows_long
-    budget.extend(long, 1, num_missing=1)
+    while_part_done = budget.allows_long(_long())
+    budget.give(long, 1, num_missing=1)
 
-    assert (after_its_end, while_part_done, budget.allows_long) == (True, False, True)
+    assert (after_its_end, while_part_done, budget.allows_long(_long())) == (True, False, True)
 
 
 def test_draft_tokens_get_the_budget_that_prompts_leave() -> None:
@@ -92,7 +116,7 @@ def test_a_paced_prompt_leaves_the_remaining_budget_to_others() -> None:
 
     assert chunk == 32
     assert budget.first_chunk(PROMPT, 150) == 150
-    assert budget.extension(paced, 100) == 0
+    assert budget.next_chunk(paced, 100, num_given=chunk) == 0
 
 
 def test_prefix_look_ups_are_limited_per_step() -> None:
@@ -116,6 +140,12 @@ def _budget(num_tokens: int = 2048, num_decoding: int = 0, **options: object) ->
     budget = PromptBudget(config)
     budget.begin_step(num_decoding)
     return budget
+
+
+def _long() -> Request:
+    request = make_request()
+    request.is_long = True
+    return request
 
 
 def _paced() -> Request:
