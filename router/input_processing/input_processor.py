@@ -47,7 +47,7 @@ class InputProcessor:
         self._check_task(call)
         if call.task.sampling is not None:
             call = replace(call, sampling=call.task.sampling, bad_words=(), fills_context=False)
-        call = self._ban_bad_words(call)
+        call = await self._ban_bad_words(call, context.owner)
         prompt = await self._token_prompt(call, context.owner)
         token_ids = prompt.token_ids
         context.trace.note_tokenized(len(token_ids))
@@ -158,12 +158,14 @@ class InputProcessor:
         budget.spend(num_prompt_tokens, call.sampling.prompt_logprobs)
         check_prompt_logprobs_fit(num_prompt_tokens, call.sampling.prompt_logprobs)
 
-    def _ban_bad_words(self, call: GenerateCall) -> GenerateCall:
+    async def _ban_bad_words(self, call: GenerateCall, client: str) -> GenerateCall:
         """Replace `bad_words` by banned token sequences: nodes have no tokenizer."""
         if not call.bad_words:
             return call
-        text = self._profiles.of(call.model).text
-        banned = (*call.sampling.banned_sequences, *self._spellings(text, call.bad_words))
+        spell = partial(self._spellings, self._profiles.of(call.model).text, call.bad_words)
+        size = sum(map(len, call.bad_words))
+        spellings = await self._large_texts_of(call.model).run_in_turn(size, spell, client)
+        banned = (*call.sampling.banned_sequences, *spellings)
         return replace(call, sampling=replace(call.sampling, banned_sequences=banned))
 
     def _begin_after_reasoning(self, call: GenerateCall) -> GenerateCall:

@@ -33,13 +33,17 @@ class LargeTexts:
         Clients take turns; `client` is empty without authentication.
         """
         if size <= self._config.small_size:
-            await self._turns.enter(size, client)
-            return work()
+            return await self.run_in_turn(size, work, client)
         await self._threads.acquire(client)
         result = asyncio.get_running_loop().run_in_executor(None, work)
         result.add_done_callback(partial(self._release_thread, client))
         # A cancelled request ends at once, but its thread is busy until `work` returns.
         return await asyncio.shield(result)
+
+    async def run_in_turn(self, size: int, work: Callable[[], Result], client: str) -> Result:
+        """Run `work`, whose time is limited, in a turn of the event loop that has room for it."""
+        await self._turns.enter(size, client)
+        return work()
 
     def _release_thread(self, client: str, result: asyncio.Future[Result]) -> None:
         self._threads.release(client)

@@ -16,19 +16,26 @@ import pytest
 
 from baton.checkpoint.tokenizer import Tokenizer
 from baton.core.errors import InvalidRequest
+from baton.core.sampling import SamplingParams
+from baton.router.context import RequestContext
 from baton.router.doors.grpc.translate import calls_from, check_request
+from baton.router.input_processing.input_processor import InputProcessor
 from baton.router.input_processing.large_texts import LargeTextConfig, LargeTexts
 from baton.router.input_processing.limits import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
-from baton.router.input_processing.tokenization import ModelText
+from baton.router.input_processing.tokenization import ModelText, TextBoundary
 from baton.router.values import (
     MAX_COUNTED_CHARACTERS,
     ChatMessage,
     ChatPrompt,
+    GenerateCall,
     Prompt,
     TextPrompt,
+    TokenPrompt,
 )
 from baton.rpc.errors import QueueFull
 from baton.v1 import inference_pb2, sampling_pb2
+from tests.support.node_calls import a_table
+from tests.support.profiles import profiles_of
 
 PATIENCE_S = 30.0
 SMALL, LARGE = 8, 9
@@ -125,32 +132,61 @@ def test_clients_take_turns_on_a_thread() -> None:
     assert asyncio.run(run()) == ["a1", "b1", "c1", "a2", "a3"]
 
 
+class CountedTurns:
+    """Counts the turns of the event loop, and works in each of them."""
+
+    def __init__(self) -> None:
+        self._num_turns = 0
+        self.works: Counter[int] = Counter()
+        self._count()
+
+    def note(self) -> None:
+        self.works[self._num_turns] += 1
+
+    def _count(self) -> None:
+        self._num_turns += 1
+        asyncio.get_running_loop().call_soon(self._count)
+
+
 @pytest.mark.parametrize(("size", "most"), [(SMALL, 1), (SMALL // 2, 2), (SMALL // 8, 8)])
 def test_small_texts_that_come_at_once_are_spread_over_turns_of_the_loop(
     size: int, most: int
 ) -> None:
     async def run() -> Counter[int]:
-        texts, num_turns, works = LargeTexts(CONFIG), 0, Counter[int]()
-        loop = asyncio.get_running_loop()
-
-        def count_turn() -> None:
-            nonlocal num_turns
-            num_turns += 1
-            ticks[0] = loop.call_soon(count_turn)
-
-        ticks = [loop.call_soon(count_turn)]
-
-        def work() -> None:
-            works[num_turns] += 1
-
-        await asyncio.gather(*(texts.run(size, work) for _ in range(64)))
-        ticks[0].cancel()
-        return works
+        texts, turns = LargeTexts(CONFIG), CountedTurns()
+        await asyncio.gather(*(texts.run(size, turns.note) for _ in range(64)))
+        return turns.works
 
     works = asyncio.run(run())
     assert works.total() == 64
     assert max(works.values()) <= 2 * most  # a turn of the test's is in two of the texts'
     assert len(works) <= 64 // most + 2
+
+
+class SpelledText(TextBoundary):
+    def __init__(self, turns: CountedTurns) -> None:
+        super().__init__()
+        self._turns = turns
+
+    def spellings(self, word: str) -> frozenset[tuple[int, ...]]:
+        self._turns.note()
+        return frozenset({(1,)})
+
+
+def test_bad_words_of_requests_that_come_at_once_are_spread_over_turns_of_the_loop() -> None:
+    async def run() -> Counter[int]:
+        table, turns = a_table(), CountedTurns()
+        inputs = InputProcessor(table, profiles_of(table, SpelledText(turns)), None)
+        calls = [
+            GenerateCall(str(n), TokenPrompt((1,)), SamplingParams(), bad_words=(str(n) * 256,) * 8)
+            for n in range(10)
+        ]
+        await asyncio.gather(*(inputs.process(call, RequestContext(0.0)) for call in calls))
+        return turns.works
+
+    works = asyncio.run(run())
+    assert works.total() == 80
+    assert max(works.values()) <= 16
 
 
 def test_small_texts_of_clients_take_turns_and_cancelled_ones_take_none() -> None:
