@@ -69,11 +69,16 @@ class FairSlots:
         self._running[client] -= 1
         if not self._running[client]:
             del self._running[client]
-        while (turn := self._waiting.take(self._may_run)) is not None:
+        while (turn := self._next(client)) is not None:
             if not turn.came.done():  # else its request was cancelled, and has not run since
                 self._begin(turn.client)
                 turn.came.set_result(None)
                 return
+
+    def _next(self, last: str) -> _Turn | None:
+        """Take the next turn: of another client than the last one, if others wait."""
+        other = self._waiting.take(lambda client: client != last and self._may_run(client))
+        return other or self._waiting.take(self._may_run)
 
     def _may_run(self, client: str) -> bool:
         is_at_limit = bool(client) and self._running[client] >= self._max_per_client

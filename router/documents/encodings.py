@@ -12,7 +12,7 @@ from baton.core.errors import InvalidRequest
 from baton.rpc.errors import UnsupportedInput
 
 DATA_URL = "data:"
-PIECE_CHARACTERS = 1 << 16
+MAX_LENIENT_CHARACTERS = 1 << 16  # of percent-encoded text in which not all % are escapes
 UTF_16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 # Beginnings of files that clients often send, and what these are.
 BINARY_MARKS = {
@@ -53,19 +53,21 @@ def read_data(text: str, where: str) -> tuple[bytes, str]:
     media_type, *parameters = [part.strip().lower() for part in header.split(";")]
     if "base64" in parameters:
         return read_base64(body, where), media_type
-    return _unquoted(body), media_type
+    return _unquoted(body, where), media_type
 
 
-def _unquoted(text: str) -> bytes:
-    """Decode percent-encoding in pieces, since each escape takes an object of its own."""
-    data, start = bytearray(), 0
-    while start < len(text):
-        end = start + PIECE_CHARACTERS
-        escape = text.find("%", end - 2, end)  # that the next piece begins with
-        end = end if escape < 0 else escape
-        data += unquote_to_bytes(text[start:end])
-        start = end
-    return bytes(data)
+def _unquoted(text: str, where: str) -> bytes:
+    """Decode percent-encoding as quoted-printable, which takes no object for each escape."""
+    escaped = text.encode().replace(b"=", b"%3D")
+    data = binascii.a2b_qp(escaped.replace(b"%", b"="))
+    has_breaks = b"%\n" in escaped or b"%\r" in escaped  # of lines, in quoted-printable alone
+    if not has_breaks and len(escaped) - len(data) == 2 * escaped.count(b"%"):
+        return data
+    if len(text) > MAX_LENIENT_CHARACTERS:
+        raise InvalidRequest(
+            f"{where} has a % without two hexadecimal digits: send it as %25, or use base64", where
+        )
+    return unquote_to_bytes(text)
 
 
 def decode_text(data: bytes) -> str | None:

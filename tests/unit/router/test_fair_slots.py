@@ -60,11 +60,11 @@ def test_a_client_holds_half_of_the_slots_and_clients_take_turns() -> None:
         await readers.begin("a1", "a2", "a3", "b1", "b2", "c1")
         assert readers.running == ["a1", "b1"]
         for ended, running in (
-            ("a1", ["b1", "a2"]),
-            ("b1", ["a2", "b2"]),
-            ("b2", ["a2", "c1"]),
-            ("c1", ["a2"]),
-            ("a2", ["a3"]),
+            ("a1", ["b1", "c1"]),
+            ("b1", ["c1", "a2"]),
+            ("c1", ["a2", "b2"]),
+            ("a2", ["b2", "a3"]),
+            ("b2", ["a3"]),
             ("a3", []),
         ):
             await readers.end(ended)
