@@ -41,6 +41,7 @@ from benchmarks.chaos.preloading import preload
 from benchmarks.chaos.proxy import NodeProxy
 from benchmarks.chaos.sending import EMBEDDER, Router
 from benchmarks.chaos.tier_storage import TierStorage, tier_storage
+from benchmarks.chaos.vllm_servers import VllmServers
 
 METRICS_AT = re.compile(r"metrics on (http://\S+)")
 LINKED_WITHIN_S, LOOK_EVERY_S = 60.0, 0.2
@@ -63,10 +64,14 @@ class ChaosCluster:
         if setting.kv_host_memory:
             storage = tier_storage(self._folder, setting.kv_folder_size)
             self.tier_storage = self._lifetime.enter_context(storage)
+        self._vllm_servers = VllmServers(setting.model, setting.num_vllm)
+        self._lifetime.enter_context(self._vllm_servers)
         make_embedder(self._folder / EMBEDDER)
         libraries = (self._clocks, self.slow_disk)
         environment = preload([library for library in libraries if library is not None])
-        options = cluster_options(setting, self._folder, environment, self.tier_storage)
+        options = cluster_options(
+            setting, self._folder, environment, self.tier_storage, self._vllm_servers
+        )
         self._cluster = LocalCluster(
             replace(options, on_line=self._handle_line, router_target_of=self._found_at)
         )
@@ -146,6 +151,10 @@ class ChaosCluster:
     def nodes(self) -> list[Child]:
         return [*self._cluster.prefills, *self._cluster.decodes]
 
+    @property
+    def decodes(self) -> list[Child]:
+        return self._cluster.decodes
+
     def child(self, role: TargetRole, place: int) -> Child:
         match role:
             case TargetRole.ROUTER:
@@ -156,6 +165,8 @@ class ChaosCluster:
                 return self._cluster.decodes[place]
             case TargetRole.EMBED:
                 return self._cluster.embedders[place]
+            case TargetRole.VLLM:
+                return self._vllm_servers.children[place]
 
     def proxy(self, child: Child) -> NodeProxy:
         return self._proxy_by_name[child.name]

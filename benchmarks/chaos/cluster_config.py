@@ -14,6 +14,7 @@ from benchmarks.chaos.hostile.bad_adapters import write_bad_adapters
 from benchmarks.chaos.hostile.client import REPLAY_SUFFIX
 from benchmarks.chaos.sending import EMBEDDER
 from benchmarks.chaos.tier_storage import TierStorage
+from benchmarks.chaos.vllm_servers import VllmServers
 
 ANY_PORT = ("--metrics-port", "0")
 TENANT_SHARE = 0.25  # of each tier
@@ -32,6 +33,7 @@ class ChaosClusterConfig:
     num_prefill: int = 2
     num_decode: int = 2
     num_embed: int = 2  # nodes of the further model
+    num_vllm: int = 0  # vLLM servers, which compute prompts if there are no prefill nodes
     lease_s: float = 2.0
     silence_s: float = 3.0
     node_arguments: tuple[str, ...] = ()
@@ -52,6 +54,7 @@ class ChaosClusterConfig:
             TargetRole.PREFILL: self.num_prefill,
             TargetRole.DECODE: self.num_decode,
             TargetRole.EMBED: self.num_embed,
+            TargetRole.VLLM: self.num_vllm,
         }
 
 
@@ -60,6 +63,7 @@ def cluster_options(
     folder: Path,
     environment: Mapping[str, str],
     tier_storage: TierStorage | None,
+    vllm_servers: VllmServers,
 ) -> ClusterOptions:
     """Return the options of the processes; `folder` has the embedder and what nodes share."""
     tiers = () if tier_storage is None else tuple(_tier_arguments(setting, tier_storage))
@@ -83,10 +87,14 @@ def cluster_options(
             *setting.node_arguments,
         ),
         prefill_arguments=tiers if setting.prefill_has_tiers else (),
-        decode_arguments=tiers,
+        decode_arguments=(*tiers, *vllm_servers.node_arguments),
         embedders=(FurtherModel(str(folder / EMBEDDER), EMBEDDER),) * setting.num_embed,
         embedder_arguments=(*every_node, "--threads=1"),
-        router_arguments=(*ANY_PORT, *UNTRACED, *http, *operators, *setting.router_arguments),
+        router_arguments=(
+            *(*ANY_PORT, *UNTRACED, *http, *operators),
+            *vllm_servers.router_arguments,
+            *setting.router_arguments,
+        ),
     )
     if setting.has_hostile_client:
         write_bad_adapters(folder / ADAPTERS / NAMES[0], folder / ADAPTERS)

@@ -51,12 +51,18 @@ class TargetRole(Enum):
     PREFILL = "prefill"
     DECODE = "decode"
     EMBED = "embed"  # nodes of the further model
+    VLLM = "vllm"  # vLLM servers, which no fault kills
+
+
+NODES_AND_ROUTER = (
+    TargetRole.ROUTER, TargetRole.PREFILL, TargetRole.DECODE, TargetRole.EMBED,
+)  # fmt: skip
 
 
 ROLES_BY_FAULT_KIND = {
-    FaultKind.KILL: tuple(TargetRole),
+    FaultKind.KILL: NODES_AND_ROUTER,
     FaultKind.STOP: tuple(TargetRole),
-    FaultKind.FREEZE: (TargetRole.DECODE,),
+    FaultKind.FREEZE: (TargetRole.DECODE, TargetRole.VLLM),
     FaultKind.SLOW: tuple(TargetRole),
     FaultKind.CUT: (TargetRole.PREFILL,),
     FaultKind.STALL: (TargetRole.PREFILL,),
@@ -66,7 +72,7 @@ ROLES_BY_FAULT_KIND = {
     FaultKind.DOUBLE: (TargetRole.PREFILL, TargetRole.DECODE),
     FaultKind.SWAP: (TargetRole.PREFILL, TargetRole.DECODE),
     FaultKind.CORRUPT: (TargetRole.PREFILL,),
-    FaultKind.JUMP: tuple(TargetRole),
+    FaultKind.JUMP: NODES_AND_ROUTER,
     FaultKind.HOSTILE: (TargetRole.ROUTER,),
     FaultKind.SPOIL: (TargetRole.ROUTER,),
     FaultKind.TRUNCATE: (TargetRole.ROUTER,),
@@ -157,11 +163,14 @@ def faults(script: Script, num_by_role: Mapping[TargetRole, int]) -> list[Fault]
     """Return the faults of a script, deterministically: each kind and role in random order."""
     draw = random.Random(script.seed)
     drawn: list[Fault] = []
+    choices = [one for one in script.choices if num_by_role.get(one[1], 1)]
+    if not choices:
+        raise InvalidConfig("no process of this run has any of these faults")
     bag: list[tuple[FaultKind, TargetRole]] = []
     at_s = 0.0
     while (at_s := at_s + draw.uniform(0.5, 1.5) * script.every_s) < script.duration_s:
         if not bag:
-            bag = draw.sample(script.choices, k=len(script.choices))
+            bag = draw.sample(choices, k=len(choices))
         kind, role = bag.pop()
         place = draw.randrange(num_by_role.get(role, 1))
         phase = draw.choice(tuple(Phase))

@@ -12,6 +12,7 @@ from baton.client import AsyncClient, BatonError
 from baton.cluster import Child, await_serving
 from baton.kv_transfer.external_kv import TIERS
 from baton.rpc.channel import KEEPALIVE
+from baton.telemetry.metrics import names as metrics
 from benchmarks.chaos.adapter_reloads import AdapterReloads
 from benchmarks.chaos.cluster import ChaosCluster
 from benchmarks.chaos.cluster_config import OPERATOR_TOKEN
@@ -142,6 +143,8 @@ class FaultInjector:
                 await self._strike(injected, victim)
         finally:
             injected.recovered_s = time.monotonic()
+            if fault.role is TargetRole.VLLM:
+                injected.evidence = {"KV blocks of vLLM so far": await self._num_foreign_blocks()}
             if fault.kind not in FAULTS_WITHOUT_VICTIM:
                 self._affected.discard(victim.name)
 
@@ -154,7 +157,7 @@ class FaultInjector:
                 await self._stop(victim, fault.lasts_s)
             case FaultKind.FREEZE:
                 await self._stop(victim, FREEZE_S)
-                await self._until_ready(victim.name)
+                await self._until_ready(victim.name, victim.http_address)
             case FaultKind.SLOW:
                 await self._slow(victim, fault.lasts_s)
             case FaultKind.CUT | FaultKind.STALL:
@@ -163,6 +166,10 @@ class FaultInjector:
                 await self._jump(victim, fault)
             case kind if kind in TRANSFER_FAULTS:
                 await self._disturb_transfers(victim, injected)
+
+    async def _num_foreign_blocks(self) -> float:
+        scrapes = [await self._cluster.scrape(each) for each in self._cluster.decodes]
+        return sum(each.total(metrics.FOREIGN_BLOCKS) for each in scrapes)
 
     async def _strike_all(self, injected: InjectedFault) -> None:
         fault = injected.fault
@@ -197,13 +204,18 @@ class FaultInjector:
         with suppress(OSError):  # it may be stopped
             self._attempts.note(router.process.pid, await self._cluster.scrape(router))
 
-    async def _until_ready(self, name: str) -> None:
-        """Wait until the router reports the node as ready; the router may be down, too."""
+    async def _until_ready(self, name: str, vllm_address: str = "") -> None:
+        """Wait until the router reports the node, or the vLLM server at this address, as ready.
+
+        The router may be down, too.
+        """
+        wanted = {name, vllm_address} - {""}
         async with asyncio.timeout(READY_WITHIN_S):
             while True:
                 with suppress(BatonError):
                     async for nodes in self._client.nodes(LOOK_EVERY_S):
-                        if any(one.node_id == name and one.state == "ready" for one in nodes):
+                        ready = {one for one in nodes if one.state == "ready"}
+                        if wanted & {name for one in ready for name in (one.node_id, one.address)}:
                             return
                 await asyncio.sleep(LOOK_EVERY_S)
 

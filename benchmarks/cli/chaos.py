@@ -46,7 +46,8 @@ def chaos(
     roles: Annotated[
         str,
         typer.Option(
-            help="Roles to inject faults into: router, prefill, decode, embed; comma-separated."
+            help="Roles to inject faults into: router, prefill, decode, embed, vllm; "
+            "comma-separated."
         ),
     ] = EVERYTHING,
     attacks: Annotated[
@@ -60,9 +61,17 @@ def chaos(
     clients: Annotated[
         int, typer.Option(min=1, help="Clients, each sending one request after the other.")
     ] = 6,
-    prefill: Annotated[int, typer.Option(min=1, help="Prefill nodes.")] = 2,
+    prefill: Annotated[int, typer.Option(min=0, help="Prefill nodes.")] = 2,
     decode: Annotated[int, typer.Option(min=2, help="Decode nodes.")] = 2,
     embed: Annotated[int, typer.Option(min=2, help="Nodes of an embedder, a further model.")] = 2,
+    vllm: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="vLLM servers in place of prefill nodes, with --prefill 0 and --dtype float32. "
+            "They are doubles, which refuse some prompts.",
+        ),
+    ] = 0,
     kv_cache_memory: Annotated[
         str, typer.Option(help="KV cache of each node; small, so that overload fills it.")
     ] = "3MiB",
@@ -129,6 +138,7 @@ def chaos(
             prefill,
             decode,
             embed,
+            vllm,
             node_arguments=(
                 f"--kv-cache-memory={kv_cache_memory}",
                 "--threads=1",

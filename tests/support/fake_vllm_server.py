@@ -12,7 +12,7 @@ from baton.engine.runner.model_runner import TorchRunner
 from tests.support.fake_vllm import HOST, FakeVllm
 from tests.support.vllm_blocks import prefill
 
-NOT_READY = 503
+NOT_READY, REFUSED = 503, 400
 
 
 class FakeVllmServer:
@@ -21,6 +21,7 @@ class FakeVllmServer:
     def __init__(self, peer: FakeVllm, runner: TorchRunner, model: str) -> None:
         self.is_healthy = False
         self.logprobs_apart = 0.0  # as of other weights
+        self.refused_lengths = range(0)  # of prompts
         self.num_prompts = 0
         self.headers: list[dict[str, str]] = []  # of prompts
         self._peer = peer
@@ -57,6 +58,9 @@ class FakeVllmServer:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 outer.headers.append({name.lower(): value for name, value in self.headers.items()})
+                if len(body["prompt"]) in outer.refused_lengths:
+                    self._reply(REFUSED, b'{"error": {"message": "the prompt is refused"}}')
+                    return
                 self._reply(200, json.dumps(outer.complete(body)).encode())
 
             def _reply(self, status: int, content: bytes) -> None:

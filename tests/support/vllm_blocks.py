@@ -52,7 +52,9 @@ def prefill(server: FakeVllm, runner: TorchRunner, prompt: Sequence[int]) -> Pre
     padded = torch.zeros(*by_token.shape[:3], num_blocks * size, by_token.shape[4]).to(kv.dtype)
     padded[:, :, :, : len(prompt)] = by_token[:, :, :, : len(prompt)]
     first = server.num_used_blocks
-    server.num_used_blocks += num_blocks
+    if first + num_blocks > server.geometry.num_blocks:
+        first = 0  # the oldest ones have been read long ago
+    server.num_used_blocks = first + num_blocks
     for index in range(num_blocks):
         block = padded[:, :, :, index * size : (index + 1) * size]
         server.write_block(first + index, [_packed(layer) for layer in block])

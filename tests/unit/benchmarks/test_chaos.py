@@ -314,6 +314,17 @@ def test_a_router_killed_again_before_it_served_has_not_recovered() -> None:
     assert (recovery.num, recovery.most_s) == (1, 0.5)
 
 
+def test_no_fault_is_drawn_for_a_role_without_processes() -> None:
+    script = Script(kinds=(FaultKind.STOP, FaultKind.FREEZE), duration_s=600.0)
+    counts = {TargetRole.DECODE: 2, TargetRole.PREFILL: 0, TargetRole.VLLM: 0}
+
+    drawn = faults(script, counts)
+
+    assert {fault.role for fault in drawn} == {*TargetRole} - {TargetRole.PREFILL, TargetRole.VLLM}
+    with pytest.raises(InvalidConfig, match="no process"):
+        faults(Script(roles=(TargetRole.VLLM,)), counts)
+
+
 def test_attack_kinds_alternate_and_follow_from_the_seed() -> None:
     first, again, other = (list(islice(attacks(seed), 3 * len(Attack))) for seed in (1, 1, 2))
 
