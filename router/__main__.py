@@ -71,6 +71,13 @@ async def serve(
     tracer: Tracer = NO_TRACER,
 ) -> None:
     router = RouterComponents(options, profiles, tracer)
+    with ShutdownDeadline(options.drain_timeout_s) as deadline:
+        await _serve(options, process, router, deadline)
+
+
+async def _serve(
+    options: RouterOptions, process: Process, router: RouterComponents, deadline: ShutdownDeadline
+) -> None:
     async with (
         serving(
             options.host,
@@ -101,7 +108,7 @@ async def serve(
         ):
             with router.compiler, _metrics(options, process, router):
                 async with _http_server(options, router, server.health):
-                    await _until_drained(server, router.pipeline, options.drain_timeout_s)
+                    await _until_drained(server, router.pipeline, deadline)
 
 
 class RouterComponents:
@@ -261,16 +268,16 @@ def _interceptors(
     return (TokenInterceptor(options.client_tokens, on_refusal),)
 
 
-async def _until_drained(server: Running, pipeline: Pipeline, timeout_s: float) -> None:
+async def _until_drained(server: Running, pipeline: Pipeline, deadline: ShutdownDeadline) -> None:
+    """Drain on a signal. `deadline` then limits the rest of the process's life."""
     async with stop_signal() as stopped:
         freeze_heap()
         announce("router", server.address)
         await stopped.wait()
-        with ShutdownDeadline(timeout_s) as grace:
-            traffic = pipeline.traffic
-            grace.begin(lambda: traffic.num_in_flight + traffic.num_waiting)
-            await server.health.set_ready(False)
-            await pipeline.drain()
+        traffic = pipeline.traffic
+        deadline.begin(lambda: traffic.num_in_flight + traffic.num_waiting)
+        await server.health.set_ready(False)
+        await pipeline.drain()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from grpc import aio
 from grpc_health.v1 import health_pb2_grpc
@@ -22,7 +23,7 @@ from baton.rpc.channel import (
 )
 from baton.rpc.errors import AddressInUse
 from baton.rpc.health import HEALTH, Health, HealthServicer
-from baton.rpc.listening import check_port
+from baton.rpc.listening import check_port, shut_port
 from baton.rpc.messages.interceptor import MessageInterceptor
 from baton.rpc.messages.limits import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
 from baton.rpc.reflection import enable_reflection
@@ -30,7 +31,7 @@ from baton.rpc.security.certificates import grpc_credentials
 from baton.rpc.security.tls import PLAIN, TlsConfig
 
 READY_PREFIX = "baton ready:"
-# Time limit of calls that outlive the drain, such as watches. They are cancelled after it.
+# Time limit of calls that outlive the drain. Watches, which do not end, are cancelled after it.
 CLOSE_GRACE_S = 0.2
 
 
@@ -68,8 +69,9 @@ async def serving(
     names = tuple(service.name for service in services)
     health = Health(names)
     max_request_bytes = MAX_REQUEST_BYTES if for_clients else MAX_MESSAGE_BYTES
+    messages = MessageInterceptor(is_gauged=for_clients)
     server = aio.server(
-        interceptors=(*interceptors, MessageInterceptor(is_gauged=for_clients)),
+        interceptors=(*interceptors, messages),
         options=server_options(keepalive, connections, max_request_bytes),
     )
     for service in services:
@@ -81,7 +83,22 @@ async def serving(
     try:
         yield Running(f"{host}:{bound_port}", health)
     finally:
-        await server.stop(CLOSE_GRACE_S)
+        await _close(server, bound_port, messages.calls)
+
+
+async def _close(server: aio.Server, port: int, calls: set[asyncio.Task[Any]]) -> None:
+    """Close a drained server, and return when its calls have ended.
+
+    gRPC ends calls that arrive while it shuts down as CANCELLED, which clients do not retry:
+    without connections, none arrive, and clients report UNAVAILABLE. It logs calls that the end of
+    the event loop cancels as errors.
+    """
+    if calls:
+        await asyncio.wait(calls, timeout=CLOSE_GRACE_S)
+    shut_port(port)
+    await server.stop(None)
+    if calls:
+        await asyncio.wait(calls)
 
 
 def announce(role: str, address: str) -> None:

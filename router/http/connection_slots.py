@@ -79,6 +79,11 @@ class ConnectionSlots:
         self._taken.discard(slot)
         self._waiting.pop(slot, None)
 
+    def opening(self) -> list[asyncio.Task[None]]:
+        """Return the tasks of the connections that are not open yet."""
+        tasks = [slot.opening for slot in self._taken]
+        return [task for task in tasks if task is not None and not task.done()]
+
     def close_longest_waiting(self) -> bool:
         """Close the connection that has waited longest. Return False if none waits."""
         longest = next(iter(self._waiting), None)

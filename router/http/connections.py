@@ -24,8 +24,11 @@ from baton.router.http.connection_slots import ConnectionLimits, ConnectionSlot,
 from baton.router.http.errors import ErrorFormat, HttpFailure
 from baton.router.http.json_encoding import Json
 from baton.router.http.websocket_connection import WebSocketConnection, WebSocketPaths
+from baton.rpc.listening import connection_waits
 
 ACCEPT_RETRY_S = 0.05
+# Time limit of the first request of a connection that is accepted just before the server stops.
+LAST_REQUEST_S = 0.5
 OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 ALL_CONNECTIONS_IN_USE = HttpFailure(
     503, "all connections are in use; try again in a second", "TOO_MANY_CONNECTIONS"
@@ -58,6 +61,7 @@ class HttpConnection(H11Protocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._unread_deadline: asyncio.TimerHandle | None = None
         self._has_part_of_head = False
+        self._is_stopping = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -76,6 +80,8 @@ class HttpConnection(H11Protocol):
         if self._is_upgraded:
             return
         if not self._is_between_requests:
+            if self._is_stopping:
+                self.cycle.keep_alive = False
             self._request_moved_on()
         elif was_idle:
             self._head_began()
@@ -99,6 +105,15 @@ class HttpConnection(H11Protocol):
             self._request_moved_on()
         elif self.conn.trailing_data[0]:  # a pipelined request has begun
             self._head_began()
+
+    def shutdown(self) -> None:
+        """Close the connection after its request. One that has served none waits for its first."""
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is None or self._has_part_of_head:
+            self._is_stopping = True
+            self._close_after(LAST_REQUEST_S)
+        else:
+            super().shutdown()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -169,6 +184,7 @@ class Acceptor:
     ) -> None:
         """`config` must be loaded."""
         self._listening = listening
+        self._listening.setblocking(False)
         self._config = config
         self._server_state = server_state
         self._limits = limits
@@ -178,11 +194,12 @@ class Acceptor:
 
     async def run(self) -> None:
         """Accept connections until cancelled. Open connections stay open."""
-        loop = asyncio.get_running_loop()
-        self._listening.setblocking(False)
         while True:
+            await connection_waits(self._listening)
             try:
-                accepted, _ = await loop.sock_accept(self._listening)
+                accepted, _ = self._listening.accept()
+            except BlockingIOError:  # it is gone again
+                continue
             except OSError as error:
                 if error.errno in OUT_OF_RESOURCES:
                     log.warning("cannot accept connections: %s", error)
@@ -191,6 +208,14 @@ class Acceptor:
                 continue
             self._take(accepted)
             await asyncio.sleep(0)  # lets closed connections release their descriptors
+
+    async def close(self, timeout_s: float) -> None:
+        """Open the connections that wait to be accepted, and accept no more."""
+        with self._listening, suppress(OSError):  # none waits any more
+            while True:
+                self._take(self._listening.accept()[0])
+        if opening := self._slots.opening():
+            await asyncio.wait(opening, timeout=timeout_s)
 
     def _take(self, accepted: socket.socket) -> None:
         is_full = len(self._slots) >= self._limits.max_connections

@@ -85,6 +85,6 @@ async def http_serving(
     finally:
         accepting.cancel()
         await asyncio.wait([accepting])
-        listening.close()
+        await acceptor.close(CLOSE_GRACE_S)
         server.should_exit = True
         await serving

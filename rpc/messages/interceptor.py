@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
@@ -37,6 +38,7 @@ class MessageInterceptor(aio.ServerInterceptor):
     """
 
     def __init__(self, *, is_gauged: bool = False) -> None:
+        self.calls: set[asyncio.Task[Any]] = set()  # in progress
         self._is_gauged = is_gauged
 
     async def intercept_service(
@@ -52,9 +54,35 @@ class MessageInterceptor(aio.ServerInterceptor):
             "request_deserializer": _refusing_deserializer(
                 handler.request_deserializer, is_gauged=self._is_gauged
             ),
-            kind: _checked(getattr(handler, kind)),
+            kind: self._checked(getattr(handler, kind)),
         }
         return handler._replace(**changed)  # type: ignore[no-any-return]
+
+    def _checked(self, method: Callable[[Any, Context], Any]) -> Callable[[Any, Context], Any]:
+        """Wrap a method, unary or streaming, which then raises the refusals of its requests."""
+
+        async def checked(request: Any, context: Context) -> Any:
+            self._note_call()
+            if isinstance(request, _Refused):
+                async with named_errors(context):
+                    raise request.refusal
+            if isinstance(request, AsyncIterator):
+                request = _each_readable(request)
+            responses = method(request, context)
+            if not inspect.isasyncgen(responses):
+                return await responses
+            async with aclosing(responses):
+                async for response in responses:
+                    await context.write(response)
+            return None
+
+        return checked
+
+    def _note_call(self) -> None:
+        task = asyncio.current_task()
+        if task is not None:
+            self.calls.add(task)
+            task.add_done_callback(self.calls.discard)
 
 
 def _refusing_deserializer(
@@ -73,26 +101,6 @@ def _refusing_deserializer(
             return _Refused(Unreadable(str(error)))
 
     return read_or_refuse
-
-
-def _checked(method: Callable[[Any, Context], Any]) -> Callable[[Any, Context], Any]:
-    """Wrap a method, unary or streaming, which then raises the refusals of its requests."""
-
-    async def checked(request: Any, context: Context) -> Any:
-        if isinstance(request, _Refused):
-            async with named_errors(context):
-                raise request.refusal
-        if isinstance(request, AsyncIterator):
-            request = _each_readable(request)
-        responses = method(request, context)
-        if not inspect.isasyncgen(responses):
-            return await responses
-        async with aclosing(responses):
-            async for response in responses:
-                await context.write(response)
-        return None
-
-    return checked
 
 
 async def _each_readable(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:

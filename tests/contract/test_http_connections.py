@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
+import pytest
+
 from baton.router.http.connection_slots import ConnectionLimits
 from baton.rpc.security.tls import PLAIN, TlsConfig
 from tests.support.certificates import make_authority
@@ -197,3 +199,33 @@ def test_the_server_survives_descriptor_exhaustion_with_few_log_lines() -> None:
         assert all(record.exc_info is None for record in lines.records)
 
     with_limits(ConnectionLimits(), scenario)
+
+
+def test_connections_in_the_backlog_are_answered_when_the_server_stops() -> None:
+    async def stop_at_once() -> list[socket.socket]:
+        async with an_http_router() as router:
+            host, _, port = router.address.rpartition(":")
+            # The kernel has completed them; the server has accepted none yet.
+            clients = [socket.create_connection((host, int(port)), LONGEST_S) for _ in range(8)]
+            for client in clients[1:]:
+                client.sendall(HEALTH)
+            asyncio.get_running_loop().call_soon(clients[0].sendall, HEALTH)
+        return clients
+
+    for client in asyncio.run(stop_at_once()):
+        with client, client.makefile("rb") as answer:
+            assert answer.readline() == b"HTTP/1.1 200 OK\r\n"
+            answer.read()  # to the end of the connection
+
+
+def test_a_stop_while_a_connection_waits_leaves_no_errors(caplog: pytest.LogCaptureFixture) -> None:
+    async def stop_at_once() -> None:
+        async with an_http_router() as router:
+            await health_of(router)  # the server waits for the next connection
+            host, _, port = router.address.rpartition(":")
+            with socket.create_connection((host, int(port)), LONGEST_S):
+                pass
+
+    asyncio.run(stop_at_once())
+
+    assert [one.message for one in caplog.records if one.levelno > logging.INFO] == []

@@ -14,6 +14,7 @@ from pathlib import Path
 from baton.core.errors import InvalidConfig
 from baton.node.kv.events.config import IPC, TCP, WILDCARD
 from baton.node.kv.events.zmtp import MAX_FRAME_BYTES, SocketType, ZmtpError, ZmtpPeer
+from baton.rpc.listening import connection_waits
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +131,7 @@ class PeerListener:
 
     async def run(self) -> None:
         while True:
-            await self._connection_waits()
+            await connection_waits(self._listening)
             try:
                 connection, _ = self._listening.accept()
             except BlockingIOError:  # it is gone again
@@ -141,16 +142,6 @@ class PeerListener:
                 continue
             self._admit(connection)
             await asyncio.sleep(ACCEPT_PAUSE_S)
-
-    async def _connection_waits(self) -> None:
-        """Wait for a connection without accepting it: a cancelled `sock_accept` may lose one."""
-        loop = asyncio.get_running_loop()
-        waiting = asyncio.Event()
-        loop.add_reader(self._listening, waiting.set)
-        try:
-            await waiting.wait()
-        finally:
-            loop.remove_reader(self._listening)
 
     def _admit(self, connection: socket.socket) -> None:
         if len(self._peers) >= MAX_PEERS:

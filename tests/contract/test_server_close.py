@@ -1,0 +1,76 @@
+"""End of a gRPC server under load: the status of the last calls, and what is logged."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton.rpc.channel import open_channel
+from baton.rpc.server import serving
+
+PATIENCE_S = 30
+NUM_CALLERS = 16
+
+
+async def call_until_it_fails(address: str, began: asyncio.Event) -> grpc.StatusCode:
+    """Call as fast as possible, each call by its own connection's client."""
+    async with open_channel(address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        try:
+            while True:
+                await health.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
+                began.set()
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+
+
+async def watch(address: str, began: asyncio.Event) -> grpc.StatusCode:
+    async with open_channel(address) as channel:
+        request = health_pb2.HealthCheckRequest()
+        try:
+            async for _ in health_pb2_grpc.HealthStub(channel).Watch(request, timeout=PATIENCE_S):
+                began.set()
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+    raise AssertionError("a watch has no end of its own")
+
+
+async def close_under_load(call: Any) -> list[grpc.StatusCode]:
+    began = [asyncio.Event() for _ in range(NUM_CALLERS)]
+    async with serving("127.0.0.1", 0, ()) as server:
+        calls = [asyncio.ensure_future(call(server.address, event)) for event in began]
+        await asyncio.gather(*(event.wait() for event in began))
+    codes: list[grpc.StatusCode] = await asyncio.gather(*calls)
+    return codes
+
+
+@pytest.mark.parametrize("call", [call_until_it_fails, watch])
+def test_calls_that_a_closing_server_does_not_answer_end_as_unavailable(
+    call: Any, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    codes = asyncio.run(asyncio.wait_for(close_under_load(call), PATIENCE_S))
+
+    assert codes == [grpc.StatusCode.UNAVAILABLE] * NUM_CALLERS
+    assert [one for one in caplog.records if one.levelno > logging.INFO] == []
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_calls_that_run_when_the_loop_ends_are_not_logged_as_errors(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def end_with_a_watch() -> asyncio.Task[grpc.StatusCode]:
+        began = asyncio.Event()
+        async with serving("127.0.0.1", 0, ()) as server:
+            watching = asyncio.ensure_future(watch(server.address, began))
+            await began.wait()
+        return watching
+
+    asyncio.run(asyncio.wait_for(end_with_a_watch(), PATIENCE_S))
+
+    assert [one for one in caplog.records if one.levelno > logging.INFO] == []
+    assert "Traceback" not in capfd.readouterr().err
