@@ -220,6 +220,20 @@ def test_up_reports_a_lost_node_and_exits_when_no_decode_node_is_left(
 
 
 @pytest.mark.slow
+def test_up_reports_what_no_longer_works_without_its_prefill_node(
+    up: Callable[..., Terminal],
+) -> None:
+    with up() as screen:
+        shown = processes(screen)
+        os.kill(shown["prefill-0"][0], signal.SIGKILL)
+
+        screen.await_text("no prefill node is left: decode nodes compute the prompts")
+
+        with Client(shown["router"][1], timeout_s=60) as client:
+            client.generate(prompt_of(20), Generation(SamplingParams(max_tokens=2)))
+
+
+@pytest.mark.slow
 def test_a_node_that_dies_is_restarted_at_its_address(up: Callable[..., Terminal]) -> None:
     with up("--prefill", "0", "--restart") as screen:
         shown = processes(screen)

@@ -180,7 +180,16 @@ class ClusterRunner:
         self._lost.add(child.name)
         if self._lost.issuperset(one.name for one in self._cluster.decodes):
             raise ClusterFailed(f"{what}; the cluster cannot serve without it ({advice})")
-        _report(f"{what}; {advice}")
+        _report(f"{what}; {advice}{self._loss(child)}")
+
+    def _loss(self, child: Child) -> str:
+        """Return what no longer works without a node, as a clause."""
+        if child in self._cluster.embedders:
+            return "; requests for its model fail, unless another node serves it"
+        prefills = self._cluster.prefills
+        if child in prefills and self._lost.issuperset(one.name for one in prefills):
+            return "; no prefill node is left: decode nodes compute the prompts, which is slower"
+        return ""
 
     def _note_line(self, child: Child, line: str) -> None:
         """Show progress, and again where the cluster serves, below lines about late nodes."""
