@@ -232,6 +232,19 @@ def test_with_parallel_tool_calls_false_only_the_first_call_is_returned() -> Non
     assert [len(fold(events).calls) for events in parts] == [1, 0]
 
 
+def test_a_broken_call_does_not_take_the_place_of_the_only_one() -> None:
+    parser = TextFormat(Parsing(tools="hermes"), ToolCallMode.BY_MODEL, has_one_call=True).parser()
+    broken = CALL.replace('"it"', "NaN")
+
+    events = [
+        event
+        for call in (broken, CALL, CALL)
+        for event in parser.push(f"<tool_call>{call}</tool_call>")
+    ]
+
+    assert (len(fold(events).calls), fold(events).num_unended_calls) == (1, 1)
+
+
 def strict_format(
     parser: Parsing = HERMES, other: str = "g", **fields: Any
 ) -> tuple[TextFormat, StructuredOutputs | None]:
