@@ -4,26 +4,43 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from baton.rpc.security.tls import TlsConfig
 
-CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 100}
-COMPLETION = {"prompt": "Hello", "max_tokens": 100}
+
+class FirstRequest(NamedTuple):
+    """Request that a model can serve."""
+
+    path: str
+    body: Mapping[str, Any]
+
+
+MESSAGE = {"role": "user", "content": "Hello"}
+CHAT = FirstRequest("chat/completions", {"messages": [MESSAGE], "max_tokens": 100})
+COMPLETION = FirstRequest("completions", {"prompt": "Hello", "max_tokens": 100})
+EMBEDDING = FirstRequest("embeddings", {"input": "Hello"})
+SCORE = FirstRequest("score", {"text_1": "Hello", "text_2": "Good morning"})
+
+
+def first_request(*, generates: bool, num_labels: int, has_chat_template: bool) -> FirstRequest:
+    if generates:
+        return CHAT if has_chat_template else COMPLETION
+    return SCORE if num_labels == 1 else EMBEDDING
 
 
 def curl_example(
-    address: str, tls: TlsConfig, token_file: Path | None, *, has_chat_template: bool
+    address: str, tls: TlsConfig, token_file: Path | None, request: FirstRequest
 ) -> str:
     """Return a command line for a POSIX shell."""
-    path, body = ("chat/completions", CHAT) if has_chat_template else ("completions", COMPLETION)
     scheme = "https" if tls.listens else "http"
     words = (
-        f"curl {scheme}://{address}/v1/{path}",
+        f"curl {scheme}://{address}/v1/{request.path}",
         *_credentials(tls, token_file),
         "-H 'content-type: application/json'",
-        f"-d '{json.dumps(body)}'",
+        f"-d '{json.dumps(request.body)}'",
     )
     return " ".join(words)
 

@@ -16,14 +16,14 @@ from types import FrameType
 import typer
 
 from baton.checkpoint.hub import open_checkpoint
-from baton.checkpoint.tokenizer import Tokenizer
-from baton.cli.commands.curl_example import curl_example
+from baton.cli.commands.curl_example import FirstRequest, curl_example, first_request
 from baton.cli.commands.node_restarts import NodeRestarts
 from baton.cli.show import console, table_of
 from baton.cluster import Child, ClusterFailed, ClusterOptions, LocalCluster
 from baton.core.errors import ModelError
 from baton.core.units import format_bytes
 from baton.engine.runner.config import RunnerConfig
+from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.open_runner import read_any_config
 from baton.interrupts import get_interruptibly
 from baton.kernels import build_missing_kernels
@@ -49,7 +49,7 @@ def run_cluster(
 ) -> None:
     """Run the cluster until a signal ends it. Raises ClusterFailed and ModelError."""
     exit_on_sigterm()
-    tokenizer = _prepare(model, must_embed=False)
+    request = _prepare(model, must_embed=False)
     for each in embedders:
         _prepare(each, must_embed=True)
     runner = ClusterRunner(
@@ -59,7 +59,7 @@ def run_cluster(
             curl_example,
             tls=options.tls,
             token_file=token_file,
-            has_chat_template=tokenizer.has_chat_template,
+            request=request,
         ),
     )
     with runner.listening():
@@ -72,8 +72,11 @@ def run_cluster(
         raise typer.Exit(INTERRUPTED)
 
 
-def _prepare(model: RunnerConfig, *, must_embed: bool) -> Tokenizer:
-    """Download and check a model, once, before every process would. Raises ModelError."""
+def _prepare(model: RunnerConfig, *, must_embed: bool) -> FirstRequest:
+    """Download and check a model, once, before every process would. Raises ModelError.
+
+    Returns a request that the model can serve.
+    """
     checkpoint = open_checkpoint(model.model)
     config = read_any_config(checkpoint)
     if must_embed and not (
@@ -85,7 +88,11 @@ def _prepare(model: RunnerConfig, *, must_embed: bool) -> Tokenizer:
         )
     tokenizer = checkpoint.load_tokenizer()  # the router needs it, and starts after the nodes
     build_missing_kernels(model, checkpoint, console(stderr=True))
-    return tokenizer
+    return first_request(
+        generates=isinstance(config, ModelConfig) and config.can_generate,
+        num_labels=config.num_labels,
+        has_chat_template=tokenizer.has_chat_template,
+    )
 
 
 class ClusterRunner:

@@ -6,7 +6,9 @@ import json
 import subprocess
 from pathlib import Path
 
-from baton.cli.commands.curl_example import curl_example
+import pytest
+
+from baton.cli.commands.curl_example import CHAT, curl_example, first_request
 from baton.rpc.security.tls import PLAIN
 from tests.support.certificates import make_authority
 
@@ -19,24 +21,35 @@ def arguments_of(line: str) -> list[str]:
     return subprocess.run(shell, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
-def test_the_example_is_a_chat_if_the_model_has_a_chat_template() -> None:
-    for has_chat_template, path, field in (
-        (True, "chat/completions", "messages"),
-        (False, "completions", "prompt"),
-    ):
-        line = curl_example("127.0.0.1:8000", PLAIN, None, has_chat_template=has_chat_template)
+@pytest.mark.parametrize(
+    ("generates", "num_labels", "has_chat_template", "path", "field"),
+    [
+        (True, 0, True, "chat/completions", "messages"),
+        (True, 0, False, "completions", "prompt"),
+        (False, 0, False, "embeddings", "input"),
+        (False, 1, False, "score", "text_1"),
+        (False, 3, False, "embeddings", "input"),
+    ],
+)
+def test_the_example_is_a_request_that_the_model_can_serve(
+    generates: bool, num_labels: int, has_chat_template: bool, path: str, field: str
+) -> None:
+    request = first_request(
+        generates=generates, num_labels=num_labels, has_chat_template=has_chat_template
+    )
 
-        url, *rest, body = arguments_of(line)
-        assert url == f"http://127.0.0.1:8000/v1/{path}"
-        assert rest == ["-H", "content-type: application/json", "-d"]
-        assert field in json.loads(body)
+    url, *rest, body = arguments_of(curl_example("127.0.0.1:8000", PLAIN, None, request))
+
+    assert url == f"http://127.0.0.1:8000/v1/{path}"
+    assert rest == ["-H", "content-type: application/json", "-d"]
+    assert field in json.loads(body)
 
 
 def test_the_example_shows_the_first_token_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "client tokens"
     path.write_text("  \n secret-1\nsecret-2\n")
 
-    line = curl_example("127.0.0.1:8000", PLAIN, path, has_chat_template=True)
+    line = curl_example("127.0.0.1:8000", PLAIN, path, CHAT)
 
     assert "secret" not in line
     assert "authorization: Bearer secret-1" in arguments_of(line)
@@ -47,7 +60,7 @@ def test_the_example_trusts_the_authority_and_shows_a_certificate_for_mutual_tls
 ) -> None:
     tls = make_authority(tmp_path).mutual("its own", "127.0.0.1")
 
-    url, *rest = arguments_of(curl_example("127.0.0.1:8000", tls, None, has_chat_template=True))
+    url, *rest = arguments_of(curl_example("127.0.0.1:8000", tls, None, CHAT))
 
     assert url.startswith("https://")
     assert rest[:6] == ["--cacert", str(tls.ca), "--cert", str(tls.cert), "--key", str(tls.key)]
