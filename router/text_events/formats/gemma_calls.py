@@ -11,6 +11,8 @@ from baton.router.text_events.script_parser import TextSource, Waiting
 
 WORDS = ("true", "false", "null")
 MAX_DEPTH = 64
+MAX_VALUES = 1 << 12  # of a call, each of which takes time on the event loop
+_WORD_END = re.compile(r"[,}\]]")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 
 
@@ -66,6 +68,7 @@ class _Values:
 
     def __init__(self, text: str, quote: str) -> None:
         self._text, self._quote, self._index = text, quote, 0
+        self._num_values_left = MAX_VALUES
 
     @property
     def is_at_end(self) -> bool:
@@ -73,8 +76,9 @@ class _Values:
 
     def value(self, depth: int) -> str:
         self._skip_space()
-        if depth == 0:
-            raise ValueError("nested too deeply")
+        self._num_values_left -= 1
+        if depth == 0 or self._num_values_left < 0:
+            raise ValueError("nested too deeply, or too many values")
         if self._accept("{"):
             return self._object(depth - 1)
         if self._accept("["):
@@ -115,10 +119,8 @@ class _Values:
         return json.dumps(text, ensure_ascii=False)
 
     def _word(self) -> str:
-        end = min(
-            (at for sign in ",}]" if (at := self._text.find(sign, self._index)) >= 0),
-            default=len(self._text),
-        )
+        found = _WORD_END.search(self._text, self._index)
+        end = len(self._text) if found is None else found.start()
         word, self._index = self._text[self._index : end].strip(), end
         if word in WORDS or _NUMBER.fullmatch(word):
             return word

@@ -254,3 +254,12 @@ def test_harmony_separates_channels_also_without_tools() -> None:
 )
 def test_formats_are_chosen_by_the_chat_template(template: str, expected: Parsing) -> None:
     assert parsing_of_template(template) == expected
+
+
+@pytest.mark.parametrize("name", TRANSLATED)
+def test_a_call_of_too_many_values_is_text(name: str) -> None:
+    """These calls are translated as a whole, in one turn of the event loop."""
+    few, many = (WRITERS[name]("", [("f", {"a": [1] * number})]) for number in (2000, 5000))
+
+    assert len(read(Parsing(name), few).calls) == 1
+    assert read(Parsing(name), many) == AnswerText(many)
