@@ -51,11 +51,12 @@ OWN_TESTS = {
     FaultKind.ADAPTERS,
     *TIER_FAULTS,
 }
-FAULTS = [
+FAULTS: list[tuple[FaultKind, TargetRole]] = [
     (kind, role)
     for kind in FaultKind
     if kind not in OWN_TESTS
     for role in ROLES_BY_FAULT_KIND[kind]
+    if role is not TargetRole.VLLM  # needs a cluster without prefill nodes
 ]
 
 pytestmark = pytest.mark.slow
