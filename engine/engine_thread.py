@@ -7,8 +7,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Generic, TypeVar
 
 from baton.core.errors import InvalidRequest
 from baton.core.ids import RequestId
@@ -27,6 +29,8 @@ OnCompiled = Callable[[Grammar | InvalidRequest], None]
 Deliver = Callable[[list[Output]], None]
 EngineInbox = queue.SimpleQueue[Callable[[], None]]  # actions, which run between two steps
 
+Result = TypeVar("Result")
+
 log = logging.getLogger(__name__)
 
 
@@ -39,6 +43,23 @@ class _AddRequest:
 
     def __call__(self) -> None:
         self.add(self.request)
+
+
+class _Call(Generic[Result]):
+    """Action whose caller waits for the result. If the engine ends before, it gets an error."""
+
+    def __init__(self, function: Callable[[], Result]) -> None:
+        self._function = function
+        self.result: Future[Result] = Future()
+
+    def __call__(self) -> None:
+        if not self.result.set_running_or_notify_cancel():
+            return
+        try:
+            self.result.set_result(self._function())
+        except BaseException as bug:  # which ends the engine
+            self.result.set_exception(bug)
+            raise
 
 
 class EngineThread:
@@ -110,6 +131,14 @@ class EngineThread:
     def post(self, action: Callable[[], None]) -> None:
         """Run `action` on the engine thread between two steps. Wakes the thread."""
         self._inbox.put(action)
+
+    def call(self, function: Callable[[], Result]) -> Future[Result]:
+        """Run `function` as `post` does, for its result. Raises EngineGone, as the result may."""
+        call = _Call(function)
+        with self._submit_lock:
+            self._raise_if_stopped()
+            self.post(call)
+        return call.result
 
     def post_after_passes(self, action: Callable[[], None]) -> None:
         """Run `action` between two passes: after those that are launched by then."""
@@ -207,17 +236,20 @@ class EngineThread:
         self._is_stopping = True
 
     def _fail_all(self, failure: Failure) -> None:
-        failed = [*self._core.scheduler.requests(), *self._pending_requests()]
+        actions = list(self._pending_actions())
+        pending = [action.request for action in actions if isinstance(action, _AddRequest)]
+        failed = [*self._core.scheduler.requests(), *pending]
         self._pass_on([_failed_output(request, failure) for request in failed])
+        for action in actions:
+            if isinstance(action, _Call) and action.result.set_running_or_notify_cancel():
+                action.result.set_exception(EngineGone(failure.reason))
 
-    def _pending_requests(self) -> Iterator[EngineRequest]:
+    def _pending_actions(self) -> Iterator[Callable[[], None]]:
         while True:
             try:
-                action = self._inbox.get_nowait()
+                yield self._inbox.get_nowait()
             except queue.Empty:
                 return
-            if isinstance(action, _AddRequest):
-                yield action.request
 
     def _raise_if_stopped(self) -> None:
         if self._failure is not None or self._is_stopping:

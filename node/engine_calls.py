@@ -28,19 +28,8 @@ Result = TypeVar("Result")
 
 
 async def run_on_engine(engine: EngineThread, function: Callable[[], Result]) -> Result:
-    """Run `function` on the engine's thread, between two steps, and return its result."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Result] = loop.create_future()
-
-    def set_result(result: Result) -> None:
-        if not future.cancelled():
-            future.set_result(result)
-
-    def run() -> None:
-        loop.call_soon_threadsafe(set_result, function())
-
-    engine.post(run)
-    return await future
+    """Run `function` on the engine's thread, between two steps. Raises EngineStopped."""
+    return await asyncio.wrap_future(engine.call(function))
 
 
 class NodeChanges:

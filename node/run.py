@@ -180,13 +180,14 @@ async def _serve_until_drained(
         try:
             announce(state.card.role.value, server.address)
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if publishing.done():
-                publishing.result()  # raises: it ends only by a bug
+            if publishing.done() and engine.failure is None:
+                publishing.result()  # raises: it ends only by a bug, or with the engine
             grace.begin(lambda: state.num_calls)
-            if not heartbeat.done():
-                heartbeat.cancel()
+            heartbeat.cancel()
+            if engine.failure is None:
                 state.request_drain()
-                await server.health.set_ready(False)
+            await server.health.set_ready(False)
+            if engine.failure is None:
                 await state.wait_until_idle()
         finally:
             for task in tasks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import threading
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -16,12 +17,16 @@ from baton.core.output import FinishReason, Output
 from baton.core.request import EngineRequest, ReceiveKv
 from baton.engine.core import NoKvWorker
 from baton.engine.engine_thread import EngineThread
+from baton.engine.errors import EngineStopped
+from baton.engine.plan import Plan, RunResult
 from baton.engine.scheduler.config import LoadFailurePolicy
 from baton.kv_transfer.types import KvOrders, KvReports, Lost
+from baton.node.cache_resets import reset_prefix_cache
 from baton.node.engine_calls import EngineCalls, NodeChanges
 from baton.rpc.errors import KvLoadFailed, RequestIdInUse
 from baton.rpc.status import status_of
 from tests.support.engines import an_engine, an_engine_request
+from tests.support.fake_runner import SynchronousRunner
 from tests.support.scheduler_state import is_idle
 
 PATIENCE_S = 30
@@ -134,6 +139,39 @@ def test_without_recomputation_a_lost_prompt_fails_as_retryable() -> None:
             assert status_of(failure.value).code == StatusCode.UNAVAILABLE.value[0]
 
     asyncio.run(asyncio.wait_for(lose(), PATIENCE_S))
+
+
+class HeldRunner(SynchronousRunner):
+    """Runner whose pass ends the engine, once a test lets it."""
+
+    def __init__(self) -> None:
+        self.is_inside, self.may_end = threading.Event(), threading.Event()
+
+    def run(self, plan: Plan) -> RunResult:
+        self.is_inside.set()
+        self.may_end.wait(PATIENCE_S)
+        raise ZeroDivisionError("a bug")
+
+
+def test_a_reset_ends_with_an_error_if_the_engine_fails_before_its_turn() -> None:
+    runner = HeldRunner()
+    core = an_engine(runner=runner)
+
+    async def reset_while_it_fails() -> None:
+        with EngineThread(core) as engine:
+            engine.submit(engine_request("a"))
+            await asyncio.to_thread(runner.is_inside.wait, PATIENCE_S)
+            reset = asyncio.ensure_future(reset_prefix_cache(engine, core.scheduler, ()))
+            abandoned = asyncio.ensure_future(reset_prefix_cache(engine, core.scheduler, ()))
+            await asyncio.sleep(0)
+            abandoned.cancel()
+            runner.may_end.set()
+            with pytest.raises(EngineStopped, match="a bug"):
+                await reset
+            with pytest.raises(EngineStopped):
+                await reset_prefix_cache(engine, core.scheduler, ())
+
+    asyncio.run(asyncio.wait_for(reset_while_it_fails(), PATIENCE_S))
 
 
 def test_a_refused_request_leaves_no_request_running() -> None:
