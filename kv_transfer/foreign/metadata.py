@@ -30,6 +30,8 @@ AMX_COLUMNS = 16
 MAX_DEVICES = 1 << 10
 DRAM = "DRAM"  # memory of the CPU
 MAX_BLOCK_TOKENS = 1 << 16
+# A node reads into staging memory for four blocks.
+MAX_BLOCK_BYTES = 64 << 20
 
 
 class SourceRefused(NamedError):
@@ -192,6 +194,9 @@ def _find_problem(metadata: _AgentMetadata, shape: KvShape) -> str:
     layer_bytes = 2 * shape.num_kv_heads * size * shape.head_dim * shape.number_bytes
     if any(each != layer_bytes for each in metadata.block_lens):
         return f"its blocks have {metadata.block_lens} bytes a layer; {layer_bytes} are expected"
+    if layer_bytes * num_layers > MAX_BLOCK_BYTES:
+        num_mib, max_mib = layer_bytes * num_layers >> 20, MAX_BLOCK_BYTES >> 20
+        return f"its blocks of {size} tokens have {num_mib} MiB; the limit is {max_mib} MiB"
     return _find_region_problem(metadata, layer_bytes)
 
 

@@ -13,10 +13,16 @@ from baton.router.discovery.sources import VLLM, join_address
 MAX_REPLY_BYTES = 1 << 22
 MAX_LINE_BYTES = 1 << 16
 ERROR_CHARACTERS = 200
+# Of a request that no server of this model would take, such as one of too many tokens.
+REFUSALS = frozenset({b"400", b"413", b"422"})
 
 
 class ServerFailed(Exception):
     """A vLLM server has not answered as expected."""
+
+
+class RequestRefused(ServerFailed):
+    """A vLLM server works, but has refused this request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +87,8 @@ async def _read_reply(reader: asyncio.StreamReader) -> bytes:
     if status[1:2] != [b"200"]:
         given = b" ".join(status[1:2]).decode(errors="replace") or "missing"
         text = bytes(content[:ERROR_CHARACTERS]).decode(errors="replace")
-        raise ServerFailed(f"status {given}: {text}")
+        is_refusal = not REFUSALS.isdisjoint(status[1:2])
+        raise (RequestRefused if is_refusal else ServerFailed)(f"status {given}: {text}")
     return bytes(content)
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from baton.core.errors import InvalidRequest
 from baton.core.foreign_kv import ForeignKv, foreign_kv_from
 from baton.core.task import GENERATE
 from baton.router.context import RequestContext
-from baton.router.dispatch.vllm.http_api import ServerFailed, VllmApi
+from baton.router.dispatch.vllm.http_api import RequestRefused, ServerFailed, VllmApi
 from baton.router.dispatch.vllm.servers import PrefillServer, PrefillServers
 from baton.router.tracing import UNTRACED, RequestTrace
 from baton.router.values import GenerateCall
@@ -76,13 +76,17 @@ class VllmPrefills:
         for server in self.servers.choose(model, len(token_ids)):
             try:
                 with self._sent(server, len(token_ids)), trace.vllm_leg(server.address) as leg:
-                    async with asyncio.timeout(_earlier(PREFILL_S, timeout_s)):
+                    async with _limited(server, _earlier(PREFILL_S, timeout_s)):
                         computed = await self._compute_on(
                             server, model, token_ids, dict(leg.metadata)
                         )
+            except RequestRefused as refusal:
+                log.info("%s has refused a prompt: %s", server.address, refusal)
+                self.servers.note_success(server)
+                return None
             except (ServerFailed, OSError, TimeoutError) as error:
                 log.warning("%s has not computed a prompt: %r", server.address, error)
-                self.servers.note_failure(server, str(error) or repr(error))
+                self.servers.note_failure(server, str(error) or server.trouble or repr(error))
             else:
                 self.servers.note_success(server)
                 return computed
@@ -110,6 +114,17 @@ class VllmPrefills:
             server.note_gone("it has restarted, and its weights are not checked yet")
             raise ServerFailed(server.trouble)
         return ComputedKv(kv, server.address, began_s, self.servers.readers(server, model))
+
+
+@asynccontextmanager
+async def _limited(server: PrefillServer, limit_s: float) -> AsyncIterator[None]:
+    """Raise TimeoutError in the block after `limit_s`, or as soon as the server is gone."""
+    async with asyncio.timeout(limit_s) as timer:
+        server.timers.add(timer)
+        try:
+            yield
+        finally:
+            server.timers.discard(timer)
 
 
 async def ask(

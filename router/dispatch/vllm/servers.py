@@ -6,8 +6,10 @@ decode node has passed.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 
 from baton.core.ids import Incarnation
 from baton.router.discovery.sources import VllmServer
@@ -52,6 +54,8 @@ def read_load(page: str) -> ServerLoad:
             value = float(line.rpartition(" ")[2])
         except ValueError:
             continue
+        if not isfinite(value):
+            continue
         both = found.get(name, 0.0), value
         found[name] = max(both) if name == "kv_usage" else sum(both)
     running, waiting = (int(found.get(name, 0)) for name in ("num_running", "num_waiting"))
@@ -69,6 +73,7 @@ class PrefillServer:
     trouble: str = NOT_REACHED  # empty while it is healthy
     num_tokens: int = 0  # of the prompts that it computes for this router
     num_sent: int = 0
+    timers: set[asyncio.Timeout] = field(default_factory=set)  # of those prompts
     # Why its KV is of no use on a node; empty: it is. Nodes that are missing were not checked.
     mismatches: dict[NodeKey, str] = field(default_factory=dict)
 
@@ -88,10 +93,13 @@ class PrefillServer:
         return self.load.kv_usage >= FULL, self.num_tokens + ahead
 
     def note_gone(self, trouble: str) -> None:
-        """Forget what may be different when the server is back."""
+        """Forget what may be different when the server is back, and give up its prompts."""
         self.trouble, self.model, self.engine_id = trouble, "", ""
         self.load = ServerLoad()
         self.mismatches.clear()
+        for timer in self.timers:
+            if not timer.expired():
+                timer.reschedule(0.0)
 
 
 class PrefillServers:

@@ -149,3 +149,11 @@ HOSTILE: dict[str, Callable[[list[bytes]], list[bytes]]] = {
 def test_hostile_handshakes_are_refused(change: Callable[[list[bytes]], list[bytes]]) -> None:
     with pytest.raises(SourceRefused):
         read(change(recorded_reply()))
+
+
+def test_blocks_that_need_gigabytes_of_staging_memory_are_refused() -> None:
+    layer_bytes = 2 * 2 * 65_536 * 64 * 2
+    huge = changed_reply(block_size=65_536, block_lens=[layer_bytes] * 4)
+
+    with pytest.raises(SourceRefused, match="blocks of 65536 tokens have 128 MiB; the limit is"):
+        read(huge)

@@ -253,6 +253,9 @@ vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 7.0
 vllm:kv_cache_usage_perc{engine="0"} 0.25
 vllm:kv_cache_usage_perc{engine="1"} 0.75
 vllm:num_requests_waiting{engine="1"} broken
+vllm:num_requests_waiting{engine="2"} NaN
+vllm:num_requests_running{engine="2"} +Inf
+vllm:kv_cache_usage_perc{engine="2"} NaN
 """
     assert read_load(page) == ServerLoad(4, 2, 0.75)
     assert read_load("") == ServerLoad()

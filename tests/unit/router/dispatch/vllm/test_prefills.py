@@ -141,6 +141,42 @@ def test_a_late_server_is_given_up() -> None:
     run(test)
 
 
+@pytest.mark.parametrize("status", ["400 Bad Request", "422 Unprocessable Entity"])
+def test_a_refused_prompt_closes_no_server(status: str) -> None:
+    async def test() -> None:
+        apis = FakeApi(), FakeApi()
+        async with serving(*apis) as addresses:
+            prefills = checked(addresses, lambda: 0.0)
+            for api in apis:
+                api.status, api.answer = status, {"error": "the prompt is too long"}
+            assert await prefills.compute(MODEL, TOKENS, None) is None
+            assert [len(api.bodies) for api in apis] == [1, 0]  # the other would refuse it, too
+            for api in apis:
+                api.status, api.answer = "200 OK", {"kv_transfer_params": PARAMS}
+            assert await prefills.compute(MODEL, TOKENS, None) is not None
+            assert [len(api.bodies) for api in apis] == [2, 0]
+
+    run(test)
+
+
+def test_a_server_that_is_gone_gives_up_its_prompts_at_once() -> None:
+    async def test() -> None:
+        frozen, good = FakeApi(), FakeApi()
+        frozen.begins = asyncio.Event()
+        async with serving(frozen, good) as addresses:
+            prefills = checked(addresses, lambda: 0.0)
+            computing = asyncio.ensure_future(prefills.compute(MODEL, TOKENS, None))
+            await frozen.begins.wait()
+            for _ in range(2):  # each poll of its health finds it gone
+                prefills.servers.all[0].note_gone("its health check took too long")
+            computed = await computing
+            assert computed is not None
+            assert computed.server == str(addresses[1])
+            assert not prefills.servers.all[0].timers
+
+    run(test)
+
+
 LOADS = [
     (ServerLoad(num_running=5), ServerLoad(num_running=9), 0),
     (ServerLoad(num_waiting=2), ServerLoad(num_running=3), 1),  # prompts that wait cost more
