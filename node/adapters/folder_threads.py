@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 
 NUM_THREADS = 4
 HANGS_AFTER_S = 30.0  # a call that takes longer may never end
+MAX_CALL_S = 60.0  # after which nobody waits for it
 MAX_EXIT_S = 5.0  # for calls in progress at the end; those that hang are left
 
 Result = TypeVar("Result")
@@ -27,7 +28,7 @@ class FolderThreads:
     """Runs each call on a thread of its own, and a few at a time. Only the asyncio thread uses it.
 
     A call cannot be interrupted: its thread counts until it ends, also if nobody waits for it.
-    While all threads hang, further calls are refused.
+    Its caller waits for `max_call_s` at most. While all threads hang, further calls are refused.
     """
 
     def __init__(
@@ -35,11 +36,13 @@ class FolderThreads:
         num_threads: int = NUM_THREADS,
         *,
         hangs_after_s: float = HANGS_AFTER_S,
+        max_call_s: float = MAX_CALL_S,
         max_exit_s: float = MAX_EXIT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._num_threads = num_threads
         self._hangs_after_s = hangs_after_s
+        self._max_call_s = max_call_s
         self._max_exit_s = max_exit_s
         self._clock = clock
         self._free = asyncio.Semaphore(num_threads)
@@ -55,7 +58,7 @@ class FolderThreads:
             log.warning("%d threads still wait for files of adapters", num_hanging)
 
     async def run(self, call: Callable[[], Result]) -> Result:
-        """Run a call, in its turn. Raises AdaptersBusy if all threads hang, and what it raises."""
+        """Run a call, in its turn. Raises what it raises, and AdaptersBusy if it or all hang."""
         await self._take_thread()
         loop, result = asyncio.get_running_loop(), Future[Result]()
         result.set_running_or_notify_cancel()  # from now on it cannot be cancelled
@@ -74,7 +77,16 @@ class FolderThreads:
         thread = Thread(target=work, name="adapters", daemon=True)
         self._began_s[thread] = self._clock()
         thread.start()
-        return await asyncio.wrap_future(result)
+        try:
+            async with asyncio.timeout(self._max_call_s) as timer:
+                return await asyncio.wrap_future(result)
+        except TimeoutError:
+            if not timer.expired():
+                raise
+            raise AdaptersBusy(
+                f"files of the adapter did not answer within {self._max_call_s:g} s: check the "
+                "file systems of --lora-root and --lora"
+            ) from None
 
     async def _take_thread(self) -> None:
         while self._free.locked():

@@ -38,7 +38,13 @@ class AdapterCalls:
         self._operators = operators
 
     async def load(
-        self, node: Node, adapter: AdapterRef, *, can_replace: bool, generation: int
+        self,
+        node: Node,
+        adapter: AdapterRef,
+        *,
+        can_replace: bool,
+        generation: int,
+        timeout_s: float = LOAD_TIMEOUT_S,
     ) -> Outcome:
         """Load the adapter of a folder; with an id, only that one."""
         request = node_pb2.LoadAdapterRequest(
@@ -50,7 +56,7 @@ class AdapterCalls:
         )
         try:
             response = await self._stub(node).LoadAdapter(
-                request, timeout=LOAD_TIMEOUT_S, metadata=self._operators.metadata
+                request, timeout=timeout_s, metadata=self._operators.metadata
             )
         except RpcError as error:
             return remote_error(error)

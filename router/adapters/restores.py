@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from baton.router.adapters.calls import AdapterCalls
+from grpc import StatusCode
+
+from baton.router.adapters.calls import AdapterCalls, Outcome
 from baton.router.routing.adapter_table import NameOrder
 from baton.router.routing.node_table import NodeTable
 from baton.router.routing.nodes import Node
@@ -15,6 +17,8 @@ log = logging.getLogger(__name__)
 
 NUM_TRIES = 3
 PAUSE_S = 2.0  # before another try
+# Of an order, for which updates wait. A load that takes longer has been read by the next try.
+TIMEOUT_S = 10.0
 
 
 class AdapterRestores:
@@ -64,25 +68,40 @@ class AdapterRestores:
         for number in range(NUM_TRIES):
             if number:
                 await asyncio.sleep(PAUSE_S)
+            if await self._repeat_all(node, is_joining=is_joining):
+                return
+        for order in self._missed(node, is_joining=is_joining):
             async with self._turn:
-                orders = self._missed(node, is_joining=is_joining)
-                if all([await self._repeat(node, order) for order in orders]):
+                if _is_unanswered(await self._unload_older(node, order)):
                     return
-        async with self._turn:
-            for order in self._missed(node, is_joining=is_joining):
-                await self._unload_older(node, order)
 
-    async def _repeat(self, node: Node, order: NameOrder) -> bool:
-        """Return whether another try is of no use."""
+    async def _repeat_all(self, node: Node, *, is_joining: bool) -> bool:
+        """Return whether another try is of no use. Updates have their turn between two orders."""
+        is_over = True
+        for order in self._missed(node, is_joining=is_joining):
+            async with self._turn:
+                if self._table.adapters.missed_order(node.address, order.name) != order:
+                    continue  # an update has overtaken it
+                outcome = await self._repeat(node, order)
+            if _is_unanswered(outcome):
+                return False
+            is_over = is_over and not isinstance(outcome, RemoteError)
+        return is_over
+
+    async def _repeat(self, node: Node, order: NameOrder) -> Outcome:
         if self._table.node_at(node.address) is not node:
-            return True
+            return None
         name, adapter = order.name, order.adapter
         if adapter is None:
             outcome = await self._calls.unload(node, name, order.generation)
             done = "unloaded"
         else:
             outcome = await self._calls.load(
-                node, adapter, can_replace=True, generation=order.generation
+                node,
+                adapter,
+                can_replace=True,
+                generation=order.generation,
+                timeout_s=TIMEOUT_S,
             )
             done = "loaded"
         if isinstance(outcome, RemoteError):
@@ -90,15 +109,16 @@ class AdapterRestores:
                 "%s has missed that adapter %r was %s: %s",
                 *(node.card.node_id, name, done, outcome),
             )
-            return False
+            return outcome
         log.info("%s has %s adapter %r, as ordered before", node.card.node_id, done, name)
-        return True
+        return outcome
 
-    async def _unload_older(self, node: Node, order: NameOrder) -> None:
+    async def _unload_older(self, node: Node, order: NameOrder) -> Outcome:
         """Unload what a node has under a name if it cannot load what the name means now."""
         has_older = order.name in self._table.adapters.at(node.address).named
-        if order.adapter is None or not has_older:
-            return
+        is_missed = self._table.adapters.missed_order(node.address, order.name) == order
+        if order.adapter is None or not has_older or not is_missed:
+            return None
         # With the same generation: the load of this order outranks it.
         outcome = await self._calls.unload(node, order.name, order.generation)
         if not isinstance(outcome, RemoteError):
@@ -106,3 +126,8 @@ class AdapterRestores:
                 "%s has unloaded its older adapter %r: it cannot load %s",
                 *(node.card.node_id, order.name, order.adapter.id),
             )
+        return outcome
+
+
+def _is_unanswered(outcome: Outcome) -> bool:
+    return isinstance(outcome, RemoteError) and outcome.code is StatusCode.DEADLINE_EXCEEDED

@@ -131,7 +131,7 @@ class AdapterUpdates:
         nodes = self._nodes_for(order)
         previous = {node: self._named_on(node, order.name) for node in nodes}
         adapter = AdapterRef(order.name, path=order.path)
-        generation = self._next_generation()
+        generation = self._next_generation(order.name)
         outcomes = await _each(
             nodes,
             # The name is free, so a node that has it nevertheless has missed an unload.
@@ -174,7 +174,7 @@ class AdapterUpdates:
         nodes = [node for node in self._table.nodes if node.card.max_loras]
         if variant is not None:
             nodes = [node for node in nodes if node.card.model == variant.base]
-        generation = self._next_generation()
+        generation = self._next_generation(name)
         for model in {node.card.model for node in nodes}:
             self._table.note_unload(model, name, generation)
         outcomes = await _each(nodes, lambda node: self._calls.unload(node, name, generation))
@@ -195,8 +195,8 @@ class AdapterUpdates:
         if not self._table.nodes:
             raise NoNodes("no node has joined this router yet; send this again")
 
-    def _next_generation(self) -> int:
-        return self._table.adapters.next_generation(self._clock_ns())
+    def _next_generation(self, name: str) -> int:
+        return self._table.adapters.next_generation(name, self._clock_ns())
 
     def _check_name_is_free(self, order: AdapterOrder) -> None:
         """Raises InvalidRequest if the name is taken."""

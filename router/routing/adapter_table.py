@@ -109,7 +109,7 @@ class AdapterTable:
     def __init__(self) -> None:
         self.version = 0  # changes with names and orders
         self._reports: dict[str, AdapterReport] = {}
-        self._num_reported = self._max_generation = 0
+        self._num_reported = self._last_generation = 0
         self._names: dict[str, dict[str, NameRecord]] = {}  # by name and model
         self._variants: dict[str, ModelVariant] = {}
         self._past: OrderedDict[tuple[str, str], None] = OrderedDict()  # lost last at the end
@@ -152,13 +152,15 @@ class AdapterTable:
         )
         return self._replace(address, report)
 
-    def next_generation(self, now_ns: int) -> int:
-        """Return a generation for an order, higher than all that nodes have reported.
+    def next_generation(self, name: str, now_ns: int) -> int:
+        """Return a generation for an order, higher than all that nodes have reported of its name.
 
-        It is even; the odd one above it is for undoing the order.
+        It is even; the odd one above it is for undoing the order. Other names do not count: a node
+        whose clock is days ahead must not have all orders refused.
         """
-        self._max_generation = max(now_ns, self._max_generation + 2) & ~1
-        return self._max_generation
+        self._last_generation = max(now_ns, self._last_generation + 2) & ~1
+        last = max((one.last[0] for one in self._names.get(name, {}).values()), default=0)
+        return max(self._last_generation, last + 2) & ~1
 
     def note_unload(self, model: str, name: str, generation: int) -> None:
         """Record an unload that is sent to all nodes of a model."""
@@ -171,14 +173,14 @@ class AdapterTable:
 
         A node that lacks a name later has been ordered to.
         """
+        names = self._names if is_joining else self.at(address).named
+        orders = (self.missed_order(address, name) for name in names)
+        return [order for order in orders if order is not None]
+
+    def missed_order(self, address: str, name: str) -> NameOrder | None:
         report = self.at(address)
-        found = []
-        for name in self._names if is_joining else report.named:
-            record = self._names[name].get(report.model)
-            order = None if record is None else record.order_for(name, report.named.get(name))
-            if order is not None:
-                found.append(order)
-        return found
+        record = self._names.get(name, {}).get(report.model)
+        return None if record is None else record.order_for(name, report.named.get(name))
 
     def _replace(self, address: str, report: AdapterReport) -> bool:
         before = self.at(address)
@@ -200,8 +202,6 @@ class AdapterTable:
         for name, generation in unloaded:
             self._record(report.model, name).note_order(generation, None)
             changed.add((report.model, name))
-        highest = (generation for generation, _ in (*gained, *((one[1], 0) for one in unloaded)))
-        self._max_generation = max(self._max_generation, *highest, 0)
         for model, name in changed:
             self._resolve(model, name)
         return True

@@ -276,6 +276,22 @@ def test_loads_of_others_go_on_while_a_folder_hangs() -> None:
     run(scenario)
 
 
+def test_a_request_whose_files_never_answer_ends_and_later_ones_do_not_join_it() -> None:
+    async def scenario(world: World) -> None:
+        dead, back = DeadMount(), DeadMount()
+        with pytest.raises(AdaptersBusy, match=r"did not answer within 0 s.*--lora-root"):
+            await world.start_on(dead, "a")
+
+        later = world.start_on(back, "a")
+        await until(lambda: back.num_asked == 1)
+
+        for mount in (dead, back):
+            mount.answers.set()
+        await asyncio.gather(later, return_exceptions=True)
+
+    run(scenario, threads=FolderThreads(max_call_s=0.0))
+
+
 def test_loads_are_refused_by_name_while_all_threads_hang() -> None:
     now_s = 0.0
 

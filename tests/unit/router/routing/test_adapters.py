@@ -159,11 +159,19 @@ def test_of_adapters_of_starts_a_name_means_what_most_nodes_have_or_the_newest()
 
 def test_generations_are_even_and_higher_than_those_of_all_nodes() -> None:
     table = a_cluster()
-    assert [table.adapters.next_generation(7) for _ in range(2)] == [6, 8]
+    assert [table.adapters.next_generation("sql", 7) for _ in range(2)] == [6, 8]
     report(table, "p0:1", SQL, generation=101)
-    assert table.adapters.next_generation(9) == 102
+    assert table.adapters.next_generation("sql", 9) == 102
     report(table, "p0:1", unloaded=[UnloadedAdapter("sql", 110)])
-    assert table.adapters.next_generation(9) == 112
+    assert table.adapters.next_generation("sql", 9) == 112
+
+
+def test_a_name_with_a_generation_days_ahead_does_not_raise_those_of_others() -> None:
+    table = a_cluster()
+    report(table, "p0:1", SQL, generation=1_000_000)
+    assert table.adapters.next_generation("other", 10) == 10
+    assert table.adapters.next_generation("sql", 10) == 1_000_002
+    assert table.adapters.next_generation("other", 10) > 10
 
 
 def test_the_orders_are_remembered_of_a_limited_number_of_names(
