@@ -34,6 +34,7 @@ class EngineRequest:
     media: tuple[MediaSegment, ...] = ()  # in the prompt
     cache_salt: str = ""
     tenant: str = ""  # owner of the salt, to whose quota its blocks count; empty: the salt itself
+    client: str = ""  # opaque; clients share the KV cache equally while it is full
     kv_hints: KvHints = NO_KV_HINTS
     # Output tokens generated on other nodes (a migrated stream). They are context like the
     # prompt, but count as output for penalties, limits and positions.

@@ -25,6 +25,7 @@ from baton.telemetry import names
 from baton.telemetry.tracing.tracer import Received
 
 NONCE_BYTES = 16
+CLIENT_BYTES = 8
 
 
 class RequestScope:
@@ -37,6 +38,7 @@ class RequestScope:
         owner: str,
         call: HasDeadline | None,
         usage: ClientUsage,
+        address: str = "",
     ) -> None:
         self.usage = usage  # of the client
         self.context = context
@@ -44,6 +46,7 @@ class RequestScope:
         self._trace = context.trace
         self._owner = owner  # empty without authentication
         self._call = call  # None: it has no deadline
+        self._address = address  # host of the call; empty: not known
 
     @property
     def trace_id(self) -> str:
@@ -82,6 +85,8 @@ class RequestScope:
         """Yield the call with its salt bound to the client. The request ends with the block."""
         with self._trace.ending(self._is_late):
             self._trace.note_call(call)
+            client = client_of(self._owner, call.cache_salt, self._address)
+            call = replace(call, client=client)
             salt = bind_salt(call.cache_salt, self._owner)
             if call.foreign_kv is not None:
                 salt = private_salt(self._owner)
@@ -96,7 +101,9 @@ class RequestScope:
         now = time.monotonic()
         trace = self._tracing.begin(metadata, request_id, now)
         context = replace(self.context, received_s=now, trace=trace)
-        return RequestScope(self._tracing, context, self._owner, self._call, self.usage)
+        return RequestScope(
+            self._tracing, context, self._owner, self._call, self.usage, self._address
+        )
 
     def _is_late(self) -> bool:
         """Return whether the deadline has passed, within a tolerance."""
@@ -122,9 +129,16 @@ class RequestScopes:
         self._by_token = by_token
 
     def begin(
-        self, request_id: str, metadata: Received | None, call: HasDeadline | None = None
+        self,
+        request_id: str,
+        metadata: Received | None,
+        call: HasDeadline | None = None,
+        address: str = "",
     ) -> RequestScope:
-        """Begin the scope of a request that arrives now, by a call that may have a deadline."""
+        """Begin the scope of a request that arrives now, by a call that may have a deadline.
+
+        `address` is the host that calls, if it is known.
+        """
         now = time.monotonic()
         remaining_s = None if call is None else call.time_remaining()
         owner = "" if metadata is None else self.owner_of(metadata)
@@ -132,7 +146,7 @@ class RequestScopes:
         deadline_s = None if remaining_s is None else now + remaining_s
         usage = self.usage_of(owner)
         context = RequestContext(now, deadline_s, trace, owner=owner, note_tokens=usage.note_tokens)
-        return RequestScope(self._tracing, context, owner, call, usage)
+        return RequestScope(self._tracing, context, owner, call, usage, address)
 
     def usage_of(self, owner: str) -> ClientUsage:
         return self._limits.of(owner)
@@ -147,6 +161,20 @@ def token_digest(metadata: Received) -> str:
     header = next((value for key, value in metadata if key == HEADER), "")
     token = (header.decode() if isinstance(header, bytes) else header).partition(" ")[2].strip()
     return hashlib.sha256(token.encode()).hexdigest() if token else ""
+
+
+def client_of(owner: str, salt: str, address: str) -> str:
+    """Return an opaque id of a client: of its token, else of its salt, else of its address."""
+    kinds = ("token", owner), ("salt", salt), ("address", address)
+    kind, name = next((each for each in kinds if each[1]), ("", ""))
+    if not name:
+        return ""
+    return hashlib.blake2b(f"{kind}:{name}".encode(), digest_size=CLIENT_BYTES).hexdigest()
+
+
+def host_of_peer(peer: str) -> str:
+    """Return the host in gRPC's name of a peer, such as `ipv4:127.0.0.1:50123`."""
+    return peer.rpartition(":")[0]
 
 
 def private_salt(owner: str) -> str:

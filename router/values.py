@@ -163,6 +163,7 @@ class GenerateCall:
     priority: int = 0
     cache_salt: str = ""
     tenant: str = ""  # owner of the salt; empty: the client is not known
+    client: str = ""  # opaque; clients share nodes and places in the queue equally
     kv_hints: KvHints = NO_KV_HINTS
     bad_words: tuple[str, ...] = ()  # texts that the answer must not contain
     shown_tokens: tuple[str, ...] = ()  # special tokens to include in the text

@@ -82,6 +82,9 @@ class BlockPool:
         """Return the number of blocks with exactly one reference."""
         return sum(1 for block_id in block_ids if self._ref_cnt[block_id] == 1)
 
+    def num_references(self, block_id: BlockId) -> int:
+        return self._ref_cnt[block_id]
+
     def hold(self, block_ids: Iterable[BlockId]) -> None:
         """Add a reference to each block: for a prefix hit, or for a hand-off."""
         for block_id in block_ids:

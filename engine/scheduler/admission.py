@@ -217,6 +217,7 @@ class AdmissionRules:
         cache, request, hit = self._state.cache, candidate.request, candidate.hit
         if cache.admit(request.kv, hit, spare=candidate.num_spare):
             request.note_admission()
+            self._state.clients.hold(request)
             self._state.adapters.take(request.submitted)
             return None
         missing_hash = cache.missing_hash(request.kv, hit.num_blocks, candidate.max_num_hits)

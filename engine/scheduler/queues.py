@@ -1,62 +1,15 @@
-"""Priority queues of requests, with cheap removal from any position."""
+"""Waiting queue: who is tried next, and who waits for what."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from heapq import heapify, heappop, heappush
+from collections.abc import Callable, Iterator
 
 from baton.core.ids import RequestId
 from baton.engine.kv_arrival.fills import FillId
+from baton.engine.scheduler.client_queue import ClientQueue
+from baton.engine.scheduler.ranked_queue import Key, RankedQueue
 from baton.engine.scheduler.request import Request
-
-Key = tuple[float, ...]
-
-
-class RankedQueue:
-    """Min-heap of requests by key. Push O(log n), remove O(1) amortised by lazy deletion."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[Key, int, Request]] = []
-        self._serial_by_id: dict[RequestId, int] = {}  # of the queued requests
-        self._next_serial = 0
-
-    def __len__(self) -> int:
-        return len(self._serial_by_id)
-
-    def __contains__(self, request: Request) -> bool:
-        return request.request_id in self._serial_by_id
-
-    def __iter__(self) -> Iterator[Request]:
-        """Iterate in no particular order."""
-        return (entry[2] for entry in self._heap if self._is_live(entry))
-
-    def push(self, key: Key, request: Request) -> None:
-        # The serial keeps requests with equal keys in order of arrival, and is compared before the
-        # request, which has no order. A request that is pushed again gets another one, so that its
-        # old entry is dead.
-        self._next_serial += 1
-        self._serial_by_id[request.request_id] = self._next_serial
-        heappush(self._heap, (key, self._next_serial, request))
-
-    def peek(self) -> tuple[Key, Request] | None:
-        while self._heap:
-            entry = self._heap[0]
-            if self._is_live(entry):
-                return entry[0], entry[2]
-            heappop(self._heap)
-        return None
-
-    def remove(self, request: Request) -> None:
-        del self._serial_by_id[request.request_id]
-        # The entry stays until it comes to the top. If most are dead, as after many aborts, the
-        # heap is rebuilt: memory stays proportional to the queued requests.
-        if len(self._heap) > 2 * len(self._serial_by_id) + 64:
-            self._heap = [entry for entry in self._heap if self._is_live(entry)]
-            heapify(self._heap)
-
-    def _is_live(self, entry: tuple[Key, int, Request]) -> bool:
-        return self._serial_by_id.get(entry[2].request_id) == entry[1]
 
 
 class WaitingQueue:
@@ -69,9 +22,10 @@ class WaitingQueue:
     its own time for this is over. One that waits for a place of its adapter is out of it, too.
     """
 
-    def __init__(self) -> None:
-        self._queue = RankedQueue()
-        self._aside_queue = RankedQueue()
+    def __init__(self, num_held: Callable[[str], int] = lambda _: 0) -> None:
+        """`num_held` returns how many blocks a client holds."""
+        self._queue = ClientQueue(num_held)
+        self._aside_queue = ClientQueue(num_held)
         self._fill_by_id: dict[RequestId, FillId] = {}  # of followers
         self._followers: dict[FillId, list[Request]] = {}
         self._followers_by_deadline = RankedQueue()
@@ -113,13 +67,16 @@ class WaitingQueue:
         first = self._aside_queue.peek()
         return None if first is None else first[1]
 
+    def note_release(self, client: str) -> None:
+        """Let a client come earlier that holds fewer blocks than before."""
+        self._queue.note_release(client)
+        self._aside_queue.note_release(client)
+
     def set_aside(self, request: Request) -> None:
         """Set the head, a long prompt, aside: `head` skips it while `allow_long` is off."""
-        first = self._queue.peek()
-        if first is None or first[1] is not request:
-            return
-        self._queue.remove(request)
-        self._aside_queue.push(first[0], request)
+        if request in self._queue:
+            self._queue.remove(request)
+            self._aside_queue.push(waiting_key(request), request)
 
     def follow(self, request: Request, fill_id: FillId, until_s: float) -> None:
         """Keep a request out of the queue until `release_followers` of the same id, or a time."""

@@ -79,6 +79,7 @@ class Request:
     num_prompt_logprobs: int = 0  # already returned
     shortage: BlockShortage | None = None  # found when it was last tried to be started
     lasting_shortage: BlockShortage | None = None  # that no preemption could end
+    lasting_unfairness: BlockShortage | None = None  # that preempting over shares could not end
     was_preempted_for_priority: bool = False  # which happens at most once
     is_long: bool = False  # a long prompt whose prefill is not complete
     is_resumed: bool = False  # it has lost its blocks or KV before
@@ -118,6 +119,10 @@ class Request:
             submitted.prefix_source,
             None if foreign is None else _given(foreign, submitted),
         )
+
+    @property
+    def client(self) -> str:
+        return self.submitted.client
 
     @property
     def adapter_id(self) -> str:

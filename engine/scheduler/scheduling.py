@@ -15,6 +15,7 @@ from baton.core.ids import RequestId
 from baton.engine.kv_cache.cache_group import Chunk
 from baton.engine.plan import BlockTables, Plan
 from baton.engine.scheduler.admission import AdmissionRules, Refusal
+from baton.engine.scheduler.fairness import victims_over_share
 from baton.engine.scheduler.prompt_budget import PromptBudget
 from baton.engine.scheduler.request import BY_RANK, Request, RequestStatus
 from baton.engine.scheduler.state import SchedulerState
@@ -98,6 +99,9 @@ class StepPlanner:
         state.arrivals.stores.store_new()
         if any(victims_for(state, request) for request in self._urgent()):
             return False
+        head = self._left_waiting()
+        if head is not None and victims_over_share(state, head):
+            return False
         num_missing = sum(map(self._num_missing_places, batch.due_next()))
         return num_missing * state.cache.num_groups <= state.cache.pool.num_free
 
@@ -107,12 +111,15 @@ class StepPlanner:
         return max(0, num_blocks - request.kv.num_blocks)
 
     def _preempt_for_head(self) -> None:
-        """Preempt running requests for a more urgent one that the last step left waiting."""
+        """Preempt for a request that is more urgent, or of another client, and was left waiting."""
         for request in self._urgent():
             for victim in victims_for(self._state, request):
                 # Once only: two urgent streams of requests could keep it from ever ending.
                 victim.was_preempted_for_priority = True
                 self._state.preempt(victim)
+        head = self._left_waiting()
+        for victim in [] if head is None else victims_over_share(self._state, head):
+            self._state.preempt(victim)
         self._blocked_head = None
 
     def _urgent(self) -> list[Request]:
@@ -121,11 +128,15 @@ class StepPlanner:
         first = waiting.first_for_place()
         if first is not None:
             heads.append(first)
-        if self._blocked_head is not None:
-            head, allow_long = self._blocked_head
-            if head is waiting.head(allow_long=allow_long):
-                heads.append(head)
-        return heads
+        head = self._left_waiting()
+        return heads if head is None else [*heads, head]
+
+    def _left_waiting(self) -> Request | None:
+        """Return the head that the last step left waiting, if it is the head still."""
+        if self._blocked_head is None:
+            return None
+        head, allow_long = self._blocked_head
+        return head if head is self._state.waiting.head(allow_long=allow_long) else None
 
     def _take_plan(self, decodes: dict[RequestId, int]) -> Plan:
         state, batch = self._state, self._state.batch
@@ -170,7 +181,7 @@ class StepPlanner:
                 self._state.batch.grow(request, added, cache.capacity(request.kv))
                 return
             # Possibly itself, which ends the loop.
-            self._state.preempt(self._state.lowest_ranked())
+            self._state.preempt_one()
 
     def _grow_to_decode(self, request: Request) -> BlockTables | None:
         """Allocate blocks for one more step. Returns None if there are too few for one token.
@@ -227,7 +238,7 @@ class StepPlanner:
         while self._grow_to_decode(request) is None:
             if state.batch.running or len(state.ready) == 1:
                 return False
-            state.preempt(state.lowest_ranked())
+            state.preempt_one()
         return True
 
     # --- prompts ------------------------------------------------------------------

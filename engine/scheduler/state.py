@@ -18,9 +18,11 @@ from baton.engine.kv_cache.cache_group import PrefixHit
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.scheduler.adapter_places import AdapterPlaces
+from baton.engine.scheduler.client_shares import ClientShares
 from baton.engine.scheduler.config import SchedulerConfig, SchedulingPolicy
-from baton.engine.scheduler.queues import RankedQueue, WaitingQueue
-from baton.engine.scheduler.request import BY_RANK, Rank, Request, RequestStatus
+from baton.engine.scheduler.queues import WaitingQueue
+from baton.engine.scheduler.ranked_queue import RankedQueue
+from baton.engine.scheduler.request import Rank, Request, RequestStatus
 from baton.engine.scheduler.running_batch import Batch
 from baton.engine.scheduler.validation import max_num_tokens
 from baton.engine.structured_output.after_reasoning import AfterReasoning
@@ -46,7 +48,8 @@ class SchedulerState:
         # Blocks that a grant to a peer leaves free for each request that holds blocks.
         self.num_headroom_blocks = config.remote_headroom_blocks * len(cache_config.layout.groups)
         self.requests: dict[RequestId, Request] = {}
-        self.waiting = WaitingQueue()
+        self.clients = ClientShares(cache_config.num_blocks, self.cache.num_groups)
+        self.waiting = WaitingQueue(self.clients.num_held)
         self.ready = RankedQueue()
         self.batch = Batch(config.num_slots_per_decode)
         self.adapters = AdapterPlaces(config.max_loras)
@@ -79,6 +82,7 @@ class SchedulerState:
             takes_no_prefix=submitted.is_pooled and self.config.pooling_needs_all_tokens,
         )
         self.requests[submitted.request_id] = request
+        self.clients.add(request)
         if submitted.receive_from is not None:
             self.arrivals.receives.expect(submitted.receive_from)
         if submitted.send_to is not None:
@@ -103,6 +107,7 @@ class SchedulerState:
         self._dequeue(request)
         self._release_adapter(request)
         self.cache.release(request.kv, is_over=False)
+        self._release_share(request)
         request.move(RequestStatus.PREEMPTED)
         request.is_resumed = True
         request.arrival.restart()
@@ -122,6 +127,7 @@ class SchedulerState:
         self._dequeue(request)
         self._release_adapter(request)
         self.cache.release(request.kv, is_over=False)
+        self._release_share(request)
         request.move(RequestStatus.WAITING)
         request.is_resumed = True
         request.arrival.restart()  # what was not worth it may be better than computing
@@ -165,6 +171,8 @@ class SchedulerState:
             self.cache.register(request.kv)
         else:
             self.cache.release(request.kv)
+        self._release_share(request)
+        self.clients.remove(request)
         request.move(RequestStatus.FINISHED)
         del self.requests[request.request_id]
 
@@ -191,17 +199,19 @@ class SchedulerState:
         if self.waiting.release_overdue(self.now_s):
             self.num_changes += 1
 
-    def lowest_ranked(self) -> Request:
-        """Return the lowest-ranked request to preempt. At least one must be running or ready.
+    def preemptable(self) -> list[Request]:
+        """Return the requests that can be preempted: those that run or are ready.
 
         Senders that have begun to send are excluded: their hand-offs would keep the blocks. They
         hold all blocks they need and end with their prefill.
         """
-        candidates: list[Request] = [*self.batch.running.values(), *self.ready]
-        return max(
-            (r for r in candidates if not self.arrivals.sends.has_sent(r.submitted.send_to)),
-            key=BY_RANK,
-        )
+        holders: list[Request] = [*self.batch.running.values(), *self.ready]
+        has_sent = self.arrivals.sends.has_sent
+        return [each for each in holders if not has_sent(each.submitted.send_to)]
+
+    def preempt_one(self) -> None:
+        """Preempt a request, so that others can grow. At least one must be preemptable."""
+        self.preempt(self.clients.choose_victim(self.preemptable()))
 
     @property
     def can_receive(self) -> bool:
@@ -314,6 +324,10 @@ class SchedulerState:
             if num_free < 0:
                 return
             self.waiting.release_adapter(first.adapter_id)
+
+    def _release_share(self, request: Request) -> None:
+        self.clients.release(request)
+        self.waiting.note_release(request.client)
 
     def _held_blocks(self) -> Iterator[BlockId]:
         for held in self.held_kv():

@@ -33,8 +33,8 @@ def victims_for(state: SchedulerState, head: Request) -> list[Request]:
     if not candidates:
         return []
     candidates.sort(key=lambda each: each not in holders)
-    hit = _find_prefix(state, head)
-    shortage = _shortage(state, head, hit)
+    hit = find_prefix(state, head)
+    shortage = num_missing_blocks(state, head, hit)
     num_freed = [state.cache.pool.num_held_once(each.kv.block_ids) for each in candidates]
     # All or nothing: preempting some would cost their progress, and the head would still wait.
     if sum(num_freed) < shortage:
@@ -87,12 +87,12 @@ def _place_holders(state: SchedulerState, head: Request) -> set[Request] | None:
     return max(found, key=lambda holders: min(map(BY_RANK, holders)), default=None)
 
 
-def _find_prefix(state: SchedulerState, head: Request) -> PrefixHit:
+def find_prefix(state: SchedulerState, head: Request) -> PrefixHit:
     continues_at = None if head.arrival.handoff is None else head.num_tokens
     return state.cache.find_prefix(head.kv, head.max_num_hit_tokens, continues_at=continues_at)
 
 
-def _shortage(state: SchedulerState, head: Request, hit: PrefixHit) -> int:
+def num_missing_blocks(state: SchedulerState, head: Request, hit: PrefixHit) -> int:
     """Return the number of blocks that must become free for `head` to be admitted."""
     num_missing = state.cache.num_missing(head.kv, hit)
     if head.arrival.handoff is not None:

@@ -82,7 +82,7 @@ class AdmissionControl:
         wait_s = self._first_token_forecast.wait_s(call.priority)
         self._refuse_if_too_late(call, context, wait_s, self.queue.num_in_flight)
         turn = asyncio.Event()
-        is_admitted = self.queue.join(turn, call.priority)
+        is_admitted = self.queue.join(turn, call.priority, call.client)
         meter = AnswerMeter(self._first_token_forecast, call.priority, self._clock)
         try:
             if not is_admitted:

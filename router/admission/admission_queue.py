@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Annotated, Generic, TypeVar
+from typing import Annotated, Generic, NamedTuple, TypeVar
 
 from baton.core.options import ROUTING, Option, check_options
 from baton.rpc.errors import QueueFull
@@ -46,15 +47,26 @@ class AdmissionQueueConfig:
         check_options(self)
 
 
+class _Waiting(NamedTuple, Generic[K]):
+    priority: int
+    number: int  # of arrivals
+    key: K
+    client: str
+
+
 class AdmissionQueue(Generic[K]):
-    """Queue of keys. Each key joins once and leaves once, whether it waits or is in flight."""
+    """Queue of keys. Each key joins once and leaves once, whether it waits or is in flight.
+
+    Within a priority, the client with the fewest keys in flight comes first, then the order of
+    arrival: with one client, that alone.
+    """
 
     def __init__(self, config: AdmissionQueueConfig) -> None:
         self._config = config
-        self._in_flight: set[K] = set()
-        self._rank_by_waiting: dict[K, tuple[int, int]] = {}
-        # Keys that left stay in the heap until they reach its top or outnumber those that wait.
-        self._heap: list[tuple[int, int, K]] = []
+        self._client_by_key: dict[K, str] = {}  # in flight
+        self._num_in_flight: Counter[str] = Counter()  # by client
+        self._waiting: dict[K, _Waiting[K]] = {}
+        self._heaps: dict[str, list[_Waiting[K]]] = {}  # those that wait, by client
         self._numbers = itertools.count()
         self._last_end_s: float | None = None
         self._interval_s = INITIAL_INTERVAL_S
@@ -68,34 +80,39 @@ class AdmissionQueue(Generic[K]):
 
     @property
     def num_in_flight(self) -> int:
-        return len(self._in_flight)
+        return len(self._client_by_key)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._rank_by_waiting)
+        return len(self._waiting)
 
-    def join(self, key: K, priority: int) -> bool:
+    def join(self, key: K, priority: int, client: str = "") -> bool:
         """Return whether the key is admitted at once. Raises QueueFull."""
         if self.num_in_flight < self._capacity:
-            self._in_flight.add(key)
+            self._admit(key, client)
             return True
         if self.num_waiting >= self._config.max_queue:
             raise self._refusal()
-        rank = (priority, next(self._numbers))
-        self._rank_by_waiting[key] = rank
-        heapq.heappush(self._heap, (*rank, key))
+        waiting = _Waiting(priority, next(self._numbers), key, client)
+        self._waiting[key] = waiting
+        heapq.heappush(self._heaps.setdefault(client, []), waiting)
         return False
 
     def leave(self, key: K, now: float) -> K | None:
         """Remove the key and return the one admitted instead, if any."""
-        if key in self._in_flight:
-            self._in_flight.remove(key)
+        if key in self._client_by_key:
+            client = self._client_by_key.pop(key)
+            self._num_in_flight[client] -= 1
+            if not self._num_in_flight[client]:
+                del self._num_in_flight[client]
             self._note_end(now)
             return self._admit_next()
-        del self._rank_by_waiting[key]
-        if len(self._heap) > 2 * self.num_waiting + 16:
-            self._heap = [(*rank, key) for key, rank in self._rank_by_waiting.items()]
-            heapq.heapify(self._heap)
+        waiting = self._waiting.pop(key)
+        heap = self._heaps[waiting.client]
+        heap.remove(waiting)
+        heapq.heapify(heap)
+        if not heap:
+            del self._heaps[waiting.client]
         return None
 
     def retry_after_s(self) -> float:
@@ -104,12 +121,23 @@ class AdmissionQueue(Generic[K]):
         return min(max(wait_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
 
     def _admit_next(self) -> K | None:
-        while self._heap and self.num_in_flight < self._capacity:
-            *_, key = heapq.heappop(self._heap)
-            if self._rank_by_waiting.pop(key, None) is not None:
-                self._in_flight.add(key)
-                return key
-        return None
+        if not self._heaps or self.num_in_flight >= self._capacity:
+            return None
+        client = min(self._heaps, key=self._turn_of)
+        first = heapq.heappop(self._heaps[client])
+        if not self._heaps[client]:
+            del self._heaps[client]
+        del self._waiting[first.key]
+        self._admit(first.key, client)
+        return first.key
+
+    def _turn_of(self, client: str) -> tuple[int, int, int]:
+        first = self._heaps[client][0]
+        return first.priority, self._num_in_flight[client], first.number
+
+    def _admit(self, key: K, client: str) -> None:
+        self._client_by_key[key] = client
+        self._num_in_flight[client] += 1
 
     def _note_end(self, now: float) -> None:
         if self._last_end_s is not None:

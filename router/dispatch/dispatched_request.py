@@ -62,6 +62,7 @@ class DispatchedRequest:
             media=call.token_prompt.media,
             cache_salt=self.cache_salt(handoff_id.attempt),
             tenant=call.tenant or call.cache_salt,
+            client=call.client,
             kv_hints=call.kv_hints,
             foreign_kv=self._foreign_kv(now) if handoff_id.attempt == 1 else None,
             prior_output_token_ids=self.answer.token_ids,

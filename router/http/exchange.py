@@ -132,7 +132,8 @@ class GenerationEndpoint:
         request = Request(scope, receive)
         client_request_id = request.headers.get(REQUEST_ID, "")
         request_id = request_id_of(scope)
-        request_scope = self._scopes.begin(request_id, request.headers.items())
+        host = "" if request.client is None else request.client.host
+        request_scope = self._scopes.begin(request_id, request.headers.items(), address=host)
         trace_id = request_scope.trace_id
         ids = {REQUEST_ID: request_id, self._id_header: request_id, TRACE_ID: trace_id}
         headers = {name: value for name, value in ids.items() if value}

@@ -86,13 +86,14 @@ def engine_request(order: Order, now: float) -> EngineRequest:
 
 
 def _check_sequence(sequence: node_pb2.Sequence, handoff_id: HandoffId) -> None:
-    names = handoff_id.request_id, sequence.cache_salt, sequence.cache_hints.tenant
+    hints, client = sequence.cache_hints, sequence.client
+    names = handoff_id.request_id, sequence.cache_salt, hints.tenant, client
     adapter = sequence.adapter
     for name in (*names, adapter.name, adapter.id, adapter.path):
         if len(name) > MAX_NAME_CHARACTERS:
             raise InvalidRequest(
-                f"a request id, cache salt, tenant or adapter has {len(name)} characters; the "
-                f"limit is {MAX_NAME_CHARACTERS}"
+                f"a request id, cache salt, tenant, client or adapter has {len(name)} characters; "
+                f"the limit is {MAX_NAME_CHARACTERS}"
             )
     if adapter.name and not adapter.id:
         raise InvalidRequest("the adapter has a name, but no id")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,9 +14,11 @@ joins = st.tuples(st.just("join"), st.integers(-2, 2))
 leaves = st.tuples(st.just("leave"), st.integers(0, 30))
 
 
-@given(st.integers(1, 3), st.integers(0, 4), st.lists(joins | leaves, max_size=80))
-def test_limits_hold_and_the_first_of_highest_priority_is_always_next(
-    max_in_flight: int, max_queue: int, history: list[tuple[str, int]]
+@given(
+    st.integers(1, 3), st.integers(0, 4), st.integers(1, 3), st.lists(joins | leaves, max_size=80)
+)
+def test_limits_hold_and_the_client_with_fewest_in_flight_is_next_within_a_priority(
+    max_in_flight: int, max_queue: int, num_clients: int, history: list[tuple[str, int]]
 ) -> None:
     line: AdmissionQueue[int] = AdmissionQueue(AdmissionQueueConfig(max_in_flight, max_queue))
     in_flight: list[int] = []
@@ -24,7 +28,9 @@ def test_limits_hold_and_the_first_of_highest_priority_is_always_next(
         if what == "join":
             is_full = len(in_flight) == max_in_flight and len(waiting) == max_queue
             try:
-                assert line.join(key, number) == (len(in_flight) < max_in_flight)
+                assert line.join(key, number, str(key % num_clients)) == (
+                    len(in_flight) < max_in_flight
+                )
                 if len(in_flight) < max_in_flight:
                     in_flight.append(key)
                 else:
@@ -39,8 +45,10 @@ def test_limits_hold_and_the_first_of_highest_priority_is_always_next(
             if leaving in in_flight:
                 in_flight.remove(leaving)
                 if waiting:
-                    waiting.sort()
-                    expected = waiting.pop(0)[1]
+                    busy = Counter(one % num_clients for one in in_flight)
+                    first = min(waiting, key=lambda one: (one[0], busy[one[1] % num_clients], one))
+                    waiting.remove(first)
+                    expected = first[1]
                     in_flight.append(expected)
             else:
                 waiting = [one for one in waiting if one[1] != leaving]

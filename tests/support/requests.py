@@ -21,6 +21,7 @@ def make_engine_request(
     send_to: HandoffId | None = None,
     sampling: SamplingParams | None = None,
     priority: int = 0,
+    client: str = "",
 ) -> EngineRequest:
     return EngineRequest(
         request_id=RequestId(request_id),
@@ -28,6 +29,7 @@ def make_engine_request(
         sampling=sampling or SamplingParams(max_tokens=max_tokens),
         seed=0,
         priority=priority,
+        client=client,
         prior_output_token_ids=tuple(prior),
         send_to=send_to,
     )

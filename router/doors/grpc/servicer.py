@@ -28,7 +28,7 @@ from baton.router.input_processing.limits import (
     is_valid_name,
 )
 from baton.router.pipeline import Pipeline
-from baton.router.request_scope import RequestScopes
+from baton.router.request_scope import RequestScopes, host_of_peer
 from baton.router.values import TokenChunk
 from baton.rpc.errors import NoNodes
 from baton.rpc.messages.conversion import SAMPLING_DEFAULTS
@@ -50,7 +50,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         client_id = request.request_id
         request_id = client_id if is_valid_name(client_id) else secrets.token_hex(ID_BYTES)
-        scope = self._scopes.begin(request_id, context.invocation_metadata(), context)
+        host = host_of_peer(context.peer())
+        scope = self._scopes.begin(request_id, context.invocation_metadata(), context, host)
         async with named_errors(context, request_id=request_id, trace_id=scope.trace_id):
             with scope.ending_on_error():
                 model = self._table.find_model(request.model)
@@ -72,7 +73,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.EmbedResponse:
         client_id = request.request_id
         request_id = client_id if is_valid_name(client_id) else secrets.token_hex(ID_BYTES)
-        scope = self._scopes.begin(request_id, context.invocation_metadata(), context)
+        host = host_of_peer(context.peer())
+        scope = self._scopes.begin(request_id, context.invocation_metadata(), context, host)
         async with named_errors(context, request_id=request_id, trace_id=scope.trace_id):
             with scope.ending_on_error():
                 model = self._table.find_model(request.model, is_pooled=True)

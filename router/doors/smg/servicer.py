@@ -26,7 +26,7 @@ from baton.router.doors.smg.request import calls_from
 from baton.router.input_processing.limits import is_valid_name
 from baton.router.pipeline import Pipeline
 from baton.router.prefix_resets import PrefixResets
-from baton.router.request_scope import RequestScopes
+from baton.router.request_scope import RequestScopes, host_of_peer
 from baton.router.routing.nodes import Node
 from baton.router.values import AnswerPart, TokenChunk, TokenPrompt
 from baton.rpc.errors import Draining, NoNodes, UnsupportedInput
@@ -64,7 +64,8 @@ class SmgServicer(UnservedMethods, vllm_engine_pb2_grpc.VllmEngineServicer):  # 
     ) -> AsyncGenerator[vllm_engine_pb2.GenerateResponse, None]:
         client_id = request.request_id
         request_id = client_id if is_valid_name(client_id) else secrets.token_hex(ID_BYTES)
-        scope = self._scopes.begin(request_id, context.invocation_metadata(), context)
+        host = host_of_peer(context.peer())
+        scope = self._scopes.begin(request_id, context.invocation_metadata(), context, host)
         async with named_errors(context, request_id=request_id, trace_id=scope.trace_id):
             with scope.ending_on_error():
                 model = self._model()

@@ -7,7 +7,7 @@ from dataclasses import replace
 from baton.core.foreign_kv import ForeignKv
 from baton.core.kv_hints import KvHints
 from baton.core.sampling import SamplingParams
-from baton.router.request_scope import RequestScopes, bind_salt, token_digest
+from baton.router.request_scope import RequestScopes, bind_salt, host_of_peer, token_digest
 from baton.router.values import GenerateCall, TokenPrompt
 
 
@@ -43,6 +43,22 @@ def test_all_salts_of_a_client_have_one_tenant() -> None:
             tenants.append(bound.tenant)
 
     assert tenants == [token_digest(ann), token_digest(ann), ""]
+
+
+def test_a_client_is_known_by_its_token_else_its_salt_else_the_host_that_calls() -> None:
+    def client(token: str = "", salt: str = "", peer: str = "ipv4:10.0.0.1:50001") -> str:
+        headers = [("authorization", f"Bearer {token}")] if token else []
+        scope = RequestScopes(by_token=True).begin("id", headers, address=host_of_peer(peer))
+        call = GenerateCall("id", TokenPrompt((1,)), SamplingParams(), cache_salt=salt)
+        with scope.answering(call) as bound:
+            return bound.client
+
+    assert client("ann") == client("ann", "s", "ipv4:10.0.0.2:1") != client("bob")
+    assert client("", "s") == client("", "s", "ipv4:10.0.0.2:1") != client("", "t")
+    assert client() == client(peer="ipv4:10.0.0.1:50002") != client(peer="ipv4:10.0.0.2:50001")
+    assert len({client("x"), client("", "x"), client("", "", "x:1")}) == 3
+    assert "ann" not in client("ann")
+    assert len(client("ann")) == 16
 
 
 def test_kv_that_a_client_names_is_shared_with_no_other_request() -> None:

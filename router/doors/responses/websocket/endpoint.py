@@ -35,8 +35,10 @@ class WebSocketEndpoint:
         await send({"type": "websocket.accept"})
         channel = Channel(scope, receive, send)
         owner = self.services.scopes.owner_of(headers.items())
+        address, _ = scope.get("client") or ("", 0)
+        session = Session(self.services, channel, headers, request_id_of(scope), owner, address)
         try:
-            await Session(self.services, channel, headers, request_id_of(scope), owner).run()
+            await session.run()
         except Exception:
             await channel.close(INTERNAL_ERROR, "internal error; see the server's log")
             raise

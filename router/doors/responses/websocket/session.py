@@ -71,13 +71,20 @@ class PendingRequest:
 
 class Session:
     def __init__(
-        self, services: Services, channel: Channel, headers: Headers, request_id: str, owner: str
+        self,
+        services: Services,
+        channel: Channel,
+        headers: Headers,
+        request_id: str,
+        owner: str,
+        address: str = "",
     ) -> None:
-        """`headers` and `request_id` are those of the handshake."""
+        """`headers`, `request_id` and the host's `address` are those of the handshake."""
         self._services = services
         self._channel = channel
         self._headers = headers
         self._id = request_id
+        self._address = address
         self._session_id = headers.get(SESSION_ID, "")
         self._num_requests = 0
         self._pending: asyncio.Queue[PendingRequest] = asyncio.Queue(services.limits.max_pending)
@@ -106,7 +113,9 @@ class Session:
 
     async def _hold(self, request_id: str, message: bytes) -> PendingRequest:
         """Begin a request. Raises named errors."""
-        scope = self._services.scopes.begin(request_id, self._headers.items())
+        scope = self._services.scopes.begin(
+            request_id, self._headers.items(), address=self._address
+        )
         async with AsyncExitStack() as held:
             with scope.ending_on_error():
                 check_name(REQUEST_ID, request_id)

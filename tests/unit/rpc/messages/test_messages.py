@@ -262,6 +262,7 @@ def test_a_node_gets_the_sequence_it_was_sent() -> None:
         priority=-4,
         cache_salt="salt",
         tenant="owner",
+        client="0123456789abcdef",
         kv_hints=KvHints("session", 30.5, 0),
         prior_output_token_ids=(4, 3),
         is_paced=True,

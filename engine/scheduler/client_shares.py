@@ -1,0 +1,104 @@
+"""Shares of the KV cache: the blocks that each client's requests hold. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection
+
+from baton.core.ids import RequestId
+from baton.engine.scheduler.request import BY_RANK, Request
+
+
+class ClientShares:
+    """Clients that have requests have equal shares. A client may hold more while no other waits.
+
+    Blocks that several requests share count for each of them. With one client nothing is counted.
+    """
+
+    def __init__(self, num_blocks: int, num_groups: int) -> None:
+        self._num_blocks = num_blocks
+        self._num_groups = num_groups
+        self._num_requests: Counter[str] = Counter()  # that have not ended, by client
+        self._holders: dict[str, dict[RequestId, Request]] = {}
+
+    def add(self, request: Request) -> None:
+        self._num_requests[request.client] += 1
+
+    def remove(self, request: Request) -> None:
+        self._num_requests[request.client] -= 1
+        if not self._num_requests[request.client]:
+            del self._num_requests[request.client]
+
+    def hold(self, request: Request) -> None:
+        """Note that a request has got its blocks."""
+        self._holders.setdefault(request.client, {})[request.request_id] = request
+
+    def release(self, request: Request) -> None:
+        """Note that a request holds no blocks any more, if it held some."""
+        holders = self._holders.get(request.client, {})
+        holders.pop(request.request_id, None)
+        if not holders:
+            self._holders.pop(request.client, None)
+
+    @property
+    def is_shared(self) -> bool:
+        return len(self._num_requests) > 1
+
+    @property
+    def share(self) -> int:
+        return self._num_blocks // max(1, len(self._num_requests))
+
+    def num_held(self, client: str) -> int:
+        """Return the blocks that a client holds; 0 while there is only one client."""
+        if not self.is_shared:
+            return 0
+        return sum(map(self.num_held_by, self._holders.get(client, {}).values()))
+
+    def num_held_by(self, request: Request) -> int:
+        return request.kv.num_blocks * self._num_groups
+
+    def choose_victim(self, candidates: Collection[Request]) -> Request:
+        """Return the request to preempt when blocks are short.
+
+        Of those with the lowest priority, it is the last one of the client that holds most. The
+        first of all in rank stays, so that requests end, however clients change.
+        """
+        if not self.is_shared or len(candidates) == 1:
+            return max(candidates, key=BY_RANK)
+        first = min(candidates, key=BY_RANK)
+        others = [each for each in candidates if each is not first]
+        lowest = max(each.rank[0] for each in others)
+        num_held = self._num_held_by_client(others)
+        return max(
+            (each for each in others if each.rank[0] == lowest),
+            key=lambda each: (num_held[each.client], each.rank),
+        )
+
+    def choose_over_share(
+        self,
+        candidates: Collection[Request],
+        num_missing: int,
+        num_freed: Callable[[Request], int],
+    ) -> list[Request]:
+        """Return requests of clients above their share that free the missing blocks, or none.
+
+        `num_freed` returns how many more blocks are free without a request, and is called once for
+        each that is chosen, in this order. The first of each client in rank stays.
+        """
+        left: dict[str, list[Request]] = {}
+        for request in sorted(candidates, key=BY_RANK):
+            left.setdefault(request.client, []).append(request)
+        num_held = self._num_held_by_client(candidates)
+        victims: list[Request] = []
+        while num_missing > 0:
+            over = [each for each in left if num_held[each] > self.share and len(left[each]) > 1]
+            if not over:
+                return []
+            victim = left[max(over, key=num_held.__getitem__)].pop()
+            num_held[victim.client] -= self.num_held_by(victim)
+            num_missing -= num_freed(victim)
+            victims.append(victim)
+        return victims
+
+    def _num_held_by_client(self, requests: Collection[Request]) -> dict[str, int]:
+        return {client: self.num_held(client) for client in {each.client for each in requests}}
