@@ -44,6 +44,7 @@ class KvConnectorContext:
     fingerprint: str
     wake: Callable[[], None]  # lets the engine poll soon; from any thread
     config: Mapping[str, object]  # the object in --kv-connector-config
+    spare_bytes: int = 0  # of the node's part of host memory, which others share, besides the KV
 
 
 class KvConnector(ExternalKv, AbstractContextManager["KvConnector", None], Protocol):

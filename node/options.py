@@ -89,7 +89,7 @@ class NodeOptions:
         str,
         Option(
             "Installed KV connector: a KV cache outside the node, from which prompts with the "
-            "same prefix are loaded. Default: none, or the built-in tiers with --kv-host-memory.",
+            "same prefix are loaded. Default: the built-in tiers with --kv-host-memory.",
             KV_CACHE,
         ),
     ] = ""
@@ -181,6 +181,9 @@ class NodeOptions:
             {
                 Feature.NO_PREFIX_CACHING: not self.enable_prefix_caching,
                 Feature.HOST_MEMORY_TIER: self.tiers.host_bytes,
+                Feature.NO_HOST_MEMORY_TIER: not self.has_host_memory,
+                Feature.FOLDER_TIER: self.tiers.folder,
+                Feature.OBJECT_TIER: self.tiers.object_store,
                 Feature.KV_CONNECTOR: self.kv_connector,
                 Feature.NO_KV_CONNECTOR: not self.kv_connector,
                 Feature.KV_CONNECTOR_CONFIG: self.kv_connector_config,
@@ -207,9 +210,17 @@ class NodeOptions:
     def chosen_connector(self) -> ChosenConnector | None:
         if self.kv_connector:
             return ChosenConnector(self.kv_connector, self.kv_connector_config)
-        if self.tiers.host_bytes:
-            return ChosenConnector("tiers", asdict(self.tiers))
-        return None
+        if not self.has_host_memory:
+            return None
+        return ChosenConnector("tiers", asdict(self.tiers))
+
+    @property
+    def has_host_memory(self) -> bool:
+        """Return whether KV is kept in host memory. A GPU's is pinned at the start: by choice."""
+        if self.tiers.host_bytes is not None:
+            return self.tiers.host_bytes > 0
+        is_cpu = self.runner.device == "cpu"
+        return is_cpu and self.enable_prefix_caching and not self.kv_connector
 
     @property
     def staging_bytes(self) -> int:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Protocol
 
 from baton.checkpoint.peft_folder import PeftFolder
+from baton.core.units import format_bytes
 from baton.engine.errors import EngineStopped
 from baton.engine.runner.loaded_runner import LoadedRunner
 from baton.engine.runner.model_info import LoadProgress
@@ -245,6 +246,7 @@ def _log_start(state: NodeState, runner: LoadedRunner) -> None:
     card, memory = state.card, runner.kv_memory
     log.info(
         "%s serves %s (%s on %s); KV cache: %.1f MiB, %d blocks, %d tokens; "
+        "host memory for evicted KV: up to %s; "
         "at most %d tokens a request, prompt and answer (the model: %d); KV over %s",
         card.node_id,
         card.model,
@@ -253,6 +255,7 @@ def _log_start(state: NodeState, runner: LoadedRunner) -> None:
         memory.num_bytes / 2**20,
         memory.num_blocks,
         memory.num_tokens,
+        format_bytes(card.num_host_blocks * card.block_bytes),
         card.max_sequence_length,
         card.max_model_len,
         card.kv_transport,

@@ -72,8 +72,7 @@ class EvictionOrder:
     def __init__(self, max_blocks: int, tenant_share: float = 1.0) -> None:
         """With a `tenant_share` below 1, tenants have quotas, except for SHARED."""
         self.max_blocks = max_blocks
-        self._max_retained = int(max_blocks * MAX_RETAINED_SHARE)
-        self._quota = max(1, int(max_blocks * tenant_share))
+        self._tenant_share = tenant_share
         self._has_quotas = tenant_share < 1
         self._blocks: dict[BlockName, _Block] = {}
         self._evictable = _PriorityLru()
@@ -88,6 +87,10 @@ class EvictionOrder:
 
     def __contains__(self, name: BlockName) -> bool:
         return name in self._blocks
+
+    @property
+    def _quota(self) -> int:
+        return max(1, int(self.max_blocks * self._tenant_share))
 
     @property
     def names(self) -> list[BlockName]:
@@ -228,7 +231,7 @@ class EvictionOrder:
         own = self._tenants.get(tenant)
         if own is not None and own.num_retained >= int(self._quota * MAX_RETAINED_SHARE):
             return False
-        return self.num_retained < self._max_retained
+        return self.num_retained < int(self.max_blocks * MAX_RETAINED_SHARE)
 
     def _retain(self, name: BlockName, block: _Block, until_s: float) -> None:
         block.retain_until_s = until_s

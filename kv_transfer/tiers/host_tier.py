@@ -13,6 +13,7 @@ from baton.core.kv_hints import NO_HINTS, SHARED, BlockHints, Tenant
 from baton.kv_transfer.external_kv import HeldChanges
 from baton.kv_transfer.tiers.block_memory import BlockMemory
 from baton.kv_transfer.tiers.eviction import EvictionOrder
+from baton.kv_transfer.tiers.host_size import HostGrowth
 
 
 @dataclass(slots=True)
@@ -34,12 +35,14 @@ class HostTier:
         owner: object = None,
         tenant_share: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
+        growth: HostGrowth | None = None,
     ) -> None:
         self.memory = memory
+        self._growth = growth or HostGrowth(memory)
         self._owner = owner  # keeps the memory mapped
         self._clock = clock
         self._lock = Lock()
-        self._free = list(reversed(range(memory.num_blocks)))
+        self._free: list[int] = []
         self._blocks: dict[BlockName, HostBlock] = {}
         self._num_reserved: Counter[Tenant] = Counter()  # blocks, not published yet
         self.order = EvictionOrder(memory.num_blocks, tenant_share)
@@ -47,6 +50,8 @@ class HostTier:
         self._is_room_wanted = False  # since a reservation failed
         # Called when there may be room after a reservation has failed, on any thread.
         self.on_room: Callable[[], None] = lambda: None
+        # Called with the number of blocks that may be used, when there are more.
+        self.on_grown: Callable[[int], None] = lambda _: None
 
     def holds(self, name: BlockName) -> bool:
         return name in self._blocks
@@ -59,6 +64,8 @@ class HostTier:
     def reserve(self, tenant: Tenant = SHARED) -> HostBlock | None:
         """Return a block to write to; None if all that may be replaced are pinned."""
         with self._lock:
+            if not self._free:
+                self._grow()
             while not self._free or self._is_at_quota(tenant):
                 if not self._evict(tenant):
                     self._is_room_wanted = True
@@ -139,13 +146,21 @@ class HostTier:
     def check(self) -> None:
         """Raise if a slot was lost. Call it while no block is written or read."""
         with self._lock:
-            num_slots = self.memory.num_blocks
+            num_slots = self._growth.num_blocks
             slots = [*self._free, *(block.slot for block in self._blocks.values())]
             num_pinned = sum(block.num_pins > 0 for block in self._blocks.values())
         if num_pinned or sorted(slots) != list(range(num_slots)):
             raise RuntimeError(
                 f"{num_pinned} pinned; {len(slots)} of {num_slots} slots are accounted for"
             )
+
+    def _grow(self) -> None:
+        new = self._growth.grow()
+        self._free.extend(reversed(new))
+        # Tenants share what there is while it cannot grow.
+        self.order.max_blocks = self.memory.num_blocks if new else self._growth.num_blocks
+        if new:
+            self.on_grown(self._growth.num_blocks)
 
     def _pin(self, name: BlockName) -> HostBlock | None:
         block = self._blocks.get(name)

@@ -84,6 +84,7 @@ class TieredKv:
         self._loaded: deque[Loaded] = deque()  # ended since the last poll
         self._thread = Thread(target=self._copy_blocks, name="kv-host-tier", daemon=True)
         self._first_touch = FirstTouch(host.memory, self.pace, clock)
+        self.host.on_grown = self._first_touch.allow
 
     def __enter__(self) -> TieredKv:
         self._thread.start()

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 
 from baton.core.errors import InvalidConfig
+from baton.engine.runner.attention.kv_budget import CPU_NODES_PER_MACHINE
+from baton.engine.runner.host_memory import free_host_bytes
 from baton.engine.runner.loaded_runner import LoadedRunner
 from baton.kv_transfer.external_kv import FILE, KV, OBJECT, TIERS
 from baton.kv_transfer.kv_connector import (
@@ -27,7 +29,7 @@ def make_connector(
 ) -> GuardedConnector | None:
     """Return the connector that the options name, or None. Raises InvalidConfig."""
     chosen = options.chosen_connector
-    if chosen is None:
+    if chosen is None or runner.info.is_encoder:
         return None
     memory = runner.kv_memory
     context = KvConnectorContext(
@@ -39,8 +41,20 @@ def make_connector(
         fingerprint=repr(identity.fingerprint),
         wake=wake,
         config=chosen.config,
+        spare_bytes=_spare_bytes(options, runner),
     )
     return GuardedConnector(chosen.name, load_connector(chosen.name, context))
+
+
+def _spare_bytes(options: NodeOptions, runner: LoadedRunner) -> int:
+    """Return what the node leaves of its part of host memory, with a full KV cache and adapters."""
+    is_cpu = runner.kv_memory.device == "cpu"
+    num_nodes = options.runner.nodes_per_machine or (CPU_NODES_PER_MACHINE if is_cpu else 1)
+    own_bytes = 0
+    if is_cpu:
+        adapter_bytes = 0 if runner.adapters is None else runner.adapters.max_bytes
+        own_bytes = runner.kv_memory.num_bytes + adapter_bytes
+    return max(0, free_host_bytes() // num_nodes - own_bytes)
 
 
 def tiers_in(connector: GuardedConnector | None) -> TieredKv | None:

@@ -8,7 +8,7 @@ from mmap import mmap
 
 from baton.core.errors import InvalidConfig
 from baton.engine.plan import Plan
-from baton.engine.runner.host_memory import huge_page_memory
+from baton.engine.runner.host_memory import free_host_bytes, huge_page_memory
 from baton.engine.runner.kernels.native_copies import fastest_copies
 from baton.engine.step_observer import StepObserver
 from baton.kv_transfer.kv_connector import KvConnectorContext
@@ -16,6 +16,7 @@ from baton.kv_transfer.tiers.backing_tier import FILES, OBJECTS
 from baton.kv_transfer.tiers.block_memory import BlockMemory
 from baton.kv_transfer.tiers.copy_pace import CopyPace
 from baton.kv_transfer.tiers.device_kv_access import DeviceKvAccess
+from baton.kv_transfer.tiers.host_size import MIN_FREE_SHARE, HostGrowth, auto_host_bytes
 from baton.kv_transfer.tiers.host_tier import HostTier
 from baton.kv_transfer.tiers.kv_access import CpuKvAccess, KvAccess
 from baton.kv_transfer.tiers.stores.file_store import FileStore
@@ -30,16 +31,18 @@ def make_tiers(context: KvConnectorContext) -> TieredKv:
     """Make the tiers of a node. Raises InvalidConfig if they cannot work."""
     config = parse_tiers(context.config)
     fingerprint, block_bytes = context.fingerprint, context.block_bytes
-    share = config.tenant_share
-    num_blocks = config.host_bytes // block_bytes
+    share, host_bytes = config.tenant_share, config.host_bytes
+    if host_bytes is None:
+        kv_bytes = context.num_blocks * block_bytes
+        host_bytes = max(block_bytes, auto_host_bytes(context.spare_bytes, kv_bytes))
+    num_blocks = host_bytes // block_bytes
     if not num_blocks:
-        raise InvalidConfig(
-            f"--kv-host-memory is {config.host_bytes} bytes; a block takes {block_bytes}"
-        )
+        raise InvalidConfig(f"--kv-host-memory is {host_bytes} bytes; a block takes {block_bytes}")
     num_reads = 0 if context.device_blocks is None else _num_parallel_reads(config)
     memory = huge_page_memory((num_blocks + num_reads) * block_bytes)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    host = HostTier(BlockMemory(address, num_blocks, block_bytes), memory, share)
+    blocks = BlockMemory(address, num_blocks, block_bytes)
+    host = HostTier(blocks, memory, share, growth=_make_growth(context, config, blocks))
     files, objects = None, None
     if config.folder:
         files = FileStore(config.folder, fingerprint, block_bytes, config.folder_bytes, share)
@@ -50,6 +53,18 @@ def make_tiers(context: KvConnectorContext) -> TieredKv:
     return TieredKv(
         _make_kv_access(context, memory, staging), host, files, objects, wake=context.wake
     )
+
+
+def _make_growth(
+    context: KvConnectorContext, config: TiersConfig, memory: BlockMemory
+) -> HostGrowth:
+    """Let the tier grow in steps; on a device all of it is pinned at once."""
+    if context.device_blocks is not None:
+        return HostGrowth(memory, step_bytes=memory.num_blocks * memory.block_bytes)
+    if config.host_bytes is not None:
+        return HostGrowth(memory)
+    min_free_bytes = free_host_bytes() * MIN_FREE_SHARE
+    return HostGrowth(memory, lambda: free_host_bytes() >= min_free_bytes)
 
 
 def _num_parallel_reads(config: TiersConfig) -> int:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from baton.core.errors import InvalidConfig
 from baton.core.exclusions import Feature, check_exclusions
 from baton.core.options import KV_CACHE, Option, check_options
-from baton.core.units import parse_bytes
+from baton.core.units import AUTO, parse_bytes, parse_kv_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,16 +17,16 @@ class TiersConfig:
     """Settings of the KV connector `tiers`."""
 
     host_bytes: Annotated[
-        int,
+        int | None,
         Option(
-            "Host memory for KV that was evicted from the KV cache, such as 4GiB; prompts with "
-            "the same prefix load it instead of computing it. 0: none.",
+            "Host memory for KV that was evicted from the KV cache, such as 4GiB, for prompts "
+            "with the same prefix; 0: none. auto: a share of what is free, or none on a GPU.",
             KV_CACHE,
             name="kv_host_memory",
-            default="0",
-            parse=parse_bytes,
+            default=AUTO,
+            parse=parse_kv_memory,
         ),
-    ] = 0
+    ] = None
     folder: Annotated[
         str,
         Option(
@@ -84,7 +84,7 @@ class TiersConfig:
         check_options(self)
         check_exclusions(
             {
-                Feature.NO_HOST_MEMORY_TIER: not self.host_bytes,
+                Feature.NO_HOST_MEMORY_TIER: self.host_bytes == 0,
                 Feature.FOLDER_TIER: self.folder,
                 Feature.OBJECT_TIER: self.object_store,
             }

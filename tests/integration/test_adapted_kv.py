@@ -98,7 +98,9 @@ def pair(options: PairOptions) -> Iterator[Pair]:
 @pytest.fixture(scope="module")
 def other(options: PairOptions) -> Iterator[EngineNode]:
     """Run another prefill node, without tiers."""
-    config = replace(options, tiers=TiersConfig(), prefill_bytes=8 << 20).of(NodeRole.PREFILL)
+    config = replace(options, tiers=TiersConfig(host_bytes=0), prefill_bytes=8 << 20).of(
+        NodeRole.PREFILL
+    )
     node = EngineNode(NodeRole.PREFILL, replace(config, node_id="prefill-2"))
     try:
         yield node.await_ready()

@@ -77,7 +77,7 @@ class PairOptions:
     adapters: AdapterConfig = AdapterConfig()
     pooling: str = "auto"
     async_scheduling: bool = False
-    tiers: TiersConfig = TiersConfig()
+    tiers: TiersConfig = TiersConfig(host_bytes=0)
     speculative: str = ""
     metrics_port: int | None = None  # of D
 

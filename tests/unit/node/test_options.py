@@ -54,6 +54,28 @@ def test_kv_tiers_require_prefix_caching(settings: dict[str, Any], named: str) -
         NodeOptions(RunnerConfig(model="m"), enable_prefix_caching=False, **settings)
 
 
+def test_kv_is_kept_in_host_memory_by_default() -> None:
+    def has_tiers(device: str = "cpu", **settings: Any) -> bool:
+        options = NodeOptions(RunnerConfig(model="m", device=device), **settings)
+        return options.chosen_connector is not None and options.chosen_connector.name == "tiers"
+
+    assert has_tiers()
+    assert has_tiers(tiers=TiersConfig(folder="/kv"))
+    assert not has_tiers(tiers=TiersConfig(0))
+    assert not has_tiers(enable_prefix_caching=False)
+    assert not has_tiers(kv_connector="shelf")
+    assert not has_tiers("cuda")  # it would be pinned at the start
+
+
+@pytest.mark.parametrize("named", ["folder", "object_store"])
+def test_files_and_objects_need_host_memory(named: str) -> None:
+    files: dict[str, Any] = {named: "s3://bucket"}
+    with pytest.raises(InvalidConfig, match="needs --kv-host-memory"):
+        NodeOptions(RunnerConfig("m", device="cuda"), tiers=TiersConfig(**files))
+    with pytest.raises(InvalidConfig, match="needs --kv-host-memory"):
+        TiersConfig(0, **files)
+
+
 def test_nodes_with_gpus_have_kv_tiers() -> None:
     options = NodeOptions(RunnerConfig(model="m", device="cuda"), tiers=TiersConfig(1))
 

@@ -42,11 +42,21 @@ def test_all_pages_are_mapped_and_keep_their_content(is_decoding: bool) -> None:
         before = mapped_pages(memory)
 
         with FirstTouch(memory, pace) as first_touch:
+            first_touch.allow(NUM_BLOCKS)
             assert first_touch.wait(WAIT_S)
 
         assert before < mapped_pages(memory) == NUM_BLOCKS * BLOCK_BYTES // mmap.PAGESIZE
         assert content[5000:5005] == b"baton"
         assert not any(content[5005:])
+
+
+def test_no_page_is_mapped_before_a_block_may_be_used() -> None:
+    with unmapped_memory() as (_, memory):
+        before = mapped_pages(memory)
+        with FirstTouch(memory, CopyPace()) as first_touch:
+            assert not first_touch.wait(0)
+
+        assert mapped_pages(memory) == before
 
 
 def test_closing_does_not_wait_for_a_pause() -> None:
@@ -56,6 +66,7 @@ def test_closing_does_not_wait_for_a_pause() -> None:
     with unmapped_memory() as (_, memory):
         first_touch = FirstTouch(memory, pace)
         with first_touch:
+            first_touch.allow(NUM_BLOCKS)
             assert not first_touch.wait(0)
 
         assert first_touch.wait(0)
