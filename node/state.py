@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -26,6 +26,7 @@ PACE_S = 0.01
 # Of reports of all adapters, for each of them: writing and reading it takes about 10 us on each
 # side, and each load, unload and eviction changes the report.
 PACE_PER_ADAPTER_S = 0.000_25
+TOTALS_PACE_S = 1.0  # of updates whose totals alone differ: they change with each step
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,17 +128,42 @@ class NodeState:
         last_load: NodeLoad | None = None
         prefixes = PrefixWatcher(self._prefixes)
         adapters = _AdapterWatcher(self.adapters, self.calls.changes.notify)
+        totals, now = TotalsPace(), asyncio.get_running_loop().time
         published = self._published
         self.calls.changes.notify()
         while True:
-            await published.wait()
+            await _wait(published, totals.wait_s(self._load.totals, now()))
             published = self._published
             while True:
                 update = WatchUpdate(self._load, prefixes.next(), adapters.next())
-                if update == (last_load, None, None):
+                is_due = totals.wait_s(update.load.totals, now()) == 0.0
+                if update == (last_load, None, None) and not is_due:
                     break
+                totals.note_sent(update.load.totals, now())
                 yield update
                 last_load = update.load
+
+
+class TotalsPace:
+    """Times at which a watcher gets totals that nothing else is sent along with. Pure."""
+
+    def __init__(self) -> None:
+        self._sent = NodeTotals()
+        self._next_s = float("-inf")
+
+    def wait_s(self, totals: NodeTotals, now: float) -> float | None:
+        """Return the time until these are to be sent; None: the watcher has them."""
+        return None if totals == self._sent else max(0.0, self._next_s - now)
+
+    def note_sent(self, totals: NodeTotals, now: float) -> None:
+        self._sent, self._next_s = totals, now + TOTALS_PACE_S
+
+
+async def _wait(event: asyncio.Event, timeout_s: float | None) -> None:
+    """Wait for the event, or until the time is over."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
 
 
 class _AdapterWatcher:

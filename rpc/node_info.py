@@ -109,7 +109,7 @@ class NodeLoad:
     num_waiting: int = 0
     num_free_blocks: int = 0
     is_draining: bool = False
-    # Sent along with other changes. They change with each step and trigger no update themselves.
+    # They change with each step: sent along with other changes, and alone once a second at most.
     totals: NodeTotals = field(default=NodeTotals(), compare=False)
 
 

@@ -21,9 +21,16 @@ from baton.kv_transfer.tiers.tiered_kv import TieredKv
 from baton.node import state as node_state
 from baton.node.adapters.registry import AdapterRegistry
 from baton.node.engine_calls import EngineCalls, NodeChanges
-from baton.node.state import NodeState, NodeUpdate, TakeKvEvents, WatchUpdate, update_reader
+from baton.node.state import (
+    NodeState,
+    NodeUpdate,
+    TakeKvEvents,
+    TotalsPace,
+    WatchUpdate,
+    update_reader,
+)
 from baton.rpc.cached_prefixes import PrefixChanges, unpack_names
-from baton.rpc.node_info import LoadedAdapter, NodeAdapters, NodeLoad, NodeRole
+from baton.rpc.node_info import LoadedAdapter, NodeAdapters, NodeLoad, NodeRole, NodeTotals
 from tests.support.engines import an_engine
 from tests.support.node_calls import a_card
 from tests.support.tier_memory import OwnedMemory, host_tier, name_of
@@ -39,11 +46,12 @@ class FakeNews:
     num_running: int = 0
     events: list[KvEvent] = field(default_factory=list)
     num_reads: int = 0
+    totals: NodeTotals = NodeTotals()
 
     async def read(self) -> NodeUpdate:
         events, self.events = tuple(self.events), []
         self.num_reads += 1
-        return NodeUpdate(NodeLoad(self.num_running), events)
+        return NodeUpdate(NodeLoad(self.num_running, totals=self.totals), events)
 
     def store(self, *names: BlockHash) -> None:
         self.events.append(BlockStored(names, None, (), 16))
@@ -106,6 +114,29 @@ def test_a_watcher_receives_single_changes_and_batches_of_simultaneous_ones() ->
     assert not changes.is_snapshot
     assert unpack_names(changes.stored) == {ONE, TWO}
     assert third == WatchUpdate(NodeLoad(1), None)
+
+
+def test_totals_that_alone_differ_are_sent_at_most_once_a_second() -> None:
+    pace, older, newer = TotalsPace(), NodeTotals(1), NodeTotals(2)
+
+    assert pace.wait_s(NodeTotals(), 5.0) is None
+    assert pace.wait_s(older, 5.0) == 0.0
+    pace.note_sent(older, 5.0)
+    assert pace.wait_s(older, 9.0) is None
+    assert pace.wait_s(newer, 5.25) == 0.75
+    assert pace.wait_s(newer, 7.0) == 0.0
+
+
+def test_a_watcher_receives_totals_of_a_request_that_nothing_else_showed() -> None:
+    async def watched() -> int:
+        news = FakeNews()
+        async with followed(news) as state, aclosing(state.watch_updates()) as reported:
+            await anext(reported)
+            news.totals = NodeTotals(num_prompt_tokens=7)
+            state.calls.changes.notify()
+            return (await anext(reported)).load.totals.num_prompt_tokens
+
+    assert asyncio.run(asyncio.wait_for(watched(), PATIENCE_S)) == 7
 
 
 def test_kv_events_are_forwarded() -> None:
