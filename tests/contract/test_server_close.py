@@ -58,19 +58,3 @@ def test_calls_that_a_closing_server_does_not_answer_end_as_unavailable(
     assert codes == [grpc.StatusCode.UNAVAILABLE] * NUM_CALLERS
     assert [one for one in caplog.records if one.levelno > logging.INFO] == []
     assert "Traceback" not in capfd.readouterr().err
-
-
-def test_calls_that_run_when_the_loop_ends_are_not_logged_as_errors(
-    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
-) -> None:
-    async def end_with_a_watch() -> asyncio.Task[grpc.StatusCode]:
-        began = asyncio.Event()
-        async with serving("127.0.0.1", 0, ()) as server:
-            watching = asyncio.ensure_future(watch(server.address, began))
-            await began.wait()
-        return watching
-
-    asyncio.run(asyncio.wait_for(end_with_a_watch(), PATIENCE_S))
-
-    assert [one for one in caplog.records if one.levelno > logging.INFO] == []
-    assert "Traceback" not in capfd.readouterr().err

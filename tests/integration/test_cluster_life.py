@@ -20,7 +20,8 @@ from baton.core.request import EngineRequest, ReceiveKv
 from baton.core.sampling import SamplingParams
 from baton.rpc.messages.calls import decode_order, node_request_id
 from baton.rpc.node_info import NodeLoad
-from baton.v1 import node_pb2, node_pb2_grpc
+from baton.rpc.status import remote_error
+from baton.v1 import inference_pb2, inference_pb2_grpc, node_pb2, node_pb2_grpc
 from tests.support.baton_command import BATON, run_baton
 from tests.support.child_programs import cluster_processes_of, running_program
 from tests.support.client_load import PATIENCE_S, ClientAnswer, ClientRequest, stream_answer
@@ -171,7 +172,9 @@ def test_under_load_one_signal_drains_and_a_second_one_ends_at_once(
 ) -> None:
     requests = [ClientRequest(prompt_of(20 + number, seed=70), greedy(400)) for number in range(6)]
 
-    async def scenario(cluster: LocalCluster) -> tuple[list[ClientAnswer], BatonError]:
+    async def scenario(
+        cluster: LocalCluster,
+    ) -> tuple[list[ClientAnswer], BatonError, list[grpc.StatusCode]]:
         async with AsyncClient(cluster.address, timeout_s=PATIENCE_S) as client:
             asking = [asyncio.ensure_future(stream_answer(client, request)) for request in requests]
             await asyncio.to_thread(
@@ -181,10 +184,12 @@ def test_under_load_one_signal_drains_and_a_second_one_ends_at_once(
                 await asyncio.to_thread(drain_router, cluster)
                 with pytest.raises(BatonError) as refusal:
                     await client.generate(prompt_of(5), greedy(2))
-            return await asyncio.gather(*asking), refusal.value
+                late = [asyncio.ensure_future(last_code(cluster.address)) for _ in range(8)]
+            answers = await asyncio.gather(*asking)
+            return answers, refusal.value, await asyncio.gather(*late)
 
     with LocalCluster(cluster_options()) as cluster:
-        reported, refusal = asyncio.run(scenario(cluster))
+        reported, refusal, last_codes = asyncio.run(scenario(cluster))
         code = cluster.router.stop()
         health, code_of_second = end_by_two_signals(cluster.prefills[0], cluster.decodes[0])
 
@@ -192,8 +197,26 @@ def test_under_load_one_signal_drains_and_a_second_one_ends_at_once(
     for one in reported:
         token_ids = list(one.token_ids)
         assert token_ids == reference_choices(model_folder, one.request.prompt, token_ids, 400)
+    assert last_codes == [grpc.StatusCode.UNAVAILABLE] * len(last_codes)
     assert code == 0
+    assert not any("Traceback" in child.log for child in cluster.children)
     assert (health, code_of_second) == (["SERVING", "NOT_SERVING"], -signal.SIGTERM)
+
+
+async def last_code(address: str) -> grpc.StatusCode:
+    """Call a draining router again and again. Return the first status that is not its refusal."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        request = inference_pb2.GenerateRequest(text="a")
+        code = grpc.StatusCode.OK
+        reason: str | None = "DRAINING"
+        while reason == "DRAINING":
+            try:
+                async for _ in stub.Generate(request, timeout=PATIENCE_S):
+                    raise AssertionError("a draining router has answered")
+            except grpc.aio.AioRpcError as error:
+                code, reason = error.code(), remote_error(error).reason
+    return code
 
 
 def are_running(num_requests: int) -> Callable[[NodeLoad], bool]:
