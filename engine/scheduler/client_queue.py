@@ -20,10 +20,11 @@ class ClientQueue:
         self._num_held = num_held
         self._queues: dict[str, RankedQueue] = {}
         self._heap: list[tuple[Key, str]] = []
-        self._bounds: dict[str, Key] = {}
+        self._bounds: dict[str, Key] = {}  # of the clients that have requests here
+        self._num_requests = 0
 
     def __len__(self) -> int:
-        return sum(map(len, self._queues.values()))
+        return self._num_requests
 
     def __contains__(self, request: Request) -> bool:
         return request in self._queues.get(request.client, ())
@@ -35,6 +36,7 @@ class ClientQueue:
 
     def push(self, key: Key, request: Request) -> None:
         self._queues.setdefault(request.client, RankedQueue()).push(key, request)
+        self._num_requests += 1
         self.note_release(request.client)
 
     def note_release(self, client: str) -> None:
@@ -53,8 +55,6 @@ class ClientQueue:
             key = self._key(client)
             if key is None or self._bounds.get(client) != bound:
                 heappop(self._heap)
-                if key is None:
-                    self._bounds.pop(client, None)
                 continue
             first = self._queues[client].peek()
             if key == bound and first is not None:
@@ -66,8 +66,9 @@ class ClientQueue:
     def remove(self, request: Request) -> None:
         queue = self._queues[request.client]
         queue.remove(request)
+        self._num_requests -= 1
         if not queue:
-            del self._queues[request.client]
+            del self._queues[request.client], self._bounds[request.client]
 
     def _key(self, client: str) -> Key | None:
         queue = self._queues.get(client)

@@ -43,9 +43,10 @@ def make_request(
     serial: int = 0,
     max_tokens: int = 4,
     send_to: HandoffId | None = None,
+    client: str = "",
 ) -> Request:
     request = make_engine_request(
-        prompt, request_id=request_id, max_tokens=max_tokens, send_to=send_to
+        prompt, request_id=request_id, max_tokens=max_tokens, send_to=send_to, client=client
     )
     rank = (priority, 0.0, serial)
     return Request(request, rank, PrefixNaming(16).root(), frozenset(), len(prompt) + max_tokens)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+
 from baton.engine.kv_arrival.fills import FillId
 from baton.engine.scheduler.queues import WaitingQueue
 from baton.engine.scheduler.ranked_queue import RankedQueue
 from baton.engine.scheduler.request import Request
+from tests.support.function_calls import count_calls
 from tests.support.requests import make_request
 
 
@@ -97,6 +100,41 @@ def test_a_deferred_request_can_be_removed() -> None:
 
     assert len(line) == 0
     assert line.head() is None
+
+
+class Client(str):
+    """Name of a client, of which the objects that are kept can be counted."""
+
+
+def test_clients_that_come_and_go_behind_a_head_leave_nothing_behind() -> None:
+    line = WaitingQueue()
+    head = make_request(request_id="head", client="patient")
+    line.push(head)
+    clients: weakref.WeakSet[Client] = weakref.WeakSet()
+
+    for number in range(1, 1000):
+        client = Client(number)
+        clients.add(client)
+        request = make_request(request_id=client, serial=number, client=client)
+        line.push(request)
+        assert line.head() is head
+        line.remove(request)
+        del request, client
+
+    assert len(clients) < 100
+
+
+def test_the_length_of_the_queue_is_known_however_many_clients_wait() -> None:
+    line = WaitingQueue()
+    calls, lengths = list[int](), list[int]()
+    for number in (1, 1000):
+        for client in range(number):
+            name = f"{number} {client}"
+            line.push(make_request(request_id=name, client=name))
+        calls.append(count_calls(lambda: lengths.append(len(line))))
+
+    assert lengths == [1, 1001]
+    assert calls[0] == calls[1]
 
 
 def _drain(queue: RankedQueue) -> list[Request]:
