@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from baton.router.documents.encodings import decode_text, read_text
 
 PDF = "application/pdf"
-PDF_MARK, PDF_END = b"%PDF-", b"startxref"
+PDF_MARK, PDF_END = re.compile(rb"%PDF-\d"), re.compile(rb"startxref\s+\d+\s+%%EOF")
 MAX_MARK_OFFSET = 1024  # other bytes may come before the mark, and after the end
 MAX_DOCUMENTS = 64  # of one request
 
@@ -56,10 +57,11 @@ def document_from(
 
 def _is_pdf(data: bytes) -> bool:
     """True if the data is a PDF, rather than a text that has its mark."""
-    head, tail = data[:MAX_MARK_OFFSET].lstrip(), data[-MAX_MARK_OFFSET:]
-    if PDF_MARK not in head:
+    head = data[:MAX_MARK_OFFSET].lstrip()
+    if PDF_MARK.search(head) is None:
         return False
-    return head.startswith(PDF_MARK) or PDF_END in tail or decode_text(data) is None
+    has_end = PDF_END.search(data[-MAX_MARK_OFFSET:]) is not None
+    return PDF_MARK.match(head) is not None or has_end or decode_text(data) is None
 
 
 def label_of(name: str, where: str) -> str:

@@ -108,8 +108,15 @@ def test_a_pdf_is_known_by_its_mark_or_its_type() -> None:
         assert document_from(data, "f", "", "").content == data
 
 
-def test_a_text_about_pdfs_is_a_text() -> None:
-    text = "The first bytes of a PDF are `%PDF-`, and a version."
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The first bytes of a PDF are `%PDF-`, and a version.",
+        "%PDF- is the mark of a PDF.",
+        "A PDF begins with %PDF-1.7, and its last lines are `startxref`, a number and `%%EOF`.",
+    ],
+)
+def test_a_text_about_pdfs_is_a_text(text: str) -> None:
     assert document_from(text.encode(), "f", "notes.md", "").content == text
 
 
