@@ -1,15 +1,12 @@
-"""Listening sockets and their connections, whose number the limit of file descriptors bounds."""
+"""Listening sockets, and the limit of file descriptors, which bounds their connections."""
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import logging
 import os
 import resource
 import socket
-from collections.abc import Iterator
-from contextlib import suppress
 from typing import Annotated
 
 from baton.core.options import NETWORK, Option
@@ -48,46 +45,6 @@ def listening_socket(host: str, port: int, option: str, zero: str = "any") -> so
     # Accepted sockets inherit it. asyncio sets it only where the protocol number is not 0.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening
-
-
-async def connection_waits(listening: socket.socket) -> None:
-    """Wait for a connection without accepting it: a cancelled `sock_accept` may lose one."""
-    loop = asyncio.get_running_loop()
-    waiting = asyncio.Event()
-    loop.add_reader(listening, waiting.set)
-    try:
-        await waiting.wait()
-    finally:
-        loop.remove_reader(listening)
-
-
-def shut_port(port: int) -> None:
-    """Stop listening on `port`, and shut down the connections that were accepted there.
-
-    For servers that do not give access to their sockets. Nothing is logged: the descriptor of a
-    listening socket becomes that of another one, to which nobody connects.
-    """
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        unused.setblocking(False)
-        for number in [number for number, is_listening in _sockets_on(port) if is_listening]:
-            os.dup2(unused.fileno(), number, inheritable=False)
-    for number, _ in list(_sockets_on(port)):
-        with socket.socket(fileno=os.dup(number)) as connection, suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)  # fails if the client has closed it
-
-
-def _sockets_on(port: int) -> Iterator[tuple[int, bool]]:
-    """Yield the descriptors of this process's TCP sockets on `port`, and whether they listen."""
-    for number in map(int, os.listdir("/dev/fd")):
-        with suppress(OSError):  # no socket, or closed since it was listed
-            found = socket.socket(fileno=number)
-            try:
-                is_tcp = found.family in (socket.AF_INET, socket.AF_INET6)
-                if is_tcp and found.getsockname()[1] == port:
-                    listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                    yield number, bool(listens)
-            finally:
-                found.detach()
 
 
 def _error_message(host: str, port: int, option: str, zero: str, error: OSError) -> str:

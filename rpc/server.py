@@ -14,6 +14,7 @@ from typing import Any
 from grpc import aio
 from grpc_health.v1 import health_pb2_grpc
 
+from baton.rpc.accepting import shut_port
 from baton.rpc.channel import (
     CONNECTIONS,
     KEEPALIVE,
@@ -23,7 +24,7 @@ from baton.rpc.channel import (
 )
 from baton.rpc.errors import AddressInUse
 from baton.rpc.health import HEALTH, Health, HealthServicer
-from baton.rpc.listening import check_port, shut_port
+from baton.rpc.listening import check_port
 from baton.rpc.messages.interceptor import MessageInterceptor
 from baton.rpc.messages.limits import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
 from baton.rpc.reflection import enable_reflection

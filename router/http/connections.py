@@ -24,7 +24,7 @@ from baton.router.http.connection_slots import ConnectionLimits, ConnectionSlot,
 from baton.router.http.errors import ErrorFormat, HttpFailure
 from baton.router.http.json_encoding import Json
 from baton.router.http.websocket_connection import WebSocketConnection, WebSocketPaths
-from baton.rpc.listening import connection_waits
+from baton.rpc.accepting import connection_waits
 
 ACCEPT_RETRY_S = 0.05
 # Time limit of the first request of a connection that is accepted just before the server stops.

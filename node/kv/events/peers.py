@@ -14,7 +14,7 @@ from pathlib import Path
 from baton.core.errors import InvalidConfig
 from baton.node.kv.events.config import IPC, TCP, WILDCARD
 from baton.node.kv.events.zmtp import MAX_FRAME_BYTES, SocketType, ZmtpError, ZmtpPeer
-from baton.rpc.listening import connection_waits
+from baton.rpc.accepting import connection_waits
 
 log = logging.getLogger(__name__)
 

@@ -124,6 +124,6 @@ def test_adapters_are_listed_once_for_all_nodes() -> None:
 
     rows = list(zip(*(column.cells for column in table.columns), strict=True))
     assert rows == [
-        ("chat", "tiny", "a/chat", "222222222222", "0 of 1 nodes", ""),
+        ("chat", "tiny", "a/chat", "222222222222", "0 of 1 node", ""),
         ("sql", "tiny", "a/sql", "111111111111", "3 of 3 nodes", "1.0 MiB"),
     ]
