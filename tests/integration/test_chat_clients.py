@@ -1,5 +1,7 @@
-"""Unmodified clients of chats, messages and responses against a real cluster; each test skips
-without its client: pip install langchain-openai langchain-anthropic instructor litellm
+"""Unmodified clients of chats, messages and responses against a real cluster.
+
+LangChain's are installed for tests. The tests of others are skipped without them, which need other
+versions or hundreds of MiB: pip install instructor litellm
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Unmodified clients of embeddings and rerank against a real cluster; each test skips without its
-client: pip install langchain-openai llama-index-embeddings-openai-like cohere
+"""Unmodified clients of embeddings and rerank against a real cluster.
+
+LangChain's is installed for tests. The tests of others are skipped without them:
+pip install llama-index-embeddings-openai-like cohere
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from baton.engine.runner.kernels.build import best_variant, compiler_path, cpu_features
-from tests.support.terminal import CTRL_C, Terminal
 
 pytestmark = pytest.mark.slow
 
@@ -119,19 +117,3 @@ def test_the_installed_demo_hands_kv_over_and_exits(baton: str) -> None:
 
     assert ended.returncode == 0, ended.stderr
     assert "the decode node computed no" in ended.stdout
-
-
-def test_the_installed_up_serves_the_demo_model_until_ctrl_c(baton: str) -> None:
-    of_nodes = ("--prefill", "0", "--kv-cache-memory", "4MiB", "--threads", "1")
-    command = [baton, "up", "--port", "0", *of_nodes]
-    with Terminal(command, {"NO_COLOR": "1", "COLUMNS": "150"}) as screen:
-        router = re.search(r"│ router\s.*│ (\S+:\d+)", screen.await_text("┘"))
-        assert router is not None
-        generate = [baton, "generate", "import os", "--max-tokens", "4", "--address", router[1]]
-
-        answer = subprocess.run(generate, stdout=subprocess.PIPE, text=True, check=True).stdout
-
-        screen.type(CTRL_C)
-        screen.await_end()
-        assert answer.strip()
-        assert screen.process.returncode == 0
