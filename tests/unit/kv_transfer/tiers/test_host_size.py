@@ -1,3 +1,5 @@
+"""Size of host memory for KV: its bound by default, and its growth in steps."""
+
 from __future__ import annotations
 
 import pytest
