@@ -94,8 +94,12 @@ class KvBlocks:
         return await_hashes
 
     def pin(self, memory: mmap) -> None:
-        """Pin host memory for copies, until `close`."""
+        """Pin host memory for copies, until `unpin` or `close`. Any thread may call both."""
         self._copies(num_parts=1).pin(memory)
+
+    def unpin(self, memory: mmap) -> None:
+        """End a pin. All fences after reads and writes of the memory must have passed."""
+        self._copies(num_parts=1).unpin(memory)
 
     def copy_out(
         self,
@@ -173,6 +177,6 @@ class KvBlocks:
             if self._stream is None:
                 raise RuntimeError("memory of the CPU is not copied")
             parts = self.kv.flatten(1).view(len(self.kv) * num_parts, -1)
-            copies = BlockCopies(parts, self._stream, self._device.record)
-            self._copies_by_parts[num_parts] = copies
+            made = BlockCopies(parts, self._stream, self._device.record)
+            copies = self._copies_by_parts.setdefault(num_parts, made)  # of the first thread
         return copies

@@ -18,7 +18,7 @@ from baton.core.foreign_kv import ForeignKv
 from baton.kv_transfer.errors import PeerUnreachable
 from baton.kv_transfer.foreign.config import ForeignSource
 from baton.kv_transfer.foreign.metadata import KvShape, SourceRefused, read_reply
-from baton.kv_transfer.foreign.runs import Bay, Run, RunRead, find_excess, split_pull
+from baton.kv_transfer.foreign.runs import Run, RunRead, find_excess, split_pull
 from baton.kv_transfer.foreign.session import Session
 from baton.kv_transfer.foreign.side_channel import SideChannel
 from baton.kv_transfer.foreign.types import ForeignPull, ForeignPullId, ForeignRelease
@@ -70,7 +70,8 @@ class ReadSettings:
     shape: KvShape
     block_size: int
     ucx: UcxConfig
-    allocate: Callable[[int], mmap]
+    allocate: Callable[[int], mmap]  # called on the reader's thread
+    release: Callable[[mmap], None]  # likewise
     note: Callable[[RunRead | PullEnded], None]
 
 
@@ -115,10 +116,6 @@ class Connection:
         if self._note_use(order.kv) and now < order.received_s + self.source.lease_s:
             self._released.append(order.kv)
             self._shake_hands(order.kv, now)
-
-    def give_back(self, bay: Bay) -> None:
-        if self._session is not None:
-            self._session.give_back(bay)
 
     def _note_use(self, kv: ForeignKv) -> bool:
         """Return whether this is the first use of KV. Its release follows, whatever happens."""
@@ -203,7 +200,9 @@ class Connection:
             return
         self._end_interrupted()
         self.close()
-        self._session = Session(blocks, settings.block_size, settings.ucx, settings.allocate)
+        self._session = Session(
+            blocks, settings.block_size, settings.ucx, settings.allocate, settings.release
+        )
         log.info(
             "reads KV from %s: engine %s, %d blocks of %d tokens, %s",
             self.source.address,
@@ -228,7 +227,7 @@ class Connection:
         pull = next(pull for pull in self._pulls if pull.order is read.pull)
         # Asked now: the thread may have stood still since the turn began, longer than the lease.
         if self._clock() > self._usable_until_s(read.pull):
-            session.give_back(read.bay)
+            read.give_back(read.bay)
             self._end(pull, Failure.EXPIRED)
             return
         self._settings.note(read)

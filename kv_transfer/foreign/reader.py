@@ -26,7 +26,7 @@ from baton.kv_transfer.foreign.connection import (
     PullEnded,
     ReadSettings,
 )
-from baton.kv_transfer.foreign.runs import Bay, RunRead
+from baton.kv_transfer.foreign.runs import RunRead
 from baton.kv_transfer.foreign.types import (
     ForeignOrder,
     ForeignPull,
@@ -66,7 +66,7 @@ class VllmReader:
         self._convert = convert
         self._wake_engine = wake
         self._clock = clock
-        self._orders: deque[ForeignOrder | tuple[Connection, Bay]] = deque()
+        self._orders: deque[ForeignOrder | RunRead] = deque()
         self._events: deque[RunRead | PullEnded] = deque()
         self._unlisted: set[str] = set()  # servers that routers have named
         self._filled: dict[ForeignPullId, list[bool]] = {}
@@ -121,12 +121,12 @@ class VllmReader:
     def _fill(self, read: RunRead) -> None:
         """Convert a run that was read, and return its bay."""
         fence = self._convert(read)
-        # The bay is overwritten next. On the CPU, the fence has passed.
+        # The bay is overwritten or freed next. On the CPU, the fence has passed.
         fence.wait()
         first, count = read.run.first, len(read.run.block_ids)
         self._filled[read.pull.pull_id][first : first + count] = [True] * count
         self.num_bytes += len(read.run.remote_block_ids) * read.blocks.block_bytes
-        self._orders.append((self._connections[read.pull.kv.address], read.bay))
+        self._orders.append(read)
         self._wake_thread()
 
     # --- the reader's thread --------------------------------------------------------
@@ -150,8 +150,8 @@ class VllmReader:
     def _take_orders(self) -> None:
         while self._orders:
             order = self._orders.popleft()
-            if isinstance(order, tuple):
-                order[0].give_back(order[1])
+            if isinstance(order, RunRead):
+                order.give_back(order.bay)
                 continue
             connection = self._connections.get(order.kv.address)
             if connection is None:

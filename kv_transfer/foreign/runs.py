@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from mmap import mmap
 from typing import NamedTuple
@@ -32,12 +32,16 @@ class Bay(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunRead:
-    """Blocks that are read, to be converted. Their bay is lent until it is given back."""
+    """Blocks that are read, to be converted. Their bay is lent until it is given back.
+
+    It is given back on the reader's thread, even if its session is closed by then.
+    """
 
     pull: ForeignPull
     run: Run
     blocks: ForeignBlocks
     bay: Bay
+    give_back: Callable[[Bay], None]
 
 
 def find_excess(kv: ForeignKv, blocks: ForeignBlocks, num_tokens: int) -> str:

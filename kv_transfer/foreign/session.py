@@ -6,6 +6,7 @@ Owned by the reader's thread. PeerUnreachable means that the session must be clo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from mmap import mmap
 
@@ -37,15 +38,21 @@ class Session:
         block_size: int,  # of this node
         ucx: UcxConfig,
         allocate: Callable[[int], mmap],
+        release: Callable[[mmap], None],
     ) -> None:
+        """The session owns the memory that it allocates, and releases it once nothing uses it."""
         self.blocks = blocks
         num_needed = min_run_blocks(block_size, blocks.block_size)
         self.max_run_blocks = max(num_needed, BAY_BYTES // blocks.block_bytes)
         bay_bytes = self.max_run_blocks * blocks.block_bytes
         self._memory = allocate(NUM_BAYS * bay_bytes)
-        self._reads = NixlReads(blocks, self._memory, ucx)
+        with ExitStack() as staging:
+            staging.callback(release, self._memory)
+            self._reads = NixlReads(blocks, self._memory, ucx)
+            self._staging = staging.pop_all()
         self._free_bays = [Bay(self._memory, index * bay_bytes) for index in range(NUM_BAYS)]
         self._reading: _Read | None = None
+        self._is_closed = False
         self._beat_s = float("-inf")
         self._notified_s = float("-inf")
 
@@ -70,9 +77,9 @@ class Session:
 
     def begin(self, pull: ForeignPull, run: Run) -> None:
         """Begin to read a run. Call it only while `can_begin`."""
-        bay = self._free_bays.pop()
+        bay = self._free_bays[-1]
         handle = self._reads.read(run.remote_block_ids, bay.offset)
-        self._reading = _Read(pull, run, bay, handle)
+        self._reading = _Read(pull, run, self._free_bays.pop(), handle)
 
     def take_read(self) -> RunRead | None:
         """Drive UCX, and return the run that has been read."""
@@ -81,12 +88,12 @@ class Session:
         if read is None or not self._reads.is_read(read.handle):
             return None
         self._reading = None
-        return RunRead(read.pull, read.run, self.blocks, read.bay)
+        return RunRead(read.pull, read.run, self.blocks, read.bay, self.give_back)
 
     def give_back(self, bay: Bay) -> None:
-        """Return a bay. That of an earlier session is ignored."""
-        if bay.memory is self._memory:
-            self._free_bays.append(bay)
+        """Return a bay, which nothing reads any more."""
+        self._free_bays.append(bay)
+        self._release_unused()
 
     def release(self, kv: ForeignKv, now: float) -> None:
         """Let the server release blocks: the only reader has what it needs."""
@@ -104,8 +111,17 @@ class Session:
         self._beat_s = float("-inf")
 
     def close(self) -> None:
-        """Destroy the agent: nothing is read into the staging memory afterwards."""
+        """Destroy the agent. The staging memory is released with the return of the last bay."""
         self._reads.close()
+        self._is_closed = True
+        if self._reading is not None:  # nothing is read into its bay any more
+            self._free_bays.append(self._reading.bay)
+            self._reading = None
+        self._release_unused()
+
+    def _release_unused(self) -> None:
+        if self._is_closed and len(self._free_bays) == NUM_BAYS:
+            self._staging.close()
 
     def _notify(self, text: str, now: float) -> None:
         self._reads.notify(text)

@@ -50,7 +50,7 @@ def make_foreign_reader(
 
     def settings(note: Callable[[RunRead | PullEnded], None]) -> ReadSettings:
         ucx = UcxConfig(options.kv_tls, options.kv_device)
-        return ReadSettings(shape, memory.block_size, ucx, _staging(runner), note)
+        return ReadSettings(shape, memory.block_size, ucx, *_staging(runner), note)
 
     convert = partial(runner.blocks.convert_foreign, dtype=dtype)
     return VllmReader(options.kv_sources, settings, convert, wake)
@@ -73,11 +73,14 @@ def _check_layout(memory: KvMemory) -> None:
         )
 
 
-def _staging(runner: LoadedRunner) -> Callable[[int], mmap]:
+def _staging(runner: LoadedRunner) -> tuple[Callable[[int], mmap], Callable[[mmap], None]]:
+    """Return how staging memory is allocated and released; without references it is freed."""
+    if runner.kv_memory.device == "cpu":
+        return huge_page_memory, lambda _: None
+
     def allocate(num_bytes: int) -> mmap:
         memory = huge_page_memory(num_bytes)
-        if runner.kv_memory.device != "cpu":
-            runner.blocks.pin(memory)
+        runner.blocks.pin(memory)
         return memory
 
-    return allocate
+    return allocate, runner.blocks.unpin

@@ -160,6 +160,13 @@ def test_no_copy_is_in_progress_after_a_drain(copies: BlockCopies, host: BlockMe
     assert numbers_in(host)[0] == 4
 
 
+def test_memory_that_is_no_longer_pinned_can_be_pinned_again(copies: BlockCopies) -> None:
+    memory = huge_page_memory(NUM_BLOCKS * BLOCK_BYTES)
+    for _ in range(3):
+        copies.pin(memory)
+        copies.unpin(memory)
+
+
 @pytest.mark.parametrize(("block", "slot"), [(-1, 0), (NUM_BLOCKS, 0), (0, -1), (0, NUM_BLOCKS)])
 def test_blocks_outside_of_the_memory_are_not_copied(
     copies: BlockCopies, host: BlockMemory, block: int, slot: int

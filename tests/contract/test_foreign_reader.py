@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import queue
@@ -12,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from mmap import mmap
+from typing import Any
 
 import pytest
 
@@ -30,7 +33,9 @@ from baton.kv_transfer.foreign.types import (
     ForeignPullId,
     ForeignRelease,
 )
+from baton.kv_transfer.tiers.block_memory import BlockMemory
 from baton.kv_transfer.transports.base import UcxConfig
+from tests.support.device_kv import DeviceMemory
 from tests.support.fake_vllm import HOST, SHAPE, FakeGeometry, FakeVllm, on_engine
 
 BLOCK_SIZE = 16
@@ -83,7 +88,12 @@ class Node:
         return ended
 
     def _settings(self, note: Callable[[RunRead | PullEnded], None]) -> ReadSettings:
-        return ReadSettings(self._shape, BLOCK_SIZE, LOOPBACK, huge_page_memory, note)
+        return ReadSettings(
+            self._shape, BLOCK_SIZE, LOOPBACK, huge_page_memory, self._release, note
+        )
+
+    def _release(self, memory: mmap) -> None:
+        """On a CPU the memory is freed with its last reference."""
 
     def _convert(self, read: RunRead) -> Fence:
         count = len(read.run.remote_block_ids) * read.blocks.block_bytes
@@ -92,11 +102,58 @@ class Node:
         return PASSED
 
 
+class DeviceNode(Node):
+    """A node whose staging memory is pinned, and copied to a device when it is converted."""
+
+    def __init__(self, *sources: ForeignSource) -> None:
+        super().__init__(*sources)
+        self.memory = DeviceMemory(num_blocks=1)
+        self.released = queue.SimpleQueue[bool]()  # whether no copy was in progress
+
+    @property
+    def num_pinned(self) -> int:
+        return self.memory.stream.num_pinned
+
+    def await_read(self) -> None:
+        """Wait until a pull of one run has been read, without converting it."""
+        for _ in ("run", "end"):
+            self.woken.get(timeout=END_S)
+
+    def _settings(self, note: Callable[[RunRead | PullEnded], None]) -> ReadSettings:
+        return replace(super()._settings(note), allocate=self._allocate)
+
+    def _allocate(self, num_bytes: int) -> mmap:
+        memory = huge_page_memory(num_bytes)
+        self.memory.copies.pin(memory)
+        return memory
+
+    def _release(self, memory: mmap) -> None:
+        is_idle = self.memory.stream.is_idle
+        self.memory.copies.unpin(memory)
+        self.released.put(is_idle)
+
+    def _convert(self, read: RunRead) -> Fence:
+        super()._convert(read)
+        memory, offset = read.bay
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory, offset))
+        source = BlockMemory(address, 1, self.memory.copies.block_bytes)
+        return self.memory.copies.copy_in(source, [0], [0])
+
+
 @contextmanager
 def node(*sources: ForeignSource, shape: KvShape = SHAPE) -> Iterator[Node]:
     it = Node(*sources, shape=shape)
     with it.reader:
         yield it
+
+
+@contextmanager
+def device_node(server: FakeVllm) -> Iterator[DeviceNode]:
+    it = DeviceNode(server.source)
+    with it.reader:
+        yield it
+    it.memory.copies.close()
+    it.memory.check()
 
 
 @pytest.fixture
@@ -179,6 +236,51 @@ def test_a_used_request_is_not_read_again(server: FakeVllm) -> None:
         it.await_end()
         it.converted.clear()
         fails(it, server.kv((1,)), "expired")
+
+
+# --- staging memory ------------------------------------------------------------------
+
+
+def restart(server: FakeVllm, number: int) -> ForeignKv:
+    """Let the server be another engine. Returns KV that it holds."""
+    server.engine_id = server.metadata["engine_id"] = f"engine-{number}"
+    return server.kv((number,), f"cmpl-{number}")
+
+
+def test_closed_sessions_keep_no_memory_pinned(server: FakeVllm) -> None:
+    with device_node(server) as it:
+        for number in range(2, 6):
+            it.pull(restart(server, number), (0, 1), pull_id=number)
+            assert all(it.await_end()[0].are_filled)
+            assert it.num_pinned == 1
+
+
+def test_memory_of_a_closed_session_stays_pinned_until_its_run_is_converted(
+    server: FakeVllm,
+) -> None:
+    with device_node(server) as it:
+        it.pull(server.kv((1,)), (0, 1))
+        it.await_read()
+        it.pull(restart(server, 2), (0, 1), pull_id=2)
+        it.await_read()
+        assert it.num_pinned == 2  # the first session is closed
+        ended = it.reader.poll()
+        assert [all(each.are_filled) for each in ended] == [True, True]
+        assert it.released.get(timeout=END_S)
+        assert [content for _, content in it.converted] == [server.block(1), server.block(2)]
+        assert it.num_pinned == 1
+
+
+@pytest.mark.parametrize(
+    "broken", [{"agent_metadata": b"broken"}, {"kv_caches_base_addr": [4096] * 3}]
+)
+def test_a_session_that_cannot_read_keeps_no_memory_pinned(
+    server: FakeVllm, broken: dict[str, Any]
+) -> None:
+    server.metadata.update(broken)
+    with device_node(server) as it:
+        fails(it, server.kv((1,)), "read")
+        assert it.num_pinned == 0
 
 
 # --- leases -------------------------------------------------------------------------

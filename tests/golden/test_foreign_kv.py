@@ -83,7 +83,7 @@ def test_blocks_of_another_size_enter_the_kv_cache(size: int, dtype: torch.dtype
             for index in run.remote_block_ids
         )
         memory[offset : offset + len(content)] = content
-        read = RunRead(pull, run, foreign, Bay(memory, offset))
+        read = RunRead(pull, run, foreign, Bay(memory, offset), lambda _: None)
         assert blocks.convert_foreign(read, "bfloat16").is_passed
     expected = tokens()[:, : num_places * size].view(torch.bfloat16)
     landed = kv[list(target_ids)]

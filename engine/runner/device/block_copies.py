@@ -30,10 +30,17 @@ class BlockCopies:
         self.num_blocks, self.block_bytes = self._blocks.shape
         self._stream = stream
         self.record = record
-        self._pinned = ExitStack()
+        self._pinned: dict[mmap.mmap, ExitStack] = {}
 
     def pin(self, memory: mmap.mmap) -> None:
-        self._pinned.enter_context(self._stream.pinned(torch.frombuffer(memory, dtype=torch.uint8)))
+        """Pin host memory until `unpin` or `close`."""
+        pinned = ExitStack()
+        pinned.enter_context(self._stream.pinned(torch.frombuffer(memory, dtype=torch.uint8)))
+        self._pinned[memory] = pinned
+
+    def unpin(self, memory: mmap.mmap) -> None:
+        """End a pin. No copy from or to the memory may be in progress."""
+        self._pinned.pop(memory).close()
 
     def copy_out(self, block_ids: Sequence[int], target: BlockMemory, into: Sequence[int]) -> Fence:
         for run in _runs(block_ids, into):
@@ -56,7 +63,8 @@ class BlockCopies:
 
     def close(self) -> None:
         self._stream.drain()
-        self._pinned.close()
+        for memory in list(self._pinned):
+            self.unpin(memory)
 
     def _on_device(self, first: int, length: int) -> Tensor:
         end = first + length
