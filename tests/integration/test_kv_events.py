@@ -33,6 +33,8 @@ def cluster(
 ) -> Iterator[LocalCluster]:
     node_arguments = (
         *("--kv-cache-memory", "256KiB", "--threads", "1", "--max-num-seqs", "4"),
+        # Events are of the KV cache alone: nodes report what they have in tiers to routers, too.
+        *("--kv-host-memory", "0"),
         *("--kv-events-endpoint", f"ipc://{tmp_path}/{{node_id}}"),
         *("--kv-events-replay-endpoint", f"ipc://{tmp_path}/{{node_id}}-replay"),
         *("--kv-events-buffer-steps", "5"),
