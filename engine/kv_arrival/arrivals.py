@@ -82,9 +82,7 @@ class KvArrivals:
         return [ended for source in self._sources for ended in source.settle(reports, now)]
 
     def settle_gives(self, reports: KvReports, ended: list[FillId], now: float) -> None:
-        """Apply the ends of sends and stores, and give peers what they pull."""
-        for handoff_id in reports.finished_sending:
-            self.sends.end(handoff_id)
+        """Apply the ends of stores, and give peers what they pull."""
         self.stores.end(reports.external.stored)
         self.gives.settle(reports, ended, now)
 

@@ -49,7 +49,12 @@ class BlockSends:
         self._sending[handoff_id] = _PendingSend(self._holds.open())
 
     def has_sent(self, handoff_id: HandoffId | None) -> bool:
-        return handoff_id is not None and bool(self._sending[handoff_id].hold.block_ids)
+        return self.num_held(handoff_id) > 0
+
+    def num_held(self, handoff_id: HandoffId | None) -> int:
+        """Return the blocks that a hand-off holds; 0 once it is over."""
+        sending = None if handoff_id is None else self._sending.get(handoff_id)
+        return 0 if sending is None else len(sending.hold.block_ids)
 
     def send(
         self, handoff_id: HandoffId | None, kv: HeldKv, num_blocks: int, *, by_layer: bool = False

@@ -33,7 +33,7 @@ class Candidate:
     request: Request
     max_num_hits: int
     continues_at: int | None  # position of the first token to compute; None: the hit's
-    num_spare: int  # blocks to leave free for requests that hold some
+    num_spare: int  # blocks to leave free for requests that hold some, or for other clients
     hit: PrefixHit = NO_HIT
     num_missing: int = 0  # prompt tokens that are not cached
     chunk: int = 0  # prompt tokens of the first step
@@ -111,11 +111,12 @@ class AdmissionRules:
         return self._ways[task.output]
 
     def _candidate(self, request: Request) -> Candidate:
+        num_spare = self._state.num_spare(request)
         if request.arrival.handoff is None:
-            return Candidate(request, request.max_num_hit_tokens, None, 0)
+            return Candidate(request, request.max_num_hit_tokens, None, num_spare)
         # All its tokens arrive, the first output token included: none is left to compute.
         num_tokens = request.num_tokens
-        return Candidate(request, num_tokens, num_tokens, self._state.num_spare_blocks)
+        return Candidate(request, num_tokens, num_tokens, num_spare)
 
     # --- rules: places and tokens -------------------------------------------------
 

@@ -1,17 +1,21 @@
-"""Shares of the KV cache: the blocks that each client's requests hold. Pure."""
+"""Shares of the KV cache: the blocks that each client's requests and hand-offs hold. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection
 
-from baton.core.ids import RequestId
+from baton.core.ids import HandoffId, RequestId
 from baton.engine.scheduler.request import BY_RANK, Request
+
+# Shares of all blocks: while fewer than the first are free, hand-offs leave the second free.
+SCARCE_SHARE, RESERVED_SHARE = 0.5, 0.25
 
 
 class ClientShares:
     """Clients that have requests have equal shares. A client may hold more while no other waits.
 
+    A request that sends its KV counts until its hand-off has ended, which is after its last token.
     Blocks that several requests share count for each of them. With one client nothing is counted.
     """
 
@@ -20,14 +24,30 @@ class ClientShares:
         self._num_groups = num_groups
         self._num_requests: Counter[str] = Counter()  # that have not ended, by client
         self._holders: dict[str, dict[RequestId, Request]] = {}
+        # Hand-offs whose requests have ended, with the number of their blocks.
+        self._handoffs: dict[HandoffId, tuple[str, int]] = {}
+        self._num_handed_off: Counter[str] = Counter()  # blocks, by client
 
     def add(self, request: Request) -> None:
         self._num_requests[request.client] += 1
 
-    def remove(self, request: Request) -> None:
-        self._num_requests[request.client] -= 1
-        if not self._num_requests[request.client]:
-            del self._num_requests[request.client]
+    def remove(self, client: str) -> None:
+        self._num_requests[client] -= 1
+        if not self._num_requests[client]:
+            del self._num_requests[client]
+
+    def hand_off(self, handoff_id: HandoffId, client: str, num_blocks: int) -> None:
+        """Note that a request has ended whose blocks are still being sent."""
+        self._handoffs[handoff_id] = (client, num_blocks)
+        self._count_handed_off(client, num_blocks)
+
+    def end_handoff(self, handoff_id: HandoffId) -> str | None:
+        """Note that a hand-off holds no blocks any more. Returns its client, if it had ended."""
+        client, num_blocks = self._handoffs.pop(handoff_id, (None, 0))
+        if client is not None:
+            self._count_handed_off(client, -num_blocks)
+            self.remove(client)
+        return client
 
     def hold(self, request: Request) -> None:
         """Note that a request has got its blocks."""
@@ -48,14 +68,34 @@ class ClientShares:
     def share(self) -> int:
         return self._num_blocks // max(1, len(self._num_requests))
 
+    @property
+    def num_requests(self) -> int:
+        """Number of requests that have not ended, or whose KV is still being sent."""
+        return self._num_requests.total()
+
+    @property
+    def num_handoffs(self) -> int:
+        return len(self._handoffs)
+
     def num_held(self, client: str) -> int:
         """Return the blocks that a client holds; 0 while there is only one client."""
         if not self.is_shared:
             return 0
-        return sum(map(self.num_held_by, self._holders.get(client, {}).values()))
+        num_held = sum(map(self.num_held_by, self._holders.get(client, {}).values()))
+        return num_held + self._num_handed_off[client]
 
     def num_held_by(self, request: Request) -> int:
         return request.kv.num_blocks * self._num_groups
+
+    def num_reserved(self, client: str, num_free: int) -> int:
+        """Return the blocks that the next hand-off of a client leaves free for other clients.
+
+        Hand-offs cannot be preempted: while a decode node is full, those of one client would fill
+        the cache for as long as that lasts. The first one of a client may take all blocks.
+        """
+        is_first = client not in self._holders and client not in self._num_handed_off
+        is_scarce = num_free < self._num_blocks * SCARCE_SHARE
+        return int(self._num_blocks * RESERVED_SHARE) if is_scarce and not is_first else 0
 
     def choose_victim(self, candidates: Collection[Request]) -> Request:
         """Return the request to preempt when blocks are short.
@@ -99,6 +139,11 @@ class ClientShares:
             num_missing -= num_freed(victim)
             victims.append(victim)
         return victims
+
+    def _count_handed_off(self, client: str, num_blocks: int) -> None:
+        self._num_handed_off[client] += num_blocks
+        if not self._num_handed_off[client]:
+            del self._num_handed_off[client]
 
     def _num_held_by_client(self, requests: Collection[Request]) -> dict[str, int]:
         return {client: self.num_held(client) for client in {each.client for each in requests}}

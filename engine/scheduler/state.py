@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from baton.core.errors import InvalidRequest
-from baton.core.ids import BlockId, RequestId
+from baton.core.ids import BlockId, HandoffId, RequestId
 from baton.core.output import Failure, FinishReason, Output
 from baton.core.request import EngineRequest
 from baton.engine.errors import BlocksUnaccounted
@@ -171,8 +171,7 @@ class SchedulerState:
             self.cache.register(request.kv)
         else:
             self.cache.release(request.kv)
-        self._release_share(request)
-        self.clients.remove(request)
+        self._end_share(request)
         request.move(RequestStatus.FINISHED)
         del self.requests[request.request_id]
 
@@ -181,6 +180,14 @@ class SchedulerState:
         self.cache.keep(hit)
         request.num_cached_tokens = hit.num_blocks * self.cache.block_size
         self.end(request, FinishReason.LENGTH)
+
+    def end_handoff(self, handoff_id: HandoffId) -> None:
+        """Release the blocks of a hand-off, and let its client come earlier."""
+        self.arrivals.sends.end(handoff_id)
+        client = self.clients.end_handoff(handoff_id)
+        if client is not None:
+            self.num_changes += 1
+            self.waiting.note_release(client)
 
     def end_receive(self, request: Request, *, revokes: bool = False) -> None:
         """Let a request receive no more, and queue those that wait for the same blocks."""
@@ -228,6 +235,14 @@ class SchedulerState:
         num_holders = self.num_waiting_for_remote_kvs + len(self.ready) + len(self.batch)
         return num_holders * self.num_headroom_blocks
 
+    def num_spare(self, request: Request) -> int:
+        """Return the blocks that must be free after a waiting request has got its own."""
+        if request.arrival.handoff is not None:
+            return self.num_spare_blocks
+        if request.submitted.send_to is None:
+            return 0
+        return self.clients.num_reserved(request.client, self.cache.pool.num_free)
+
     def held_kv(self) -> list[HeldKv]:
         ended = [held for step in self.batch.pending for held in step.written]
         return [*(request.kv for request in self.requests.values()), *ended]
@@ -273,6 +288,8 @@ class SchedulerState:
             raise BlocksUnaccounted(
                 f"{len(self.requests)} requests, but {placed} are queued or run"
             )
+        if self.clients.num_requests != len(self.requests) + self.clients.num_handoffs:
+            raise BlocksUnaccounted("the requests of the clients do not add up")
         for request, status in places:
             if request.status is not status:
                 raise BlocksUnaccounted(f"{request.request_id} is {request.status}, not {status}")
@@ -327,6 +344,17 @@ class SchedulerState:
 
     def _release_share(self, request: Request) -> None:
         self.clients.release(request)
+        self.waiting.note_release(request.client)
+
+    def _end_share(self, request: Request) -> None:
+        """Release the share of a request that ends. What is still being sent counts until then."""
+        handoff_id = request.submitted.send_to
+        num_sending = self.arrivals.sends.num_held(handoff_id)
+        self.clients.release(request)
+        if handoff_id is not None and num_sending:
+            self.clients.hand_off(handoff_id, request.client, num_sending)
+        else:
+            self.clients.remove(request.client)
         self.waiting.note_release(request.client)
 
     def _held_blocks(self) -> Iterator[BlockId]:

@@ -94,7 +94,5 @@ def find_prefix(state: SchedulerState, head: Request) -> PrefixHit:
 
 def num_missing_blocks(state: SchedulerState, head: Request, hit: PrefixHit) -> int:
     """Return the number of blocks that must become free for `head` to be admitted."""
-    num_missing = state.cache.num_missing(head.kv, hit)
-    if head.arrival.handoff is not None:
-        num_missing += state.num_spare_blocks
+    num_missing = state.cache.num_missing(head.kv, hit) + state.num_spare(head)
     return num_missing - state.cache.pool.num_free

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.ids import RequestId
+from baton.core.ids import HandoffId, RequestId
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.plan import RunResult
 from baton.engine.scheduler.config import SchedulerConfig, SchedulingPolicy
 from baton.engine.scheduler.scheduler import Scheduler
+from baton.kv_transfer.types import KvReports
 from tests.support.hypothesis_profiles import num_examples
 from tests.support.requests import make_engine_request
 
@@ -142,3 +143,74 @@ def test_without_other_clients_the_last_to_arrive_is_preempted(client: str) -> N
 
     assert it.num_preemptions[RequestId(f"{client}-0")] == 0
     assert it.num_preemptions[RequestId(f"{client}-{NUM_STREAMS - 1}")] > 0
+
+
+@dataclass
+class PrefillWorld(World):
+    """A world of hand-offs, which hold their blocks until the decode node has read them."""
+
+    handoffs: list[HandoffId] = field(default_factory=list)
+
+    def add(self, name: str, num_prompt: int, max_tokens: int, client: str) -> None:
+        prompt = [int(name.rpartition("-")[2]), *range(1, num_prompt)]
+        handoff_id = HandoffId(RequestId(name), 1)
+        self.scheduler.add(
+            make_engine_request(
+                prompt, request_id=name, max_tokens=max_tokens, client=client, send_to=handoff_id
+            )
+        )
+
+    def step(self, *read: HandoffId) -> set[str]:
+        self.num_steps += 1
+        plan = self.scheduler.schedule(float(self.num_steps))
+        tokens = {request_id: [1] for request_id in plan.num_scheduled_tokens}
+        self.handoffs += [each.handoff_id for each in plan.kv_orders.completes]
+        self.scheduler.update(plan, RunResult(tokens), KvReports(finished_sending=read))
+        return set(tokens)
+
+    def end(self) -> None:
+        self.scheduler.abort_all()
+        for _ in range(2):
+            self.step(*self.handoffs)
+        self.scheduler.check()
+        assert self.scheduler.stats().num_free_blocks == NUM_BLOCKS
+
+
+@pytest.mark.parametrize("num_prompt", [1, 5, 30])
+def test_a_bystander_is_computed_while_no_hand_off_of_another_client_ends(num_prompt: int) -> None:
+    it = PrefillWorld()
+    for number in range(NUM_BLOCKS):
+        it.add(f"many-{number}", num_prompt, 200, "many")
+    for _ in range(40):
+        it.step()
+    it.add("bystander-999", 100, 100, "one")
+
+    assert "bystander-999" in it.step()
+    it.end()
+
+
+def test_a_large_bystander_is_the_next_once_hand_offs_of_another_client_end() -> None:
+    it = PrefillWorld()
+    for number in range(NUM_STREAMS):
+        it.add(f"many-{number}", 4 * BLOCK_SIZE, 200, "many")
+    for _ in range(40):
+        it.step()
+    it.add("bystander-999", SHARE_TOKENS, 100, "one")  # twice what is reserved
+
+    num_ended = 0
+    while "bystander-999" not in it.step(*it.handoffs[:1]):
+        del it.handoffs[:1]
+        num_ended += 1
+    assert num_ended * 4 == NUM_BLOCKS // 4
+    it.end()
+
+
+def test_one_client_fills_three_quarters_of_the_cache_with_hand_offs() -> None:
+    it = PrefillWorld()
+    for number in range(NUM_BLOCKS):
+        it.add(f"many-{number}", BLOCK_SIZE, 200, "many")
+    for _ in range(40):
+        it.step()
+
+    assert it.scheduler.stats().num_free_blocks == NUM_BLOCKS // 4
+    it.end()
