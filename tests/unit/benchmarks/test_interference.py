@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -97,23 +98,45 @@ def test_ratios_are_computed_per_round(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (own.figures.itl_p50_ms, other.figures.itl_p50_ms) == (20.0, 40.0)
 
 
+MEASURED_TOKENS = 4  # give two gaps even if one stream ends among them
+
+
 class Steady:
-    """API that answers at once."""
+    """API that answers a prompt once the running streams have decoded some more tokens."""
 
     url = "made up"
+
+    def __init__(self) -> None:
+        self._num_decoded = 0
+        self._decoded = threading.Condition()
 
     def model(self) -> ServedModel:
         return ServedModel("made up", 4096)
 
     def stream(
-        self, model: str, prompt: Sequence[int], max_tokens: int, stop: Stop = lambda: False
+        self, model: str, prompt: Sequence[int], max_tokens: int, stop: Stop | None = None
     ) -> StreamedCompletion:
         streamed = StreamedCompletion(time.monotonic())
+        if stop is None:
+            self._wait_for_streams()
         for _ in range(max_tokens):
             streamed.arrivals.append((time.monotonic(), 1))
-            if stop():
-                break
+            if stop is not None:
+                self._count_token()
+                if stop():
+                    break
         return streamed
+
+    def _wait_for_streams(self) -> None:
+        with self._decoded:
+            if self._num_decoded:  # else the engine is warmed up
+                enough = self._num_decoded + MEASURED_TOKENS
+                assert self._decoded.wait_for(lambda: self._num_decoded >= enough, 60)
+
+    def _count_token(self) -> None:
+        with self._decoded:
+            self._num_decoded += 1
+            self._decoded.notify_all()
 
 
 def starts(num_times: int, error: BaseException) -> Start:
@@ -129,7 +152,7 @@ def starts(num_times: int, error: BaseException) -> Start:
     return start
 
 
-SMALL = Interference(num_streams=1, num_prompts=2, every_s=0.05, num_rounds=3)
+SMALL = Interference(num_streams=1, num_prompts=2, every_s=0.0, num_rounds=3)
 
 
 @pytest.mark.parametrize("error", [EngineFailed("gone"), KeyboardInterrupt(), ValueError("a bug")])
