@@ -19,6 +19,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import termios
 import threading
 import time
@@ -53,8 +54,13 @@ PROGRAMS = {
 }
 PACKAGE_PATH = "PYTHONPATH"
 # Variables that nothing reads while the packages are imported.
-READ_LATE = (PACKAGE_PATH, "BATON_", "_BATON_", "COMP_", "COLUMNS", "NO_COLOR", "TERM")
-CLUSTER_COMMANDS = {("baton", "up"), ("baton", "demo"), ("benchmarks", "tiers")}
+READ_LATE = (
+    *(PACKAGE_PATH, "BATON_", "_BATON_", "COMP_", "COLUMNS", "NO_COLOR", "TERM"),
+    *("BROWSER", "TMPDIR"),
+)
+WORKERS = "tests.support.forked_workers"
+# Commands whose processes fork further ones.
+CLUSTER_COMMANDS = {("baton", "up"), ("baton", "demo"), ("benchmarks", "tiers"), (WORKERS,)}
 PR_SET_CHILD_SUBREAPER = 36
 MAX_REQUEST_BYTES = 1 << 17
 REPARENT_POLL_S = 0.0005
@@ -246,6 +252,7 @@ def serve(connection: socket.socket) -> ForkOrder | None:
             os.chdir(folder)
             os.environ.clear()
             os.environ.update(environment)
+            tempfile.tempdir = None  # read from TMPDIR again
             sys.path[1:1] = filter(None, environment.get(PACKAGE_PATH, "").split(os.pathsep))
             return ForkOrder(program, arguments, fds)
         _close_all(fds)
@@ -328,21 +335,22 @@ def _leave_out_finalizers() -> None:
         finalizer.atexit = False
 
 
-def run_server(preload: Callable[[], object]) -> None:
+def run_server(import_all: Callable[[], object]) -> None:
     """Import what the forks need, and serve the connection that the command line names."""
     quick_exit = QuickExit()
     connection = socket.socket(fileno=int(sys.argv[1]))
-    preload()
+    import_all()
     _leave_out_finalizers()
     gc.freeze()
     quick_exit.run(lambda: serve_and_run(connection))
 
 
-def _preload() -> None:
+def preload() -> None:
+    """Import what the programs need."""
     prepare()
     for name in (*PRELOADED, *PROGRAMS.values()):
         import_module(name)
 
 
 if __name__ == "__main__":
-    run_server(_preload)
+    run_server(preload)

@@ -16,21 +16,19 @@ import pytest
 from execnet import gateway_base, gateway_io
 from execnet.gateway_base import ExecModel
 
-from tests.support.fork_server import ForkedProcess, ForkServers, run_server
-
-MODULE = "tests.support.forked_workers"
+from tests.support.fork_server import WORKERS, ForkedProcess, ForkServers, preload, run_server
 
 
 def fork_workers(config: pytest.Config) -> None:
     """Fork the workers of this controller from a server that collects the same tests."""
     folder, arguments = str(config.invocation_params.dir), config.invocation_params.args
-    servers = ForkServers(MODULE, folder, *map(str, arguments))
+    servers = ForkServers(WORKERS, folder, *map(str, arguments))
     config.add_cleanup(servers.close)
 
     class ForkedIO(gateway_io.Popen2IOMaster):
         def __init__(self, _: object, execmodel: ExecModel) -> None:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            self.popen = ForkedProcess(servers, [sys.executable, "-m", MODULE], **pipes)
+            self.popen = ForkedProcess(servers, [sys.executable, "-m", WORKERS], **pipes)
             gateway_base.Popen2IO.__init__(self, self.popen.stdin, self.popen.stdout, execmodel)
 
     patch = pytest.MonkeyPatch()
@@ -70,6 +68,7 @@ def _collect() -> None:
             "Tests computed with several threads while they were collected. A fork would wait for "
             "them for ever: compute in tests and fixtures."
         )
+    preload()  # for the processes that the workers fork
     if not reports.is_complete or code not in (
         pytest.ExitCode.OK,
         pytest.ExitCode.NO_TESTS_COLLECTED,
