@@ -69,11 +69,18 @@ def _collect() -> None:
             "them for ever: compute in tests and fixtures."
         )
     preload()  # for the processes that the workers fork
+    _import_for_models()
     if not reports.is_complete or code not in (
         pytest.ExitCode.OK,
         pytest.ExitCode.NO_TESTS_COLLECTED,
     ):
         _forget_tests()
+
+
+def _import_for_models() -> None:
+    """Import what every worker would import when it makes its first model, which takes 3 s."""
+    if models := sys.modules.get("tests.support.models"):
+        assert models.import_transformers().LlamaForCausalLM
 
 
 def _count_threads() -> int:
