@@ -41,7 +41,7 @@ from tests.support.models import VARIANTS, make_model_folder
 
 NUM_ASKS = 15
 NUM_CLIENTS = 4
-LASTS_S = 1.0
+STRIKES_AT_S, LASTS_S = 0.1, 1.0
 MAX_TRIES = 3
 POOLED = {"embed", "encode", "rerank"}
 # Of each client after an answer, once the fault has struck: it leaves the cores to other tests.
@@ -107,7 +107,9 @@ class Running:
             ):
                 router = await self.cluster.router(client)
                 chaos = ChaosRun(self.cluster, router, self.answers, NUM_CLIENTS, hostile=hostile)
-                fault = Fault(0, 0.3, FaultKind.HOSTILE, TargetRole.ROUTER, 0, Phase.SENT, LASTS_S)
+                fault = Fault(
+                    0, STRIKES_AT_S, FaultKind.HOSTILE, TargetRole.ROUTER, 0, Phase.SENT, LASTS_S
+                )
                 return await paced(chaos, [fault], LONG_PAUSE_S)
 
         return self.runner.run(scenario())
@@ -175,7 +177,7 @@ def test_faults_cause_no_wrong_or_lost_answer_and_no_leak(
     if kind is FaultKind.JUMP and not has_compiler():
         pytest.skip("no C compiler builds a clock that jumps")
     phase = list(Phase)[FAULTS.index((kind, role)) % len(Phase)]
-    fault = Fault(0, 0.3, kind, role, 0, phase, LASTS_S)
+    fault = Fault(0, STRIKES_AT_S, kind, role, 0, phase, LASTS_S)
 
     switch = running.cluster.fault_switch(running.cluster.child(role, 0))
     num_hits = switch.num_hits
@@ -193,7 +195,7 @@ def test_corrupted_kv_is_detected_and_the_prompt_is_computed_on_decode(
     running: Running,
 ) -> None:
     report = running.until_counted(
-        Fault(0, 0.3, FaultKind.CORRUPT, TargetRole.PREFILL, 0, Phase.SENT, LASTS_S),
+        Fault(0, STRIKES_AT_S, FaultKind.CORRUPT, TargetRole.PREFILL, 0, Phase.SENT, LASTS_S),
         DIGEST_MISMATCHES,
     )
 
@@ -204,7 +206,7 @@ def test_an_adapter_is_loaded_replaced_and_unloaded_while_requests_use_it(
     running: Running,
 ) -> None:
     report = running.through(
-        Fault(0, 0.3, FaultKind.ADAPTERS, TargetRole.ROUTER, 0, Phase.SENT, 4.0)
+        Fault(0, STRIKES_AT_S, FaultKind.ADAPTERS, TargetRole.ROUTER, 0, Phase.SENT, 4.0)
     )
 
     assert report.is_good, report
@@ -215,7 +217,7 @@ def test_an_adapter_is_loaded_replaced_and_unloaded_while_requests_use_it(
 
 def test_an_overload_fills_the_caches(running: Running) -> None:
     running.until_counted(
-        Fault(0, 0.3, FaultKind.OVERLOAD, TargetRole.ROUTER, 0, Phase.SENT, LASTS_S),
+        Fault(0, STRIKES_AT_S, FaultKind.OVERLOAD, TargetRole.ROUTER, 0, Phase.SENT, LASTS_S),
         PREEMPTIONS,
         pause_s=0.0,
     )
@@ -225,7 +227,7 @@ def test_streams_of_a_frozen_decode_node_migrate_and_the_node_is_used_again(
     running: Running,
 ) -> None:
     running.until_counted(
-        Fault(0, 0.3, FaultKind.FREEZE, TargetRole.DECODE, 0, Phase.DECODING, LASTS_S),
+        Fault(0, STRIKES_AT_S, FaultKind.FREEZE, TargetRole.DECODE, 0, Phase.DECODING, LASTS_S),
         ATTEMPTS,
         MIGRATE,
         role=TargetRole.ROUTER,
@@ -242,7 +244,7 @@ def test_faults_of_files_and_objects_cause_no_wrong_answer(
     first = (FaultKind.SPOIL, FaultKind.RESET)
     kinds = (*first, *sorted(TIER_FAULTS.difference(first), key=lambda kind: kind.value))
     faults = [
-        Fault(number, 0.3 + 0.4 * number, kind, TargetRole.ROUTER, 0, Phase.SENT, 0.4)
+        Fault(number, STRIKES_AT_S + 0.4 * number, kind, TargetRole.ROUTER, 0, Phase.SENT, 0.4)
         for number, kind in enumerate(kinds)
     ]
     before = [running.total(role, TIER_TOKENS) for role in (TargetRole.PREFILL, TargetRole.DECODE)]
@@ -260,7 +262,7 @@ def test_faults_of_files_and_objects_cause_no_wrong_answer(
 def test_a_hostile_client_causes_no_wrong_answer_and_no_leak(
     running: Running, attack: Attack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hostile_processes, "ATTACK_LIMIT_S", 5.0)
+    monkeypatch.setattr(hostile_processes, "ATTACK_LIMIT_S", 2.5)
 
     report = running.under(attack)
 

@@ -44,7 +44,7 @@ SCHEMA: Schema = {
     "additionalProperties": False,
 }
 BY_SCHEMA = StructuredOutputs(json=json.dumps(SCHEMA))
-NUM_SCHEMAS = num_examples(200)
+NUM_SCHEMAS = num_examples(100)
 REASONING_BEGIN, REASONING_END = 50, 51
 LONG = StructuredOutputs(regex="([a-z]{3} ){60,70}")
 FORMS = [
