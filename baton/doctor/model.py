@@ -16,6 +16,7 @@ from baton.engine.runner.attention.kv_budget import auto_kv_bytes
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.encoders.read_config import is_encoder, read_encoder_config
 from baton.engine.runner.families.read_config import read_model_config
+from baton.kv_transfer.tiers.host_size import auto_host_bytes
 
 if TYPE_CHECKING:
     from baton.engine.runner.model.config import ModelConfig
@@ -198,9 +199,11 @@ def room_finding(
     if adapter_bytes:
         weights += f", up to {format_bytes(adapter_bytes)} of LoRA adapters"
         smaller += ", --max-cpu-loras or --max-lora-rank"
+    host_bytes = auto_host_bytes(max(0, free_bytes - needed), kv_bytes)
     found = (
         f"a node needs {weights} and {format_bytes(kv_bytes)} of KV "
-        f"({per_token} bytes a token, {kv_bytes // per_token} tokens); "
+        f"({per_token} bytes a token, {kv_bytes // per_token} tokens), and on a CPU takes up to "
+        f"{format_bytes(host_bytes)} for evicted KV while memory is free (--kv-host-memory); "
         f"{format_bytes(free_bytes)} are free"
     )
     if needed > free_bytes:

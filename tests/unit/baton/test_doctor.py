@@ -207,6 +207,7 @@ def test_a_model_needs_room_for_its_weights_and_its_kv_in_each_node() -> None:
     assert room_finding(4 * GIB, GIB, 1024, 8 * GIB).status is Status.WARN
     assert room_finding(4 * GIB, GIB, 1024, 4 * GIB).status is Status.FAIL
     assert "1024 bytes a token, 1048576 tokens" in room_finding(1, GIB, 1024, GIB).found
+    assert "up to 5.5 GiB for evicted KV" in room_finding(4 * GIB, GIB, 1024, 16 * GIB).found
     short = room_finding(4 * GIB, GIB, 1024, 16 * GIB, adapter_bytes=12 * GIB)
     assert short.status is Status.FAIL
     assert "up to 12.0 GiB of LoRA adapters" in short.found
