@@ -18,6 +18,8 @@ from baton.rpc.errors import AdaptersBusy
 log = logging.getLogger(__name__)
 
 MAX_PLACE_WAIT_S = 10.0
+CLAIM_AFTER_S = 5.0
+MAX_CLAIM_S = 60.0
 
 
 class HasBytes(Protocol):
@@ -59,6 +61,14 @@ class _Load:
         self.task: asyncio.Task[None]
 
 
+class _Turn:
+    """A load that waits for a place."""
+
+    def __init__(self, since_s: float) -> None:
+        self.since_s = since_s
+        self.place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
 class AdapterLoader(Generic[Loaded]):
     """Loads each adapter once for all that need it, into one of `num_places`."""
 
@@ -68,6 +78,8 @@ class AdapterLoader(Generic[Loaded]):
         num_places: int,
         *,
         max_wait_s: float = MAX_PLACE_WAIT_S,
+        claim_after_s: float = CLAIM_AFTER_S,
+        max_claim_s: float = MAX_CLAIM_S,
         threads: FolderThreads | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -77,10 +89,11 @@ class AdapterLoader(Generic[Loaded]):
         self.observe_load: Callable[[float], None] = lambda _: None  # seconds of one
         self._memory = memory
         self._max_wait_s = max_wait_s
+        self._claim_after_s, self._max_claim_s = claim_after_s, max_claim_s
         self._clock = clock
         self._threads = threads or FolderThreads()
         self._loads: dict[str, _Load] = {}
-        self._waiting: deque[asyncio.Future[None]] = deque()  # for a place, the first first
+        self._waiting: deque[_Turn] = deque()  # the first first
 
     def __enter__(self) -> AdapterLoader[Loaded]:
         return self
@@ -121,10 +134,13 @@ class AdapterLoader(Generic[Loaded]):
 
         `find_folder` is called on a thread, since a file system can take long to answer.
 
-        Raises AdaptersBusy if all places are in use for `max_wait_s`, or all threads hang, and what
-        reading raises.
+        The first that waits for a place claims the oldest one after a time: the requests that use
+        it end, and later ones wait behind the claim. Without that, they could use it for ever.
+
+        Raises AdaptersBusy if all places are in use for `max_wait_s`, or a claimed one is for
+        `max_claim_s`, or all threads hang, and what reading raises.
         """
-        if adapter_id in self.resident:
+        if adapter_id in self.resident and not self._is_claimed(adapter_id):
             self.resident.use(adapter_id)
         else:
             load = self._loads.get(adapter_id) or self._start(adapter_id, find_folder)
@@ -168,6 +184,12 @@ class AdapterLoader(Generic[Loaded]):
         try:
             folder = await self._threads.run(find_folder)  # none is evicted for a wrong path
             await self._reserve()
+            if adapter_id in self.resident:  # another place became free than the claimed one
+                load.is_over = True
+                self.resident.give_back()
+                self.resident.use(adapter_id, load.num_users)
+                self._pass_places_on()
+                return
             load.is_reading = True
             began_s = self._clock()
             try:
@@ -206,33 +228,43 @@ class AdapterLoader(Generic[Loaded]):
         if evicted is not None:
             self._evict(evicted)
             return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        turn = _Turn(self._clock())
         self._waiting.append(turn)
         try:
-            async with asyncio.timeout(self._max_wait_s):
-                await turn
-        except BaseException as error:
-            if turn.done() and not turn.cancelled():  # the place came too late
+            await self._await_place(turn)
+        except BaseException:
+            if turn.place.done():  # it came too late
                 self.resident.give_back()
-                self._pass_places_on()
-            if isinstance(error, TimeoutError):
-                raise AdaptersBusy(
-                    f"requests use all places for adapters in memory (--max-cpu-loras); none "
-                    f"became free within {self._max_wait_s:g} s"
-                ) from None
+            else:
+                self._waiting.remove(turn)
+            self._pass_places_on()
             raise
+
+    async def _await_place(self, turn: _Turn) -> None:
+        await asyncio.wait([turn.place], timeout=self._max_wait_s)
+        if not turn.place.done() and self._waiting[0] is turn:
+            await asyncio.wait([turn.place], timeout=self._max_claim_s - self._max_wait_s)
+        if not turn.place.done():
+            waited_s = self._clock() - turn.since_s
+            raise AdaptersBusy(
+                "requests use all places for adapters in memory (--max-cpu-loras); none became "
+                f"free within {waited_s:.2g} s"
+            )
+
+    def _is_claimed(self, adapter_id: str) -> bool:
+        """Return whether the first that waits has waited long enough for this adapter's place."""
+        if not self._waiting or adapter_id != self.resident.oldest:
+            return False
+        return self._clock() - self._waiting[0].since_s >= self._claim_after_s
 
     def _pass_places_on(self) -> None:
         """Reserve places for those that wait, as far as there are any."""
         while self._waiting:
-            if self._waiting[0].cancelled():
-                self._waiting.popleft()
-                continue
             evicted = self.resident.reserve()
             if evicted is None:
                 return
             self._evict(evicted)
-            self._waiting.popleft().set_result(None)
+            self._waiting.popleft().place.set_result(None)
 
     def _evict(self, adapter_ids: list[str]) -> None:
         for adapter_id in adapter_ids:

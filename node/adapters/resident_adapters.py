@@ -10,6 +10,7 @@ from dataclasses import dataclass
 class ResidentAdapter:
     num_bytes: int
     num_users: int  # requests in progress; it is not evicted before their end
+    number: int  # of its place: in the order in which they were filled
     is_kept: bool = True  # without users, until its place is needed
 
 
@@ -20,6 +21,7 @@ class ResidentAdapters:
         self.num_places = num_places
         self.num_reserved = 0  # of those that are being read
         self._by_id: OrderedDict[str, ResidentAdapter] = OrderedDict()
+        self._num_filled = 0
 
     def __contains__(self, adapter_id: str) -> bool:
         return adapter_id in self._by_id
@@ -36,6 +38,11 @@ class ResidentAdapters:
     def num_in_use(self) -> int:
         """Return the number of adapters that have users. For any thread."""
         return sum(each.num_users > 0 for each in tuple(self._by_id.values()))
+
+    @property
+    def oldest(self) -> str | None:
+        """The adapter that has been in memory for the longest time."""
+        return min(self._by_id, key=lambda each: self._by_id[each].number, default=None)
 
     def find(self, adapter_id: str) -> ResidentAdapter | None:
         return self._by_id.get(adapter_id)
@@ -59,12 +66,13 @@ class ResidentAdapters:
     def fill(self, adapter_id: str, num_bytes: int, num_users: int) -> None:
         """Put an adapter into a reserved place."""
         self.num_reserved -= 1
-        self._by_id[adapter_id] = ResidentAdapter(num_bytes, num_users)
+        self._num_filled += 1
+        self._by_id[adapter_id] = ResidentAdapter(num_bytes, num_users, self._num_filled)
 
-    def use(self, adapter_id: str) -> None:
-        """Count a user of an adapter that is in memory."""
+    def use(self, adapter_id: str, num_users: int = 1) -> None:
+        """Count users of an adapter that is in memory."""
         self._by_id.move_to_end(adapter_id)
-        self._by_id[adapter_id].num_users += 1
+        self._by_id[adapter_id].num_users += num_users
 
     def release(self, adapter_id: str) -> bool:
         """Count a user less. Returns whether this removes the adapter."""

@@ -74,11 +74,20 @@ def run(
     *,
     num_places: int = 2,
     max_wait_s: float = PATIENCE_S,
+    max_claim_s: float = PATIENCE_S,
+    claim_after_s: float = PATIENCE_S,
     threads: FolderThreads | None = None,
 ) -> None:
     async def timed() -> None:
         memory = FakeMemory()
-        loader = AdapterLoader(memory, num_places, max_wait_s=max_wait_s, threads=threads)
+        loader = AdapterLoader(
+            memory,
+            num_places,
+            max_wait_s=max_wait_s,
+            max_claim_s=max_claim_s,
+            claim_after_s=claim_after_s,
+            threads=threads,
+        )
         with loader:
             world = World(memory, loader)
             async with asyncio.timeout(PATIENCE_S):
@@ -152,7 +161,47 @@ def test_a_request_without_a_place_is_refused_after_a_while() -> None:
                 await world.use("b")
         await world.use("b")
 
-    run(scenario, num_places=1, max_wait_s=0.01)
+    run(scenario, num_places=1, max_wait_s=0.01, max_claim_s=0.02)
+
+
+def test_later_requests_for_the_oldest_adapter_wait_behind_one_that_claims_its_place() -> None:
+    async def scenario(world: World) -> None:
+        order: list[str] = []
+
+        async def use(adapter_id: str) -> None:
+            async with world.held(adapter_id):
+                order.append(adapter_id)
+
+        async with world.held("b"):
+            async with world.held("a"):
+                first = asyncio.ensure_future(use("c"))
+                await until(lambda: world.loader.num_waiting(for_place=True) == 1)
+                await world.use("a")  # not the oldest: it is not claimed
+                later = [asyncio.ensure_future(use("b")) for _ in range(3)]
+                await until(lambda: world.loader.num_waiting(for_place=True) == 4)
+                assert not order
+            await first
+            await asyncio.gather(*later)
+
+        assert order == ["c", "b", "b", "b"]
+        assert world.memory.num_reads == 3  # "b" was in memory all the time
+
+    run(scenario, claim_after_s=0.0)
+
+
+def test_a_claim_outlasts_the_wait_of_others_and_has_an_end() -> None:
+    async def scenario(world: World) -> None:
+        async with world.held("a"):
+            tasks = [world.start(each) for each in "bc"]
+            await until(lambda: world.loader.num_waiting(for_place=True) == 2)
+            with pytest.raises(AdaptersBusy):
+                await tasks[1]
+            assert not tasks[0].done()
+            with pytest.raises(AdaptersBusy):
+                await tasks[0]
+        await world.use("b")
+
+    run(scenario, num_places=1, max_wait_s=0.01, max_claim_s=0.1)
 
 
 def test_a_cancelled_request_leaves_the_load_to_others() -> None:
