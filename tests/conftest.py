@@ -1,4 +1,4 @@
-"""Settings and session fixtures of all tests: trace folder, SIGINT handler, fork servers."""
+"""Settings and session fixtures of all tests: SIGINT handler, trace folder, fork servers."""
 
 from __future__ import annotations
 
@@ -69,6 +69,15 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_configure() -> None:
+    """Restore SIGINT, which a shell makes background processes and their children ignore.
+
+    Before any process is forked.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_xdist_setupnodes(config: pytest.Config) -> None:
     """Fork the workers, which saves them the imports."""
     fork_workers(config)
@@ -93,14 +102,7 @@ def _rare_collections() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _sigint_handler() -> None:
-    """Restore SIGINT, which a shell makes background processes and their children ignore."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _forked_processes(_sigint_handler: None, _trace_dir: None) -> Iterator[None]:
+def _forked_processes(_trace_dir: None) -> Iterator[None]:
     """Fork the processes of clusters from servers of the test process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(baton.cluster.child, "start_process", start_process)
