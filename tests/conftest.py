@@ -68,7 +68,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.hookimpl(optionalhook=True)
 def pytest_configure() -> None:
     """Restore SIGINT, which a shell makes background processes and their children ignore.
 
@@ -78,6 +77,7 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config) -> None:
     """Fork the workers, which saves them the imports."""
     fork_workers(config)
