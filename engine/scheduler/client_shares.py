@@ -16,7 +16,8 @@ class ClientShares:
     """Clients that have requests have equal shares. A client may hold more while no other waits.
 
     A request that sends its KV counts until its hand-off has ended, which is after its last token.
-    Blocks that several requests share count for each of them. With one client nothing is counted.
+    Blocks that several requests share count for each of them. Blocks of requests are counted only
+    while there are several clients.
     """
 
     def __init__(self, num_blocks: int, num_groups: int) -> None:
@@ -42,7 +43,7 @@ class ClientShares:
         self._count_handed_off(client, num_blocks)
 
     def end_handoff(self, handoff_id: HandoffId) -> str | None:
-        """Note that a hand-off holds no blocks any more. Returns its client, if it had ended."""
+        """Stop counting a hand-off. Returns its client; None if it was not counted."""
         client, num_blocks = self._handoffs.pop(handoff_id, (None, 0))
         if client is not None:
             self._count_handed_off(client, -num_blocks)

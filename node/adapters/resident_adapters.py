@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class ResidentAdapter:
     num_bytes: int
     num_users: int  # requests in progress; it is not evicted before their end
-    number: int  # of its place: in the order in which they were filled
+    number: int  # in the order in which adapters came into memory
     is_kept: bool = True  # without users, until its place is needed
 
 
