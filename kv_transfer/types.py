@@ -137,6 +137,7 @@ class KvReports:
     released: tuple[HandoffId, ...] = ()  # no write can land in their blocks any more
     finished_sending: tuple[HandoffId, ...] = ()  # no read of their source blocks is in flight
     requested: tuple[Requested, ...] = ()  # pulls by peers
+    granted: tuple[HandoffId, ...] = ()  # hand-offs, computed or not, whose peer holds blocks ready
     external: ExternalReports = NO_EXTERNAL_REPORTS  # of a KV cache outside the engine
     foreign: tuple[ForeignPulled, ...] = ()
 

@@ -184,6 +184,7 @@ class KvTransferWorker:
         reports = self._receiver.take_reports(
             finished_sending=self._sender.take_finished(),
             requested=self._sender.take_requested(),
+            granted=self._sender.take_granted(),
         )
         self._ledger.begin_given(reports.requested)
         self._close_records(reports)

@@ -6,9 +6,10 @@ report that releases them. This is independent of what happens to the request.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 
-from baton.core.ids import BlockId, HandoffId
+from baton.core.ids import BlockId, HandoffId, RequestId
 from baton.core.logprobs import FirstToken
 from baton.engine.kv_arrival.holds import Hold, Holds
 from baton.engine.kv_arrival.orders import StepOrders
@@ -16,17 +17,21 @@ from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.kv_cache.transfer_order import TransferOrder
 from baton.kv_transfer.types import Complete, Send, Withdraw
 
+NUM_EARLY_GRANTS = 10_000  # that are remembered: some of their requests never come
+
 
 @dataclass(slots=True)
 class _PendingSend:
     """Blocks that are being sent to a peer."""
 
     hold: Hold  # in the order of the hand-off
+    request_id: RequestId | None = None  # None: a pull
     num_held: int = 0  # leading places of each block table whose blocks are held
     num_sent: int = 0  # of these, the ones ordered; the pass in progress completes the others
     is_ended: bool = False  # Complete or Withdraw is ordered: no more blocks follow
     is_over: bool = False  # the KV worker has reported the end, possibly early
     is_withdrawn: bool = False
+    is_granted: bool = False  # the peer has blocks for it
 
 
 class BlockSends:
@@ -37,6 +42,7 @@ class BlockSends:
         self._order = order
         self._orders = orders
         self._sending: dict[HandoffId, _PendingSend] = {}
+        self._early_grants: OrderedDict[HandoffId, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._sending)
@@ -44,9 +50,26 @@ class BlockSends:
     def is_known(self, handoff_id: HandoffId) -> bool:
         return handoff_id in self._sending
 
-    def open(self, handoff_id: HandoffId) -> None:
-        """Register the hand-off of a waiting request whose blocks will be sent."""
-        self._sending[handoff_id] = _PendingSend(self._holds.open())
+    def open(self, handoff_id: HandoffId, request_id: RequestId) -> bool:
+        """Register the hand-off of a waiting request whose blocks will be sent.
+
+        Returns whether the peer has granted it already.
+        """
+        is_granted = self._early_grants.pop(handoff_id, False) is None
+        hold = self._holds.open()
+        self._sending[handoff_id] = _PendingSend(hold, request_id, is_granted=is_granted)
+        return is_granted
+
+    def note_grant(self, handoff_id: HandoffId) -> RequestId | None:
+        """Note that the peer has blocks for a hand-off. Returns its request, if that has come."""
+        sending = self._sending.get(handoff_id)
+        if sending is not None:
+            sending.is_granted = True
+            return sending.request_id
+        self._early_grants[handoff_id] = None
+        if len(self._early_grants) > NUM_EARLY_GRANTS:
+            self._early_grants.popitem(last=False)
+        return None
 
     def has_sent(self, handoff_id: HandoffId | None) -> bool:
         return self.num_held(handoff_id) > 0
@@ -102,11 +125,22 @@ class BlockSends:
         if sending is not None and sending.is_ended and not sending.is_withdrawn:
             self._withdraw(handoff_id, reason)
 
+    def withdraw_ungranted(self, reason: str) -> None:
+        """Withdraw the last complete hand-off without a grant, unless others will release blocks.
+
+        Those with a grant end once their KV is sent, and withdrawn ones with the next reports.
+        """
+        holding = {key: each for key, each in self._sending.items() if each.hold.block_ids}
+        if not any(each.is_granted or each.is_withdrawn for each in holding.values()):
+            for handoff_id in list(holding)[-1:]:
+                self.withdraw_completed(handoff_id, reason)
+
     def give(self, handoff_id: HandoffId, block_ids: tuple[BlockId, ...], num_tokens: int) -> bool:
         """Order the transfer of blocks that a peer pulls. Returns False if the id is in use."""
         if handoff_id in self._sending:
             return False
-        self._sending[handoff_id] = _PendingSend(self._holds.open(block_ids), is_ended=True)
+        hold = self._holds.open(block_ids)
+        self._sending[handoff_id] = _PendingSend(hold, is_ended=True, is_granted=True)
         self._orders.sends.append(Send(handoff_id, 0, block_ids))
         self._orders.completes.append(Complete(handoff_id, num_tokens, None))
         return True

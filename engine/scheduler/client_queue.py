@@ -12,6 +12,8 @@ from baton.engine.scheduler.request import Request
 class ClientQueue:
     """Within a priority, the client that holds the fewest blocks comes first; its requests by key.
 
+    Keys are those of `waiting_key`: requests that lack a grant come after all others.
+
     The heap has a lower bound of each client's key, which is made exact when it comes to the top:
     most changes of what a client holds cost nothing.
     """
@@ -75,5 +77,5 @@ class ClientQueue:
         first = None if queue is None else queue.peek()
         if first is None:
             return None
-        priority, *others = first[0]
-        return (priority, self._num_held(client), *others)
+        lacks_grant, priority, *others = first[0]
+        return (lacks_grant, priority, self._num_held(client), *others)

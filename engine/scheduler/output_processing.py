@@ -56,6 +56,8 @@ class OutputProcessor:
             self._process_lost(lost)
         for handoff_id in reports.released:
             arrivals.receives.end(handoff_id)
+        for handoff_id in reports.granted:
+            self._state.note_grant(handoff_id)
         for handoff_id in reports.finished_sending:
             self._state.end_handoff(handoff_id)
         # Last: what has just landed, or been released, can be given to peers at once.

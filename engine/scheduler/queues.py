@@ -15,6 +15,9 @@ from baton.engine.scheduler.request import Request
 class WaitingQueue:
     """Waiting queue: requests that hold no blocks, resumed ones first within a priority.
 
+    Requests that lack a grant come last, whatever their priority: the others' blocks on decode
+    nodes are of no use to anyone until their KV is there.
+
     Long prompts that must wait for other long ones are set aside, so that finding the next
     request never iterates over them.
 
@@ -71,6 +74,11 @@ class WaitingQueue:
         """Let a client come earlier that holds fewer blocks than before."""
         self._queue.note_release(client)
         self._aside_queue.note_release(client)
+
+    def note_grant(self, request: Request) -> None:
+        """Move a request to the place that its grant gives it, if it is in the queue."""
+        if request in self._queue or request in self._aside_queue:
+            self._requeue(request)
 
     def set_aside(self, request: Request) -> None:
         """Set the head, a long prompt, aside: `head` skips it while `allow_long` is off."""
@@ -142,4 +150,4 @@ class WaitingQueue:
 
 def waiting_key(request: Request) -> Key:
     priority, arrival, serial = request.rank
-    return (priority, not request.is_resumed, arrival, serial)
+    return (request.lacks_grant, priority, not request.is_resumed, arrival, serial)

@@ -83,6 +83,7 @@ class Request:
     was_preempted_for_priority: bool = False  # which happens at most once
     is_long: bool = False  # a long prompt whose prefill is not complete
     is_resumed: bool = False  # it has lost its blocks or KV before
+    lacks_grant: bool = False  # the decode node that will receive its KV has no blocks for it yet
     due_step: int = NOT_DUE  # the step in which it needs its next block, see Batch
 
     # Statistics for the last output.

@@ -270,6 +270,18 @@ class StepPlanner:
 
     # --- waiting ------------------------------------------------------------------
 
+    def _release_for_granted(self, head: Request) -> None:
+        """Withdraw a hand-off without a grant if `head` has one, and nothing else gives it blocks.
+
+        Otherwise both nodes could wait for each other: the decode node for the KV of `head`, and
+        this one for grants of the hand-offs that fill its cache.
+        """
+        is_granted = head.submitted.send_to is not None and not head.lacks_grant
+        if is_granted and not self._state.batch.running and not self._state.batch.pending:
+            self._state.arrivals.sends.withdraw_ungranted(
+                "the prefill node was full, and granted hand-offs needed its blocks"
+            )
+
     def _schedule_waiting(self, before: float = math.inf) -> None:
         """Start waiting requests whose priority is before this one."""
         while self._can_admit:
@@ -285,3 +297,4 @@ class StepPlanner:
             # that blocks keeps the others waiting: if they passed, it could starve.
             if self._admission.try_start(head) is Refusal.BLOCKS:
                 self._blocked_head, self._can_admit = (head, allow_long), False
+                self._release_for_granted(head)

@@ -86,7 +86,9 @@ class SchedulerState:
         if submitted.receive_from is not None:
             self.arrivals.receives.expect(submitted.receive_from)
         if submitted.send_to is not None:
-            self.arrivals.sends.open(submitted.send_to)
+            request.lacks_grant = not self.arrivals.sends.open(
+                submitted.send_to, submitted.request_id
+            )
         if request.status is RequestStatus.WAITING_FOR_FSM:
             self.num_waiting_for_fsm += 1
         else:
@@ -181,6 +183,15 @@ class SchedulerState:
         request.num_cached_tokens = hit.num_blocks * self.cache.block_size
         self.end(request, FinishReason.LENGTH)
 
+    def note_grant(self, handoff_id: HandoffId) -> None:
+        """Let a request go first for whose KV a decode node has granted blocks."""
+        request_id = self.arrivals.sends.note_grant(handoff_id)
+        request = None if request_id is None else self.requests.get(request_id)
+        if request is not None and request.submitted.send_to == handoff_id:
+            request.lacks_grant = False
+            self.num_changes += 1
+            self.waiting.note_grant(request)
+
     def end_handoff(self, handoff_id: HandoffId) -> None:
         """Release the blocks of a hand-off, and let its client come earlier."""
         self.arrivals.sends.end(handoff_id)
@@ -239,7 +250,7 @@ class SchedulerState:
         """Return the blocks that must be free after a waiting request has got its own."""
         if request.arrival.handoff is not None:
             return self.num_spare_blocks
-        if request.submitted.send_to is None:
+        if not request.lacks_grant:
             return 0
         return self.clients.num_reserved(request.client, self.cache.pool.num_free)
 

@@ -279,6 +279,7 @@ class Receiver:
         self,
         finished_sending: tuple[HandoffId, ...] = (),
         requested: tuple[Requested, ...] = (),
+        granted: tuple[HandoffId, ...] = (),
     ) -> KvReports:
         """Return the events since the last call, with those of the sender."""
         reports = KvReports(
@@ -288,6 +289,7 @@ class Receiver:
             released=tuple(self._released),
             finished_sending=finished_sending,
             requested=requested,
+            granted=granted,
         )
         self._landed, self._failed, self._proved, self._released = [], [], [], []
         return reports

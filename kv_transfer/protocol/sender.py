@@ -72,6 +72,7 @@ class Sender:
         self._actions: list[Action] = []
         self._finished: list[HandoffId] = []
         self._requested: list[Requested] = []
+        self._granted: list[HandoffId] = []
         self.num_dropped = 0
 
     # --- Orders of the scheduler -------------------------------------------------------
@@ -221,6 +222,11 @@ class Sender:
         requested, self._requested = tuple(self._requested), []
         return requested
 
+    def take_granted(self) -> tuple[HandoffId, ...]:
+        """Return each hand-off once that a peer has granted."""
+        granted, self._granted = tuple(self._granted), []
+        return granted
+
     def outgoing(self) -> Iterator[OutgoingHandoff]:
         """Iterate over the sends that have not ended."""
         return iter(self._outgoing.values())
@@ -271,6 +277,8 @@ class Sender:
         outgoing.move(OutgoingState.PUSHING)
         outgoing.link_id, outgoing.grant = link_id, grant
         outgoing.lease_until_s = now + grant.lease_s
+        if not grant.names:
+            self._granted.append(grant.handoff_id)
         self._push(outgoing, now)
 
     def _handle_renew(self, link_id: LinkId, renew: Renew, now: float) -> None:

@@ -16,13 +16,17 @@ from tests.support.models import EOS_TOKEN_ID, prompt_of, reference_choices, ref
 BLOCK_SIZE = 16
 CHUNK = 24
 NUM_TOKENS = 12
+NUM_PREFILL_BLOCKS = 64
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", params=["nixl", "ucxx"])
 def pair(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[Pair]:
-    with Pair(PairOptions(model_folder, request.param, chunk_tokens=CHUNK)) as running:
+    room = PairOptions(
+        model_folder, request.param, chunk_tokens=CHUNK, prefill_bytes=NUM_PREFILL_BLOCKS * 8192
+    )
+    with Pair(room) as running:
         yield running
 
 
@@ -133,6 +137,31 @@ def test_a_first_token_that_ends_the_request_ends_the_hand_off(
 
     assert (answer.token_ids, answer.decode.reason) == ([expected], reason)
     assert pair.d.num_tokens_run == before
+    pair.await_all_free()
+
+
+def test_a_granted_prompt_gets_the_blocks_of_a_hand_off_that_no_decode_node_has_granted(
+    pair: Pair, model_folder: Path
+) -> None:
+    num_tokens = NUM_PREFILL_BLOCKS // 2 * BLOCK_SIZE - NUM_TOKENS
+    held = [prompt_of(num_tokens, seed=700 + number) for number in range(2)]
+    ids = [pair.new_id() for _ in held]
+    sampling = greedy(NUM_TOKENS)
+    calls = [pair.prefill(*each, sampling) for each in zip(ids, held, strict=True)]
+    for call in calls:
+        call.until_tokens(1)  # the cache is full
+    prompt = prompt_of(num_tokens, seed=702)
+
+    answer = pair.answer(prompt, sampling)
+
+    assert answer.was_handed_over
+    assert answer.token_ids == reference_greedy(model_folder, prompt, NUM_TOKENS)
+    late = [pair.decode(*each, sampling).to_its_end() for each in zip(ids, held, strict=True)]
+    for call, its_prompt in zip(late, held, strict=True):
+        assert call.token_ids == reference_greedy(model_folder, its_prompt, NUM_TOKENS)
+    assert sorted(call.summary.prompt_tokens_computed for call in late) == [0, num_tokens]
+    for call in calls:
+        call.to_its_end()
     pair.await_all_free()
 
 

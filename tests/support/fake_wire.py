@@ -76,6 +76,7 @@ class FakeWire:
         self._released: list[HandoffId] = []
         self._sent: list[HandoffId] = []
         self._requested: list[Requested] = []
+        self._granted: list[HandoffId] = []
         self._slots_by_name: dict[bytes, list[Slot]] = {}
         self.num_pulled = self.num_given = 0  # blocks that landed, and those that peers pulled
 
@@ -142,6 +143,10 @@ class FakeWire:
         """Pull blocks, as a peer."""
         self.outgoing[handoff_id] = Outgoing(RequestId(""), names=tuple(names))
         self._requested.append(Requested(handoff_id, tuple(names)))
+
+    def grant(self, handoff_id: HandoffId) -> None:
+        """Grant blocks for a hand-off, as a peer. Its request may not have come yet."""
+        self._granted.append(handoff_id)
 
     def open_requests(self) -> list[HandoffId]:
         """Return the pulls of peers that have not ended."""
@@ -231,9 +236,10 @@ class FakeWire:
             released=tuple(self._released),
             finished_sending=tuple(self._sent),
             requested=tuple(self._requested),
+            granted=tuple(self._granted),
         )
         self._landed, self._lost, self._released, self._sent = [], [], [], []
-        self._requested, self._proved = [], []
+        self._requested, self._proved, self._granted = [], [], []
         return reports
 
     def _end(self, outgoing: Outgoing, end: Complete | Withdraw) -> None:

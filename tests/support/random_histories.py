@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from baton.core.errors import InvalidRequest
-from baton.core.ids import RequestId
+from baton.core.ids import HandoffId, RequestId
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
 from baton.core.output import FinishReason
 from baton.core.pooling import Pooling, PoolingKind
@@ -230,6 +230,7 @@ def act(
         _reset: 0.3,
         _wait: 0.5,
         **({_burst: 1} if "receives" in roles else {}),
+        **({_grant: 2} if "sends" in roles else {}),
     }
     action = chance.choices(list(weight_by_action), list(weight_by_action.values()))[0]
     action(world, chance)
@@ -410,6 +411,14 @@ def _wire_out(world: EngineWorld, chance: random.Random) -> None:
     candidates = begun if chance.random() < 0.1 else ended
     if candidates:
         world.wire.end_sending(chance.choice(candidates))
+
+
+def _grant(world: EngineWorld, chance: random.Random) -> None:
+    """Grant blocks for a send, sometimes before its request comes."""
+    if world.wire.outgoing and chance.random() < 0.9:
+        world.wire.grant(chance.choice(list(world.wire.outgoing)))
+    else:
+        world.wire.grant(HandoffId(RequestId(f"r{len(world.receipts)}"), 1))
 
 
 def _give_up_sending(world: EngineWorld, chance: random.Random) -> None:

@@ -219,6 +219,51 @@ def test_withdrawing_a_completed_hand_off_happens_once_and_keeps_its_blocks() ->
     world.run_to_end()
 
 
+def test_a_granted_prompt_gets_the_blocks_of_the_last_hand_off_without_a_grant() -> None:
+    world = EngineWorld(_config(), num_blocks=8, block_size=4)
+    held = [world.add([number] * 16, sends=True) for number in range(2)]
+    name = world.add([9] * 13, sends=True)
+    for _ in range(2):
+        world.step()
+    before = [world.step().kv_orders for _ in range(3)]
+
+    world.wire.grant(_handoff(name))
+    world.step()
+    plans = [world.step() for _ in range(2)]
+
+    assert before == [KvOrders()] * 3
+    reason = "the prefill node was full, and granted hand-offs needed its blocks"
+    assert [plan.kv_orders.withdraws for plan in plans] == [
+        (Withdraw(_handoff(held[1]), reason),),
+        (),
+    ]
+    world.wire.end_sending(_handoff(held[1]))
+    world.step()
+    assert world.step().num_scheduled_tokens == {name: 13}
+    world.run_to_end()
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_nothing_is_withdrawn_while_a_granted_hand_off_will_end(is_early: bool) -> None:
+    world = EngineWorld(_config(), num_blocks=8, block_size=4)
+    if is_early:
+        world.wire.grant(_handoff(RequestId("r1")))
+    for number in range(2):
+        world.add([number] * 16, sends=True)
+    name = world.add([9] * 13, sends=True)
+    for _ in range(3):
+        world.step()
+    if not is_early:
+        world.wire.grant(_handoff(RequestId("r1")))
+
+    world.wire.grant(_handoff(name))
+    assert [world.step().kv_orders.withdraws for _ in range(3)] == [()] * 3
+    world.wire.end_sending(_handoff(RequestId("r1")))
+    world.step()
+    assert world.step().num_scheduled_tokens == {name: 13}
+    world.run_to_end()
+
+
 def test_withdrawing_a_completed_hand_off_does_not_affect_a_running_request() -> None:
     world = EngineWorld(_config(max_num_batched_tokens=4), block_size=4)
     name = world.add(13, sends=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.core.ids import HandoffId
+from baton.core.ids import HandoffId, RequestId
 from baton.core.logprobs import FirstToken
 from baton.engine.kv_arrival.holds import Holds
 from baton.engine.kv_arrival.orders import StepOrders
@@ -26,7 +26,7 @@ class Sending:
         self.sends = BlockSends(self.holds, TransferOrder([FULL], block_size=2), self.orders)
         self.kv = make_held(range(6))
         self.kv.block_tables = (pool.allocate(3) or [],)
-        self.sends.open(ID)
+        self.sends.open(ID, RequestId("request"))
 
 
 def test_blocks_are_sent_once_each() -> None:

@@ -59,6 +59,36 @@ def test_resumed_requests_precede_new_ones_of_the_same_priority_only() -> None:
     assert _drain_line(line) == [urgent, resumed, new]
 
 
+def test_requests_that_lack_a_grant_come_last_whatever_their_priority() -> None:
+    line = WaitingQueue()
+    urgent, long, lax = (make_request(request_id=str(n), priority=n, serial=n) for n in range(3))
+    for request in (urgent, long, lax):
+        request.lacks_grant = True
+        line.push(request)
+    line.set_aside(long)
+
+    for request in (lax, long):
+        request.lacks_grant = False
+        line.note_grant(request)
+
+    assert _drain_line(line) == [long, lax, urgent]
+
+
+def test_a_grant_does_not_end_the_wait_for_a_fill() -> None:
+    line = WaitingQueue()
+    request = make_request()
+    request.lacks_grant = True
+    line.push(request)
+    line.follow(request, FillId(1), 9.0)
+
+    request.lacks_grant = False
+    line.note_grant(request)
+
+    assert line.head() is None
+    line.release_followers(FillId(1))
+    assert line.head() is request
+
+
 def test_followers_return_to_the_queue_when_their_fill_ends_or_at_their_deadlines() -> None:
     line = WaitingQueue()
     first, second, third = (make_request(request_id=str(n), serial=n) for n in range(3))

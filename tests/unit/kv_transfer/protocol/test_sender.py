@@ -516,10 +516,19 @@ def test_a_pull_is_requested_once_and_its_blocks_are_sent_like_those_of_a_hand_o
     assert sender.take_requested() == ()
 
 
-def test_a_grant_without_names_requests_nothing() -> None:
+def test_a_grant_without_names_requests_nothing_and_is_reported_once() -> None:
     sender = linked()
     sender.handle_message(LINK, grant(7, 8), 0.0)
     assert sender.take_requested() == ()
+    assert [sender.take_granted() for _ in range(2)] == [(ID,), ()]
+
+
+def test_grants_that_are_refused_and_those_of_pulls_are_not_reported() -> None:
+    sender = requested()
+    sender.withdraw(Withdraw(HandoffId("ended", 0), "abort"), 0.0)
+    sender.handle_message(LINK, grant(7, ticket=2, handoff_id=HandoffId("ended", 0)), 0.0)
+    sender.handle_message(LINK, grant(7, ticket=3), 0.0)
+    assert sender.take_granted() == ()
 
 
 def test_a_pull_with_the_id_of_a_hand_off_is_refused() -> None:
