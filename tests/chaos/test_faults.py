@@ -186,8 +186,9 @@ def test_faults_cause_no_wrong_or_lost_answer_and_no_leak(
 
     assert report.is_good, report
     assert report.num_faults == 1
-    assert report.num_by_kind.keys() & POOLED
-    assert report.num_by_kind.keys() - POOLED
+    if role is not TargetRole.ROUTER:  # whose clients lose what it had not answered
+        assert report.num_by_kind.keys() & POOLED
+        assert report.num_by_kind.keys() - POOLED
     assert (switch.num_hits > num_hits) is (kind in TRANSFER_FAULTS)
 
 

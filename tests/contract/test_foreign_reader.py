@@ -108,7 +108,8 @@ class DeviceNode(Node):
     def __init__(self, *sources: ForeignSource) -> None:
         super().__init__(*sources)
         self.memory = DeviceMemory(num_blocks=1)
-        self.released = queue.SimpleQueue[bool]()  # whether no copy was in progress
+        self.copied: list[Fence] = []  # after each run
+        self.released = queue.SimpleQueue[bool]()  # whether the first run had been copied
 
     @property
     def num_pinned(self) -> int:
@@ -128,16 +129,17 @@ class DeviceNode(Node):
         return memory
 
     def _release(self, memory: mmap) -> None:
-        is_idle = self.memory.stream.is_idle
+        is_copied = bool(self.copied) and self.copied[0].is_passed
         self.memory.copies.unpin(memory)
-        self.released.put(is_idle)
+        self.released.put(is_copied)
 
     def _convert(self, read: RunRead) -> Fence:
         super()._convert(read)
         memory, offset = read.bay
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory, offset))
         source = BlockMemory(address, 1, self.memory.copies.block_bytes)
-        return self.memory.copies.copy_in(source, [0], [0])
+        self.copied.append(self.memory.copies.copy_in(source, [0], [0]))
+        return self.copied[-1]
 
 
 @contextmanager
