@@ -23,9 +23,9 @@ from baton.engine.plan import PlanRow
 from baton.engine.runner.attention.kv_tensor import scale_bytes
 from baton.engine.runner.attention.paged_attention import LayerAttention
 from baton.engine.runner.device.step_inputs import SHARED_INPUTS
-from baton.engine.runner.layout import PassLayout, TokenRun
 from baton.engine.runner.model.config import Activation, Recurrence, RecurrentConfig
 from baton.engine.runner.model.ops import MlpGate, Norm
+from baton.engine.runner.model.pass_layout import PassLayout, TokenRun
 from baton.engine.runner.model.recurrent import DeltaWeights, MambaWeights, RecurrentWeights
 from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.sampling.sampling import SampledRows

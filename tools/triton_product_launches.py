@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 
 from baton.checkpoint.quantized import Quantized
-from baton.engine.runner.adapters.low_rank import ExpertPass, Group
-from baton.engine.runner.adapters.place import Part, Place
+from baton.engine.runner.adapters.low_rank import ExpertPass
+from baton.engine.runner.model.adapters import Group, Part, Place
 from baton.engine.runner.model.config import MoeConfig, Scoring
 from baton.engine.runner.model.linear import ExpertChoice, Linear, Mlp, Moe, Router
 from baton.engine.runner.model.ops import MlpGate

@@ -12,10 +12,10 @@ from baton.core.errors import ModelError
 from baton.core.units import format_bytes
 from baton.doctor.findings import Finding, fail, ok, warn
 from baton.doctor.tiers import KvShapeFacts
-from baton.engine.runner.attention.kv_budget import auto_kv_bytes
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.encoders.read_config import is_encoder, read_encoder_config
 from baton.engine.runner.families.read_config import read_model_config
+from baton.engine.runner.kv_budget import auto_kv_bytes
 from baton.kv_transfer.tiers.host_size import auto_host_bytes
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def _room(
     """Compare the memory that a node takes, and the longest request, with what there is."""
     from baton.engine.runner.adapters.places import AdapterPlaces
     from baton.engine.runner.attention.kv_tensor import KvShape
-    from baton.engine.runner.host_memory import free_host_bytes
+    from baton.engine.runner.device.host_memory import free_host_bytes
     from baton.engine.runner.kernels.choose import merges_routers
     from baton.engine.runner.load import DTYPES, kv_dtype
     from baton.engine.runner.state.state_shape import cache_layout, state_shape

@@ -14,7 +14,7 @@ from time import perf_counter
 
 from baton.core.errors import InvalidConfig
 from baton.doctor.findings import Finding, fail, ok, warn
-from baton.engine.runner.host_memory import huge_page_memory
+from baton.engine.runner.device.host_memory import huge_page_memory
 from baton.engine.runner.kernels.native_copies import fastest_copies
 from baton.kv_transfer.tiers.backing_tier import OBJECTS
 from baton.kv_transfer.tiers.bandwidth import StoreRates, measure_host, measure_store

@@ -24,7 +24,7 @@ from baton.core.structured_outputs import StructuredOutputs
 from baton.engine.plan import PlanRow
 from baton.engine.runner.device.step_inputs import SHARED_INPUTS
 from baton.engine.runner.families.read_config import read_model_config
-from baton.engine.runner.layout import TokenRun
+from baton.engine.runner.model.pass_layout import TokenRun
 from baton.engine.runner.sampling.sampling import SampledRows
 from baton.engine.runner.sampling.torch_sampling import TORCH_SAMPLING
 from baton.engine.structured_output.grammar import Bits, Grammar, num_words

@@ -146,7 +146,7 @@ def keep_engines_warm(
 
 def _need_memory_for(names: Sequence[str], model: str) -> None:
     from baton.core.units import format_bytes
-    from baton.engine.runner.host_memory import free_host_bytes
+    from baton.engine.runner.device.host_memory import free_host_bytes
     from benchmarks.peers.engines import vllm_server_bytes
 
     num_servers = sum(1 if "colocated" in name else 2 for name in names)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 
-from baton.engine.runner.host_memory import huge_page_memory
+from baton.engine.runner.device.host_memory import huge_page_memory
 from baton.engine.runner.kernels.native_copies import fastest_copies
 from baton.kv_transfer.tiers.bandwidth import HostRound, measure_host
 from baton.kv_transfer.tiers.block_memory import BlockMemory

@@ -19,7 +19,7 @@ from baton.core.sampling import SamplingParams
 from baton.engine.config import EngineOptions
 from baton.engine.core import EngineCore
 from baton.engine.factory import build_engine
-from baton.engine.runner.host_memory import huge_page_memory
+from baton.engine.runner.device.host_memory import huge_page_memory
 from baton.engine.runner.kernels.native_copies import fastest_copies
 from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.engine.runner.model_runner import TorchRunner

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, ClassVar, Protocol
 
 from baton.checkpoint.user_cache import user_cache_folder
 from baton.core.errors import InvalidConfig
@@ -14,11 +15,8 @@ from baton.core.logprobs import LOGPROBS_MODES, RAW_LOGPROBS
 from baton.core.options import BATCHING, KV_CACHE, MACHINE, MODEL, Option, check_options
 from baton.core.pooling import PoolingKind
 from baton.core.units import AUTO, GIB, parse_bytes, parse_kv_memory
-from baton.engine.runner.encoders.config import EncoderConfig
+from baton.engine.runner.model.quantization import Quantization
 from baton.engine.spec_decode.config import Speculation, parse_speculation
-
-if TYPE_CHECKING:
-    from baton.engine.runner.model.config import ModelConfig
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 ACTIVATION_DTYPE_NAMES = ("auto", "int8")
@@ -243,7 +241,23 @@ class RunnerConfig:
         return max(self.max_loras, self.max_cpu_loras)
 
 
-def dtype_name(config: RunnerConfig, model: ModelConfig | EncoderConfig) -> str:
+class Architecture(Protocol):
+    """Configuration of a model. Its text has all that the meaning of the weights depends on."""
+
+    kernel_dtypes: ClassVar[Sequence[str]]  # in which native kernels compute it
+
+    @property
+    def dtype(self) -> str:
+        """Return the dtype of the files."""
+        ...
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """Return how the files quantize matrices."""
+        ...
+
+
+def dtype_name(config: RunnerConfig, model: Architecture) -> str:
     """Return the name of the dtype that the model computes in."""
     if config.dtype != "auto":
         return config.dtype
@@ -253,10 +267,9 @@ def dtype_name(config: RunnerConfig, model: ModelConfig | EncoderConfig) -> str:
     return model.dtype
 
 
-def fits_kernels(config: RunnerConfig, model: ModelConfig | EncoderConfig) -> bool:
+def fits_kernels(config: RunnerConfig, model: Architecture) -> bool:
     """Return whether the model would compute with the native kernels."""
-    dtypes = ("bfloat16", "float32") if isinstance(model, EncoderConfig) else ("bfloat16",)
-    is_fitting = config.device == "cpu" and dtype_name(config, model) in dtypes
+    is_fitting = config.device == "cpu" and dtype_name(config, model) in model.kernel_dtypes
     return is_fitting and config.kernels in ("auto", "native")
 
 

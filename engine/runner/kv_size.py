@@ -9,11 +9,11 @@ from typing import NamedTuple
 from baton.core.units import format_bytes
 from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.plan import Runner
-from baton.engine.runner.attention.kv_budget import auto_kv_bytes, profiled_kv_bytes
 from baton.engine.runner.attention.kv_tensor import num_blocks_within
 from baton.engine.runner.config import RunnerConfig, check
 from baton.engine.runner.device.device import Device, MemoryProfile
 from baton.engine.runner.device.memory_profile import largest_plans, num_blocks_of, profile_steps
+from baton.engine.runner.kv_budget import auto_kv_bytes, profiled_kv_bytes
 from baton.engine.runner.model_runner import TorchRunner
 
 log = logging.getLogger(__name__)

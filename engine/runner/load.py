@@ -13,10 +13,12 @@ from baton.checkpoint.checkpoint import Checkpoint, GenerationDefaults
 from baton.checkpoint.hub import open_checkpoint
 from baton.core.errors import InvalidConfig
 from baton.engine.kv_cache.groups import CacheLayout
+from baton.engine.runner.adapters.adapted_layers import adaptable_layers
 from baton.engine.runner.adapters.adapters import AdapterTable
 from baton.engine.runner.adapters.low_rank import ActiveAdapters
 from baton.engine.runner.attention.kv_tensor import KvShape
 from baton.engine.runner.attention.paged_attention import LayerAttention
+from baton.engine.runner.batch.input_batch import PersistentBatch
 from baton.engine.runner.config import RunnerConfig as RunnerConfig
 from baton.engine.runner.config import check, dtype_name
 from baton.engine.runner.device.device import Device, GraphPool
@@ -24,7 +26,6 @@ from baton.engine.runner.device.graphs import graph_sizes
 from baton.engine.runner.device.opening import open_device
 from baton.engine.runner.device.warm_up import warm_up
 from baton.engine.runner.families.read_config import read_model_config
-from baton.engine.runner.input_batch import PersistentBatch
 from baton.engine.runner.kernels.choose import Parts, choose_parts
 from baton.engine.runner.kv_size import CacheShape, choose_num_blocks, num_blocks_in
 from baton.engine.runner.model.config import ModelConfig
@@ -33,7 +34,7 @@ from baton.engine.runner.model.rope import Ropes
 from baton.engine.runner.model_info import LoadProgressCallback, ModelInfo
 from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.runner.pooling.choose import choose_pooling
-from baton.engine.runner.sampling.logits_processors import ModelView, load_processors
+from baton.engine.runner.sampling.logits_processors import ModelView, load_processors, versions
 from baton.engine.runner.state.state_shape import StateShape, cache_layout, state_shape
 from baton.engine.runner.weights.decoder_loading import attention_of, load_decoder
 from baton.engine.runner.weights.open_weights import open_weights
@@ -154,9 +155,10 @@ def _load_weights(
     with open_weights(
         config, checkpoint, model, dtype, device.place, parts, on_progress
     ) as weights:
-        decoder = load_decoder(model, weights.tensors, weights.target, on_progress, active)
+        adapt = None if active is None else partial(adaptable_layers, parts.ops, model, active)
+        decoder = load_decoder(model, weights.tensors, weights.target, on_progress, adapt)
         attention = attention_of(model, weights.tensors, device.place)
-        return _Weights(decoder, attention, weights.fingerprint())
+        return _Weights(decoder, attention, weights.fingerprint(versions(config.logits_processors)))
 
 
 def _describe(

@@ -7,9 +7,9 @@ from typing import Protocol, Self
 
 from baton.engine.plan import Runner
 from baton.engine.runner.adapters.adapters import AdapterTable
+from baton.engine.runner.attention.kv_blocks import KvBlocks
 from baton.engine.runner.device.block_copies import BlockCopies
 from baton.engine.runner.device.graphs import EagerCause, GraphSize
-from baton.engine.runner.kv_blocks import KvBlocks
 from baton.engine.runner.model_info import KvMemory, ModelInfo, PassHook
 from baton.engine.runner.sampling.logits_processors import Processors
 from baton.engine.spec_decode.config import Speculation

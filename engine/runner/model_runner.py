@@ -24,22 +24,23 @@ from baton.core.logprobs import RAW_LOGPROBS
 from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.plan import Pending, Plan, RunResult
 from baton.engine.runner.adapters.adapters import AdapterTable
+from baton.engine.runner.attention.kv_blocks import BlockHashes, KvBlocks
 from baton.engine.runner.attention.kv_tensor import describe
 from baton.engine.runner.attention.paged_attention import PagedAttention
+from baton.engine.runner.batch.input_batch import NO_DRAFTS, PersistentBatch, Step
+from baton.engine.runner.batch.unknown_tokens import TokenGatherer, UnknownTokens
 from baton.engine.runner.device.block_copies import BlockCopies
-from baton.engine.runner.device.decode_graphs import DecodeBatch, DecodeGraphs
 from baton.engine.runner.device.device import CPU, Device, GraphPool
 from baton.engine.runner.device.fenced_hook import FencedHook
 from baton.engine.runner.device.graphs import EagerCause, GraphSize, StepShape
 from baton.engine.runner.device.step_inputs import StepInputs, make_inputs
-from baton.engine.runner.forward_passes import ForwardPasses
-from baton.engine.runner.input_batch import NO_DRAFTS, PersistentBatch, Step
-from baton.engine.runner.kv_blocks import BlockHashes, KvBlocks
-from baton.engine.runner.launched_pass import DrainedPass, LaunchedPass
-from baton.engine.runner.layout import empty_layout
 from baton.engine.runner.model.decoder import Decoder
+from baton.engine.runner.model.pass_layout import empty_layout
 from baton.engine.runner.model.rope import Ropes
 from baton.engine.runner.model_info import KvMemory, ModelInfo, PassHook
+from baton.engine.runner.passes.decode_graphs import DecodeBatch, DecodeGraphs
+from baton.engine.runner.passes.forward_passes import ForwardPasses
+from baton.engine.runner.passes.launched_pass import DrainedPass, LaunchedPass
 from baton.engine.runner.pooling.pooling_head import PoolingHead
 from baton.engine.runner.sampling.logits_processors import NO_PROCESSORS, Processors
 from baton.engine.runner.sampling.output_heads import (
@@ -55,7 +56,6 @@ from baton.engine.runner.sampling.spec_decode import SpecDecoder
 from baton.engine.runner.sampling.torch_sampling import TORCH_SAMPLING
 from baton.engine.runner.state.linear_attention import LinearAttention
 from baton.engine.runner.state.state_tables import empty_states
-from baton.engine.runner.unknown_tokens import TokenGatherer, UnknownTokens
 from baton.engine.spec_decode.config import Speculation
 from baton.engine.spec_decode.ngram_proposer import NgramProposer
 from baton.engine.spec_decode.proposer import Drafts

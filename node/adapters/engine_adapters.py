@@ -9,7 +9,7 @@ from threading import Lock
 from baton.checkpoint.peft_folder import PeftFolder
 from baton.engine.engine_thread import EngineThread
 from baton.engine.runner.adapters.adapters import AdapterTable
-from baton.engine.runner.adapters.low_rank import Adapter
+from baton.engine.runner.model.adapters import Adapter
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.rpc.errors import AdapterUnreadable
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 
 from baton.core.errors import InvalidConfig
-from baton.engine.runner.attention.kv_budget import CPU_NODES_PER_MACHINE
-from baton.engine.runner.host_memory import free_host_bytes
+from baton.engine.runner.device.host_memory import free_host_bytes
+from baton.engine.runner.kv_budget import CPU_NODES_PER_MACHINE
 from baton.engine.runner.loaded_runner import LoadedRunner
 from baton.kv_transfer.external_kv import FILE, KV, OBJECT, TIERS
 from baton.kv_transfer.kv_connector import (

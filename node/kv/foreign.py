@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from baton.core.errors import InvalidConfig
 from baton.engine.kv_cache.groups import FULL
-from baton.engine.runner.host_memory import huge_page_memory
+from baton.engine.runner.device.host_memory import huge_page_memory
 from baton.engine.runner.loaded_runner import LoadedRunner
 from baton.engine.runner.model_info import KvMemory
 from baton.kv_transfer.errors import TransportMissing

@@ -9,7 +9,7 @@ from mmap import mmap
 from typing import Protocol
 
 from baton.core.ids import BlockId
-from baton.engine.runner.kv_blocks import KvBlocks
+from baton.engine.runner.attention.kv_blocks import KvBlocks
 from baton.kv_transfer.fence import Fence
 from baton.kv_transfer.protocol.conversion import StagedBlocks
 from baton.kv_transfer.protocol.messages import Region

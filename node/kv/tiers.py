@@ -8,7 +8,7 @@ from mmap import mmap
 
 from baton.core.errors import InvalidConfig
 from baton.engine.plan import Plan
-from baton.engine.runner.host_memory import free_host_bytes, huge_page_memory
+from baton.engine.runner.device.host_memory import free_host_bytes, huge_page_memory
 from baton.engine.runner.kernels.native_copies import fastest_copies
 from baton.engine.step_observer import StepObserver
 from baton.kv_transfer.kv_connector import KvConnectorContext

@@ -12,8 +12,8 @@ from mmap import mmap
 
 from baton.core.units import format_bytes
 from baton.engine.kv_cache.groups import KvGroup, places_done
-from baton.engine.runner.host_memory import huge_page_memory
-from baton.engine.runner.kv_blocks import KvBlocks
+from baton.engine.runner.attention.kv_blocks import KvBlocks
+from baton.engine.runner.device.host_memory import huge_page_memory
 from baton.engine.runner.loaded_runner import LoadedRunner
 from baton.kv_transfer.fence import Fence
 from baton.kv_transfer.link import Link

@@ -14,13 +14,12 @@ from baton.checkpoint.peft_folder import PeftFolder
 from baton.core.ids import RequestId
 from baton.engine.runner.adapters.low_rank import (
     TORCH_LOW_RANK,
-    Group,
     LowRankProducts,
     TorchLowRankProducts,
 )
-from baton.engine.runner.adapters.place import Place
 from baton.engine.runner.device.graphs import EagerCause, GraphSize
 from baton.engine.runner.load import load_runner
+from baton.engine.runner.model.adapters import Group, Place
 from baton.engine.runner.model_runner import TorchRunner
 from tests.support.adapters import write_adapter
 from tests.support.device_runners import GRAPHABLE, config_of, runner_on

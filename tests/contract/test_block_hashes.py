@@ -10,7 +10,7 @@ import xxhash
 from torch import Tensor
 
 from baton.core.ids import BlockId
-from baton.engine.runner.kv_blocks import KvBlocks
+from baton.engine.runner.attention.kv_blocks import KvBlocks
 from baton.kv_transfer.protocol.digest import BlockDigest, hash_region
 from baton.kv_transfer.protocol.messages import Region
 from tests.support.device_tensors import PLACE
@@ -90,7 +90,7 @@ def test_kernels_move_only_hashes_to_the_host_and_wait_when_they_are_read() -> N
 
     assert hashes[0] == hashes[1] == expected(torch.zeros(5, 40, dtype=torch.int64), IDS)
     assert num_waits_before == 0
-    assert device.counts.copies_out == ["runner/kv_blocks.py:hash"] * 2
+    assert device.counts.copies_out == ["runner/attention/kv_blocks.py:hash"] * 2
 
 
 def test_a_digest_is_the_hash_of_the_blocks_hashes_in_order() -> None:

@@ -25,14 +25,14 @@ from baton.core.structured_outputs import StructuredOutputs
 from baton.core.units import format_bytes
 from baton.engine.core import EngineCore, NoKvWorker
 from baton.engine.kv_cache.config import CacheConfig
-from baton.engine.runner.device.decode_graphs import DecodeBatch, DecodeGraphs, Prepare
 from baton.engine.runner.device.graphs import EagerCause, GraphSize
 from baton.engine.runner.device.launch_count import LaunchCounter
 from baton.engine.runner.device.step_inputs import StepInputs
 from baton.engine.runner.kernels.choose import TORCH, Parts
-from baton.engine.runner.layout import empty_layout
 from baton.engine.runner.load import load_runner
+from baton.engine.runner.model.pass_layout import empty_layout
 from baton.engine.runner.model_runner import TorchRunner
+from baton.engine.runner.passes.decode_graphs import DecodeBatch, DecodeGraphs, Prepare
 from baton.engine.runner.state.state_tables import empty_states
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler
@@ -164,7 +164,7 @@ def test_random_rows_take_one_copy_each_way_in_each_step(folder: Path, parts: Pa
     assert len(device.counts.copies_in) == NUM_TOKENS
     assert len(device.counts.copies_out) == NUM_TOKENS
     waits = ["runner/device/step_outputs.py:read"] * NUM_TOKENS
-    assert device.counts.synchronizations == [*waits, "runner/launched_pass.py:collect"]
+    assert device.counts.synchronizations == [*waits, "runner/passes/launched_pass.py:collect"]
 
 
 @pytest.mark.parametrize("name", SAMPLING)

@@ -16,8 +16,8 @@ from baton.core.ids import BlockId
 from baton.engine.runner.device.block_copies import BlockCopies
 from baton.engine.runner.device.cuda import CudaDevice
 from baton.engine.runner.device.device import Device
+from baton.engine.runner.device.host_memory import huge_page_memory
 from baton.engine.runner.device.step_inputs import PackedInputs
-from baton.engine.runner.host_memory import huge_page_memory
 from baton.kv_transfer.tiers.block_memory import BlockMemory
 from tests.support.fake_device import FakeDevice
 

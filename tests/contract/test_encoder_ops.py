@@ -15,6 +15,12 @@ from baton.core.sampling import SamplingParams
 from baton.engine.plan import PlanRow
 from baton.engine.runner.encoders.config import EncoderConfig, EncoderLayerConfig, Gelu
 from baton.engine.runner.encoders.layer import Layer, UnfusedLayer
+from baton.engine.runner.encoders.native_encoder import (
+    NativeEncoderOps,
+    NativeLayer,
+    native_layers,
+    with_packed_layers,
+)
 from baton.engine.runner.encoders.ops import EncoderOps, TorchEncoderOps
 from baton.engine.runner.encoders.packed_texts import EqualTexts, PackedTexts, pack_texts
 from baton.engine.runner.encoders.weights import EncoderLayer, EncoderWeights, LayerNorm
@@ -25,12 +31,6 @@ from baton.engine.runner.kernels.build import (
     library,
 )
 from baton.engine.runner.kernels.calls import Kernels
-from baton.engine.runner.kernels.native_encoder import (
-    NativeEncoderOps,
-    NativeLayer,
-    native_layers,
-    with_packed_layers,
-)
 from baton.engine.runner.model.torch_ops import TorchLinear
 from tests.support.encoders import a_layer_norm
 

@@ -20,7 +20,7 @@ import pytest
 
 from baton.core.foreign_kv import ForeignKv
 from baton.core.ids import BlockId
-from baton.engine.runner.host_memory import huge_page_memory
+from baton.engine.runner.device.host_memory import huge_page_memory
 from baton.kv_transfer.fence import PASSED, Fence
 from baton.kv_transfer.foreign.config import ForeignSource, KvPacking
 from baton.kv_transfer.foreign.connection import PullEnded, ReadSettings

@@ -21,9 +21,9 @@ from baton.engine.plan import PlanRow, StateBlocks, StateSnapshot
 from baton.engine.runner.kernels.calls import Kernels
 from baton.engine.runner.kernels.native import NativeOps
 from baton.engine.runner.kernels.native_linear_attention import NativeLinearAttention
-from baton.engine.runner.layout import TokenRun
 from baton.engine.runner.model.config import Recurrence, RecurrentConfig
 from baton.engine.runner.model.ops import Norm
+from baton.engine.runner.model.pass_layout import TokenRun
 from baton.engine.runner.model.recurrent import DeltaWeights, MambaWeights, RecurrentWeights
 from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.state.linear_attention import LinearAttention, TorchLinearAttention

@@ -12,7 +12,7 @@ from baton.core.errors import InvalidConfig, InvalidRequest
 from baton.core.extra_args import Arguments
 from baton.core.output import Failure
 from baton.core.sampling import Argument, SamplingParams
-from baton.engine.runner.layout import Ints, TokenRun
+from baton.engine.runner.model.pass_layout import Ints, TokenRun
 from baton.engine.runner.sampling import logits_processors as processors
 from baton.engine.runner.sampling.logits_processors import (
     NEVER,

@@ -9,16 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.runner.adapters.low_rank import (
-    TORCH_LOW_RANK,
-    Adapter,
-    Group,
-    LowRankProducts,
-    Selection,
-)
-from baton.engine.runner.adapters.place import Part, Place, PlaceSize
+from baton.engine.runner.adapters.low_rank import TORCH_LOW_RANK, LowRankProducts
 from baton.engine.runner.device.step_inputs import SHARED_INPUTS
 from baton.engine.runner.kernels.choose import native_parts
+from baton.engine.runner.model.adapters import Adapter, Group, Part, Place, PlaceSize, Selection
 from tests.support.triton_parts import interpreted_parts, launched_kernels, require_triton
 
 PLACE, OTHER = Place(0, "qkv"), Place(1, "qkv")

@@ -15,19 +15,13 @@ from torch import Tensor
 
 from baton.checkpoint.quantized import MXFP4_GROUP, Quantized
 from baton.engine.runner.adapters.adapted_experts import AdaptedExperts, merge_router
-from baton.engine.runner.adapters.low_rank import (
-    ActiveAdapters,
-    Adapter,
-    ExpertPass,
-    Group,
-    LowRankProducts,
-)
-from baton.engine.runner.adapters.place import ROUTER, Part, Place
+from baton.engine.runner.adapters.low_rank import ActiveAdapters, ExpertPass, LowRankProducts
 from baton.engine.runner.kernels.calls import Kernels
 from baton.engine.runner.kernels.choose import TORCH, merges_routers
 from baton.engine.runner.kernels.native import NativeOps
 from baton.engine.runner.kernels.native_linear import native_experts
 from baton.engine.runner.kernels.native_low_rank import NativeLowRankProducts
+from baton.engine.runner.model.adapters import ROUTER, Adapter, Group, Part, Place
 from baton.engine.runner.model.config import Activation, MoeConfig, Scoring
 from baton.engine.runner.model.linear import ExpertChoice, Mlp, Moe, Router
 from baton.engine.runner.model.ops import MlpGate, Ops

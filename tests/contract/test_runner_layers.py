@@ -15,8 +15,9 @@ from torch import Tensor
 from baton.checkpoint.peft_folder import PeftFolder
 from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.checkpoint.weight_files import WeightFiles
+from baton.engine.runner.adapters.adapted_layers import adaptable_layers
 from baton.engine.runner.adapters.adapters import AdapterTable
-from baton.engine.runner.adapters.low_rank import ActiveAdapters, Group
+from baton.engine.runner.adapters.low_rank import ActiveAdapters
 from baton.engine.runner.attention.kv_tensor import KvShape
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.kernels.calls import Kernels
@@ -24,12 +25,13 @@ from baton.engine.runner.kernels.choose import TORCH, Parts, native_parts
 from baton.engine.runner.kernels.native import NativeOps
 from baton.engine.runner.kernels.native_attention import NativePagedAttention
 from baton.engine.runner.kernels.native_layers import FusedLayer, native_layers
-from baton.engine.runner.layout import PassLayout
+from baton.engine.runner.model.adapters import Group
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.layer_weights import Layer
 from baton.engine.runner.model.layers import DecoderLayer, unfused_layers
 from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.mixers import Ends, ForwardPass
+from baton.engine.runner.model.pass_layout import PassLayout
 from baton.engine.runner.model.rope import Ropes
 from baton.engine.runner.weights.decoder_loading import attention_of, load_decoder
 from baton.engine.runner.weights.tensor_loading import LoadTarget
@@ -93,7 +95,8 @@ def passes_through(
     loaded = [table.load(PeftFolder(each)) for each in adapters]
     with WeightFiles(folder) as files:
         target = LoadTarget(dtype, CPU, parts, quantize)
-        decoder = load_decoder(config, files, target, None, active if loaded else None)
+        adapt = partial(adaptable_layers, parts.ops, config, active) if loaded else None
+        decoder = load_decoder(config, files, target, None, adapt)
         attention_layers = attention_of(config, files, CPU)
     groups = config.kv_groups()
     kv = KvShape.of(config, BLOCK_SIZE, dtype).allocate(len(groups) * NUM_BLOCKS, CPU)

@@ -21,8 +21,8 @@ from baton.core.errors import InvalidConfig, ModelError
 from baton.core.sampling import SamplingDefaults
 from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.runner.attention.kv_tensor import num_blocks_within
+from baton.engine.runner.device.host_memory import free_host_bytes
 from baton.engine.runner.families.read_config import read_model_config
-from baton.engine.runner.host_memory import free_host_bytes
 from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.engine.runner.model.config import ModelConfig, RopeConfig
 from baton.engine.runner.model_info import LoadProgress

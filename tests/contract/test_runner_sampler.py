@@ -18,7 +18,7 @@ from baton.core.logprobs import PROCESSED_LOGPROBS, TokenLogprobs
 from baton.core.output import Failure, FailureCause
 from baton.core.sampling import MAX_LOGPROBS, SamplingParams
 from baton.engine.runner.device.step_inputs import SHARED_INPUTS
-from baton.engine.runner.layout import TokenRun
+from baton.engine.runner.model.pass_layout import TokenRun
 from baton.engine.runner.sampling.logprobs import read_logprobs
 from baton.engine.runner.sampling.randomness import draw_keys, exponential_numbers
 from baton.engine.runner.sampling.sampler import (

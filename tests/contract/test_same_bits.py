@@ -24,9 +24,9 @@ from baton.engine.runner.attention.int8_kv import quantize
 from baton.engine.runner.attention.paged_attention import LayerAttention
 from baton.engine.runner.kernels.calls import Kernels
 from baton.engine.runner.kernels.native_attention import NativePagedAttention
-from baton.engine.runner.layout import PassLayout
 from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.engine.runner.model.config import RopeConfig
+from baton.engine.runner.model.pass_layout import PassLayout
 from baton.engine.runner.model.rope import Rope
 from baton.engine.runner.model_runner import TorchRunner
 from tests.support.families import FAMILY_VARIANTS, STATE_VARIANTS

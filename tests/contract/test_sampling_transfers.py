@@ -14,10 +14,10 @@ from baton.core.ids import BlockId, RequestId
 from baton.core.output import Failure
 from baton.core.sampling import SamplingParams
 from baton.engine.plan import Plan, PlanRow, RunResult
+from baton.engine.runner.batch.input_batch import PersistentBatch
 from baton.engine.runner.device.device import CPU, Device
 from baton.engine.runner.device.step_inputs import PackedInputs, make_inputs
-from baton.engine.runner.input_batch import PersistentBatch
-from baton.engine.runner.layout import TokenRun
+from baton.engine.runner.model.pass_layout import TokenRun
 from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.sampling.output_heads import HiddenStates
 from baton.engine.runner.sampling.packed_peaks import PackedPeaks

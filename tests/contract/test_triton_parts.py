@@ -24,10 +24,10 @@ from baton.engine.runner.attention.paged_attention import (
 )
 from baton.engine.runner.device.step_inputs import PackedInputs
 from baton.engine.runner.kernels.choose import choose_parts
-from baton.engine.runner.layout import empty_layout
 from baton.engine.runner.model.config import MoeConfig
 from baton.engine.runner.model.linear import ExpertChoice, Mlp, Moe, Router
 from baton.engine.runner.model.ops import MlpGate, Norm, Ops
+from baton.engine.runner.model.pass_layout import empty_layout
 from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.triton import availability
 from baton.engine.runner.triton.availability import INTERPRETER_VARIABLE

@@ -12,9 +12,9 @@ from baton.core.foreign_kv import ForeignKv
 from baton.core.ids import BlockId
 from baton.engine.runner.attention.foreign_kv import unpack
 from baton.engine.runner.attention.int8_kv import dequantize
+from baton.engine.runner.attention.kv_blocks import KvBlocks
 from baton.engine.runner.device.device import CpuDevice
-from baton.engine.runner.host_memory import huge_page_memory
-from baton.engine.runner.kv_blocks import KvBlocks
+from baton.engine.runner.device.host_memory import huge_page_memory
 from baton.kv_transfer.foreign.config import KvPacking
 from baton.kv_transfer.foreign.metadata import ForeignBlocks
 from baton.kv_transfer.foreign.runs import Bay, RunRead, split_pull

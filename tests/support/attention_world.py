@@ -13,7 +13,7 @@ from torch import Tensor
 from baton.engine.kv_cache.groups import KvCacheSpec
 from baton.engine.runner.attention.int8_kv import dequantize, quantize
 from baton.engine.runner.attention.paged_attention import LayerAttention, PagedAttention
-from baton.engine.runner.layout import PassLayout
+from baton.engine.runner.model.pass_layout import PassLayout
 
 MakeAttention = Callable[[Tensor, Sequence[LayerAttention]], PagedAttention]
 

@@ -9,13 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.engine.runner.attention.paged_attention import (
-    AttentionPass,
-    LayerAttention,
-    TorchPagedAttention,
-)
+from baton.engine.runner.attention.paged_attention import LayerAttention, TorchPagedAttention
 from baton.engine.runner.device.step_inputs import SHARED_INPUTS, StepInputs
-from baton.engine.runner.layout import PassLayout
+from baton.engine.runner.model.mixers import AttentionPass
+from baton.engine.runner.model.pass_layout import PassLayout
 
 
 class StaticPagedAttention:

@@ -11,7 +11,7 @@ from baton.core.ids import RequestId
 from baton.core.sampling import SamplingParams
 from baton.engine.plan import PlanRow
 from baton.engine.runner.device.step_inputs import SHARED_INPUTS, StepInputs
-from baton.engine.runner.layout import TokenRun
+from baton.engine.runner.model.pass_layout import TokenRun
 from baton.engine.runner.sampling.sampler import Sampler, Samples
 from baton.engine.structured_output.grammar import num_words
 

@@ -27,7 +27,7 @@ import numpy as np
 from baton.bench.kv.prefill import Prefill, PrefillTimes, compute
 from baton.core.ids import BlockId, HandoffId, Incarnation, NodeId, Peer
 from baton.core.logprobs import FirstToken
-from baton.engine.runner.host_memory import huge_page_memory
+from baton.engine.runner.device.host_memory import huge_page_memory
 from baton.kv_transfer.config import KvWorkerConfig
 from baton.kv_transfer.pairs import Identity
 from baton.kv_transfer.protocol.messages import Fingerprint, Region

@@ -9,14 +9,8 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from baton.engine.runner.adapters.low_rank import (
-    ActiveAdapters,
-    Adapter,
-    ExpertPass,
-    Group,
-    LowRankProducts,
-)
-from baton.engine.runner.adapters.place import Part, Place
+from baton.engine.runner.adapters.low_rank import ActiveAdapters, ExpertPass, LowRankProducts
+from baton.engine.runner.model.adapters import Adapter, Group, Part, Place
 from baton.engine.runner.model.linear import ExpertChoice, Linear, Mlp, Moe, Router
 from baton.engine.runner.model.mlp import mix_experts
 from baton.engine.runner.model.ops import MlpGate, Ops

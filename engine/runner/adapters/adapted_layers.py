@@ -10,7 +10,7 @@ from torch import Tensor
 
 from baton.engine.runner.adapters.adapted_experts import AdaptedExperts
 from baton.engine.runner.adapters.low_rank import ActiveAdapters
-from baton.engine.runner.adapters.place import Place
+from baton.engine.runner.model.adapters import Place
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.layer_weights import LatentProjections, Layer
 from baton.engine.runner.model.layers import DecoderLayer, LayerInput, gate_of, unfused_layers
@@ -71,9 +71,9 @@ class AdaptableLayer:
 def adaptable_layers(
     ops: Ops,
     config: ModelConfig,
+    active: ActiveAdapters,
     layers: Sequence[Layer],
     plain: Sequence[DecoderLayer],
-    active: ActiveAdapters,
 ) -> Sequence[DecoderLayer]:
     """Return the layers `plain`, which can be changed by adapters from now on."""
     adapt = _Adapting(ops, gate_of(config), active)

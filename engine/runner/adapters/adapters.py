@@ -12,12 +12,12 @@ from baton.checkpoint.peft_folder import PeftFolder, WeightLimits
 from baton.core.errors import ModelError
 from baton.core.exclusions import Feature, check_exclusions
 from baton.engine.runner.adapters.adapted_experts import merge_router
-from baton.engine.runner.adapters.low_rank import ActiveAdapters, Adapter, Group, Selection
-from baton.engine.runner.adapters.place import ROUTER, Part, Place
+from baton.engine.runner.adapters.low_rank import ActiveAdapters
 from baton.engine.runner.adapters.places import AdapterPlaces
 from baton.engine.runner.device.step_inputs import SHARED_INPUTS, StepInputs
-from baton.engine.runner.layout import TokenRun
+from baton.engine.runner.model.adapters import ROUTER, Adapter, Group, Part, Place, Selection
 from baton.engine.runner.model.config import ModelConfig
+from baton.engine.runner.model.pass_layout import TokenRun
 
 
 class AdapterTable:

@@ -7,63 +7,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from torch import Tensor, isin
+from torch import Tensor
 
-from baton.engine.runner.adapters.place import Part, Place, PlaceSize
 from baton.engine.runner.device.step_inputs import StepInputs
-from baton.engine.runner.layout import Ints
+from baton.engine.runner.model.adapters import Adapter, Group, Part, Place, PlaceSize, Selection
 from baton.engine.runner.model.linear import ExpertChoice, Moe, Router
 from baton.engine.runner.model.ops import MlpGate, Ops
-
-
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class Adapter:
-    """A loaded adapter."""
-
-    parts: Mapping[Place, Sequence[Part]]
-    # Of the layers whose router it changes, with its product merged into the weight.
-    routers: Mapping[int, Router] = field(default_factory=dict)
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the memory of its matrices. Parts can share one."""
-        matrices = {
-            id(matrix): matrix
-            for parts in self.parts.values()
-            for part in parts
-            for matrix in (part.down, part.up)
-        }
-        weights = [router.weight for router in self.routers.values()]
-        return sum(matrix.nbytes for matrix in (*matrices.values(), *weights))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Selection:
-    """Adapters of a pass."""
-
-    adapters: Sequence[Adapter]
-    indices: Ints  # by token: of its adapter, or -1
-
-    def pad(self, num_tokens: int) -> Selection:
-        """Return the selection with more tokens, which have no adapter."""
-        added = np.full(num_tokens - len(self.indices), -1, dtype=np.int64)
-        return Selection(self.adapters, np.concatenate((self.indices, added)))
-
-
-NO_TOKENS = Selection((), np.zeros(0, dtype=np.int64))
-
-
-class Group(NamedTuple):
-    """Tokens of a pass with the same adapter."""
-
-    adapter: Adapter
-    tokens: Tensor  # int64, in the order of the flat batch
-
-
-def restrict_groups(groups: Sequence[Group], tokens: Tensor) -> Sequence[Group]:
-    """Return the groups of a pass over these tokens alone."""
-    found = (Group(adapter, isin(tokens, its).nonzero()[:, 0]) for adapter, its in groups)
-    return [group for group in found if len(group.tokens)]
 
 
 def convert_parts(

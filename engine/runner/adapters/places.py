@@ -10,7 +10,6 @@ import torch
 
 from baton.checkpoint.peft_folder import LowRank, PeftFolder, Sides, WeightLimits
 from baton.core.errors import ModelError
-from baton.engine.runner.adapters.place import ROUTER, Part, Place, PlaceSize
 from baton.engine.runner.adapters.targets import (
     DOWN,
     GATE_UP,
@@ -20,6 +19,7 @@ from baton.engine.runner.adapters.targets import (
     expert_name,
     find_targets,
 )
+from baton.engine.runner.model.adapters import ROUTER, Part, Place, PlaceSize
 from baton.engine.runner.model.config import ModelConfig
 
 MODULE = re.compile(r"(?P<prefix>(?:.*\.)?)layers\.(?P<layer>\d{1,6})\.(?P<name>[\w.]+)", re.ASCII)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from baton.engine.runner.adapters.place import ROUTER, Place
 from baton.engine.runner.families.family import ExpertNames
+from baton.engine.runner.model.adapters import ROUTER, Place
 from baton.engine.runner.model.config import LatentConfig, ModelConfig, MoeConfig, Recurrence
 from baton.engine.runner.weights.row_orders import (
     delta_orders,

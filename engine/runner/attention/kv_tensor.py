@@ -11,7 +11,7 @@ from torch import Tensor
 from baton.core.errors import InvalidConfig
 from baton.engine.kv_cache.groups import CacheLayout, layers_per_block
 from baton.engine.runner.attention.int8_kv import SCALE_BYTES
-from baton.engine.runner.host_memory import huge_page_memory
+from baton.engine.runner.device.host_memory import huge_page_memory
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model_info import KvMemory
 

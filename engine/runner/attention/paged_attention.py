@@ -14,29 +14,8 @@ from torch.nn import functional
 
 from baton.engine.runner.attention.int8_kv import dequantize, quantize
 from baton.engine.runner.device.step_inputs import SHARED_INPUTS, Array, StepInputs
-from baton.engine.runner.layout import Ints, PassLayout
-
-
-class AttentionPass(Protocol):
-    """Attention of one forward pass. Its masks are built once and shared by all layers."""
-
-    def write(self, layer: int, key: Tensor, value: Tensor | None) -> None:
-        """Write the tokens' keys and values, [tokens, kv_heads, head_dim], into their blocks.
-
-        Without values, the keys contain them: see `LayerAttention.value_dim`.
-        """
-        ...
-
-    def attend(self, layer: int, query: Tensor) -> Tensor:
-        """Return the attention output of `query`, [tokens, heads, head_dim], in the same shape.
-
-        If keys contain their values, its last dimension is `value_dim`.
-
-        Call it after `write`. A token attends to its own sequence up to itself, within the layer's
-        window. Blocks and slots outside a sequence's context can hold any value, NaN included, and
-        must not affect the output.
-        """
-        ...
+from baton.engine.runner.model.mixers import AttentionPass
+from baton.engine.runner.model.pass_layout import Ints, PassLayout
 
 
 class PagedAttention(Protocol):

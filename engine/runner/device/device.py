@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from baton.engine.runner.host_memory import free_host_bytes
+from baton.engine.runner.device.host_memory import free_host_bytes
 from baton.kv_transfer.fence import PASSED, Fence
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar
 
 from baton.core.pooling import PoolingKind
 from baton.engine.runner.model.config import RopeConfig
@@ -39,6 +41,8 @@ class ClassifierConfig:
 @dataclass(frozen=True, slots=True)
 class EncoderConfig:
     """Architecture of an encoder, independent of its model family."""
+
+    kernel_dtypes: ClassVar[Sequence[str]] = ("bfloat16", "float32")
 
     architecture: str
     vocab_size: int

@@ -18,6 +18,7 @@ from baton.engine.errors import OutOfOrder
 from baton.engine.kv_cache.groups import CacheLayout, KvGroup
 from baton.engine.plan import Pending, Plan, PlanRow, RunResult
 from baton.engine.runner.adapters.adapters import AdapterTable
+from baton.engine.runner.attention.kv_blocks import KvBlocks
 from baton.engine.runner.attention.kv_tensor import KvShape, describe
 from baton.engine.runner.device.block_copies import BlockCopies
 from baton.engine.runner.device.device import CPU
@@ -26,7 +27,6 @@ from baton.engine.runner.device.graphs import EagerCause, GraphSize
 from baton.engine.runner.encoders.classifier import compute_logits
 from baton.engine.runner.encoders.encoder import Encoder
 from baton.engine.runner.encoders.packed_texts import PackedTexts, pack_texts
-from baton.engine.runner.kv_blocks import KvBlocks
 from baton.engine.runner.model_info import KvMemory, ModelInfo, PassHook
 from baton.engine.runner.pooling.pooling_head import add_vectors, finish
 from baton.engine.runner.sampling.logits_processors import NO_PROCESSORS, Processors

@@ -14,19 +14,20 @@ from baton.engine.runner.encoders.config import EncoderConfig
 from baton.engine.runner.encoders.encoder import Encoder
 from baton.engine.runner.encoders.encoder_runner import EncoderRunner
 from baton.engine.runner.encoders.layer import Layer, UnfusedLayer
+from baton.engine.runner.encoders.native_encoder import (
+    NativeEncoderOps,
+    native_layers,
+    with_packed_layers,
+)
 from baton.engine.runner.encoders.ops import TorchEncoderOps
 from baton.engine.runner.encoders.read_config import read_encoder_config
 from baton.engine.runner.encoders.weight_loading import load_encoder_weights
 from baton.engine.runner.kernels.build import best_variant, cpu_features
 from baton.engine.runner.kernels.choose import choose_parts, encoder_kernels
-from baton.engine.runner.kernels.native_encoder import (
-    NativeEncoderOps,
-    native_layers,
-    with_packed_layers,
-)
 from baton.engine.runner.load import DTYPES, choose_max_model_len
 from baton.engine.runner.model.rope import Rope
 from baton.engine.runner.model_info import LoadProgressCallback, ModelInfo
+from baton.engine.runner.sampling.logits_processors import versions
 from baton.engine.runner.weights.open_weights import open_weights
 
 
@@ -52,7 +53,7 @@ def load_encoder(
     max_model_len = choose_max_model_len(config, model.max_text_len)
     with open_weights(config, checkpoint, model, dtype, place, parts, on_progress) as opened:
         weights = load_encoder_weights(model, opened.tensors, opened.target, on_progress)
-        fingerprint = opened.fingerprint()
+        fingerprint = opened.fingerprint(versions(config.logits_processors))
     info = ModelInfo(
         checkpoint=checkpoint,
         fingerprint=fingerprint,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from baton.engine.plan import PlanRow
-from baton.engine.runner.layout import Ints
+from baton.engine.runner.model.pass_layout import Ints
 
 
 class EqualTexts(NamedTuple):

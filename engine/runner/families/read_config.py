@@ -30,7 +30,7 @@ from baton.engine.runner.model.config import (
     RecurrentConfig,
     RopeConfig,
 )
-from baton.engine.runner.weights.quantization import read_quantization
+from baton.engine.runner.model.quantization import read_quantization
 
 MAX_LAYERS = 10_000
 # Endings of the names of architectures.

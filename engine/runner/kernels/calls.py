@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.runner.host_memory import huge_page_memory
+from baton.engine.runner.device.host_memory import huge_page_memory
 from baton.engine.runner.kernels.abi import FUNCTIONS, GateParams, NormParams, Struct, load_library
-from baton.engine.runner.layout import Ints
 from baton.engine.runner.model.config import Activation
 from baton.engine.runner.model.ops import MlpGate, Norm
+from baton.engine.runner.model.pass_layout import Ints
 
 _GATE_KINDS = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.CLAMPED_SWIGLU: 2}
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from baton.core.errors import InvalidConfig
 from baton.engine.runner.adapters.low_rank import TORCH_LOW_RANK, LowRankProducts
+from baton.engine.runner.attention.kv_blocks import MakeBlockHashes, no_block_hashes
 from baton.engine.runner.attention.paged_attention import (
     LayerAttention,
     PagedAttention,
@@ -29,8 +30,6 @@ from baton.engine.runner.kernels.native_attention import NativePagedAttention
 from baton.engine.runner.kernels.native_layers import native_layers
 from baton.engine.runner.kernels.native_linear_attention import NativeLinearAttention
 from baton.engine.runner.kernels.native_low_rank import NativeLowRankProducts
-from baton.engine.runner.kernels.packed_weight import Packer
-from baton.engine.runner.kv_blocks import MakeBlockHashes, no_block_hashes
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.layer_weights import Layer
 from baton.engine.runner.model.layers import DecoderLayer, unfused_layers
@@ -42,6 +41,7 @@ from baton.engine.runner.sampling.torch_sampling import TORCH_SAMPLING
 from baton.engine.runner.state.linear_attention import LinearAttention, TorchLinearAttention
 from baton.engine.runner.state.state_shape import StateShape
 from baton.engine.runner.triton.availability import require_triton, uses_interpreter
+from baton.engine.runner.weights.packed_weight import Packer
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from baton.engine.runner.host_memory import huge_page_memory
+from baton.engine.runner.device.host_memory import huge_page_memory
 from baton.engine.runner.kernels.abi import load_library
 from baton.engine.runner.kernels.build import best_variant, cpu_features, library
 

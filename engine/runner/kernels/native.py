@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from baton.checkpoint.quantized import Quantized
-from baton.engine.runner.host_memory import huge_page_memory
+from baton.engine.runner.device.host_memory import huge_page_memory
 from baton.engine.runner.kernels.abi import PackedMatrix, RopeAngles
 from baton.engine.runner.kernels.calls import Kernels, gate_params, norm_params
 from baton.engine.runner.kernels.native_experts import ExpertMixing, Experts
@@ -18,12 +18,12 @@ from baton.engine.runner.kernels.native_linear import (
     NativeLinear,
     native_experts,
 )
-from baton.engine.runner.kernels.packed_weight import PackedWeight
 from baton.engine.runner.model.config import Scoring
 from baton.engine.runner.model.linear import ExpertChoice, Moe, Router
 from baton.engine.runner.model.mlp import mix_experts
 from baton.engine.runner.model.ops import MlpGate, Norm, Peaks
 from baton.engine.runner.model.rope import Angles
+from baton.engine.runner.weights.packed_weight import PackedWeight
 
 _SCALE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ACTIVATION_BLOCK = 32  # columns with a common scale, if activations have 8 bits

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from baton.engine.runner.attention.kv_tensor import scale_bytes
-from baton.engine.runner.attention.paged_attention import AttentionPass, LayerAttention
+from baton.engine.runner.attention.paged_attention import LayerAttention
 from baton.engine.runner.device.step_inputs import SHARED_INPUTS, StepInputs
 from baton.engine.runner.kernels.abi import AttentionParams, BatchLayout, PagedKv, Struct
 from baton.engine.runner.kernels.calls import Kernels, PassArrays
-from baton.engine.runner.layout import PassLayout
+from baton.engine.runner.model.mixers import AttentionPass
+from baton.engine.runner.model.pass_layout import PassLayout
 
 Params = ctypes.Array[Struct]  # AttentionParams of a KV group's layers, by index in block
 

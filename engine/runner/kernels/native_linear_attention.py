@@ -8,8 +8,8 @@ from torch import Tensor
 from baton.engine.runner.device.step_inputs import SHARED_INPUTS, StepInputs
 from baton.engine.runner.kernels.abi import StateRows, StateRuns
 from baton.engine.runner.kernels.calls import Kernels, PassArrays, Workspace, norm_params
+from baton.engine.runner.model.mixers import LinearAttentionPass
 from baton.engine.runner.model.recurrent import MambaWeights, RecurrentWeights
-from baton.engine.runner.state.linear_attention import LinearAttentionPass
 from baton.engine.runner.state.state_shape import StateShape
 from baton.engine.runner.state.state_tables import StateLayout
 

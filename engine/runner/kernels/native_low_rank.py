@@ -11,15 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from baton.engine.runner.adapters.low_rank import (
-    Adapter,
-    ExpertPass,
-    Group,
-    ProductsByAdapter,
-    convert_parts,
-)
-from baton.engine.runner.adapters.place import Part, Place
-from baton.engine.runner.host_memory import huge_page_memory
+from baton.engine.runner.adapters.low_rank import ExpertPass, ProductsByAdapter, convert_parts
+from baton.engine.runner.device.host_memory import huge_page_memory
 from baton.engine.runner.kernels.abi import (
     LowRankAdapter,
     LowRankGroups,
@@ -30,6 +23,7 @@ from baton.engine.runner.kernels.abi import (
 from baton.engine.runner.kernels.calls import Kernels, Workspace
 from baton.engine.runner.kernels.native import NativeOps
 from baton.engine.runner.kernels.native_experts import AddedProducts
+from baton.engine.runner.model.adapters import Adapter, Group, Part, Place
 
 FUSED = ("qkv", "output", "gate_up", "down")  # places of a fused layer, in the kernel's order
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar
 
 from baton.engine.kv_cache.groups import KvCacheSpec, KvGroup, group_layers
-from baton.engine.runner.weights.quantization import Quantization
+from baton.engine.runner.model.quantization import Quantization
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +189,8 @@ class LayerConfig:
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Architecture of a decoder, independent of its model family."""
+
+    kernel_dtypes: ClassVar[Sequence[str]] = ("bfloat16",)
 
     architecture: str
     vocab_size: int

@@ -12,17 +12,51 @@ from typing import Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from baton.engine.runner.adapters.low_rank import Group, restrict_groups
-from baton.engine.runner.attention.paged_attention import AttentionPass
+from baton.engine.runner.model.adapters import Group, restrict_groups
 from baton.engine.runner.model.config import LatentConfig, LayerConfig, ModelConfig, QkNorm
 from baton.engine.runner.model.layer_weights import LatentProjections, Layer
 from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.ops import Norm, Ops
 from baton.engine.runner.model.recurrent import RecurrentWeights
 from baton.engine.runner.model.rope import Angles
-from baton.engine.runner.state.linear_attention import LinearAttentionPass
 
 T = TypeVar("T")
+
+
+class AttentionPass(Protocol):
+    """Attention of one forward pass. Its masks are built once and shared by all layers."""
+
+    def write(self, layer: int, key: Tensor, value: Tensor | None) -> None:
+        """Write the tokens' keys and values, [tokens, kv_heads, head_dim], into their blocks.
+
+        Without values, the keys contain them: see `LayerAttention.value_dim`.
+        """
+        ...
+
+    def attend(self, layer: int, query: Tensor) -> Tensor:
+        """Return the attention output of `query`, [tokens, heads, head_dim], in the same shape.
+
+        If keys contain their values, its last dimension is `value_dim`.
+
+        Call it after `write`. A token attends to its own sequence up to itself, within the layer's
+        window. Blocks and slots outside a sequence's context can hold any value, NaN included, and
+        must not affect the output.
+        """
+        ...
+
+
+class LinearAttentionPass(Protocol):
+    """Recurrent layers of one forward pass."""
+
+    def mix(
+        self, layer: int, weights: RecurrentWeights, projected: Tensor, gates: Tensor
+    ) -> Tensor:
+        """Return the output of the recurrent layer with this number, [tokens, values].
+
+        `projected` has rows of queries, keys, values and output gates. Reads and writes the states
+        of the layer; blocks to write can hold any value.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)

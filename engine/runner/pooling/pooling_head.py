@@ -15,11 +15,11 @@ from baton.core.output import Failure
 from baton.core.pooling import Pooling, PoolingKind
 from baton.engine.errors import OutOfOrder
 from baton.engine.plan import Plan, RunResult
+from baton.engine.runner.batch.input_batch import Step
 from baton.engine.runner.device.device import CPU, Device
 from baton.engine.runner.device.step_inputs import Array, StepInputs
 from baton.engine.runner.device.step_outputs import Received, make_outputs
-from baton.engine.runner.input_batch import Step
-from baton.engine.runner.layout import TokenRun
+from baton.engine.runner.model.pass_layout import TokenRun
 from baton.engine.runner.sampling.output_heads import HeadPass, HiddenStates
 from baton.engine.runner.sampling.sampler import NOT_FINITE
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from baton.core.sampling import SamplingParams
 from baton.engine.plan import PlanRow
 from baton.engine.runner.device.step_inputs import StepInputs
-from baton.engine.runner.layout import Ints, TokenRun
+from baton.engine.runner.model.pass_layout import Ints, TokenRun
+from baton.engine.runner.model.token_counts import TokenCounts
 from baton.engine.runner.sampling.logits_processors import NEVER
 from baton.engine.runner.sampling.sampling import SampledRows
-from baton.engine.runner.token_counts import TokenCounts
 from baton.engine.structured_output.grammar import Bits, num_words
 
 

@@ -13,7 +13,7 @@ from baton.core.errors import InvalidRequest
 from baton.core.ids import RequestId
 from baton.core.output import Failure, FailureCause
 from baton.core.structured_outputs import FIELD
-from baton.engine.runner.layout import TokenRun
+from baton.engine.runner.model.pass_layout import TokenRun
 from baton.engine.structured_output.grammar import Bits, Grammar, Matcher, num_words
 
 MAX_STEP_S = 0.05

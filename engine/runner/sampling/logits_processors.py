@@ -18,7 +18,7 @@ from torch import Tensor
 from baton.core.errors import InvalidConfig, InvalidRequest
 from baton.core.extra_args import FIELD, Arguments, unknown_argument
 from baton.core.sampling import Argument
-from baton.engine.runner.layout import Ints
+from baton.engine.runner.model.pass_layout import Ints
 
 log = logging.getLogger(__name__)
 GROUP = "baton.logits_processors"

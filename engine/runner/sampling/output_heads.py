@@ -12,11 +12,12 @@ from torch import Tensor
 from baton.core.ids import RequestId
 from baton.core.output import Failure
 from baton.engine.plan import Plan, RunResult
+from baton.engine.runner.batch.input_batch import Step
+from baton.engine.runner.batch.unknown_tokens import SampledTokens, UnknownTokens
 from baton.engine.runner.device.device import CPU, Device
 from baton.engine.runner.device.step_inputs import StepInputs, make_inputs
-from baton.engine.runner.input_batch import Step
-from baton.engine.runner.layout import TokenRun
 from baton.engine.runner.model.decoder import Decoder
+from baton.engine.runner.model.pass_layout import TokenRun
 from baton.engine.runner.sampling.constraints import depends_on_tokens
 from baton.engine.runner.sampling.grammar_masks import GrammarMasks
 from baton.engine.runner.sampling.packed_peaks import PackedPeaks
@@ -26,7 +27,6 @@ from baton.engine.runner.sampling.sampler import (
     Sampler,
 )
 from baton.engine.runner.sampling.spec_decode import accepted_indices
-from baton.engine.runner.unknown_tokens import SampledTokens, UnknownTokens
 from baton.engine.spec_decode.proposer import Drafts
 
 NO_TOKEN = Failure("the pass before gave no token")  # never seen: the request has ended

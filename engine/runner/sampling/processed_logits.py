@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from baton.engine.runner.device.step_inputs import StepInputs
-from baton.engine.runner.layout import TokenRun
+from baton.engine.runner.model.pass_layout import TokenRun
 from baton.engine.runner.sampling.torch_sampling import Draw
 
 

@@ -13,12 +13,12 @@ from baton.core.ids import RequestId
 from baton.core.logprobs import TokenLogprobs
 from baton.core.output import Failure
 from baton.engine.plan import Plan, PlanRow, RunResult
+from baton.engine.runner.batch.input_batch import Step
 from baton.engine.runner.device.device import CPU, Device
 from baton.engine.runner.device.step_inputs import Array, StepInputs
 from baton.engine.runner.device.step_outputs import Received, make_outputs
-from baton.engine.runner.input_batch import Step
-from baton.engine.runner.layout import Ints
 from baton.engine.runner.model.decoder import Decoder
+from baton.engine.runner.model.pass_layout import Ints
 from baton.engine.runner.sampling.logprobs import LogprobTensors, read_logprobs
 from baton.engine.runner.sampling.output_heads import HeadPass, HiddenStates
 from baton.engine.runner.sampling.sampler import NOT_FINITE

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.runner.layout import Ints
+from baton.engine.runner.model.pass_layout import Ints
 
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15

@@ -23,8 +23,8 @@ from baton.engine.runner.device.device import CPU, Device
 from baton.engine.runner.device.step_inputs import Array, StepInputs
 from baton.engine.runner.device.step_memory import Memory, StepMemory
 from baton.engine.runner.device.step_outputs import Received, make_outputs
-from baton.engine.runner.layout import TokenRun
 from baton.engine.runner.model.ops import Peaks
+from baton.engine.runner.model.pass_layout import TokenRun
 from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.sampling.logits_processors import NEVER, NO_PROCESSORS, Processors
 from baton.engine.runner.sampling.logprobs import read_logprobs

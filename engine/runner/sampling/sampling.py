@@ -10,8 +10,8 @@ from torch import Tensor
 
 from baton.engine.runner.device.step_inputs import StepInputs
 from baton.engine.runner.device.step_memory import NEW_MEMORY, Memory
-from baton.engine.runner.layout import TokenRun
 from baton.engine.runner.model.ops import Peaks
+from baton.engine.runner.model.pass_layout import TokenRun
 from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.sampling.logprobs import LogprobTensors
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from baton.core.ids import RequestId
 from baton.core.output import Failure
 from baton.engine.plan import Plan, PlanRow, RunResult
-from baton.engine.runner.input_batch import NO_DRAFTS, PersistentBatch, Step
-from baton.engine.runner.layout import Ints, TokenRun
+from baton.engine.runner.batch.input_batch import NO_DRAFTS, PersistentBatch, Step
+from baton.engine.runner.model.pass_layout import Ints, TokenRun
 from baton.engine.runner.sampling.sampler import Choice
 from baton.engine.spec_decode.config import Speculation
 from baton.engine.spec_decode.proposer import DraftRow, Drafts, Proposer, TokensFrom

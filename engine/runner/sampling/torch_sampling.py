@@ -16,7 +16,7 @@ from torch import Tensor
 from baton.core.sampling import SamplingParams
 from baton.engine.runner.device.step_inputs import StepInputs
 from baton.engine.runner.device.step_memory import NEW_MEMORY, Memory
-from baton.engine.runner.layout import TokenRun
+from baton.engine.runner.model.pass_layout import TokenRun
 from baton.engine.runner.sampling.constraints import Constraints
 from baton.engine.runner.sampling.logits_processors import NEVER
 from baton.engine.runner.sampling.logprobs import LogprobTensors, gather_logprobs

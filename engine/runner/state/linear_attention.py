@@ -11,23 +11,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.engine.runner.device.step_inputs import SHARED_INPUTS, StepInputs
+from baton.engine.runner.model.mixers import LinearAttentionPass
 from baton.engine.runner.model.recurrent import RecurrentWeights, convolve, split_heads
 from baton.engine.runner.state.state_shape import StateShape
 from baton.engine.runner.state.state_tables import ZEROS, StateLayout
-
-
-class LinearAttentionPass(Protocol):
-    """Recurrent layers of one forward pass."""
-
-    def mix(
-        self, layer: int, weights: RecurrentWeights, projected: Tensor, gates: Tensor
-    ) -> Tensor:
-        """Return the output of the recurrent layer with this number, [tokens, values].
-
-        `projected` has rows of queries, keys, values and output gates. Reads and writes the states
-        of the layer; blocks to write can hold any value.
-        """
-        ...
 
 
 class LinearAttention(Protocol):

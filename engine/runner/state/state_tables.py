@@ -11,7 +11,7 @@ from baton.core.errors import InvalidConfig
 from baton.core.ids import RequestId
 from baton.engine.errors import RowOverflow
 from baton.engine.plan import PlanRow, StateSnapshot
-from baton.engine.runner.layout import Ints, TokenRun
+from baton.engine.runner.model.pass_layout import Ints, TokenRun
 
 ZEROS = -1  # instead of blocks: a state of zeros
 Snapshots = Mapping[RequestId, Sequence[StateSnapshot]]

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from baton.checkpoint.checkpoint import Tensors
 from baton.core.errors import ModelError
 from baton.engine.kv_cache.groups import layer_places
-from baton.engine.runner.adapters.adapted_layers import adaptable_layers
-from baton.engine.runner.adapters.low_rank import ActiveAdapters
 from baton.engine.runner.attention.paged_attention import LayerAttention
 from baton.engine.runner.families.family import ExpertNames
 from baton.engine.runner.model.config import ModelConfig, MoeConfig, QkNorm
 from baton.engine.runner.model.decoder import Decoder
 from baton.engine.runner.model.layer_weights import LatentProjections, Layer
+from baton.engine.runner.model.layers import DecoderLayer
 from baton.engine.runner.model.linear import Linear, Mlp, Moe, Router
 from baton.engine.runner.model.ops import Norm
 from baton.engine.runner.model.rope import head_order, repeat_order
@@ -26,17 +25,19 @@ from baton.engine.runner.weights.row_orders import joined_order
 from baton.engine.runner.weights.tensor_loading import LoadTarget, TensorLoader
 from baton.engine.runner.weights.tensor_names import CLASSIFIER, TensorMap, check_tensors
 
+AdaptLayers = Callable[[Sequence[Layer], Sequence[DecoderLayer]], Sequence[DecoderLayer]]
+
 
 def load_decoder(
     config: ModelConfig,
     files: Tensors,
     target: LoadTarget,
     on_progress: LoadProgressCallback | None = None,
-    adapters: ActiveAdapters | None = None,
+    adapt: AdaptLayers | None = None,
 ) -> Decoder:
     """Check all tensors before the first one is read, then copy each to its place once.
 
-    With `adapters`, these can change the layers of a pass.
+    `adapt` returns layers that adapters can change.
     """
     check_tensors(config, files)
     tensors = TensorMap(config, files.shapes())
@@ -55,8 +56,8 @@ def load_decoder(
     head = embedding if config.ties_embeddings else loader.embedding(tensors.head)
     parts, mixtures = target.parts, [layer.mlp for layer in layers if isinstance(layer.mlp, Moe)]
     made = parts.make_layers(config, layers)
-    if adapters is not None:
-        made = adaptable_layers(parts.ops, config, layers, made, adapters)
+    if adapt is not None:
+        made = adapt(layers, made)
     waits = any(list(map(parts.waits_for_experts, mixtures)))  # of all: this joins the experts
     classifier = None
     if config.label_tokens is not None:

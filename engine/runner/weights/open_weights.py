@@ -7,30 +7,17 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from baton.checkpoint.checkpoint import Checkpoint, Tensors
-from baton.engine.runner.config import RunnerConfig
-from baton.engine.runner.kernels.choose import Parts
+from baton.engine.runner.config import Architecture, RunnerConfig
 from baton.engine.runner.model_info import LoadProgress, LoadProgressCallback
-from baton.engine.runner.sampling.logits_processors import versions
 from baton.engine.runner.weights.importance import read_importance
 from baton.engine.runner.weights.packing_key import are_cacheable, are_quantized, packing_key
-from baton.engine.runner.weights.quantization import Quantization
 from baton.engine.runner.weights.quantize import QUANTIZE_REVISION
-from baton.engine.runner.weights.tensor_loading import LoadTarget
+from baton.engine.runner.weights.tensor_loading import LoadTarget, WeightParts
 from baton.engine.runner.weights.weight_cache import CachedWeights, WeightCache
-
-
-class Architecture(Protocol):
-    """Configuration of a model, whose text has all that the weights' meaning depends on."""
-
-    @property
-    def quantization(self) -> Quantization | None:
-        """Return how the files quantize matrices."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +30,13 @@ class OpenWeights:
     model: Architecture
     quantize: Sequence[str]
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, processor_versions: Sequence[str]) -> str:
         """Return the fingerprint of model and settings. Call it once all weights are loaded."""
         digest = self.tensors.digest()
         if self.target.cached is not None:
             self.target.cached.digest = digest
         settings = [*self.quantize, QUANTIZE_REVISION]
-        parts = [str(self.model), settings, digest, versions(self.config.logits_processors)]
+        parts = [str(self.model), settings, digest, processor_versions]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -60,7 +47,7 @@ def open_weights(
     model: Architecture,
     dtype: torch.dtype,
     place: torch.device,
-    parts: Parts,
+    parts: WeightParts,
     on_progress: LoadProgressCallback | None,
 ) -> Iterator[OpenWeights]:
     with checkpoint.open_tensors() as tensors:
@@ -76,7 +63,7 @@ def _open_cache(
     config: RunnerConfig,
     model: Architecture,
     quantize: Sequence[str],
-    parts: Parts,
+    parts: WeightParts,
     tensors: Tensors,
     on_progress: LoadProgressCallback | None,
 ) -> Iterator[CachedWeights | None]:

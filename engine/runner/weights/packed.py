@@ -18,7 +18,7 @@ from torch import Tensor
 from baton.checkpoint.quantized import MXFP4_GROUP, Quantized
 from baton.checkpoint.weight_files import FLOATS, WHOLE
 from baton.core.errors import ModelError
-from baton.engine.runner.weights.quantization import Packing, Quantization
+from baton.engine.runner.model.quantization import Packing, Quantization
 
 Shape = tuple[int, ...]
 ReadTensor = Callable[[str], Tensor]  # by name

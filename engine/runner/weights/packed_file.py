@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
-from baton.engine.runner.host_memory import huge_page_memory
-from baton.engine.runner.kernels.packed_weight import PackedWeight
+from baton.engine.runner.device.host_memory import huge_page_memory
+from baton.engine.runner.weights.packed_weight import PackedWeight
 
 PAGE = 4096
 PIECE_BYTES = 4 << 20  # read or written at once

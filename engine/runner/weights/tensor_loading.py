@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,12 +13,14 @@ from torch import Tensor
 from baton.checkpoint.checkpoint import Shape, Tensors
 from baton.checkpoint.quantized import Quantized, have_same_order, in_one_format, stacked
 from baton.core.errors import ModelError
+from baton.engine.runner.device.host_memory import HeapTrimmer
 from baton.engine.runner.families.family import ExpertNames
-from baton.engine.runner.host_memory import HeapTrimmer
-from baton.engine.runner.kernels.choose import Parts
-from baton.engine.runner.model.config import NormConfig
-from baton.engine.runner.model.linear import HeadLinears, Linear
-from baton.engine.runner.model.ops import Norm
+from baton.engine.runner.model.config import ModelConfig, NormConfig
+from baton.engine.runner.model.layer_weights import Layer
+from baton.engine.runner.model.layers import DecoderLayer
+from baton.engine.runner.model.linear import HeadLinears, Linear, Moe
+from baton.engine.runner.model.ops import Norm, Ops
+from baton.engine.runner.model.quantization import Quantization
 from baton.engine.runner.model_info import LoadProgress, LoadProgressCallback
 from baton.engine.runner.weights.packed import (
     MARKERS,
@@ -26,7 +29,7 @@ from baton.engine.runner.weights.packed import (
     read_mxfp4,
     read_packed,
 )
-from baton.engine.runner.weights.quantization import Quantization
+from baton.engine.runner.weights.packed_weight import Packer
 from baton.engine.runner.weights.quantize import (
     Quantize,
     select_rows,
@@ -40,13 +43,31 @@ QUANTIZERS: Mapping[str, Quantize | None] = {"none": None, "int8": to_int8, "int
 NO_NORM = NormConfig(epsilon=0.0)  # of a model without RMS norms
 
 
+class WeightParts(Protocol):
+    """Parts of a model that hold its weights."""
+
+    @property
+    def ops(self) -> Ops: ...
+
+    @property
+    def packer(self) -> Packer | None:
+        """Return what packs matrices; None: they are used as they are loaded."""
+        ...
+
+    @property
+    def make_layers(self) -> Callable[[ModelConfig, Sequence[Layer]], Sequence[DecoderLayer]]: ...
+
+    @property
+    def waits_for_experts(self) -> Callable[[Moe], bool]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class LoadTarget:
     """Dtype, device, implementation and quantization of the loaded weights."""
 
     dtype: torch.dtype
     device: torch.device
-    parts: Parts
+    parts: WeightParts
     quantize: str = "none"
     cached: CachedWeights | None = None  # packed matrices, if the parts pack them
     importance: Mapping[str, Tensor] = field(default_factory=dict)  # of columns, by matrix

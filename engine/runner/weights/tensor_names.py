@@ -18,6 +18,7 @@ from baton.engine.runner.model.config import (
     Recurrence,
     RecurrentConfig,
 )
+from baton.engine.runner.model.quantization import Packing
 from baton.engine.runner.weights.packed import (
     UNUSED,
     PackedPart,
@@ -25,7 +26,6 @@ from baton.engine.runner.weights.packed import (
     mxfp4_parts,
     packed_parts,
 )
-from baton.engine.runner.weights.quantization import Packing
 
 Shapes = Iterator[tuple[str, Shape]]
 CLASSIFIER = "score"

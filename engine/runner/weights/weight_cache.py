@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from baton.core.units import format_bytes
-from baton.engine.runner.kernels.packed_weight import PackedWeight
 from baton.engine.runner.weights.packed_file import (
     DamagedFile,
     Report,
@@ -22,6 +21,7 @@ from baton.engine.runner.weights.packed_file import (
     read_packed,
     write_packed,
 )
+from baton.engine.runner.weights.packed_weight import PackedWeight
 
 log = logging.getLogger(__name__)
 

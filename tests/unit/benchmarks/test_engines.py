@@ -79,10 +79,14 @@ def test_keeping_servers_warm_requires_memory_for_all_of_them(
     engines = chosen_engines(str(model), "default", venv, "default", "patched")  # three servers
 
     with ExitStack() as lifetime:
-        monkeypatch.setattr("baton.engine.runner.host_memory.free_host_bytes", lambda: 11 * 2**30)
+        monkeypatch.setattr(
+            "baton.engine.runner.device.host_memory.free_host_bytes", lambda: 11 * 2**30
+        )
         assert list(keep_engines_warm(engines, str(model), lifetime)) == list(engines)
 
-        monkeypatch.setattr("baton.engine.runner.host_memory.free_host_bytes", lambda: 10 * 2**30)
+        monkeypatch.setattr(
+            "baton.engine.runner.device.host_memory.free_host_bytes", lambda: 10 * 2**30
+        )
         with pytest.raises(InvalidConfig, match="3 vLLM servers need"):
             keep_engines_warm(engines, str(model), lifetime)
 

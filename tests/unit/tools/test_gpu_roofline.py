@@ -15,16 +15,13 @@ from torch import Tensor
 
 from baton.checkpoint.quantized import Quantized
 from baton.checkpoint.safetensors_folder import SafetensorsFolder
-from baton.engine.runner.attention.paged_attention import (
-    AttentionPass,
-)
 from baton.engine.runner.device.step_inputs import SHARED_INPUTS, StepInputs
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.kernels.choose import Parts
-from baton.engine.runner.layout import PassLayout
 from baton.engine.runner.model.layers import unfused_layers
-from baton.engine.runner.model.mixers import Ends, ForwardPass
+from baton.engine.runner.model.mixers import AttentionPass, Ends, ForwardPass
 from baton.engine.runner.model.ops import MlpGate, Norm, Peaks
+from baton.engine.runner.model.pass_layout import PassLayout
 from baton.engine.runner.model.rope import Angles, Ropes
 from baton.engine.runner.model.torch_ops import TorchLinear, TorchOps
 from baton.engine.runner.weights.decoder_loading import load_decoder

@@ -9,8 +9,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from baton.engine.runner.adapters.low_rank import Adapter, Group
-from baton.engine.runner.adapters.place import Part, Place, PlaceSize
+from baton.engine.runner.model.adapters import Adapter, Group, Part, Place, PlaceSize
 
 Numbered = Mapping[int | None, Sequence[Part]]  # parts of a place by head or expert, if it has some
 NO_PARTS = PlaceSize(0, 0)

@@ -11,15 +11,17 @@ import torch
 import triton
 from torch import Tensor
 
-from baton.engine.runner.adapters.low_rank import (
-    Adapter,
-    ExpertPass,
-    Group,
-    Selection,
-    convert_parts,
-)
-from baton.engine.runner.adapters.place import ROUTER, Part, Place, PlaceSize
+from baton.engine.runner.adapters.low_rank import ExpertPass, convert_parts
 from baton.engine.runner.device.step_inputs import StepInputs
+from baton.engine.runner.model.adapters import (
+    ROUTER,
+    Adapter,
+    Group,
+    Part,
+    Place,
+    PlaceSize,
+    Selection,
+)
 from baton.engine.runner.model.linear import ExpertChoice, Router
 from baton.engine.runner.model.ops import Ops
 from baton.engine.runner.triton.adapters.low_rank_kernels import expand_kernel, project_kernel

@@ -12,9 +12,10 @@ import torch
 import triton
 from torch import Tensor
 
-from baton.engine.runner.attention.paged_attention import AttentionPass, LayerAttention
+from baton.engine.runner.attention.paged_attention import LayerAttention
 from baton.engine.runner.device.step_inputs import SHARED_INPUTS, StepInputs
-from baton.engine.runner.layout import PassLayout
+from baton.engine.runner.model.mixers import AttentionPass
+from baton.engine.runner.model.pass_layout import PassLayout
 from baton.engine.runner.triton.attention.attention_arguments import (
     Batch,
     Cache,

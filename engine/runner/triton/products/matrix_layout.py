@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.checkpoint.quantized import Quantized
-from baton.engine.runner.kernels.packed_weight import PackedWeight
+from baton.engine.runner.weights.packed_weight import PackedWeight
 
 MIN_PIECE = 16  # columns that are multiplied at a time: tensor cores need that many
 MAX_PIECE = {2: 128, 4: 32}  # columns, by the size of the activations' numbers

@@ -11,7 +11,6 @@ import triton
 from torch import Tensor
 
 from baton.checkpoint.quantized import Quantized
-from baton.engine.runner.kernels.packed_weight import PackedWeight
 from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.torch_ops import TorchLinear
 from baton.engine.runner.triton.launching import launch, row_contiguous
@@ -23,6 +22,7 @@ from baton.engine.runner.triton.products.matrix_layout import (
     pack,
 )
 from baton.engine.runner.triton.products.product_kernels import linear_kernel, rows_kernel
+from baton.engine.runner.weights.packed_weight import PackedWeight
 
 MakeLinear = Callable[[Tensor, Tensor | None], Linear]  # from weight and bias
 

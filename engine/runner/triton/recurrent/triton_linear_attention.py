@@ -11,13 +11,13 @@ import triton
 from torch import Tensor
 
 from baton.engine.runner.device.step_inputs import SHARED_INPUTS, StepInputs
+from baton.engine.runner.model.mixers import LinearAttentionPass
 from baton.engine.runner.model.recurrent import (
     NORM_EPSILON,
     DeltaWeights,
     MambaWeights,
     RecurrentWeights,
 )
-from baton.engine.runner.state.linear_attention import LinearAttentionPass
 from baton.engine.runner.state.state_shape import StateShape
 from baton.engine.runner.state.state_tables import StateLayout
 from baton.engine.runner.triton.launching import launch, row_contiguous

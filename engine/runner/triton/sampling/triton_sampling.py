@@ -11,7 +11,7 @@ from torch import Tensor
 
 from baton.engine.runner.device.step_inputs import StepInputs
 from baton.engine.runner.device.step_memory import NEW_MEMORY, Memory
-from baton.engine.runner.layout import Ints, TokenRun
+from baton.engine.runner.model.pass_layout import Ints, TokenRun
 from baton.engine.runner.sampling.constraints import (
     has_penalty,
     is_constrained,

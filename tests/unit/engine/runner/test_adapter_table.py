@@ -18,19 +18,13 @@ from baton.core.ids import RequestId
 from baton.core.sampling import SamplingParams
 from baton.engine.plan import PlanRow
 from baton.engine.runner.adapters.adapters import AdapterTable
-from baton.engine.runner.adapters.low_rank import (
-    TORCH_LOW_RANK,
-    ActiveAdapters,
-    Adapter,
-    Group,
-    LowRankProducts,
-)
-from baton.engine.runner.adapters.place import ROUTER, Place
+from baton.engine.runner.adapters.low_rank import TORCH_LOW_RANK, ActiveAdapters, LowRankProducts
 from baton.engine.runner.adapters.places import AdapterPlaces
 from baton.engine.runner.device.step_inputs import SHARED_INPUTS
 from baton.engine.runner.families.read_config import read_model_config
-from baton.engine.runner.layout import TokenRun
+from baton.engine.runner.model.adapters import ROUTER, Adapter, Group, Place
 from baton.engine.runner.model.linear import Router
+from baton.engine.runner.model.pass_layout import TokenRun
 from benchmarks.engine.adapters import write_random_adapter
 from tests.support.hub_configs import HUB_CONFIGS
 from tests.support.random_folders import small_config

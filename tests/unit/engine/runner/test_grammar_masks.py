@@ -11,7 +11,7 @@ from baton.core.ids import RequestId
 from baton.core.output import Failure
 from baton.core.sampling import SamplingParams
 from baton.engine.plan import PlanRow
-from baton.engine.runner.layout import TokenRun
+from baton.engine.runner.model.pass_layout import TokenRun
 from baton.engine.runner.sampling.grammar_masks import EXEMPT_S, MAX_STEP_S, GrammarMasks
 from baton.engine.structured_output.grammar import Bits, Matcher
 

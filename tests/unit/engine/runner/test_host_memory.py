@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from baton.engine.runner.host_memory import huge_page_memory
+from baton.engine.runner.device.host_memory import huge_page_memory
 
 SIZE = 4 << 20
 HAS_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage").exists()

@@ -9,11 +9,11 @@ import pytest
 
 from baton.core.errors import InvalidConfig
 from baton.engine.kv_cache.groups import CacheLayout
-from baton.engine.runner.attention.kv_budget import auto_kv_bytes, profiled_kv_bytes
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.device.device import MemoryProfile
+from baton.engine.runner.device.host_memory import free_host_bytes
 from baton.engine.runner.device.memory_profile import prompt_lengths
-from baton.engine.runner.host_memory import free_host_bytes
+from baton.engine.runner.kv_budget import auto_kv_bytes, profiled_kv_bytes
 
 GIB, MIB = 1 << 30, 1 << 20
 NODE = RunnerConfig("m", kv_cache_share=None, max_num_seqs=128)

@@ -10,7 +10,7 @@ from torch import Tensor
 from baton.core.ids import BlockId, RequestId
 from baton.core.sampling import SamplingParams
 from baton.engine.plan import Plan, PlanRow, RunResult
-from baton.engine.runner.input_batch import PersistentBatch
+from baton.engine.runner.batch.input_batch import PersistentBatch
 from baton.engine.runner.sampling.spec_decode import SpecDecoder
 from baton.engine.spec_decode.config import Speculation
 from baton.engine.spec_decode.proposer import DraftRow, Drafts

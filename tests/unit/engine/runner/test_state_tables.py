@@ -8,7 +8,7 @@ import pytest
 from baton.core.ids import BlockId, RequestId
 from baton.core.sampling import SamplingParams
 from baton.engine.plan import PlanRow, StateBlocks
-from baton.engine.runner.layout import TokenRun
+from baton.engine.runner.model.pass_layout import TokenRun
 from baton.engine.runner.state.state_tables import NO_SNAPSHOTS, StateTables
 
 FIRST, SECOND, SNAPSHOT = (BlockId(3),), (BlockId(5),), (BlockId(8),)

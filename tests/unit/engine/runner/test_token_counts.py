@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from baton.core.ids import BlockId, RequestId
 from baton.core.sampling import SamplingParams
 from baton.engine.plan import Plan, PlanRow
+from baton.engine.runner.batch.input_batch import PersistentBatch
 from baton.engine.runner.device.step_inputs import SHARED_INPUTS
-from baton.engine.runner.input_batch import PersistentBatch
+from baton.engine.runner.model.token_counts import TokenCounts
 from baton.engine.runner.sampling.constraints import Constraints
 from baton.engine.runner.sampling.sampling import SampledRows
-from baton.engine.runner.token_counts import TokenCounts
 
 R = RequestId("r")
 TOKENS = st.lists(st.integers(0, 5), max_size=5)

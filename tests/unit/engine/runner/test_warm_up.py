@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.plan import Pending, Plan, RunResult
+from baton.engine.runner.batch.input_batch import PersistentBatch
 from baton.engine.runner.device.warm_up import warm_up
-from baton.engine.runner.input_batch import PersistentBatch
 
 
 class BatchOnly:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from baton.core.ids import BlockId, HandoffId, NodeId, Peer
-from baton.engine.runner.host_memory import huge_page_memory
-from baton.engine.runner.kv_blocks import KvBlocks
+from baton.engine.runner.attention.kv_blocks import KvBlocks
+from baton.engine.runner.device.host_memory import huge_page_memory
 from baton.kv_transfer.fence import PASSED
 from baton.kv_transfer.protocol.conversion import Conversion, StagedBlocks
 from baton.kv_transfer.protocol.messages import Fingerprint, Region

@@ -9,19 +9,19 @@ from torch import Tensor
 
 from baton.engine.errors import OutOfOrder
 from baton.engine.runner.adapters.adapters import AdapterTable
-from baton.engine.runner.adapters.low_rank import Selection
-from baton.engine.runner.attention.paged_attention import AttentionPass, PagedAttention
-from baton.engine.runner.device.decode_graphs import DecodeBatch
+from baton.engine.runner.attention.paged_attention import PagedAttention
+from baton.engine.runner.batch.input_batch import Step
 from baton.engine.runner.device.fenced_hook import FencedHook
 from baton.engine.runner.device.step_inputs import StepInputs
-from baton.engine.runner.input_batch import Step
-from baton.engine.runner.layout import Ints, PassLayout
+from baton.engine.runner.model.adapters import Selection
 from baton.engine.runner.model.decoder import Decoder
-from baton.engine.runner.model.mixers import Ends, ForwardPass
+from baton.engine.runner.model.mixers import AttentionPass, Ends, ForwardPass, LinearAttentionPass
+from baton.engine.runner.model.pass_layout import Ints, PassLayout
 from baton.engine.runner.model.rope import Ropes
+from baton.engine.runner.passes.decode_graphs import DecodeBatch
 from baton.engine.runner.sampling.output_heads import HiddenStates
 from baton.engine.runner.sampling.packed_peaks import PackedPeaks
-from baton.engine.runner.state.linear_attention import LinearAttention, LinearAttentionPass
+from baton.engine.runner.state.linear_attention import LinearAttention
 from baton.engine.runner.state.state_tables import StateLayout
 
 

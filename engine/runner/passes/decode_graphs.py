@@ -11,12 +11,12 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 
 from baton.core.units import format_bytes
-from baton.engine.runner.adapters.low_rank import NO_TOKENS, Selection
 from baton.engine.runner.device.device import Device, Graph, GraphPool
 from baton.engine.runner.device.graphs import EagerCause, GraphSize, StepShape, choose_graph
 from baton.engine.runner.device.launch_count import LaunchCounter
 from baton.engine.runner.device.step_inputs import PackedInputs, StepInputs
-from baton.engine.runner.layout import Ints, PassLayout
+from baton.engine.runner.model.adapters import NO_TOKENS, Selection
+from baton.engine.runner.model.pass_layout import Ints, PassLayout
 from baton.engine.runner.state.state_tables import StateLayout
 
 log = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from baton.engine.plan import PlanRow
-from baton.engine.runner.token_counts import Ints as Ints
-from baton.engine.runner.token_counts import TokenCounts
+from baton.engine.runner.model.token_counts import Ints as Ints
+from baton.engine.runner.model.token_counts import TokenCounts
 from baton.engine.structured_output.grammar import Bits
 
 

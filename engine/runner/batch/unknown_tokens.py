@@ -13,7 +13,7 @@ from torch import Tensor
 from baton.core.ids import RequestId
 from baton.engine.plan import RunResult
 from baton.engine.runner.device.step_inputs import StepInputs
-from baton.engine.runner.layout import Ints, TokenRun
+from baton.engine.runner.model.pass_layout import Ints, TokenRun
 
 
 class SampledTokens(NamedTuple):

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from baton.engine.runner.device.host_memory import huge_page_memory
 from baton.engine.runner.encoders.config import EncoderConfig, Gelu
 from baton.engine.runner.encoders.layer import Layer, UnfusedLayer
 from baton.engine.runner.encoders.ops import TorchEncoderOps
 from baton.engine.runner.encoders.packed_texts import EqualTexts, PackedTexts
 from baton.engine.runner.encoders.weights import EncoderLayer, EncoderWeights, LayerNorm
-from baton.engine.runner.host_memory import huge_page_memory
 from baton.engine.runner.kernels.abi import LayerNormF32, PackedF32, Struct
 from baton.engine.runner.kernels.calls import Kernels, Workspace
 from baton.engine.runner.model.linear import Linear

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from baton.engine.plan import Plan, RunResult
+from baton.engine.runner.batch.input_batch import Step
+from baton.engine.runner.batch.unknown_tokens import SampledTokens
 from baton.engine.runner.device.device import Device
-from baton.engine.runner.input_batch import Step
 from baton.engine.runner.sampling.output_heads import HeadPass, HiddenStates
 from baton.engine.runner.sampling.spec_decode import SpecDecoder
-from baton.engine.runner.unknown_tokens import SampledTokens
 from baton.kv_transfer.fence import Fence
 
 
