@@ -4,45 +4,38 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 from baton.core.output import Output
 from baton.engine.containment import Containment
 from baton.engine.errors import EngineStopped, PassHookFailed
 from baton.engine.pass_thread import LaunchedPass, PassThread
-from baton.engine.plan import KvWorker, Plan, Runner, RunResult
+from baton.engine.plan import Plan, Runner, RunResult
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.step_observer import StepObserver, StepRecord
-from baton.kv_transfer.external_kv import ExternalKv
-from baton.kv_transfer.foreign.types import ForeignReader
-from baton.kv_transfer.records import TransferRecord
-from baton.kv_transfer.types import NO_KV_ORDERS, NO_REPORTS, KvOrders, KvReports
+from baton.kv_transfer.driver import KvDriver
+from baton.kv_transfer.types import NO_KV_ORDERS, NO_REPORTS, KvOrders
 
 PROGRESS_INTERVAL_S = 0.001  # at which KV transfers are driven while a pass is computed
 
 
 class EngineCore:
-    """Owns the scheduler, the runner and the KV worker, and drives them one step at a time."""
+    """Owns the scheduler, the runner and the drivers of KV, and runs them one step at a time."""
 
     def __init__(
         self,
         scheduler: Scheduler,
         runner: Runner,
-        kv_worker: KvWorker,
-        external: ExternalKv | None = None,  # None: no KV cache outside the engine
+        drivers: Sequence[KvDriver] = (),  # of KV that comes from, or goes to, elsewhere
         clock: Callable[[], float] = time.monotonic,
         observers: Sequence[StepObserver] = (),
-        foreign: ForeignReader | None = None,  # None: no KV of foreign servers
     ) -> None:
         self.scheduler = scheduler
         self._passes = PassThread(runner) if scheduler.config.async_scheduling else None
         self._ahead: tuple[Plan, LaunchedPass] | None = None
         self._runner = runner
         self._containment = Containment(self._run_pass, scheduler)
-        self._kv_worker = kv_worker
-        self._external = external
-        self._foreign = foreign
+        self._drivers = tuple(drivers)
         self._clock = clock
         self._observers = observers
         self._made_progress = False
@@ -78,18 +71,16 @@ class EngineCore:
             observer.note_plan(plan, ordered_s)
         run = self._run(plan, launched)
         now = self._clock()  # the pass may have taken seconds
-        reports = self._kv_worker.poll(now)
-        if self._external is not None:
-            reports = replace(reports, external=self._external.poll())
-        if self._foreign is not None:
-            reports = replace(reports, foreign=self._foreign.poll())
+        reports = NO_REPORTS
+        for driver in self._drivers:
+            reports = reports.joined(driver.poll(now))
         polled_s = self._clock()
         has_reports = reports != NO_REPORTS
         self._made_progress = not plan.is_empty or has_reports or self.scheduler.is_cut_short
         outputs = self.scheduler.update(plan, run, reports, now)
         if self._observers:
             times_s = (began_s, scheduled_s, ordered_s, now, polled_s, self._clock())
-            records = self._kv_worker.take_records()
+            records = tuple(each for driver in self._drivers for each in driver.take_records())
             step = StepRecord(plan, times_s, reports, records)
             for observer in self._observers:
                 observer.note_end(step)
@@ -98,11 +89,10 @@ class EngineCore:
     def _start_orders(self, orders: KvOrders) -> float:
         """Start KV orders. Returns the time before."""
         now = self._clock()
-        self._kv_worker.start(orders, now)
-        if self._external is not None:
-            self._external.start(orders.external)
-        if self._foreign is not None:
-            self._foreign.start(orders.foreign)
+        if orders != NO_KV_ORDERS and not self._drivers:
+            raise RuntimeError(f"this engine has no KV transport, but received {orders}")
+        for driver in self._drivers:
+            driver.start(orders, now)
         return now
 
     def _run(self, plan: Plan, launched: LaunchedPass | None) -> RunResult:
@@ -129,7 +119,8 @@ class EngineCore:
         began_s = self._clock()
         try:
             while not launched.wait(PROGRESS_INTERVAL_S):
-                self._kv_worker.progress(self._clock())
+                for driver in self._drivers:
+                    driver.progress(self._clock())
         except Exception as root:
             raise PassHookFailed(root) from root
         result = launched.collect()
@@ -175,28 +166,10 @@ class EngineCore:
         """Return the time for which no step is needed unless an action is posted; None: no limit.
 
         After a step without progress, the next one makes none either until an action is posted or
-        the KV worker has something to report.
+        a driver has something to report.
         """
         if self._made_progress or self._ahead is not None:
             return 0.0
-        return self._kv_worker.next_poll_s(self._clock())
-
-
-class NoKvWorker:
-    """KV worker of an engine without KV transfer."""
-
-    def progress(self, now: float) -> None:
-        """Do nothing: nothing is in progress."""
-
-    def start(self, orders: KvOrders, now: float) -> None:
-        if orders != NO_KV_ORDERS:
-            raise RuntimeError(f"this engine has no KV transport, but received {orders}")
-
-    def poll(self, now: float) -> KvReports:
-        return NO_REPORTS
-
-    def next_poll_s(self, now: float) -> float | None:
-        return None
-
-    def take_records(self) -> tuple[TransferRecord, ...]:
-        return ()
+        now = self._clock()
+        waits = [driver.next_poll_s(now) for driver in self._drivers]
+        return min((wait for wait in waits if wait is not None), default=None)

@@ -6,36 +6,32 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from baton.engine.config import EngineOptions
-from baton.engine.core import EngineCore, NoKvWorker
-from baton.engine.kv_arrival.pulls import DEFAULT_PULLS, PullConfig
+from baton.engine.core import EngineCore
+from baton.engine.kv_arrival.arrivals import NOWHERE, Elsewhere
 from baton.engine.kv_cache.config import CacheConfig
-from baton.engine.plan import KvWorker
 from baton.engine.runner.loaded_runner import LoadedRunner
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.step_observer import StepObserver
 from baton.engine.structured_output.llguidance_backend import GrammarLibrary
-from baton.kv_transfer.external_kv import ExternalKv
-from baton.kv_transfer.foreign.types import ForeignReader
+from baton.kv_transfer.driver import KvDriver
 
 
 def build_engine(
     runner: LoadedRunner,
     options: EngineOptions,
-    kv_worker: KvWorker | None = None,
+    drivers: Sequence[KvDriver] = (),
     observers: Sequence[StepObserver] = (),
 ) -> EngineCore:
-    """Build an engine. Without a KV worker, it neither sends nor receives KV."""
+    """Build an engine. Without drivers, KV neither leaves nor reaches its cache."""
     scheduler = build_scheduler(runner, options)
-    return EngineCore(scheduler, runner, kv_worker or NoKvWorker(), observers=observers)
+    return EngineCore(scheduler, runner, drivers, observers=observers)
 
 
 def build_scheduler(
     runner: LoadedRunner,
     options: EngineOptions,
-    external: ExternalKv | None = None,
-    pulls: PullConfig = DEFAULT_PULLS,
-    foreign: ForeignReader | None = None,
+    elsewhere: Elsewhere = NOWHERE,
 ) -> Scheduler:
     """Build a scheduler for the runner's model, for callers that wire up the engine themselves."""
     return Scheduler(
@@ -50,9 +46,7 @@ def build_scheduler(
             collect_events=options.collect_kv_events,
             collect_token_ids=options.collect_token_ids,
         ),
-        external,
-        pulls,
-        foreign,
+        elsewhere,
     )
 
 

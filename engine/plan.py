@@ -1,4 +1,4 @@
-"""Values of a step: the plan and the result of the runner; Protocols of runner and KV worker."""
+"""Values of a step: the plan and the result of the runner; the Protocol of the runner."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from baton.core.logprobs import TokenLogprobs
 from baton.core.output import Failure
 from baton.core.sampling import SamplingParams
 from baton.engine.structured_output.grammar import Grammar
-from baton.kv_transfer.records import TransferRecord
-from baton.kv_transfer.types import NO_KV_ORDERS, KvOrders, KvReports
+from baton.kv_transfer.types import NO_KV_ORDERS, KvOrders
 
 Value = TypeVar("Value")
 BlockTables = tuple[tuple[BlockId, ...], ...]  # one for each KV group, all of the same length
@@ -164,24 +163,4 @@ class Runner(Protocol):
         launched, unless it `allows` that: the device then passes the tokens on. If it fails after
         that, the next plan is a retry, and the pass launched behind it is never collected.
         """
-        ...
-
-
-class KvWorker(Protocol):
-    """Transfers KV blocks without blocking a step. `now` is in monotonic seconds."""
-
-    def start(self, orders: KvOrders, now: float) -> None: ...
-
-    def poll(self, now: float) -> KvReports: ...
-
-    def progress(self, now: float) -> None:
-        """Drive transfers during a pass. `poll` reports what has ended."""
-        ...
-
-    def next_poll_s(self, now: float) -> float | None:
-        """Return the time until the next `poll` is needed; None: not before the engine is woken."""
-        ...
-
-    def take_records(self) -> tuple[TransferRecord, ...]:
-        """Return the hand-offs that ended since the last call."""
         ...

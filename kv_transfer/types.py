@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from baton.core.ids import BlockId, HandoffId, Peer
 from baton.core.logprobs import FirstToken
@@ -140,6 +140,14 @@ class KvReports:
     granted: tuple[HandoffId, ...] = ()  # hand-offs, computed or not, whose peer holds blocks ready
     external: ExternalReports = NO_EXTERNAL_REPORTS  # of a KV cache outside the engine
     foreign: tuple[ForeignPulled, ...] = ()
+
+    def joined(self, other: KvReports) -> KvReports:
+        """Return both reports as one. They are of different drivers."""
+        if self is NO_REPORTS or other == NO_REPORTS:
+            return other if self is NO_REPORTS else self
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        changed = {name: value for name, value in own.items() if value != getattr(NO_REPORTS, name)}
+        return replace(other, **changed)
 
 
 NO_KV_ORDERS = KvOrders()

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from baton.core.ids import HandoffId
 from baton.kv_transfer.action_executor import ActionExecutor, PollInterval
 from baton.kv_transfer.config import KvWorkerConfig
+from baton.kv_transfer.driver import KvDriver
 from baton.kv_transfer.errors import PeerUnreachable
 from baton.kv_transfer.fence import PASSED, Fence
 from baton.kv_transfer.link import Inbox, Link, LinkId
@@ -62,8 +63,8 @@ class KvCounters:
     num_linking_peers: int  # current; Hello is not answered yet
 
 
-class KvTransferWorker:
-    """Implements KvWorker for the engine. Its `inbox` implements LinkEvents."""
+class KvTransferWorker(KvDriver):
+    """Driver of hand-offs and pulls. Its `inbox` implements LinkEvents."""
 
     def __init__(
         self,
@@ -125,7 +126,7 @@ class KvTransferWorker:
             self._pairs.cut(pair.link_id, "the node is closing", self._clock())
         self._transport.close()
 
-    # --- KvWorker: the engine thread -------------------------------------------------------
+    # --- KvDriver: the engine thread -------------------------------------------------------
 
     def start(self, orders: KvOrders, now: float) -> None:
         # The previous pass must have written its blocks before they are sent or granted.

@@ -12,6 +12,7 @@ from baton.engine.config import EngineOptions
 from baton.engine.core import EngineCore
 from baton.engine.engine_thread import Compiler, EngineInbox, EngineThread
 from baton.engine.factory import build_grammars, build_scheduler
+from baton.engine.kv_arrival.arrivals import Elsewhere
 from baton.engine.kv_arrival.pulls import PullConfig
 from baton.engine.kv_cache.block_hashes import BlockHash, PrefixNaming
 from baton.engine.runner.adapters.adapters import AdapterTable
@@ -19,6 +20,8 @@ from baton.engine.runner.loaded_runner import LoadedRunner
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.validation import max_sequence_length
 from baton.engine.structured_output.compiler import GrammarCompiler
+from baton.kv_transfer.driver import ExternalDriver, KvDriver
+from baton.kv_transfer.foreign.driver import ForeignDriver
 from baton.kv_transfer.pairs import Identity
 from baton.kv_transfer.protocol.messages import Fingerprint
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
@@ -88,9 +91,8 @@ class NodeComponents:
         )
         # No other process uses this name of its pulls.
         pulls = PullConfig(f"pull-{identity.node_id}-{identity.incarnation}", memory.block_bytes)
-        self.scheduler = build_scheduler(
-            runner, engine_options, self.connector, pulls, self.foreign
-        )
+        elsewhere = Elsewhere(self.connector, self.foreign, pulls)
+        self.scheduler = build_scheduler(runner, engine_options, elsewhere)
         self.compiler: Compiler = GrammarCompiler(build_grammars(runner).compile)
         self.engine = self._build_engine(runner, identity)
         tiers = tiers_in(self.connector)
@@ -118,15 +120,21 @@ class NodeComponents:
         core = EngineCore(
             self.scheduler,
             runner,
-            self.worker,
-            self.connector,
+            self._drivers(),
             observers=observers,
-            foreign=self.foreign,
         )
         name, groups = identity.node_id, runner.kv_memory.layout.groups
         engine = EngineThread(core, name=name, compiler=self.compiler, inbox=self._inbox)
         runner.hook = KvPassHook(self.worker, groups, engine.beat, core.post_from_pass)
         return engine
+
+    def _drivers(self) -> list[KvDriver]:
+        drivers: list[KvDriver] = [self.worker]
+        if self.connector is not None:
+            drivers.append(ExternalDriver(self.connector))
+        if self.foreign is not None:
+            drivers.append(ForeignDriver(self.foreign))
+        return drivers
 
     def _build_adapters(self, table: AdapterTable | None, model: str) -> AdapterRegistry | None:
         """Raises ModelError and InvalidConfig for adapters that the options name."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from baton.core.ids import RequestId
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
-from baton.engine.core import EngineCore, NoKvWorker
+from baton.engine.core import EngineCore
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.plan import Pending, Plan, RunResult
 from baton.engine.scheduler.config import SchedulerConfig
@@ -87,7 +87,7 @@ def _measure(
         scheduler = full_scheduler(num_running, 0, NUM_PROMPT_TOKENS, kv_events=False)
     scheduler.config = replace(scheduler.config, async_scheduling=async_scheduling)
     device = TimedDevice(pass_s)
-    engine = EngineCore(scheduler, device, NoKvWorker())
+    engine = EngineCore(scheduler, device)
     num_warm_up = 2 * ANSWER_TOKENS if num_arrivals else 1
     for step in range(num_warm_up + NUM_STEPS):
         for number in range(num_arrivals):

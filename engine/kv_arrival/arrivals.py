@@ -8,6 +8,8 @@ never pulled, or two nodes could wait for each other.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from baton.engine.kv_arrival.arrival import Arrival
 from baton.engine.kv_arrival.fills import Fill, FillId, Fills
 from baton.engine.kv_arrival.foreign import ForeignPrefixes
@@ -16,7 +18,7 @@ from baton.engine.kv_arrival.holds import Holds
 from baton.engine.kv_arrival.kv_source import KvSource, Offer, PrefixNeed
 from baton.engine.kv_arrival.loads import ExternalLoads
 from baton.engine.kv_arrival.orders import StepOrders
-from baton.engine.kv_arrival.pulls import PeerPulls, PullConfig
+from baton.engine.kv_arrival.pulls import DEFAULT_PULLS, PeerPulls, PullConfig
 from baton.engine.kv_arrival.receives import BlockReceives
 from baton.engine.kv_arrival.sends import BlockSends
 from baton.engine.kv_arrival.stores import BlockStores
@@ -26,15 +28,21 @@ from baton.kv_transfer.foreign.types import ForeignReader
 from baton.kv_transfer.types import KvReports
 
 
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Where KV can come from, besides hand-offs."""
+
+    external: ExternalKv | None = None  # tiers or a KV connector
+    foreign: ForeignReader | None = None  # servers that are not Baton's
+    pulls: PullConfig = DEFAULT_PULLS  # from peers
+
+
+NOWHERE = Elsewhere()
+
+
 class KvArrivals:
-    def __init__(
-        self,
-        cache: KvCache,
-        external: ExternalKv | None,  # None: no tiers
-        pulls: PullConfig,
-        max_wait_s: float,
-        foreign: ForeignReader | None = None,  # None: nothing is read from foreign servers
-    ) -> None:
+    def __init__(self, cache: KvCache, elsewhere: Elsewhere, max_wait_s: float) -> None:
+        external, foreign = elsewhere.external, elsewhere.foreign
         self._cache = cache
         self._max_wait_s = max_wait_s
         self.orders = StepOrders()
@@ -44,11 +52,15 @@ class KvArrivals:
         self.sends = BlockSends(holds, cache.transfer_order, self.orders)
         self.stores = BlockStores(cache, holds, self.orders, external)
         self.loads = ExternalLoads(cache, fills, self.orders, external)
-        self.pulls = PeerPulls(cache, fills, self.receives, pulls)
+        self.pulls = PeerPulls(cache, fills, self.receives, elsewhere.pulls)
         self.foreign = ForeignPrefixes(cache, fills, self.orders, foreign)
         self.gives = GivenPulls(cache, self.sends, self.loads)
         # The last one wins a tie: a load takes nothing from others.
-        self._sources: tuple[KvSource, ...] = (self.foreign, self.pulls, self.loads)
+        self._sources: list[KvSource] = [self.pulls]
+        if foreign is not None:
+            self._sources.insert(0, self.foreign)
+        if external is not None:
+            self._sources.append(self.loads)
 
     # --- waits of requests ----------------------------------------------------------
 

@@ -15,7 +15,7 @@ from baton.core.output import Failure, FailureCause, FinishReason, Output
 from baton.core.request import EngineRequest
 from baton.engine.errors import OutOfOrder
 from baton.engine.events import GroupStats, KvEvent, SchedulerStats
-from baton.engine.kv_arrival.pulls import DEFAULT_PULLS, PullConfig
+from baton.engine.kv_arrival.arrivals import NOWHERE, Elsewhere
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.plan import Plan, PlanRow, RunResult
 from baton.engine.scheduler.config import SchedulerConfig
@@ -26,8 +26,7 @@ from baton.engine.scheduler.scheduling import StepPlanner
 from baton.engine.scheduler.state import SchedulerState
 from baton.engine.scheduler.validation import validate_request
 from baton.engine.structured_output.grammar import Grammar
-from baton.kv_transfer.external_kv import KV, ExternalKv
-from baton.kv_transfer.foreign.types import ForeignReader
+from baton.kv_transfer.external_kv import KV
 from baton.kv_transfer.types import NO_REPORTS, KvOrders, KvReports
 
 STATE_LOST = "a pass failed and its recurrent states were lost, with KV already sent: try again"
@@ -38,9 +37,7 @@ class Scheduler:
         self,
         config: SchedulerConfig,
         cache_config: CacheConfig,
-        external: ExternalKv | None = None,
-        pulls: PullConfig = DEFAULT_PULLS,
-        foreign: ForeignReader | None = None,
+        elsewhere: Elsewhere = NOWHERE,
     ) -> None:
         check_exclusions(
             {
@@ -51,7 +48,7 @@ class Scheduler:
         self.config = config
         self.cache_config = cache_config
         self.adapters: set[str] = set()  # ids of those that requests can use
-        self._state = SchedulerState(config, cache_config, external, pulls, foreign)
+        self._state = SchedulerState(config, cache_config, elsewhere)
         self._planner = StepPlanner(self._state)
         self._output_processor = OutputProcessor(self._state)
         self._began_s = 0.0  # the first of the pending steps

@@ -10,9 +10,8 @@ from baton.core.output import Failure, FinishReason, Output
 from baton.core.request import EngineRequest
 from baton.engine.errors import BlocksUnaccounted
 from baton.engine.events import SchedulerStats
-from baton.engine.kv_arrival.arrivals import KvArrivals
+from baton.engine.kv_arrival.arrivals import Elsewhere, KvArrivals
 from baton.engine.kv_arrival.fills import FillId
-from baton.engine.kv_arrival.pulls import PullConfig
 from baton.engine.kv_cache.cache import KvCache
 from baton.engine.kv_cache.cache_group import PrefixHit
 from baton.engine.kv_cache.config import CacheConfig
@@ -27,8 +26,6 @@ from baton.engine.scheduler.running_batch import Batch
 from baton.engine.scheduler.validation import max_num_tokens
 from baton.engine.structured_output.after_reasoning import AfterReasoning
 from baton.engine.structured_output.grammar import Grammar
-from baton.kv_transfer.external_kv import ExternalKv
-from baton.kv_transfer.foreign.types import ForeignReader
 
 
 class SchedulerState:
@@ -38,13 +35,11 @@ class SchedulerState:
         self,
         config: SchedulerConfig,
         cache_config: CacheConfig,
-        external: ExternalKv | None,
-        pulls: PullConfig,
-        foreign: ForeignReader | None = None,
+        elsewhere: Elsewhere,
     ) -> None:
         self.config = config
-        self.cache = KvCache(cache_config, is_stored=external is not None)
-        self.arrivals = KvArrivals(self.cache, external, pulls, config.max_fill_wait_s, foreign)
+        self.cache = KvCache(cache_config, is_stored=elsewhere.external is not None)
+        self.arrivals = KvArrivals(self.cache, elsewhere, config.max_fill_wait_s)
         # Blocks that a grant to a peer leaves free for each request that holds blocks.
         self.num_headroom_blocks = config.remote_headroom_blocks * len(cache_config.layout.groups)
         self.requests: dict[RequestId, Request] = {}

@@ -23,7 +23,7 @@ from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
 from baton.core.structured_outputs import StructuredOutputs
 from baton.core.units import format_bytes
-from baton.engine.core import EngineCore, NoKvWorker
+from baton.engine.core import EngineCore
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.runner.device.graphs import EagerCause, GraphSize
 from baton.engine.runner.device.launch_count import LaunchCounter
@@ -656,7 +656,7 @@ def test_a_pass_without_memory_fails_alone(folder: Path) -> None:
     with runner_on(device, folder, TORCH, max_num_seqs=4) as runner:
         config = SchedulerConfig(max_num_seqs=4, max_model_len=128)
         cache = CacheConfig(runner.kv_memory.num_blocks, BLOCK_SIZE)
-        engine = EngineCore(Scheduler(config, cache), runner, NoKvWorker())
+        engine = EngineCore(Scheduler(config, cache), runner)
         sampling = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
         for name, length in (("short", 5), ("long", 100)):
             engine.scheduler.add(

@@ -18,16 +18,17 @@ from baton.core.output import Output
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
 from baton.engine.config import EngineOptions
-from baton.engine.core import EngineCore, NoKvWorker
+from baton.engine.core import EngineCore
 from baton.engine.factory import build_engine, build_scheduler
+from baton.engine.kv_arrival.arrivals import Elsewhere
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.kernels.choose import TORCH
 from baton.engine.runner.load import load_runner
 from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.scheduler.config import SchedulerConfig
+from baton.kv_transfer.driver import ExternalDriver
 from baton.kv_transfer.external_kv import FILE, HOST
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
-from baton.kv_transfer.types import KvOrders
 from baton.node.kv.connectors import make_connector, tiers_in
 from baton.node.kv.tiers_config import TiersConfig
 from baton.node.options import NodeOptions
@@ -45,13 +46,6 @@ PROMPTS = [prompt_of(2 * BLOCK_SIZE + 3, seed=seed) for seed in range(3)]
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 # A copy of a block takes longer than a pass, or a pass longer than all copies.
 SLOW_COPIES, FAST_COPIES = Costs(block_copy_s=1.0), Costs(block_copy_s=1e-9)
-
-
-class ExternalOnly(NoKvWorker):
-    """KV worker of a node without peers, which gets the orders to its tiers as well."""
-
-    def start(self, orders: KvOrders, now: float) -> None:
-        """Do nothing: tiers get these orders from the engine."""
 
 
 @dataclass
@@ -138,8 +132,8 @@ def _with_tiers(given: NodeOptions, runner: TorchRunner) -> Iterator[TierNode]:
     assert connector is not None
     assert tiers is not None
     with connector:
-        scheduler = build_scheduler(runner, options(), connector)
-        yield TierNode(EngineCore(scheduler, runner, ExternalOnly(), connector), tiers, woken)
+        scheduler = build_scheduler(runner, options(), Elsewhere(connector))
+        yield TierNode(EngineCore(scheduler, runner, [ExternalDriver(connector)]), tiers, woken)
     assert not connector.num_errors
 
 

@@ -19,7 +19,7 @@ from baton.core.logprobs import TokenLogprobs
 from baton.core.output import Failure, FailureCause, Output
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
-from baton.engine.core import EngineCore, NoKvWorker
+from baton.engine.core import EngineCore
 from baton.engine.errors import PassHookFailed
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.plan import Plan, PlanRow, RunResult
@@ -232,7 +232,7 @@ def engine_of(runner: TorchRunner, *, async_scheduling: bool = False) -> EngineC
         async_scheduling=async_scheduling,
     )
     cache = CacheConfig(NUM_BLOCKS, BLOCK_SIZE, enable_prefix_caching=False)
-    return EngineCore(Scheduler(config, cache), runner, NoKvWorker())
+    return EngineCore(Scheduler(config, cache), runner)
 
 
 def config_of(folder: Path, speculation: Speculation | None) -> RunnerConfig:

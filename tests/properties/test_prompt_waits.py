@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.ids import AdapterRef, RequestId
-from baton.engine.core import EngineCore, NoKvWorker
+from baton.engine.core import EngineCore
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.plan import Plan, RunResult
 from baton.engine.scheduler.config import SchedulerConfig, SchedulingPolicy
@@ -54,7 +54,7 @@ class _Engine:
         runner = _Runner(config.max_loras)
         self._scheduler = Scheduler(config, CacheConfig(num_blocks=NUM_BLOCKS))
         self._scheduler.adapters |= set(ADAPTERS)
-        self._core = EngineCore(self._scheduler, runner, NoKvWorker(), clock=lambda: runner.now_s)
+        self._core = EngineCore(self._scheduler, runner, clock=lambda: runner.now_s)
         self._others = others
         self._step = min((other.at_step for other in others), default=0)
         self._num_added = 0

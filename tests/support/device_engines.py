@@ -15,7 +15,7 @@ from baton.core.ids import RequestId
 from baton.core.output import Output
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
-from baton.engine.core import EngineCore, NoKvWorker
+from baton.engine.core import EngineCore
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.plan import Runner
 from baton.engine.runner.load import load_runner
@@ -92,7 +92,7 @@ def engine_of(
         async_scheduling=async_scheduling,
         num_lookahead_tokens=num_lookahead_tokens,
     )
-    return EngineCore(Scheduler(config, cache), runner, NoKvWorker())
+    return EngineCore(Scheduler(config, cache), runner)
 
 
 def add_requests(engine: EngineCore, requests: Sequence[EngineRequest]) -> None:

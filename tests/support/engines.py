@@ -8,12 +8,13 @@ from baton.core.ids import RequestId
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
 from baton.core.structured_outputs import StructuredOutputs
-from baton.engine.core import EngineCore, NoKvWorker
+from baton.engine.core import EngineCore
 from baton.engine.kv_cache.config import CacheConfig
-from baton.engine.plan import KvWorker, Runner
+from baton.engine.plan import Runner
 from baton.engine.scheduler.config import LoadFailurePolicy, SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.step_observer import StepObserver
+from baton.kv_transfer.driver import KvDriver
 from tests.support.fake_runner import FakeRunner, KvTensor
 
 VOCAB_SIZE = 1000
@@ -24,7 +25,7 @@ def an_engine(
     *,
     num_blocks: int = 64,
     runner: Runner | None = None,
-    kv_worker: KvWorker | None = None,
+    drivers: Sequence[KvDriver] = (),
     load_failure: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE,
     observers: Sequence[StepObserver] = (),
 ) -> EngineCore:
@@ -37,7 +38,7 @@ def an_engine(
     )
     scheduler = Scheduler(config, cache)
     fake = FakeRunner(KvTensor(num_blocks, cache.block_size), VOCAB_SIZE)
-    return EngineCore(scheduler, runner or fake, kv_worker or NoKvWorker(), observers=observers)
+    return EngineCore(scheduler, runner or fake, drivers, observers=observers)
 
 
 def an_engine_request(

@@ -79,7 +79,7 @@ class HandoffEngine:
             push_layers=True,
             async_scheduling=async_scheduling,
         )
-        self._engine = build_engine(runner, EngineOptions(scheduling), self._worker)
+        self._engine = build_engine(runner, EngineOptions(scheduling), [self._worker])
         post = self._engine.post_from_pass
         runner.hook = KvPassHook(self._worker, runner.kv_memory.layout.groups, lambda: None, post)
         self.peer = Peer(NodeId(name), name)

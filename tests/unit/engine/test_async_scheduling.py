@@ -13,7 +13,7 @@ import pytest
 from baton.core.ids import HandoffId, RequestId
 from baton.core.output import Failure, FailureCause, FinishReason
 from baton.core.sampling import SamplingParams
-from baton.engine.core import EngineCore, NoKvWorker
+from baton.engine.core import EngineCore
 from baton.engine.errors import FollowedPassFailed, OutOfOrder, PassSkipped
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.groups import CacheLayout
@@ -21,6 +21,7 @@ from baton.engine.pass_thread import PassThread
 from baton.engine.plan import Plan, RunResult
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.scheduler import STATE_LOST, Scheduler
+from baton.kv_transfer.driver import KvDriver
 from baton.kv_transfer.types import NO_KV_ORDERS
 from tests.support.engine_world import EngineWorld
 from tests.support.engines import VOCAB_SIZE, an_engine_request
@@ -43,10 +44,10 @@ def world(config: SchedulerConfig | None = None, num_state_blocks: int = 0) -> E
     return EngineWorld(config, num_state_blocks=num_state_blocks, runs_ahead=True)
 
 
-def an_engine(runner: FakeRunner, worker: NoKvWorker | None = None) -> EngineCore:
+def an_engine(runner: FakeRunner, *drivers: KvDriver) -> EngineCore:
     layout = CacheLayout(num_state_blocks=runner.num_state_blocks)
     scheduler = Scheduler(ASYNC, CacheConfig(64, 4, layout))
-    return EngineCore(scheduler, runner, worker or NoKvWorker())
+    return EngineCore(scheduler, runner, drivers)
 
 
 def a_fake(num_state_blocks: int = 0) -> FakeRunner:
@@ -416,7 +417,7 @@ class WaitsInDecode(FakeRunner):
 
 
 def test_the_next_step_is_planned_and_transfers_go_on_while_a_pass_is_computed() -> None:
-    class Worker(NoKvWorker):
+    class Worker(KvDriver):
         def progress(self, now: float) -> None:
             num_plans.append(len(engine.scheduler._state.batch.pending))
             runner.may_end.set()

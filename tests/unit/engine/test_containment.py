@@ -9,12 +9,13 @@ import pytest
 from baton.core.ids import RequestId
 from baton.core.output import Failure, FailureCause, FinishReason, Output
 from baton.engine.containment import MAX_CRASHES_IN_A_ROW
-from baton.engine.core import EngineCore, NoKvWorker
+from baton.engine.core import EngineCore
 from baton.engine.errors import EngineStopped, PassHookFailed
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.plan import Plan, RunResult
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler
+from baton.kv_transfer.driver import KvDriver
 from baton.kv_transfer.types import KvReports
 from tests.support.engine_world import EngineWorld
 from tests.support.engines import VOCAB_SIZE, an_engine, an_engine_request
@@ -94,7 +95,7 @@ def test_a_failed_pass_leaves_its_memory_to_the_passes_after_it(is_async: bool) 
     config = SchedulerConfig(max_num_seqs=8, vocab_size=VOCAB_SIZE, async_scheduling=is_async)
     runner = FailsForLackOfMemory(KvTensor(64, 4), VOCAB_SIZE)
     scheduler = Scheduler(config, CacheConfig(num_blocks=64, block_size=4))
-    engine = EngineCore(scheduler, runner, NoKvWorker())
+    engine = EngineCore(scheduler, runner)
     engine.scheduler.add(an_engine_request("0", prompt=prompt(0)))
 
     found = outputs_of(engine)
@@ -183,11 +184,11 @@ def test_a_failing_hook_ends_the_engine_instead_of_single_requests() -> None:
 
 
 def test_every_step_after_a_failure_raises_its_cause() -> None:
-    class Broken(NoKvWorker):
+    class Broken(KvDriver):
         def poll(self, now: float) -> KvReports:
             raise ZeroDivisionError("a bug of the wire")
 
-    engine = an_engine(kv_worker=Broken())
+    engine = an_engine(drivers=[Broken()])
 
     with pytest.raises(ZeroDivisionError):
         engine.step()

@@ -8,20 +8,24 @@ import pytest
 
 from baton.core.ids import HandoffId, RequestId
 from baton.core.kv_hints import KvHints
-from baton.engine.core import NoKvWorker
 from baton.engine.plan import Plan
 from baton.engine.scheduler.prompt_budget import MAX_LOOKED_UP_TOKENS
-from baton.kv_transfer.types import KvOrders
+from baton.kv_transfer.driver import KvDriver
+from baton.kv_transfer.external_kv import ExternalReports, StoreId
+from baton.kv_transfer.types import NO_REPORTS, KvReports
 from tests.support.engines import VOCAB_SIZE, an_engine, an_engine_request
 from tests.support.fake_runner import tokens_alone
 from tests.support.scheduler_state import is_idle
 
 
-class PatientKvWorker(NoKvWorker):
-    """KV worker that requests a poll every five milliseconds."""
+class Patient(KvDriver):
+    """Driver that requests a poll at an interval."""
+
+    def __init__(self, interval_s: float | None) -> None:
+        self._interval_s = interval_s
 
     def next_poll_s(self, now: float) -> float | None:
-        return 0.005
+        return self._interval_s
 
 
 def test_a_request_gets_one_token_per_step() -> None:
@@ -79,16 +83,30 @@ def test_an_idle_engine_sleeps_until_an_action_is_posted() -> None:
     assert engine.max_idle_s() is None
 
 
-def test_an_idle_engine_polls_at_the_interval_of_the_kv_worker() -> None:
-    engine = an_engine(kv_worker=PatientKvWorker())
+def test_an_idle_engine_polls_at_the_shortest_interval_of_its_drivers() -> None:
+    intervals_s = None, 0.2, 0.005
+    engine = an_engine(drivers=[Patient(each) for each in intervals_s])
 
     engine.step()
 
     assert engine.max_idle_s() == 0.005
 
 
+def test_a_step_applies_the_reports_of_all_drivers() -> None:
+    of_wire = KvReports(granted=(HandoffId("a", 0),))
+    of_tiers = KvReports(external=ExternalReports(stored=(StoreId(1),)))
+
+    assert NO_REPORTS.joined(of_wire) is of_wire
+    assert of_wire.joined(NO_REPORTS) is of_wire
+    assert of_wire.joined(of_tiers) == replace(of_wire, external=of_tiers.external)
+    assert of_tiers.joined(of_wire) == replace(of_wire, external=of_tiers.external)
+
+
 def test_kv_orders_raise_in_an_engine_without_transport() -> None:
-    worker = NoKvWorker()
+    engine = an_engine()
+    engine.scheduler.add(replace(an_engine_request(), send_to=HandoffId("a", 0)))
+
+    engine.step()  # computes the prompt, whose KV is to be sent
 
     with pytest.raises(RuntimeError, match="no KV transport"):
-        worker.start(KvOrders(revokes=(HandoffId("a", 0),)), now=0.0)
+        engine.step()

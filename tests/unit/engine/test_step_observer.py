@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 
 from baton.core.ids import HandoffId, RequestId
-from baton.engine.core import NoKvWorker
 from baton.engine.plan import Plan, RunResult
 from baton.engine.step_observer import StepObserver, StepRecord
+from baton.kv_transfer.driver import KvDriver
 from baton.kv_transfer.records import TransferRecord, TransferRole
 from baton.kv_transfer.types import KvOrders, KvReports
 from tests.support.engine_world import EngineWorld
@@ -53,7 +53,7 @@ class CalledRunner(SynchronousRunner):
         return self.fake.run(plan)
 
 
-class CalledKvWorker(NoKvWorker):
+class CalledKvWorker(KvDriver):
     def __init__(self, calls: list[str]) -> None:
         self._calls = calls
 
@@ -73,7 +73,7 @@ def test_a_step_is_observed_before_its_pass_after_its_pass_and_at_its_end() -> N
     calls: list[str] = []
     observer = Noting(calls)
     runner, worker = CalledRunner(calls), CalledKvWorker(calls)
-    engine = an_engine(runner=runner, kv_worker=worker, observers=[observer])
+    engine = an_engine(runner=runner, drivers=[worker], observers=[observer])
     engine.scheduler.add(an_engine_request(prompt=(1, 2, 3)))
 
     engine.step()
@@ -88,7 +88,7 @@ def test_a_step_is_observed_before_its_pass_after_its_pass_and_at_its_end() -> N
 
 def test_without_observers_records_stay_with_the_kv_worker() -> None:
     calls: list[str] = []
-    engine = an_engine(kv_worker=CalledKvWorker(calls))
+    engine = an_engine(drivers=[CalledKvWorker(calls)])
 
     engine.step()
 

@@ -15,11 +15,11 @@ from baton.core.errors import InvalidRequest
 from baton.core.ids import HandoffId, NodeId, Peer, RequestId
 from baton.core.output import FinishReason, Output
 from baton.core.request import EngineRequest, ReceiveKv
-from baton.engine.core import NoKvWorker
 from baton.engine.engine_thread import EngineThread
 from baton.engine.errors import EngineStopped
 from baton.engine.plan import Plan, RunResult
 from baton.engine.scheduler.config import LoadFailurePolicy
+from baton.kv_transfer.driver import KvDriver
 from baton.kv_transfer.types import KvOrders, KvReports, Lost
 from baton.node.cache_resets import reset_prefix_cache
 from baton.node.engine_calls import EngineCalls, NodeChanges
@@ -112,7 +112,7 @@ def test_an_id_that_is_registered_again_gets_nothing_of_its_closed_stream() -> N
     assert outputs[-1].finish_reason is FinishReason.LENGTH
 
 
-class LosesAll(NoKvWorker):
+class LosesAll(KvDriver):
     """KV worker that loses every receive."""
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ def test_without_recomputation_a_lost_prompt_fails_as_retryable() -> None:
     receive = ReceiveKv(handoff_id, Peer(NodeId("p"), "host:1"))
 
     async def lose() -> None:
-        core = an_engine(kv_worker=LosesAll(), load_failure=LoadFailurePolicy.FAIL)
+        core = an_engine(drivers=[LosesAll()], load_failure=LoadFailurePolicy.FAIL)
         with EngineThread(core) as engine, EngineCalls(engine, NodeChanges()) as calls:
             with pytest.raises(KvLoadFailed, match="the peer is gone") as failure:
                 await collect(calls, replace(engine_request("a"), receive_from=receive))

@@ -9,12 +9,13 @@ import pytest
 from baton.core.errors import InvalidConfig
 from baton.core.ids import HandoffId, NodeId, Peer
 from baton.core.request import ReceiveKv
-from baton.engine.core import EngineCore, NoKvWorker
+from baton.engine.core import EngineCore
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.plan import Plan, RunResult
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.step_pace import LEAST_TOKENS, PACED_STEP_S, StepPace
+from baton.kv_transfer.driver import KvDriver
 from baton.kv_transfer.types import KvOrders, KvReports, Lost
 from tests.support.fake_runner import FakeRunner, KvTensor, SynchronousRunner
 from tests.support.requests import make_engine_request
@@ -107,7 +108,7 @@ def test_decoding_next_to_a_long_prompt_keeps_the_target_step_time() -> None:
     scheduler = Scheduler(
         SchedulerConfig(target_step_s=0.1, max_num_batched_tokens=MOST), CacheConfig(num_blocks=512)
     )
-    engine = EngineCore(scheduler, runner, NoKvWorker(), clock=lambda: runner.now_s)
+    engine = EngineCore(scheduler, runner, clock=lambda: runner.now_s)
     scheduler.add(make_engine_request(request_id="short", max_tokens=500))
     for _ in range(10):
         engine.step()
@@ -139,7 +140,7 @@ def test_paced_prompts_keep_steps_short_while_no_request_decodes() -> None:
     """A request whose KV lands during a step waits for its end, with one token at its client."""
     runner = TimedRunner(Machine(0.02, 0.003))
     scheduler = Scheduler(SchedulerConfig(), CacheConfig(num_blocks=512))
-    engine = EngineCore(scheduler, runner, NoKvWorker(), clock=lambda: runner.now_s)
+    engine = EngineCore(scheduler, runner, clock=lambda: runner.now_s)
     for number in range(3):
         prompt = range(number * 1000, number * 1000 + 512)
         request = make_engine_request(prompt, request_id=f"paced {number}", max_tokens=1)
@@ -152,7 +153,7 @@ def test_paced_prompts_keep_steps_short_while_no_request_decodes() -> None:
     assert sum(runner.took) <= 1.1 * 3 * 512 * 0.003
 
 
-class LosingWorker(NoKvWorker):
+class LosingWorker(KvDriver):
     """KV worker whose hand-offs fail."""
 
     def __init__(self) -> None:
@@ -171,7 +172,7 @@ class LosingWorker(NoKvWorker):
 def test_a_prompt_whose_hand_off_failed_does_not_delay_decoding() -> None:
     runner = TimedRunner(Machine(0.02, 0.003))
     scheduler = Scheduler(SchedulerConfig(), CacheConfig(num_blocks=512))
-    engine = EngineCore(scheduler, runner, LosingWorker(), clock=lambda: runner.now_s)
+    engine = EngineCore(scheduler, runner, [LosingWorker()], clock=lambda: runner.now_s)
     scheduler.add(make_engine_request(request_id="decodes", max_tokens=500))
     for _ in range(10):
         engine.step()
@@ -192,7 +193,7 @@ def test_a_paced_prompt_is_computed_in_small_chunks_while_others_decode(
 ) -> None:
     runner = TimedRunner(Machine(0.02, 0.001))
     scheduler = Scheduler(SchedulerConfig(), CacheConfig(num_blocks=512))
-    engine = EngineCore(scheduler, runner, NoKvWorker(), clock=lambda: runner.now_s)
+    engine = EngineCore(scheduler, runner, clock=lambda: runner.now_s)
     for number in range(num_decoding):
         scheduler.add(make_engine_request(request_id=f"decodes {number}", max_tokens=500))
     for _ in range(10):

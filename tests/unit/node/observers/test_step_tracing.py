@@ -10,7 +10,6 @@ import pytest
 from baton.core.errors import InvalidConfig
 from baton.core.ids import RequestId
 from baton.engine.core import EngineCore
-from baton.engine.core import NoKvWorker as NoWorker
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.plan import Plan, RunResult
 from baton.engine.runner.config import RunnerConfig
@@ -84,7 +83,7 @@ def a_world(*, ratio: float = 1.0, traced: tuple[str, ...] = (), most_tokens: in
     )
     scheduler = Scheduler(config, CacheConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE))
     runner = SlowRunner(FakeRunner(KvTensor(NUM_BLOCKS, BLOCK_SIZE), VOCAB_SIZE))
-    return World(tracer, EngineCore(scheduler, runner, NoWorker(), observers=[steps]), runner)
+    return World(tracer, EngineCore(scheduler, runner, observers=[steps]), runner)
 
 
 def test_a_step_span_has_its_requests_and_computed_tokens() -> None:
