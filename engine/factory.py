@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from baton.engine.config import EngineOptions
 from baton.engine.core import EngineCore
-from baton.engine.kv_arrival.arrivals import NOWHERE, Elsewhere
+from baton.engine.kv_arrival.arrivals import NO_SOURCES, KvSources
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.runner.loaded_runner import LoadedRunner
 from baton.engine.scheduler.config import SchedulerConfig
@@ -31,7 +31,7 @@ def build_engine(
 def build_scheduler(
     runner: LoadedRunner,
     options: EngineOptions,
-    elsewhere: Elsewhere = NOWHERE,
+    sources: KvSources = NO_SOURCES,
 ) -> Scheduler:
     """Build a scheduler for the runner's model, for callers that wire up the engine themselves."""
     return Scheduler(
@@ -46,7 +46,7 @@ def build_scheduler(
             collect_events=options.collect_kv_events,
             collect_token_ids=options.collect_token_ids,
         ),
-        elsewhere,
+        sources,
     )
 
 

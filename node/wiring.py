@@ -12,7 +12,7 @@ from baton.engine.config import EngineOptions
 from baton.engine.core import EngineCore
 from baton.engine.engine_thread import Compiler, EngineInbox, EngineThread
 from baton.engine.factory import build_grammars, build_scheduler
-from baton.engine.kv_arrival.arrivals import Elsewhere
+from baton.engine.kv_arrival.arrivals import KvSources
 from baton.engine.kv_arrival.pulls import PullConfig
 from baton.engine.kv_cache.block_hashes import BlockHash, PrefixNaming
 from baton.engine.runner.adapters.adapters import AdapterTable
@@ -91,8 +91,8 @@ class NodeComponents:
         )
         # No other process uses this name of its pulls.
         pulls = PullConfig(f"pull-{identity.node_id}-{identity.incarnation}", memory.block_bytes)
-        elsewhere = Elsewhere(self.connector, self.foreign, pulls)
-        self.scheduler = build_scheduler(runner, engine_options, elsewhere)
+        sources = KvSources(self.connector, self.foreign, pulls)
+        self.scheduler = build_scheduler(runner, engine_options, sources)
         self.compiler: Compiler = GrammarCompiler(build_grammars(runner).compile)
         self.engine = self._build_engine(runner, identity)
         tiers = tiers_in(self.connector)

@@ -29,20 +29,20 @@ from baton.kv_transfer.types import KvReports
 
 
 @dataclass(frozen=True, slots=True)
-class Elsewhere:
-    """Where KV can come from, besides hand-offs."""
+class KvSources:
+    """What KV can come from, besides hand-offs."""
 
     external: ExternalKv | None = None  # tiers or a KV connector
     foreign: ForeignReader | None = None  # servers that are not Baton's
     pulls: PullConfig = DEFAULT_PULLS  # from peers
 
 
-NOWHERE = Elsewhere()
+NO_SOURCES = KvSources()
 
 
 class KvArrivals:
-    def __init__(self, cache: KvCache, elsewhere: Elsewhere, max_wait_s: float) -> None:
-        external, foreign = elsewhere.external, elsewhere.foreign
+    def __init__(self, cache: KvCache, sources: KvSources, max_wait_s: float) -> None:
+        external, foreign = sources.external, sources.foreign
         self._cache = cache
         self._max_wait_s = max_wait_s
         self.orders = StepOrders()
@@ -52,7 +52,7 @@ class KvArrivals:
         self.sends = BlockSends(holds, cache.transfer_order, self.orders)
         self.stores = BlockStores(cache, holds, self.orders, external)
         self.loads = ExternalLoads(cache, fills, self.orders, external)
-        self.pulls = PeerPulls(cache, fills, self.receives, elsewhere.pulls)
+        self.pulls = PeerPulls(cache, fills, self.receives, sources.pulls)
         self.foreign = ForeignPrefixes(cache, fills, self.orders, foreign)
         self.gives = GivenPulls(cache, self.sends, self.loads)
         # The last one wins a tie: a load takes nothing from others.

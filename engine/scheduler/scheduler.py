@@ -15,7 +15,7 @@ from baton.core.output import Failure, FailureCause, FinishReason, Output
 from baton.core.request import EngineRequest
 from baton.engine.errors import OutOfOrder
 from baton.engine.events import GroupStats, KvEvent, SchedulerStats
-from baton.engine.kv_arrival.arrivals import NOWHERE, Elsewhere
+from baton.engine.kv_arrival.arrivals import NO_SOURCES, KvSources
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.plan import Plan, PlanRow, RunResult
 from baton.engine.scheduler.config import SchedulerConfig
@@ -37,7 +37,7 @@ class Scheduler:
         self,
         config: SchedulerConfig,
         cache_config: CacheConfig,
-        elsewhere: Elsewhere = NOWHERE,
+        sources: KvSources = NO_SOURCES,
     ) -> None:
         check_exclusions(
             {
@@ -48,7 +48,7 @@ class Scheduler:
         self.config = config
         self.cache_config = cache_config
         self.adapters: set[str] = set()  # ids of those that requests can use
-        self._state = SchedulerState(config, cache_config, elsewhere)
+        self._state = SchedulerState(config, cache_config, sources)
         self._planner = StepPlanner(self._state)
         self._output_processor = OutputProcessor(self._state)
         self._began_s = 0.0  # the first of the pending steps

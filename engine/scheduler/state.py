@@ -10,7 +10,7 @@ from baton.core.output import Failure, FinishReason, Output
 from baton.core.request import EngineRequest
 from baton.engine.errors import BlocksUnaccounted
 from baton.engine.events import SchedulerStats
-from baton.engine.kv_arrival.arrivals import Elsewhere, KvArrivals
+from baton.engine.kv_arrival.arrivals import KvArrivals, KvSources
 from baton.engine.kv_arrival.fills import FillId
 from baton.engine.kv_cache.cache import KvCache
 from baton.engine.kv_cache.cache_group import PrefixHit
@@ -35,11 +35,11 @@ class SchedulerState:
         self,
         config: SchedulerConfig,
         cache_config: CacheConfig,
-        elsewhere: Elsewhere,
+        sources: KvSources,
     ) -> None:
         self.config = config
-        self.cache = KvCache(cache_config, is_stored=elsewhere.external is not None)
-        self.arrivals = KvArrivals(self.cache, elsewhere, config.max_fill_wait_s)
+        self.cache = KvCache(cache_config, is_stored=sources.external is not None)
+        self.arrivals = KvArrivals(self.cache, sources, config.max_fill_wait_s)
         # Blocks that a grant to a peer leaves free for each request that holds blocks.
         self.num_headroom_blocks = config.remote_headroom_blocks * len(cache_config.layout.groups)
         self.requests: dict[RequestId, Request] = {}

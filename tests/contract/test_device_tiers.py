@@ -20,7 +20,7 @@ from baton.core.sampling import SamplingParams
 from baton.engine.config import EngineOptions
 from baton.engine.core import EngineCore
 from baton.engine.factory import build_engine, build_scheduler
-from baton.engine.kv_arrival.arrivals import Elsewhere
+from baton.engine.kv_arrival.arrivals import KvSources
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.kernels.choose import TORCH
 from baton.engine.runner.load import load_runner
@@ -132,7 +132,7 @@ def _with_tiers(given: NodeOptions, runner: TorchRunner) -> Iterator[TierNode]:
     assert connector is not None
     assert tiers is not None
     with connector:
-        scheduler = build_scheduler(runner, options(), Elsewhere(connector))
+        scheduler = build_scheduler(runner, options(), KvSources(connector))
         yield TierNode(EngineCore(scheduler, runner, [ExternalDriver(connector)]), tiers, woken)
     assert not connector.num_errors
 

@@ -21,7 +21,7 @@ from baton.core.task import UNSAMPLED
 from baton.engine.containment import Containment
 from baton.engine.errors import FollowedPassFailed, PassHookFailed, PassSkipped
 from baton.engine.events import KvEvent
-from baton.engine.kv_arrival.arrivals import Elsewhere
+from baton.engine.kv_arrival.arrivals import KvSources
 from baton.engine.kv_arrival.pulls import PullConfig
 from baton.engine.kv_cache.block_names import (
     group_of,
@@ -195,8 +195,8 @@ class EngineWorld:
             self.external = FakeExternal(self.kv, external_chance, fails=external_fails)
             self._connector = GuardedConnector("fake", self.external)
         pulls = PullConfig("pull-here", block_bytes=1, max_run_blocks=BLOCKS_PER_RUN)
-        elsewhere = Elsewhere(self._connector, pulls=pulls)
-        self.scheduler = Scheduler(self.config, self.cache_config, elsewhere)
+        sources = KvSources(self._connector, pulls=pulls)
+        self.scheduler = Scheduler(self.config, self.cache_config, sources)
         self.runner = FakeRunner(
             self.kv,
             VOCAB_SIZE,

@@ -11,7 +11,7 @@ from baton.core.foreign_kv import ForeignKv
 from baton.core.ids import AdapterRef, RequestId
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
-from baton.engine.kv_arrival.arrivals import Elsewhere
+from baton.engine.kv_arrival.arrivals import KvSources
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.plan import Plan, RunResult
 from baton.engine.scheduler.config import SchedulerConfig
@@ -63,7 +63,7 @@ class World:
     def __init__(self, reader: FakeReader | None = None) -> None:
         self.reader = reader or FakeReader()
         cache = CacheConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
-        self.scheduler = Scheduler(SchedulerConfig(), cache, Elsewhere(foreign=self.reader))
+        self.scheduler = Scheduler(SchedulerConfig(), cache, KvSources(foreign=self.reader))
 
     def step(self, now: float, *pulled: ForeignPulled) -> Plan:
         """Run a step in which these pulls end. Each request samples token 50."""
