@@ -30,7 +30,7 @@ from baton.kv_transfer.types import KvReports
 
 @dataclass(frozen=True, slots=True)
 class KvSources:
-    """What KV can come from, besides hand-offs."""
+    """Sources of KV, besides hand-offs."""
 
     external: ExternalKv | None = None  # tiers or a KV connector
     foreign: ForeignReader | None = None  # servers that are not Baton's
