@@ -182,13 +182,18 @@ def test_faults_cause_no_wrong_or_lost_answer_and_no_leak(
     switch = running.cluster.fault_switch(running.cluster.child(role, 0))
     num_hits = switch.num_hits
 
-    report = running.through(fault)
+    kinds: set[str] = set()
+    # Clients of a router that is killed lose what it has not answered, which can be all of a kind.
+    for _ in range(MAX_TRIES if role is TargetRole.ROUTER else 1):
+        report = running.through(fault)
+        assert report.is_good, report
+        assert report.num_faults == 1
+        kinds |= report.num_by_kind.keys()
+        if kinds & POOLED and kinds - POOLED:
+            break
 
-    assert report.is_good, report
-    assert report.num_faults == 1
-    if role is not TargetRole.ROUTER:  # whose clients lose what it had not answered
-        assert report.num_by_kind.keys() & POOLED
-        assert report.num_by_kind.keys() - POOLED
+    assert kinds & POOLED
+    assert kinds - POOLED
     assert (switch.num_hits > num_hits) is (kind in TRANSFER_FAULTS)
 
 

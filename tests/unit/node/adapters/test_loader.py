@@ -171,6 +171,8 @@ def test_later_requests_for_the_oldest_adapter_wait_behind_one_that_claims_its_p
         async def use(adapter_id: str) -> None:
             async with world.held(adapter_id):
                 order.append(adapter_id)
+                # Once "c" has the place of "a", the others need not wait until it is read.
+                assert world.loader.resident.num_reserved or "c" in world.memory.added
 
         async with world.held("b"):
             async with world.held("a"):
@@ -183,7 +185,6 @@ def test_later_requests_for_the_oldest_adapter_wait_behind_one_that_claims_its_p
             await first
             await asyncio.gather(*later)
 
-        # Once "c" has the place of "a", the others need not wait until it is read.
         assert sorted(order) == ["b", "b", "b", "c"]
         assert world.memory.num_reads == 3  # "b" was in memory all the time
 
