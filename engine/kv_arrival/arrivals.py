@@ -101,6 +101,12 @@ class KvArrivals:
     # --- queries --------------------------------------------------------------------
 
     @property
+    def will_release_blocks(self) -> bool:
+        """True if loads, pulls or stores hold blocks, which is never for long."""
+        num_moving = len(self.stores) + len(self.loads) + len(self.foreign)
+        return bool(num_moving or self.receives.num_pulled_blocks)
+
+    @property
     def has_orders(self) -> bool:
         return bool(self.orders) or self.stores.can_begin
 

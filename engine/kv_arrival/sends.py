@@ -131,9 +131,9 @@ class BlockSends:
         Those with a grant end once their KV is sent, and withdrawn ones with the next reports.
         """
         holding = {key: each for key, each in self._sending.items() if each.hold.block_ids}
-        if not any(each.is_granted or each.is_withdrawn for each in holding.values()):
-            for handoff_id in list(holding)[-1:]:
-                self.withdraw_completed(handoff_id, reason)
+        will_release = any(each.is_granted or each.is_withdrawn for each in holding.values())
+        if holding and not will_release:
+            self.withdraw_completed(next(reversed(holding)), reason)
 
     def give(self, handoff_id: HandoffId, block_ids: tuple[BlockId, ...], num_tokens: int) -> bool:
         """Order the transfer of blocks that a peer pulls. Returns False if the id is in use."""

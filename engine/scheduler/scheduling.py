@@ -276,9 +276,11 @@ class StepPlanner:
         Otherwise both nodes could wait for each other: the decode node for the KV of `head`, and
         this one for grants of the hand-offs that fill its cache.
         """
+        batch, arrivals = self._state.batch, self._state.arrivals
         is_granted = head.submitted.send_to is not None and not head.lacks_grant
-        if is_granted and not self._state.batch.running and not self._state.batch.pending:
-            self._state.arrivals.sends.withdraw_ungranted(
+        will_release = batch.running or batch.pending or arrivals.will_release_blocks
+        if is_granted and not will_release:
+            arrivals.sends.withdraw_ungranted(
                 "the prefill node was full, and granted hand-offs needed its blocks"
             )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from random import Random
 
 import pytest
 
@@ -261,6 +262,26 @@ def test_nothing_is_withdrawn_while_a_granted_hand_off_will_end(is_early: bool) 
     world.wire.end_sending(_handoff(RequestId("r1")))
     world.step()
     assert world.step().num_scheduled_tokens == {name: 13}
+    world.run_to_end()
+
+
+def test_nothing_is_withdrawn_while_a_store_holds_blocks() -> None:
+    world = EngineWorld(
+        _config(), num_blocks=8, block_size=4, external_chance=Random(0), external_fails=False
+    )
+    assert world.external is not None
+    world.external.can_end = lambda store: False
+    for number in range(2):
+        world.add([number] * 16, sends=True)
+    world.wire.grant(_handoff(world.add([9] * 13, sends=True)))
+
+    during = [world.step().kv_orders.withdraws for _ in range(5)]
+    num_stores = len(world.external.stores)
+    world.external.can_end = lambda store: True
+    world.step_until(lambda plan: plan.kv_orders.withdraws)
+
+    assert during == [()] * 5
+    assert num_stores
     world.run_to_end()
 
 
