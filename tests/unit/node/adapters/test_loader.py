@@ -194,12 +194,12 @@ def test_later_requests_for_the_oldest_adapter_wait_behind_one_that_claims_its_p
 def test_a_claim_outlasts_the_wait_of_others() -> None:
     async def scenario(world: World) -> None:
         async with world.held("a"):
-            tasks = [world.start(each) for each in "bc"]
-            await until(lambda: world.loader.num_waiting(for_place=True) == 2)
+            first = world.start("b")
+            await until(lambda: world.loader.num_waiting(for_place=True) == 1)
             with pytest.raises(AdaptersBusy):
-                await tasks[1]
-            assert not tasks[0].done()
-        await tasks[0]
+                await world.use("c")
+            assert not first.done()
+        await first
 
     run(scenario, num_places=1, max_wait_s=0.01, max_claim_s=60.0)
 
