@@ -56,6 +56,7 @@ class _Load:
 
     def __init__(self) -> None:
         self.num_users = 0
+        self.waits_for_place = False
         self.is_reading = False
         self.is_over = False
         self.task: asyncio.Task[None]
@@ -104,7 +105,7 @@ class AdapterLoader(Generic[Loaded]):
     def num_waiting(self, *, for_place: bool) -> int:
         """Return the number of requests that wait for a place, or for a load. For any thread."""
         loads = tuple(self._loads.values())
-        return sum(load.num_users for load in loads if load.is_reading is not for_place)
+        return sum(load.num_users for load in loads if load.waits_for_place is for_place)
 
     def num_users(self, adapter_id: str) -> int:
         """Return the number of requests that use an adapter, or wait for it."""
@@ -183,7 +184,9 @@ class AdapterLoader(Generic[Loaded]):
     async def _load(self, load: _Load, adapter_id: str, find_folder: FindFolder) -> None:
         try:
             folder = await self._threads.run(find_folder)  # none is evicted for a wrong path
+            load.waits_for_place = True
             await self._reserve()
+            load.waits_for_place = False
             if adapter_id in self.resident:  # another place became free than the claimed one
                 load.is_over = True
                 self.resident.give_back()
