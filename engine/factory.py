@@ -9,6 +9,7 @@ from baton.engine.config import EngineOptions
 from baton.engine.core import EngineCore
 from baton.engine.kv_arrival.arrivals import NO_SOURCES, KvSources
 from baton.engine.kv_cache.config import CacheConfig
+from baton.engine.kv_cache.groups import NO_MEMORY
 from baton.engine.runner.loaded_runner import LoadedRunner
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler
@@ -35,18 +36,7 @@ def build_scheduler(
 ) -> Scheduler:
     """Build a scheduler for the runner's model, for callers that wire up the engine themselves."""
     return Scheduler(
-        _scheduling_for(runner, options.scheduling),
-        CacheConfig(
-            num_blocks=runner.kv_memory.num_blocks,
-            block_size=runner.kv_memory.block_size,
-            layout=runner.kv_memory.layout,
-            enable_prefix_caching=options.enable_prefix_caching and not runner.info.is_encoder,
-            model_salt=f"{runner.info.cache_salt}:{runner.kv_memory.dtype}",
-            max_shareable_prompt_len=runner.info.max_shareable_prompt_len,
-            collect_events=options.collect_kv_events,
-            collect_token_ids=options.collect_token_ids,
-        ),
-        sources,
+        _scheduling_for(runner, options.scheduling), _caching_for(runner, options), sources
     )
 
 
@@ -56,9 +46,25 @@ def build_grammars(runner: LoadedRunner) -> GrammarLibrary:
     return GrammarLibrary(info.checkpoint, info.vocab_size, info.eos_token_ids)
 
 
+def _caching_for(runner: LoadedRunner, options: EngineOptions) -> CacheConfig:
+    memory = runner.kv_memory
+    if memory is None:
+        return CacheConfig(num_blocks=0, layout=NO_MEMORY, enable_prefix_caching=False)
+    return CacheConfig(
+        num_blocks=memory.num_blocks,
+        block_size=memory.block_size,
+        layout=memory.layout,
+        enable_prefix_caching=options.enable_prefix_caching,
+        model_salt=f"{runner.info.cache_salt}:{memory.dtype}",
+        max_shareable_prompt_len=runner.info.max_shareable_prompt_len,
+        collect_events=options.collect_kv_events,
+        collect_token_ids=options.collect_token_ids,
+    )
+
+
 def _scheduling_for(runner: LoadedRunner, config: SchedulerConfig) -> SchedulerConfig:
     speculation = runner.speculation
-    if runner.info.is_encoder:
+    if runner.kv_memory is None:
         config = config.without_chunks()
     return replace(
         config,

@@ -55,12 +55,12 @@ class KvCounters:
     Dropped messages were late or duplicate: harmless, but worth a look.
     """
 
-    num_dropped: int
-    num_cut_pairs: int
-    num_digest_mismatches: int
-    num_fenced_blocks: int  # current
-    num_linked_peers: int  # current
-    num_linking_peers: int  # current; Hello is not answered yet
+    num_dropped: int = 0
+    num_cut_pairs: int = 0
+    num_digest_mismatches: int = 0
+    num_fenced_blocks: int = 0  # current
+    num_linked_peers: int = 0  # current
+    num_linking_peers: int = 0  # current; Hello is not answered yet
 
 
 class KvTransferWorker(KvDriver):

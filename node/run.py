@@ -148,12 +148,13 @@ async def serve(
             kv_events = nullcontext() if node.kv_events is None else node.kv_events
             foreign = nullcontext() if node.foreign is None else node.foreign
             adapters = nullcontext() if node.adapters is None else node.adapters.loader
+            worker = nullcontext() if node.worker is None else node.worker
             with (
                 connector,
                 foreign,
                 kv_events,
                 adapters,
-                node.worker,
+                worker,
                 node.compiler,
                 node.engine,
                 node.state.calls,
@@ -223,19 +224,19 @@ async def follow_heartbeat(
 
 
 def _common_services(node: NodeComponents) -> tuple[Service, ...]:
-    link = KvLinkServicer(node.links)
     servicer = NodeServicer(
         node.state,
         partial(reset_prefix_cache, node.engine, node.scheduler),
         Operators(node.options.operator_tokens),
         shared_tiers_of(node.connector),
     )
-    add_link = partial(kv_link_pb2_grpc.add_KvLinkServiceServicer_to_server, link)
     add_node = partial(node_pb2_grpc.add_NodeServiceServicer_to_server, servicer)
-    return (
-        Service("baton.v1.KvLinkService", add_link),
-        Service("baton.v1.NodeService", add_node),
-    )
+    service = Service("baton.v1.NodeService", add_node)
+    if node.worker is None:
+        return (service,)
+    link = KvLinkServicer(node.links)
+    add_link = partial(kv_link_pb2_grpc.add_KvLinkServiceServicer_to_server, link)
+    return Service("baton.v1.KvLinkService", add_link), service
 
 
 def _process_of(role: Role, identity: Identity) -> Process:
@@ -244,6 +245,10 @@ def _process_of(role: Role, identity: Identity) -> Process:
 
 def _log_start(state: NodeState, runner: LoadedRunner) -> None:
     card, memory = state.card, runner.kv_memory
+    if memory is None:
+        text = "%s serves %s (%s); no KV cache: each text is computed whole, in one step"
+        log.info(text, card.node_id, card.model, runner.info.dtype)
+        return
     log.info(
         "%s serves %s (%s on %s); KV cache: %.1f MiB, %d blocks, %d tokens; "
         "host memory for evicted KV: up to %s; "

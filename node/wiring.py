@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from functools import lru_cache, partial
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 from baton.checkpoint.hub import served_name
 from baton.core.ids import Incarnation, NodeId, PrefixKeys
@@ -16,15 +17,17 @@ from baton.engine.kv_arrival.arrivals import KvSources
 from baton.engine.kv_arrival.pulls import PullConfig
 from baton.engine.kv_cache.block_hashes import BlockHash, PrefixNaming
 from baton.engine.runner.adapters.adapters import AdapterTable
-from baton.engine.runner.loaded_runner import LoadedRunner
+from baton.engine.runner.loaded_runner import CachingRunner, LoadedRunner, has_kv_cache
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.validation import max_sequence_length
 from baton.engine.structured_output.compiler import GrammarCompiler
 from baton.kv_transfer.driver import ExternalDriver, KvDriver
 from baton.kv_transfer.foreign.driver import ForeignDriver
+from baton.kv_transfer.kv_connector import GuardedConnector
 from baton.kv_transfer.pairs import Identity
 from baton.kv_transfer.protocol.messages import Fingerprint
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
+from baton.kv_transfer.worker import KvTransferWorker
 from baton.node.adapters.engine_adapters import EngineAdapters
 from baton.node.adapters.loader import AdapterLoader
 from baton.node.adapters.registry import AdapterRegistry
@@ -45,8 +48,12 @@ from baton.telemetry.metrics.instruments import NodeMetrics
 from baton.telemetry.tracing.node_timeline import NodeFacts
 from baton.telemetry.tracing.tracer import Tracer
 
+if TYPE_CHECKING:
+    from baton.kv_transfer.foreign.reader import VllmReader
+
 # The axes inside one block, outermost first, by the number of tensors per layer.
 KV_LAYOUTS = {1: "layer,latent,token,dim", 2: "layer,kv,head,token,dim"}
+NO_KV = "none"  # layout of a node without a KV cache
 ID_BYTES = 4
 MAX_ROOTS = 1024  # of adapters, that are remembered
 
@@ -67,9 +74,10 @@ class NodeComponents:
         around: Around,
     ) -> None:
         memory = runner.kv_memory
+        block_bytes = 0 if memory is None else memory.block_bytes
         self.options = options
         self.num_passes = runner.num_passes
-        self.tracing = _build_tracing(role, options, identity, tracer, memory.block_bytes)
+        self.tracing = _build_tracing(role, options, identity, tracer, block_bytes)
         self.metrics = (
             NodeMetrics(role.value, self.tracing.handoff_context)
             if options.telemetry.counts
@@ -78,11 +86,11 @@ class NodeComponents:
         self._changes, self._inbox = NodeChanges(), EngineInbox()
         self.ledger = RequestLedger(self._changes.notify_threadsafe)
         self.links = GrpcLinks(options.tls)
-        note_staged = None if self.metrics is None else self.metrics.note_staged
-        self.worker = make_kv_worker(options, identity, runner, self.links, around, note_staged)
-        self.links.attach(self.worker.inbox, partial(self._inbox.put, _poll))
-        self.connector = make_connector(options, identity, runner, self._wake)
-        self.foreign = make_foreign_reader(options, runner, partial(self._inbox.put, _poll))
+        self.worker: KvTransferWorker | None = None
+        self.connector: GuardedConnector | None = None
+        self.foreign: VllmReader | None = None
+        if has_kv_cache(runner):
+            self._open_kv(runner, identity, around)
         engine_options = EngineOptions(
             options.scheduling,
             options.enable_prefix_caching,
@@ -90,7 +98,7 @@ class NodeComponents:
             collect_token_ids=options.kv_events.is_on,
         )
         # No other process uses this name of its pulls.
-        pulls = PullConfig(f"pull-{identity.node_id}-{identity.incarnation}", memory.block_bytes)
+        pulls = PullConfig(f"pull-{identity.node_id}-{identity.incarnation}", block_bytes)
         sources = KvSources(self.connector, self.foreign, pulls)
         self.scheduler = build_scheduler(runner, engine_options, sources)
         self.compiler: Compiler = GrammarCompiler(build_grammars(runner).compile)
@@ -100,7 +108,7 @@ class NodeComponents:
             for tier in tiers.status():
                 tier.counters.observe_load = self.metrics.count_loads_of(tier.name)
         self.kv_events = _build_kv_events(options, identity, runner, self.scheduler)
-        card = _build_card(role, options, identity, runner, self.scheduler, tiers)
+        card = _build_card(role, options, identity, runner, self.scheduler, tiers, block_bytes)
         self.adapters = self._build_adapters(runner.adapters, card.model)
         self.state = NodeState(
             card,
@@ -109,6 +117,15 @@ class NodeComponents:
             no_subscribers if self.kv_events is None else self.kv_events.publish,
             self.adapters,
         )
+
+    def _open_kv(self, runner: CachingRunner, identity: Identity, around: Around) -> None:
+        """Make what moves KV between the cache and other places."""
+        options, poll = self.options, partial(self._inbox.put, _poll)
+        note_staged = None if self.metrics is None else self.metrics.note_staged
+        self.worker = make_kv_worker(options, identity, runner, self.links, around, note_staged)
+        self.links.attach(self.worker.inbox, poll)
+        self.connector = make_connector(options, identity, runner, self._wake)
+        self.foreign = make_foreign_reader(options, runner, poll)
 
     def _build_engine(self, runner: LoadedRunner, identity: Identity) -> EngineThread:
         # Metrics before traces: with the end of a hand-off, the trace of its request may be
@@ -123,13 +140,14 @@ class NodeComponents:
             self._drivers(),
             observers=observers,
         )
-        name, groups = identity.node_id, runner.kv_memory.layout.groups
+        name = identity.node_id
         engine = EngineThread(core, name=name, compiler=self.compiler, inbox=self._inbox)
+        groups = self.scheduler.cache_config.layout.groups
         runner.hook = KvPassHook(self.worker, groups, engine.beat, core.post_from_pass)
         return engine
 
     def _drivers(self) -> list[KvDriver]:
-        drivers: list[KvDriver] = [self.worker]
+        drivers: list[KvDriver] = [] if self.worker is None else [self.worker]
         if self.connector is not None:
             drivers.append(ExternalDriver(self.connector))
         if self.foreign is not None:
@@ -159,20 +177,26 @@ def _poll() -> None:
 
 
 def identify(options: NodeOptions, role: NodeRole, runner: LoadedRunner) -> Identity:
-    memory = runner.kv_memory
     return Identity(
         node_id=NodeId(options.node_id or f"{role.value}-{secrets.token_hex(ID_BYTES)}"),
         incarnation=Incarnation(secrets.token_hex(ID_BYTES)),
-        fingerprint=Fingerprint(
-            model=runner.info.fingerprint,
-            dtype=memory.dtype,
-            layout=KV_LAYOUTS[memory.num_tensors],
-            block_size=memory.block_size,
-            num_layers=memory.num_layers,
-            num_kv_heads=memory.num_kv_heads,
-            head_dim=memory.head_dim,
-            kv_groups=str(memory.layout),
-        ),
+        fingerprint=_fingerprint_of(runner),
+    )
+
+
+def _fingerprint_of(runner: LoadedRunner) -> Fingerprint:
+    memory = runner.kv_memory
+    if memory is None:
+        return Fingerprint(runner.info.fingerprint, runner.info.dtype, NO_KV, 0, 0, 0, 0)
+    return Fingerprint(
+        model=runner.info.fingerprint,
+        dtype=memory.dtype,
+        layout=KV_LAYOUTS[memory.num_tensors],
+        block_size=memory.block_size,
+        num_layers=memory.num_layers,
+        num_kv_heads=memory.num_kv_heads,
+        head_dim=memory.head_dim,
+        kv_groups=str(memory.layout),
     )
 
 
@@ -183,6 +207,7 @@ def _build_card(
     runner: LoadedRunner,
     scheduler: Scheduler,
     tiers: TieredKv | None,
+    block_bytes: int,
 ) -> NodeCard:
     cache = scheduler.cache_config
     return NodeCard(
@@ -193,8 +218,8 @@ def _build_card(
         model=options.model_name or served_name(options.runner.model),
         max_model_len=runner.info.max_model_len,
         vocab_size=runner.info.vocab_size,
-        num_blocks=runner.kv_memory.num_blocks,
-        block_bytes=runner.kv_memory.block_bytes,
+        num_blocks=cache.num_blocks,
+        block_bytes=block_bytes,
         kv_transport=options.kv_transport,
         prefix_naming=cache.naming if cache.enable_prefix_caching else None,
         version=version("baton"),
@@ -228,9 +253,9 @@ def _build_tracing(
 def _build_kv_events(
     options: NodeOptions, identity: Identity, runner: LoadedRunner, scheduler: Scheduler
 ) -> KvEventPublisher | None:
-    if not options.kv_events.is_on:
-        return None
     memory = runner.kv_memory
+    if memory is None or not options.kv_events.is_on:
+        return None
     kind = spec_kind_of(memory.layout, is_latent=memory.num_tensors == 1)
     window = memory.layout.groups[0].spec.window
     root_of = lru_cache(MAX_ROOTS)(partial(_unsalted_root, scheduler.cache_config.naming))

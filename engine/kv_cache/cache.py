@@ -9,6 +9,7 @@ blocks, in one more group.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Collection, Iterable, Sequence
 from operator import itemgetter
 
@@ -25,7 +26,7 @@ from baton.engine.kv_cache.prefix_search import PrefixSearch
 from baton.engine.kv_cache.state_group import StateGroup
 from baton.engine.kv_cache.token_group import token_group
 from baton.engine.kv_cache.transfer_order import TransferOrder
-from baton.engine.plan import BlockTables, StateCopies
+from baton.engine.plan import NO_STATE_COPIES, BlockTables, StateCopies
 
 
 class KvCache:
@@ -74,7 +75,8 @@ class KvCache:
         return -(-num_tokens // self.block_size)
 
     def capacity(self, held: HeldKv) -> int:
-        return held.num_blocks * self.block_size
+        """Return the number of tokens for which the request has blocks, or needs none."""
+        return held.num_blocks * self.block_size if self._tables else sys.maxsize
 
     def find_prefix(
         self, held: HeldKv, max_num_tokens: int, *, continues_at: int | None = None
@@ -187,8 +189,8 @@ class KvCache:
 
         Passes end in the order in which they are planned.
         """
-        # At most one group has states. The others copy nothing.
-        return self._groups[-1].plan_pass(chunks)
+        # At most one group has states: the last.
+        return self._groups[-1].plan_pass(chunks) if self._groups else NO_STATE_COPIES
 
     def end_chunk(self, held: HeldKv) -> None:
         """Note that a pass has computed a prefill chunk of the request, and cache its blocks."""

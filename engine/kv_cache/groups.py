@@ -69,12 +69,16 @@ class CacheLayout:
 
     The state takes the same number of blocks however long the request is. With two groups and
     states of 3 blocks, a request with 5 blocks of tokens takes 2 * 5 + 3 * 3 = 19 blocks at most,
-    and 19 blocks can serve no longer request.
+    and 19 blocks can serve no longer request. Encoders keep nothing: their layout is `NO_MEMORY`.
     """
 
     groups: tuple[KvGroup, ...] = ONE_GROUP
     num_state_blocks: int = 0  # of one copy
     state_packing: str = ""  # of a copy into its blocks
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.groups and not self.has_state
 
     @property
     def has_state(self) -> bool:
@@ -101,6 +105,9 @@ class CacheLayout:
     def __str__(self) -> str:
         """Describe it for peers, whose blocks must mean the same."""
         return " | ".join([*map(str, self.groups), *filter(None, [self.state_packing])])
+
+
+NO_MEMORY = CacheLayout(groups=())
 
 
 def group_layers(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeGuard
 
 from baton.engine.plan import Runner
 from baton.engine.runner.adapters.adapters import AdapterTable
@@ -19,18 +19,34 @@ class LoadedRunner(Runner, Protocol):
     """A runner that owns a model. Releases its memory when the `with` block ends."""
 
     info: ModelInfo
-    kv_memory: KvMemory
-    blocks: KvBlocks
     adapters: AdapterTable | None
     num_passes: Counter[GraphSize | EagerCause]  # by graph, or why eager
     speculation: Speculation | None
     processors: Processors
     hook: PassHook | None
 
+    @property
+    def kv_memory(self) -> KvMemory | None:
+        """Return the KV cache; None: the model computes whole texts and keeps nothing of them."""
+        ...
+
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *error: object) -> None: ...
 
+
+class CachingRunner(LoadedRunner, Protocol):
+    """A runner with a KV cache."""
+
+    blocks: KvBlocks
+
+    @property
+    def kv_memory(self) -> KvMemory: ...
+
     def make_block_copies(self) -> BlockCopies | None:
         """Return copies between the KV cache and pinned memory; None if the CPU can access it."""
         ...
+
+
+def has_kv_cache(runner: LoadedRunner) -> TypeGuard[CachingRunner]:
+    return runner.kv_memory is not None

@@ -29,7 +29,6 @@ class ModelInfo:
     hidden_size: int = 0
     pooling: Pooling | None = None  # None: the model embeds nothing
     can_generate: bool = True
-    is_encoder: bool = False  # a text is computed whole, in one step, and leaves no KV
     # Names an option of the kernels that changes the bits of KV, but not its meaning: nodes hand
     # requests over, and find no cached blocks of each other.
     numerics: str = ""

@@ -65,6 +65,8 @@ def max_num_tokens(request: EngineRequest, config: SchedulerConfig) -> int:
 
 def max_sequence_length(config: SchedulerConfig, cache: CacheConfig) -> int:
     """Return the maximum of prompt and output tokens together for this model and KV cache."""
+    if cache.layout.is_empty:
+        return config.max_model_len
     num_slots = cache.max_blocks_per_group * cache.block_size
     # The last token is never an input, so its KV is never written.
     return min(config.max_model_len, num_slots + 1)
@@ -118,6 +120,8 @@ def _check_lengths(request: EngineRequest, config: SchedulerConfig) -> None:
 
 
 def _check_fits_cache(request: EngineRequest, config: SchedulerConfig, cache: CacheConfig) -> None:
+    if cache.layout.is_empty:
+        return
     num_context = len(request.prompt_token_ids) + len(request.prior_output_token_ids)
     # The last token is never an input, so its KV is never written. A sender ends with its first
     # token. Draft tokens never exceed these slots.

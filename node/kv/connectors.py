@@ -8,7 +8,7 @@ from importlib.metadata import EntryPoint, entry_points
 from baton.core.errors import InvalidConfig
 from baton.engine.runner.device.host_memory import free_host_bytes
 from baton.engine.runner.kv_budget import CPU_NODES_PER_MACHINE
-from baton.engine.runner.loaded_runner import LoadedRunner
+from baton.engine.runner.loaded_runner import CachingRunner
 from baton.kv_transfer.external_kv import FILE, KV, OBJECT, TIERS
 from baton.kv_transfer.kv_connector import (
     GuardedConnector,
@@ -25,11 +25,11 @@ BUILT_IN = (EntryPoint("tiers", "baton.node.kv.tiers:make_tiers", GROUP),)
 
 
 def make_connector(
-    options: NodeOptions, identity: Identity, runner: LoadedRunner, wake: Callable[[], None]
+    options: NodeOptions, identity: Identity, runner: CachingRunner, wake: Callable[[], None]
 ) -> GuardedConnector | None:
     """Return the connector that the options name, or None. Raises InvalidConfig."""
     chosen = options.chosen_connector
-    if chosen is None or runner.info.is_encoder:
+    if chosen is None:
         return None
     memory = runner.kv_memory
     context = KvConnectorContext(
@@ -46,7 +46,7 @@ def make_connector(
     return GuardedConnector(chosen.name, load_connector(chosen.name, context))
 
 
-def _spare_bytes(options: NodeOptions, runner: LoadedRunner) -> int:
+def _spare_bytes(options: NodeOptions, runner: CachingRunner) -> int:
     """Return what the node leaves of its part of host memory, with a full KV cache and adapters."""
     is_cpu = runner.kv_memory.device == "cpu"
     num_nodes = options.runner.nodes_per_machine or (CPU_NODES_PER_MACHINE if is_cpu else 1)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from baton.core.errors import InvalidConfig
 from baton.engine.kv_cache.groups import FULL
 from baton.engine.runner.device.host_memory import huge_page_memory
-from baton.engine.runner.loaded_runner import LoadedRunner
+from baton.engine.runner.loaded_runner import CachingRunner
 from baton.engine.runner.model_info import KvMemory
 from baton.kv_transfer.errors import TransportMissing
 from baton.kv_transfer.foreign.metadata import KvShape
@@ -26,7 +26,7 @@ NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def make_foreign_reader(
-    options: NodeOptions, runner: LoadedRunner, wake: Callable[[], None]
+    options: NodeOptions, runner: CachingRunner, wake: Callable[[], None]
 ) -> VllmReader | None:
     """Return the reader; None without --kv-sources. Raises InvalidConfig."""
     if not options.kv_sources:
@@ -73,7 +73,7 @@ def _check_layout(memory: KvMemory) -> None:
         )
 
 
-def _staging(runner: LoadedRunner) -> tuple[Callable[[int], mmap], Callable[[mmap], None]]:
+def _staging(runner: CachingRunner) -> tuple[Callable[[int], mmap], Callable[[mmap], None]]:
     """Return how staging memory is allocated and released; without references it is freed."""
     if runner.kv_memory.device == "cpu":
         return huge_page_memory, lambda _: None

@@ -87,6 +87,8 @@ async def read_role(tls: TlsConfig, address: str) -> NodeRole:
             ) from error
 
 
-async def link_up(engine: EngineThread, worker: KvTransferWorker, address: str) -> None:
-    """Open a link to the node at this address, on the engine's thread."""
+async def link_up(engine: EngineThread, worker: KvTransferWorker | None, address: str) -> None:
+    """Open a link to the node at this address, on the engine's thread. Raises InvalidRequest."""
+    if worker is None:
+        raise InvalidRequest("this node has no KV cache: its model keeps nothing of a text")
     await run_on_engine(engine, lambda: worker.connect(address, time.monotonic()))

@@ -14,7 +14,7 @@ from baton.core.units import format_bytes
 from baton.engine.kv_cache.groups import KvGroup, places_done
 from baton.engine.runner.attention.kv_blocks import KvBlocks
 from baton.engine.runner.device.host_memory import huge_page_memory
-from baton.engine.runner.loaded_runner import LoadedRunner
+from baton.engine.runner.loaded_runner import CachingRunner
 from baton.kv_transfer.fence import Fence
 from baton.kv_transfer.link import Link
 from baton.kv_transfer.pairs import Identity
@@ -49,7 +49,7 @@ NO_NODE_DECORATORS = Around()
 def make_kv_worker(
     options: NodeOptions,
     identity: Identity,
-    runner: LoadedRunner,
+    runner: CachingRunner,
     link: Link,
     around: Around = NO_NODE_DECORATORS,
     note_staged: NoteStaged | None = None,
@@ -81,7 +81,7 @@ def make_kv_worker(
     )
 
 
-def _make_staging(num_bytes: int, runner: LoadedRunner, copies: Copies) -> StagingArea | None:
+def _make_staging(num_bytes: int, runner: CachingRunner, copies: Copies) -> StagingArea | None:
     if not num_bytes:
         return None
     memory = huge_page_memory(num_bytes)
@@ -140,7 +140,7 @@ class KvPassHook:
 
     def __init__(
         self,
-        worker: KvTransferWorker,
+        worker: KvTransferWorker | None,
         groups: Sequence[KvGroup],
         beat: Callable[[], None],
         post: Callable[[Callable[[], None]], None],  # calls something on the engine thread
@@ -158,9 +158,11 @@ class KvPassHook:
 
     def _note_layer(self, layer: int, fence: Fence) -> None:
         self._beat()
-        last_place = places_done(self._groups, layer + 1) - 1
-        self._worker.layer_done(last_place, time.monotonic(), fence)
+        if self._worker is not None:
+            last_place = places_done(self._groups, layer + 1) - 1
+            self._worker.layer_done(last_place, time.monotonic(), fence)
 
     def _note_pass(self) -> None:
         self._beat()
-        self._worker.pass_done(time.monotonic())
+        if self._worker is not None:
+            self._worker.pass_done(time.monotonic())

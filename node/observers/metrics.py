@@ -12,7 +12,7 @@ from baton.engine.runner.device.graphs import EagerCause, GraphSize
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.kv_transfer.kv_connector import GuardedConnector
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
-from baton.kv_transfer.worker import KvTransferWorker
+from baton.kv_transfer.worker import KvCounters, KvTransferWorker
 from baton.node.adapters.counts import AdapterCounts
 from baton.node.adapters.registry import AdapterRegistry
 from baton.node.wiring import NodeComponents
@@ -63,9 +63,11 @@ def export_node_metrics(process: Process, node: NodeComponents) -> Iterator[None
 
 
 def read_gauges(
-    scheduler: Scheduler, worker: KvTransferWorker, connector: GuardedConnector | None = None
+    scheduler: Scheduler,
+    worker: KvTransferWorker | None,
+    connector: GuardedConnector | None = None,
 ) -> Reading:
-    stats, counters = scheduler.stats(), worker.counters()
+    stats, counters = scheduler.stats(), KvCounters() if worker is None else worker.counters()
     return {
         counted.RUNNING: stats.num_running,
         counted.WAITING: {

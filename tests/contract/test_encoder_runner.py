@@ -12,14 +12,18 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from baton.core.errors import InvalidConfig, ModelError
-from baton.core.ids import BlockId, RequestId
+from baton.core.ids import RequestId
 from baton.core.sampling import SamplingParams
+from baton.engine.config import EngineOptions
 from baton.engine.errors import OutOfOrder
+from baton.engine.factory import build_scheduler
+from baton.engine.kv_cache.groups import NO_MEMORY
 from baton.engine.plan import Plan, PlanRow, RunResult
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.loaded_runner import LoadedRunner
 from baton.engine.runner.model_info import NO_LAYER
 from baton.engine.runner.open_runner import open_runner
+from baton.engine.scheduler.validation import max_sequence_length
 from baton.engine.spec_decode.config import Speculation
 from baton.kv_transfer.fence import Fence
 from tests.support.encoders import SIZES, make_encoder
@@ -47,7 +51,7 @@ def row_of(name: str, *, is_pooled: bool = True) -> PlanRow:
         tokens,
         len(tokens),
         0,
-        ((BlockId(0),),),
+        (),
         SamplingParams(),
         seed=0,
         is_pooled=is_pooled,
@@ -103,6 +107,16 @@ def test_layers_are_progress_and_no_kv(folder: Path) -> None:
         run(runner, plan_of("a"))
 
     assert hook.calls == [NO_LAYER] * SIZES["num_hidden_layers"] + ["pass"]
+
+
+def test_an_encoder_has_neither_a_kv_cache_nor_blocks(folder: Path) -> None:
+    with load(folder) as runner:
+        assert runner.kv_memory is None
+        scheduler = build_scheduler(runner, EngineOptions(collect_kv_events=True))
+
+    cache = scheduler.cache_config
+    assert (cache.layout, cache.num_blocks, scheduler.stats_by_group()) == (NO_MEMORY, 0, {})
+    assert max_sequence_length(scheduler.config, cache) == 130
 
 
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {

@@ -85,6 +85,7 @@ def test_prefix_hits(variants: Variants) -> None:
 def test_preemptions(variants: Variants) -> None:
     with open_llm(variants) as probe:
         memory = probe.kv_memory
+        assert memory is not None
         block_bytes = len(memory.layout.groups) * memory.block_bytes
     with open_llm(variants, kv_cache_memory=12 * block_bytes) as llm:
         answer_all(llm, variants, [prompt_of(30, seed=seed) for seed in range(3)])

@@ -74,6 +74,7 @@ def test_a_family_with_int8_kv_finds_a_prompt_about_as_likely(
         folder = str(family_folder(family))
         with LLM(folder, kv_cache_memory=BUDGET, kv_cache_dtype=kv_cache_dtype) as llm:
             [answer] = llm.generate(prompt_of(60), sampling)
+            assert llm.kv_memory is not None
             assert llm.kv_memory.dtype.startswith("int8") == (kv_cache_dtype == "int8")
         found.append(torch.tensor([one.logprob for one in answer.prompt_logprobs or () if one]))
 

@@ -1,4 +1,4 @@
-"""Embeddings by the prefill node of a real cluster, beside answers."""
+"""Embeddings by the prefill node of a real cluster, beside answers, and by nodes of an encoder."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from baton.client import BatonError, Client, Generation
-from baton.cluster import LocalCluster
+from baton.cluster import ClusterOptions, LocalCluster
 from baton.core.sampling import SamplingParams
 from baton.core.vectors import Floats
+from baton.llm import LLM
 from tests.support.baton_command import run_baton
+from tests.support.encoders import make_encoder
 from tests.support.models import prompt_of, reference
-from tests.support.nodes import await_all_free
+from tests.support.nodes import await_all_free, card_at
 
 TEXTS = [prompt_of(length, seed=200 + length) for length in (1, 17, 100)]
 GREEDY = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
@@ -74,3 +76,23 @@ def test_errors_reach_the_client(client: Client) -> None:
         client.embed([prompt_of(600)])
     [cut] = client.embed([prompt_of(600)], truncate_prompt_tokens=100)
     assert np.allclose(cut, client.embed([prompt_of(600)[:100]])[0], atol=1e-6)
+
+
+def test_nodes_of_an_encoder_have_no_kv_cache(tmp_path: Path) -> None:
+    make_encoder(tmp_path, "bert")
+    texts = ["the quick", "brown fox"]
+    arguments = ("--threads", "1", "--pooling", "mean")
+    options = ClusterOptions(str(tmp_path), 1, 1, node_arguments=arguments)
+
+    with LocalCluster(options) as cluster, Client(cluster.address) as client:
+        found = client.embed(texts)
+        cards = [card_at(node.address) for node in (*cluster.prefills, *cluster.decodes)]
+        logs = [node.log for node in (*cluster.prefills, *cluster.decodes)]
+
+    with LLM(str(tmp_path), pooling="mean", num_threads=1, show_progress=False) as llm:
+        wanted = llm.embed(texts)
+    assert np.abs(np.array(found) - np.array(wanted)).max() < 1e-5
+    assert [(card.num_blocks, card.block_bytes, card.prefix_naming) for card in cards] == [
+        (0, 0, None)
+    ] * 2
+    assert all("no KV cache" in log for log in logs)

@@ -24,7 +24,13 @@ from baton.engine.kv_cache.groups import FULL, ONE_GROUP, KvCacheSpec, KvGroup
 from baton.engine.scheduler.config import LoadFailurePolicy, SchedulerConfig, SchedulingPolicy
 from tests.support.engine_world import VOCAB_SIZE, EngineWorld
 from tests.support.hypothesis_profiles import num_examples
-from tests.support.random_histories import HINTS, run_history, run_priced_loads, run_stream
+from tests.support.random_histories import (
+    HINTS,
+    run_history,
+    run_priced_loads,
+    run_stream,
+    run_texts,
+)
 
 SOME = st.integers(0, 1000)  # picks one of however many there are
 TOKENS = st.integers(0, VOCAB_SIZE - 1)
@@ -254,6 +260,11 @@ TestScheduler = SchedulerMachine.TestCase
 def test_random_histories_leak_no_block_and_every_answer_equals_that_alone(first: int) -> None:
     for seed in range(first, NUM_HISTORIES, NUM_PARTS):
         run_history(seed)
+
+
+def test_random_histories_of_an_encoder_need_no_blocks() -> None:
+    for seed in range(num_examples(100)):
+        run_texts(seed)
 
 
 @pytest.mark.parametrize("first", range(NUM_PARTS))

@@ -54,6 +54,7 @@ class Content:
 
     def append(self, token_id: int, specs: Specs) -> None:
         """Append what each group keeps of a token: a function of what it sees before itself."""
+        specs = specs or ONE_FULL
         position = len(self.slots[0])
         # As a number: the hash of a text differs from process to process.
         adapter = int.from_bytes(self.adapter.encode())
@@ -84,7 +85,7 @@ def _last_seen(slots: Sequence[Slot], spec: KvCacheSpec, position: int) -> tuple
 
 def empty_content(specs: Specs, num_state_blocks: int, adapter: str = "") -> Content:
     state = [(part, 0, 0) for part in range(num_state_blocks)]
-    return Content([[] for _ in specs], state, adapter)
+    return Content([[] for _ in specs or ONE_FULL], state, adapter)
 
 
 def content_of(
@@ -153,6 +154,7 @@ def _known_answer(
 
 def vector_of(content: Content, specs: Specs, of_all_tokens: bool) -> bytes:
     """Return the vector of a text as a function of its content, or of what the last token sees."""
+    specs = specs or ONE_FULL  # of an encoder, which sees the text itself
     last = len(content.slots[0]) - 1
     seen = tuple(
         tuple(its[0 if of_all_tokens else spec.num_unseen(last) :])
@@ -426,6 +428,8 @@ class FakeRunner(SynchronousRunner):
     def _compute(self, row: _Row, end: int, snapshots: Sequence[StateSnapshot] = ()) -> Content:
         """Compute the tokens up to `end` from the blocks that they see. Returns all content."""
         start = row.num_computed_tokens
+        if not self.specs:
+            return self._compute_whole(row, end)
         content = empty_content(self.specs, self.num_state_blocks, row.row.adapter)
         if start and row.state is not None:
             content.state = self.kv.read_state(row.state.snapshot or row.state.sides[0])
@@ -445,6 +449,13 @@ class FakeRunner(SynchronousRunner):
         if row.row.is_pooled and self.pools_all_tokens:
             self._note_pooled(row, start, content)
         return content
+
+    def _compute_whole(self, row: _Row, end: int) -> Content:
+        """Compute a text as an encoder does, which keeps nothing of it."""
+        if row.num_computed_tokens or end < len(row.token_ids) or row.block_tables:
+            raise AssertionError(f"{row.row.request_id} is not computed whole, without blocks")
+        row.num_computed_tokens = end
+        return content_of(row.token_ids, self.specs, 0, row.row.adapter)
 
     def _note_pooled(self, row: _Row, start: int, content: Content) -> None:
         nothing = empty_content(self.specs, self.num_state_blocks)

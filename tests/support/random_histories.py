@@ -76,6 +76,25 @@ def run_history(seed: int) -> EngineWorld:
     return world
 
 
+def run_texts(seed: int) -> EngineWorld:
+    """Run a history of an encoder, which has no KV cache."""
+    chance = random.Random(seed)
+    config = _draw_kinds(draw_config(chance, can_draft=False), chance)
+    world = EngineWorld(
+        replace(config.without_chunks(), can_generate=False),
+        num_blocks=0,
+        groups=(),
+        enable_prefix_caching=False,
+        chance=chance,
+        runs_ahead=bool(seed & 1),
+    )
+    actions: list[Action] = [_add_text, _add_text, _step, _step, _abort, _fail, _crash, _wait]
+    for _ in range(chance.randint(5, NUM_ACTIONS)):
+        chance.choice(actions)(world, chance)
+    world.run_to_end()
+    return world
+
+
 def run_stream(seed: int) -> None:
     """Run a steady stream of prompts, most of which are stored outside, in virtual time.
 
@@ -284,6 +303,16 @@ def _add(
         )
     except InvalidRequest:
         return
+
+
+def _add_text(world: EngineWorld, chance: random.Random) -> None:
+    with suppress(InvalidRequest):
+        world.add(
+            draw_tokens(chance, chance.choice([3, 8, 20])),
+            priority=chance.randint(0, 2),
+            adapter=_draw_adapter(chance),
+            is_pooled=True,
+        )
 
 
 def _draw_kinds(config: SchedulerConfig, kinds: random.Random) -> SchedulerConfig:

@@ -73,8 +73,9 @@ def run(
         num_threads=threads,
         speculative=speculative,
     ) as llm:
-        size = f"{llm.kv_memory.num_blocks} blocks, {llm.kv_memory.num_tokens} tokens"
-        print(f"KV cache: {format_bytes(llm.kv_memory.num_bytes)}, {size}", file=sys.stderr)
+        if (kv := llm.kv_memory) is not None:
+            size = f"{kv.num_blocks} blocks, {kv.num_tokens} tokens"
+            print(f"KV cache: {format_bytes(kv.num_bytes)}, {size}", file=sys.stderr)
         answers = llm.generate(
             texts,
             llm.info.defaults.sampling.params(**chosen),

@@ -264,9 +264,10 @@ def _rows(cluster: LocalCluster, options: ClusterOptions) -> list[dict[str, obje
     ]
     for child, card in cards:
         num_tokens = card.num_blocks * card.fingerprint.block_size
-        size = format_bytes(card.num_blocks * card.block_bytes)
+        size = f"{format_bytes(card.num_blocks * card.block_bytes)}, {num_tokens} tokens"
         where = {"process": child.name, "pid": child.process.pid, "address": child.address}
-        cache = {"KV cache": f"{size}, {num_tokens} tokens", "longest request": _longest(card)}
+        kv_cache = size if card.num_blocks else "none"
+        cache = {"KV cache": kv_cache, "longest request": _longest(card)}
         rows.append({**where, "model": card.model, **cache})
     return rows
 

@@ -15,41 +15,29 @@ from torch import Tensor
 from baton.core.ids import RequestId
 from baton.core.pooling import Pooling, PoolingKind
 from baton.engine.errors import OutOfOrder
-from baton.engine.kv_cache.groups import CacheLayout, KvGroup
 from baton.engine.plan import Pending, Plan, PlanRow, RunResult
 from baton.engine.runner.adapters.adapters import AdapterTable
-from baton.engine.runner.attention.kv_blocks import KvBlocks
-from baton.engine.runner.attention.kv_tensor import KvShape, describe
-from baton.engine.runner.device.block_copies import BlockCopies
 from baton.engine.runner.device.device import CPU
 from baton.engine.runner.device.fenced_hook import FencedHook
 from baton.engine.runner.device.graphs import EagerCause, GraphSize
 from baton.engine.runner.encoders.classifier import compute_logits
 from baton.engine.runner.encoders.encoder import Encoder
 from baton.engine.runner.encoders.packed_texts import PackedTexts, pack_texts
-from baton.engine.runner.model_info import KvMemory, ModelInfo, PassHook
+from baton.engine.runner.model_info import ModelInfo, PassHook
 from baton.engine.runner.pooling.pooling_head import add_vectors, finish
 from baton.engine.runner.sampling.logits_processors import NO_PROCESSORS, Processors
 from baton.engine.spec_decode.config import Speculation
 
 
 class EncoderRunner:
-    """Implements `LoadedRunner`.
+    """Implements `LoadedRunner`, without a KV cache."""
 
-    The scheduler gives blocks to each request. Here a block has room for the longest text, so that
-    there is one for each text of a batch, and it holds a number per token that nothing reads.
-    """
+    kv_memory = None
 
-    def __init__(self, info: ModelInfo, encoder: Encoder, max_num_seqs: int) -> None:
+    def __init__(self, info: ModelInfo, encoder: Encoder) -> None:
         self.info = info
-        dtype: torch.dtype = getattr(torch, info.dtype)
-        shape = KvShape(1, 1, info.max_model_len, 1, dtype, num_tensors=1)
-        kv = shape.allocate(max_num_seqs, CPU.place)
-        self.blocks = KvBlocks(kv, CPU)
         self.adapters: AdapterTable | None = None
         self.num_passes: Counter[GraphSize | EagerCause] = Counter()
-        layout = CacheLayout((KvGroup(layers=(0,)),))
-        self.kv_memory: KvMemory = describe(kv, layout, info.dtype)
         self.speculation: Speculation | None = None
         self.processors: Processors = NO_PROCESSORS
         self.hook: PassHook | None = None
@@ -61,7 +49,7 @@ class EncoderRunner:
 
     def __exit__(self, *error: object) -> None:
         # A reference to the runner that outlives the block must not keep the memory alive.
-        del self.encoder, self.blocks
+        del self.encoder
 
     def launch(self, plan: Plan) -> Pending:
         """Compute the texts that the plan schedules."""
@@ -74,9 +62,6 @@ class EncoderRunner:
             with torch.inference_mode():
                 self._compute(pack_texts(rows), self.info.pooling, result)
         return _FinishedPass(result)
-
-    def make_block_copies(self) -> BlockCopies | None:
-        return None
 
     def _whole_row(self, request_id: RequestId, num_tokens: int) -> PlanRow:
         row = self._rows[request_id]

@@ -66,7 +66,6 @@ def load_encoder(
         hidden_size=model.hidden_size,
         pooling=pooling,
         can_generate=False,
-        is_encoder=True,
         kernels=parts.name if kernels is None else best_variant(cpu_features()).name,
     )
     dim = model.head_dim
@@ -80,7 +79,7 @@ def load_encoder(
         ops, weights = NativeEncoderOps(kernels), with_packed_layers(weights, kernels)
         layers = native_layers(model, weights, kernels)
     encoder = Encoder(model, ops, weights, layers, tuple(ropes))
-    return EncoderRunner(info, encoder, config.max_num_seqs)
+    return EncoderRunner(info, encoder)
 
 
 def _check_settings(config: RunnerConfig, model: EncoderConfig) -> None:
