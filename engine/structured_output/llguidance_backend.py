@@ -28,7 +28,7 @@ from baton.engine.structured_output.unique_matcher import TokenTexts, UniqueItem
 # In CPU time of the thread. No realistic grammar comes near these limits.
 MAX_COMPILE_S = 2.0
 MAX_MASK_S = 0.5
-# Limits of work and memory per grammar, see docs/adr/0025.
+# Limits of work and memory per grammar, see ADR 0025.
 LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=500_000,
     step_lexer_fuel=50_000,

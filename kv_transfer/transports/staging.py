@@ -25,7 +25,7 @@ Slot = npt.NDArray[np.uint8]
 
 
 class Staging:
-    """Pool of slots on huge pages, which make copies between processes faster (ADR 0020)."""
+    """Pool of slots on huge pages, which make copies between processes faster (ADR 0004)."""
 
     def __init__(self) -> None:
         self._free: list[Slot] = []

@@ -1,7 +1,7 @@
 """Trace recording of a node's calls and engine steps, if tracing is enabled and they are sampled.
 
-Timelines are recorded on the threads of gRPC and of the engine; spans are created on another one
-(ADR 0011).
+Timelines are recorded on the threads of gRPC and of the engine; spans are created on another
+one, because live span objects would cost time on the engine thread.
 """
 
 from __future__ import annotations

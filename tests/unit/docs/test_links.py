@@ -1,4 +1,4 @@
-"""Links in the pages at the top of the repository. `make docs` checks those of docs/."""
+"""Links and names of files in the pages. `make docs` also checks anchors."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ ROOT = Path(__file__).parents[3]
 TARGET = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 
-@pytest.mark.parametrize("page", sorted(ROOT.glob("*.md")), ids=lambda page: page.name)
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_relative_link_refers_to_an_existing_file(page: Path) -> None:
     targets = TARGET.findall(page.read_text(encoding="utf-8"))
 
-    assert [target for target in targets if not (ROOT / target).exists()] == []
+    assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
 # A file of Python in backticks, with as much of its path as the page gives.
@@ -31,7 +34,7 @@ def test_every_python_file_that_a_page_names_exists() -> None:
     files = [f"/{path.relative_to(ROOT)}" for path in found] + list(NOT_IN_ROOMS)
     missing = {
         (page.name, name)
-        for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"))
+        for page in PAGES
         for name in NAMED_FILE.findall(page.read_text(encoding="utf-8"))
         if page.name != "CHANGELOG.md" and not any(file.endswith(f"/{name}") for file in files)
     }
