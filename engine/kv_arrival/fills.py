@@ -46,10 +46,10 @@ class Fill:
 
     def filled_ranges(self, block_size: int) -> Iterator[tuple[str, range]]:
         """Yield the source and the tokens of each filled block of the first group."""
-        ranges = self.prefix.token_ranges(block_size)
-        for source, token_range in zip(self.sources, ranges, strict=True):
-            if source is not None and token_range is not None:
-                yield source, token_range
+        groups, places = self.prefix.groups, self.prefix.places
+        for source, group, place in zip(self.sources, groups, places, strict=True):
+            if source is not None and not group:
+                yield source, range(place * block_size, (place + 1) * block_size)
 
 
 class Fills:

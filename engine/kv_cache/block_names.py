@@ -1,8 +1,8 @@
 """Names of the blocks of all kinds of memory, by which every cache finds them.
 
-A block of tokens of the first KV group is named by its hash. In other groups, the number of the
-group follows the hash. The parts of a snapshot of the recurrent state are named by the hash of the
-block of tokens at whose end it was taken, a marker and the number of the part.
+A block of tokens of the first group is named by its hash. In other groups, the number of the group
+follows the hash. The parts of a snapshot of the recurrent state are named by the hash of the block
+of tokens at whose end it was taken, the number of the group and that of the part.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from baton.engine.errors import BlocksUnaccounted
 from baton.engine.kv_cache.block_hashes import HASH_BYTES, BlockHash
 from baton.engine.kv_cache.groups import CacheLayout
 
-# Longer than the number of a group, so that the length of a name says what it names.
-_SNAPSHOT = b"state"
+_PART_BYTES = 2  # of the number of a part
 
 
 def name_in_group(block_hash: BlockHash, group: int) -> BlockHash:
@@ -24,18 +23,15 @@ def name_in_group(block_hash: BlockHash, group: int) -> BlockHash:
     return BlockHash(block_hash + bytes((group,))) if group else block_hash
 
 
-def group_of(name: BlockName) -> int | None:
-    """Return the group of a block of tokens, or None for a part of a snapshot."""
-    if len(name) > HASH_BYTES + 1:
-        return None
+def group_of(name: BlockName) -> int:
+    """Return the number of the group of a block, of whatever kind."""
     return name[HASH_BYTES] if len(name) > HASH_BYTES else 0
 
 
-def snapshot_names(block_hash: BlockHash, num_parts: int) -> list[BlockHash]:
+def snapshot_names(block_hash: BlockHash, group: int, num_parts: int) -> list[BlockHash]:
     """Return the names of the blocks of the snapshot at the end of a block of tokens."""
-    return [
-        BlockHash(block_hash + _SNAPSHOT + part.to_bytes(2, "big")) for part in range(num_parts)
-    ]
+    start = block_hash + bytes((group,))
+    return [BlockHash(start + part.to_bytes(_PART_BYTES, "big")) for part in range(num_parts)]
 
 
 def snapshot_end(name: BlockName) -> BlockHash | None:
@@ -43,7 +39,7 @@ def snapshot_end(name: BlockName) -> BlockHash | None:
 
     Returns None for other names.
     """
-    is_part = name.startswith(_SNAPSHOT, HASH_BYTES)
+    is_part = len(name) == HASH_BYTES + 1 + _PART_BYTES
     return BlockHash(name[:HASH_BYTES]) if is_part else None
 
 
@@ -55,6 +51,7 @@ class PrefixEnds:
     """
 
     def __init__(self, layout: CacheLayout) -> None:
+        self._group = len(layout.groups)  # of states
         self._num_parts = layout.num_state_blocks  # of a snapshot; 0: no recurrent layers
         self._num_held: Counter[BlockHash] = Counter()  # parts by block
 
@@ -88,7 +85,7 @@ class PrefixEnds:
 
     def parts(self, end: BlockHash) -> list[BlockHash]:
         """Return the names of the parts of a snapshot."""
-        return snapshot_names(end, self._num_parts)
+        return snapshot_names(end, self._group, self._num_parts)
 
     def clear(self) -> None:
         self._num_held.clear()

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from operator import itemgetter
 
-from baton.core.ids import BlockId
+from baton.core.ids import NO_BLOCK, BlockId
 from baton.engine.errors import BlocksUnaccounted
 from baton.engine.events import GroupStats
 from baton.engine.kv_cache.block_hashes import BlockHash
@@ -23,8 +24,8 @@ from baton.engine.kv_cache.external_prefix import ExternalPrefixes
 from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.kv_cache.prefix_cache import PrefixCache
 from baton.engine.kv_cache.prefix_search import PrefixSearch
-from baton.engine.kv_cache.state_group import StateGroup
-from baton.engine.kv_cache.token_group import token_group
+from baton.engine.kv_cache.state_group import state_groups
+from baton.engine.kv_cache.token_group import token_groups
 from baton.engine.kv_cache.transfer_order import TransferOrder
 from baton.engine.plan import NO_STATE_COPIES, BlockTables, StateCopies
 
@@ -50,14 +51,11 @@ class KvCache:
         self.block_size = config.block_size
         self.prefixes = PrefixCache(config, is_stored=is_stored)
         self.pool = self.prefixes.pool
-        self._tables = tuple(
-            token_group(number, group.spec, self.prefixes)
-            for number, group in enumerate(config.layout.groups)
+        self._tables = token_groups(config.layout, self.prefixes)
+        self._groups: tuple[CacheGroup, ...] = (
+            *self._tables,
+            *state_groups(config.layout, self.prefixes),
         )
-        self._groups: tuple[CacheGroup, ...] = self._tables
-        if config.layout.has_state:
-            states = StateGroup(len(self._tables), config.layout, self.prefixes)
-            self._groups = (*self._tables, states)
         self._nothing: BlockTables = tuple(() for _ in self._tables)
         specs = tuple(group.spec for group in self._tables)
         self.transfer_order = TransferOrder(specs, config.block_size)
@@ -65,6 +63,7 @@ class KvCache:
         self.external = ExternalPrefixes(self.prefixes, self._groups, self._search)
         self.total_query_tokens = 0
         self.total_hit_tokens = 0
+        self._total_hits: Counter[int] = Counter()  # blocks by group
 
     @property
     def num_groups(self) -> int:
@@ -104,7 +103,7 @@ class KvCache:
     def num_missing(self, held: HeldKv, hit: PrefixHit) -> int:
         """Return the number of blocks that `admit` has to find, apart from the prefix."""
         num_blocks = self.num_blocks_for(held.num_tokens)
-        num_allocated = sum(group.num_allocated(hit, num_blocks) for group in self._groups)
+        num_allocated = sum(group.num_allocated(held, hit, num_blocks) for group in self._groups)
         return num_allocated + self.pool.num_free_among(hit.block_ids)
 
     def admit(self, held: HeldKv, hit: PrefixHit, *, spare: int = 0) -> bool:
@@ -124,7 +123,8 @@ class KvCache:
         held.is_registering = self._config.enable_prefix_caching
         self.total_query_tokens += held.num_tokens
         self.total_hit_tokens += held.num_computed_tokens
-        self.prefixes.counters.count_hit(hit)
+        for number, block_ids in enumerate(hit.blocks):
+            self._total_hits[number] += len(block_ids) - block_ids.count(NO_BLOCK)
         return True
 
     def grow(self, held: HeldKv, num_tokens: int) -> BlockTables | None:
@@ -240,9 +240,15 @@ class KvCache:
         return self.prefixes.clear()
 
     def stats_by_group(self, requests: Collection[HeldKv]) -> dict[str, GroupStats]:
-        """Return the statistics of each group by its name."""
-        num_held = [sum(map(group.num_held, requests)) for group in self._groups]
-        return self.prefixes.counters.stats(num_held)
+        """Return the statistics of each group by its label."""
+        return {
+            group.label: GroupStats(
+                sum(map(group.num_held, requests)),
+                self._total_hits[group.number],
+                self.prefixes.total_evictions[group.number],
+            )
+            for group in self._groups
+        }
 
     def check(self, held: Iterable[BlockId], requests: Iterable[HeldKv] = ()) -> None:
         """Raise BlocksUnaccounted unless `held`, one entry per reference, matches the pool.

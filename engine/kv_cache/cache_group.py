@@ -66,12 +66,16 @@ class Chunk(NamedTuple):
 
 
 class CacheGroup(ABC):
-    """Memory of some layers of a model: full attention, a window or chunk, or recurrent state.
+    """Memory of one kind: of layers with full attention, a window or a chunk, or recurrent ones.
 
     A group implements what its kind of memory needs: methods that are not abstract do nothing.
+    Layers of another model with the same tokens, such as one that drafts, are one more group of
+    tokens. Another kind, such as embeddings of media, is a class, a field of `CacheLayout` and a
+    line of `KvCache`.
     """
 
-    number: int  # index of its blocks in a `PrefixHit`
+    number: int  # index of its blocks in a `PrefixHit`, and part of their names
+    label: str  # in statistics
     is_all_or_nothing: bool  # its blocks of a prefix are of use only together
     forgets: bool  # some of its blocks of a prefix are not needed for the tokens after it
 
@@ -98,7 +102,7 @@ class CacheGroup(ABC):
     # --- blocks of a request ------------------------------------------------------
 
     @abstractmethod
-    def num_allocated(self, hit: PrefixHit, num_blocks: int) -> int:
+    def num_allocated(self, held: HeldKv, hit: PrefixHit, num_blocks: int) -> int:
         """Return the number of blocks that `allocate` takes from the pool."""
 
     @abstractmethod

@@ -46,7 +46,7 @@ class CacheConfig:
 
     def describe_blocks(self, num_token_blocks: int) -> str:
         """Describe the blocks of a request with so many blocks of tokens in each group."""
-        num_blocks = num_token_blocks * len(self.layout.groups) + self._max_state_blocks
+        num_blocks = self.layout.num_blocks(num_token_blocks, is_caching=self.enable_prefix_caching)
         state = f" ({self._max_state_blocks} of them for the recurrent state)"
         return f"{num_blocks} KV blocks{state if self._max_state_blocks else ''}"
 

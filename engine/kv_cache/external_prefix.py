@@ -34,13 +34,6 @@ class ExternalPrefix:
     # a recurrent state, is of use only as a whole, with everything before it.
     num_independent: int = 0
 
-    def token_ranges(self, block_size: int) -> list[range | None]:
-        """Return the tokens of each block to be loaded, if it is in the first group."""
-        return [
-            None if group else range(place * block_size, (place + 1) * block_size)
-            for group, place in zip(self.groups, self.places, strict=True)
-        ]
-
     def with_loaded(self, block_ids: Sequence[BlockId]) -> list[BlockId]:
         """Return the blocks of the prefix in order, with `block_ids` for those to be loaded."""
         cached, loaded = iter(self.cached), iter(block_ids)
@@ -128,9 +121,8 @@ class ExternalPrefixes:
 
     def group_of(self, name: BlockName) -> int:
         """Return the number of the group that a block of this name belongs to."""
-        group, last = group_of(name), self._groups[-1].number
         # A peer may request names that no group gives.
-        return last if group is None else min(group, last)
+        return min(group_of(name), self._groups[-1].number)
 
     def store_hits(self, held: HeldKv, num_hits: int) -> None:
         """Queue the prefix hits of a request to be stored outside, where they may be missing."""

@@ -2,42 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from baton.core.ids import NO_BLOCK, BlockId
-from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored, GroupStats, KvEvent
+from baton.core.ids import BlockId
+from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.block_names import PrefixEnds, group_of
 from baton.engine.kv_cache.block_pool import BlockPool
-from baton.engine.kv_cache.cache_group import PrefixHit
 from baton.engine.kv_cache.config import CacheConfig
-from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.kv_cache.unstored_blocks import UnstoredBlock, UnstoredBlocks
-
-
-class GroupCounters:
-    """Prefix hits and evictions by group. Names of no KV group are those of the last one."""
-
-    def __init__(self, layout: CacheLayout) -> None:
-        self.names = [f"{number} {group.spec}" for number, group in enumerate(layout.groups)]
-        self.names += ["state"] if layout.has_state else []
-        self._hits = [0] * len(self.names)
-        self._evictions = [0] * len(self.names)
-
-    def count_hit(self, hit: PrefixHit) -> None:
-        for group, blocks in enumerate(hit.blocks):
-            self._hits[group] += len(blocks) - blocks.count(NO_BLOCK)
-
-    def count_evicted(self, names: Iterable[BlockHash]) -> None:
-        for name in names:
-            group = group_of(name)
-            self._evictions[-1 if group is None else group] += 1
-
-    def stats(self, num_held: Sequence[int]) -> dict[str, GroupStats]:
-        """Return the statistics by name, given the blocks that requests hold of each group."""
-        counts = zip(num_held, self._hits, self._evictions, strict=True)
-        return dict(zip(self.names, (GroupStats(*each) for each in counts), strict=True))
 
 
 class PrefixCache:
@@ -49,7 +24,7 @@ class PrefixCache:
 
     def __init__(self, config: CacheConfig, *, is_stored: bool) -> None:
         self._config = config
-        self.counters = GroupCounters(config.layout)
+        self.total_evictions: Counter[int] = Counter()  # blocks by group
         self._is_stored = is_stored  # in an external KV cache, too
         self.block_size = config.block_size
         self.has_state = config.layout.has_state  # a prefix hit ends only at a cached state
@@ -131,7 +106,7 @@ class PrefixCache:
     def _report_evicted(self) -> None:
         removed: list[BlockHash] = []
         while evicted := self.pool.take_evicted():
-            self.counters.count_evicted(evicted)
+            self.total_evictions.update(map(group_of, evicted))
             lost = self.ends.remove(evicted)
             removed += lost
             if self.has_state:  # the other parts of a state are of no use, and evicted as well

@@ -42,11 +42,12 @@ class StateGroup(CacheGroup):
     and evictable once the pass has been applied.
     """
 
+    label = "state"
     is_all_or_nothing = True
     forgets = True
 
-    def __init__(self, number: int, layout: CacheLayout, cache: PrefixCache) -> None:
-        self.number = number
+    def __init__(self, layout: CacheLayout, cache: PrefixCache) -> None:
+        self.number = len(layout.groups)
         self._num_blocks = layout.num_state_blocks  # of one state
         self._cache = cache
         self._block_size = cache.block_size
@@ -81,7 +82,7 @@ class StateGroup(CacheGroup):
 
     # --- blocks of a request ------------------------------------------------------
 
-    def num_allocated(self, hit: PrefixHit, num_blocks: int) -> int:
+    def num_allocated(self, held: HeldKv, hit: PrefixHit, num_blocks: int) -> int:
         return NUM_STATE_COPIES * self._num_blocks
 
     def allocate(self, held: HeldKv, hit: PrefixHit, num_blocks: int) -> None:
@@ -197,3 +198,7 @@ class StateGroup(CacheGroup):
         for side in held.state.sides(held.num_computed_tokens) if held.state else ():
             if any(self._cache.pool.name_of(block_id) is not None for block_id in side):
                 raise BlocksUnaccounted(f"{held.request_id}: a block of its state is cached")
+
+
+def state_groups(layout: CacheLayout, cache: PrefixCache) -> tuple[StateGroup, ...]:
+    return (StateGroup(layout, cache),) if layout.has_state else ()

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 
 from baton.core.ids import NO_BLOCK, BlockId
 from baton.engine.errors import BlocksUnaccounted
-from baton.engine.kv_cache.block_hashes import BlockHash
-from baton.engine.kv_cache.block_names import group_of, name_in_group
+from baton.engine.kv_cache.block_hashes import HASH_BYTES, BlockHash
+from baton.engine.kv_cache.block_names import name_in_group
 from baton.engine.kv_cache.cache_group import CacheGroup, NamedBlock, PrefixHit, PrefixQuery
-from baton.engine.kv_cache.groups import KvCacheSpec
+from baton.engine.kv_cache.groups import CacheLayout, KvCacheSpec
 from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.kv_cache.prefix_cache import PrefixCache
 
@@ -24,6 +24,7 @@ class TokenGroup(CacheGroup):
 
     def __init__(self, number: int, spec: KvCacheSpec, cache: PrefixCache) -> None:
         self.number = number
+        self.label = f"{number} {spec}"
         self.spec = spec
         self.forgets = spec.forgets
         self._cache = cache
@@ -68,7 +69,7 @@ class TokenGroup(CacheGroup):
 
     # --- blocks of a request ------------------------------------------------------
 
-    def num_allocated(self, hit: PrefixHit, num_blocks: int) -> int:
+    def num_allocated(self, held: HeldKv, hit: PrefixHit, num_blocks: int) -> int:
         return num_blocks - max(hit.num_blocks, self.first_seen(hit.position))
 
     def allocate(self, held: HeldKv, hit: PrefixHit, num_blocks: int) -> None:
@@ -112,7 +113,8 @@ class TokenGroup(CacheGroup):
         for block in blocks:
             if held is not None:
                 self.register_block(held, block.place, block.block_id)
-            elif group_of(block.name) == self.number:  # not if a peer made up the name
+            elif block.name == self.name(BlockHash(block.name[:HASH_BYTES])):
+                # Not if a peer made up the name.
                 self._cache.pool.register(block.block_id, block.name)
 
     def _report(self, held: HeldKv, start: int, end: int) -> None:
@@ -174,5 +176,8 @@ class WindowGroup(TokenGroup):
         table[first:end] = [NO_BLOCK] * (end - first)
 
 
-def token_group(number: int, spec: KvCacheSpec, cache: PrefixCache) -> TokenGroup:
-    return (WindowGroup if spec.forgets else TokenGroup)(number, spec, cache)
+def token_groups(layout: CacheLayout, cache: PrefixCache) -> tuple[TokenGroup, ...]:
+    return tuple(
+        (WindowGroup if group.spec.forgets else TokenGroup)(number, group.spec, cache)
+        for number, group in enumerate(layout.groups)
+    )

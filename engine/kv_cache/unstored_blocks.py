@@ -41,12 +41,13 @@ class UnstoredBlocks:
         self._queue.add(block.hints.tenant, block)
         self._num_queued += 1
 
-    def take(self, may_store: Callable[[Tenant], bool] | None = None) -> UnstoredBlock | None:
+    def take(self, may_store: Callable[[Tenant], bool]) -> UnstoredBlock | None:
         """Take the next cached block of the tenants that may store one."""
-        block = self._take_any(may_store)
-        while block is not None and not self._is_cached(block):
-            block = self._take_any(may_store)
-        return block
+        while (block := self._queue.take(may_store)) is not None:
+            self._num_queued -= 1
+            if self._pool.find([block.name]) == [block.block_id]:
+                return block
+        return None
 
     def has_any(self, may_store: Callable[[Tenant], bool]) -> bool:
         """Return whether a tenant that may store a block has one, which may be evicted."""
@@ -56,19 +57,11 @@ class UnstoredBlocks:
         self._queue.clear()
         self._num_queued = 0
 
-    def _take_any(self, may_store: Callable[[Tenant], bool] | None) -> UnstoredBlock | None:
-        block = self._queue.take() if may_store is None else self._queue.take(may_store)
-        self._num_queued -= block is not None
-        return block
-
     def _drop_evicted(self) -> None:
         """Drop the blocks that are evicted, and all but the first of those queued repeatedly."""
         cached: dict[BlockHash, UnstoredBlock] = {}
-        while (block := self.take()) is not None:
+        while (block := self.take(lambda _: True)) is not None:
             cached.setdefault(block.name, block)
         for block in cached.values():
             self._queue.add(block.hints.tenant, block)
         self._num_queued = len(cached)
-
-    def _is_cached(self, block: UnstoredBlock) -> bool:
-        return self._pool.find([block.name]) == [block.block_id]

@@ -85,5 +85,5 @@ def _needed(
         for place in range(spec.num_unseen(position) // BLOCK_SIZE, num_blocks)
     ]
     if num_blocks and continues_at is None:
-        names += snapshot_names(hashes[num_blocks - 1], num_state_blocks)
+        names += snapshot_names(hashes[num_blocks - 1], len(specs), num_state_blocks)
     return names

@@ -296,7 +296,7 @@ class EngineWorld:
                 name_in_group(name, group): slots[block.start : block.stop]
                 for group, slots in enumerate(content.slots)
             }
-            parts = snapshot_names(name, self.num_state_blocks)
+            parts = snapshot_names(name, len(self.specs), self.num_state_blocks)
             its |= {part: [slot] * size for part, slot in zip(parts, content.state, strict=True)}
             self.wire.know(its)
 

@@ -361,7 +361,7 @@ def test_a_recurrent_state_snapshot_is_pulled_in_separate_runs() -> None:
     assert [list(run.names) for run in runs] == [
         names[:BLOCKS_PER_RUN],
         names[BLOCKS_PER_RUN:],
-        snapshot_names(names[-1], 2),
+        snapshot_names(names[-1], 1, 2),
     ]
     assert served(it, name).loaded_tokens == {"peer": 12}
     assert served(it, name).num_prefilled_tokens == PROMPT - 12
@@ -396,7 +396,7 @@ def test_a_snapshot_in_a_tier_is_loaded_and_then_sent_to_the_puller() -> None:
     it.evict_cached()
     *_, last = (name for name in it.external.blocks if len(name) > HASH_BYTES)
     end = BlockHash(last[:HASH_BYTES])
-    handoff_id = it.request_blocks([end, *snapshot_names(end, 2)])
+    handoff_id = it.request_blocks([end, *snapshot_names(end, 1, 2)])
 
     plan = step_until(it, lambda plan: bool(plan.kv_orders.sends or plan.kv_orders.withdraws))
 

@@ -11,7 +11,7 @@ from baton.engine.kv_cache.groups import CacheLayout
 
 BLOCKS = [BlockHash(bytes((number,)) * 16) for number in range(3)]
 NUM_PARTS = 2
-PARTS = [name for block in BLOCKS for name in snapshot_names(block, NUM_PARTS)]
+PARTS = [name for block in BLOCKS for name in snapshot_names(block, 1, NUM_PARTS)]
 
 
 def test_only_blocks_of_the_first_group_are_reported() -> None:
@@ -40,5 +40,5 @@ def test_a_snapshot_is_known_while_all_of_its_parts_are_held(
         assert known.isdisjoint(gained)
         known |= set(gained)
 
-        whole = {block for block in BLOCKS if held.issuperset(snapshot_names(block, NUM_PARTS))}
+        whole = {block for block in BLOCKS if held.issuperset(snapshot_names(block, 1, NUM_PARTS))}
         assert known == whole == {block for block in BLOCKS if block in ends}

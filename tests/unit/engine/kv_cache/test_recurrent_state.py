@@ -9,7 +9,7 @@ import pytest
 from baton.core.ids import NO_BLOCK, BlockId
 from baton.engine.errors import BlocksUnaccounted
 from baton.engine.kv_cache.block_hashes import BlockHash
-from baton.engine.kv_cache.block_names import snapshot_end, snapshot_names
+from baton.engine.kv_cache.block_names import snapshot_end
 from baton.engine.kv_cache.cache import KvCache
 from baton.engine.kv_cache.cache_group import Chunk
 from baton.engine.kv_cache.config import CacheConfig
@@ -157,7 +157,7 @@ def test_an_uncached_request_takes_no_snapshot() -> None:
 def test_a_snapshot_is_cached_once() -> None:
     cache, end = _cache(), BlockHash(b"e" * 16)
     first, second = cache.prefixes.allocate(3), cache.prefixes.allocate(3)
-    names = snapshot_names(end, 3)
+    names = cache.prefixes.ends.parts(end)
 
     assert cache.prefixes.add_end(end, names, first)
     assert not cache.prefixes.add_end(end, names, second)
@@ -211,7 +211,7 @@ def _computed(cache: KvCache, num_tokens: int, snapshots: Iterable[int] = ()) ->
     for position in snapshots:
         end = request.block_hashes[position // BLOCK_SIZE - 1]
         block_ids = cache.prefixes.allocate(3)
-        assert cache.prefixes.add_end(end, snapshot_names(end, 3), block_ids)
+        assert cache.prefixes.add_end(end, cache.prefixes.ends.parts(end), block_ids)
         cache.pool.release(block_ids)
     return request
 
