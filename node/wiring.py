@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from functools import lru_cache, partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING
 
 from baton.checkpoint.hub import served_name
 from baton.core.ids import Incarnation, NodeId, PrefixKeys
@@ -17,13 +16,12 @@ from baton.engine.kv_arrival.arrivals import KvSources
 from baton.engine.kv_arrival.pulls import PullConfig
 from baton.engine.kv_cache.block_hashes import BlockHash, PrefixNaming
 from baton.engine.runner.adapters.adapters import AdapterTable
-from baton.engine.runner.loaded_runner import CachingRunner, LoadedRunner, has_kv_cache
+from baton.engine.runner.loaded_runner import LoadedRunner, has_kv_cache
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.validation import max_sequence_length
 from baton.engine.structured_output.compiler import GrammarCompiler
 from baton.kv_transfer.driver import ExternalDriver, KvDriver
 from baton.kv_transfer.foreign.driver import ForeignDriver
-from baton.kv_transfer.kv_connector import GuardedConnector
 from baton.kv_transfer.pairs import Identity
 from baton.kv_transfer.protocol.messages import Fingerprint
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
@@ -47,9 +45,6 @@ from baton.rpc.node_info import NodeCard, NodeRole
 from baton.telemetry.metrics.instruments import NodeMetrics
 from baton.telemetry.tracing.node_timeline import NodeFacts
 from baton.telemetry.tracing.tracer import Tracer
-
-if TYPE_CHECKING:
-    from baton.kv_transfer.foreign.reader import VllmReader
 
 # The axes inside one block, outermost first, by the number of tensors per layer.
 KV_LAYOUTS = {1: "layer,latent,token,dim", 2: "layer,kv,head,token,dim"}
@@ -86,11 +81,9 @@ class NodeComponents:
         self._changes, self._inbox = NodeChanges(), EngineInbox()
         self.ledger = RequestLedger(self._changes.notify_threadsafe)
         self.links = GrpcLinks(options.tls)
-        self.worker: KvTransferWorker | None = None
-        self.connector: GuardedConnector | None = None
-        self.foreign: VllmReader | None = None
-        if has_kv_cache(runner):
-            self._open_kv(runner, identity, around)
+        self.worker = self._make_worker(runner, identity, around)
+        self.connector = make_connector(options, identity, runner, self._wake)
+        self.foreign = make_foreign_reader(options, runner, partial(self._inbox.put, _poll))
         engine_options = EngineOptions(
             options.scheduling,
             options.enable_prefix_caching,
@@ -118,14 +111,15 @@ class NodeComponents:
             self.adapters,
         )
 
-    def _open_kv(self, runner: CachingRunner, identity: Identity, around: Around) -> None:
-        """Make what moves KV between the cache and other places."""
-        options, poll = self.options, partial(self._inbox.put, _poll)
+    def _make_worker(
+        self, runner: LoadedRunner, identity: Identity, around: Around
+    ) -> KvTransferWorker | None:
+        if not has_kv_cache(runner):
+            return None
         note_staged = None if self.metrics is None else self.metrics.note_staged
-        self.worker = make_kv_worker(options, identity, runner, self.links, around, note_staged)
-        self.links.attach(self.worker.inbox, poll)
-        self.connector = make_connector(options, identity, runner, self._wake)
-        self.foreign = make_foreign_reader(options, runner, poll)
+        worker = make_kv_worker(self.options, identity, runner, self.links, around, note_staged)
+        self.links.attach(worker.inbox, partial(self._inbox.put, _poll))
+        return worker
 
     def _build_engine(self, runner: LoadedRunner, identity: Identity) -> EngineThread:
         # Metrics before traces: with the end of a hand-off, the trace of its request may be

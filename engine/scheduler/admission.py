@@ -10,7 +10,6 @@ from typing import NamedTuple
 from baton.core.task import TaskOutput
 from baton.engine.kv_arrival.kv_source import PrefixNeed
 from baton.engine.kv_cache.cache_group import PrefixHit
-from baton.engine.scheduler.block_shortage import BlockShortage
 from baton.engine.scheduler.prompt_budget import PromptBudget
 from baton.engine.scheduler.queues import waiting_key
 from baton.engine.scheduler.request import Request, RequestStatus
@@ -209,9 +208,7 @@ class AdmissionRules:
 
     def _reject_known_shortage(self, candidate: Candidate) -> Refusal | None:
         """Skip a head that lacked blocks before, until it would fare better. Costs no lookup."""
-        state, shortage = self._state, candidate.request.shortage
-        is_known = shortage is not None and shortage.lasts(state.cache.pool, state.num_changes)
-        return Refusal.BLOCKS if is_known else None
+        return Refusal.BLOCKS if self._state.lasts(candidate.request.shortage) else None
 
     def _take_blocks(self, candidate: Candidate) -> Refusal | None:
         """Allocate all blocks of the prompt at once: a prefill never waits for blocks halfway."""
@@ -221,8 +218,7 @@ class AdmissionRules:
             self._state.clients.hold(request)
             self._state.adapters.take(request.submitted)
             return None
-        missing_hash = cache.missing_hash(request.kv, hit.num_blocks, candidate.max_num_hits)
-        request.shortage = BlockShortage.of(cache.pool, self._state.num_changes, missing_hash)
+        request.shortage = self._state.shortage_of(request, hit, candidate.max_num_hits)
         return Refusal.BLOCKS
 
     # --- starts -------------------------------------------------------------------

@@ -11,7 +11,6 @@ from collections import Counter
 
 from baton.core.ids import BlockId
 from baton.engine.kv_cache.block_pool import BlockPool
-from baton.engine.scheduler.block_shortage import BlockShortage
 from baton.engine.scheduler.request import Request
 from baton.engine.scheduler.state import SchedulerState
 from baton.engine.scheduler.urgency import find_prefix, num_missing_blocks
@@ -22,10 +21,7 @@ def victims_over_share(state: SchedulerState, head: Request) -> list[Request]:
 
     Its client must stay within its share of the blocks.
     """
-    if not state.clients.is_shared:
-        return []
-    lasting = head.lasting_unfairness
-    if lasting is not None and lasting.lasts(state.cache.pool, state.num_changes):
+    if not state.clients.is_shared or state.lasts(head.lasting_unfairness):
         return []
     if not _can_start(state, head) or _exceeds_share(state, head):
         return []
@@ -41,8 +37,7 @@ def victims_over_share(state: SchedulerState, head: Request) -> list[Request]:
     freed = _FreedBlocks(state.cache.pool, _num_spare(state, head))
     victims = state.clients.choose_over_share(candidates, num_missing, freed.add)
     if not victims:
-        missing = state.cache.missing_hash(head.kv, hit.num_blocks, head.max_num_hit_tokens)
-        head.lasting_unfairness = BlockShortage.of(state.cache.pool, state.num_changes, missing)
+        head.lasting_unfairness = state.shortage_of(head, hit, head.max_num_hit_tokens)
     return victims
 
 

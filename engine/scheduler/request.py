@@ -6,6 +6,7 @@ import math
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
 from operator import attrgetter
+from typing import NamedTuple
 
 from baton.core.foreign_kv import ForeignKv
 from baton.core.ids import RequestId
@@ -16,7 +17,6 @@ from baton.engine.errors import OutOfOrder
 from baton.engine.kv_arrival.arrival import Arrival, GivenKv
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.held_kv import HeldKv
-from baton.engine.scheduler.block_shortage import BlockShortage
 from baton.engine.structured_output.grammar import Grammar
 
 # (priority, arrival time, serial number): lower is scheduled earlier. FCFS sets priority to zero.
@@ -24,6 +24,18 @@ Rank = tuple[int, float, int]
 BY_RANK = attrgetter("rank")  # sort key of requests
 
 NOT_DUE = 0  # steps are numbered from one
+
+
+class BlockShortage(NamedTuple):
+    """State in which there were too few blocks for a waiting request.
+
+    It is not looked up again until blocks are released, requests change their places or its cached
+    prefix gets longer. Counters instead of a callback: a release costs nothing here.
+    """
+
+    num_releases: int
+    num_changes: int
+    missing_hash: BlockHash | None  # once it is cached, fewer blocks are needed
 
 
 class RequestStatus(Enum):

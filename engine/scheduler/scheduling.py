@@ -78,7 +78,10 @@ class StepPlanner:
         self._state.arrivals.stores.store_new()
         self._preempt_for_head()
         num_preemptions = self._state.total_preemptions
-        self._grow_running()
+        # Only requests whose blocks are full come here. All others decode without any work, since
+        # the batch keeps them.
+        for request in self._state.batch.begin_step():
+            self._grow_or_preempt(request)
         # Ready before waiting: a request that holds blocks must not queue behind one that needs
         # blocks, or neither could proceed. Ready before the next chunk of a prefill, too, which
         # gets one token less: the client already has the first token of the ready request.
@@ -160,12 +163,6 @@ class StepPlanner:
         return plan
 
     # --- running ------------------------------------------------------------------
-
-    def _grow_running(self) -> None:
-        # Only requests whose blocks are full come here. All others decode without any work, since
-        # the batch keeps them.
-        for request in self._state.batch.begin_step():
-            self._grow_or_preempt(request)
 
     def _grow_or_preempt(self, request: Request) -> None:
         """Allocate blocks for this step's tokens; preempts the lowest-ranked requests if needed."""

@@ -21,7 +21,7 @@ from baton.engine.scheduler.client_shares import ClientShares
 from baton.engine.scheduler.config import SchedulerConfig, SchedulingPolicy
 from baton.engine.scheduler.queues import WaitingQueue
 from baton.engine.scheduler.ranked_queue import RankedQueue
-from baton.engine.scheduler.request import Rank, Request, RequestStatus
+from baton.engine.scheduler.request import BlockShortage, Rank, Request, RequestStatus
 from baton.engine.scheduler.running_batch import Batch
 from baton.engine.scheduler.validation import max_num_tokens
 from baton.engine.structured_output.after_reasoning import AfterReasoning
@@ -101,34 +101,20 @@ class SchedulerState:
 
     def preempt(self, request: Request) -> None:
         """Release the blocks of a request and queue it in front of requests that never ran."""
-        self._dequeue(request)
-        self._release_adapter(request)
-        self.cache.release(request.kv, is_over=False)
-        self._release_share(request)
-        request.move(RequestStatus.PREEMPTED)
-        request.is_resumed = True
-        request.arrival.restart()
         request.arrival.counts_tokens = False
-        self.waiting.push(request)
         request.num_preemptions += 1
         self.total_preemptions += 1
+        self._start_over(request, RequestStatus.PREEMPTED)
+
+    def restart(self, request: Request) -> None:
+        """Queue a request whose KV was lost. It restarts without blocks: none are reused."""
+        self._start_over(request, RequestStatus.WAITING)
 
     def make_ready(self, request: Request) -> None:
         """Queue a request whose KV has landed for a place in the batch."""
         self._dequeue(request)
         request.move(RequestStatus.READY)
         self.ready.push(request.rank, request)
-
-    def restart(self, request: Request) -> None:
-        """Queue a request whose KV was lost. It restarts without blocks: none are reused."""
-        self._dequeue(request)
-        self._release_adapter(request)
-        self.cache.release(request.kv, is_over=False)
-        self._release_share(request)
-        request.move(RequestStatus.WAITING)
-        request.is_resumed = True
-        request.arrival.restart()  # what was not worth it may be better than computing
-        self.waiting.push(request)
 
     def end(
         self,
@@ -249,6 +235,20 @@ class SchedulerState:
             return 0
         return self.clients.num_reserved(request.client, self.cache.pool.num_free)
 
+    def shortage_of(self, request: Request, hit: PrefixHit, max_num_tokens: int) -> BlockShortage:
+        """Return the shortage of a waiting request that found this prefix of so many tokens."""
+        missing_hash = self.cache.missing_hash(request.kv, hit.num_blocks, max_num_tokens)
+        return BlockShortage(self.cache.pool.num_releases, self.num_changes, missing_hash)
+
+    def lasts(self, shortage: BlockShortage | None) -> bool:
+        """Return whether a request would fare no better than at this shortage. Costs no lookup."""
+        pool = self.cache.pool
+        if shortage is None or shortage.num_changes != self.num_changes:
+            return False
+        if shortage.num_releases != pool.num_releases:
+            return False
+        return shortage.missing_hash is None or not pool.is_cached(shortage.missing_hash)
+
     def held_kv(self) -> list[HeldKv]:
         ended = [held for step in self.batch.pending for held in step.written]
         return [*(request.kv for request in self.requests.values()), *ended]
@@ -335,6 +335,18 @@ class SchedulerState:
                 return self.batch.remove(request)
         return False
 
+    def _start_over(self, request: Request, status: RequestStatus) -> None:
+        """Release the blocks of a request and queue it again."""
+        self._dequeue(request)
+        self._release_adapter(request)
+        self.cache.release(request.kv, is_over=False)
+        self.clients.release(request)
+        self.waiting.note_release(request.client)
+        request.move(status)
+        request.is_resumed = True
+        request.arrival.restart()  # what was not worth it may be better than computing
+        self.waiting.push(request)
+
     def _release_adapter(self, request: Request) -> None:
         """Give up the place of a request's adapter, and queue those that can have one now.
 
@@ -347,10 +359,6 @@ class SchedulerState:
             if num_free < 0:
                 return
             self.waiting.release_adapter(first.adapter_id)
-
-    def _release_share(self, request: Request) -> None:
-        self.clients.release(request)
-        self.waiting.note_release(request.client)
 
     def _end_share(self, request: Request) -> None:
         """Release the share of a request that ends. What is still being sent counts until then."""

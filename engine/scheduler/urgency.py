@@ -9,7 +9,6 @@ the prefix cache until evicted.
 from __future__ import annotations
 
 from baton.engine.kv_cache.cache_group import PrefixHit
-from baton.engine.scheduler.block_shortage import BlockShortage
 from baton.engine.scheduler.config import SchedulingPolicy
 from baton.engine.scheduler.request import BY_RANK, Request
 from baton.engine.scheduler.state import SchedulerState
@@ -21,10 +20,7 @@ def victims_for(state: SchedulerState, head: Request) -> list[Request]:
     `head` is the head of the waiting queue, or the first that waits for a place of its adapter.
     They must be preempted before a step is planned, since scheduled requests are not.
     """
-    if state.config.policy is not SchedulingPolicy.PRIORITY:
-        return []
-    lasting = head.lasting_shortage
-    if lasting is not None and lasting.lasts(state.cache.pool, state.num_changes):
+    if state.config.policy is not SchedulingPolicy.PRIORITY or state.lasts(head.lasting_shortage):
         return []
     holders = _place_holders(state, head)
     if holders is None or (head.arrival.handoff is not None and not state.can_receive):
@@ -38,8 +34,7 @@ def victims_for(state: SchedulerState, head: Request) -> list[Request]:
     num_freed = [state.cache.pool.num_held_once(each.kv.block_ids) for each in candidates]
     # All or nothing: preempting some would cost their progress, and the head would still wait.
     if sum(num_freed) < shortage:
-        missing = state.cache.missing_hash(head.kv, hit.num_blocks, head.max_num_hit_tokens)
-        head.lasting_shortage = BlockShortage.of(state.cache.pool, state.num_changes, missing)
+        head.lasting_shortage = state.shortage_of(head, hit, head.max_num_hit_tokens)
         return []
     lacks_place = head.arrival.handoff is None and len(state.batch) >= state.config.max_num_seqs
     num_missing_places = int(lacks_place)

@@ -8,7 +8,7 @@ from importlib.metadata import EntryPoint, entry_points
 from baton.core.errors import InvalidConfig
 from baton.engine.runner.device.host_memory import free_host_bytes
 from baton.engine.runner.kv_budget import CPU_NODES_PER_MACHINE
-from baton.engine.runner.loaded_runner import CachingRunner
+from baton.engine.runner.loaded_runner import CachingRunner, LoadedRunner, has_kv_cache
 from baton.kv_transfer.external_kv import FILE, KV, OBJECT, TIERS
 from baton.kv_transfer.kv_connector import (
     GuardedConnector,
@@ -25,11 +25,11 @@ BUILT_IN = (EntryPoint("tiers", "baton.node.kv.tiers:make_tiers", GROUP),)
 
 
 def make_connector(
-    options: NodeOptions, identity: Identity, runner: CachingRunner, wake: Callable[[], None]
+    options: NodeOptions, identity: Identity, runner: LoadedRunner, wake: Callable[[], None]
 ) -> GuardedConnector | None:
     """Return the connector that the options name, or None. Raises InvalidConfig."""
     chosen = options.chosen_connector
-    if chosen is None:
+    if chosen is None or not has_kv_cache(runner):
         return None
     memory = runner.kv_memory
     context = KvConnectorContext(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from baton.core.errors import InvalidConfig
 from baton.engine.kv_cache.groups import FULL
 from baton.engine.runner.device.host_memory import huge_page_memory
-from baton.engine.runner.loaded_runner import CachingRunner
+from baton.engine.runner.loaded_runner import CachingRunner, LoadedRunner, has_kv_cache
 from baton.engine.runner.model_info import KvMemory
 from baton.kv_transfer.errors import TransportMissing
 from baton.kv_transfer.foreign.metadata import KvShape
@@ -26,10 +26,10 @@ NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def make_foreign_reader(
-    options: NodeOptions, runner: CachingRunner, wake: Callable[[], None]
+    options: NodeOptions, runner: LoadedRunner, wake: Callable[[], None]
 ) -> VllmReader | None:
     """Return the reader; None without --kv-sources. Raises InvalidConfig."""
-    if not options.kv_sources:
+    if not options.kv_sources or not has_kv_cache(runner):
         return None
     check_libraries()
     from baton.kv_transfer.foreign.connection import PullEnded, ReadSettings
