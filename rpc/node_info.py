@@ -133,11 +133,39 @@ class UnloadedAdapter(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class NameOrder:
+    """Order of an operator: load an adapter under a name, or unload the name."""
+
+    name: str
+    generation: int  # the highest wins; 0: the adapter was given at a node's start
+    adapter: AdapterRef | None = None  # None: unload
+
+    @property
+    def adapter_id(self) -> str:
+        return "" if self.adapter is None else self.adapter.id
+
+    @property
+    def rank(self) -> tuple[int, str]:
+        """Order among those of the name."""
+        return self.generation, self.adapter_id
+
+
+@dataclass(frozen=True, slots=True)
 class NodeAdapters:
     """Adapters of a node: those with a name, and those in memory without one, sorted by it."""
 
     adapters: tuple[LoadedAdapter, ...] = ()
     unloaded: tuple[UnloadedAdapter, ...] = ()
+
+    def orders(self) -> dict[str, NameOrder]:
+        """Return the last order of each name."""
+        unloads = [NameOrder(*each) for each in self.unloaded]
+        loads = [
+            NameOrder(each.adapter.name, each.generation, each.adapter)
+            for each in self.adapters
+            if each.adapter.name
+        ]
+        return {order.name: order for order in (*unloads, *loads)}
 
 
 NO_ADAPTERS = NodeAdapters()

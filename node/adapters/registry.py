@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -14,12 +13,11 @@ from typing import Any
 from baton.core.errors import InvalidConfig, InvalidRequest, ModelError
 from baton.core.ids import AdapterRef
 from baton.node.adapters.config import AdapterFolder, check_id, check_name
-from baton.node.adapters.counts import AdapterCounts
 from baton.node.adapters.folders import check_path, folder_below, path_below
-from baton.node.adapters.generations import NameGenerations
-from baton.node.adapters.loader import AdapterLoader
+from baton.node.adapters.loader import AdapterCounts, AdapterLoader
+from baton.node.adapters.names import AdapterNames
 from baton.rpc.errors import AdapterExists, AdapterUnreadable, TooManyAdapters, UnknownAdapter
-from baton.rpc.node_info import LoadedAdapter, NodeAdapters
+from baton.rpc.node_info import LoadedAdapter, NameOrder, NodeAdapters, UnloadedAdapter
 
 log = logging.getLogger(__name__)
 
@@ -49,21 +47,19 @@ class AdapterRegistry:
         loader.on_change = self.note_change
         self._max_names = max_names
         self._clock_ns = clock_ns
-        self._generations = NameGenerations()
-        self._by_name: dict[str, AdapterRef] = {}
-        self._num_names: Counter[str] = Counter()  # by id
+        self._names = AdapterNames()
         self._folder_by_id: dict[str, Path] = {}  # of those that were named at the start
-        self._unnamed: dict[str, AdapterRef] = {}  # in memory for requests of routers
 
     def read_at_start(self, adapters: Sequence[AdapterFolder]) -> None:
         """Read and name adapters before there are requests. Raises ModelError, InvalidConfig."""
         for name, folder in adapters:
             if name == self._model:
                 raise InvalidConfig(f"--lora {name}: this is the name of the model")
-            adapter_id = self.loader.read_at_start(folder)
+            path = path_below(self._root, folder)
+            adapter_id = self.loader.read_at_start(folder, path)
             self._folder_by_id[adapter_id] = folder
             # An operator's order, which has a generation, is later than any start.
-            self._set_name(AdapterRef(name, adapter_id, path_below(self._root, folder)), 0)
+            self._set_name(AdapterRef(name, adapter_id, path), 0)
 
     async def load(
         self,
@@ -85,13 +81,15 @@ class AdapterRegistry:
         Raises InvalidRequest for what cannot be served, AdapterExists, OutdatedOrder,
         TooManyAdapters, and what `AdapterLoader.held` raises.
         """
-        self._check_name(name)
-        generation = self._generations.number(name, generation, self._clock_ns())
+        check_name(name)
+        if name == self._model:
+            raise InvalidRequest(f"{name!r} is the name of the model; choose another one", "name")
+        self._check_number(name)
+        generation = self._names.number(name, generation, self._clock_ns())
         try:
             adapter = await self._identify(name, path, adapter_id)
             self._check_is_free(adapter, can_replace, generation)
-            folder = partial(self._folder_of, adapter)
-            async with self._keeping_replaced(adapter), self.loader.held(adapter.id, folder):
+            async with self._keeping_replaced(adapter), self._in_memory(adapter):
                 # Others may have taken it meanwhile.
                 self._check_is_free(adapter, can_replace, generation)
                 self._set_name(adapter, generation)
@@ -114,11 +112,12 @@ class AdapterRegistry:
 
         Its files may be those of the new one already. With one place it cannot be kept.
         """
-        old = self._by_name.get(adapter.name)
-        if old is None or old.id == adapter.id or not self.loader.keeps_beside_loads(old.id):
+        old = self._names.find(adapter.name)
+        is_kept = old is not None and old.id != adapter.id and self.loader.num_places > 1
+        if old is None or not is_kept or self.loader.find(old.id) is None:
             yield
             return
-        async with self.loader.held(old.id, partial(self._folder_of, old)):
+        async with self._in_memory(old):
             yield
 
     def unload(self, name: str, generation: int | None = None) -> None:
@@ -128,17 +127,17 @@ class AdapterRegistry:
         InvalidRequest, OutdatedOrder and UnknownAdapter.
         """
         check_name(name)
-        generation = self._generations.number(name, generation, self._clock_ns())
-        self._generations.check(name, generation)
-        self._generations.note_unload(name, generation)
+        order = NameOrder(name, self._names.number(name, generation, self._clock_ns()))
+        self._names.check(order)
+        adapter = self._names.find(name)
+        self._names.note(order)
         self.note_change()
-        adapter = self._by_name.pop(name, None)
         if adapter is None:
             raise UnknownAdapter(f"this node has no adapter {name!r}")
         log.info("unloaded adapter %r (%s)", name, adapter.id)
-        if self._drop_name_of(adapter.id):
+        if adapter.id not in self._names.ids:
             self._folder_by_id.pop(adapter.id, None)
-            self.loader.forget(adapter.id)
+            self.loader.keep(adapter.id, is_kept=False)
 
     @asynccontextmanager
     async def held(self, adapter: AdapterRef) -> AsyncGenerator[None]:
@@ -149,16 +148,10 @@ class AdapterRegistry:
         if not adapter.id:
             yield
             return
-        async with self._read(adapter):
-            yield
-
-    @asynccontextmanager
-    async def _read(self, adapter: AdapterRef) -> AsyncGenerator[None]:
         is_entered = False
         try:
-            async with self.loader.held(adapter.id, partial(self._folder_of, adapter)):
+            async with self._in_memory(adapter):
                 is_entered = True
-                self._note_unnamed(adapter)
                 yield
         except ModelError as error:
             if is_entered:
@@ -167,40 +160,33 @@ class AdapterRegistry:
 
     def report(self) -> NodeAdapters:
         """Return all adapters with a name, and those in memory without one."""
-        resident = self.loader.resident
-        self._unnamed = {
-            adapter_id: adapter
-            for adapter_id, adapter in self._unnamed.items()
-            if adapter_id in resident
-        }
-        adapters = (*self._by_name.values(), *self._unnamed.values())
-        listed = tuple(map(self._describe, sorted(adapters, key=_by_name_and_id)))
-        return NodeAdapters(listed, self._generations.unloaded)
+        ids = self._names.ids
+        unnamed = [
+            NameOrder("", 0, AdapterRef("", each.id, each.path))
+            for each in self.loader.in_memory()
+            if each.is_kept and each.id not in ids
+        ]
+        listed = map(self._describe, (*self._names.loaded.values(), *unnamed))
+        return NodeAdapters(
+            tuple(sorted(listed, key=_by_name_and_id)),
+            tuple(
+                UnloadedAdapter(each.name, each.generation)
+                for each in self._names.unloaded.values()
+            ),
+        )
 
     def counts(self) -> AdapterCounts:
         """Return the current counts. For any thread."""
-        loader = self.loader
-        return AdapterCounts(
-            len(self._by_name),
-            len(loader.resident),
-            loader.resident.num_in_use,
-            loader.resident.num_reserved,
-            loader.resident.num_bytes,
-            loader.num_waiting(for_place=True),
-            loader.num_waiting(for_place=False),
-            loader.total_failed,
-            loader.total_evicted,
-        )
+        return self.loader.counts(len(self._names.loaded))
 
     def names_in_use(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the adapters that requests use, and those they wait for. For any thread."""
-        running, waiting = [], []
-        for adapter in tuple(self._by_name.values()):
-            resident = self.loader.resident.find(adapter.id)
-            if resident is not None and resident.num_users:
-                running.append(adapter.name)
-            elif resident is None and self.loader.num_users(adapter.id):
-                waiting.append(adapter.name)
+        running: list[str] = []
+        waiting: list[str] = []
+        for name, order in tuple(self._names.loaded.items()):
+            if self.loader.num_users(order.adapter_id):
+                is_waiting = self.loader.find(order.adapter_id) is None
+                (waiting if is_waiting else running).append(name)
         return tuple(running), tuple(waiting)
 
     def note_change(self) -> None:
@@ -208,32 +194,27 @@ class AdapterRegistry:
         self.version += 1
         self._on_change()
 
-    def _describe(self, adapter: AdapterRef) -> LoadedAdapter:
-        resident = self.loader.resident.find(adapter.id)
+    def _describe(self, order: NameOrder) -> LoadedAdapter:
+        assert order.adapter is not None
+        held = self.loader.find(order.adapter_id)
         return LoadedAdapter(
-            adapter,
-            is_in_memory=resident is not None,
-            num_bytes=0 if resident is None else resident.num_bytes,
-            num_requests=self.loader.num_users(adapter.id),
-            generation=self._generations.of(adapter.name) if adapter.name else 0,
+            order.adapter,
+            is_in_memory=held is not None,
+            num_bytes=0 if held is None else held.num_bytes,
+            num_requests=self.loader.num_users(order.adapter_id),
+            generation=order.generation,
         )
 
-    def _check_name(self, name: str) -> None:
-        check_name(name)
-        if name == self._model:
-            raise InvalidRequest(f"{name!r} is the name of the model; choose another one", "name")
-        self._check_number(name)
-
     def _check_number(self, name: str) -> None:
-        if name not in self._by_name and len(self._by_name) >= self._max_names:
+        if self._names.find(name) is None and len(self._names.loaded) >= self._max_names:
             raise TooManyAdapters(
                 f"this node has {self._max_names} adapters, which is its limit: unload one"
             )
 
     def _check_is_free(self, adapter: AdapterRef, can_replace: bool, generation: int) -> None:
         self._check_number(adapter.name)
-        self._generations.check(adapter.name, generation, adapter.id)
-        taken = self._by_name.get(adapter.name)
+        self._names.check(NameOrder(adapter.name, generation, adapter))
+        taken = self._names.find(adapter.name)
         if taken is not None and taken.id != adapter.id and not can_replace:
             raise AdapterExists(
                 f"another adapter ({taken.id}) has the name {adapter.name!r}: unload it, or have "
@@ -241,33 +222,13 @@ class AdapterRegistry:
             )
 
     def _set_name(self, adapter: AdapterRef, generation: int) -> None:
-        self._generations.note_load(adapter.name, generation, adapter.id)
-        replaced = self._by_name.get(adapter.name)
-        self._by_name[adapter.name] = adapter
-        self._num_names[adapter.id] += 1
-        self._unnamed.pop(adapter.id, None)
-        if adapter.id in self.loader.resident:
-            self.loader.resident.keep(adapter.id)
+        self._names.note(NameOrder(adapter.name, generation, adapter))
+        self.loader.keep(adapter.id, is_kept=True)
         log.info("serve adapter %r (%s)", adapter.name, adapter.id)
-        if replaced is not None:
-            self._drop_name_of(replaced.id)
-            if replaced.id in self.loader.resident:
-                self._note_unnamed(replaced)
         self.note_change()
 
-    def _drop_name_of(self, adapter_id: str) -> bool:
-        """Return whether it was the last name of the adapter."""
-        self._num_names[adapter_id] -= 1
-        if self._num_names[adapter_id]:
-            return False
-        del self._num_names[adapter_id]
-        return True
-
-    def _note_unnamed(self, adapter: AdapterRef) -> None:
-        """Note an adapter that a router knows, but no operator has loaded here."""
-        if adapter.id not in self._unnamed and adapter.id not in self._num_names:
-            self._unnamed[adapter.id] = AdapterRef("", adapter.id, adapter.path)
-            self.note_change()
+    def _in_memory(self, adapter: AdapterRef) -> AbstractAsyncContextManager[None]:
+        return self.loader.held(adapter.id, partial(self._folder_of, adapter), adapter.path)
 
     def _folder_of(self, adapter: AdapterRef) -> Path:
         """Return where the files are. For any thread. Raises UnknownAdapter."""
@@ -285,5 +246,5 @@ class AdapterRegistry:
             raise UnknownAdapter(f"adapter {adapter.name!r}: {error}") from error
 
 
-def _by_name_and_id(adapter: AdapterRef) -> tuple[str, str]:
-    return adapter.name, adapter.id
+def _by_name_and_id(loaded: LoadedAdapter) -> tuple[str, str]:
+    return loaded.adapter.name, loaded.adapter.id

@@ -13,7 +13,7 @@ from baton.engine.scheduler.scheduler import Scheduler
 from baton.kv_transfer.kv_connector import GuardedConnector
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
 from baton.kv_transfer.worker import KvCounters, KvTransferWorker
-from baton.node.adapters.counts import AdapterCounts
+from baton.node.adapters.loader import AdapterCounts
 from baton.node.adapters.registry import AdapterRegistry
 from baton.node.wiring import NodeComponents
 from baton.telemetry.metrics import names as counted

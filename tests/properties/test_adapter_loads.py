@@ -41,7 +41,7 @@ class Requests:
             self.tasks[number % len(self.tasks)].cancel()
 
     async def forget(self, adapter_id: str) -> None:
-        self._loader.forget(adapter_id)
+        self._loader.keep(adapter_id, is_kept=False)
 
     async def break_files(self, broken: str) -> None:
         self._memory.broken = broken
@@ -98,12 +98,13 @@ def test_adapters_stay_while_they_are_used_and_nothing_is_leaked(
                 assert len(memory.content) <= num_places
             await requests.end_all()
             # A load without a request that waits for it may still run.
-            await until(lambda: not loader.resident.num_reserved)
+            await until(lambda: not loader.counts().num_reading)
 
             for task in requests.tasks:
                 assert task.cancelled() or task.exception() is None
-            assert len(loader.resident) == len(memory.content) <= num_places
+            assert len(loader.in_memory()) == len(memory.content) <= num_places
             assert all(loader.num_users(adapter_id) == 0 for adapter_id in ADAPTERS)
-            assert loader.num_waiting(for_place=True) == loader.num_waiting(for_place=False) == 0
+            counts = loader.counts()
+            assert counts.num_waiting_for_place == counts.num_waiting_for_load == 0
 
     asyncio.run(scenario())

@@ -19,11 +19,18 @@ from hypothesis import strategies as st
 
 from baton.core.errors import NamedError
 from baton.core.ids import AdapterRef, Incarnation, NodeId
-from baton.node.adapters.generations import NameGenerations
+from baton.node.adapters.names import AdapterNames
 from baton.router.adapters import restores
 from baton.router.adapters.updates import AdapterOrder, AdapterUpdates
 from baton.router.routing.node_table import NodeTable
-from baton.rpc.node_info import ADAPTER, LoadedAdapter, NodeAdapters, NodeRole
+from baton.rpc.node_info import (
+    ADAPTER,
+    LoadedAdapter,
+    NameOrder,
+    NodeAdapters,
+    NodeRole,
+    UnloadedAdapter,
+)
 from baton.rpc.security.operators import Operators
 from baton.rpc.security.token import AcceptedTokens
 from baton.v1 import node_pb2
@@ -51,18 +58,21 @@ class SimulatedNode:
 
     def start(self, *names: str) -> None:
         self.num_starts += 1
-        self.generations = NameGenerations()
-        self.names = {name: AdapterRef(name, f"id-{AT_START}", AT_START) for name in names}
-        for name, adapter in self.names.items():
-            self.generations.note_load(name, 0, adapter.id)
+        self.names = AdapterNames()
+        for name in names:
+            self.names.note(NameOrder(name, 0, AdapterRef(name, f"id-{AT_START}", AT_START)))
 
     @property
     def reported(self) -> NodeAdapters:
         listed = [
-            LoadedAdapter(adapter, True, generation=self.generations.of(name))
-            for name, adapter in sorted(self.names.items())
+            LoadedAdapter(order.adapter, True, generation=order.generation)
+            for _, order in sorted(self.names.loaded.items())
+            if order.adapter is not None
         ]
-        return NodeAdapters(tuple(listed), self.generations.unloaded)
+        unloads = self.names.unloaded.values()
+        return NodeAdapters(
+            tuple(listed), tuple(UnloadedAdapter(each.name, each.generation) for each in unloads)
+        )
 
     async def load(self, request: node_pb2.LoadAdapterRequest) -> node_pb2.LoadAdapterResponse:
         await self._begin()
@@ -71,22 +81,19 @@ class SimulatedNode:
         if request.path == MISSING and self.number == 0:
             raise _error(StatusCode.INVALID_ARGUMENT)
         adapter = AdapterRef(request.name, request.id or f"id-{request.path}", request.path)
-        taken = self.names.get(request.name)
+        taken = self.names.find(request.name)
         if taken is not None and taken.id != adapter.id and not request.can_replace:
             raise _error(StatusCode.ALREADY_EXISTS)
-        self._check(request.name, request.generation, adapter.id)
-        self.generations.note_load(request.name, request.generation, adapter.id)
-        self.names[request.name] = adapter
+        self._note(NameOrder(request.name, request.generation, adapter))
         self.content[request.name, request.generation] = adapter.id
         self.report(self)
         return node_pb2.LoadAdapterResponse(adapter=ADAPTER.to_message(adapter))
 
     async def unload(self, request: node_pb2.UnloadAdapterRequest) -> None:
         await self._begin()
-        self._check(request.name, request.generation)
-        self.generations.note_unload(request.name, request.generation)
+        found = self.names.find(request.name)
+        self._note(NameOrder(request.name, request.generation))
         self.content[request.name, request.generation] = ""
-        found = self.names.pop(request.name, None)
         self.report(self)
         if found is None:
             raise _error(StatusCode.NOT_FOUND)
@@ -97,11 +104,12 @@ class SimulatedNode:
         if self.is_failing:
             raise _error(StatusCode.UNAVAILABLE)
 
-    def _check(self, name: str, generation: int, adapter_id: str = "") -> None:
+    def _note(self, order: NameOrder) -> None:
         try:
-            self.generations.check(name, generation, adapter_id)
+            self.names.check(order)
         except NamedError:
             raise _error(StatusCode.FAILED_PRECONDITION) from None
+        self.names.note(order)
 
 
 def _error(code: StatusCode) -> AioRpcError:
@@ -206,7 +214,7 @@ class World:
         found = {}
         for name in NAMES:
             known = [each.get(name, 0) for each in self.known]
-            last = max(*known, *(node.generations.of(name) for node in self.nodes))
+            last = max(*known, *(node.names.last(name).generation for node in self.nodes))
             found[name] = last, content.get((name, last), "")
         return found
 
@@ -254,7 +262,7 @@ class World:
         self.tables[router].note_adapters(node.address, node.reported)
         for name in NAMES:
             known = self.known[router]
-            known[name] = max(known.get(name, 0), node.generations.of(name))
+            known[name] = max(known.get(name, 0), node.names.last(name).generation)
         self.updates[router].handle_reports()
 
 
@@ -300,7 +308,8 @@ def test_when_all_is_quiet_the_last_order_of_each_name_holds(history: list[Any])
 
         assert all(task.done() for task in world.tasks)
         for name, (generation, content) in last.items():
-            held = {node.names[name].id for node in world.nodes if name in node.names}
+            found = [node.names.find(name) for node in world.nodes]
+            held = {adapter.id for adapter in found if adapter is not None}
             served = [table.adapters.variants.get(name) for table in world.tables]
             assert held <= ({content} - {""} if generation else {f"id-{AT_START}"})
             for each in served:

@@ -112,9 +112,10 @@ class AdapterNode:
         (self.root / path / WEIGHTS).unlink()
 
     def restart(self, *folders: AdapterFolder) -> None:
-        """Forget all names, as a new process, which gets some at its start."""
+        """Forget all adapters, as a new process, which gets some at its start."""
+        self.memory.loaded.clear()
         self.registry = self.state.adapters = AdapterRegistry(
-            self.registry.loader, self.root, self.card.model
+            AdapterLoader(self.memory, NUM_PLACES), self.root, self.card.model
         )
         self.registry.read_at_start(folders)
 

@@ -60,13 +60,11 @@ class World:
 
     def assert_at_rest(self) -> None:
         """Check that nobody uses an adapter or a place, and that all that is in memory is known."""
-        resident = self.loader.resident
-        assert {each for each in self.memory.content if each in resident} == self.memory.content
-        assert len(resident) == len(self.memory.content)
+        assert {each.id for each in self.loader.in_memory()} == self.memory.content
         assert sum(self.loader.num_users(each) for each in self.memory.content) == 0
-        assert resident.num_reserved == 0
-        assert self.loader.num_waiting(for_place=True) == 0
-        assert self.loader.num_waiting(for_place=False) == 0
+        counts = self.loader.counts()
+        assert (counts.num_in_use, counts.num_reading) == (0, 0)
+        assert (counts.num_waiting_for_place, counts.num_waiting_for_load) == (0, 0)
 
 
 def run(
@@ -102,13 +100,13 @@ def test_requests_for_the_same_adapter_share_a_load() -> None:
         world.memory.may_read.clear()
         tasks = [world.start("a") for _ in range(3)]
         await until(lambda: world.memory.num_reads == 1)
-        assert world.loader.num_waiting(for_place=False) == 3
+        assert world.loader.counts().num_waiting_for_load == 3
         world.memory.may_read.set()
         await asyncio.gather(*tasks)
         await world.use("a")
 
         assert world.memory.num_reads == 1
-        assert world.loader.resident.num_bytes == 10
+        assert world.loader.counts().num_bytes == 10
 
     run(scenario)
 
@@ -146,7 +144,7 @@ def test_a_request_waits_for_a_place_in_its_turn() -> None:
         async with world.held("a"):
             for number, adapter_id in enumerate("bcd"):
                 tasks.append(asyncio.ensure_future(use(adapter_id)))
-                await until(lambda: len(world.loader._waiting) > number)  # noqa: B023
+                await until(lambda: world.loader.counts().num_waiting_for_place > number)  # noqa: B023
         await asyncio.gather(*tasks)
 
         assert order == ["b", "c", "d"]
@@ -172,15 +170,15 @@ def test_later_requests_for_the_oldest_adapter_wait_behind_one_that_claims_its_p
             async with world.held(adapter_id):
                 order.append(adapter_id)
                 # Once "c" has the place of "a", the others need not wait until it is read.
-                assert world.loader.resident.num_reserved or "c" in world.memory.added
+                assert world.loader.counts().num_reading or "c" in world.memory.added
 
         async with world.held("b"):
             async with world.held("a"):
                 first = asyncio.ensure_future(use("c"))
-                await until(lambda: world.loader.num_waiting(for_place=True) == 1)
+                await until(lambda: world.loader.counts().num_waiting_for_place == 1)
                 await world.use("a")  # not the oldest: it is not claimed
                 later = [asyncio.ensure_future(use("b")) for _ in range(3)]
-                await until(lambda: world.loader.num_waiting(for_place=True) == 4)
+                await until(lambda: world.loader.counts().num_waiting_for_place == 4)
                 assert not order
             await first
             await asyncio.gather(*later)
@@ -195,7 +193,7 @@ def test_a_claim_outlasts_the_wait_of_others() -> None:
     async def scenario(world: World) -> None:
         async with world.held("a"):
             first = world.start("b")
-            await until(lambda: world.loader.num_waiting(for_place=True) == 1)
+            await until(lambda: world.loader.counts().num_waiting_for_place == 1)
             with pytest.raises(AdaptersBusy):
                 await world.use("c")
             assert not first.done()
@@ -228,7 +226,7 @@ def test_a_load_that_nobody_waits_for_any_more_is_kept() -> None:
         task.cancel()
         await asyncio.wait([task])
         world.memory.may_read.set()
-        await until(lambda: "a" in world.loader.resident)
+        await until(lambda: world.loader.find("a"))
 
     run(scenario)
 
@@ -237,11 +235,11 @@ def test_a_cancelled_request_waits_for_no_place_any_more() -> None:
     async def scenario(world: World) -> None:
         async with world.held("a"):
             task = world.start("b")
-            await until(lambda: world.loader.num_waiting(for_place=True) == 1)
+            await until(lambda: world.loader.counts().num_waiting_for_place == 1)
             task.cancel()
             again = world.start("b")  # a load of its own
             await asyncio.wait([task])
-            await until(lambda: world.loader.num_waiting(for_place=True) == 1)
+            await until(lambda: world.loader.counts().num_waiting_for_place == 1)
         await again
 
         assert task.cancelled()
@@ -284,7 +282,7 @@ def test_a_failed_load_gives_its_place_to_the_next() -> None:
         first = world.start("a")
         await until(lambda: world.memory.num_reads == 1)
         second = world.start("b")
-        await until(lambda: world.loader.num_waiting(for_place=True) == 1)
+        await until(lambda: world.loader.counts().num_waiting_for_place == 1)
         world.memory.may_read.set()
         await second
 
@@ -300,7 +298,7 @@ def test_a_load_that_nobody_waits_for_makes_room_for_the_next() -> None:
         await until(lambda: world.memory.num_reads == 1)
         first.cancel()
         second = world.start("b")
-        await until(lambda: world.loader.num_waiting(for_place=True) == 1)
+        await until(lambda: world.loader.counts().num_waiting_for_place == 1)
         world.memory.may_read.set()
         await second
 
@@ -389,12 +387,12 @@ def test_a_call_that_hangs_does_not_keep_a_node_from_ending(
 def test_a_forgotten_adapter_leaves_memory_after_its_last_request() -> None:
     async def scenario(world: World) -> None:
         async with world.held("a"):
-            world.loader.forget("a")
+            world.loader.keep("a", is_kept=False)
             async with world.held("a"):
                 pass
             assert world.memory.content == {"a"}
         assert world.memory.content == set()
-        world.loader.forget("a")
+        world.loader.keep("a", is_kept=False)
 
     run(scenario)
 

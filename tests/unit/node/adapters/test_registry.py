@@ -12,9 +12,8 @@ import pytest
 from baton.core.errors import InvalidConfig, InvalidRequest, NamedError
 from baton.core.ids import NO_ADAPTER, AdapterRef
 from baton.node.adapters.config import AdapterFolder
-from baton.node.adapters.counts import AdapterCounts
-from baton.node.adapters.generations import MAX_AHEAD_NS, NameGenerations
-from baton.node.adapters.loader import AdapterLoader
+from baton.node.adapters.loader import AdapterCounts, AdapterLoader
+from baton.node.adapters.names import MAX_AHEAD_NS, AdapterNames
 from baton.node.adapters.registry import AdapterRegistry
 from baton.rpc.errors import (
     AdapterExists,
@@ -23,7 +22,7 @@ from baton.rpc.errors import (
     TooManyAdapters,
     UnknownAdapter,
 )
-from baton.rpc.node_info import LoadedAdapter, NodeAdapters, UnloadedAdapter
+from baton.rpc.node_info import LoadedAdapter, NameOrder, NodeAdapters, UnloadedAdapter
 from tests.support.fake_adapters import PATIENCE_S, FakeMemory, write_fake
 from tests.support.waits import until
 
@@ -171,7 +170,7 @@ def test_a_replaced_adapter_gets_its_name_back_after_its_files_have_changed(root
 
         await use(registry, old)
         assert (names_in(registry)["sql"], memory.num_reads) == ("1", 2)
-        registry.loader.forget("1")
+        registry.loader.keep("1", is_kept=False)
         with pytest.raises(AdapterUnreadable, match="changed"):
             await registry.load("chat", "folder-1", adapter_id="1")
 
@@ -256,11 +255,11 @@ def test_a_load_that_is_overtaken_by_an_unload_does_not_revive_the_name(root: Pa
 
 
 def test_a_limited_number_of_unloads_is_remembered() -> None:
-    generations = NameGenerations(max_unloaded=2)
-    for number, name in enumerate(("a", "b", "a", "c"), start=1):
-        generations.note_unload(name, number)
+    names = AdapterNames(max_unloaded=2)
+    for generation, name in enumerate(("a", "b", "a", "c"), start=1):
+        names.note(NameOrder(name, generation))
 
-    assert generations.unloaded == (UnloadedAdapter("a", 3), UnloadedAdapter("c", 4))
+    assert [*names.unloaded.values()] == [NameOrder("a", 3), NameOrder("c", 4)]
 
 
 def test_equal_adapters_share_memory_until_the_last_name_is_unloaded(root: Path) -> None:
@@ -300,7 +299,7 @@ def test_two_loads_of_one_name_do_not_replace_each_other(root: Path) -> None:
         # Either folder can be read first. The other one's adapter exists already, or is older.
         [refused] = [each for each in outcomes if isinstance(each, BaseException)]
         assert isinstance(refused, AdapterExists | OutdatedOrder)
-        assert len(registry.report().adapters) == 1
+        assert [name for name in names_in(registry) if name] == ["sql"]
 
     run(scenario, root)
 
