@@ -25,7 +25,7 @@ class Completion:
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # by token, if requested
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     error: str | None = None  # with FinishReason.ERROR
-    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    num_cached_tokens: int = 0
     warnings: list[str] = field(default_factory=list)  # such as max_tokens lowered
 
 

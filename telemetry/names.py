@@ -68,7 +68,7 @@ SERVED = "baton.served"  # remote, local or migrated
 SERVED_REASON = "baton.served.reason"
 ROLE = "baton.role"  # router, prefill or decode; also in the resource, which some viewers drop
 ADAPTER = "baton.adapter"  # name of the request's LoRA adapter, on the router
-ADAPTER_ID = "baton.adapter.id"  # hash of its weights
+ADAPTER_ID = "baton.adapter.id"
 NODE = "baton.node.id"
 INCARNATION = "baton.node.incarnation"
 ATTEMPT = "baton.attempt"
@@ -95,7 +95,7 @@ PREEMPTIONS = "baton.preemptions"
 TIME_PER_TOKEN = "baton.time_per_token"
 STEP_NUMBER = "baton.step.number"  # counted from the start of the engine
 STEP_ROWS = "baton.step.rows"  # requests in the step, traced or not
-STEP_PREFILL_TOKENS = "baton.step.tokens.prefill"  # prompt tokens
+STEP_PREFILL_TOKENS = "baton.step.tokens.prefill"
 STEP_DECODE_TOKENS = "baton.step.tokens.decode"
 STEP_LINKS_LEFT_OUT = "baton.step.links_left_out"  # links beyond the limit of a span
 # Durations of the parts of a step in seconds, in order. Their sum is the duration of the step.

@@ -10,7 +10,7 @@ from typing import Any
 
 from baton.client import AsyncClient
 
-Connect = Callable[[str], AsyncClient]  # by the address of a router
+Connect = Callable[[str], AsyncClient]
 OnProgress = Callable[[str, int, int], None]  # name of the run, ended and planned requests
 
 

@@ -18,7 +18,7 @@ Status = health_pb2.HealthCheckResponse
 @dataclass(frozen=True, slots=True)
 class HealthVerdict:
     is_serving: bool
-    words: str  # message of the probe
+    words: str
 
 
 def ask(address: str, timeout_s: float, tls: TlsConfig, service: str = "") -> HealthVerdict:

@@ -15,7 +15,7 @@ class AdapterStatus:
     """An adapter on all nodes that have it."""
 
     adapter: AdapterRef
-    model: str  # that it adapts
+    model: str
     num_nodes: int = 0
     num_in_memory: int = 0  # of num_nodes; the others read it when a request needs it
     num_bytes: int = 0  # on each node that has it in memory

@@ -44,7 +44,7 @@ class _StreamReader:
     def __init__(self, start: Callable[[], Any]) -> None:
         self.messages: SimpleQueue[Any] = SimpleQueue()
         self._start = start
-        self._call: Any = None  # a call with a streamed response
+        self._call: Any = None
         self._is_closed = False
 
     def run(self) -> None:

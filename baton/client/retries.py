@@ -35,7 +35,7 @@ class BatonError(NamedError):
         self.code = code
         self.reason = reason  # for programs: INVALID_REQUEST, NO_NODES, TLS_FAILED and the like
         self.message = message
-        self.retry_after_s = retry_after_s  # as sent by the router
+        self.retry_after_s = retry_after_s
 
 
 @dataclass(frozen=True, slots=True)

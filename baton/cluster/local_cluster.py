@@ -50,7 +50,7 @@ class ClusterOptions(ChildOptions):
     embedders: tuple[FurtherModel, ...] = ()
     embedder_arguments: tuple[str, ...] = ()  # instead of node_arguments; no settings file is read
     router_arguments: tuple[str, ...] = ()
-    tls: TlsConfig = PLAIN  # of every process
+    tls: TlsConfig = PLAIN
     start_timeout_s: float = 120.0
     model_name: str = ""  # of `model`, as its nodes serve it; empty: that of the folder
     # Where the router finds a node.

@@ -50,7 +50,7 @@ class ChaosProgress:
     outcomes: Sequence[AnswerOutcome]
     num_in_flight: int
     num_injected: int
-    latest: str  # latest fault
+    latest: str
 
 
 OnProgress = Callable[[ChaosProgress], None]

@@ -17,11 +17,11 @@ from benchmarks.chaos.tier_storage import TierStorage
 from benchmarks.chaos.vllm_servers import VllmServers
 
 ANY_PORT = ("--metrics-port", "0")
-TENANT_SHARE = 0.25  # of each tier
+TENANT_SHARE = 0.25
 UNTRACED = ("--trace-dir", "off")
 OPERATOR_TOKEN = "operator"
 NODE_MODULE = "benchmarks.chaos.node"
-ADAPTERS = "adapters"  # folder of them
+ADAPTERS = "adapters"
 POOLING = "mean"  # so that the chat model embeds, too
 
 
@@ -32,7 +32,7 @@ class ChaosClusterConfig:
     model: str
     num_prefill: int = 2
     num_decode: int = 2
-    num_embed: int = 2  # nodes of the further model
+    num_embed: int = 2
     num_vllm: int = 0  # vLLM servers, which compute prompts if there are no prefill nodes
     lease_s: float = 2.0
     silence_s: float = 3.0

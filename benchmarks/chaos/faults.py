@@ -132,7 +132,7 @@ class InjectedFault:
     listening_s: float = 0.0  # start of listening of the process that replaces a killed one
     recovered_s: float = 0.0
     attack: str = ""  # attack of the hostile client, or a heavy use of tiers
-    outcomes: Mapping[str, int] | None = None  # of the attack's requests
+    outcomes: Mapping[str, int] | None = None
     evidence: Mapping[str, float] = field(default_factory=dict)  # that it struck: counts
 
 
@@ -140,7 +140,7 @@ class InjectedFault:
 class Script:
     seed: int = 0
     duration_s: float = 60.0
-    every_s: float = 5.0  # on average
+    every_s: float = 5.0
     kinds: tuple[FaultKind, ...] = tuple(FaultKind)
     roles: tuple[TargetRole, ...] = tuple(TargetRole)
 

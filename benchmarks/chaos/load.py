@@ -26,7 +26,7 @@ from benchmarks.chaos.workload import KnownAnswer
 # Requests take seconds; one without an end after this time counts as hung.
 PATIENCE_S = 90.0
 CANCEL_SHARE = 0.08
-MAX_CANCEL_AFTER_S = 1.5  # of clients that cancel
+MAX_CANCEL_AFTER_S = 1.5
 SHORT_DEADLINE_SHARE = 0.08
 MIN_DEADLINE_S, MAX_DEADLINE_S = 0.05, 2.0  # deadlines that some answers miss
 SHARING_SHARE = 0.3  # share of requests that may hit cached prefixes
@@ -41,7 +41,7 @@ class RequestOutcome(Enum):
     REFUSED = "refused"  # with a named error before the first token
     BROKEN = "broken"  # with a named error after the first token
     LATE = "late"  # ended by a short deadline
-    CANCELLED = "cancelled"  # by its client
+    CANCELLED = "cancelled"
 
 
 @dataclass(slots=True)

@@ -66,19 +66,19 @@ class Report:
     num_faults: int
     counts: Mapping[str, int]
     recoveries: Sequence[Recovery]
-    reasons: Mapping[str, int]  # of refused and broken requests
+    reasons: Mapping[str, int]
     num_by_fault: Mapping[str, int]
     num_by_kind: Mapping[str, int]  # right answers by kind of request
     wrong: Sequence[str]
     hung: Sequence[str]
     lost: Sequence[str]
-    overdue: Sequence[str]  # ended after their deadlines
+    overdue: Sequence[str]
     leaks: Sequence[str]
     died: Sequence[str]
     memory: Sequence[ProcessMemory] = ()
     bystanders: BystanderLatencies | None = None  # None: no hostile client
-    loads: Sequence[LoadsRow] = ()  # of second turns
-    skipped: Sequence[str] = ()  # profitable loads of these that were not taken
+    loads: Sequence[LoadsRow] = ()
+    skipped: Sequence[str] = ()
     evidence: Sequence[Evidence] = ()
 
     @property

@@ -20,7 +20,7 @@ class ProbedTurn:
     """A second turn, and the same prompt computed right after it."""
 
     kind: FaultKind
-    began_s: float  # of the first turn
+    began_s: float
     ended_s: float
     prompt_tokens: int
     prefix_tokens: int  # whole blocks of the first prompt
@@ -60,7 +60,7 @@ class LoadsRow:
     turns: int
     next_to_faults: int
     without_tiers: int  # routed to a node that has none
-    profitable: int  # of the others
+    profitable: int
     taken: float  # share of these
     computed_s: float  # medians of these
     ttft_s: float

@@ -28,7 +28,7 @@ MAX_PROMPT_LEN, SHORT_BLOCKS = 512, 3
 ANSWER_TOKENS, NEW_TOKENS = 8, 16
 STORED_WITHIN_S = 1.0  # after a first turn: then only the tiers keep its KV
 PATIENCE_S = 60.0
-NUM_FLOODING = 3  # clients
+NUM_FLOODING = 3
 # Of each file on a slow disk, which is not stuck: slower than a tenant, and than all, compute KV.
 TENANT_DELAY_S, DELAY_S = 0.02, 0.05
 HOST_BLOCKS = f"{WORST}host memory of a node, blocks"

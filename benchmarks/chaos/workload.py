@@ -21,7 +21,7 @@ from benchmarks.chaos.sending import ChaosRequest, Router, Sending
 
 MIN_TOKENS, MAX_TOKENS = 8, 96
 MIN_PROMPT_LEN, MAX_PROMPT_LEN = 4, 160
-MAX_TEXTS = 6  # of a request to embed or to rank
+MAX_TEXTS = 6
 MAX_WORDS = 30
 
 

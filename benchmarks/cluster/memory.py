@@ -27,7 +27,7 @@ class MemoryBench:
     num_clients: int = 32
     prompt_tokens: int = 24
     answer_tokens: int = 2
-    every_s: float = 1.0  # between samples
+    every_s: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

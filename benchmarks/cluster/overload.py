@@ -27,7 +27,7 @@ CLIENTS = "clients"
 class OverloadBench:
     cluster: ClusterOptions
     factor: float = 3.0  # of the peak
-    seconds: float = 20.0  # of each phase
+    seconds: float = 20.0
     num_clients: int = 128  # closed-loop clients that measure the peak
     patience_s: float = 8.0  # deadline of each request under overload
     urgent_share: float = 0.1

@@ -22,7 +22,7 @@ SURE = 0.95
 class RoundsBench:
     model: str
     num_streams: int = 16
-    num_requests: int = 40  # in each round
+    num_requests: int = 40
     prompt_tokens: int = 64
     answer_tokens: int = 24
     num_rounds: int = 15  # many short ones, since adjacent rounds see the same machine drift
@@ -42,7 +42,7 @@ class RoundLoad:
     """Results of one variant by round."""
 
     tokens_per_s: list[float] = field(default_factory=list)
-    intervals_s: list[float] = field(default_factory=list)  # between tokens
+    intervals_s: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from benchmarks.embeddings.work import products_of
 from tools.make_model import make_model
 from tools.model_shapes import SHAPES
 
-NUM_WORDS = (3, 8, 20, 50, 5, 12, 30, 90)  # of the texts, in turns
+NUM_WORDS = (3, 8, 20, 50, 5, 12, 30, 90)
 WORDS = (
     "the",
     "quick",
@@ -50,7 +50,7 @@ class EmbeddingsBench:
     dtype: str
     num_threads: int
     peers: tuple[str, ...]
-    counts: Sequence[int]  # texts in a call
+    counts: Sequence[int]
     num_texts: int
     num_rounds: int
 
@@ -65,7 +65,7 @@ class EngineFigure:
     texts_per_s: float
     baton_is_faster: float  # ratio of CPU times, by round
     share_of_limit: float  # of the arithmetic that the texts need, by CPU time
-    max_difference: float  # from Baton's vectors
+    max_difference: float
 
 
 @dataclass(frozen=True, slots=True)

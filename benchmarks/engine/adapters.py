@@ -38,7 +38,7 @@ from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.load import load_runner
 from baton.engine.scheduler.config import SchedulerConfig
 
-STD = 0.02  # of the adapters' numbers
+STD = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class LoadCost:
     """Reading an adapter from disk on another thread, in wall time."""
 
     adapter_mib: float
-    load_ms: float  # median
+    load_ms: float
     longest_step_ms: float  # of other requests while it is read
     usual_longest_ms: float  # as many steps without
 

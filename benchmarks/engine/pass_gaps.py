@@ -34,8 +34,8 @@ class PassGaps:
     arrivals_per_step: int
     async_scheduling: bool
     pass_ms: float
-    gap_ms: float  # between two passes
-    idle_share: float  # of the device
+    gap_ms: float
+    idle_share: float
 
 
 class TimedDevice:

@@ -40,7 +40,7 @@ class Sweep:
     first_token_limits_s: Sequence[float] = (2.0, 4.0, 8.0)
     itl_limits_ms: Sequence[float] = (50, 75, 100, 150, 200, 300, 500, 1000)
     itl: str = MEAN  # statistic of an answer's gaps that is limited
-    share: float = 0.95  # share of the requests that must meet both limits
+    share: float = 0.95
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -84,7 +84,7 @@ class RateRun:
     engine: str
     rate: float
     answers: Sequence[AnswerLatencies]
-    errors: Sequence[str]  # of failed requests
+    errors: Sequence[str]
 
     def kept(self, first_token_s: float, itl_ms: float, kind: str) -> float:
         """Return the share of all requests that met both limits."""

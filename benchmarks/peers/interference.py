@@ -58,9 +58,9 @@ class Figures:
     itl_p50_ms: float
     itl_p99_ms: float
     itl_most_ms: float
-    first_token_p50_s: float  # of the arriving prompts
+    first_token_p50_s: float
     first_token_most_s: float
-    tokens_per_s: float  # of all answers
+    tokens_per_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ class Variant:
     quantize: str = "none"
     kv_cache_dtype: str = "auto"
     activation_dtype: str = "auto"
-    quantize_importance: str = ""  # file
+    quantize_importance: str = ""
 
     @property
     def name(self) -> str:
@@ -70,7 +70,7 @@ class Score:
     variant: str
     perplexity: float
     loss: float  # share of the first variant's perplexity
-    num_tokens: int  # scored
+    num_tokens: int
 
 
 def parse_variants(written: str) -> list[Variant]:

@@ -64,7 +64,7 @@ class ReuseFigures:
     from_host: float
     from_file: float
     from_peer: float
-    local_prefills: float  # share of requests
+    local_prefills: float
     p50_wait_s: float
     p99_wait_s: float
 

@@ -68,7 +68,7 @@ class SimNode(Generic[Visit]):
     waiting: deque[Visit] = field(default_factory=deque)  # the first is being computed
     num_requests: int = 0
     most_requests: int = 0
-    num_tokens: int = 0  # of prompts sent to it
+    num_tokens: int = 0
     _cache: LruBlocks = field(init=False)
     _host: LruBlocks = field(init=False)
     _reported: CachedPrefixes = field(init=False, default_factory=CachedPrefixes)

@@ -36,7 +36,7 @@ class SimCluster:
     num_decode: int = 2
     num_routers: int = 1  # they take turns
     block_size: int = 16
-    num_blocks: int = 256  # KV blocks of a node
+    num_blocks: int = 256
     num_host_blocks: int = 0  # of its host memory tier
     has_files: bool = False  # that all nodes share, without a limit
     prefill_tokens_per_s: float = 2_000.0
@@ -55,8 +55,8 @@ class Served:
     num_tokens: int
     sources: Sources
     num_on_decode: int  # tokens that were not moved to the decode node
-    wait_s: float  # from the request to its first token
-    is_local: bool  # computed on the decode node
+    wait_s: float
+    is_local: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class SimVisit:
 
     number: int
     request: SimRequest
-    names: Names  # of the prompt
+    names: Names
     route: Route
     assignment: Assignment
     computing: SimNode[SimVisit]

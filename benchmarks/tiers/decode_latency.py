@@ -42,9 +42,9 @@ MOVED_SHARE = 0.02  # of all blocks: stored and loaded at a time; no request use
 class DecodeBench:
     model: str
     kv_cache_bytes: int
-    gb_per_s: float  # stored and loaded
+    gb_per_s: float
     num_streams: int
-    num_steps: int  # of each half of a round
+    num_steps: int
     num_rounds: int
     with_files: bool
 
@@ -151,7 +151,7 @@ class _Traffic:
         self.pacing = CopyPacing(tiers.pace)
         self._driver = TierDriver(tiers, woken)
         self._block_ids = block_ids
-        self._num_bytes = 2 * len(block_ids) * block_bytes  # of a store and a load
+        self._num_bytes = 2 * len(block_ids) * block_bytes
         self._pace_s = self._num_bytes / (gb_per_s * 1e9)
         self._numbers = count()  # names of blocks
         self._num_moves = 0

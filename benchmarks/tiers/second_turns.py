@@ -31,8 +31,8 @@ class TurnsBench:
     host_memory: str
     small_host_memory: str  # in front of files
     block_size: int
-    num_tokens: int  # of the first turn of a long session
-    num_long: int  # sessions
+    num_tokens: int
+    num_long: int
     num_streams: int
 
 

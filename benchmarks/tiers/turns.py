@@ -48,7 +48,7 @@ class SecondTurn:
 
     is_long: bool
     prefix_tokens: int
-    found_tokens: int  # in the KV cache
+    found_tokens: int
     loaded_tokens: int
     computed_s: float  # to the first token of the first turn, whose prompt is a little shorter
     ttft_s: float
@@ -72,7 +72,7 @@ class TurnsRow:
     """Gains of the long second turns, and the loads of all."""
 
     tier: str
-    turns: int  # long ones
+    turns: int
     computed_s: float  # median
     second_s: float
     gain: float

@@ -60,7 +60,7 @@ NO_CHANGES: Changes = {}
 class Architecture:
     """Entry of an architecture: its name on the hub, metadata fields and tensor names."""
 
-    hub_name: str  # in config.json
+    hub_name: str
     integers: Mapping[str, str] = field(default_factory=dict)  # further fields
     floats: Mapping[str, str] = field(default_factory=dict)
     fixed: Mapping[str, object] = field(default_factory=dict)  # fields that no metadata has

@@ -17,7 +17,7 @@ from baton.checkpoint.tokenizer import Clock, Tokenizer
 from baton.core.errors import ModelError
 
 PREFIX = "tokenizer.ggml"
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # types of tokens
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 NAMED_TOKENS = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",

@@ -97,7 +97,7 @@ class NodeTimeline:
     num_missing_tokens: int = 0
     record: TransferRecord | None = None
     pulls: list[TransferRecord] = field(default_factory=list)  # runs of blocks, for its prompt
-    loads: list[KvLoad] = field(default_factory=list)  # from tiers, for its prompt
+    loads: list[KvLoad] = field(default_factory=list)
     num_steps: int = 0  # that the request took part in
     # Written by gRPC's thread.
     num_given_before: int | None = None  # tokens of earlier attempts; None before any output

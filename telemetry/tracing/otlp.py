@@ -20,7 +20,7 @@ from baton.telemetry.tracing.otlp_json import ExportedSpan
 from baton.telemetry.tracing.outlet import ExportFailed
 
 TIMEOUT_S = 10
-MAX_BATCH = 512  # of stored spans
+MAX_BATCH = 512
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 KINDS = {
     ours.SpanKind.INTERNAL: SpanKind.INTERNAL,

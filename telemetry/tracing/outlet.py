@@ -13,7 +13,7 @@ from baton.telemetry.tracing.spans import Span, ToUnixNs
 
 MAX_WAITING = 2048  # timelines; more are dropped and counted
 MAX_BATCH = 64
-BATCHING_S = 0.2  # time to collect a batch
+BATCHING_S = 0.2
 WARNING_INTERVAL_S = 60.0
 MAX_CLOSE_S = 3.0
 
@@ -42,8 +42,8 @@ class BatchExporter:
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name=f"traces to {name}", daemon=True)
         self._warned_s: float | None = None
-        self.num_dropped = 0  # timelines dropped from a full queue
-        self.num_failed = 0  # timelines whose export failed
+        self.num_dropped = 0
+        self.num_failed = 0
 
     def __enter__(self) -> BatchExporter:
         self._thread.start()

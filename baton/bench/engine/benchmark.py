@@ -59,7 +59,7 @@ class EngineBench:
 class Rate:
     """Tokens per second over the runs of one setting."""
 
-    kernels: str  # as requested
+    kernels: str
     quantize: str
     activation_dtype: str
     phase: str  # prefill or decode
@@ -239,7 +239,7 @@ class _Meter:
         max_tokens = NUM_WARM_UP_STEPS + self._bench.num_decode_steps + 2
         for _ in range(batch_size):
             self._add(self._bench.decode_prompt_len, max_tokens)
-        for _ in range(NUM_WARM_UP_STEPS):  # the first step computes the prompts
+        for _ in range(NUM_WARM_UP_STEPS):
             self._engine.step()
 
     def _add(self, prompt_len: int, max_tokens: int) -> None:

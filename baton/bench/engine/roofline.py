@@ -22,7 +22,7 @@ from baton.engine.runner.model.config import (
 from baton.engine.runner.weights.packed import is_packed
 from baton.engine.runner.weights.tensor_names import TensorMap
 
-BYTES_OF_NUMBER = {"none": 2.0, "int8": 1.0, "int4": 0.5}  # of weights
+BYTES_OF_NUMBER = {"none": 2.0, "int8": 1.0, "int4": 0.5}
 HEAD_BYTES_OF_NUMBER = {"none": 2.0, "int8": 1.0, "int4": 1.0}
 KV_NUMBER_BYTES = 2.0
 STATE_NUMBER_BYTES = 4  # read and written once per step
@@ -63,11 +63,11 @@ class LayerWork:
     span: LayerConfig  # window, chunk, or a recurrent state
     kv_numbers: int
     other_numbers: int  # all else that each token needs
-    expert_numbers: int  # of one expert
+    expert_numbers: int
     top_k: int
     unquantized_numbers: int = 0  # that each token needs
     state_numbers: int = 0  # of a sequence's recurrent state, in float32
-    state_products: int = STATE_PRODUCTS  # of a token with each of them
+    state_products: int = STATE_PRODUCTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Work:
     layers: Sequence[LayerWork]
     moe: MoeConfig | None
     head_numbers: int
-    number_bytes: float  # of the layers' matrices
+    number_bytes: float
     expert_number_bytes: float
     head_number_bytes: float
     slot_numbers: int  # keys and values of a slot in one layer

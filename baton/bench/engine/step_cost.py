@@ -28,14 +28,14 @@ class Spent:
     scheduling_s: float  # schedule, and update, which makes the outputs
     preparing_s: float  # batch of the pass, and its result
     sampling_s: float
-    forward_s: float  # including the logits
+    forward_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
     """Medians over the steps."""
 
-    kernels: str  # as requested
+    kernels: str
     quantize: str
     activation_dtype: str
     batch: int

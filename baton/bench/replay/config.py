@@ -7,7 +7,7 @@ from typing import Annotated
 
 from baton.core.options import Option, check_options
 
-TRACE = "Trace"  # panel of the help page
+TRACE = "Trace"
 
 
 @dataclass(frozen=True, slots=True)

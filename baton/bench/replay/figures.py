@@ -18,9 +18,9 @@ class ReplayFigures:
     num_planned: int
     num_answered: int
     num_truncated: int  # prompts that were longer than the model can take
-    num_cut_tokens: int  # of these prompts
+    num_cut_tokens: int
     num_late: int  # sends delayed by this client or by the limit of requests in flight
-    errors: Mapping[str, int]  # by reason
+    errors: Mapping[str, int]
     # Tokens of answered requests.
     num_prompt_tokens: int
     num_output_tokens: int
@@ -32,8 +32,8 @@ class ReplayFigures:
     lost_by_reason: Mapping[str, int]
     ttft_ms: Quantiles | None  # None: no samples
     itl_ms: Quantiles | None
-    good_requests_per_s: float  # answers that meet the objectives
-    good_tokens_per_s: float  # tokens of these answers
+    good_requests_per_s: float
+    good_tokens_per_s: float
     is_cut_short: bool
 
 

@@ -17,7 +17,7 @@ class PrefixTree:
 
     block_size: int
     _id_by_block: dict[Block, int] = field(default_factory=dict)
-    _holders: list[Holders] = field(default_factory=list)  # by block id
+    _holders: list[Holders] = field(default_factory=list)
 
     @property
     def num_blocks(self) -> int:

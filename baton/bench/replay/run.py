@@ -29,7 +29,7 @@ class ReplayedRequest:
     session: str
     sample: Sample
     num_prompt_tokens: int
-    num_cut_tokens: int  # that the model could not take
+    num_cut_tokens: int
     num_ideal_tokens: int  # that an infinite cache would have had
     by_source: Mapping[str, int] = field(default_factory=dict)
     lost: Mapping[str, int] = field(default_factory=dict)  # ideal tokens computed, by reason

@@ -53,7 +53,7 @@ class Turn:
 class ReplayPrompt:
     token_ids: tuple[int, ...]
     num_output_tokens: int
-    num_cut_tokens: int  # that the recording has and the model cannot take
+    num_cut_tokens: int
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ from baton.cluster import ClusterOptions, LocalCluster
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
-    name: str  # of the cluster
+    name: str
     rate: float
     requests: Sequence[PlannedRequest]
     run: LoadRun

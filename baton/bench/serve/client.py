@@ -28,8 +28,8 @@ class Sample:
     ended_s: float = 0.0
     arrivals: list[tuple[float, int]] = field(default_factory=list)  # time and number of tokens
     finish: Finish | None = None
-    error: str | None = None  # reason of a refusal or failure
-    token_ids: list[int] = field(default_factory=list)  # of the answer
+    error: str | None = None
+    token_ids: list[int] = field(default_factory=list)
 
     @property
     def is_late(self) -> bool:
@@ -40,7 +40,7 @@ class Sample:
 class LoadRun:
     """One plan, sent once."""
 
-    samples: list[Sample] = field(default_factory=list)  # completed requests
+    samples: list[Sample] = field(default_factory=list)
     num_planned: int = 0
     duration_s: float = 0.0
     lags_s: list[float] = field(default_factory=list)  # of this process's event loop

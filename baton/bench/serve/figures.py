@@ -32,7 +32,7 @@ class ServeFigures:
     num_planned: int
     num_answered: int
     num_failed: int
-    errors: Mapping[str, int]  # by reason
+    errors: Mapping[str, int]
     ttft_ms: Quantiles | None  # None: no samples
     itl_ms: Quantiles | None
     tpot_ms: Quantiles | None
@@ -40,13 +40,13 @@ class ServeFigures:
     requests_per_s: float
     input_tokens_per_s: float
     output_tokens_per_s: float
-    goodput_per_s: float  # answers that meet the objectives
-    good_share: float  # of all completed requests
-    num_remote: int  # prompts computed on a prefill node
+    goodput_per_s: float
+    good_share: float
+    num_remote: int
     num_local: int
     num_retried: int
     kv_bytes: int
-    prefix_hit_tokens: int  # prompt tokens cached on decode nodes
+    prefix_hit_tokens: int
     num_late: int  # sends delayed by this client or by the concurrency limit
     client_lag_p99_ms: float
     client_cpu_share: float  # of one core

@@ -28,7 +28,7 @@ NAMES = {"user": "User", "assistant": "Assistant"}
 # Stop string for models without a chat template, which would go on with the user's turn.
 PLAIN_STOP = "\nUser:"
 CHAT = "Chat"
-CUT_OFF = "length"  # the finish reason of an answer that reached a limit
+CUT_OFF = "length"
 HELP = """\
 /system TEXT  set the system message; without TEXT, show it
 /reset        clear the conversation

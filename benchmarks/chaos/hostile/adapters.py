@@ -40,7 +40,7 @@ NAME, FLOOD = "hostile", "flood-"
 NUM_NAMES, NUM_IN_FLIGHT = 10_000, 100
 NUM_AT_NODE = 3_000  # more than it takes
 NUM_HASTY = 300  # loads whose clients disconnect at once
-FLOODS_SHARE = 0.5  # of the attacks
+FLOODS_SHARE = 0.5
 CLEANING_S, PAUSE_S = 20.0, 0.5
 ESCAPES = (
     "..", "../adapters/red", "red/../../adapters/red", "/etc", "/", "~", ".", "./", "",
@@ -62,7 +62,7 @@ class OperatorAccess:
     http: str
     nodes: Sequence[str]
     token: str
-    root: str  # folder of the nodes' adapters
+    root: str
 
     def load(self, name: Any, path: Any, **fields: Any) -> HttpPost:
         return self.post(LOAD, lora_name=name, lora_path=path, **fields)

@@ -32,7 +32,7 @@ PAUSE_S = 0.2
 
 
 class Wait(Enum):
-    GAP = "gap"  # between tokens
+    GAP = "gap"
     FIRST_TOKEN = "first token"
     HEALTH = "health"
     LAG = "lag"  # event-loop lag of this process

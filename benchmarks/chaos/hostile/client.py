@@ -49,11 +49,11 @@ HALVES = (
 class AttackTarget:
     http: str
     grpc: str
-    decodes: Sequence[str]  # addresses of decode nodes
+    decodes: Sequence[str]
     prefills: Sequence[str] = ()
     kv_events: Sequence[str] = ()  # of nodes; replays at the same with `REPLAY_SUFFIX`
-    operator_token: str = ""  # for attacks on the calls of operators
-    adapters: str = ""  # folder of the nodes' adapters
+    operator_token: str = ""
+    adapters: str = ""
 
     def model(self) -> str:
         """Return the name of the served model. Raises OSError if the router does not answer."""

@@ -18,7 +18,7 @@ from benchmarks.chaos.hostile.zmtp_client import (
     subscription,
 )
 
-NUM_SLOW, NUM_SILENT = 30, 300  # of each endpoint
+NUM_SLOW, NUM_SILENT = 30, 300
 SENT_BYTES = 8 << 20
 DECLARED_BYTES = 6 << 30
 PIECE_BYTES = 2000

@@ -37,7 +37,7 @@ class BystanderLatencies:
     worst_health_s: float
     worst_quiet_gap_s: float  # without fault and attack
     worst_quiet_health_s: float
-    worst_lag_s: float  # of the measuring process
+    worst_lag_s: float
     by_attack: Sequence[WorstWaits]
     missed: Sequence[str]  # exceeded limits, and attacks that got no named error
 
