@@ -27,7 +27,7 @@ from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams, fit_max_tokens
 from baton.core.stop_strings import StopRule
 from baton.core.structured_outputs import StructuredOutputs
-from baton.core.task import UNSAMPLED
+from baton.core.task import EMBED, UNSAMPLED
 from baton.core.units import AUTO, parse_kv_memory
 from baton.core.vectors import Floats, check_dimensions, scaled, shorten
 from baton.engine.config import EngineOptions
@@ -223,8 +223,7 @@ class LLM:
         plain = [
             replace(
                 self._make_request(text.token_ids, UNSAMPLED),
-                is_pooled=True,
-                second_text_start=text.second_start,
+                task=replace(EMBED, second_text_start=text.second_start),
             )
             for text in texts
         ]

@@ -16,7 +16,7 @@ from baton.core.ids import (
 )
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
 from baton.core.sampling import SamplingParams
-from baton.core.task import Task, task_of
+from baton.core.task import GENERATE, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class EngineRequest:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     seed: int  # sampling is keyed by (seed, position), so every request needs one
+    task: Task = GENERATE
     arrival_s: float = 0.0
     age_s: float = 0.0  # since the client sent it, so that a retry keeps its place in the queue
     priority: int = 0  # lower runs earlier
@@ -45,17 +46,11 @@ class EngineRequest:
     foreign_kv: ForeignKv | None = None  # of its prompt, on a server that is not Baton's
     # Limits its prefill chunks to about the time that decoding takes in the same step.
     is_paced: bool = False
-    is_pooled: bool = False  # it ends with a vector instead of tokens
-    second_text_start: int = 0  # index of the second text's first token; 0: it is no pair
     registration: int = 0  # copied to its outputs; names the stream that gets them
 
     @property
     def prefix_keys(self) -> PrefixKeys:
         return PrefixKeys(self.cache_salt, self.adapter.id, self.media)
-
-    @property
-    def task(self) -> Task:
-        return task_of(self.kv_hints, is_pooled=self.is_pooled)
 
 
 @dataclass(frozen=True, slots=True)

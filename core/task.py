@@ -28,17 +28,26 @@ class Task:
     has_decode_leg: bool
     sampling: SamplingParams | None = None  # of all its requests; None: their own
 
+    @property
+    def is_pooling(self) -> bool:
+        return self.output is TaskOutput.VECTOR
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedTask(Task):
+    """Task of a text, or of a pair of texts that are scored together."""
+
+    second_text_start: int = 0  # index of the second text's first token; 0: it is no pair
+
 
 GENERATE = Task("generate", TaskOutput.TOKENS, has_decode_leg=True)
 # Of requests that sample no token; `max_tokens` must be positive.
 UNSAMPLED = SamplingParams(max_tokens=1)
 
 PREFETCH = Task("prefetch", TaskOutput.KV, has_decode_leg=False, sampling=UNSAMPLED)
-EMBED = Task("embed", TaskOutput.VECTOR, has_decode_leg=False, sampling=UNSAMPLED)
+EMBED = EmbedTask("embed", TaskOutput.VECTOR, has_decode_leg=False, sampling=UNSAMPLED)
 
 
-def task_of(hints: KvHints, *, is_pooled: bool = False) -> Task:
-    """Return the task of a request. Clients ask for a prefetch by its hints."""
-    if is_pooled:
-        return EMBED
+def task_of(hints: KvHints) -> Task:
+    """Return the task of a prompt to generate from. Clients ask for a prefetch by its hints."""
     return PREFETCH if hints.prefetch else GENERATE

@@ -10,6 +10,7 @@ from baton.core.ids import BlockId, RequestId
 from baton.core.logprobs import TokenLogprobs
 from baton.core.output import Failure
 from baton.core.sampling import SamplingParams
+from baton.core.task import GENERATE, Task
 from baton.engine.structured_output.grammar import Grammar
 from baton.kv_transfer.types import NO_KV_ORDERS, KvOrders
 
@@ -57,9 +58,8 @@ class PlanRow:
     seed: int
     grammar: Grammar | None = None  # restricts the tokens that can be sampled
     state: StateBlocks | None = None  # of a model with recurrent layers
-    is_pooled: bool = False  # ends with a vector instead of a token
+    task: Task = GENERATE
     adapter: str = ""  # id of the adapter that computes it; empty: none
-    second_text_start: int = 0  # of a pair of texts, see EngineRequest
 
     @property
     def wants_prompt_logprobs(self) -> bool:

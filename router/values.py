@@ -14,7 +14,7 @@ from baton.core.logprobs import TokenLogprobs
 from baton.core.reasoning import ReasoningSection
 from baton.core.sampling import SamplingParams
 from baton.core.stop_strings import StopRule
-from baton.core.task import Task, task_of
+from baton.core.task import GENERATE, Task
 
 TEMPLATE_CHARACTERS = 16  # that a chat template adds around each message, estimated
 VALUE_CHARACTERS = 4  # of a number, or around a list, estimated
@@ -76,8 +76,6 @@ def lengths_in(value: object) -> Iterator[int]:
 class TokenPrompt:
     token_ids: tuple[int, ...]
     media: tuple[MediaSegment, ...] = ()
-    second_text_start: int = 0  # of a pair of texts, see EngineRequest
-    is_cut: bool = False  # it is only the beginning of a text to embed
 
     @property
     def num_characters(self) -> int:
@@ -158,6 +156,7 @@ class GenerateCall:
     request_id: str
     prompt: Prompt
     sampling: SamplingParams
+    task: Task = GENERATE
     stop: StopRule = StopRule()
     model: ModelVariant = ANY_MODEL
     priority: int = 0
@@ -171,14 +170,9 @@ class GenerateCall:
     # The client set no max_tokens: the answer is limited only by the model's context length and
     # the KV caches, less the prompt.
     fills_context: bool = False
-    is_pooled: bool = False  # it asks for a vector instead of an answer
     max_prompt_tokens: int | None = None  # a longer prompt is cut; None: it is refused
     foreign_kv: ForeignKv | None = None  # of the prompt, on a vLLM server
     warnings: tuple[str, ...] = ()  # what is done only in part
-
-    @property
-    def task(self) -> Task:
-        return task_of(self.kv_hints, is_pooled=self.is_pooled)
 
     @property
     def token_prompt(self) -> TokenPrompt:

@@ -72,7 +72,7 @@ class OutputProcessor:
         request.num_prefilled_tokens += num_tokens
         self._state.cache.end_chunk(request.kv)
         is_complete = request.kv.num_computed_tokens == request.num_tokens
-        results = run.vectors if request.submitted.is_pooled else run.token_ids
+        results = run.vectors if request.submitted.task.is_pooling else run.token_ids
         if is_complete and request.request_id not in results:
             raise OutOfOrder(f"the prefill of {request.request_id} is complete; it got no token")
         num_whole = request.kv.num_computed_tokens // self._state.cache.block_size

@@ -210,7 +210,6 @@ def make_row(request: Request) -> PlanRow:
         seed=request.submitted.seed,
         grammar=request.grammar,
         state=request.kv.state_blocks,
-        is_pooled=request.submitted.is_pooled,
+        task=request.submitted.task,
         adapter=request.submitted.adapter.id,
-        second_text_start=request.submitted.second_text_start,
     )

@@ -8,6 +8,7 @@ from itertools import chain
 from baton.core.errors import ContextLengthExceeded, InvalidRequest
 from baton.core.request import EngineRequest
 from baton.core.structured_outputs import FIELD
+from baton.core.task import EmbedTask
 from baton.engine.kv_cache.block_hashes import MAX_TOKEN_ID
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.scheduler.config import SchedulerConfig
@@ -24,8 +25,8 @@ def validate_request(
         raise InvalidRequest(f"the adapter {request.adapter.name!r} is not served by this node")
     if request.media:
         raise InvalidRequest("media are not served by this node: send text only")
-    if request.is_pooled:
-        _check_pooled(request, config)
+    if isinstance(request.task, EmbedTask):
+        _check_embed(request, request.task, config)
     elif not config.can_generate:
         raise InvalidRequest("this model generates no text: it embeds or scores texts only")
     _check_tokens(request, config)
@@ -41,7 +42,7 @@ def validate_request(
         raise InvalidRequest("receive_from and send_to exclude each other: KV is passed on once")
 
 
-def _check_pooled(request: EngineRequest, config: SchedulerConfig) -> None:
+def _check_embed(request: EngineRequest, task: EmbedTask, config: SchedulerConfig) -> None:
     if config.pooling is None:
         raise InvalidRequest(
             "this model does not embed: its folder has no pooling (modules.json); start its nodes "
@@ -49,16 +50,16 @@ def _check_pooled(request: EngineRequest, config: SchedulerConfig) -> None:
         )
     if request.send_to is not None or request.receive_from is not None:
         raise InvalidRequest("an embedding takes no part in a hand-off")
-    if not 0 <= request.second_text_start <= len(request.prompt_token_ids):
+    if not 0 <= task.second_text_start <= len(request.prompt_token_ids):
         raise InvalidRequest(
-            f"second_text_start is {request.second_text_start}; the prompt has "
+            f"second_text_start is {task.second_text_start}; the prompt has "
             f"{len(request.prompt_token_ids)} tokens"
         )
 
 
 def max_num_tokens(request: EngineRequest, config: SchedulerConfig) -> int:
     """Return the number of tokens, prompt included, at which a limit ends the request."""
-    if request.is_pooled:
+    if request.task.is_pooling:
         return len(request.prompt_token_ids) + 1  # the token that is not sampled
     return min(len(request.prompt_token_ids) + request.sampling.max_tokens, config.max_model_len)
 
@@ -99,7 +100,7 @@ def _named_token_ids(request: EngineRequest) -> Iterator[tuple[str, tuple[int, .
 
 def _check_lengths(request: EngineRequest, config: SchedulerConfig) -> None:
     num_context = len(request.prompt_token_ids) + len(request.prior_output_token_ids)
-    if request.is_pooled:
+    if request.task.is_pooling:
         if num_context > config.max_model_len:
             raise ContextLengthExceeded.of_text(num_context, config.max_model_len)
     elif num_context >= config.max_model_len:

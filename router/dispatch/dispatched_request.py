@@ -56,6 +56,7 @@ class DispatchedRequest:
             prompt_token_ids=call.prompt_token_ids,
             sampling=call.sampling,
             seed=self.seed,
+            task=call.task,
             age_s=max(0.0, now - self.context.received_s),
             priority=call.priority,
             adapter=call.model.adapter,
@@ -67,8 +68,6 @@ class DispatchedRequest:
             foreign_kv=self._foreign_kv(now) if handoff_id.attempt == 1 else None,
             prior_output_token_ids=self.answer.token_ids,
             is_paced=is_paced,
-            is_pooled=call.is_pooled,
-            second_text_start=call.token_prompt.second_text_start,
         )
 
     def cache_salt(self, attempt: int) -> str:

@@ -110,7 +110,7 @@ class Dispatcher:
             media=request.call.token_prompt.media,
             cache_salt=request.cache_salt(number),
             revision=request.revision,
-            is_pooled=request.call.is_pooled,
+            task=request.call.task,
             has_foreign_kv=request.has_foreign_kv and number == 1,
             foreign_kv_readers=frozenset() if computed is None else computed.readers,
         )

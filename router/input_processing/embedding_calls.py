@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from baton.core.errors import InvalidRequest
 from baton.core.ids import ModelVariant
-from baton.core.task import UNSAMPLED
+from baton.core.task import EMBED, UNSAMPLED
 from baton.router.input_processing.limits import check_count, check_texts
 from baton.router.values import GenerateCall, Prompt
 
@@ -41,7 +41,7 @@ def calls_for_texts(
         model=model,
         priority=priority,
         cache_salt=cache_salt,
-        is_pooled=True,
+        task=EMBED,
         max_prompt_tokens=max_tokens,
     )
     if len(texts) == 1:

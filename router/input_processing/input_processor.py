@@ -9,6 +9,7 @@ from functools import lru_cache, partial
 from baton.core.errors import ContextLengthExceeded, InvalidRequest
 from baton.core.ids import ANY_MODEL, ModelVariant
 from baton.core.sampling import fit_max_tokens
+from baton.core.task import EmbedTask
 from baton.router.context import RequestContext
 from baton.router.input_processing.form_checks import FormChecks
 from baton.router.input_processing.large_texts import LargeTexts
@@ -48,16 +49,13 @@ class InputProcessor:
         if call.task.sampling is not None:
             call = replace(call, sampling=call.task.sampling, bad_words=(), fills_context=False)
         call = await self._ban_bad_words(call, context.owner)
-        prompt = await self._token_prompt(call, context.owner)
-        token_ids = prompt.token_ids
-        context.trace.note_tokenized(len(token_ids))
-        self._check_prompt(call, len(token_ids), context.logprob_budget or LogprobBudget())
+        tokenized = await self._tokenize(call, context.owner)
+        num_tokens = len(tokenized.prompt_token_ids)
+        context.trace.note_tokenized(num_tokens)
+        self._check_prompt(call, num_tokens, context.logprob_budget or LogprobBudget())
         if self._forms is not None and call.sampling.structured_outputs is not None:
             await self._forms.check(call.sampling.structured_outputs, context.owner)
-        if prompt.is_cut:
-            call = replace(call, warnings=(_cut_warning(len(token_ids)),))
-        call = self._begin_after_reasoning(replace(call, prompt=prompt))
-        return self._fit_max_tokens(call, len(token_ids))
+        return self._fit_max_tokens(self._begin_after_reasoning(tokenized), num_tokens)
 
     def _known_model(self, call: GenerateCall) -> ModelVariant:
         """Return the model of a call, which may have arrived before any node did.
@@ -69,7 +67,7 @@ class InputProcessor:
         names = self._profiles.names
         if not self._table.models and len(names) > 1:
             raise InvalidRequest(f"set model to one of: {', '.join(names)}", "model")
-        return self._table.find_model("", is_pooled=call.is_pooled)
+        return self._table.find_model("", call.task)
 
     def check_model(self, model: ModelVariant) -> None:
         """Raise UnknownModel if nodes are known, none serves `model`, and no option names it.
@@ -94,27 +92,34 @@ class InputProcessor:
         if call.model.base not in self._table.models:
             return
         served, name = self._table.served_model(call.model), call.model.name
-        if call.is_pooled and not served.vector_size:
+        if call.task.is_pooling and not served.vector_size:
             raise InvalidRequest(
                 f"model {name!r} does not embed: its nodes need --pooling last, mean or cls, or a "
                 "model folder with modules.json",
                 "model",
             )
-        if not call.is_pooled and not served.generates:
+        if not call.task.is_pooling and not served.generates:
             raise InvalidRequest(f"model {name!r} generates no text: it only embeds", "model")
 
-    async def _token_prompt(self, call: GenerateCall, client: str) -> TokenPrompt:
-        if not call.is_pooled:
-            return TokenPrompt(await self.token_ids(call.prompt, call.model, client))
+    async def _tokenize(self, call: GenerateCall, client: str) -> GenerateCall:
+        """Return the call with a TokenPrompt."""
+        if not isinstance(call.task, EmbedTask):
+            token_ids = await self.token_ids(call.prompt, call.model, client)
+            return replace(call, prompt=TokenPrompt(token_ids))
         text, served = self._profiles.of(call.model).text, self._table.served_model(call.model)
-        tokenize = partial(
-            text.token_prompt, call.prompt, served.max_model_len, call.max_prompt_tokens
+        encode = partial(
+            text.encode_text, call.prompt, served.max_model_len, call.max_prompt_tokens
         )
         large_texts = self._large_texts_of(call.model)
-        prompt = await large_texts.run(call.prompt.num_characters, tokenize, client)
-        if isinstance(call.prompt, TokenPrompt) and prompt.token_ids and not served.generates:
-            text.check_own_tokens(prompt.token_ids)
-        return prompt
+        encoded = await large_texts.run(call.prompt.num_characters, encode, client)
+        if isinstance(call.prompt, TokenPrompt) and encoded.token_ids and not served.generates:
+            text.check_own_tokens(encoded.token_ids)
+        return replace(
+            call,
+            prompt=TokenPrompt(encoded.token_ids),
+            task=replace(call.task, second_text_start=encoded.second_start),
+            warnings=(_cut_warning(len(encoded.token_ids)),) if encoded.is_cut else (),
+        )
 
     async def token_ids(
         self, prompt: Prompt, model: ModelVariant = ANY_MODEL, client: str = ""
@@ -144,12 +149,12 @@ class InputProcessor:
         self, call: GenerateCall, num_prompt_tokens: int, budget: LogprobBudget
     ) -> None:
         """Check what depends on the number of prompt tokens."""
-        if num_prompt_tokens == 0 and call.is_pooled:
+        if num_prompt_tokens == 0 and call.task.is_pooling:
             raise EmptyPrompt("a text has no tokens; there is nothing to embed")
         if num_prompt_tokens == 0:
             raise EmptyPrompt("the prompt has no tokens; there is nothing to continue")
         max_model_len = self._table.served_model(call.model).max_model_len
-        if call.is_pooled:
+        if call.task.is_pooling:
             if max_model_len is not None and num_prompt_tokens > max_model_len:
                 raise ContextLengthExceeded.of_text(num_prompt_tokens, max_model_len, "input")
         elif max_model_len is not None and num_prompt_tokens >= max_model_len:

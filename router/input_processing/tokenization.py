@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from functools import cached_property
 
+from baton.checkpoint.text_pairs import EncodedText
 from baton.checkpoint.token_text import TokenText
 from baton.checkpoint.tokenizer import Tokenizer
 from baton.core.errors import ContextLengthExceeded, InvalidRequest
@@ -46,15 +47,16 @@ class TextBoundary:
         """Return the text of the last tokens of a prompt, with special tokens."""
         return ""
 
-    def token_prompt(
+    def encode_text(
         self, prompt: Prompt, max_tokens: int | None, cut_at: int | None
-    ) -> TokenPrompt:
+    ) -> EncodedText:
         """Tokenise a text or a pair of texts to embed, and cut it to `cut_at` tokens.
 
         Raises ContextLengthExceeded as `token_ids` does, unless it is cut.
         """
         token_ids = self.token_ids(prompt, None if cut_at else max_tokens)
-        return TokenPrompt(token_ids[:cut_at], is_cut=bool(cut_at and len(token_ids) > cut_at))
+        is_cut = cut_at is not None and len(token_ids) > cut_at
+        return EncodedText(token_ids[:cut_at], is_cut=is_cut)
 
     def check_own_tokens(self, token_ids: tuple[int, ...]) -> None:
         """Raise InvalidRequest for a text that an encoder's own tokenizer cannot have made."""
@@ -97,25 +99,22 @@ class ModelText(TextBoundary):
                 self._check_length(text, max_tokens, "messages")
                 return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def token_prompt(
+    def encode_text(
         self, prompt: Prompt, max_tokens: int | None, cut_at: int | None
-    ) -> TokenPrompt:
+    ) -> EncodedText:
         match prompt:
             case PairPrompt():
                 texts: tuple[str, str | None] = prompt.first, prompt.second
             case TextPrompt(add_special_tokens=True):
                 texts = prompt.text, None
             case _:
-                return super().token_prompt(prompt, max_tokens, cut_at)
+                return super().encode_text(prompt, max_tokens, cut_at)
         for part in filter(None, texts):
             self._check_length(part, None if cut_at else max_tokens, "input")
         # A token has at most so many characters: the rest of a long text would be cut anyway.
         end = None if cut_at is None else cut_at * self._tokenizer.max_token_chars
         first, second = (None if part is None else part[:end] for part in texts)
-        encoded = self._tokenizer.encode_text(first or "", second, cut_at)
-        return TokenPrompt(
-            encoded.token_ids, second_text_start=encoded.second_start, is_cut=encoded.is_cut
-        )
+        return self._tokenizer.encode_text(first or "", second, cut_at)
 
     def check_own_tokens(self, token_ids: tuple[int, ...]) -> None:
         special = self._special_token_ids

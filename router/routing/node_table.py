@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from baton.core.ids import ANY_MODEL, AdapterRef, ModelVariant, NodeId
+from baton.core.task import GENERATE, Task
 from baton.engine.kv_cache.block_hashes import PrefixNaming
 from baton.router.discovery.sources import Member
 from baton.router.routing.adapter_table import AdapterTable
@@ -123,13 +124,13 @@ class NodeTable:
         """Served base models by name."""
         return self.served.bases
 
-    def find_model(self, name: str, *, is_pooled: bool = False) -> ModelVariant:
+    def find_model(self, name: str, task: Task = GENERATE) -> ModelVariant:
         """Resolve a name that a client sent: once per request, when it is parsed.
 
         An unknown name stands for a base model that is not served, an empty one for the only model
         that can do the task. Raises InvalidRequest if there are several.
         """
-        return self.served.find(name, is_pooled=is_pooled)
+        return self.served.find(name, task)
 
     def resolve(self, model: ModelVariant) -> ModelVariant:
         """Return the adapter of a name that arrived before a node that knows it."""

@@ -72,7 +72,7 @@ def choose(
     """
     if request.model.base not in table.models:  # it arrived before its nodes did
         request = replace(request, model=_late_model(table, request))
-    if request.is_pooled:
+    if request.task.is_pooling:
         return _choose_for_pooling(table, routing, request, without)
     groups = [group for group in table.groups(without) if group.model == request.model.base]
     groups = [group for group in _with_adapter(table, groups, request.model) if group.decodes]
@@ -123,7 +123,7 @@ def _choose_for_foreign_kv(
 def _late_model(table: NodeTable, request: RoutingRequest) -> ModelVariant:
     """Return the model of a request that could not be resolved when it arrived."""
     if request.model == ANY_MODEL:
-        return table.find_model("", is_pooled=request.is_pooled)
+        return table.find_model("", request.task)
     return table.resolve(request.model)
 
 

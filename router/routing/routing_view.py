@@ -11,6 +11,7 @@ from functools import lru_cache
 from math import ceil
 
 from baton.core.ids import ANY_MODEL, MediaSegment, ModelVariant, PrefixKeys
+from baton.core.task import GENERATE, Task
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.router.routing.node_table import NodeTable
 from baton.router.routing.nodes import Node, Revision
@@ -44,7 +45,7 @@ class RoutingRequest:
     media: tuple[MediaSegment, ...] = ()  # in the prompt
     cache_salt: str = ""
     revision: Revision | None = None  # that started the answer and alone may continue it
-    is_pooled: bool = False  # one node computes all of it
+    task: Task = GENERATE
     has_foreign_kv: bool = False  # of the prompt: no prefill node is needed
     foreign_kv_readers: frozenset[str] = frozenset()  # nodes that can use it; empty: all
 

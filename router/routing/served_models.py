@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from baton.core.errors import InvalidRequest
 from baton.core.ids import ANY_MODEL, ModelVariant
 from baton.core.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults
+from baton.core.task import GENERATE, Task
 from baton.rpc.node_info import NodeCard, NodeRole
 
 
@@ -24,9 +25,9 @@ class ServedModel:
     # Now or before. A decoder that only embeds has prefill nodes alone.
     has_decode_nodes: bool = False
 
-    def can(self, *, is_pooled: bool) -> bool:
+    def can(self, task: Task) -> bool:
         """Return whether the model embeds, or generates text."""
-        return self.vector_size > 0 if is_pooled else self.generates
+        return self.vector_size > 0 if task.is_pooling else self.generates
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -85,7 +86,7 @@ class ServedModels:
         """Return the limits and defaults of a model, which its adapters share, or of all models."""
         return self._served.get(model.base, UNSERVED)
 
-    def find(self, name: str, *, is_pooled: bool = False) -> ModelVariant:
+    def find(self, name: str, task: Task = GENERATE) -> ModelVariant:
         """Return the model of a name, which need not be served.
 
         Without a name, return the only base model that can do the task, or ANY_MODEL if none is
@@ -95,21 +96,21 @@ class ServedModels:
         if name:
             return self.variants.get(name) or ModelVariant(name)
         models = list(self.bases.values())
-        able = self._able(is_pooled=is_pooled)
+        able = self._able(task)
         found = able or models
         if not able and models and self._missing:
             found = [ModelVariant(name) for name in self._missing]
         if len(found) > 1:
             which = "several models" if able or self._missing else "no model"
-            verb = "embed" if is_pooled else "generate text"
+            verb = "embed" if task.is_pooling else "generate text"
             names = ", ".join(sorted(model.name for model in found))
             raise InvalidRequest(f"{which} can {verb} here; set model to one of: {names}", "model")
         return found[0] if found else ANY_MODEL
 
-    def _able(self, *, is_pooled: bool) -> Sequence[ModelVariant]:
+    def _able(self, task: Task) -> Sequence[ModelVariant]:
         """Return the base models that can do a task: to generate text, those with decode nodes."""
-        able = [model for model in self.bases.values() if self.of(model).can(is_pooled=is_pooled)]
-        if is_pooled:
+        able = [model for model in self.bases.values() if self.of(model).can(task)]
+        if task.is_pooling:
             return able
         with_decode_nodes = [model for model in able if self.of(model).has_decode_nodes]
         return with_decode_nodes or ([] if self._missing else able)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from baton.core.errors import InvalidRequest
 from baton.core.ids import HandoffId, RequestId
-from baton.core.kv_hints import NO_KV_HINTS
+from baton.core.kv_hints import NO_KV_HINTS, KvHints
 from baton.core.output import Output
 from baton.core.request import EngineRequest, ReceiveKv
-from baton.core.task import task_of
+from baton.core.task import EMBED, EmbedTask, Task, task_of
 from baton.rpc.errors import UnsupportedInput
 from baton.rpc.messages.conversion import HANDOFF, KV_HINTS, PEER, SAMPLING, output_to
 from baton.rpc.messages.mapper import Converter, Mapper
@@ -47,7 +47,7 @@ SEQUENCE = Mapper(
     EngineRequest,
     node_pb2.Sequence,
     converters={"sampling": SAMPLING.converter, "age_s": Converter(_valid_age)},
-    # Of the order, or in `cache_hints`.
+    # Of the order, or in `cache_hints` and `embed`.
     unmapped=(
         "request_id",
         "registration",
@@ -58,6 +58,8 @@ SEQUENCE = Mapper(
         "tenant",
         "kv_hints",
         "cache_hints",
+        "task",
+        "embed",
     ),
 )
 
@@ -68,8 +70,8 @@ def engine_request(order: Order, now: float) -> EngineRequest:
     sequence = order.sequence
     _check_sequence(sequence, handoff_id)
     hints = KV_HINTS.from_message(sequence.cache_hints.hints)
-    receive_from = send_to = None
-    if task_of(hints, is_pooled=sequence.is_pooled).has_decode_leg:
+    task, receive_from, send_to = _task_from(sequence, hints), None, None
+    if task.has_decode_leg:
         if isinstance(order, node_pb2.PrefillOrder):
             send_to = handoff_id
         elif order.HasField("prefill"):
@@ -80,9 +82,22 @@ def engine_request(order: Order, now: float) -> EngineRequest:
         arrival_s=now,
         tenant=sequence.cache_hints.tenant,
         kv_hints=hints,
+        task=task,
         receive_from=receive_from,
         send_to=send_to,
     )
+
+
+def _task_from(sequence: node_pb2.Sequence, hints: KvHints) -> Task:
+    if sequence.HasField("embed"):
+        return replace(EMBED, second_text_start=sequence.embed.second_text_start)
+    return task_of(hints)
+
+
+def _embed_to(task: Task) -> node_pb2.Embed | None:
+    if not isinstance(task, EmbedTask):
+        return None
+    return node_pb2.Embed(second_text_start=task.second_text_start)
 
 
 def _check_sequence(sequence: node_pb2.Sequence, handoff_id: HandoffId) -> None:
@@ -115,7 +130,9 @@ def decode_order(request: EngineRequest) -> node_pb2.DecodeOrder:
 def _order_fields(request: EngineRequest) -> dict[str, Any]:
     return {
         "handoff_id": HANDOFF.to_message(handoff_id_of(request.request_id)),
-        "sequence": SEQUENCE.to_message(request, cache_hints=_cache_hints_to(request)),
+        "sequence": SEQUENCE.to_message(
+            request, cache_hints=_cache_hints_to(request), embed=_embed_to(request.task)
+        ),
     }
 
 

@@ -143,7 +143,7 @@ def test_prefill_nodes_embed_and_decode_nodes_without_them(
     run(check, nodes=nodes, table=embedders(*roles))
     [received] = nodes.received
     assert received.leg is chosen
-    assert received.request.is_pooled
+    assert received.request.task.is_pooling
     assert received.request.send_to is None
     assert received.request.receive_from is None
 

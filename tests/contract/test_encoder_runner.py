@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from baton.core.errors import InvalidConfig, ModelError
 from baton.core.ids import RequestId
 from baton.core.sampling import SamplingParams
+from baton.core.task import EMBED, GENERATE, Task
 from baton.engine.config import EngineOptions
 from baton.engine.errors import OutOfOrder
 from baton.engine.factory import build_scheduler
@@ -44,7 +45,7 @@ def load(folder: Path, **settings: Any) -> LoadedRunner:
     return open_runner(RunnerConfig(str(folder), max_num_seqs=4, **settings))
 
 
-def row_of(name: str, *, is_pooled: bool = True) -> PlanRow:
+def row_of(name: str, task: Task = EMBED) -> PlanRow:
     tokens = tuple(range(10, 10 + LENGTHS[name]))
     return PlanRow(
         RequestId(name),
@@ -54,7 +55,7 @@ def row_of(name: str, *, is_pooled: bool = True) -> PlanRow:
         (),
         SamplingParams(),
         seed=0,
-        is_pooled=is_pooled,
+        task=task,
     )
 
 
@@ -83,7 +84,7 @@ def test_a_text_has_one_vector_in_any_batch(folder: Path) -> None:
         assert np.abs(vectors[0] - vectors[1]).max() < 1e-6
 
 
-@pytest.mark.parametrize("row", [row_of("a", is_pooled=False), row_of("b")])
+@pytest.mark.parametrize("row", [row_of("a", GENERATE), row_of("b")])
 def test_parts_of_texts_and_answers_are_refused(row: PlanRow, folder: Path) -> None:
     plan = Plan(started=(row,), num_scheduled_tokens={row.request_id: 5})
     with load(folder) as runner, pytest.raises(OutOfOrder, match="computes whole texts"):

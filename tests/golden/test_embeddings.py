@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from baton.checkpoint.tokenizer_files import load_tokenizer
 from baton.core.errors import InvalidRequest, ModelError
 from baton.core.sampling import SamplingParams
-from baton.core.task import UNSAMPLED
+from baton.core.task import EMBED, UNSAMPLED
 from baton.core.vectors import Floats
 from baton.engine.config import EngineOptions
 from baton.engine.factory import build_engine
@@ -138,7 +138,7 @@ def test_embeddings_beside_answers(
 
 
 def _pooled(llm: LLM, text: Sequence[int]) -> Any:
-    return replace(llm._make_request(text, UNSAMPLED), is_pooled=True)
+    return replace(llm._make_request(text, UNSAMPLED), task=EMBED)
 
 
 @pytest.mark.parametrize("how", COSINES)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from baton.core.errors import InvalidRequest
-from baton.core.task import UNSAMPLED
+from baton.core.task import EMBED, UNSAMPLED
 from baton.core.vectors import Floats, decode_vector
 from baton.llm import LLM
 from tests.support.encoders import ENCODERS, make_encoder, pooled, scored, tokenize_pair
@@ -114,7 +114,10 @@ def test_cross_encoders_can_give_logits(field: dict[str, Any], tmp_path: Path) -
 def embed_pairs(llm: LLM, texts: Sequence[list[int]], seconds: Sequence[int]) -> list[Floats]:
     found: dict[str, Floats] = {}
     requests = [
-        replace(llm._make_request(text, UNSAMPLED), is_pooled=True, second_text_start=second)
+        replace(
+            llm._make_request(text, UNSAMPLED),
+            task=replace(EMBED, second_text_start=second),
+        )
         for text, second in zip(texts, seconds, strict=True)
     ]
     for request in requests:

@@ -13,6 +13,7 @@ import pytest
 from baton.checkpoint.peft_folder import PeftFolder
 from baton.core.ids import NO_ADAPTER, AdapterRef
 from baton.core.sampling import SamplingParams
+from baton.core.task import EMBED
 from baton.llm import LLM
 from baton.node.adapters.config import AdapterConfig, AdapterFolder
 from baton.rpc.node_info import LoadedAdapter
@@ -209,7 +210,7 @@ def test_embeddings_use_adapters(
 
     found, plain = (
         np.frombuffer(
-            pair.prefill(pair.new_id(), PROMPT, params, adapter=adapter, is_pooled=True)
+            pair.prefill(pair.new_id(), PROMPT, params, adapter=adapter, task=EMBED)
             .to_its_end()
             .vector,
             dtype="<f4",

@@ -20,6 +20,7 @@ from baton.core.errors import InvalidRequest
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
 from baton.core.pooling import Pooling, PoolingKind
 from baton.core.sampling import SamplingParams
+from baton.core.task import EMBED, Task
 from baton.engine.kv_cache.groups import FULL, ONE_GROUP, KvCacheSpec, KvGroup
 from baton.engine.scheduler.config import LoadFailurePolicy, SchedulerConfig, SchedulingPolicy
 from tests.support.engine_world import VOCAB_SIZE, EngineWorld
@@ -142,7 +143,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_promised=st.sampled_from([None, 4, 30]),
         hints=st.sampled_from(HINTS),
         adapter=st.sampled_from(["", "", "a", "b", "c"]),
-        is_pooled=st.booleans(),
+        task=st.sampled_from([None, EMBED]),
     )
     def add(
         self,
@@ -157,7 +158,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_promised: int | None,
         hints: KvHints,
         adapter: str,
-        is_pooled: bool,
+        task: Task | None,
     ) -> None:
         wanted = 1 if wants_logprobs else None
         if num_left is not None:  # as long as the model takes, but for so many tokens
@@ -180,7 +181,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 num_promised=num_promised,
                 kv_hints=hints if role == "local" or not hints.prefetch else NO_KV_HINTS,
                 adapter=adapter,
-                is_pooled=is_pooled and role == "local",
+                task=task if role == "local" else None,
             )
         except InvalidRequest:
             return

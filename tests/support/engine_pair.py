@@ -19,6 +19,7 @@ from baton.core.ids import NO_ADAPTER, AdapterRef, HandoffId, NodeId, Peer
 from baton.core.output import FinishReason
 from baton.core.request import EngineRequest, PrefixSource, ReceiveKv
 from baton.core.sampling import SamplingParams
+from baton.core.task import GENERATE, Task
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.spec_decode.config import parse_speculation
@@ -254,15 +255,15 @@ class Pair:
         node: EngineNode | None = None,  # None: P
         source: PrefixSource | None = None,
         adapter: AdapterRef = NO_ADAPTER,
-        is_pooled: bool = False,
+        task: Task = GENERATE,
     ) -> Call:
         stub = node_pb2_grpc.PrefillServiceStub(self._channel(node or self.p))
         request = replace(
             _request(handoff_id, prompt, sampling),
-            send_to=None if is_pooled else handoff_id,
+            send_to=handoff_id if task.has_decode_leg else None,
             prefix_source=source,
             adapter=adapter,
-            is_pooled=is_pooled,
+            task=task,
         )
         order = prefill_order(request)
         requests = iter([node_pb2.PrefillRequest(call=1, start=order)])

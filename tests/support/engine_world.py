@@ -17,7 +17,7 @@ from baton.core.kv_hints import NO_KV_HINTS, KvHints
 from baton.core.output import FinishReason, Output
 from baton.core.request import EngineRequest, PrefixSource, ReceiveKv
 from baton.core.sampling import SamplingParams
-from baton.core.task import UNSAMPLED
+from baton.core.task import PREFETCH, Task, task_of
 from baton.engine.containment import Containment
 from baton.engine.errors import FollowedPassFailed, PassHookFailed, PassSkipped
 from baton.engine.events import KvEvent
@@ -243,7 +243,7 @@ class EngineWorld:
         num_promised: int | None = None,
         kv_hints: KvHints = NO_KV_HINTS,
         adapter: str = "",
-        is_pooled: bool = False,
+        task: Task | None = None,
     ) -> RequestId:
         """Add a request. An integer prompt is a prompt of that length with a common prefix.
 
@@ -251,24 +251,25 @@ class EngineWorld:
         """
         name = RequestId(request_id or f"r{len(self.receipts)}")
         handoff_id = HandoffId(name, 1)
-        sampling = UNSAMPLED if is_pooled else sampling or SamplingParams(max_tokens=max_tokens)
+        task = task or task_of(kv_hints)
+        sampling = task.sampling or sampling or SamplingParams(max_tokens=max_tokens)
         engine_request = EngineRequest(
             request_id=name,
             prompt_token_ids=_prompt(prompt),
             sampling=sampling,
             seed=len(self.receipts),
+            task=task,
             priority=priority,
             arrival_s=arrival_s,
             age_s=age_s,
             cache_salt=cache_salt,
-            prior_output_token_ids=() if is_pooled else tuple(prior),
+            prior_output_token_ids=() if task.is_pooling else tuple(prior),
             receive_from=ReceiveKv(handoff_id, source) if receives else None,
             send_to=handoff_id if sends else None,
             is_paced=is_paced,
             prefix_source=None if num_promised is None else PrefixSource(source, num_promised),
             kv_hints=kv_hints,
             adapter=AdapterRef(adapter, adapter),
-            is_pooled=is_pooled,
         )
         self.scheduler.adapters.add(adapter)
         self._is_at_rest = False
@@ -490,10 +491,10 @@ class EngineWorld:
     # --- invariants ---------------------------------------------------------------
 
     def check_receipt(self, receipt: Receipt) -> None:
-        if receipt.request.is_pooled:
+        if receipt.request.task.is_pooling:
             self._check_pooled(receipt)
             return
-        if receipt.request.kv_hints.prefetch:
+        if receipt.request.task is PREFETCH:
             self._check_prefetch(receipt)
             return
         expected, reason = self.alone(receipt.request)
@@ -554,7 +555,7 @@ class EngineWorld:
         answer = tokens_alone(
             context,
             engine_request.seed,
-            0 if engine_request.is_pooled else count,
+            0 if engine_request.task.is_pooling else count,
             VOCAB_SIZE,
             self.specs,
             self.num_state_blocks,

@@ -317,7 +317,7 @@ class FakeRunner(SynchronousRunner):
     def pools(self, plan: Plan) -> bool:
         """Return whether a pass pools texts, whose sums are kept when it is collected."""
         rows = map(self._rows.get, plan.num_scheduled_tokens)
-        return any(row is not None and row.row.is_pooled for row in rows)
+        return any(row is not None and row.row.task.is_pooling for row in rows)
 
     def run(self, plan: Plan) -> RunResult:
         result = RunResult()
@@ -412,7 +412,7 @@ class FakeRunner(SynchronousRunner):
             self._ended.add(request_id)
             result.failures[request_id] = Failure("the logits are not finite")
             return
-        if row.row.is_pooled:
+        if row.row.task.is_pooling:
             content = self._pooled.get(request_id, content)
             result.vectors[request_id] = vector_of(content, self.specs, self.pools_all_tokens)
             return
@@ -446,7 +446,7 @@ class FakeRunner(SynchronousRunner):
                 self.kv.write_state(blocks_by_end[position + 1], content.state)
         row.num_computed_tokens = end
         self._swap_sides(row, content.state)
-        if row.row.is_pooled and self.pools_all_tokens:
+        if row.row.task.is_pooling and self.pools_all_tokens:
             self._note_pooled(row, start, content)
         return content
 

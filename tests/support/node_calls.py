@@ -13,6 +13,7 @@ from baton.core.ids import HandoffId, Incarnation, NodeId
 from baton.core.logprobs import TokenLogprobs
 from baton.core.output import FinishReason, Output
 from baton.core.request import EngineRequest
+from baton.core.task import PREFETCH
 from baton.core.vectors import Floats
 from baton.engine.kv_cache.block_hashes import PrefixNaming
 from baton.kv_transfer.protocol.messages import Fingerprint
@@ -133,7 +134,7 @@ class FakeNodeCalls:
         self.received.append(ReceivedCall(NodeRole.PREFILL, node.card.node_id, request, timeout_s))
         if self.prefill_faults:
             raise self.prefill_faults.pop(0)
-        if request.is_pooled:
+        if request.task.is_pooling:
             deliver(LegOutput(NodeRole.PREFILL, (_pooled(request),)))
             return
         if self.is_prefill_late:
@@ -152,7 +153,7 @@ class FakeNodeCalls:
             if num_cached is None
             else CallReport(prompt_tokens_cached=num_cached, prompt_tokens_loaded=loaded)
         )
-        if request.kv_hints.prefetch:
+        if request.task is PREFETCH:
             output = Output(request.request_id, first, finish_reason=FinishReason.LENGTH)
         deliver(LegOutput(NodeRole.PREFILL, (output,), report))
         if self.breaks_when_decoded:
@@ -177,7 +178,7 @@ class FakeNodeCalls:
     ) -> None:
         self.received.append(ReceivedCall(NodeRole.DECODE, node.card.node_id, request, timeout_s))
         breaks_after = self.decode_breaks_after.pop(0) if self.decode_breaks_after else None
-        if request.is_pooled:
+        if request.task.is_pooling:
             deliver(LegOutput(NodeRole.DECODE, (_pooled(request),)))
             return
         try:

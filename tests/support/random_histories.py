@@ -18,6 +18,7 @@ from baton.core.kv_hints import NO_KV_HINTS, KvHints
 from baton.core.output import FinishReason
 from baton.core.pooling import Pooling, PoolingKind
 from baton.core.sampling import SamplingParams
+from baton.core.task import EMBED, Task
 from baton.engine.containment import MAX_CRASHES_IN_A_ROW
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.groups import ONE_GROUP, KvCacheSpec, KvGroup
@@ -299,7 +300,7 @@ def _add(
             num_promised=_draw_promise(pulls),
             kv_hints=hints if role == "local" or not hints.prefetch else NO_KV_HINTS,
             adapter=_draw_adapter(kinds),
-            is_pooled=role == "local" and kinds is not None and kinds.random() < 0.4,
+            task=_draw_task(role, kinds),
         )
     except InvalidRequest:
         return
@@ -311,7 +312,7 @@ def _add_text(world: EngineWorld, chance: random.Random) -> None:
             draw_tokens(chance, chance.choice([3, 8, 20])),
             priority=chance.randint(0, 2),
             adapter=_draw_adapter(chance),
-            is_pooled=True,
+            task=EMBED,
         )
 
 
@@ -328,6 +329,11 @@ def _draw_kinds(config: SchedulerConfig, kinds: random.Random) -> SchedulerConfi
 
 def _draw_adapter(kinds: random.Random | None) -> str:
     return "" if kinds is None else kinds.choice(["", "a", "b", "c"])
+
+
+def _draw_task(role: str, kinds: random.Random | None) -> Task | None:
+    is_pooling = role == "local" and kinds is not None and kinds.random() < 0.4
+    return EMBED if is_pooling else None
 
 
 def _draw_promise(pulls: random.Random | None) -> int | None:

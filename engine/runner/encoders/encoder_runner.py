@@ -65,7 +65,7 @@ class EncoderRunner:
 
     def _whole_row(self, request_id: RequestId, num_tokens: int) -> PlanRow:
         row = self._rows[request_id]
-        if num_tokens != len(row.token_ids) or not row.is_pooled:
+        if num_tokens != len(row.token_ids) or not row.task.is_pooling:
             raise OutOfOrder(
                 f"{request_id}: {num_tokens} of {len(row.token_ids)} tokens are scheduled; an "
                 "encoder computes whole texts, into vectors"

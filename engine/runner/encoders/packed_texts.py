@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from baton.core.task import EmbedTask
 from baton.engine.plan import PlanRow
 from baton.engine.runner.model.pass_layout import Ints
 
@@ -51,8 +52,7 @@ def pack_texts(rows: Sequence[PlanRow]) -> PackedTexts:
         groups.append(EqualTexts(first, len(list(members)), num_tokens))
         first = groups[-1].end
     positions = np.arange(first, dtype=np.int64) - starts[:-1].repeat(lens)
-    # A single text has no second one: it begins after the last token.
-    seconds = np.array([row.second_text_start or len(row.token_ids) for row in rows])
+    seconds = np.array(list(map(_second_start, rows)))
     return PackedTexts(
         rows=rows,
         token_ids=np.concatenate([np.array(row.token_ids, dtype=np.int64) for row in rows]),
@@ -61,3 +61,9 @@ def pack_texts(rows: Sequence[PlanRow]) -> PackedTexts:
         starts=starts,
         groups=groups,
     )
+
+
+def _second_start(row: PlanRow) -> int:
+    """Return where the second text begins: after the last token if there is none."""
+    start = row.task.second_text_start if isinstance(row.task, EmbedTask) else 0
+    return start or len(row.token_ids)

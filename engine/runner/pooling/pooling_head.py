@@ -46,7 +46,7 @@ class PoolingHead:
             self.carried.pop(request_id, None)
 
     def needs_all_tokens(self, step: Step) -> bool:
-        return self.pooling.needs_all_tokens and any(run.row.is_pooled for run in step.runs)
+        return self.pooling.needs_all_tokens and any(run.row.task.is_pooling for run in step.runs)
 
     def begin(self, step: Step, inputs: StepInputs) -> HeadPass | None:
         texts = list(_texts(step))
@@ -150,6 +150,6 @@ def _texts(step: Step) -> Iterator[_Text]:
     sampled = {index: place for place, index in enumerate(step.sampled)}
     first = 0
     for index, run in enumerate(step.runs):
-        if run.row.is_pooled:
+        if run.row.task.is_pooling:
             yield _Text(run, first, sampled.get(index))
         first += run.num_tokens

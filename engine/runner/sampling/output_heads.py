@@ -123,7 +123,7 @@ class SamplingHead:
 
     def begin(self, step: Step, inputs: StepInputs) -> HeadPass | None:
         runs = [step.runs[index] for index in step.sampled]
-        places = [place for place, run in enumerate(runs) if not run.row.is_pooled]
+        places = [place for place, run in enumerate(runs) if not run.row.task.is_pooling]
         if not places:
             return None
         rows = None

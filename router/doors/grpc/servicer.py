@@ -10,6 +10,7 @@ from typing import Any
 from grpc import aio
 
 from baton.core.ids import ModelVariant
+from baton.core.task import EMBED
 from baton.core.vectors import check_dimensions, shorten
 from baton.router.answers import generate_answers
 from baton.router.doors.grpc.translate import (
@@ -77,7 +78,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         scope = self._scopes.begin(request_id, context.invocation_metadata(), context, host)
         async with named_errors(context, request_id=request_id, trace_id=scope.trace_id):
             with scope.ending_on_error():
-                model = self._table.find_model(request.model, is_pooled=True)
+                model = self._table.find_model(request.model, EMBED)
                 calls = embed_calls_from(request, request_id, model)
                 num_dimensions = request.dimensions if request.HasField("dimensions") else None
                 check_dimensions(num_dimensions, self._table.served_model(model).vector_size)

@@ -23,6 +23,7 @@ from baton.core.sampling import (
 )
 from baton.core.stop_strings import StopRule
 from baton.core.structured_outputs import MAX_CHOICES
+from baton.core.task import task_of
 from baton.router.input_processing.answer_calls import calls_for_answers
 from baton.router.input_processing.embedding_calls import MAX_INPUTS, calls_for_texts
 from baton.router.input_processing.limits import (
@@ -73,15 +74,17 @@ def calls_from(
     stop = StopRule(
         tuple(filter(None, params.stop)), params.include_stop_in_output, sampling.min_tokens
     )
+    hints = KV_HINTS.from_message(message.kv_hints)
     call = GenerateCall(
         request_id=request_id,
         prompt=prompt_from(message),
         sampling=sampling,
+        task=task_of(hints),
         stop=stop,
         model=model,
         priority=message.priority,
         cache_salt=message.cache_salt,
-        kv_hints=KV_HINTS.from_message(message.kv_hints),
+        kv_hints=hints,
         bad_words=tuple(params.bad_words),
         foreign_kv=foreign_kv_from_json(message.kv_transfer_params),
     )

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from baton.core.errors import InvalidRequest
 from baton.core.ids import ModelVariant
+from baton.core.task import EMBED
 from baton.core.vectors import Floats, check_dimensions, shorten
 from baton.router.doors.openai.request.bodies import openai_body
 from baton.router.doors.openai.request.embedding_bodies import (
@@ -154,7 +155,7 @@ class Vectors:
 
     def _model(self, body: PoolingBody) -> ModelVariant:
         """Return the model of a request: the only one that embeds if it names none."""
-        return self.pipeline.table.find_model(body.model, is_pooled=True)
+        return self.pipeline.table.find_model(body.model, EMBED)
 
     def _served(self, model: ModelVariant) -> ServedModel:
         """Return the properties of a model. Raises UnknownModel, and NoNodes if none has them."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from baton.core.ids import HandoffId, RequestId
-from baton.core.kv_hints import KvHints
+from baton.core.task import PREFETCH
 from baton.engine.plan import Plan
 from baton.engine.scheduler.prompt_budget import MAX_LOOKED_UP_TOKENS
 from baton.kv_transfer.driver import KvDriver
@@ -62,10 +62,7 @@ def test_an_engine_does_not_sleep_while_prefetches_are_pending() -> None:
     num_prefetches = 20
     for number in range(num_prefetches):
         prompt = tuple([1] * (MAX_LOOKED_UP_TOKENS // 8))
-        prefetch = KvHints(prefetch=True)
-        engine.scheduler.add(
-            replace(an_engine_request(str(number), prompt=prompt), kv_hints=prefetch)
-        )
+        engine.scheduler.add(replace(an_engine_request(str(number), prompt=prompt), task=PREFETCH))
     num_ended = 0
     while num_ended < num_prefetches:
         num_ended += len(engine.step())

@@ -22,6 +22,7 @@ from baton.core.logprobs import TokenLogprobs
 from baton.core.output import FinishReason, Output
 from baton.core.request import PrefixSource, ReceiveKv
 from baton.core.sampling import SamplingParams
+from baton.core.task import PREFETCH
 from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.context import RequestContext
 from baton.router.dispatch.config import DispatchConfig
@@ -289,7 +290,9 @@ def test_a_holder_that_has_just_failed_is_not_named_again() -> None:
 
 def test_a_prefetch_is_sent_to_the_node_that_would_compute_the_prompt_and_yields_no_token() -> None:
     nodes = FakeNodeCalls(num_cached_on_prefill=3)
-    call = replace(a_call(), kv_hints=KvHints(prefetch=True, session_id="s"), tenant="t")
+    call = replace(
+        a_call(), task=PREFETCH, kv_hints=KvHints(prefetch=True, session_id="s"), tenant="t"
+    )
 
     token_ids, finish = asyncio.run(run(a_pipeline(nodes), call))
 

@@ -16,6 +16,7 @@ from baton.core.errors import InvalidRequest
 from baton.core.finish import Finish
 from baton.core.ids import ModelVariant
 from baton.core.sampling import SamplingParams
+from baton.core.task import EMBED
 from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.answer import IncrementalDetokenizer, NoDetokenizer
 from baton.router.context import RequestContext
@@ -310,7 +311,7 @@ def test_models_are_refused_with_the_list() -> None:
         asyncio.run(answer(pipeline, a_call(ModelVariant("c"))))
     with pytest.raises(InvalidRequest, match=r"set model to one of: a, b$"):
         asyncio.run(answer(pipeline, unnamed))
-    asyncio.run(answer(pipeline, replace(unnamed, is_pooled=True)))  # by the only embedder
+    asyncio.run(answer(pipeline, replace(unnamed, task=EMBED)))  # by the only embedder
     assert [received.node for received in nodes.received] == ["embedder-prefill"]
 
 

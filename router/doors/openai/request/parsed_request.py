@@ -13,6 +13,7 @@ from baton.core.ids import ANY_MODEL, ModelVariant
 from baton.core.kv_hints import KvHints
 from baton.core.sampling import SamplingDefaults, read_logit_bias
 from baton.core.stop_strings import StopRule
+from baton.core.task import task_of
 from baton.router.doors.openai.request.bodies import (
     MAX_INT32,
     ChatBody,
@@ -213,17 +214,19 @@ def _parsed_request(
     sampling = context.defaults.params(
         **{**_sampling(body), **overrides, "structured_outputs": form}
     )
+    hints = _kv_hints(body)
     call = GenerateCall(
         request_id=request_id,
         prompt=prompts[0],
         sampling=sampling,
+        task=task_of(hints),
         stop=StopRule(
             tuple(filter(None, stop)), body.include_stop_str_in_output, sampling.min_tokens
         ),
         model=context.variant,
         priority=body.priority,
         cache_salt=body.cache_salt,
-        kv_hints=_kv_hints(body),
+        kv_hints=hints,
         bad_words=tuple(body.bad_words),
         shown_tokens=text_format.marks,
         reasoning=None if form is None else text_format.reasoning_tokens,

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from baton.core.ids import AdapterRef, ModelVariant
+from baton.core.task import EMBED
 from baton.router.routing import adapter_table
 from baton.router.routing.adapter_table import NameOrder
 from baton.router.routing.assignment import Assignment
@@ -261,7 +262,7 @@ def test_without_a_node_the_error_names_the_adapter() -> None:
     table = a_cluster(max_loras=0)
     with pytest.raises(NoNodes, match="no decode node with adapter 'sql' is reachable"):
         choose(table, Routing(), request_for(SQL))
-    pooled = replace(request_for(SQL), is_pooled=True)
+    pooled = replace(request_for(SQL), task=EMBED)
     with pytest.raises(NoNodes, match="no node that embeds with adapter 'sql'"):
         choose(table, Routing(), pooled)
 

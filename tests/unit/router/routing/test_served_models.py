@@ -9,6 +9,7 @@ import pytest
 
 from baton.core.errors import InvalidRequest
 from baton.core.ids import ANY_MODEL, ModelVariant
+from baton.core.task import EMBED, GENERATE, Task
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import NodeTable
 from baton.router.routing.nodes import Node
@@ -33,7 +34,7 @@ def test_a_request_without_a_model_goes_to_the_only_one_that_can_do_its_task() -
     table = a_table(*a_pair_of("chat"), an_embedder())
 
     assert table.find_model("") == ModelVariant("chat")
-    assert table.find_model("", is_pooled=True) == ModelVariant("embedder")
+    assert table.find_model("", EMBED) == ModelVariant("embedder")
     assert table.find_model("embedder") == ModelVariant("embedder")
     assert NodeTable().find_model("") == ANY_MODEL
 
@@ -53,17 +54,17 @@ def test_a_decoder_on_prefill_nodes_alone_only_embeds() -> None:
 
 
 def test_a_request_waits_for_the_expected_model_that_may_do_its_task() -> None:
-    def found(*nodes: Node, is_pooled: bool = False) -> ModelVariant:
+    def found(*nodes: Node, task: Task = GENERATE) -> ModelVariant:
         table = NodeTable(("chat", "embedder"))
         for node in nodes:
             table.join(node.address, node.card)
-        return table.find_model("", is_pooled=is_pooled)
+        return table.find_model("", task)
 
     assert found(an_embedder()) == ModelVariant("chat")
     decoder = an_embedder("embedder", size=8)
     generating = replace(decoder, card=replace(decoder.card, generates=True))
     assert found(generating) == ModelVariant("chat")
-    assert found(*a_pair_of("chat"), is_pooled=True) == ModelVariant("embedder")
+    assert found(*a_pair_of("chat"), task=EMBED) == ModelVariant("embedder")
     assert found(an_embedder(), *a_pair_of("other")) == ModelVariant("other")
     assert found() == ANY_MODEL
     with pytest.raises(InvalidRequest, match=r"several models can .*: chat, embedder$"):
@@ -71,18 +72,22 @@ def test_a_request_waits_for_the_expected_model_that_may_do_its_task() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "is_pooled", "expected"),
+    ("nodes", "task", "expected"),
     [
-        ((*a_pair_of("b"), *a_pair_of("a")), False, "several models can generate text .*: a, b$"),
-        ((*a_pair_of("a"), *a_pair_of("b")), True, "no model can embed here; .*: a, b$"),
-        ((an_embedder("x"), an_embedder("y"), *a_pair_of("a")), True, "can embed here; .*: x, y$"),
+        (
+            (*a_pair_of("b"), *a_pair_of("a")),
+            GENERATE,
+            "several models can generate text .*: a, b$",
+        ),
+        ((*a_pair_of("a"), *a_pair_of("b")), EMBED, "no model can embed here; .*: a, b$"),
+        ((an_embedder("x"), an_embedder("y"), *a_pair_of("a")), EMBED, "can embed here; .*: x, y$"),
     ],
 )
 def test_a_request_that_must_name_a_model_is_refused_with_the_list(
-    nodes: tuple[Node, ...], is_pooled: bool, expected: str
+    nodes: tuple[Node, ...], task: Task, expected: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=expected) as refusal:
-        a_table(*nodes).find_model("", is_pooled=is_pooled)
+        a_table(*nodes).find_model("", task)
     assert refusal.value.field == "model"
 
 
