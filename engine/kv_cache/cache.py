@@ -52,10 +52,8 @@ class KvCache:
         self.prefixes = PrefixCache(config, is_stored=is_stored)
         self.pool = self.prefixes.pool
         self._tables = token_groups(config.layout, self.prefixes)
-        self._groups: tuple[CacheGroup, ...] = (
-            *self._tables,
-            *state_groups(config.layout, self.prefixes),
-        )
+        self._states = state_groups(config.layout, self.prefixes)  # at most one
+        self._groups: tuple[CacheGroup, ...] = (*self._tables, *self._states)
         self._nothing: BlockTables = tuple(() for _ in self._tables)
         specs = tuple(group.spec for group in self._tables)
         self.transfer_order = TransferOrder(specs, config.block_size)
@@ -181,16 +179,17 @@ class KvCache:
 
         Each pass after it computes the next one.
         """
-        for group in self._groups:
-            group.start_decode(held, position, max_num_slots)
+        for states in self._states:
+            states.start_decode(held, position, max_num_slots)
 
     def plan_pass(self, chunks: Sequence[Chunk]) -> StateCopies:
         """Return what the pass copies for the prefix cache, given its prefill chunks.
 
         Passes end in the order in which they are planned.
         """
-        # At most one group has states: the last.
-        return self._groups[-1].plan_pass(chunks) if self._groups else NO_STATE_COPIES
+        for states in self._states:
+            return states.plan_pass(chunks)
+        return NO_STATE_COPIES
 
     def end_chunk(self, held: HeldKv) -> None:
         """Note that a pass has computed a prefill chunk of the request, and cache its blocks."""
@@ -200,8 +199,8 @@ class KvCache:
 
     def end_pass(self) -> None:
         """Cache what the first of the planned passes has copied."""
-        for group in self._groups:
-            group.end_pass()
+        for states in self._states:
+            states.end_pass()
 
     def release(self, held: HeldKv, *, is_over: bool = True) -> None:
         """Release all blocks of a request. Full ones stay in the prefix cache until evicted.
@@ -255,7 +254,7 @@ class KvCache:
 
         Also checks the block tables of the requests, group by group.
         """
-        of_passes = itertools.chain.from_iterable(each.blocks_of_passes() for each in self._groups)
+        of_passes = itertools.chain.from_iterable(each.blocks_of_passes() for each in self._states)
         self.pool.check([*held, *of_passes])
         self.prefixes.check()
         for each in requests:

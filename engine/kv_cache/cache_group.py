@@ -10,7 +10,6 @@ from typing import NamedTuple, Protocol
 from baton.core.ids import BlockId, existing_blocks
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.held_kv import HeldKv
-from baton.engine.plan import NO_STATE_COPIES, StateCopies
 
 
 class CachedBlocks(Protocol):
@@ -140,30 +139,8 @@ class CacheGroup(ABC):
         cache that held them does, and it need not store them.
         """
 
-    # --- a pass -------------------------------------------------------------------
-
-    def start_decode(self, held: HeldKv, position: int, max_num_slots: int) -> None:  # noqa: B027
-        """Note that the next pass to be planned computes the token at this position.
-
-        Each pass after it computes the next one.
-        """
-
-    def plan_pass(self, chunks: Iterable[Chunk]) -> StateCopies:
-        """Return what the pass copies for the prefix cache, given its prefill chunks.
-
-        Passes end in the order in which they are planned.
-        """
-        return NO_STATE_COPIES
-
     def end_chunk(self, held: HeldKv) -> None:  # noqa: B027
         """Note that a pass has computed a prefill chunk of the request."""
-
-    def end_pass(self) -> None:  # noqa: B027
-        """Cache what the first of the planned passes has copied."""
-
-    def blocks_of_passes(self) -> Iterable[BlockId]:
-        """Return the blocks that are held for the planned passes."""
-        return ()
 
     # --- invariants ---------------------------------------------------------------
 

@@ -26,9 +26,8 @@ class CacheConfig:
     collect_token_ids: bool = False  # in these events
 
     def __post_init__(self) -> None:
-        min_blocks = 0 if self.layout.is_empty else 1
-        is_enough = self.num_blocks >= min_blocks
-        require_setting("num_blocks", self.num_blocks, is_enough, f"at least {min_blocks}")
+        has_enough = self.num_blocks >= 1 or self.layout.is_empty
+        require_setting("num_blocks", self.num_blocks, has_enough, "at least 1")
         require_setting("block_size", self.block_size, self.block_size >= 1, "at least 1")
         num_groups, num_for_state = len(self.layout.groups), self._max_state_blocks
         if num_for_state and self.max_blocks_per_group < 1:

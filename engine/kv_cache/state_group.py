@@ -139,9 +139,11 @@ class StateGroup(CacheGroup):
     # --- a pass -------------------------------------------------------------------
 
     def start_decode(self, held: HeldKv, position: int, max_num_slots: int) -> None:
+        """Note that the next pass to be planned computes the token at this position."""
         self._calendar.start_decode(held, position, max_num_slots)
 
     def plan_pass(self, chunks: Iterable[Chunk]) -> StateCopies:
+        """Return the snapshots that the pass takes, given its prefill chunks."""
         pending: list[_PendingCopies] = []
         for held, positions in self._calendar.begin_pass(chunks):
             found = [self._allocate_snapshot(held, position) for position in positions]
@@ -160,6 +162,7 @@ class StateGroup(CacheGroup):
                 self._cache.pool.release(read)
 
     def end_pass(self) -> None:
+        """Cache what the first of the planned passes has copied."""
         for held, state, snapshots in self._pending.popleft():
             for num_tokens, block_ids in snapshots:
                 # Those of requests that were preempted or have ended are dropped.
@@ -169,6 +172,7 @@ class StateGroup(CacheGroup):
                 self._cache.pool.release(block_ids)
 
     def blocks_of_passes(self) -> Iterator[BlockId]:
+        """Yield the blocks that are held for the planned passes."""
         for each in itertools.chain.from_iterable(self._pending):
             for snapshot in each.snapshots:
                 yield from snapshot.block_ids

@@ -28,7 +28,7 @@ class Encoder:
     layers: Sequence[Layer]
     ropes: tuple[Rope, ...]
 
-    def forward(self, texts: PackedTexts, layer_done: LayerDone) -> Tensor:
+    def forward(self, texts: PackedTexts, layer_done: LayerDone | None) -> Tensor:
         """Return the hidden states of all tokens, [tokens, hidden_size]."""
         positions = torch.from_numpy(texts.positions)
         angles = [rope.angles(positions, None, texts.max_len) for rope in self.ropes]
@@ -36,7 +36,8 @@ class Encoder:
         for index, layer in enumerate(self.layers):
             rope = self.config.layers[index].rope
             hidden_states = layer(hidden_states, texts, None if rope is None else angles[rope])
-            layer_done(index)
+            if layer_done is not None:
+                layer_done(index)
         norm = self.weights.final_norm
         return hidden_states if norm is None else self.ops.layer_norm(hidden_states, norm)
 

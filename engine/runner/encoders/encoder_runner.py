@@ -77,7 +77,7 @@ class EncoderRunner:
         if self.hook is not None:
             # As in a retry, layers are progress only: nothing is sent.
             hook = FencedHook(self.hook, CPU, is_retry=True)
-        layer_done = _do_nothing if hook is None else hook.layer_done
+        layer_done = None if hook is None else hook.layer_done
         vectors = _pool(self.encoder.forward(texts, layer_done), texts, pooling.kind)
         config, weights = self.encoder.config.classifier, self.encoder.weights.classifier
         logits = None
@@ -100,10 +100,6 @@ class _FinishedPass:
 
     def collect(self) -> RunResult:
         return self.result
-
-
-def _do_nothing(layer: int) -> None:
-    """Report a layer to nobody."""
 
 
 def _pool(hidden_states: Tensor, texts: PackedTexts, kind: PoolingKind) -> Tensor:
