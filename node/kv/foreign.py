@@ -29,15 +29,19 @@ def make_foreign_reader(
     options: NodeOptions, runner: LoadedRunner, wake: Callable[[], None]
 ) -> VllmReader | None:
     """Return the reader; None without --kv-sources. Raises InvalidConfig."""
-    if not options.kv_sources or not has_kv_cache(runner):
+    if not options.kv_sources:
         return None
     check_libraries()
     from baton.kv_transfer.foreign.connection import PullEnded, ReadSettings
     from baton.kv_transfer.foreign.reader import VllmReader
     from baton.kv_transfer.foreign.runs import RunRead
 
+    if not has_kv_cache(runner) or not _is_plain(runner.kv_memory):
+        raise InvalidConfig(
+            "--kv-sources needs a model whose layers all attend to all tokens, without latent "
+            "attention and recurrent layers: leave the option out"
+        )
     memory = runner.kv_memory
-    _check_layout(memory)
     dtype = memory.dtype.rpartition("/")[2]
     shape = KvShape(
         options.runner.model,
@@ -63,14 +67,10 @@ def check_libraries() -> None:
     import_nixl()
 
 
-def _check_layout(memory: KvMemory) -> None:
+def _is_plain(memory: KvMemory) -> bool:
     groups = memory.layout.groups
-    is_plain = len(groups) == 1 and groups[0].spec == FULL and memory.num_tensors == 2
-    if not is_plain or memory.layout.has_state:
-        raise InvalidConfig(
-            "--kv-sources needs a model whose layers all attend to all tokens, without latent "
-            "attention and recurrent layers: leave the option out"
-        )
+    is_one_group = len(groups) == 1 and groups[0].spec == FULL and memory.num_tensors == 2
+    return is_one_group and not memory.layout.has_state
 
 
 def _staging(runner: CachingRunner) -> tuple[Callable[[int], mmap], Callable[[mmap], None]]:
