@@ -87,7 +87,7 @@ class Checkpoint(Protocol):
 
     @property
     def path(self) -> Path:
-        """Return where the checkpoint is: for messages, and to open it in another process."""
+        """Return the location of the checkpoint, for messages and other processes."""
         ...
 
     def read_config(self) -> JsonFields:
@@ -97,7 +97,7 @@ class Checkpoint(Protocol):
     def read_generation_defaults(self) -> GenerationDefaults: ...
 
     def read_pooling(self) -> Pooling | None:
-        """Return how an embedder pools, or None for a model that is no embedder."""
+        """Return the pooling of an embedder, or None for other models."""
         ...
 
     def read_max_text_len(self) -> int | None:

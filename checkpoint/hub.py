@@ -64,7 +64,7 @@ def served_name(model: str) -> str:
 
 
 def model_root(model: str) -> str:
-    """Return where the model comes from: an absolute path, or the name of the hub."""
+    """Return the origin of the model: an absolute path, or the name of the hub."""
     path = Path(model).expanduser()
     return os.path.abspath(path) if path.exists() else model
 

@@ -37,7 +37,7 @@ class Quantized:
 
     @property
     def format(self) -> tuple[object, ...]:
-        """Return what matrices must have in common to be stacked."""
+        """Return the properties that stacked matrices must have in common."""
         has_offsets = self.offsets is not None
         return self.bits, self.group, self.scales.dtype, self.is_mxfp4, has_offsets
 

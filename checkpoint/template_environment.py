@@ -96,7 +96,7 @@ def _concat(texts: Iterable[str]) -> str:
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """Sandbox in which templates can change nothing, and can do only so much."""
+    """Sandbox in which templates change nothing, with a budget of operations."""
 
     concat = staticmethod(_concat)
     intercepted_binops = frozenset(("+", "-", "*", "/", "//", "**", "%"))

@@ -212,7 +212,7 @@ class LocalCluster:
             yield f"{model.name}={model.folder}" if model.name else model.folder
 
     def _source_of(self, role: str) -> str:
-        """Return where the router finds the nodes of this role."""
+        """Return the router's source of the nodes of this role."""
         return ",".join(self._options.router_target_of(node) for node in self._nodes(role))
 
     def _spawn_node(

@@ -32,7 +32,7 @@ PROMPT_TOKENS = 8192
 
 @dataclass(frozen=True, slots=True)
 class KvShapeFacts:
-    """Size of the KV that is loaded, and whose it is."""
+    """Size of the KV that is loaded, and its model."""
 
     model: str
     block_bytes: int

@@ -199,7 +199,7 @@ class ChaosRun:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _leaks(self) -> list[str]:
-        """Return what is still held two leases and a second after the last request and fault."""
+        """Return what is leaked two leases and a second after the last request and fault."""
         end_s = time.monotonic() + 2 * self._cluster.lease_s + 1
         while True:
             leaks = [

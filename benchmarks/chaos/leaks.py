@@ -128,7 +128,7 @@ def _remote_ports(process: Path) -> dict[str, int]:
 
 
 def held(found: Scrape) -> Iterator[str]:
-    """Yield what a process still holds for requests when there are none."""
+    """Yield resources that a process still holds for requests when there are none."""
     for metric, label, name in HELD:
         count = found.total(metric, label)
         if count:
@@ -145,7 +145,7 @@ def num_adapters(found: Scrape) -> int:
 
 
 def grown(before: Footprint, after: Footprint, num_new_links: int = 0) -> Iterator[str]:
-    """Yield what a process has more of than at the start, apart from new links to peers."""
+    """Yield resources that have grown since the start, apart from new links to peers."""
     for_links = DESCRIPTORS_PER_LINK * max(0, num_new_links)
     more = after.num_descriptors - before.num_descriptors
     if more > SPARE_DESCRIPTORS + for_links:

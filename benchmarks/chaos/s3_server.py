@@ -75,7 +75,7 @@ def environment_for(server: S3Server) -> dict[str, str]:
 
 class _Server(ThreadingHTTPServer):
     def handle_error(self, *_: object) -> None:
-        """Print nothing when a client goes away."""
+        """Ignore clients that disconnect."""
 
 
 class _Handler(BaseHTTPRequestHandler):

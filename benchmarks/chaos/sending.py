@@ -88,7 +88,7 @@ class ChaosRequest(Protocol):
         ...
 
     def served(self, answer: Any) -> Served | None:
-        """Return how the answer was served, if it tells."""
+        """Return the way in which the answer was served, if it is reported."""
         ...
 
 

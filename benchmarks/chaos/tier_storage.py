@@ -1,4 +1,4 @@
-"""Files and objects of the tiers of all nodes, and faults of them."""
+"""Files and objects of the tiers of all nodes, and their faults."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class TierStorage:
         return True
 
     def _changed(self, content: bytes, kind: FaultKind) -> bytes | None:
-        """Return other content, or None to leave it as it is."""
+        """Return changed content of a block, or None to keep it."""
         if kind is FaultKind.EMPTY or not content or self._draw.random() > HALF:
             return None
         place = self._draw.randrange(len(content))

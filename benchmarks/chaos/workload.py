@@ -65,7 +65,7 @@ Draw = Callable[[Drawing], ChaosRequest]
 
 
 def _generated(needs_stop: bool = False, **sampling: Any) -> Callable[[Drawing], GeneratedText]:
-    """Return how a request is drawn that generates text: greedily, or with these settings."""
+    """Return a maker of requests that generate text, greedily or with these settings."""
 
     def draw(drawing: Drawing) -> GeneratedText:
         prompt, random_ = drawing.prompt(), drawing.draw

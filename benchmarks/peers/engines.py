@@ -171,7 +171,7 @@ async def _await_check(router: str, server: str) -> None:
 
 
 def cpu_packing() -> str:
-    """Return how vLLM packs KV on this CPU, in bfloat16."""
+    """Return vLLM's packing of KV on this CPU, in bfloat16."""
     return "amx" if torch.cpu._is_amx_tile_supported() else "vec"
 
 

@@ -52,7 +52,7 @@ def make_requests(bench: PolicyBench) -> list[SimRequest]:
 def simulate(
     bench: PolicyBench, policy: RoutingPolicy, requests: Sequence[SimRequest]
 ) -> PolicyFigures:
-    """Serve requests on nodes that have nothing but their KV caches."""
+    """Serve requests on nodes without tiers."""
     simulation = Simulation(bench.cluster, Routing(policy, seed=bench.seed, kv_pulls=False))
     served = simulation.run(requests)
     counted = served[len(requests) // 3 :]

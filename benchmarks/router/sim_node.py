@@ -85,15 +85,15 @@ class SimNode(Generic[Visit]):
         self.most_requests = max(self.most_requests, self.num_requests)
 
     def num_cached(self, names: Names) -> int:
-        """Return how many leading blocks are in the KV cache."""
+        """Return the number of leading blocks in the KV cache."""
         return _num_leading(names, lambda name: name in self._cache)
 
     def num_held(self, names: Names) -> int:
-        """Return how many leading blocks are in the KV cache or in host memory."""
+        """Return the number of leading blocks in the KV cache or in host memory."""
         return _num_leading(names, self._has)
 
     def find(self, names: Names, files: set[BlockHash], num_on_peer: int) -> Sources:
-        """Return where the leading blocks of a prompt come from."""
+        """Return the leading blocks of a prompt by their source."""
         num_cached, num_held = self.num_cached(names), self.num_held(names)
         num_local = _num_leading(names, lambda name: self._has(name) or name in files)
         num_pulled = max(0, num_on_peer - num_local)
@@ -109,7 +109,7 @@ class SimNode(Generic[Visit]):
         self._reported.take(events, HeldChanges(*self._host.add(names)))
 
     def take_changes(self, watcher: int) -> list[PrefixChanges]:
-        """Return what a router has not been sent yet."""
+        """Return the changes that have not been sent to a router yet."""
         return list(iter(self._watchers[watcher].next, None))
 
     def _has(self, name: BlockHash) -> bool:

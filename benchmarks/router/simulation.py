@@ -121,7 +121,7 @@ class Simulation:
             self._compute(visit)
 
     def _compute(self, visit: SimVisit) -> None:
-        """Compute the first prompt of a node's queue, except for what it gets from elsewhere."""
+        """Compute the first prompt of a node's queue, without tokens that are loaded or pulled."""
         num_on_peer = self._num_on_peer(visit)
         sources = visit.computing.find(visit.names, self._files, num_on_peer)
         wait_s = self._now + self._prompt_s(visit, sources) - visit.request.at_s
@@ -136,7 +136,7 @@ class Simulation:
         self._at(visit.request.at_s + wait_s, lambda: self._computed(visit))
 
     def _num_on_peer(self, visit: SimVisit) -> int:
-        """Return how many leading blocks the node that the route names can send."""
+        """Return the number of leading blocks that the node named by the route can send."""
         holder = visit.route.holder
         if holder is None:
             return 0

@@ -133,7 +133,7 @@ def _halves(numbers: Tensor) -> Tensor:
 
 
 def _halves_by_group(numbers: Tensor) -> Tensor:
-    """Do the same for each 32 bytes."""
+    """Split each 32 bytes into their lower halves, then their upper ones."""
     return _halves(numbers.unflatten(1, (-1, 32))).flatten(1)
 
 

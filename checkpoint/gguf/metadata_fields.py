@@ -29,7 +29,7 @@ YARN = {
 
 
 def read_common_fields(file: GgufFile) -> Fields:
-    """Return what every architecture has."""
+    """Return the fields that all architectures have."""
     fields = {**read_integers(file, INTEGERS), **read_floats(file, FLOATS)}
     layers = file.require(f"{file.architecture}.block_count", int)
     return {
@@ -85,7 +85,7 @@ def read_head_dim(file: GgufFile) -> int:
 
 
 def read_rope_scaling(file: GgufFile) -> Fields:
-    """Return how RoPE is scaled. Factors by dimension are tensors of their own."""
+    """Return the scaling of RoPE. Factors by dimension are tensors of their own."""
     prefix = f"{file.architecture}.rope.scaling"
     kind = file.get(f"{prefix}.type", str, "none")
     factors = [
@@ -129,7 +129,7 @@ def _rope_factors(file: GgufFile, prefix: str) -> Fields:
 
 
 def _window_pattern(file: GgufFile) -> Fields:
-    """Return which layers have a window, where the file says it."""
+    """Return the pattern of layers with a window, if the file has one."""
     name = f"{file.architecture}.attention.sliding_window_pattern"
     pattern = file.metadata.get(name)
     if type(pattern) is int:

@@ -123,7 +123,7 @@ class NodeMetrics(StepObserver):
         self.observe_adapter_load = _histogram(registry, counted.ADAPTER_LOAD).observe
 
     def count_loads_of(self, tier: str) -> Callable[[float], None]:
-        """Return what observes the seconds of a load from a tier. Any thread may call it."""
+        """Return an observer of the seconds of a load from a tier. Thread-safe."""
         return self._tier_load.labels(tier).observe
 
     def note_staged(self, role: TransferRole, num_bytes: int, seconds: float) -> None:

@@ -196,7 +196,7 @@ class _RequestSpans:
     def _attempt(
         self, attempt: AttemptTimeline, previous: AttemptTimeline | None
     ) -> Iterator[Span]:
-        """The parts of an attempt are contiguous: each instant belongs to one of them."""
+        """Yield the spans of an attempt. They are contiguous: each instant belongs to one."""
         if previous is None:
             began_s, failed, parent_id = self._first_attempt_s(), [], self._root_id
         else:

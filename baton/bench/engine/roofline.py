@@ -131,7 +131,7 @@ def expect_experts(moe: MoeConfig | None) -> CountExperts:
 
 
 def work_of(checkpoint: Checkpoint, quantize: str, kv_cache_dtype: str = "auto") -> Work:
-    """Return the work of a model whose unquantized matrices are quantized so."""
+    """Return the work of a model. `quantize` applies to plain matrices of the checkpoint."""
     config = read_model_config(checkpoint)
     stored = _StoredBytes(config, checkpoint, BYTES_OF_NUMBER[quantize])
     return Work(

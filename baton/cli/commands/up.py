@@ -190,7 +190,7 @@ class ClusterRunner:
         _report(f"{what}; {advice}{self._loss(child)}")
 
     def _loss(self, child: Child) -> str:
-        """Return what no longer works without a node, as a clause."""
+        """Describe the loss of a node as a clause."""
         if child in self._cluster.embedders:
             return "; requests for its model fail, unless another node serves it"
         prefills = self._cluster.prefills

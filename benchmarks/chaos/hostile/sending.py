@@ -69,7 +69,7 @@ def _as_bytes(sent: HttpPost) -> bytes:
 
 
 def _take_answers(received: bytes, outcomes: Outcomes) -> bytes:
-    """Count the complete answers, and return what follows them."""
+    """Count the complete answers, and return the bytes after them."""
     while found := ANSWER_HEAD.match(received):
         end = found.end() + int(found[2])
         if len(received) < end:

@@ -25,7 +25,7 @@ def keep_given_cores() -> None:
     os.sched_setaffinity = ignore
 
 
-def nap_at_the_ring(ring: ModuleType) -> None:
+def sleep_while_reading(ring: ModuleType) -> None:
     """Make waiting readers of the shared-memory ring sleep instead of yielding."""
 
     def nap() -> None:
@@ -34,7 +34,7 @@ def nap_at_the_ring(ring: ModuleType) -> None:
     ring.sched_yield = nap  # type: ignore[attr-defined]
 
 
-def agents_without_threads(nixl: ModuleType) -> None:
+def disable_progress_thread(nixl: ModuleType) -> None:
     """Create NIXL agents without their busy-polling thread; vLLM polls in each step anyway."""
     config: Any = nixl.nixl_agent_config
     original = config.__init__
@@ -48,9 +48,9 @@ def agents_without_threads(nixl: ModuleType) -> None:
 
 
 PATCHES: dict[str, Callable[[ModuleType], None]] = {
-    "vllm.distributed.device_communicators.shm_broadcast": nap_at_the_ring,
-    "nixl_cu12._api": agents_without_threads,
-    "nixl_cu13._api": agents_without_threads,
+    "vllm.distributed.device_communicators.shm_broadcast": sleep_while_reading,
+    "nixl_cu12._api": disable_progress_thread,
+    "nixl_cu13._api": disable_progress_thread,
 }
 
 
