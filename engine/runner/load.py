@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -21,18 +21,18 @@ from baton.engine.runner.attention.paged_attention import LayerAttention
 from baton.engine.runner.batch.input_batch import PersistentBatch
 from baton.engine.runner.config import RunnerConfig as RunnerConfig
 from baton.engine.runner.config import check, dtype_name
-from baton.engine.runner.device.device import Device, GraphPool
+from baton.engine.runner.device.device import Device
 from baton.engine.runner.device.graphs import graph_sizes
 from baton.engine.runner.device.opening import open_device
 from baton.engine.runner.device.warm_up import warm_up
+from baton.engine.runner.drafting.drafters import DRAFTERS, MakeDrafter
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.kernels.choose import Parts, choose_parts
 from baton.engine.runner.kv_size import CacheShape, choose_num_blocks, num_blocks_in
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.decoder import Decoder
-from baton.engine.runner.model.rope import Ropes
 from baton.engine.runner.model_info import LoadProgressCallback, ModelInfo
-from baton.engine.runner.model_runner import TorchRunner
+from baton.engine.runner.model_runner import RunnerParts, TorchRunner
 from baton.engine.runner.pooling.choose import choose_pooling
 from baton.engine.runner.sampling.logits_processors import ModelView, load_processors, versions
 from baton.engine.runner.state.state_shape import StateShape, cache_layout, state_shape
@@ -50,6 +50,7 @@ def load_runner(
     on_progress: LoadProgressCallback | None = None,
     make_device: Callable[[str], Device] = open_device,
     make_parts: Callable[..., Parts] = choose_parts,
+    drafters: Mapping[str, MakeDrafter] = DRAFTERS,
 ) -> TorchRunner:
     """Find, check and load the model, allocate the KV cache, and capture graphs.
 
@@ -58,65 +59,43 @@ def load_runner(
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    checkpoint = open_checkpoint(config.model)
-    model = read_model_config(checkpoint)
-    device, dtype = make_device(config.device), DTYPES[dtype_name(config, model)]
+    opened = _open(config, make_device, make_parts)
+    _, checkpoint, model, dtype, device, kernels = opened
     shape, state, layout = _plan_memory(config, model, dtype)
-    parts = make_parts(
-        config.kernels,
-        dtype,
-        device.place,
-        int8_activations=config.activation_dtype == "int8",
-        batch_invariant=config.batch_invariant,
-    )
     # Everything that can be wrong is found before the weights are loaded, which takes long.
     view = ModelView(str(checkpoint.path), model.vocab_size)
     processors = load_processors(config.logits_processors, view)
-    defaults, max_model_len = checkpoint.read_generation_defaults(), _max_model_len(config, model)
+    defaults = checkpoint.read_generation_defaults()
+    max_model_len = choose_max_model_len(config, model.max_context_len())
     batch = _make_batch(config, max_model_len, layout)
-    adapters = _make_adapters(config, model, dtype, device, parts)
+    adapters = _make_adapters(opened)
     adapter_bytes = 0 if adapters is None else adapters.max_bytes
     cache = CacheShape(shape.block_bytes, max_model_len, layout, adapter_bytes)
     if config.kv_cache_bytes is not None:
         num_blocks_in(config.kv_cache_bytes, cache, device)
-    weights = _load_weights(
-        config,
-        checkpoint,
-        model,
+    weights = _load_weights(opened, on_progress, None if adapters is None else adapters.active)
+    parts = RunnerParts(
+        _describe(opened, weights.fingerprint, max_model_len, defaults),
         dtype,
+        weights.decoder,
+        weights.attention,
+        kernels,
         device,
-        parts,
-        on_progress,
-        None if adapters is None else adapters.active,
+        shape,
+        state,
+        layout,
+        batch,
+        processors,
+        config.logprobs_mode,
+        adapters,
+        config.speculation,
+        drafters,
+        has_graphs=_can_capture(opened, weights.decoder),
     )
-    info = _describe(config, checkpoint, model, weights.fingerprint, defaults, parts)
-
-    has_graphs = _make_graph_pool(config, weights.decoder, parts, device) is not None
-    has_adapters = adapters is not None and parts.low_rank.has_static_launches
-
-    def make_runner(num_blocks: int) -> TorchRunner:
-        # Padding rows of graphs write into one block more, which belongs to no request.
-        kv = shape.allocate(num_blocks + has_graphs, device.place)
-        return TorchRunner(
-            info,
-            weights.decoder,
-            Ropes(model, device.place, dtype),
-            kv[:num_blocks],
-            layout,
-            batch,
-            parts.make_attention(kv, weights.attention),
-            config.speculation,
-            processors,
-            None if state is None else parts.make_linear_attention(kv, state),
-            parts.sampling,
-            device,
-            parts.make_block_hashes(kv),
-            adapters,
-            config.logprobs_mode,
-        )
-
+    make_runner = partial(TorchRunner, parts)
+    has_adapters = adapters is not None and kernels.low_rank.has_static_launches
     capture = partial(
-        _capture_graphs, config, device if has_graphs else None, has_adapters=has_adapters
+        _capture_graphs, config, device if parts.has_graphs else None, has_adapters=has_adapters
     )
     num_blocks = choose_num_blocks(config, cache, device, make_runner, capture)
     runner = make_runner(num_blocks)
@@ -127,13 +106,40 @@ def load_runner(
     return runner
 
 
-def _make_adapters(
-    config: RunnerConfig, model: ModelConfig, dtype: torch.dtype, device: Device, parts: Parts
-) -> AdapterTable | None:
+class _Opened(NamedTuple):
+    """A model whose weights are not loaded yet, and what is going to compute it."""
+
+    config: RunnerConfig
+    checkpoint: Checkpoint
+    model: ModelConfig
+    dtype: torch.dtype
+    device: Device
+    kernels: Parts
+
+
+def _open(
+    config: RunnerConfig, make_device: Callable[[str], Device], make_parts: Callable[..., Parts]
+) -> _Opened:
+    checkpoint = open_checkpoint(config.model)
+    model = read_model_config(checkpoint)
+    device, dtype = make_device(config.device), DTYPES[dtype_name(config, model)]
+    kernels = make_parts(
+        config.kernels,
+        dtype,
+        device.place,
+        int8_activations=config.activation_dtype == "int8",
+        batch_invariant=config.batch_invariant,
+    )
+    return _Opened(config, checkpoint, model, dtype, device, kernels)
+
+
+def _make_adapters(opened: _Opened) -> AdapterTable | None:
+    config, place = opened.config, opened.device.place
     if not config.max_loras:
         return None
     limits = config.max_lora_rank, config.max_loras, config.num_adapter_places
-    return AdapterTable(ActiveAdapters(parts.low_rank), model, dtype, device.place, *limits)
+    active = ActiveAdapters(opened.kernels.low_rank)
+    return AdapterTable(active, opened.model, opened.dtype, place, *limits)
 
 
 class _Weights(NamedTuple):
@@ -143,37 +149,27 @@ class _Weights(NamedTuple):
 
 
 def _load_weights(
-    config: RunnerConfig,
-    checkpoint: Checkpoint,
-    model: ModelConfig,
-    dtype: torch.dtype,
-    device: Device,
-    parts: Parts,
-    on_progress: LoadProgressCallback | None,
-    active: ActiveAdapters | None,
+    opened: _Opened, on_progress: LoadProgressCallback | None, active: ActiveAdapters | None
 ) -> _Weights:
+    config, checkpoint, model, dtype, device, kernels = opened
     with open_weights(
-        config, checkpoint, model, dtype, device.place, parts, on_progress
+        config, checkpoint, model, dtype, device.place, kernels, on_progress
     ) as weights:
-        adapt = None if active is None else partial(adaptable_layers, parts.ops, model, active)
+        adapt = None if active is None else partial(adaptable_layers, kernels.ops, model, active)
         decoder = load_decoder(model, weights.tensors, weights.target, on_progress, adapt)
         attention = attention_of(model, weights.tensors, device.place)
         return _Weights(decoder, attention, weights.fingerprint(versions(config.logits_processors)))
 
 
 def _describe(
-    config: RunnerConfig,
-    checkpoint: Checkpoint,
-    model: ModelConfig,
-    fingerprint: str,
-    defaults: GenerationDefaults,
-    parts: Parts,
+    opened: _Opened, fingerprint: str, max_model_len: int, defaults: GenerationDefaults
 ) -> ModelInfo:
+    config, checkpoint, model, _, _, kernels = opened
     return ModelInfo(
         checkpoint=checkpoint,
         fingerprint=fingerprint,
         vocab_size=model.vocab_size,
-        max_model_len=_max_model_len(config, model),
+        max_model_len=max_model_len,
         eos_token_ids=defaults.eos_token_ids,
         defaults=defaults,
         dtype=dtype_name(config, model),
@@ -181,8 +177,8 @@ def _describe(
         hidden_size=model.hidden_size,
         can_generate=model.can_generate,
         pooling=choose_pooling(config.pooling, checkpoint, model.num_labels),
-        numerics=parts.numerics,
-        kernels=parts.name,
+        numerics=kernels.numerics,
+        kernels=kernels.name,
     )
 
 
@@ -224,10 +220,6 @@ def kv_dtype(name: str, model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
     return torch.int8
 
 
-def _max_model_len(config: RunnerConfig, model: ModelConfig) -> int:
-    return choose_max_model_len(config, model.max_context_len())
-
-
 def choose_max_model_len(config: RunnerConfig, longest: int) -> int:
     """Return the length that the settings ask for, or that of the model. Raises InvalidConfig."""
     requested = config.max_model_len or longest
@@ -240,22 +232,21 @@ def choose_max_model_len(config: RunnerConfig, longest: int) -> int:
     return requested
 
 
-def _make_graph_pool(
-    config: RunnerConfig, decoder: Decoder, parts: Parts, device: Device
-) -> GraphPool | None:
-    """Return a pool for graphs of decode steps, or None, and log why if the device has graphs."""
-    pool, cause = device.make_graph_pool(), ""
-    if config.enforce_eager:
+def _can_capture(opened: _Opened, decoder: Decoder) -> bool:
+    """Return whether decode steps can be graphs; if the device has them, log why they cannot."""
+    kernels, cause = opened.kernels, ""
+    if opened.config.enforce_eager:
         cause = "--enforce-eager"
-    elif not parts.has_static_launches:
-        cause = f"launches of the kernels {parts.name!r} depend on the lengths of sequences"
+    elif not kernels.has_static_launches:
+        cause = f"launches of the kernels {kernels.name!r} depend on the lengths of sequences"
     elif decoder.config.depends_on_length:
         cause = "angles of this model depend on the lengths of prompts"
     elif decoder.waits_for_experts:
         cause = "the CPU reads which experts are chosen, because they are computed one by one"
-    if pool is not None and cause:
+    has_graphs = opened.device.make_graph_pool() is not None
+    if has_graphs and cause:
         log.info("decode steps are launched without graphs: %s", cause)
-    return None if cause else pool
+    return has_graphs and not cause
 
 
 def _capture_graphs(

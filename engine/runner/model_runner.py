@@ -12,28 +12,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from baton.core.ids import RequestId
-from baton.core.logprobs import RAW_LOGPROBS
 from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.plan import Pending, Plan, RunResult
 from baton.engine.runner.adapters.adapters import AdapterTable
-from baton.engine.runner.attention.kv_blocks import BlockHashes, KvBlocks
-from baton.engine.runner.attention.kv_tensor import describe
-from baton.engine.runner.attention.paged_attention import PagedAttention
+from baton.engine.runner.attention.kv_blocks import KvBlocks
+from baton.engine.runner.attention.kv_tensor import KvShape, describe
+from baton.engine.runner.attention.paged_attention import LayerAttention
 from baton.engine.runner.batch.input_batch import NO_DRAFTS, PersistentBatch, Step
 from baton.engine.runner.batch.unknown_tokens import TokenGatherer, UnknownTokens
 from baton.engine.runner.device.block_copies import BlockCopies
-from baton.engine.runner.device.device import CPU, Device, GraphPool
+from baton.engine.runner.device.device import Device, GraphPool
 from baton.engine.runner.device.fenced_hook import FencedHook
 from baton.engine.runner.device.graphs import EagerCause, GraphSize, StepShape
 from baton.engine.runner.device.step_inputs import StepInputs, make_inputs
+from baton.engine.runner.drafting.drafters import MakeDrafter
+from baton.engine.runner.drafting.spec_decoder import SpecDecoder
+from baton.engine.runner.kernels.choose import Parts
 from baton.engine.runner.model.decoder import Decoder
 from baton.engine.runner.model.pass_layout import empty_layout
 from baton.engine.runner.model.rope import Ropes
@@ -42,7 +43,7 @@ from baton.engine.runner.passes.decode_graphs import DecodeBatch, DecodeGraphs
 from baton.engine.runner.passes.forward_passes import ForwardPasses
 from baton.engine.runner.passes.launched_pass import DrainedPass, LaunchedPass
 from baton.engine.runner.pooling.pooling_head import PoolingHead
-from baton.engine.runner.sampling.logits_processors import NO_PROCESSORS, Processors
+from baton.engine.runner.sampling.logits_processors import Processors
 from baton.engine.runner.sampling.output_heads import (
     HeadPass,
     HiddenStates,
@@ -51,70 +52,84 @@ from baton.engine.runner.sampling.output_heads import (
 )
 from baton.engine.runner.sampling.prompt_logprobs import PromptLogprobs
 from baton.engine.runner.sampling.sampler import Sampler
-from baton.engine.runner.sampling.sampling import Sampling
-from baton.engine.runner.sampling.spec_decode import SpecDecoder
-from baton.engine.runner.sampling.torch_sampling import TORCH_SAMPLING
-from baton.engine.runner.state.linear_attention import LinearAttention
+from baton.engine.runner.state.state_shape import StateShape
 from baton.engine.runner.state.state_tables import empty_states
 from baton.engine.spec_decode.config import Speculation
-from baton.engine.spec_decode.ngram_proposer import NgramProposer
 from baton.engine.spec_decode.proposer import Drafts
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerParts:
+    """All that a runner consists of, except for the KV cache, which it allocates."""
+
+    info: ModelInfo
+    dtype: torch.dtype
+    decoder: Decoder
+    attention: Sequence[LayerAttention]  # of the layers that have it
+    kernels: Parts
+    device: Device
+    kv: KvShape
+    state: StateShape | None  # of recurrent layers
+    layout: CacheLayout
+    batch: PersistentBatch
+    processors: Processors
+    logprobs_mode: str
+    adapters: AdapterTable | None
+    speculation: Speculation | None
+    drafters: Mapping[str, MakeDrafter]
+    has_graphs: bool  # of decode steps
 
 
 class TorchRunner:
     """Implements the `Runner` Protocol. Releases its memory when the `with` block ends."""
 
-    def __init__(
-        self,
-        info: ModelInfo,
-        decoder: Decoder,
-        ropes: Ropes,
-        kv: Tensor,
-        layout: CacheLayout,
-        batch: PersistentBatch,
-        attention: PagedAttention,
-        speculation: Speculation | None = None,
-        processors: Processors = NO_PROCESSORS,
-        linear_attention: LinearAttention | None = None,
-        sampling: Sampling = TORCH_SAMPLING,
-        device: Device = CPU,
-        block_hashes: BlockHashes | None = None,
-        adapters: AdapterTable | None = None,
-        logprobs_mode: str = RAW_LOGPROBS,
-    ) -> None:
-        self.info = info
-        self.kv_memory: KvMemory = describe(kv, layout, info.dtype)
-        self.speculation = speculation
-        self.processors = processors
+    def __init__(self, parts: RunnerParts, num_blocks: int) -> None:
+        info, decoder, kernels = parts.info, parts.decoder, parts.kernels
+        self.info, self.decoder, self.device = info, decoder, parts.device
+        # Padding rows of graphs write into one block more, which belongs to no request.
+        kv = parts.kv.allocate(num_blocks + parts.has_graphs, self.device.place)
+        self.kv_memory: KvMemory = describe(kv[:num_blocks], parts.layout, info.dtype)
+        self.speculation, self.processors = parts.speculation, parts.processors
         self.hook: PassHook | None = None
-        self.device = device
         self.graphs: DecodeGraphs[HiddenStates] | None = None
         self.num_passes: Counter[GraphSize | EagerCause] = Counter()  # by graph, or why eager
-        self.adapters = adapters
-        self.decoder = decoder
-        self.blocks = KvBlocks(kv, self.device, block_hashes)
+        self.adapters = parts.adapters
+        self.blocks = KvBlocks(kv[:num_blocks], self.device, kernels.make_block_hashes(kv))
         self._inputs = make_inputs(self.device)
-        self._batch = batch
+        self._batch = parts.batch
         self._passes = ForwardPasses(
-            decoder, ropes, attention, linear_attention, info.max_model_len, adapters
+            decoder,
+            Ropes(decoder.config, self.device.place, parts.dtype),
+            kernels.make_attention(kv, parts.attention),
+            None if parts.state is None else kernels.make_linear_attention(kv, parts.state),
+            info.max_model_len,
+            self.adapters,
         )
-        find_peaks = decoder.ops.find_peaks
         self.sampler = Sampler(
-            info.eos_token_ids, processors, find_peaks, sampling, self.device, logprobs_mode
+            info.eos_token_ids,
+            self.processors,
+            decoder.ops.find_peaks,
+            kernels.sampling,
+            self.device,
+            parts.logprobs_mode,
         )
-        self._heads: tuple[OutputHead, ...] = (
-            PromptLogprobs(decoder, self.device, sampling),
+        heads: list[OutputHead] = [
+            PromptLogprobs(decoder, self.device, kernels.sampling),
             SamplingHead(decoder, self.sampler, info.vocab_size, self.device),
-        )
+        ]
         if info.pooling is not None:
-            self._heads += (PoolingHead(info.pooling, decoder.classifier, self.device),)
+            heads.append(PoolingHead(info.pooling, decoder.classifier, self.device))
+        self._spec_decoder = None
+        if self.speculation is not None:
+            make_drafter = parts.drafters[self.speculation.method]
+            proposer, head = make_drafter(self.speculation, decoder, self.device)
+            heads += () if head is None else (head,)
+            self._spec_decoder = SpecDecoder(self._batch, self.speculation, proposer)
+        self._heads = tuple(heads)
         self._open: LaunchedPass | None = None  # that is not collected, and can be followed
         self._gatherer = TokenGatherer(self.device.place)
         # Rows that have ended with the last pass, which a plan made before its end contains.
         self._ended: frozenset[RequestId] = frozenset()
-        self._spec_decoder = None
-        if speculation is not None:
-            self._spec_decoder = SpecDecoder(batch, speculation, NgramProposer(speculation))
 
     def __enter__(self) -> TorchRunner:
         return self
@@ -222,7 +237,7 @@ class TorchRunner:
         hidden_states = forward()
         for head in heads:
             head.launch(hidden_states)
-        launched = step, hidden_states, heads, self.device.record(), self._collect
+        launched = step, heads, self.device.record(), self._collect
         return LaunchedPass(*launched, self._can_be_followed(step, heads), self._spec_decoder)
 
     def _can_be_followed(self, step: Step, heads: Sequence[HeadPass]) -> bool:
@@ -268,9 +283,7 @@ class TorchRunner:
         elif sampled is not None:
             self._batch.receive(sampled.runs, result.token_ids)
         if self._spec_decoder is not None:
-            with torch.inference_mode():
-                hidden_states = launched.hidden_states.sampled
-                self._spec_decoder.note_results(launched.step, hidden_states, result)
+            self._spec_decoder.note_results(launched.step, result)
         for head in launched.heads:
             head.commit()
         if self._open is launched:

@@ -6,18 +6,20 @@ from dataclasses import dataclass
 
 from baton.core.errors import InvalidConfig
 
+METHODS = ("ngram",)
 MAX_PROPOSED_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Prompt lookup: proposes the tokens that followed an earlier occurrence of the newest ones."""
+    """Settings of a proposer. By n-grams, it proposes what followed the newest tokens before."""
 
     num_tokens: int  # maximum of tokens proposed at once
     min_ngram: int = 3  # minimum length of a match
     max_ngram: int = 8  # maximum length of a match that is compared
     # With more rows, a step takes longer in proportion to its tokens: nothing is proposed.
     max_rows: int = 16
+    method: str = "ngram"  # one of METHODS
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_tokens <= MAX_PROPOSED_TOKENS:
@@ -33,9 +35,9 @@ def parse_speculation(written: str) -> Speculation | None:
     """Parse `ngram:5`; an empty text or `none` returns None. Raises InvalidConfig."""
     if written in ("", "none"):
         return None
-    kind, _, number = written.partition(":")
-    if kind != "ngram" or not number.isascii() or not number.isdigit():
+    method, _, number = written.partition(":")
+    if method not in METHODS or not number.isascii() or not number.isdigit():
         raise InvalidConfig(
             f"--speculative {written!r}: write it like ngram:5, with the tokens to propose at once"
         )
-    return Speculation(int(number))
+    return Speculation(int(number), method=method)

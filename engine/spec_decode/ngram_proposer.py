@@ -7,15 +7,11 @@ the fewer are made, so that failed speculation costs next to nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from baton.core.ids import RequestId
 from baton.engine.spec_decode.config import Speculation
 from baton.engine.spec_decode.ngram_index import NgramIndex
 from baton.engine.spec_decode.proposer import DraftRow, Drafts, TokensFrom
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # A long prompt is indexed over several steps, since indexing it at once would delay all rows.
 MAX_TOKENS_INDEXED_PER_STEP = 4096
@@ -24,8 +20,6 @@ MAX_PAUSE_STEPS = 64  # steps
 
 class NgramProposer:
     """Implements `Proposer`."""
-
-    needs_hidden_states = False
 
     def __init__(self, speculation: Speculation) -> None:
         self._speculation = speculation
@@ -41,9 +35,6 @@ class NgramProposer:
             if not max_tokens:
                 break
         return drafts
-
-    def note_hidden_states(self, request_ids: Sequence[RequestId], hidden_states: Tensor) -> None:
-        """Do nothing: n-grams are made of tokens."""
 
     def note_accepted(self, request_id: RequestId, num_proposed: int, num_accepted: int) -> None:
         self._by_request[request_id].note_accepted(num_proposed, num_accepted)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from baton.core.ids import RequestId
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Drafts = Mapping[RequestId, Sequence[int]]
 # Returns the tokens of a sequence from an index on, up to a limit.
@@ -26,14 +23,8 @@ class DraftRow(NamedTuple):
 class Proposer(Protocol):
     """Proposes tokens before a pass, and learns from its results."""
 
-    needs_hidden_states: bool  # False: `note_hidden_states` is not called
-
     def propose(self, rows: Iterable[DraftRow], max_tokens: int) -> Drafts:
         """Return drafts for some of the rows, of at most `max_tokens` tokens in total."""
-        ...
-
-    def note_hidden_states(self, request_ids: Sequence[RequestId], hidden_states: Tensor) -> None:
-        """Take the hidden states, [rows, hidden_size], that the rows' newest tokens came from."""
         ...
 
     def note_accepted(self, request_id: RequestId, num_proposed: int, num_accepted: int) -> None:

@@ -9,8 +9,8 @@ from baton.engine.plan import Plan, RunResult
 from baton.engine.runner.batch.input_batch import Step
 from baton.engine.runner.batch.unknown_tokens import SampledTokens
 from baton.engine.runner.device.device import Device
-from baton.engine.runner.sampling.output_heads import HeadPass, HiddenStates
-from baton.engine.runner.sampling.spec_decode import SpecDecoder
+from baton.engine.runner.drafting.spec_decoder import SpecDecoder
+from baton.engine.runner.sampling.output_heads import HeadPass
 from baton.kv_transfer.fence import Fence
 
 
@@ -19,7 +19,6 @@ class LaunchedPass:
     """Implements `Pending`. Its result is computed once, by `finish`."""
 
     step: Step
-    hidden_states: HiddenStates
     heads: Sequence[HeadPass]
     fence: Fence  # after all that was launched
     finish: Callable[[LaunchedPass], RunResult]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -21,12 +22,7 @@ from baton.engine.runner.model.pass_layout import TokenRun
 from baton.engine.runner.sampling.constraints import depends_on_tokens
 from baton.engine.runner.sampling.grammar_masks import GrammarMasks
 from baton.engine.runner.sampling.packed_peaks import PackedPeaks
-from baton.engine.runner.sampling.sampler import (
-    LaunchedSamples,
-    SampledStep,
-    Sampler,
-)
-from baton.engine.runner.sampling.spec_decode import accepted_indices
+from baton.engine.runner.sampling.sampler import Choice, LaunchedSamples, SampledStep, Sampler
 from baton.engine.spec_decode.proposer import Drafts
 
 NO_TOKEN = Failure("the pass before gave no token")  # never seen: the request has ended
@@ -200,3 +196,27 @@ class _SampledPass:
 
     def commit(self) -> None:
         """Do nothing: a row's matcher consumes its outputs when it is sampled the next time."""
+
+
+def accepted_indices(
+    runs: Sequence[TokenRun], choices: Sequence[Choice], drafts: Drafts
+) -> Sequence[int]:
+    """Return the indices of the accepted choices. The runs of a request are in token order."""
+    if not drafts:
+        return range(len(runs))
+    accepted: list[int] = []
+    num_accepted: dict[RequestId, int] = {}
+    ended: set[RequestId] = set()
+    for index, (run, choice) in enumerate(zip(runs, choices, strict=True)):
+        request_id = run.row.request_id
+        if request_id in ended:
+            continue
+        draft, num_before = drafts.get(request_id, ()), num_accepted.get(request_id, 0)
+        if isinstance(choice, Failure) and num_before:
+            ended.add(request_id)  # keep the tokens before it; the next step fails again
+            continue
+        accepted.append(index)
+        num_accepted[request_id] = num_before + 1
+        if num_before == len(draft) or draft[num_before] != choice:
+            ended.add(request_id)
+    return accepted

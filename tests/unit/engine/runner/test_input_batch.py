@@ -11,7 +11,7 @@ from baton.core.sampling import SamplingParams
 from baton.engine.errors import RowOverflow
 from baton.engine.plan import BlockTables, Plan, PlanRow
 from baton.engine.runner.batch.input_batch import PersistentBatch
-from baton.engine.runner.sampling.spec_decode import SpecDecoder
+from baton.engine.runner.drafting.spec_decoder import SpecDecoder
 from baton.engine.spec_decode.config import Speculation
 from baton.engine.spec_decode.ngram_proposer import NgramProposer
 

@@ -1,17 +1,14 @@
-"""Another proposer than n-grams: it drafts a constant, and sees the hidden states."""
+"""Another proposer than n-grams: it drafts a constant."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
-import torch
-from torch import Tensor
+from collections.abc import Iterable
 
 from baton.core.ids import BlockId, RequestId
 from baton.core.sampling import SamplingParams
 from baton.engine.plan import Plan, PlanRow, RunResult
 from baton.engine.runner.batch.input_batch import PersistentBatch
-from baton.engine.runner.sampling.spec_decode import SpecDecoder
+from baton.engine.runner.drafting.spec_decoder import SpecDecoder
 from baton.engine.spec_decode.config import Speculation
 from baton.engine.spec_decode.proposer import DraftRow, Drafts
 
@@ -22,17 +19,11 @@ SEVEN = 7
 class Constant:
     """Proposer of sevens."""
 
-    needs_hidden_states = True
-
     def __init__(self) -> None:
-        self.seen: dict[RequestId, list[float]] = {}
         self.outcomes: list[tuple[RequestId, int, int]] = []
 
     def propose(self, rows: Iterable[DraftRow], max_tokens: int) -> Drafts:
         return {row.request_id: [SEVEN] * min(row.max_tokens, 2) for row in rows}
-
-    def note_hidden_states(self, request_ids: Sequence[RequestId], hidden_states: Tensor) -> None:
-        self.seen = dict(zip(request_ids, hidden_states.tolist(), strict=True))
 
     def note_accepted(self, request_id: RequestId, num_proposed: int, num_accepted: int) -> None:
         self.outcomes.append((request_id, num_proposed, num_accepted))
@@ -46,19 +37,17 @@ def a_row(name: RequestId, block: int) -> PlanRow:
     return PlanRow(name, (5, 6), 1, 1, ((BlockId(block),),), sampling, 0)
 
 
-def test_a_proposer_gets_the_hidden_states_of_the_newest_accepted_tokens() -> None:
+def test_a_proposer_learns_how_many_of_its_drafts_were_accepted() -> None:
     batch = PersistentBatch(max_num_seqs=2, max_model_len=64, block_size=64)
     batch.apply(Plan(started=(a_row(A, 0), a_row(B, 1))))
     proposer = Constant()
     spec_decoder = SpecDecoder(batch, Speculation(num_tokens=4), proposer)
     drafts = spec_decoder.drafts({A: 1, B: 1}, 8)
     step = batch.step({A: 1, B: 1}, drafts)
-    ends = {(run.row.request_id, run.end): float(i) for i, run in enumerate(step.runs)}
 
     result = RunResult(token_ids={A: [SEVEN, 1], B: [2]})
-    spec_decoder.note_results(step, torch.arange(len(step.runs)).float()[:, None], result)
+    spec_decoder.note_results(step, result)
 
     assert drafts == {A: [SEVEN, SEVEN], B: [SEVEN, SEVEN]}
-    assert proposer.seen == {A: [ends[A, 3]], B: [ends[B, 2]]}
     assert proposer.outcomes == [(A, 2, 1), (B, 2, 0)]
     assert result.num_proposed == {A: 2, B: 2}

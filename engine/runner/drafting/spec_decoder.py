@@ -8,18 +8,13 @@ without drafts.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from baton.core.ids import RequestId
-from baton.core.output import Failure
 from baton.engine.plan import Plan, PlanRow, RunResult
 from baton.engine.runner.batch.input_batch import NO_DRAFTS, PersistentBatch, Step
-from baton.engine.runner.model.pass_layout import Ints, TokenRun
-from baton.engine.runner.sampling.sampler import Choice
+from baton.engine.runner.model.pass_layout import Ints
 from baton.engine.spec_decode.config import Speculation
 from baton.engine.spec_decode.proposer import DraftRow, Drafts, Proposer, TokensFrom
 
@@ -58,11 +53,8 @@ class SpecDecoder:
         num_rows_left = self.speculation.max_rows - sum(num_scheduled_tokens.values())
         return min(num_rows_left, max_draft_tokens)
 
-    def note_results(self, step: Step, hidden_states: Tensor, result: RunResult) -> None:
-        """Report accepted tokens to proposer and result. `hidden_states` are of sampled runs."""
-        if self.proposer.needs_hidden_states and step.sampled:
-            newest = _newest_by_request(step, result)
-            self.proposer.note_hidden_states(list(newest), hidden_states[list(newest.values())])
+    def note_results(self, step: Step, result: RunResult) -> None:
+        """Report accepted tokens to proposer and result."""
         for request_id, draft in step.drafts.items():
             num_accepted = max(0, len(result.token_ids.get(request_id, ())) - 1)
             self.proposer.note_accepted(request_id, len(draft), num_accepted)
@@ -77,39 +69,3 @@ class SpecDecoder:
     def _tokens_from(self, row: PlanRow) -> TokensFrom:
         known: Ints = self.batch.known_tokens(row.request_id)
         return lambda first, count: known[first : first + count].tolist()
-
-
-def _newest_by_request(step: Step, result: RunResult) -> dict[RequestId, int]:
-    """Return the index among the sampled runs from which each row's newest token came."""
-    newest: dict[RequestId, int] = {}
-    num_runs: Counter[RequestId] = Counter()
-    for index, run in enumerate(step.runs[sampled] for sampled in step.sampled):
-        request_id = run.row.request_id
-        num_runs[request_id] += 1
-        if num_runs[request_id] <= len(result.token_ids.get(request_id, ())):
-            newest[request_id] = index
-    return newest
-
-
-def accepted_indices(
-    runs: Sequence[TokenRun], choices: Sequence[Choice], drafts: Drafts
-) -> Sequence[int]:
-    """Return the indices of the accepted choices. The runs of a request are in token order."""
-    if not drafts:
-        return range(len(runs))
-    accepted: list[int] = []
-    num_accepted: dict[RequestId, int] = {}
-    ended: set[RequestId] = set()
-    for index, (run, choice) in enumerate(zip(runs, choices, strict=True)):
-        request_id = run.row.request_id
-        if request_id in ended:
-            continue
-        draft, num_before = drafts.get(request_id, ()), num_accepted.get(request_id, 0)
-        if isinstance(choice, Failure) and num_before:
-            ended.add(request_id)  # keep the tokens before it; the next step fails again
-            continue
-        accepted.append(index)
-        num_accepted[request_id] = num_before + 1
-        if num_before == len(draft) or draft[num_before] != choice:
-            ended.add(request_id)
-    return accepted
