@@ -13,13 +13,13 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass
-from typing import Any
 
 from google.rpc import code_pb2, status_pb2
 
 from baton.core.errors import NamedError
+from baton.core.legs import LegKind
 from baton.rpc.errors import DeadlineExceeded, Draining, MessageTooLarge, UnsupportedInput
-from baton.rpc.messages.calls import Order, Request
+from baton.rpc.messages.calls import kind_of
 from baton.rpc.messages.limits import MAX_BATCH_BYTES, MAX_EVENT_BYTES
 from baton.rpc.status import TOO_LARGE, TOO_LARGE_ADVICE, status_of
 from baton.v1 import node_pb2
@@ -38,14 +38,14 @@ class CallContext:
         return None if self.deadline_s is None else self.deadline_s - time.monotonic()
 
 
-# The first argument is the order of a `start`: a PrefillOrder or a DecodeOrder.
-Serve = Callable[[Any, CallContext], AsyncGenerator[node_pb2.CallEvent, None]]
+Order = node_pb2.LegOrder
+Serve = Callable[[LegKind, Order, CallContext], AsyncGenerator[node_pb2.CallEvent, None]]
 # Context of one call: counts it, so that a drain can wait for its end, or raises Draining.
-Count = Callable[[], AbstractContextManager[None]]
+Count = Callable[[LegKind], AbstractContextManager[None]]
 
 
 async def serve_calls(
-    requests: AsyncIterator[Request], serve: Serve, count: Count, **metadata: str
+    requests: AsyncIterator[node_pb2.ServeRequest], serve: Serve, count: Count, **metadata: str
 ) -> AsyncGenerator[list[node_pb2.CallEvent], None]:
     """Yield batches of events until the stream's last call has ended.
 
@@ -75,7 +75,7 @@ class _Calls:
         self._is_read = False
         self.outbox = _Outbox()
 
-    async def read(self, requests: AsyncIterator[Request]) -> None:
+    async def read(self, requests: AsyncIterator[node_pb2.ServeRequest]) -> None:
         """Start and cancel calls as requested, until the router closes its side of the stream."""
         try:
             async for request in requests:
@@ -93,7 +93,7 @@ class _Calls:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _handle(self, request: Request) -> None:
+    def _handle(self, request: node_pb2.ServeRequest) -> None:
         kind = request.WhichOneof("order")
         if kind is None:
             raise UnsupportedInput(f"call {request.call}: neither `start` nor `cancel` is set")
@@ -120,17 +120,20 @@ class _Calls:
 
     async def _run(self, call: int, order: Order) -> None:
         try:
-            with self._count():
-                self._end(call, await self._serve_to_status(call, order))
+            kind = kind_of(order.kind)
+            with self._count(kind):
+                self._end(call, await self._serve_to_status(call, kind, order))
                 # The server can close as soon as the last call is no longer counted.
                 await self.outbox.wait_until_flushed()
-        except Draining as refusal:
+        except (Draining, UnsupportedInput) as refusal:
             self._end(call, status_of(refusal, self._metadata))
 
-    async def _serve_to_status(self, call: int, order: Order) -> status_pb2.Status | None:
+    async def _serve_to_status(
+        self, call: int, kind: LegKind, order: Order
+    ) -> status_pb2.Status | None:
         """Serve the call. Return the status of its failure, or None if it succeeded."""
         try:
-            await self._forward_events(call, order)
+            await self._forward_events(call, kind, order)
         except NamedError as error:
             return status_of(error, self._metadata)
         except Exception as bug:
@@ -138,11 +141,11 @@ class _Calls:
             return status_pb2.Status(code=code_pb2.UNKNOWN, message=f"{type(bug).__name__}: {bug}")
         return None
 
-    async def _forward_events(self, call: int, order: Order) -> None:
+    async def _forward_events(self, call: int, kind: LegKind, order: Order) -> None:
         context = _context_from(order.context)
         timer = asyncio.timeout_at(context.deadline_s)
         try:
-            async with timer, aclosing(self._serve(order, context)) as events:
+            async with timer, aclosing(self._serve(kind, order, context)) as events:
                 async for event in events:
                     event.call = call
                     self.outbox.put(event)

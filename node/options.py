@@ -192,15 +192,13 @@ class NodeOptions:
             }
         )
 
-    def runner_for(self, *, speculates: bool) -> RunnerConfig:
-        """Return the settings of the runner of a role."""
-        config, adapters = self.runner, self.adapters
-        if not speculates:
-            config = replace(config, speculation=None)
+    @property
+    def runner_config(self) -> RunnerConfig:
+        adapters = self.adapters
         if not adapters.are_served:
-            return config
+            return self.runner
         return replace(
-            config,
+            self.runner,
             max_loras=adapters.max_loras,
             max_lora_rank=adapters.max_lora_rank,
             max_cpu_loras=adapters.num_places,

@@ -1,18 +1,21 @@
-"""Life of a node, the same for both roles: load the model, serve, drain."""
+"""Life of a node: load the model, serve, drain."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 from baton.checkpoint.peft_folder import PeftFolder
+from baton.core.errors import InvalidRequest
+from baton.core.ids import HandoffId
+from baton.core.legs import LegKind
 from baton.core.units import format_bytes
+from baton.decode_node.peer_warmup import PeerWarmup, read_legs
 from baton.engine.errors import EngineStopped
 from baton.engine.runner.loaded_runner import LoadedRunner
 from baton.engine.runner.model_info import LoadProgress
@@ -20,6 +23,8 @@ from baton.engine.runner.open_runner import open_runner
 from baton.kv_transfer.pairs import Identity
 from baton.kv_transfer.transports.nixl import import_nixl
 from baton.node.cache_resets import reset_prefix_cache
+from baton.node.call_server import CallServer
+from baton.node.engine_calls import run_on_engine
 from baton.node.kv.connectors import find_connector, shared_tiers_of
 from baton.node.kv.events.config import TCP, KvEventsConfig, is_bound
 from baton.node.kv.events.peers import check_target, listen
@@ -28,12 +33,13 @@ from baton.node.kv.tiers import check_tiers
 from baton.node.kv.worker import NO_NODE_DECORATORS, Around
 from baton.node.observers.metrics import export_node_metrics
 from baton.node.options import NodeOptions
-from baton.node.servicer import KvLinkServicer, NodeServicer
+from baton.node.servicer import KvLinkServicer, LegServicer, NodeServicer
+from baton.node.smg.service import smg_services
 from baton.node.state import NodeState
 from baton.node.wiring import NodeComponents, identify
+from baton.prefill_node.leg import PrefillLegs
 from baton.rpc.health import Health
 from baton.rpc.listening import check_port
-from baton.rpc.node_info import NodeRole
 from baton.rpc.process_end import ShutdownDeadline
 from baton.rpc.security.operators import Operators
 from baton.rpc.server import Running, Service, announce, freeze_heap, serving, stop_signal
@@ -50,26 +56,18 @@ HEARTBEAT_CHECK_S = 0.5
 DEAD_FACTOR = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Role:
-    """Difference between prefill and decode nodes."""
+def run(role: LegKind, options: NodeOptions, around: Around = NO_NODE_DECORATORS) -> None:
+    """Serve until SIGTERM or a Drain call. Raise a named error if the options cannot work.
 
-    name: NodeRole
-    # Services of this role alone. Called on the asyncio loop before the engine starts.
-    build_services: Callable[[NodeComponents], Sequence[Service]]
-    speculates: bool
-
-
-def run(role: Role, options: NodeOptions, around: Around = NO_NODE_DECORATORS) -> None:
-    """Serve until SIGTERM or a Drain call. Raise a named error if the options cannot work."""
+    `role` is the kind of leg that the node offers beside those that any node can offer.
+    """
     _check_start(options)
-    config = options.runner_for(speculates=role.speculates)
-    with open_runner(config, LoadLog(time.monotonic)) as runner:
-        identity = identify(options, role.name, runner)
-        process = _process_of(role, identity)
+    with open_runner(options.runner_config, LoadLog(time.monotonic)) as runner:
+        identity = identify(options, role, runner)
+        process = Process(role.value, identity.node_id, identity.incarnation)
         with tracing(options.telemetry, process) as tracer:
             asyncio.run(
-                serve(role, options, runner, identity, tracer, around, on_ready=freeze_heap)
+                serve(process, options, runner, identity, tracer, around, on_ready=freeze_heap)
             )
 
 
@@ -126,7 +124,7 @@ def _check_endpoints(config: KvEventsConfig) -> None:
 
 
 async def serve(
-    role: Role,
+    process: Process,
     options: NodeOptions,
     runner: LoadedRunner,
     identity: Identity,
@@ -134,10 +132,10 @@ async def serve(
     around: Around = NO_NODE_DECORATORS,
     on_ready: Callable[[], None] = lambda: None,
 ) -> None:
-    node = NodeComponents(role.name, options, runner, identity, tracer, around)
+    node = NodeComponents(LegKind(process.role), options, runner, identity, tracer, around)
     _log_start(node.state, runner)
-    services = (*role.build_services(node), *_common_services(node))
-    metrics = export_node_metrics(_process_of(role, identity), node)
+    services = _services(node)
+    metrics = export_node_metrics(process, node)
     # On exit, the worker stops before links and server, which carry its last messages.
     with ShutdownDeadline(options.drain_timeout_s) as grace:
         async with (
@@ -180,7 +178,7 @@ async def _serve_until_drained(
         drain = asyncio.ensure_future(state.wait_for_drain_request())
         tasks = heartbeat, publishing, stop, drain
         try:
-            announce(state.card.role.value, server.address)
+            announce(node.role, server.address)
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if publishing.done() and engine.failure is None:
                 publishing.result()  # raises: it ends only by a bug, or with the engine
@@ -223,7 +221,16 @@ async def follow_heartbeat(
     return engine.failure
 
 
-def _common_services(node: NodeComponents) -> tuple[Service, ...]:
+def _services(node: NodeComponents) -> tuple[Service, ...]:
+    def withdraw(handoff_id: HandoffId) -> None:
+        reason = "the call was cancelled"
+        node.engine.post(lambda: node.scheduler.withdraw_completed(handoff_id, reason))
+
+    prefills = PrefillLegs(withdraw)
+    node.ledger.on_sent = prefills.mark_sent
+    calls = CallServer(node.state, node.ledger, prefills, node.tracing)
+    warmup = PeerWarmup(partial(read_legs, node.options.tls), partial(_link_up, node))
+    legs = LegServicer(calls, node.state, warmup.connect)
     servicer = NodeServicer(
         node.state,
         partial(reset_prefix_cache, node.engine, node.scheduler),
@@ -231,16 +238,29 @@ def _common_services(node: NodeComponents) -> tuple[Service, ...]:
         shared_tiers_of(node.connector),
     )
     add_node = partial(node_pb2_grpc.add_NodeServiceServicer_to_server, servicer)
-    service = Service("baton.v1.NodeService", add_node)
+    add_legs = partial(node_pb2_grpc.add_LegServiceServicer_to_server, legs)
+    return (
+        Service("baton.v1.LegService", add_legs),
+        Service("baton.v1.NodeService", add_node),
+        *_link_services(node),
+        *smg_services(node, calls),
+    )
+
+
+def _link_services(node: NodeComponents) -> tuple[Service, ...]:
     if node.worker is None:
-        return (service,)
+        return ()
     link = KvLinkServicer(node.links)
     add_link = partial(kv_link_pb2_grpc.add_KvLinkServiceServicer_to_server, link)
-    return Service("baton.v1.KvLinkService", add_link), service
+    return (Service("baton.v1.KvLinkService", add_link),)
 
 
-def _process_of(role: Role, identity: Identity) -> Process:
-    return Process(role.name.value, identity.node_id, identity.incarnation)
+async def _link_up(node: NodeComponents, address: str) -> None:
+    """Open a link to the node at this address, on the engine's thread. Raises InvalidRequest."""
+    worker = node.worker
+    if worker is None:
+        raise InvalidRequest("this node has no KV cache: its model keeps nothing of a text")
+    await run_on_engine(node.engine, lambda: worker.connect(address, time.monotonic()))
 
 
 def _log_start(state: NodeState, runner: LoadedRunner) -> None:

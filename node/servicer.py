@@ -1,8 +1,8 @@
-"""Servicers of both node roles: KV control link and node state."""
+"""Servicers of a node: legs, KV control links and the node's state."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -12,10 +12,12 @@ from grpc import aio
 from baton.kv_transfer.external_kv import KV
 from baton.node.adapters.registry import AdapterRegistry
 from baton.node.cache_resets import CacheResets, ResetPrefixCache
+from baton.node.call_server import CallServer
 from baton.node.kv.link import GrpcLinks
 from baton.node.state import NodeState
 from baton.rpc.errors import UnsupportedInput
-from baton.rpc.node_info import ADAPTER, CARD, update_to
+from baton.rpc.messages.calls import KIND, kind_of
+from baton.rpc.node_info import ADAPTER, card_to, check_api_version, update_to
 from baton.rpc.security.operators import NO_OPERATORS, Operators
 from baton.rpc.security.token_gate import sent_token
 from baton.rpc.status import named_errors
@@ -41,8 +43,32 @@ class KvLinkServicer(kv_link_pb2_grpc.KvLinkServiceServicer):
                 yield response
 
 
+class LegServicer(node_pb2_grpc.LegServiceServicer):
+    def __init__(
+        self, calls: CallServer, state: NodeState, connect: Callable[[str], Awaitable[None]]
+    ) -> None:
+        self._calls = calls
+        self._state = state
+        self._connect = connect
+
+    def Serve(
+        self,
+        request_iterator: AsyncIterator[node_pb2.ServeRequest],
+        context: aio.ServicerContext[Any, Any],
+    ) -> AsyncGenerator[node_pb2.ServeResponse, None]:
+        return self._calls.serve(request_iterator, context)
+
+    async def Connect(
+        self, request: node_pb2.ConnectRequest, context: aio.ServicerContext[Any, Any]
+    ) -> node_pb2.ConnectResponse:
+        async with named_errors(context, node_id=self._state.card.node_id):
+            with self._state.count_call():
+                await self._connect(request.prefill.address)
+        return node_pb2.ConnectResponse()
+
+
 class NodeServicer(node_pb2_grpc.NodeServiceServicer):
-    """Reports the node's card and load. Operators drain it, reset its cache and load adapters."""
+    """Reports the node's card and load. Operators change what it serves, and drain it."""
 
     def __init__(
         self,
@@ -58,7 +84,9 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
     async def GetNode(
         self, request: node_pb2.GetNodeRequest, context: aio.ServicerContext[Any, Any]
     ) -> node_pb2.GetNodeResponse:
-        return CARD.to_message(self._state.card)
+        async with named_errors(context, node_id=self._state.card.node_id):
+            check_api_version(request)
+        return card_to(self._state.card)
 
     async def Watch(
         self, request: node_pb2.WatchRequest, context: aio.ServicerContext[Any, Any]
@@ -74,6 +102,15 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
             self._operators.check(sent_token(context.invocation_metadata()))
         self._state.request_drain()
         return node_pb2.DrainResponse(num_unfinished=self._state.num_calls)
+
+    async def SetLegs(
+        self, request: node_pb2.SetLegsRequest, context: aio.ServicerContext[Any, Any]
+    ) -> node_pb2.SetLegsResponse:
+        async with named_errors(context, node_id=self._state.card.node_id):
+            self._operators.check(sent_token(context.invocation_metadata()))
+            kinds = [kind_of(number) for number in request.legs]
+            offered = await self._state.legs.change(kinds, request.drain_timeout_s)
+        return node_pb2.SetLegsResponse(legs=map(KIND.to_message, offered))
 
     async def ResetPrefixCache(
         self, request: node_pb2.ResetPrefixCacheRequest, context: aio.ServicerContext[Any, Any]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
+from baton.core.legs import LegKind
 from baton.engine.engine_thread import EngineThread
 from baton.engine.events import KvEvent
 from baton.engine.kv_cache.block_names import PrefixEnds
@@ -17,6 +18,7 @@ from baton.kv_transfer.external_kv import NO_HELD_CHANGES, HeldChanges
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
 from baton.node.adapters.registry import AdapterRegistry
 from baton.node.engine_calls import EngineCalls, run_on_engine
+from baton.node.legs import OfferedLegs
 from baton.rpc.cached_prefixes import CachedPrefixes, PrefixChanges, PrefixWatcher
 from baton.rpc.errors import Draining
 from baton.rpc.node_info import NodeAdapters, NodeCard, NodeLoad, NodeTotals, TierReport
@@ -65,6 +67,7 @@ class NodeState:
     ) -> None:
         self.card = card
         self.calls = calls
+        self.legs = OfferedLegs(card.legs, self._note_legs)
         self.adapters = adapters
         self._read_update = read_update
         self._take_kv_events = take_kv_events
@@ -106,6 +109,16 @@ class NodeState:
             if self._num_calls == 0:
                 self._became_idle.set()
 
+    @contextmanager
+    def serving_leg(self, kind: LegKind) -> Iterator[None]:
+        """Count a leg until the block ends. Raises Draining, also if the node offers none."""
+        with self.count_call(), self.legs.serving(kind):
+            yield
+
+    def _note_legs(self) -> None:
+        self.card = replace(self.card, legs=self.legs.offered)
+        self.calls.changes.notify()
+
     async def wait_until_idle(self) -> None:
         """Return when no call is in flight. Calls that wait for their last KV write count."""
         await self._became_idle.wait()
@@ -117,7 +130,7 @@ class NodeState:
             update = await self._read_update()
             self._prefixes.take(update.kv_events, update.host_changes)
             self._take_kv_events(update.kv_events)
-            self._load = replace(update.load, is_draining=self.is_draining)
+            self._load = replace(update.load, is_draining=self.is_draining, legs=self.card.legs)
             self._published.set()
             self._published = asyncio.Event()
             await asyncio.sleep(PACE_S)

@@ -1,4 +1,4 @@
-"""Components of a node, and their wiring. It is the same for both roles."""
+"""Components of a node, and their wiring."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from importlib.metadata import version
 
 from baton.checkpoint.hub import served_name
 from baton.core.ids import Incarnation, NodeId, PrefixKeys
+from baton.core.legs import LegKind, Legs
 from baton.engine.config import EngineOptions
 from baton.engine.core import EngineCore
 from baton.engine.engine_thread import Compiler, EngineInbox, EngineThread
@@ -41,7 +42,7 @@ from baton.node.observers.ledger import RequestLedger
 from baton.node.observers.tracing import NodeTracing
 from baton.node.options import NodeOptions
 from baton.node.state import NodeState, no_subscribers, update_reader
-from baton.rpc.node_info import NodeCard, NodeRole
+from baton.rpc.node_info import NodeCard
 from baton.telemetry.metrics.instruments import NodeMetrics
 from baton.telemetry.tracing.node_timeline import NodeFacts
 from baton.telemetry.tracing.tracer import Tracer
@@ -61,7 +62,7 @@ class NodeComponents:
 
     def __init__(
         self,
-        role: NodeRole,
+        role: LegKind,
         options: NodeOptions,
         runner: LoadedRunner,
         identity: Identity,
@@ -70,6 +71,7 @@ class NodeComponents:
     ) -> None:
         memory = runner.kv_memory
         block_bytes = 0 if memory is None else memory.block_bytes
+        self.role = role.value
         self.options = options
         self.num_passes = runner.num_passes
         self.tracing = _build_tracing(role, options, identity, tracer, block_bytes)
@@ -170,7 +172,7 @@ def _poll() -> None:
     """Do nothing: each step polls the KV worker and the KV connector."""
 
 
-def identify(options: NodeOptions, role: NodeRole, runner: LoadedRunner) -> Identity:
+def identify(options: NodeOptions, role: LegKind, runner: LoadedRunner) -> Identity:
     return Identity(
         node_id=NodeId(options.node_id or f"{role.value}-{secrets.token_hex(ID_BYTES)}"),
         incarnation=Incarnation(secrets.token_hex(ID_BYTES)),
@@ -195,7 +197,7 @@ def _fingerprint_of(runner: LoadedRunner) -> Fingerprint:
 
 
 def _build_card(
-    role: NodeRole,
+    role: LegKind,
     options: NodeOptions,
     identity: Identity,
     runner: LoadedRunner,
@@ -207,7 +209,7 @@ def _build_card(
     return NodeCard(
         node_id=identity.node_id,
         incarnation=identity.incarnation,
-        role=role,
+        legs=_legs_of(role, runner),
         fingerprint=identity.fingerprint,
         model=options.model_name or served_name(options.runner.model),
         max_model_len=runner.info.max_model_len,
@@ -231,11 +233,17 @@ def _build_card(
     )
 
 
+def _legs_of(role: LegKind, runner: LoadedRunner) -> Legs:
+    """Return what a node of this role can do with its model."""
+    encoding = (LegKind.ENCODE,) if runner.info.vector_size else ()
+    return (*encoding, role) if runner.info.can_generate else encoding
+
+
 def _build_tracing(
-    role: NodeRole, options: NodeOptions, identity: Identity, tracer: Tracer, block_bytes: int
+    role: LegKind, options: NodeOptions, identity: Identity, tracer: Tracer, block_bytes: int
 ) -> NodeTracing:
     facts = NodeFacts(
-        leg=role.value,
+        role=role.value,
         node_id=identity.node_id,
         incarnation=identity.incarnation,
         verifies_kv=options.kv_worker.verify,

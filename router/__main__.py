@@ -13,6 +13,7 @@ from functools import partial
 
 from grpc import aio
 
+from baton.core.legs import LegKind
 from baton.engine.structured_output.compiler import GrammarCompiler
 from baton.engine.structured_output.llguidance_backend import validate_grammar
 from baton.router.adapters.updates import AdapterUpdates
@@ -35,7 +36,7 @@ from baton.router.request_scope import RequestScopes
 from baton.router.routing.node_table import NodeTable
 from baton.router.tracing import Tracing
 from baton.rpc.health import Health
-from baton.rpc.node_info import NodeRole, NodeStatus
+from baton.rpc.node_info import NodeStatus
 from baton.rpc.process_end import ShutdownDeadline
 from baton.rpc.security.token_gate import TokenInterceptor, ignore_refusal
 from baton.rpc.server import Running, Service, announce, freeze_heap, serving, stop_signal
@@ -176,8 +177,8 @@ def _smg_services(options: RouterOptions, router: RouterComponents) -> Sequence[
 
 
 def node_discovery(options: RouterOptions) -> NodeDiscovery:
-    prefills = dict.fromkeys(options.baton_prefill_nodes, NodeRole.PREFILL)
-    decodes = dict.fromkeys(options.decode_nodes, NodeRole.DECODE)
+    prefills = dict.fromkeys(options.baton_prefill_nodes, LegKind.PREFILL)
+    decodes = dict.fromkeys(options.decode_nodes, LegKind.DECODE)
     return NodeDiscovery(prefills | decodes, options.find_every_s)
 
 
@@ -251,7 +252,7 @@ def _read_metrics(router: RouterComponents) -> Reading:
         metric_names.QUEUE_DEPTH: router.pipeline.traffic.num_waiting,
         metric_names.IN_FLIGHT: router.pipeline.traffic.num_in_flight,
         metric_names.OPEN_NODES: {
-            role.value: len(router.table.open_nodes(role)) for role in NodeRole
+            kind.value: len(router.table.open_nodes(kind)) for kind in LegKind
         },
         metric_names.TRACES_LOST: router.tracer.num_lost,
     }

@@ -145,7 +145,7 @@ class RecordedTrace(RequestTrace):
         self._timeline.tries.append(attempt)
 
     def note_routed(self, route: Route, policy: RoutingPolicy, table: NodeTable) -> None:
-        num_tokens, model = self._timeline.num_prompt_tokens or 0, route.decode.card.model
+        num_tokens, model = self._timeline.num_prompt_tokens or 0, route.last.node.card.model
         groups = [group for group in table.groups() if group.model == model]
         self._timeline.request_attributes.setdefault(names.RESPONSE_MODEL, model)
         attempt, holder = self._timeline.tries[-1], route.holder
@@ -154,8 +154,8 @@ class RecordedTrace(RequestTrace):
             names.POLICY: policy.value,
             names.CANDIDATES_PREFILL: sum(len(group.prefills) for group in groups),
             names.CANDIDATES_DECODE: sum(len(group.decodes) for group in groups),
-            names.CHOSEN_PREFILL: None if route.prefill is None else route.prefill.card.node_id,
-            names.CHOSEN_DECODE: route.decode.card.node_id,
+            names.CHOSEN_PREFILL: route.first.node.card.node_id if route.is_split else None,
+            names.CHOSEN_DECODE: route.last.node.card.node_id,
             names.CHOSEN_HOLDER: None if holder is None else holder.node.card.node_id,
             names.PROMISED_TOKENS: None if holder is None else holder.num_tokens or None,
             names.PREDICTED_HIT_TOKENS: max(0, num_tokens - route.num_missing_tokens),

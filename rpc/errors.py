@@ -87,6 +87,10 @@ class NoNodes(ServiceError):
     """No node that can serve the request is known and reachable."""
 
 
+class OtherVersion(ServiceError):
+    """The caller or the node speaks another version of the API of nodes."""
+
+
 class TooManyConnects(ServiceError):
     """A node already opens as many links ahead of their first hand-off as its limit allows."""
 

@@ -7,27 +7,29 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from baton.core.ids import AdapterRef, Incarnation, NodeId
+from baton.core.legs import Legs
 from baton.core.logprobs import RAW_LOGPROBS
 from baton.core.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults
 from baton.engine.kv_cache.block_hashes import PrefixNaming
 from baton.kv_transfer.protocol.messages import Fingerprint
 from baton.rpc.cached_prefixes import PrefixChanges
+from baton.rpc.errors import OtherVersion
 from baton.rpc.messages.mapper import Mapper
 from baton.v1 import cluster_pb2, node_pb2
 
-
-class NodeRole(StrEnum):
-    PREFILL = "prefill"
-    DECODE = "decode"
+# Of node.proto. Routers and nodes of different versions refuse each other.
+API_VERSION = 2
+GET_NODE = node_pb2.GetNodeRequest(api_version=API_VERSION)
+ONE_VERSION = "run routers and nodes of one version of the software"
 
 
 @dataclass(frozen=True, slots=True)
 class NodeCard:
-    """Properties of a node that are constant while its process lives."""
+    """Properties of a node. All but the legs are constant while its process lives."""
 
     node_id: NodeId
     incarnation: Incarnation
-    role: NodeRole
+    legs: Legs  # that it offers now
     fingerprint: Fingerprint
     model: str
     max_model_len: int
@@ -109,6 +111,7 @@ class NodeLoad:
     num_waiting: int = 0
     num_free_blocks: int = 0
     is_draining: bool = False
+    legs: Legs | None = None  # that it offers; None: as before
     # They change with each step: sent along with other changes, and alone once a second at most.
     totals: NodeTotals = field(default=NodeTotals(), compare=False)
 
@@ -183,9 +186,9 @@ class NodeAvailability(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """Node as a router sees it. An unreachable one has only role, address and state."""
+    """Node as a router sees it. An unreachable one has only legs, address and state."""
 
-    role: NodeRole
+    legs: Legs  # that it offers, or for which it is listed
     address: str
     state: NodeAvailability
     node_id: str = ""
@@ -205,12 +208,36 @@ class NodeStatus:
     kernels: str = ""
 
 
-CARD = Mapper(NodeCard, node_pb2.GetNodeResponse)
+CARD = Mapper(NodeCard, node_pb2.GetNodeResponse, unmapped=("api_version",))
 STATUS = Mapper(NodeStatus, cluster_pb2.NodeReport)
 LOAD = Mapper(NodeLoad, node_pb2.WatchResponse, unmapped=("prefixes", "adapters"))
 CHANGES = Mapper(PrefixChanges, node_pb2.PrefixChanges)
 ADAPTER = Mapper(AdapterRef, node_pb2.Adapter)
 ADAPTERS = Mapper(NodeAdapters, node_pb2.NodeAdapters)
+
+
+def card_to(card: NodeCard) -> node_pb2.GetNodeResponse:
+    return CARD.to_message(card, api_version=API_VERSION)
+
+
+def check_api_version(request: node_pb2.GetNodeRequest) -> None:
+    """Raises OtherVersion."""
+    if request.api_version != API_VERSION:
+        raise OtherVersion(
+            f"the caller speaks version {request.api_version or 1} of the API of nodes, and this "
+            f"node {API_VERSION}; {ONE_VERSION}"
+        )
+
+
+def card_from(message: node_pb2.GetNodeResponse) -> NodeCard:
+    """Raises OtherVersion if the node speaks another version of the API of nodes."""
+    if message.api_version != API_VERSION:
+        raise OtherVersion(
+            f"node {message.node_id} (version {message.version}) speaks version "
+            f"{message.api_version or 1} of the API of nodes, and this process {API_VERSION}; "
+            f"{ONE_VERSION}"
+        )
+    return CARD.from_message(message)
 
 
 def update_to(

@@ -15,11 +15,13 @@ ADMIT = "admit"  # until admission
 ROUTE = "route"  # selection of nodes, until the first one is called
 RETRY = "retry"  # another attempt, before the first token was sent to the client
 MIGRATE = "migrate"  # another attempt, which continues a partial answer
-PREFILL = "prefill"  # the call to the prefill node; a span on the router and one on the node
+# Legs: the call to a node; a span on the router and one on the node.
+ENCODE = "encode"
+PREFILL = "prefill"
 PREFILL_WAIT = "prefill_wait"  # until the first chunk is computed
 PREFILL_COMPUTE = "prefill_compute"
 KV_PUSH = "kv_push"  # from the first send order to the end of the last write
-DECODE = "decode"  # the call to the decode node; a span on the router and one on the node
+DECODE = "decode"
 KV_WAIT = "kv_wait"  # from the grant of blocks until their KV has landed
 DECODE_WAIT = "decode_wait"  # for free blocks, or for a place in the batch
 DECODE_COMPUTE = "decode_compute"

@@ -28,7 +28,9 @@ MAX_COMM = 15  # characters of a thread's name in /proc
 
 
 def run(folder: Path, role: str, options: NodeOptions) -> None:
+    from baton.core.legs import LegKind
     from baton.node.kv.worker import Around
+    from baton.node.run import run as serve
     from benchmarks.chaos.faulty_transport import FaultSwitch, FaultyLink, FaultyTransport
 
     fault_switch = FaultSwitch(folder / options.node_id)
@@ -37,11 +39,7 @@ def run(folder: Path, role: str, options: NodeOptions) -> None:
         lambda transport, region: FaultyTransport(transport, region, fault_switch),
     )
     options = replace(options, kv_worker=_with_short_timeouts(options.kv_worker))
-    if role == "prefill":
-        from baton.prefill_node.__main__ import main
-    else:
-        from baton.decode_node.__main__ import main
-    main(options, around)
+    serve(LegKind(role), options, around)
 
 
 def _with_short_timeouts(config: KvWorkerConfig) -> KvWorkerConfig:

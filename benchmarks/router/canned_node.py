@@ -9,17 +9,18 @@ import argparse
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, nullcontext
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from typing import Any
 
 from grpc import aio
 
 from baton.core.ids import Incarnation, NodeId
+from baton.core.legs import LegKind
 from baton.engine.kv_cache.block_hashes import PrefixNaming
 from baton.kv_transfer.protocol.messages import Fingerprint
 from baton.node.call_streams import CallContext, serve_calls
 from baton.rpc.cached_prefixes import PrefixChanges
-from baton.rpc.node_info import CARD, NodeCard, NodeLoad, NodeRole, update_to
+from baton.rpc.node_info import NodeCard, NodeLoad, card_to, update_to
 from baton.rpc.process_end import end_with_parent
 from baton.rpc.server import Service, announce, serving, stop_signal
 from baton.v1 import node_pb2, node_pb2_grpc, sampling_pb2
@@ -51,37 +52,26 @@ class Steps:
             self._step = asyncio.Event()
 
 
-class CannedPrefill(node_pb2_grpc.PrefillServiceServicer):
-    async def Prefill(  # noqa: N802
-        self, request_iterator: AsyncIterator[node_pb2.PrefillRequest], context: Context
-    ) -> AsyncGenerator[node_pb2.PrefillResponse, None]:
-        async with aclosing(serve_calls(request_iterator, self._prefill, nullcontext)) as calls:
-            async for events in calls:
-                yield node_pb2.PrefillResponse(events=events)
-
-    async def _prefill(
-        self, order: node_pb2.PrefillOrder, context: CallContext
-    ) -> AsyncGenerator[node_pb2.CallEvent, None]:
-        index = len(order.sequence.prior_output_token_ids)
-        yield _token(index, sampling_pb2.FINISH_REASON_HANDED_OFF)
-
-
-class CannedDecode(node_pb2_grpc.DecodeServiceServicer):
+class CannedLegs(node_pb2_grpc.LegServiceServicer):
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
 
-    async def Decode(  # noqa: N802
-        self, request_iterator: AsyncIterator[node_pb2.DecodeRequest], context: Context
-    ) -> AsyncGenerator[node_pb2.DecodeResponse, None]:
-        async with aclosing(serve_calls(request_iterator, self._decode, nullcontext)) as calls:
+    async def Serve(  # noqa: N802
+        self, request_iterator: AsyncIterator[node_pb2.ServeRequest], context: Context
+    ) -> AsyncGenerator[node_pb2.ServeResponse, None]:
+        async with aclosing(serve_calls(request_iterator, self._serve, _uncounted)) as calls:
             async for events in calls:
-                yield node_pb2.DecodeResponse(events=events)
+                yield node_pb2.ServeResponse(events=events)
 
-    async def _decode(
-        self, order: node_pb2.DecodeOrder, context: CallContext
+    async def _serve(
+        self, kind: LegKind, order: node_pb2.LegOrder, context: CallContext
     ) -> AsyncGenerator[node_pb2.CallEvent, None]:
         sequence = order.sequence
-        first = len(sequence.prior_output_token_ids) + order.HasField("prefill")
+        first = len(sequence.prior_output_token_ids)
+        if kind is LegKind.PREFILL:
+            yield _token(first, sampling_pb2.FINISH_REASON_HANDED_OFF)
+            return
+        first += order.HasField("receives_from")
         last = sequence.sampling.max_tokens - 1
         for index in range(first, last + 1):
             await self._steps.next()
@@ -104,7 +94,7 @@ class CannedState(node_pb2_grpc.NodeServiceServicer):
     async def GetNode(  # noqa: N802
         self, request: node_pb2.GetNodeRequest, context: Context
     ) -> node_pb2.GetNodeResponse:
-        return CARD.to_message(self._card)
+        return card_to(self._card)
 
     async def Watch(  # noqa: N802
         self, request: node_pb2.WatchRequest, context: Context
@@ -116,6 +106,11 @@ class CannedState(node_pb2_grpc.NodeServiceServicer):
         self, request: node_pb2.DrainRequest, context: Context
     ) -> node_pb2.DrainResponse:
         return node_pb2.DrainResponse()
+
+    async def SetLegs(  # noqa: N802
+        self, request: node_pb2.SetLegsRequest, context: Context
+    ) -> node_pb2.SetLegsResponse:
+        return node_pb2.SetLegsResponse()
 
     async def ResetPrefixCache(  # noqa: N802
         self, request: node_pb2.ResetPrefixCacheRequest, context: Context
@@ -133,6 +128,10 @@ class CannedState(node_pb2_grpc.NodeServiceServicer):
         return node_pb2.UnloadAdapterResponse()
 
 
+def _uncounted(_: LegKind) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 def _token(index: int, reason: sampling_pb2.FinishReason.ValueType) -> node_pb2.CallEvent:
     output = node_pb2.TokenOutput(
         first_index=index, token_ids=[ANSWER[index % len(ANSWER)]], finish_reason=reason
@@ -140,11 +139,11 @@ def _token(index: int, reason: sampling_pb2.FinishReason.ValueType) -> node_pb2.
     return node_pb2.CallEvent(output=output)
 
 
-def canned_card(role: NodeRole) -> NodeCard:
+def canned_card(role: LegKind) -> NodeCard:
     return NodeCard(
         node_id=NodeId(f"canned-{role.value}"),
         incarnation=Incarnation("1"),
-        role=role,
+        legs=(role,),
         fingerprint=Fingerprint("canned", "", "", 16, 1, 1, 1),
         model="canned",
         max_model_len=2**20,
@@ -156,17 +155,13 @@ def canned_card(role: NodeRole) -> NodeCard:
     )
 
 
-async def serve(role: NodeRole, interval_s: float) -> None:
-    steps, prefill, state = Steps(interval_s), CannedPrefill(), CannedState(canned_card(role))
-    decode = CannedDecode(steps)
+async def serve(role: LegKind, interval_s: float) -> None:
+    steps, state = Steps(interval_s), CannedState(canned_card(role))
+    legs = CannedLegs(steps)
     services = (
         Service(
-            "baton.v1.PrefillService",
-            lambda server: node_pb2_grpc.add_PrefillServiceServicer_to_server(prefill, server),
-        ),
-        Service(
-            "baton.v1.DecodeService",
-            lambda server: node_pb2_grpc.add_DecodeServiceServicer_to_server(decode, server),
+            "baton.v1.LegService",
+            lambda server: node_pb2_grpc.add_LegServiceServicer_to_server(legs, server),
         ),
         Service(
             "baton.v1.NodeService",
@@ -184,7 +179,7 @@ async def serve(role: NodeRole, interval_s: float) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--role", type=NodeRole, required=True)
+    parser.add_argument("--role", type=LegKind, required=True)
     parser.add_argument("--interval-ms", type=float, default=0.0)
     parser.add_argument("--parent-pid", type=int, required=True)
     options = parser.parse_args(arguments)

@@ -20,13 +20,13 @@ from grpc import aio
 
 from baton.cluster import await_serving
 from baton.core.ids import HandoffId, Peer
+from baton.core.legs import LegKind
 from baton.core.request import EngineRequest, ReceiveKv
 from baton.core.sampling import SamplingParams
 from baton.router.dispatch.node_stream import NodeStream
 from baton.rpc.channel import open_channel
-from baton.rpc.messages.calls import decode_order, node_request_id, prefill_order
-from baton.rpc.node_info import NodeRole
-from baton.v1 import inference_pb2, inference_pb2_grpc, node_pb2, node_pb2_grpc, sampling_pb2
+from baton.rpc.messages.calls import leg_order, node_request_id
+from baton.v1 import inference_pb2, inference_pb2_grpc, node_pb2_grpc, sampling_pb2
 from benchmarks.processes import ServerProcess, server
 from benchmarks.router.canned_node import canned_card
 
@@ -151,14 +151,9 @@ class RouterMeter:
         cluster, channel = self._cluster, self._channel
         self._router = inference_pb2_grpc.InferenceServiceStub(await channel(cluster.router))
         self._bare = inference_pb2_grpc.InferenceServiceStub(await channel(cluster.bare))
-        self._prefill = NodeStream(
-            node_pb2_grpc.PrefillServiceStub(await channel(cluster.prefill)).Prefill,
-            node_pb2.PrefillRequest,
-        )
-        self._decode = NodeStream(
-            node_pb2_grpc.DecodeServiceStub(await channel(cluster.decode)).Decode,
-            node_pb2.DecodeRequest,
-        )
+        prefill, decode = await channel(cluster.prefill), await channel(cluster.decode)
+        self._prefill = NodeStream(node_pb2_grpc.LegServiceStub(prefill).Serve)
+        self._decode = NodeStream(node_pb2_grpc.LegServiceStub(decode).Serve)
         return self
 
     async def _channel(self, to: ServerProcess) -> aio.Channel:
@@ -223,16 +218,16 @@ class RouterMeter:
     async def _direct_ttft_s(self) -> float:
         """Time the first token with the two calls that the router makes, without the router."""
         handoff_id = HandoffId(f"direct-{next(self._numbers)}", 1)
-        source = Peer(canned_card(NodeRole.PREFILL).node_id, self._cluster.prefill.address)
+        source = Peer(canned_card(LegKind.PREFILL).node_id, self._cluster.prefill.address)
         request_id, sampling = node_request_id(handoff_id), _sampling(SHORT_ANSWER)
         request = EngineRequest(request_id, self._prompt(), sampling, seed=0)
         began_s = perf_counter()
         first_event = asyncio.get_running_loop().create_future()
         async with asyncio.TaskGroup() as both:
             receiver = replace(request, receive_from=ReceiveKv(handoff_id, source))
-            decode = decode_order(receiver)
+            decode = leg_order(LegKind.DECODE, receiver)
             both.create_task(self._decode.call(decode, _ignore))
-            prefill = prefill_order(replace(request, send_to=handoff_id))
+            prefill = leg_order(LegKind.PREFILL, replace(request, send_to=handoff_id))
             both.create_task(self._prefill.call(prefill, first_event.set_result))
             await first_event
             return perf_counter() - began_s

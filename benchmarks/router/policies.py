@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from baton.core.legs import LegKind
 from baton.router.routing.config import Routing, RoutingPolicy
-from baton.rpc.node_info import NodeRole
 from benchmarks.router.simulation import Served, SimCluster, Simulation
 from benchmarks.router.workloads import Sessions, SimRequest, draw_sessions
 
@@ -59,8 +59,8 @@ def simulate(
     num_tokens = sum(each.num_tokens for each in counted)
     num_hit = sum(each.sources.num_blocks for each in counted) * bench.cluster.block_size
     nodes = simulation.nodes.values()
-    prefills = [node for node in nodes if node.node.card.role is NodeRole.PREFILL]
-    decodes = [node for node in nodes if node.node.card.role is NodeRole.DECODE]
+    prefills = [node for node in nodes if node.node.offers(LegKind.PREFILL)]
+    decodes = [node for node in nodes if node.node.offers(LegKind.DECODE)]
     return PolicyFigures(
         policy=policy.value,
         prefill_hit_rate=num_hit / num_tokens,

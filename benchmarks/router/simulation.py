@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from baton.core.ids import Incarnation, NodeId
+from baton.core.legs import LegKind
 from baton.engine.kv_cache.block_hashes import BlockHash, PrefixNaming
 from baton.kv_transfer.protocol.messages import Fingerprint
 from baton.router.routing.assignment import Assignment
@@ -25,7 +26,7 @@ from baton.router.routing.node_table import NodeTable
 from baton.router.routing.nodes import Node
 from baton.router.routing.policy import Route, choose
 from baton.router.routing.routing_view import RoutingRequest
-from baton.rpc.node_info import NodeCard, NodeLoad, NodeRole
+from baton.rpc.node_info import NodeCard, NodeLoad
 from benchmarks.router.sim_node import Names, SimNode, Sources
 from benchmarks.router.workloads import SimRequest
 
@@ -85,7 +86,7 @@ class Simulation:
         self._now = 0.0
         self._naming = PrefixNaming(cluster.block_size)
         self._served: dict[int, Served] = {}
-        roles = {NodeRole.PREFILL: cluster.num_prefill, NodeRole.DECODE: cluster.num_decode}
+        roles = {LegKind.PREFILL: cluster.num_prefill, LegKind.DECODE: cluster.num_decode}
         for role, count in roles.items():
             for number in range(count):
                 self._join(role, f"{role.value}-{number:04}")
@@ -102,8 +103,8 @@ class Simulation:
         table = self._tables[number % len(self._tables)]
         route = choose(table, self._routing, RoutingRequest(request.token_ids, number))
         names = block_names(self._naming, request.token_ids[:-1])
-        decode = self.nodes[route.decode.address]
-        computing = decode if route.prefill is None else self.nodes[route.prefill.address]
+        decode = self.nodes[route.last.node.address]
+        computing = self.nodes[route.first.node.address]
         visit = SimVisit(
             number,
             request,
@@ -131,7 +132,7 @@ class Simulation:
             sources=sources,
             num_on_decode=visit.num_on_decode * block_size,
             wait_s=wait_s,
-            is_local=visit.route.prefill is None,
+            is_local=not visit.route.is_split,
         )
         self._at(visit.request.at_s + wait_s, lambda: self._computed(visit))
 
@@ -198,12 +199,12 @@ class Simulation:
             event()
         self._now = now
 
-    def _join(self, role: NodeRole, name: str) -> None:
+    def _join(self, role: LegKind, name: str) -> None:
         cluster = self._cluster
         card = NodeCard(
             node_id=NodeId(name),
             incarnation=Incarnation(""),
-            role=role,
+            legs=(role,),
             fingerprint=Fingerprint("sim", "", "", cluster.block_size, 1, 1, 1),
             model="sim",
             max_model_len=2**20,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from baton.core.ids import HandoffId, RequestId
+from baton.core.legs import LegKind
 from baton.core.request import EngineRequest
 from baton.engine.plan import Plan, PlanRow
 from baton.engine.step_observer import StepObserver, StepRecord
@@ -118,10 +119,10 @@ class NodeTracing(StepObserver):
 
     @contextmanager
     def record_call(
-        self, context: CallContext, request: EngineRequest
+        self, context: CallContext, kind: LegKind, request: EngineRequest
     ) -> Iterator[NodeTimeline | None]:
-        """Record a router's call until the block ends. Yields None if it is not traced."""
-        timeline = self._begin(context.metadata, request)
+        """Record a leg until the block ends. Yields None if it is not traced."""
+        timeline = self._begin(context.metadata, kind, request)
         if timeline is None:
             yield None
             return
@@ -144,14 +145,16 @@ class NodeTracing(StepObserver):
             if timeline.note_end(end):
                 self._close(request_id, timeline)
 
-    def _begin(self, metadata: Received, request: EngineRequest) -> NodeTimeline | None:
+    def _begin(
+        self, metadata: Received, kind: LegKind, request: EngineRequest
+    ) -> NodeTimeline | None:
         parent = self._tracer.extract_context(metadata)
         if parent is None or not parent.is_sampled:
             return None
         push = dict(metadata).get(names.KV_PUSH_SPAN)
         push_id = _span_id(push) if isinstance(push, str) else None
         attempt = handoff_id_of(request.request_id).attempt
-        return NodeTimeline(parent, self._facts, attempt, push_id, request.arrival_s)
+        return NodeTimeline(parent, self._facts, kind.value, attempt, push_id, request.arrival_s)
 
     # --- The engine's thread ----------------------------------------------------------------
 

@@ -8,11 +8,12 @@ from smg_grpc_proto.generated import sglang_scheduler_pb2
 
 from baton.core.errors import ContextLengthExceeded, InvalidRequest
 from baton.core.ids import HandoffId, NodeId, Peer
+from baton.core.legs import LegKind
 from baton.core.request import EngineRequest, ReceiveKv
 from baton.core.sampling import SamplingParams, fit_max_tokens, read_logit_bias
 from baton.rpc.errors import EmptyPrompt, UnsupportedInput
 from baton.rpc.messages.calls import node_request_id
-from baton.rpc.node_info import NodeCard, NodeRole
+from baton.rpc.node_info import NodeCard
 from baton.rpc.smg.sampling import common_fields, num_answers_of, refuse_fields, seed_from
 
 MAX_ANSWERS = 128  # `n` of one request
@@ -62,7 +63,7 @@ def requests_from(
 
 def _check_pair(message: sglang_scheduler_pb2.GenerateRequest, card: NodeCard) -> None:
     if not message.HasField("disaggregated_params"):
-        if card.role is NodeRole.PREFILL:
+        if LegKind.DECODE not in card.legs:
             raise InvalidRequest(
                 "disaggregated_params is missing: a prefill node serves no whole answers; start "
                 "the gateway with --pd-disaggregation, and this node as --prefill",
@@ -132,7 +133,7 @@ def _request(
         seed=seed_from(seed + index),
         arrival_s=now,
     )
-    if card.role is NodeRole.PREFILL:
+    if LegKind.DECODE not in card.legs:
         return replace(request, send_to=handoff_id)
     if not message.HasField("disaggregated_params"):
         return request

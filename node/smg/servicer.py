@@ -17,6 +17,7 @@ from google.protobuf.struct_pb2 import Struct
 from grpc import aio
 from smg_grpc_proto.generated import common_pb2, sglang_scheduler_pb2, sglang_scheduler_pb2_grpc
 
+from baton.core.legs import LegKind, role_of
 from baton.core.output import FinishReason
 from baton.core.request import EngineRequest
 from baton.engine.events import SchedulerStats
@@ -101,8 +102,9 @@ class SmgNodeServicer(UnservedMethods, sglang_scheduler_pb2_grpc.SglangScheduler
         self, request: EngineRequest, call: CallContext
     ) -> AsyncGenerator[ReportedOutput, None]:
         """Yield the outputs of a request. Ends after the last write of its KV."""
-        with self._state.count_call():
-            async with aclosing(self._calls.serve_request(request, call)) as outputs:
+        kind = LegKind.DECODE if request.send_to is None else LegKind.PREFILL
+        with self._state.serving_leg(kind):
+            async with aclosing(self._calls.serve_request(kind, request, call)) as outputs:
                 async for reported in outputs:
                     if reported[0].finish_reason is FinishReason.ERROR:
                         failure = reported[0].failure
@@ -158,7 +160,7 @@ class SmgNodeServicer(UnservedMethods, sglang_scheduler_pb2_grpc.SglangScheduler
                 "dp_size": 1,
                 "max_total_tokens": self._num_tokens,
                 "max_running_requests": card.max_num_seqs,
-                "disaggregation_mode": card.role.value,
+                "disaggregation_mode": role_of(card.legs),
                 "page_size": card.fingerprint.block_size,
                 "kv_cache_dtype": card.fingerprint.dtype,
                 "dtype": card.fingerprint.dtype,
@@ -195,7 +197,7 @@ class SmgNodeServicer(UnservedMethods, sglang_scheduler_pb2_grpc.SglangScheduler
             cache_hit_rate=stats.total_prefix_hit_tokens / max(1, stats.total_prefix_query_tokens),
             max_running_requests=card.max_num_seqs,
         )
-        scheduler_load.disaggregation.mode = card.role.value
+        scheduler_load.disaggregation.mode = role_of(card.legs)
         scheduler_load.disaggregation.decode_transfer_queue_reqs = stats.num_waiting_for_remote_kvs
         aggregate = sglang_scheduler_pb2.AggregateMetrics(
             total_running_reqs=num_running,

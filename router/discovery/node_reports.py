@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from baton.router.discovery.sources import Member
+from baton.core.legs import LegKind
 from baton.router.routing.node_table import NodeTable
 from baton.router.routing.nodes import Node
-from baton.rpc.node_info import NodeAvailability, NodeRole, NodeStatus
+from baton.rpc.node_info import NodeAvailability, NodeStatus
 
 
 def report_nodes(table: NodeTable) -> tuple[NodeStatus, ...]:
-    """Return the status of all nodes, prefill nodes first, then by address."""
-    joined = {Member(node.card.role, node.address): node for node in table.nodes}
-    members = sorted(table.watched | joined.keys(), key=_sort_key)
-    return tuple(_status(table, member, joined.get(member)) for member in members)
+    """Return the status of all nodes, those that offer prefill legs first, then by address."""
+    joined = [_status(table, node) for node in table.nodes]
+    known = {status.address for status in joined}
+    away = [
+        NodeStatus((kind,), address, NodeAvailability.UNREACHABLE)
+        for address, kind in table.watched.items()
+        if address not in known
+    ]
+    return tuple(sorted((*joined, *away), key=_sort_key))
 
 
-def _status(table: NodeTable, member: Member, node: Node | None) -> NodeStatus:
-    if node is None:
-        return NodeStatus(member.role, member.address, NodeAvailability.UNREACHABLE)
+def _status(table: NodeTable, node: Node) -> NodeStatus:
     card, estimate = node.card, table.node_load(node)
     load = estimate.reported
     return NodeStatus(
-        role=member.role,
-        address=member.address,
+        legs=card.legs,
+        address=node.address,
         state=_state(table, node),
         node_id=card.node_id,
         incarnation=card.incarnation,
@@ -35,7 +38,7 @@ def _status(table: NodeTable, member: Member, node: Node | None) -> NodeStatus:
         num_waiting=load.num_waiting,
         num_sent=estimate.num_sent,
         totals=load.totals,
-        adapters=table.adapters.at(member.address).reported,
+        adapters=table.adapters.at(node.address).reported,
         max_loras=card.max_loras,
         kernels=card.kernels,
     )
@@ -52,5 +55,5 @@ def _state(table: NodeTable, node: Node) -> NodeAvailability:
     return next((state for state, applies in reasons.items() if applies), NodeAvailability.READY)
 
 
-def _sort_key(member: Member) -> tuple[bool, str]:
-    return member.role is not NodeRole.PREFILL, member.address
+def _sort_key(status: NodeStatus) -> tuple[bool, str]:
+    return LegKind.PREFILL not in status.legs, status.address

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from baton.core.errors import InvalidConfig
 from baton.rpc.router_address import HOST, MAX_PORT, is_port
-
-if TYPE_CHECKING:
-    from baton.rpc.node_info import NodeRole
 
 DNS, FILE, VLLM = "dns:", "file:", "vllm:"
 ADDRESS_ADVICE = "write host:port, dns:///name:port or file:///path"
@@ -58,14 +54,6 @@ class VllmServer:
 
 NodeSource = FixedNode | DnsName | ListFile
 PrefillSource = NodeSource | VllmServer
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """Address at which a node of this role is expected."""
-
-    role: NodeRole
-    address: str
 
 
 def parse_sources(text: str) -> tuple[NodeSource, ...]:

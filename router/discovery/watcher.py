@@ -12,15 +12,23 @@ from dataclasses import dataclass
 from grpc import RpcError, StatusCode, aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from baton.core.legs import LegKind, role_of
 from baton.router.discovery.membership import Membership
 from baton.router.discovery.resolver import Find, find_addresses, follow
-from baton.router.discovery.sources import Member, NodeSource
+from baton.router.discovery.sources import NodeSource
 from baton.router.dispatch.node_calls import GrpcNodeCalls
 from baton.router.routing.node_table import NodeTable
 from baton.router.routing.nodes import Node
 from baton.rpc.cached_prefixes import PrefixGap
-from baton.rpc.errors import ServiceError
-from baton.rpc.node_info import CARD, LOAD, NodeCard, NodeRole, adapters_from, changes_from
+from baton.rpc.errors import OtherVersion, ServiceError
+from baton.rpc.node_info import (
+    GET_NODE,
+    LOAD,
+    NodeCard,
+    adapters_from,
+    card_from,
+    changes_from,
+)
 from baton.rpc.status import remote_error
 from baton.v1 import node_pb2, node_pb2_grpc
 
@@ -28,7 +36,7 @@ from baton.v1 import node_pb2, node_pb2_grpc
 # that is unreachable.
 RETRY_S = 1.0
 # A connection takes memory at both ends, so large clusters are not connected completely.
-MAX_PARTNERS = 16
+MAX_PAIRS = 16
 
 OnChange = Callable[[], Awaitable[None]]
 
@@ -39,7 +47,7 @@ log = logging.getLogger(__name__)
 class NodeDiscovery:
     """Sources of nodes, and how often to resolve them."""
 
-    role_by_source: Mapping[NodeSource, NodeRole]
+    leg_by_source: Mapping[NodeSource, LegKind]
     every_s: float = 5.0
     find: Find = find_addresses
 
@@ -52,7 +60,7 @@ async def watching(
     watcher = NodeWatcher(discovery, table, node_calls, on_change)
     tasks = [
         asyncio.ensure_future(follow(source, discovery.find, discovery.every_s, watcher.found))
-        for source in discovery.role_by_source
+        for source in discovery.leg_by_source
     ]
     for task in tasks:
         task.add_done_callback(_log_bug)
@@ -74,12 +82,9 @@ class PeerWarmups:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def warm_up(self, node: Node) -> None:
-        """Connect a new node with nodes of the other role that have compatible KV."""
-        partners = self._table.partners(node)
-        for partner in random.sample(partners, min(len(partners), MAX_PARTNERS)):
-            decode, prefill = node, partner
-            if node.card.role is NodeRole.PREFILL:
-                decode, prefill = partner, node
+        """Connect a new node with those that it hands KV to or receives it from."""
+        pairs = self._table.pairs_with(node)
+        for decode, prefill in random.sample(pairs, min(len(pairs), MAX_PAIRS)):
             task = asyncio.ensure_future(self._connect(decode, prefill))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -112,17 +117,19 @@ class NodeWatcher:
         self._on_change = on_change
         self._membership = Membership()
         self._peer_warmups = PeerWarmups(table, node_calls)
-        self._task_by_member: dict[Member, asyncio.Task[None]] = {}
+        self._leg_by_address: dict[str, LegKind] = {}  # for which each was first listed
+        self._task_by_address: dict[str, asyncio.Task[None]] = {}
 
     async def found(self, source: NodeSource, addresses: frozenset[str]) -> None:
-        role = self._discovery.role_by_source[source]
-        members = frozenset(Member(role, address) for address in addresses)
-        self._membership.set_listed(source, members)
+        kind = self._discovery.leg_by_source[source]
+        for address in addresses:
+            self._leg_by_address.setdefault(address, kind)
+        self._membership.set_listed(source, addresses)
         await self._apply_membership()
 
     async def close(self) -> None:
         await self._peer_warmups.close()
-        tasks = list(self._task_by_member.values())
+        tasks = list(self._task_by_address.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -130,48 +137,48 @@ class NodeWatcher:
     async def _apply_membership(self) -> None:
         """Start and stop watches, and mark unlisted nodes in the table."""
         watched = self._membership.watched
-        for member in watched - self._task_by_member.keys():
-            task = asyncio.ensure_future(self._watch(member))
+        for address in watched - self._task_by_address.keys():
+            task = asyncio.ensure_future(self._watch(address))
             task.add_done_callback(_log_bug)
-            self._task_by_member[member] = task
-        for member in self._task_by_member.keys() - watched:
-            self._cancel_unless_current(self._task_by_member.pop(member))
-            if all(other.address != member.address for other in watched):
-                self._node_calls.forget(member.address)
-        self._table.watched = watched
-        self._table.note_unlisted(frozenset(member.address for member in self._membership.unlisted))
+            self._task_by_address[address] = task
+        for address in self._task_by_address.keys() - watched:
+            self._cancel_unless_current(self._task_by_address.pop(address))
+            del self._leg_by_address[address]
+            self._node_calls.forget(address)
+        self._table.watched = dict(self._leg_by_address)
+        self._table.note_unlisted(self._membership.unlisted)
         await self._on_change()
 
     def _cancel_unless_current(self, task: asyncio.Task[None]) -> None:
         if task is not asyncio.current_task():  # the current task ends by itself
             task.cancel()
 
-    async def _watch(self, member: Member) -> None:
+    async def _watch(self, address: str) -> None:
         """Watch an address for as long as it is listed or reachable."""
-        while self._task_by_member.get(member) is asyncio.current_task():
+        while self._task_by_address.get(address) is asyncio.current_task():
             try:
-                await self._watch_once(member)
+                await self._watch_once(address)
             except RpcError as error:
-                reason = remote_error(error).message
-                log.warning("lost %s node %s: %s", member.role.value, member.address, reason)
+                log.warning("lost the node at %s: %s", address, remote_error(error).message)
+            except OtherVersion as error:
+                log.error("the node at %s is not used: %s", address, error)
             except PrefixGap as gap:
-                log.warning("restarting the watch of %s: %s", member.address, gap)
+                log.warning("restarting the watch of %s: %s", address, gap)
                 continue  # it is reachable, and joins again
-            if self._membership.is_reachable(member):
-                self._table.lose(member.address)
-                self._membership.note_lost(member)
+            if self._membership.is_reachable(address):
+                self._table.lose(address)
+                self._membership.note_lost(address)
                 await self._apply_membership()
             await asyncio.sleep(RETRY_S)
 
-    async def _watch_once(self, member: Member) -> None:
-        """Watch one process of a node until it ends or the connection breaks."""
-        channel = self._node_calls.channel(member.address)
+    async def _watch_once(self, address: str) -> None:
+        """Watch one process of a node until it ends or the connection breaks.
+
+        Raises RpcError, OtherVersion and PrefixGap.
+        """
+        channel = self._node_calls.channel(address)
         stub = node_pb2_grpc.NodeServiceStub(channel)
-        card = await self._fetch_card(member, stub)
-        if card.role is not member.role:
-            names = card.role.value, member.role.value
-            log.error("%s is a %s node, not a %s node", member.address, *names)
-            return
+        card = await self._fetch_card(address, stub)
         async with _health_at(channel) as health:
             if not await _wait_until_healthy(health):
                 return
@@ -180,60 +187,65 @@ class NodeWatcher:
                 first = await anext(updates, None)
                 if first is None:
                     return
-                self._join(member, card)
-                self._note_update(member, first)
+                self._join(address, card)
+                self._note_update(address, first)
                 await self._on_change()
                 await _run_until_first_end(
-                    self._follow_load(member, updates), self._follow_health(member, health)
+                    self._follow_load(address, updates), self._follow_health(address, health)
                 )
 
-    async def _fetch_card(
-        self, member: Member, stub: node_pb2_grpc.NodeServiceAsyncStub
-    ) -> NodeCard:
-        """Wait until the node is reachable and return its card. TLS errors are logged once."""
-        request = node_pb2.GetNodeRequest()
+    async def _fetch_card(self, address: str, stub: node_pb2_grpc.NodeServiceAsyncStub) -> NodeCard:
+        """Wait until the node is reachable and return its card. TLS errors are logged once.
+
+        Raises RpcError and OtherVersion.
+        """
         try:
-            return CARD.from_message(await stub.GetNode(request))
+            return card_from(await stub.GetNode(GET_NODE))
         except RpcError as error:
             if remote_error(error).code is not StatusCode.UNAVAILABLE:
                 raise
-        trouble = await self._node_calls.trouble(member.address)
+        trouble = await self._node_calls.trouble(address)
         if trouble is not None:
-            log.error("%s node: %s", member.role.value, trouble)
-        return CARD.from_message(await stub.GetNode(request, wait_for_ready=True))
+            log.error("%s node: %s", self._leg_by_address[address].value, trouble)
+        return card_from(await stub.GetNode(GET_NODE, wait_for_ready=True))
 
-    def _join(self, member: Member, card: NodeCard) -> None:
+    def _join(self, address: str, card: NodeCard) -> None:
         for other in self._table.nodes:
-            if other.card.node_id == card.node_id and other.address != member.address:
+            if other.card.node_id == card.node_id and other.address != address:
                 log.warning(
                     "%s, known from %s, joins from %s: it moved, has two addresses, or two nodes "
                     "have one name (--node-id); the last to join gets the requests",
-                    *(card.node_id, other.address, member.address),
+                    *(card.node_id, other.address, address),
                 )
-        self._table.join(member.address, card)
-        self._membership.note_joined(member)
-        self._peer_warmups.warm_up(Node(member.address, card))
-        log.info("%s node %s joined from %s", card.role.value, card.node_id, member.address)
+        self._table.join(address, card)
+        self._membership.note_joined(address)
+        self._peer_warmups.warm_up(Node(address, card))
+        log.info("%s node %s joined from %s", role_of(card.legs), card.node_id, address)
 
     async def _follow_load(
-        self, member: Member, updates: AsyncIterator[node_pb2.WatchResponse]
+        self, address: str, updates: AsyncIterator[node_pb2.WatchResponse]
     ) -> None:
         async for update in updates:
-            self._note_update(member, update)
+            self._note_update(address, update)
             await self._on_change()
 
-    def _note_update(self, member: Member, update: node_pb2.WatchResponse) -> None:
+    def _note_update(self, address: str, update: node_pb2.WatchResponse) -> None:
         """Record what a node reports. Raises PrefixGap."""
-        self._table.note_load(member.address, LOAD.from_message(update))
+        before = self._table.node_at(address)
+        self._table.note_load(address, LOAD.from_message(update))
+        node = self._table.node_at(address)
+        if node is not None and node != before:  # it offers other legs
+            log.info("%s is a %s node now", address, role_of(node.card.legs))
+            self._peer_warmups.warm_up(node)
         changes, adapters = changes_from(update), adapters_from(update)
         if changes is not None:
-            self._table.note_prefixes(member.address, changes)
+            self._table.note_prefixes(address, changes)
         if adapters is not None:
-            self._table.note_adapters(member.address, adapters)
+            self._table.note_adapters(address, adapters)
 
-    async def _follow_health(self, member: Member, health: AsyncIterator[bool]) -> None:
+    async def _follow_health(self, address: str, health: AsyncIterator[bool]) -> None:
         async for is_healthy in health:
-            self._table.note_ready(member.address, is_ready=is_healthy)
+            self._table.note_ready(address, is_ready=is_healthy)
             await self._on_change()
 
 

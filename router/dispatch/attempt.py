@@ -1,4 +1,4 @@
-"""One attempt to serve a request: concurrent prefill and decode calls with one hand-off id."""
+"""One attempt to serve a request: its legs, called at once with one hand-off id."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from functools import partial
 
 from baton.core.finish import Finish, Served
 from baton.core.ids import HandoffId, Peer
+from baton.core.legs import LegKind, role_of
 from baton.core.request import EngineRequest, PrefixSource, ReceiveKv
 from baton.router.answer import AnswerAssembler, FinishStatus
 from baton.router.context import RequestContext
@@ -23,12 +24,10 @@ from baton.router.dispatch.node_rpcs import (
     NodeCalls,
     under_way,
 )
-from baton.router.routing.nodes import Node
-from baton.router.routing.policy import Route
+from baton.router.routing.policy import Leg, Route
 from baton.router.values import AnswerPart, TokenChunk
 from baton.rpc.errors import FailureKind, NodeFailed
 from baton.rpc.messages.calls import CallReport
-from baton.rpc.node_info import NodeRole
 
 # Maximum delay of an answer's statistics after its last token. Prefill sent its own long before,
 # unless its process is frozen.
@@ -56,19 +55,19 @@ class Attempt:
         self._context = context
         self._clock = clock
         self._on_prefilled = on_prefilled
-        self._on_decoded = on_decoded  # first token of the decode node: it has all KV
-        self._under_way: set[NodeRole] = set()  # legs
+        self._on_decoded = on_decoded  # first token of the decode leg: it has all KV
+        self._under_way: set[LegKind] = set()
         self._has_prefill_output = False
-        self._reports: dict[NodeRole, CallReport] = {}
+        self._reports: dict[LegKind, CallReport] = {}
         self._dispatched_s = 0.0
         self._first_token_s: float | None = None
         self._first_decoded_token_s: float | None = None
         self.failure_by_address: dict[str, NodeFailed] = {}
 
     async def run(self, node_calls: NodeCalls) -> AsyncGenerator[AnswerPart, None]:
-        """Run both legs and yield the parts of the answer; the last is its Finish.
+        """Run the legs and yield the parts of the answer; the last is its Finish.
 
-        Raises NodeFailed when a leg fails, and DeadlineExceeded. The other leg is then cancelled.
+        Raises NodeFailed when a leg fails, and DeadlineExceeded. The others are then cancelled.
         """
         self._dispatched_s = self._since_received()
         self._answer.begin_attempt()
@@ -89,37 +88,35 @@ class Attempt:
         """Wait for the last output of prefill: all of decode's can arrive before it."""
         with suppress(TimeoutError):
             async with asyncio.timeout(PREFILL_REPORT_WAIT_S):
-                while NodeRole.PREFILL in self._under_way and not self._has_prefill_output:
+                while LegKind.PREFILL in self._under_way and not self._has_prefill_output:
                     event = await events.next()
                     if isinstance(event, LegEnded):
                         self._under_way.discard(event.leg)
                     else:
                         self._take_output(event)
 
-    def _build_calls(self, node_calls: NodeCalls, deliver: Deliver) -> dict[NodeRole, LegCall]:
-        route, request = self._route, self._request
+    def _build_calls(self, node_calls: NodeCalls, deliver: Deliver) -> dict[LegKind, LegCall]:
         timeout_s, trace = self._context.remaining_s(self._clock()), self._context.trace
+        call = partial(node_calls.call, deliver=deliver, timeout_s=timeout_s, trace=trace)
+        if not self._request.task.has_decode_leg:
+            leg = replace(self._route.first, sends=False)
+            return {leg.kind: partial(call, leg, self._request_of(leg))}
+        return {leg.kind: partial(call, leg, self._request_of(leg)) for leg in self._route.legs}
 
-        def call(node: Node, sent: EngineRequest) -> LegCall:
-            return partial(node_calls.call, node, sent, deliver, timeout_s=timeout_s, trace=trace)
-
-        computed = replace(request, prefix_source=_prefix_source(route))
-        if route.prefill is None:
-            return {route.decode.card.role: call(route.decode, computed)}
-        if not request.task.has_decode_leg:
-            return {NodeRole.PREFILL: call(route.prefill, computed)}
-        source = Peer(route.prefill.card.node_id, route.prefill.address)
-        received = replace(request, receive_from=ReceiveKv(self._handoff_id, source))
-        return {
-            NodeRole.PREFILL: call(route.prefill, replace(computed, send_to=self._handoff_id)),
-            NodeRole.DECODE: call(route.decode, received),
-        }
+    def _request_of(self, leg: Leg) -> EngineRequest:
+        """Return what the node of a leg is asked to do."""
+        request, sender = self._request, leg.receives_from
+        if sender is not None:
+            source = Peer(sender.card.node_id, sender.address)
+            return replace(request, receive_from=ReceiveKv(self._handoff_id, source))
+        request = replace(request, prefix_source=_prefix_source(self._route))
+        return replace(request, send_to=self._handoff_id) if leg.sends else request
 
     def _handle(self, event: LegEvent, events: Events) -> TokenChunk | None:
         if isinstance(event, LegOutput):
             return self._take_output(event)
         leg, failure = event
-        if isinstance(failure, NodeFailed) and leg is NodeRole.PREFILL and self.num_new_tokens > 1:
+        if isinstance(failure, NodeFailed) and leg is LegKind.PREFILL and self.num_new_tokens > 1:
             failure = None  # decode computed a second token: it has all KV
         if failure is not None:
             self._blame(leg, failure)
@@ -134,25 +131,25 @@ class Attempt:
     def num_new_tokens(self) -> int:
         return len(self._answer.token_ids) - len(self._request.prior_output_token_ids)
 
-    def _end_leg(self, leg: NodeRole) -> None:
+    def _end_leg(self, leg: LegKind) -> None:
         """Record the end of a leg. Raises NodeFailed if both ended without finishing the answer.
 
         Either leg can end last: messages of decode can arrive before the first token of prefill.
         """
         self._under_way.discard(leg)
         if not self._under_way:
-            node = self._route.decode
-            role = node.card.role
+            kind, node = self._route.last.kind, self._route.last.node
+            role = role_of(node.card.legs)
             failure = NodeFailed(f"{role} node {node.address} ended without finishing the answer")
-            self._blame(role, failure)
+            self._blame(kind, failure)
             raise failure
 
     def _take_output(self, event: LegOutput) -> TokenChunk | None:
-        if event.leg is NodeRole.PREFILL or self._route.prefill is None:
+        if event.leg is self._route.first.kind:
             self._on_prefilled()  # a token means that the prompt is computed
         if event.report is not None:
             self._reports[event.leg] = event.report
-        if event.leg is NodeRole.PREFILL and event.outputs[-1].finish_reason is not None:
+        if event.leg is LegKind.PREFILL and event.outputs[-1].finish_reason is not None:
             self._has_prefill_output = True
         part = self._answer.take(*event.outputs)
         if part is not None and part.token_ids:
@@ -160,16 +157,16 @@ class Attempt:
             self._note_time(event.leg)
         return part
 
-    def _note_time(self, leg: NodeRole) -> None:
+    def _note_time(self, leg: LegKind) -> None:
         if self._first_token_s is None:
             self._first_token_s = self._since_received()
-        if leg is NodeRole.DECODE and self._first_decoded_token_s is None:
+        if leg is LegKind.DECODE and self._first_decoded_token_s is None:
             self._first_decoded_token_s = self._since_received()
             self._on_decoded()
 
-    def _blame(self, leg: NodeRole, failure: Exception) -> None:
-        node = self._route.node_of(leg)
-        if node is not None and isinstance(failure, NodeFailed):
+    def _blame(self, leg: LegKind, failure: Exception) -> None:
+        if isinstance(failure, NodeFailed):
+            [node] = [each.node for each in self._route.legs if each.kind is leg]
             self.failure_by_address[node.address] = failure
 
     def _build_finish(self, end: FinishStatus) -> Finish:
@@ -192,17 +189,17 @@ class Attempt:
         )
 
     def _build_served(self) -> Served:
-        route, on_prefill = self._route, self._reports.get(NodeRole.PREFILL)
-        decoded = self._reports.get(NodeRole.DECODE, CallReport())
+        route, on_prefill = self._route, self._reports.get(LegKind.PREFILL)
+        decoded = self._reports.get(LegKind.DECODE, CallReport())
         is_remote, reason = True, ""
-        if route.prefill is None:
+        if not route.is_split:
             is_remote, reason = False, route.local_reason
         elif decoded.prompt_tokens_computed > 0 and not decoded.kv_blocks:
             is_remote, reason = False, "the KV did not arrive; decode computed the prompt"
         computed = (on_prefill or CallReport()) if is_remote else decoded
         return Served(
-            prefill_node="" if route.prefill is None else route.prefill.card.node_id,
-            decode_node=route.decode.card.node_id if NodeRole.DECODE in self._reports else "",
+            prefill_node=route.first.node.card.node_id if route.is_split else "",
+            decode_node=route.last.node.card.node_id if LegKind.DECODE in self._reports else "",
             is_prefill_remote=is_remote,
             prefill_reason=reason,
             kv_bytes=decoded.kv_bytes,

@@ -120,7 +120,7 @@ class Dispatcher:
         route = await self._routes.find(
             wanted, request.failures.addresses, request.suspicion, prompt_node
         )
-        request.revision = route.decode.revision
+        request.revision = route.last.node.revision
         model = self._table.resolve(request.call.model)
         if model != request.call.model:
             request.call = replace(request.call, model=model)
@@ -151,12 +151,12 @@ class Dispatcher:
     ) -> Attempt:
         def note_prompt_done() -> None:
             assignment.note_prompt_done()
-            if route.prefill is not None:
-                self._quarantine.release_node(tracked, route.prefill.address)
+            if route.is_split:
+                self._quarantine.release_node(tracked, route.first.node.address)
 
         handoff_id = HandoffId(request.own_id, number)
         token_ids, salt = request.call.prompt_token_ids, request.cache_salt(number)
-        placement = PromptPlacement(token_ids, route.decode, salt)
+        placement = PromptPlacement(token_ids, route.last.node, salt)
         request.context.note_placement(placement)
         return Attempt(
             route=route,

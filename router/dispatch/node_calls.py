@@ -9,12 +9,14 @@ from grpc import aio
 
 from baton.core.errors import NamedError
 from baton.core.ids import RequestId
+from baton.core.legs import role_of
 from baton.core.output import FinishReason, Output
 from baton.core.request import EngineRequest
 from baton.engine.errors import EngineGone, EngineStopped, PassFailed
 from baton.router.dispatch.node_rpcs import Deliver, LegOutput
 from baton.router.dispatch.node_stream import NodeStream
 from baton.router.routing.nodes import Node
+from baton.router.routing.policy import Leg
 from baton.router.tracing import UNTRACED, RequestTrace
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import (
@@ -30,9 +32,8 @@ from baton.rpc.errors import (
     NodeFailed,
     UnknownAdapter,
 )
-from baton.rpc.messages.calls import CALL_MESSAGES
+from baton.rpc.messages.calls import leg_order, report_from
 from baton.rpc.messages.conversion import output_from
-from baton.rpc.node_info import NodeRole
 from baton.rpc.security.tls import PLAIN, TlsConfig
 from baton.rpc.security.tls_diagnosis import tls_trouble
 from baton.rpc.status import RemoteError, RemoteFailure, invalid_request_in, reason_of, remote_error
@@ -57,25 +58,17 @@ KINDS = {
 
 
 class Connection:
-    """Channel to one address, and the multiplexed streams of calls on it."""
+    """Channel to one address, and the multiplexed stream of legs on it."""
 
     def __init__(self, channel: aio.Channel) -> None:
         self.channel = channel
-        # The role of the node is not known yet. A stream is opened by its first call.
-        prefills = node_pb2_grpc.PrefillServiceStub(channel)
-        decodes = node_pb2_grpc.DecodeServiceStub(channel)
-        self.streams = {
-            NodeRole.PREFILL: NodeStream(prefills.Prefill, node_pb2.PrefillRequest),
-            NodeRole.DECODE: NodeStream(decodes.Decode, node_pb2.DecodeRequest),
-        }
+        self.legs = NodeStream(node_pb2_grpc.LegServiceStub(channel).Serve)
 
     async def close(self, grace_s: float | None = None) -> None:
         """Close after the current calls have ended, at most after `grace_s`."""
-        for stream in self.streams.values():
-            stream.close_when_idle()
+        self.legs.close_when_idle()
         await self.channel.close(grace_s)
-        for stream in self.streams.values():
-            await stream.closed()
+        await self.legs.closed()
 
 
 class GrpcNodeCalls:
@@ -121,34 +114,33 @@ class GrpcNodeCalls:
 
     async def call(
         self,
-        node: Node,
+        leg: Leg,
         request: EngineRequest,
         deliver: Deliver,
         *,
         timeout_s: float | None = None,
         trace: RequestTrace = UNTRACED,
     ) -> None:
-        role = node.card.role
-        messages = CALL_MESSAGES[role]
+        kind, node = leg.kind, leg.node
 
         def handle(event: node_pb2.CallEvent) -> None:
             output = _parse_output(event.output, request.request_id)
             # A call that sends KV goes on until the last write.
             if output.finish_reason is not None and request.send_to is None:
-                leg.finished()
-            deliver(LegOutput(role, (output,), messages.report_from(event)))
+                call.finished()
+            deliver(LegOutput(kind, (output,), report_from(event)))
 
-        order = messages.order_to(request)
+        order = leg_order(kind, request)
         try:
-            with trace.leg(role.value, node) as leg:
-                order.context.metadata.update(leg.metadata)
-                await self._connection(node.address).streams[role].call(order, handle, timeout_s)
+            with trace.leg(kind.value, node) as call:
+                order.context.metadata.update(call.metadata)
+                await self._connection(node.address).legs.call(order, handle, timeout_s)
         except (grpc.RpcError, RemoteFailure) as error:
             raise _named_error(error, node) from error
 
     async def connect(self, decode: Node, prefill: Node) -> None:
         """Have a decode node open its data path to a prefill node. Raises NodeFailed."""
-        stub = node_pb2_grpc.DecodeServiceStub(self.channel(decode.address))
+        stub = node_pb2_grpc.LegServiceStub(self.channel(decode.address))
         peer = node_pb2.Peer(node_id=prefill.card.node_id, address=prefill.address)
         try:
             await stub.Connect(node_pb2.ConnectRequest(prefill=peer), timeout=CONNECT_TIMEOUT_S)
@@ -159,7 +151,7 @@ class GrpcNodeCalls:
 def _named_error(error: grpc.RpcError | RemoteFailure, node: Node) -> NamedError:
     """Convert a gRPC error to a named error that mentions the node."""
     remote = remote_error(error)
-    who = f"{node.card.role.value} node {node.card.node_id} at {node.address}"
+    who = f"{role_of(node.card.legs)} node {node.card.node_id} at {node.address}"
     if remote.code in CLIENT_ERROR_CODES:
         return invalid_request_in(remote)
     if remote.code is grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -1,4 +1,4 @@
-"""Prefill and decode calls of an attempt, merged into one queue of events."""
+"""Calls to the nodes of an attempt, merged into one queue of events."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import NamedTuple, Protocol
 
+from baton.core.legs import LegKind
 from baton.core.output import Output
 from baton.core.request import EngineRequest
-from baton.router.routing.nodes import Node
+from baton.router.routing.policy import Leg
 from baton.router.tracing import UNTRACED, RequestTrace
 from baton.rpc.errors import ClientTooSlow
 from baton.rpc.messages.calls import CallReport
-from baton.rpc.node_info import NodeRole
 
 # Steps of an answer buffered for a client that does not read: enough for minutes.
 MAX_WAITING = 8192
@@ -23,13 +23,13 @@ MAX_WAITING = 8192
 class LegOutput(NamedTuple):
     """Tokens from one leg. A tuple because one is created per token."""
 
-    leg: NodeRole
+    leg: LegKind
     outputs: tuple[Output, ...]
     report: CallReport | None = None
 
 
 class LegEnded(NamedTuple):
-    leg: NodeRole
+    leg: LegKind
     error: Exception | None = None
 
 
@@ -40,7 +40,7 @@ LegCall = Callable[[], Awaitable[None]]
 
 
 class NodeCalls(Protocol):
-    """RPCs to nodes. A leg of a request is its call to the node of one role.
+    """RPCs to nodes.
 
     A call returns when it has ended, and raises one of `rpc.errors`. After `timeout_s` the node
     cancels the request, and the call raises DeadlineExceeded. None: no timeout.
@@ -48,7 +48,7 @@ class NodeCalls(Protocol):
 
     async def call(
         self,
-        node: Node,
+        leg: Leg,
         request: EngineRequest,
         deliver: Deliver,
         *,
@@ -58,7 +58,7 @@ class NodeCalls(Protocol):
 
 
 class Events:
-    """Queue of the events of both legs, in order of arrival.
+    """Queue of the events of all legs, in order of arrival.
 
     Queued outputs without logprobs are merged, so that a slow client catches up with fewer
     messages. The queue is bounded: a client that does not read at all loses its own request only.
@@ -94,7 +94,7 @@ class Events:
         """Return the ends of legs that wait in the queue, and leave them there."""
         return [event for event in self._waiting if isinstance(event, LegEnded)]
 
-    def _pop_more(self, leg: NodeRole) -> Iterator[Output]:
+    def _pop_more(self, leg: LegKind) -> Iterator[Output]:
         while self._waiting:
             event = self._waiting[0]
             if not isinstance(event, LegOutput) or event.leg is not leg:
@@ -106,7 +106,7 @@ class Events:
 
 
 @asynccontextmanager
-async def under_way(events: Events, calls: dict[NodeRole, LegCall]) -> AsyncIterator[None]:
+async def under_way(events: Events, calls: dict[LegKind, LegCall]) -> AsyncIterator[None]:
     """Run all legs concurrently, delivering to `events`. Leaving the block cancels them."""
     tasks = [asyncio.ensure_future(_run_leg(leg, call, events)) for leg, call in calls.items()]
     try:
@@ -117,7 +117,7 @@ async def under_way(events: Events, calls: dict[NodeRole, LegCall]) -> AsyncIter
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _run_leg(leg: NodeRole, call: LegCall, events: Events) -> None:
+async def _run_leg(leg: LegKind, call: LegCall, events: Events) -> None:
     failure = None
     try:
         await call()

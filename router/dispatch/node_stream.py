@@ -15,7 +15,6 @@ from google.rpc import status_pb2
 from grpc import StatusCode, aio
 
 from baton.rpc.errors import MessageTooLarge
-from baton.rpc.messages.calls import Order, Request
 from baton.rpc.messages.limits import MAX_EVENT_BYTES
 from baton.rpc.status import (
     TOO_LARGE,
@@ -31,6 +30,7 @@ ENDED = RemoteError(StatusCode.UNAVAILABLE, "the node ended the stream")
 CLOSED = RemoteError(StatusCode.UNAVAILABLE, "the router closed the stream")
 LATE = RemoteError(StatusCode.DEADLINE_EXCEEDED, "the node did not report the deadline in time")
 
+Method = aio.StreamStreamMultiCallable[node_pb2.ServeRequest, node_pb2.ServeResponse]
 # Receives each event as soon as it is read; must not block. An exception from it ends the call.
 Take = Callable[[node_pb2.CallEvent], None]
 
@@ -38,15 +38,14 @@ Take = Callable[[node_pb2.CallEvent], None]
 class NodeStream:
     """Stream to a node, opened by the first call and reopened by the next one after it broke."""
 
-    def __init__(
-        self, method: aio.StreamStreamMultiCallable[Any, Any], request: type[Request]
-    ) -> None:
+    def __init__(self, method: Method) -> None:
         self._method = method
-        self._request: Any = request
         self._numbers = itertools.count(1)
         self._stream: _Stream | None = None
 
-    async def call(self, order: Order, take: Take, timeout_s: float | None = None) -> None:
+    async def call(
+        self, order: node_pb2.LegOrder, take: Take, timeout_s: float | None = None
+    ) -> None:
         """Start a call and return when it has ended. Cancellation cancels it on the node.
 
         Raises RemoteFailure, also if the stream breaks, and MessageTooLarge.
@@ -54,12 +53,12 @@ class NodeStream:
         number = next(self._numbers)
         if timeout_s is not None:
             order.context.timeout_s = timeout_s
-        request = self._request(call=number, start=order)
+        request = node_pb2.ServeRequest(call=number, start=order)
         if request.ByteSize() > MAX_EVENT_BYTES:
             sizes = f"{request.ByteSize()} vs. {MAX_EVENT_BYTES}"
             raise MessageTooLarge(f"{TOO_LARGE} ({sizes}); {TOO_LARGE_ADVICE}")
         if self._stream is None or self._stream.is_over:
-            self._stream = _Stream(self._method, self._request)
+            self._stream = _Stream(self._method)
         stream, call = self._stream, _PendingCall(take)
         # The node enforces the deadline; the timer covers a node that does not respond.
         timer = None if timeout_s is None else call.loop.call_later(timeout_s, call.fail, LATE)
@@ -115,24 +114,22 @@ class _PendingCall:
 class _Stream:
     """One gRPC stream, until it breaks."""
 
-    def __init__(
-        self, method: aio.StreamStreamMultiCallable[Any, Any], request: Callable[..., Request]
-    ) -> None:
-        self._request = request
+    def __init__(self, method: Method) -> None:
         self._calls: dict[int, _PendingCall] = {}  # that the node has not ended
-        self._requests: asyncio.Queue[Request | None] = asyncio.Queue()
+        self._requests: asyncio.Queue[node_pb2.ServeRequest | None] = asyncio.Queue()
         self._is_closing = False
         self._reading = asyncio.ensure_future(self._read(method(self._pop_requests())))
         self.is_over = False
 
-    def begin(self, number: int, request: Request, call: _PendingCall) -> None:
+    def begin(self, number: int, request: node_pb2.ServeRequest, call: _PendingCall) -> None:
         self._calls[number] = call
         self._requests.put_nowait(request)
 
     def end(self, number: int) -> None:
         """Cancel the call on the node, unless the node has ended it."""
         if self._calls.pop(number, None) is not None:
-            self._requests.put_nowait(self._request(call=number, cancel=node_pb2.CancelOrder()))
+            cancel = node_pb2.ServeRequest(call=number, cancel=node_pb2.CancelOrder())
+            self._requests.put_nowait(cancel)
         self._close_if_due()
 
     def close_when_idle(self) -> None:
@@ -146,7 +143,7 @@ class _Stream:
         if self._is_closing and not self._calls:
             self._requests.put_nowait(None)
 
-    async def _pop_requests(self) -> AsyncIterator[Request]:
+    async def _pop_requests(self) -> AsyncIterator[node_pb2.ServeRequest]:
         while (request := await self._requests.get()) is not None:
             yield request
 

@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
+from baton.core.legs import LegKind
 from baton.router.dispatch.config import DispatchConfig
 from baton.router.dispatch.quarantine import Quarantine, Suspicion
 from baton.router.dispatch.retries import CircuitBreakers
 from baton.router.routing.node_table import NodeTable
 from baton.router.routing.nodes import Node
-from baton.router.routing.policy import Route, choose
+from baton.router.routing.policy import Route, choose, decoded_on
 from baton.router.routing.routing_view import RoutingRequest
 from baton.rpc.errors import IncompatibleNodes, NoNodes, PoisonedRequest
-from baton.rpc.node_info import NodeRole
 
 
 class RouteFinder:
@@ -73,18 +73,18 @@ class RouteFinder:
         naming = decode.card.prefix_naming
         if naming is None or naming.needs_snapshot:
             return None
-        if decode not in self._table.open_nodes(NodeRole.DECODE):
+        if decode not in self._table.open_nodes(LegKind.DECODE):
             return None
         capacity = decode.card.max_num_seqs
         if capacity and self._table.node_load(decode).num_requests >= capacity:
             return None
         block_size = decode.card.fingerprint.block_size
         num_missing = 1 + (len(request.prompt_token_ids) - 1) % block_size
-        return Route(decode, None, "its prompt is there, for another answer", num_missing)
+        return Route(decoded_on(decode), "its prompt is there, for another answer", num_missing)
 
     def _is_allowed(self, route: Route, suspicion: Suspicion) -> bool:
         closed = self._quarantine.closed_addresses(suspicion)
-        return route.decode.address not in closed and not suspicion.is_suspect
+        return route.last.node.address not in closed and not suspicion.is_suspect
 
     async def _find_open(
         self, request: RoutingRequest, failed: frozenset[str], suspicion: Suspicion
@@ -119,11 +119,11 @@ class RouteFinder:
     def _route_around(
         self, request: RoutingRequest, route: Route, failed: frozenset[str], closed: frozenset[str]
     ) -> Route | None:
-        """Return a route around `closed` that has a prefill node if and only if `route` has one."""
+        """Return a route around `closed` that is split if and only if `route` is."""
         for without in (closed | failed, closed):
             with suppress(NoNodes, IncompatibleNodes):
                 detour = choose(self._table, self._config.routing, request, without)
-                if (detour.prefill is None) == (route.prefill is None):
+                if detour.is_split == route.is_split:
                     return detour
         return None
 

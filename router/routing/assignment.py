@@ -14,17 +14,15 @@ class Assignment:
         self._table = table
         self._route = route
         self._adapter = adapter
-        self._decode_load = table.node_load(route.decode)
-        self._prompt_load = (
-            self._decode_load if route.prefill is None else table.node_load(route.prefill)
-        )
+        self._last_load = table.node_load(route.last.node)
+        self._prompt_load = table.node_load(route.first.node)
         self._addresses = route.addresses
         self._is_prompt_done = False
-        self._decode_load.note_sent(adapter)
+        self._last_load.note_sent(adapter)
         self._prompt_load.num_sent_tokens += route.num_missing_tokens
-        if route.prefill is not None:
+        if route.is_split:
             self._prompt_load.note_sent(adapter)
-        table.note_use(self._decode_load, self._prompt_load)
+        table.note_use(self._last_load, self._prompt_load)
         for address in self._addresses:
             table.prefixes.expect(address, route.block_names)
 
@@ -34,7 +32,7 @@ class Assignment:
             return
         self._is_prompt_done = True
         self._prompt_load.num_sent_tokens -= self._route.num_missing_tokens
-        if self._route.prefill is not None:
+        if self._route.is_split:
             self._prompt_load.note_request_ended(self._adapter)
 
     def close(self) -> None:
@@ -46,4 +44,4 @@ class Assignment:
             for address in self._addresses:
                 self._table.prefixes.cancel_expected(address, self._route.block_names)
         self.note_prompt_done()
-        self._decode_load.note_request_ended(self._adapter)
+        self._last_load.note_request_ended(self._adapter)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from baton.core.ids import ANY_MODEL, AdapterRef, ModelVariant, NodeId
+from baton.core.legs import LegKind
 from baton.core.task import GENERATE, Task
 from baton.engine.kv_cache.block_hashes import PrefixNaming
-from baton.router.discovery.sources import Member
 from baton.router.routing.adapter_table import AdapterTable
 from baton.router.routing.load_estimate import LoadEstimate
 from baton.router.routing.nodes import KvKind, Node, NodeGroup, NodeKind, group_by_kind
 from baton.router.routing.prefix_index import NodePrefixes
 from baton.router.routing.served_models import ServedModel, ServedModels
 from baton.rpc.cached_prefixes import PrefixChanges
-from baton.rpc.node_info import NodeAdapters, NodeCard, NodeLoad, NodeRole
+from baton.rpc.node_info import NodeAdapters, NodeCard, NodeLoad
 
 
 class NodeTable:
@@ -25,14 +26,15 @@ class NodeTable:
         self.expected_models = expected_models
         self._nodes: dict[str, Node] = {}
         self._loads: dict[str, LoadEstimate] = {}
-        self.watched: frozenset[Member] = frozenset()  # including unreachable ones
+        # Addresses, also unreachable ones, and the leg for which each is listed.
+        self.watched: Mapping[str, LegKind] = {}
         self._unready: set[str] = set()
         self._unlisted: frozenset[str] = frozenset()
         self._last_of_name: dict[NodeId, str] = {}
         self._kind_by_address: dict[str, int] = {}
         self._number_by_kind: dict[tuple[KvKind, PrefixNaming | None], int] = {}
         self._groups: tuple[NodeGroup, ...] | None = ()  # None: out of date
-        # That have had open nodes of both roles, by model.
+        # That have had open nodes for both legs, by model.
         self._kinds_in_service: set[tuple[str, NodeKind]] = set()
         self._with_decode_nodes: set[str] = set()  # models that have, or have had, some
         self.served = ServedModels(expected=expected_models)
@@ -53,12 +55,17 @@ class NodeTable:
         self._rebuild()
 
     def note_load(self, address: str, load: NodeLoad) -> None:
+        """Record what a node reports: its load, and the legs that it offers."""
         node_load = self._loads.get(address)
         if node_load is None:
             return
         if load.is_draining != node_load.reported.is_draining:
             self._groups = None
         node_load.note_report(load)
+        node = self._nodes[address]
+        if load.legs is not None and load.legs != node.card.legs:
+            self._nodes[address] = Node(address, replace(node.card, legs=load.legs))
+            self._rebuild()
 
     def note_ready(self, address: str, *, is_ready: bool) -> None:
         """Record the health that the node reports."""
@@ -169,54 +176,60 @@ class NodeTable:
         known = self.adapters.at(node.address).known
         return adapter.id in known or bool(adapter.path and node.card.max_loras)
 
-    def open_nodes(self, role: NodeRole) -> list[Node]:
-        """Return the nodes of a role that accept new requests, in a stable order."""
-        found = [
-            node for node in self._nodes.values() if node.card.role is role and self.is_open(node)
-        ]
-        return sorted(found, key=_address)
+    def open_nodes(self, kind: LegKind | None = None) -> list[Node]:
+        """Return the nodes that accept new requests, or new legs of a kind, in a stable order."""
+        nodes = (node for node in self._nodes.values() if kind is None or node.offers(kind))
+        return sorted(filter(self.is_open, nodes), key=_address)
 
     def batch_slots(self) -> Mapping[str, int]:
         """Return the batch slots of each model's open nodes.
 
-        They are those of decode nodes, and of prefill nodes that only embed.
+        They are those of decode nodes, and of nodes that only encode.
         """
         slots = dict.fromkeys(self.models, 0)
         decodes = [node for group in self.groups() for node in group.decodes]
-        embedding = [node for node in self.open_nodes(NodeRole.PREFILL) if not node.card.generates]
-        for node in (*decodes, *embedding):
+        encoding = [node for node in self.open_nodes(LegKind.ENCODE) if not node.card.generates]
+        for node in (*decodes, *encoding):
             slots[node.card.model] += node.card.max_num_seqs
         return slots
 
-    def partners(self, node: Node) -> list[Node]:
-        """Return the open nodes of the other role and the same model with compatible KV."""
+    def pairs_with(self, node: Node) -> list[tuple[Node, Node]]:
+        """Return the open pairs that the node makes: the one that decodes, and the one that sends.
+
+        Both have the same model, and the first takes KV of the second.
+        """
+        others = [each for each in self.open_nodes() if each.card.model == node.card.model]
+        pairs = [(node, each) for each in others] + [(each, node) for each in others]
         return [
-            other
-            for other in self._all_open()
-            if other.card.role is not node.card.role
-            and other.card.model == node.card.model
-            and other.is_kv_compatible_with(node)
+            (decode, prefill)
+            for decode, prefill in pairs
+            if decode.offers(LegKind.DECODE)
+            and prefill.offers(LegKind.PREFILL)
+            and decode.address != prefill.address
+            and decode.takes_kv_of(prefill)
         ]
 
     def groups(self, without: frozenset[str] = frozenset()) -> Sequence[NodeGroup]:
         """Return the open nodes, except those addresses, grouped by model and compatible KV."""
         if without:
-            return group_by_kind([node for node in self._all_open() if node.address not in without])
+            return group_by_kind(
+                [node for node in self.open_nodes() if node.address not in without]
+            )
         if self._groups is None:
-            self._groups = group_by_kind(self._all_open())
+            self._groups = group_by_kind(self.open_nodes())
             pairs = [group for group in self._groups if group.prefills and group.decodes]
             self._kinds_in_service.update((group.model, group.decodes[0].kind) for group in pairs)
         return self._groups
 
     def was_paired(self, group: NodeGroup) -> bool:
-        """Return whether this kind of node has ever had open nodes of both roles."""
+        """Return whether this kind of node has ever had open nodes for both legs."""
         return any((group.model, node.kind) in self._kinds_in_service for node in group.decodes)
 
     def _rebuild(self) -> None:
         self._groups = None
         self._last_of_name = {node.card.node_id: address for address, node in self._nodes.items()}
         cards = [node.card for node in self._nodes.values()]
-        self._with_decode_nodes |= {card.model for card in cards if card.role is NodeRole.DECODE}
+        self._with_decode_nodes |= {card.model for card in cards if LegKind.DECODE in card.legs}
         self._rebuild_served()
         self._namings = {
             name: frozenset(
@@ -230,9 +243,6 @@ class NodeTable:
         self.served = ServedModels(
             cards, self._with_decode_nodes, self.adapters.variants, self.expected_models
         )
-
-    def _all_open(self) -> list[Node]:
-        return [node for role in NodeRole for node in self.open_nodes(role)]
 
 
 def _address(node: Node) -> str:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
+from baton.core.legs import GENERATING, LegKind
 from baton.core.logprobs import RAW_LOGPROBS
 from baton.kv_transfer.protocol.conversion import is_convertible
 from baton.kv_transfer.protocol.messages import Fingerprint
-from baton.rpc.node_info import NodeCard, NodeRole
+from baton.rpc.node_info import NodeCard
 
 KvKind = tuple[Fingerprint, int, str]  # fingerprint, bytes of a block, KV transport
 NodeKind = tuple[KvKind, str]  # and the logprobs mode
@@ -49,13 +50,15 @@ class Node:
         """Return what must be equal on two nodes of a request, unless decode converts the KV."""
         return self.kv_kind, self.card.logprobs_mode
 
-    def is_kv_compatible_with(self, other: Node) -> bool:
-        """Return whether the two nodes, one of each role, can exchange KV."""
-        pair = (self, other) if self.card.role is NodeRole.DECODE else (other, self)
-        return self.kind == other.kind or pair[0].converts_kv_of(pair[1])
+    def offers(self, kind: LegKind) -> bool:
+        return kind in self.card.legs
+
+    def takes_kv_of(self, prefill: Node) -> bool:
+        """Return whether this node can decode from the KV of `prefill`."""
+        return self.kind == prefill.kind or self.converts_kv_of(prefill)
 
     def converts_kv_of(self, prefill: Node) -> bool:
-        """Return whether this decode node converts the KV of `prefill`, whose blocks differ."""
+        """Return whether this node converts the KV of `prefill`, whose blocks differ."""
         ours, theirs = self.card, prefill.card
         has_room = theirs.block_bytes <= ours.kv_staging_bytes
         is_one_path = ours.kv_transport == theirs.kv_transport
@@ -76,6 +79,8 @@ class NodeGroup:
 
 
 def group_by_kind(nodes: list[Node]) -> tuple[NodeGroup, ...]:
+    """Group the nodes that take part in the generation of text."""
+    nodes = [node for node in nodes if any(map(node.offers, GENERATING))]
     by_kind = sorted(nodes, key=_kind)  # stable within a kind
     groups = [_group(tuple(members)) for _, members in groupby(by_kind, _kind)]
     return tuple(_with_converted(group, nodes) for group in groups)
@@ -86,9 +91,7 @@ def _with_converted(group: NodeGroup, nodes: list[Node]) -> NodeGroup:
     if group.prefills or not group.decodes:
         return group
     prefills = [
-        node
-        for node in nodes
-        if node.card.role is NodeRole.PREFILL and node.card.model == group.model
+        node for node in nodes if node.offers(LegKind.PREFILL) and node.card.model == group.model
     ]
     fitting = (
         node for node in prefills if all(each.converts_kv_of(node) for each in group.decodes)
@@ -98,8 +101,8 @@ def _with_converted(group: NodeGroup, nodes: list[Node]) -> NodeGroup:
 
 def _group(nodes: tuple[Node, ...]) -> NodeGroup:
     return NodeGroup(
-        prefills=tuple(node for node in nodes if node.card.role is NodeRole.PREFILL),
-        decodes=tuple(node for node in nodes if node.card.role is NodeRole.DECODE),
+        prefills=tuple(node for node in nodes if node.offers(LegKind.PREFILL)),
+        decodes=tuple(node for node in nodes if node.offers(LegKind.DECODE)),
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from baton.core.ids import ANY_MODEL, ModelVariant
+from baton.core.legs import LegKind
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import NodeTable
@@ -18,7 +19,6 @@ from baton.router.routing.routing_view import (
     find_holders,
 )
 from baton.rpc.errors import IncompatibleNodes, NoNodes
-from baton.rpc.node_info import NodeRole
 
 # Decode computes a prompt itself only if prefill would compute at least so many times its tokens.
 MIN_SAVING = 2
@@ -28,15 +28,21 @@ ADVICE = "start one, or try again later"
 
 
 @dataclass(frozen=True, slots=True)
+class Leg:
+    """Part of a request, and the node that serves it."""
+
+    kind: LegKind
+    node: Node
+    sends: bool = False  # the KV of the prompt, to the leg that receives it
+    receives_from: Node | None = None  # None: it computes the prompt
+
+
+@dataclass(frozen=True, slots=True)
 class Route:
-    """Nodes of one attempt. Without a prefill node, the decode node computes the prompt too.
+    """Legs of one attempt: the first one computes the prompt, the last one ends the answer."""
 
-    Of a pooled prompt, `decode` is the only node, whatever its role.
-    """
-
-    decode: Node
-    prefill: Node | None
-    local_reason: str = ""  # for having no prefill node
+    legs: tuple[Leg, ...]
+    local_reason: str = ""  # for computing the prompt where the answer is generated
     num_missing_tokens: int = 0  # expected to be computed by the node that computes the prompt
     block_names: tuple[
         BlockHash, ...
@@ -45,15 +51,34 @@ class Route:
     holder: PrefixHolder | None = None  # to pull from, for the node that computes the prompt
 
     @property
-    def addresses(self) -> tuple[str, ...]:
-        if self.prefill is None:
-            return (self.decode.address,)
-        return self.decode.address, self.prefill.address
+    def first(self) -> Leg:
+        return self.legs[0]
 
-    def node_of(self, leg: NodeRole) -> Node | None:
-        if self.decode.card.role is leg:
-            return self.decode
-        return self.prefill
+    @property
+    def last(self) -> Leg:
+        return self.legs[-1]
+
+    @property
+    def is_split(self) -> bool:
+        """True if one node computes the prompt and hands its KV to another."""
+        return len(self.legs) > 1
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return tuple(leg.node.address for leg in self.legs)
+
+
+def handed_over(prefill: Node, decode: Node) -> tuple[Leg, Leg]:
+    """Return the legs of a request whose KV one node sends to another."""
+    return (
+        Leg(LegKind.PREFILL, prefill, sends=True),
+        Leg(LegKind.DECODE, decode, receives_from=prefill),
+    )
+
+
+def decoded_on(decode: Node) -> tuple[Leg]:
+    """Return the only leg of a request that one node computes and answers."""
+    return (Leg(LegKind.DECODE, decode),)
 
 
 def choose(
@@ -89,20 +114,20 @@ def choose(
     # What a decode node lacks is moved there by the prefill node.
     decode_view = replace(view, holders={}) if paired else view
     decodes = _concatenate([group.decodes for group in paired or groups])
-    decode = pick(routing, decode_view, decodes)
+    decode = pick(routing, decode_view, LegKind.DECODE, decodes)
     names = view.names
     if not paired:
         reason = _unpaired_reason(table, groups, request)
-        return Route(
-            decode, None, reason, view.missing(decode), names, holder=view.holder_for(decode)
-        )
+        holder = view.holder_for(decode)
+        return Route(decoded_on(decode), reason, view.missing(decode), names, holder=holder)
     prefills = next(group.prefills for group in paired if decode in group.decodes)
-    prefill = pick(routing, view, prefills)
+    prefill = pick(routing, view, LegKind.PREFILL, prefills)
     reason = _local_reason(routing, view, decode, prefill)
     if reason:
-        return Route(decode, None, reason, view.missing_from_reported(decode), names, is_paced=True)
+        missing = view.missing_from_reported(decode)
+        return Route(decoded_on(decode), reason, missing, names, is_paced=True)
     holder = view.holder_for(prefill)
-    return Route(decode, prefill, "", view.missing(prefill), names, holder=holder)
+    return Route(handed_over(prefill, decode), "", view.missing(prefill), names, holder=holder)
 
 
 def _choose_for_foreign_kv(
@@ -115,9 +140,9 @@ def _choose_for_foreign_kv(
     view = RoutingView(table, request)
     decodes = _concatenate([group.decodes for group in groups])
     readers = [node for node in decodes if node.address in request.foreign_kv_readers]
-    decode = pick(routing, view, readers or decodes)
+    decode = pick(routing, view, LegKind.DECODE, readers or decodes)
     num_missing = 1 + (request.num_tokens - 1) % decode.card.fingerprint.block_size
-    return Route(decode, None, FOREIGN_KV, num_missing, is_paced=True)
+    return Route(decoded_on(decode), FOREIGN_KV, num_missing, is_paced=True)
 
 
 def _late_model(table: NodeTable, request: RoutingRequest) -> ModelVariant:
@@ -130,22 +155,21 @@ def _late_model(table: NodeTable, request: RoutingRequest) -> ModelVariant:
 def _choose_for_pooling(
     table: NodeTable, routing: Routing, request: RoutingRequest, without: frozenset[str]
 ) -> Route:
-    """Choose the node of a pooled prompt: a prefill node, or a decode node if there is none."""
-    for role in (NodeRole.PREFILL, NodeRole.DECODE):
-        nodes = [
-            node
-            for node in table.open_nodes(role)
-            if node.card.vector_size
-            and node.card.model == request.model.base
-            and request.revision in (None, node.revision)
-            and node.address not in without
-            and table.can_serve(node, request.model.adapter)
-        ]
-        if nodes:
-            view = replace(_build_view(table, routing, request, without), holders={})
-            node = pick(routing, view, nodes)
-            return Route(node, None, "", view.missing(node), view.names)
-    raise NoNodes(f"no node that embeds{_adapter_of(request)} is reachable and open; {ADVICE}")
+    """Choose the node of a pooled prompt: if possible, one that does not decode."""
+    nodes = [
+        node
+        for node in table.open_nodes(LegKind.ENCODE)
+        if node.card.model == request.model.base
+        and request.revision in (None, node.revision)
+        and node.address not in without
+        and table.can_serve(node, request.model.adapter)
+    ]
+    if not nodes:
+        raise NoNodes(f"no node that embeds{_adapter_of(request)} is reachable and open; {ADVICE}")
+    nodes = [node for node in nodes if not node.offers(LegKind.DECODE)] or nodes
+    view = replace(_build_view(table, routing, request, without), holders={})
+    node = pick(routing, view, LegKind.ENCODE, nodes)
+    return Route((Leg(LegKind.ENCODE, node),), "", view.missing(node), view.names)
 
 
 def _local_reason(routing: Routing, view: RoutingView, decode: Node, prefill: Node) -> str:
@@ -153,6 +177,8 @@ def _local_reason(routing: Routing, view: RoutingView, decode: Node, prefill: No
 
     It applies to the next turn of a conversation: only the decode node has the answer's KV.
     """
+    if decode.address == prefill.address:
+        return "one node was chosen for both legs"
     on_decode, on_prefill = view.missing_from_reported(decode), view.prompt_cost(prefill)
     num_in_flight = view.table.node_load(decode).num_sent_tokens
     limit = routing.local_prefill_below
@@ -164,8 +190,8 @@ def _local_reason(routing: Routing, view: RoutingView, decode: Node, prefill: No
     )
 
 
-def pick(routing: Routing, view: RoutingView, nodes: Sequence[Node]) -> Node:
-    """Choose one of `nodes`, which must not be empty and have one role."""
+def pick(routing: Routing, view: RoutingView, kind: LegKind, nodes: Sequence[Node]) -> Node:
+    """Choose the node of a leg from `nodes`, which must not be empty."""
     number = view.request.number
     match routing.policy:
         case RoutingPolicy.ROUND_ROBIN:
@@ -175,7 +201,7 @@ def pick(routing: Routing, view: RoutingView, nodes: Sequence[Node]) -> Node:
         case RoutingPolicy.POWER_OF_TWO:
             return min(_draw_two(nodes, routing.seed, number), key=view.num_requests)
         case RoutingPolicy.PREFIX_AWARE:
-            cheapest = _least(nodes, view.costs(nodes))
+            cheapest = _least(nodes, view.costs(kind, nodes))
             last_uses = [view.table.node_load(node).last_use for node in cheapest]
             return _round_robin(_least(cheapest, last_uses), number)
 
@@ -257,7 +283,7 @@ def _unpaired_reason(table: NodeTable, groups: Sequence[NodeGroup], request: Rou
     revision, adapter = request.revision, request.model.adapter
     decodes = [node for group in groups for node in group.decodes]
     models = {node.card.model for node in decodes}
-    known = [node for node in table.nodes if node.card.role is NodeRole.PREFILL]
+    known = [node for node in table.nodes if node.offers(LegKind.PREFILL)]
     prefills = [
         node for node in known if node.card.model in models and revision in (None, node.revision)
     ]
@@ -266,7 +292,7 @@ def _unpaired_reason(table: NodeTable, groups: Sequence[NodeGroup], request: Rou
     prefills = [node for node in prefills if table.can_serve(node, adapter)]
     if not prefills:
         return f"no prefill node has adapter {adapter.name!r}"
-    if any(decode.is_kv_compatible_with(node) for decode in decodes for node in prefills):
+    if any(decode.takes_kv_of(node) for decode in decodes for node in prefills):
         return "every compatible prefill node is draining, unhealthy or has just failed"
     raise IncompatibleNodes(_mismatch(prefills[0], decodes[0]))
 

@@ -11,11 +11,11 @@ from functools import lru_cache
 from math import ceil
 
 from baton.core.ids import ANY_MODEL, MediaSegment, ModelVariant, PrefixKeys
+from baton.core.legs import LegKind
 from baton.core.task import GENERATE, Task
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.router.routing.node_table import NodeTable
 from baton.router.routing.nodes import Node, Revision
-from baton.rpc.node_info import NodeRole
 
 # Cost of a request that a decode node already serves, in prompt tokens to move there.
 DECODE_COST_TOKENS = 64
@@ -103,15 +103,15 @@ class RoutingView:
         num_held = num_cached if holder is None else holder.num_tokens
         return _prompt_cost(self.request.num_tokens, num_cached, num_held)
 
-    def costs(self, nodes: Sequence[Node]) -> list[int]:
-        """Estimate the cost of the request on each node, with the requests that it already has.
+    def costs(self, kind: LegKind, nodes: Sequence[Node]) -> list[int]:
+        """Estimate the cost of a leg on each node, with the requests that it already has.
 
         Evicted cache blocks count too, since later requests must compute them again.
         """
         cached, num_tokens = self.expected, self.request.num_tokens
         num_reported, kind_number = self.table.prefixes.num_reported, self.table.kind_number
         held = {kind: holder.num_tokens for kind, holder in self.holders.items()}
-        costs = self._queued_costs(nodes)
+        costs = self._queued_costs(kind, nodes)
         if self.request.model.adapter.id:
             costs = [
                 cost + self._adapter_cost(node) for cost, node in zip(costs, nodes, strict=True)
@@ -138,10 +138,10 @@ class RoutingView:
         cost = 0 if is_in_memory else ADAPTER_LOAD_COST
         return cost + ADAPTER_WAIT_COST * (len(in_batch) >= node.card.max_loras)
 
-    def _queued_costs(self, nodes: Sequence[Node]) -> list[int]:
+    def _queued_costs(self, kind: LegKind, nodes: Sequence[Node]) -> list[int]:
         """Estimate the cost of the requests that each node already has."""
         loads = [self.table.node_load(node) for node in nodes]
-        if nodes[0].card.role is NodeRole.DECODE:
+        if kind is LegKind.DECODE:
             return [load.num_sent_tokens + DECODE_COST_TOKENS * load.num_requests for load in loads]
         num_tokens = self.request.num_tokens  # assumed for each request of other routers
         return [

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from baton.core.errors import InvalidRequest
 from baton.core.ids import ANY_MODEL, ModelVariant
+from baton.core.legs import LegKind
 from baton.core.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults
 from baton.core.task import GENERATE, Task
-from baton.rpc.node_info import NodeCard, NodeRole
+from baton.rpc.node_info import NodeCard
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ class ServedModels:
 
 def _served_model(cards: Sequence[NodeCard], *, has_decode_nodes: bool) -> ServedModel:
     # A model that only embeds needs no decode nodes.
-    limiting = [card for card in cards if card.role is NodeRole.DECODE or not card.generates]
+    limiting = [card for card in cards if LegKind.DECODE in card.legs or not card.generates]
     limiting = limiting or [card for card in cards if card.vector_size]
     return ServedModel(
         cards[0].sampling_defaults if cards else NO_SAMPLING_DEFAULTS,

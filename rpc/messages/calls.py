@@ -1,27 +1,23 @@
-"""Calls of the node protocol: orders to requests, outputs to events, for both roles. Pure."""
+"""Calls of the node protocol: orders to requests, outputs to events. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from baton.core.errors import InvalidRequest
 from baton.core.ids import HandoffId, RequestId
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
+from baton.core.legs import LegKind
 from baton.core.output import Output
 from baton.core.request import EngineRequest, ReceiveKv
 from baton.core.task import EMBED, EmbedTask, Task, task_of
 from baton.rpc.errors import UnsupportedInput
 from baton.rpc.messages.conversion import HANDOFF, KV_HINTS, PEER, SAMPLING, output_to
-from baton.rpc.messages.mapper import Converter, Mapper
-from baton.rpc.node_info import NodeRole
+from baton.rpc.messages.mapper import Converter, Mapper, enum_converter
 from baton.v1 import node_pb2
 
-Request = node_pb2.PrefillRequest | node_pb2.DecodeRequest
-Response = node_pb2.PrefillResponse | node_pb2.DecodeResponse
-Order = node_pb2.PrefillOrder | node_pb2.DecodeOrder
-
+KIND = enum_converter(LegKind, node_pb2.LegKind.DESCRIPTOR)
 MAX_AGE_S = 1e9
 # Clients may use 256. Routers append the attempt, the answer's index and the client's token hash.
 MAX_NAME_CHARACTERS = 512
@@ -64,18 +60,27 @@ SEQUENCE = Mapper(
 )
 
 
-def engine_request(order: Order, now: float) -> EngineRequest:
+def kind_of(number: int) -> LegKind:
+    """Return the kind of leg. Raises UnsupportedInput."""
+    try:
+        kind: LegKind = KIND.from_message(number)
+    except KeyError:
+        raise UnsupportedInput(f"legs of kind {number} are unknown here") from None
+    return kind
+
+
+def engine_request(order: node_pb2.LegOrder, now: float) -> EngineRequest:
     """Return the request of an order that arrives now. Raises InvalidRequest, UnsupportedInput."""
     handoff_id = HANDOFF.from_message(order.handoff_id)
     sequence = order.sequence
     _check_sequence(sequence, handoff_id)
     hints = KV_HINTS.from_message(sequence.cache_hints.hints)
-    task, receive_from, send_to = _task_from(sequence, hints), None, None
-    if task.has_decode_leg:
-        if isinstance(order, node_pb2.PrefillOrder):
-            send_to = handoff_id
-        elif order.HasField("prefill"):
-            receive_from = ReceiveKv(handoff_id, PEER.from_message(order.prefill))
+    receive_from = None
+    if order.HasField("receives_from"):
+        receive_from = ReceiveKv(handoff_id, PEER.from_message(order.receives_from))
+    task = _task_from(sequence, hints)
+    if not task.has_decode_leg and (order.sends or receive_from is not None):
+        raise UnsupportedInput(f"a request to {task.name} takes no part in a hand-off")
     return SEQUENCE.from_message(
         sequence,
         request_id=node_request_id(handoff_id),
@@ -84,7 +89,7 @@ def engine_request(order: Order, now: float) -> EngineRequest:
         kv_hints=hints,
         task=task,
         receive_from=receive_from,
-        send_to=send_to,
+        send_to=handoff_id if order.sends else None,
     )
 
 
@@ -116,24 +121,17 @@ def _check_sequence(sequence: node_pb2.Sequence, handoff_id: HandoffId) -> None:
         raise UnsupportedInput("nodes have no tokenizer: the router must apply stop strings")
 
 
-def prefill_order(request: EngineRequest) -> node_pb2.PrefillOrder:
-    return node_pb2.PrefillOrder(**_order_fields(request))
-
-
-def decode_order(request: EngineRequest) -> node_pb2.DecodeOrder:
-    """Without `receive_from`, the decode node computes the prompt itself."""
+def leg_order(kind: LegKind, request: EngineRequest) -> node_pb2.LegOrder:
     receive = request.receive_from
-    prefill = None if receive is None else PEER.to_message(receive.source)
-    return node_pb2.DecodeOrder(prefill=prefill, **_order_fields(request))
-
-
-def _order_fields(request: EngineRequest) -> dict[str, Any]:
-    return {
-        "handoff_id": HANDOFF.to_message(handoff_id_of(request.request_id)),
-        "sequence": SEQUENCE.to_message(
+    return node_pb2.LegOrder(
+        kind=KIND.to_message(kind),
+        handoff_id=HANDOFF.to_message(handoff_id_of(request.request_id)),
+        sequence=SEQUENCE.to_message(
             request, cache_hints=_cache_hints_to(request), embed=_embed_to(request.task)
         ),
-    }
+        sends=request.send_to is not None,
+        receives_from=None if receive is None else PEER.to_message(receive.source),
+    )
 
 
 def _cache_hints_to(request: EngineRequest) -> node_pb2.CacheHints | None:
@@ -146,7 +144,7 @@ def _cache_hints_to(request: EngineRequest) -> node_pb2.CacheHints | None:
 
 @dataclass(frozen=True, slots=True)
 class CallReport:
-    """Statistics of a request on one node, reported by it. Prefill nodes report the prompt only."""
+    """Statistics of a leg, reported by its node."""
 
     kv_bytes: int = 0  # received
     kv_blocks: int = 0
@@ -159,49 +157,14 @@ class CallReport:
     prompt_tokens_loaded: Mapping[str, int] = field(default_factory=dict)  # by tier
 
 
-NOT_OF_PREFILL = (
-    "kv_bytes",
-    "kv_blocks",
-    "kv_transport",
-    "prompt_tokens_computed",
-    "tokens_proposed",
-    "tokens_accepted",
-    "kv_conversion",
-)
+SUMMARY = Mapper(CallReport, node_pb2.LegSummary)
 
 
-@dataclass(frozen=True, slots=True)
-class CallMessages:
-    """Messages of the calls to nodes of one role."""
-
-    order_to: Callable[[EngineRequest], Order]
-    response: type[Any]
-    report_field: str  # of CallEvent
-    reports: Mapper[CallReport, Any]
-
-    def event_to(self, output: Output, report: CallReport | None) -> node_pb2.CallEvent:
-        if report is None:
-            return node_pb2.CallEvent(output=output_to(output))
-        message = {self.report_field: self.reports.to_message(report)}
-        return node_pb2.CallEvent(output=output_to(output), **message)
-
-    def report_from(self, event: node_pb2.CallEvent) -> CallReport | None:
-        if not event.HasField(self.report_field):  # type: ignore[arg-type]
-            return None
-        return self.reports.from_message(getattr(event, self.report_field))
+def event_to(output: Output, report: CallReport | None) -> node_pb2.CallEvent:
+    if report is None:
+        return node_pb2.CallEvent(output=output_to(output))
+    return node_pb2.CallEvent(output=output_to(output), summary=SUMMARY.to_message(report))
 
 
-CALL_MESSAGES = {
-    NodeRole.PREFILL: CallMessages(
-        prefill_order,
-        node_pb2.PrefillResponse,
-        "prefill_summary",
-        Mapper(CallReport, node_pb2.PrefillSummary, unmapped=NOT_OF_PREFILL),
-    ),
-    NodeRole.DECODE: CallMessages(
-        decode_order,
-        node_pb2.DecodeResponse,
-        "summary",
-        Mapper(CallReport, node_pb2.DecodeSummary),
-    ),
-}
+def report_from(event: node_pb2.CallEvent) -> CallReport | None:
+    return SUMMARY.from_message(event.summary) if event.HasField("summary") else None

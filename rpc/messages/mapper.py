@@ -164,15 +164,18 @@ def _item_converter(kind: Any, hint: Any, field: FieldDescriptor) -> Converter:
         return SAME
     message = GetMessageClass(field.message_type)
     if get_origin(kind) is tuple:
-        return _list_converter(message)
+        return _list_converter(kind, message)
     return Mapper(kind, message).converter
 
 
-def _list_converter(message: type[Message]) -> Converter:
+def _list_converter(kind: Any, message: type[Message]) -> Converter:
     """Return the conversion of a tuple to a message that only wraps a list."""
-    [name] = message.DESCRIPTOR.fields_by_name
+    descriptor: Any = message.DESCRIPTOR
+    [(name, field)] = descriptor.fields_by_name.items()
+    read, write = _converter(kind, field)
     return Converter(
-        lambda wrapper: tuple(getattr(wrapper, name)[:]), lambda items: message(**{name: items})
+        lambda wrapper: read(getattr(wrapper, name)),
+        lambda items: message(**{name: write(items)}),
     )
 
 

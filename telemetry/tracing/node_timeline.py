@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from baton.core.output import FinishReason, Output
 from baton.kv_transfer.records import TransferRecord, TransferRole
 from baton.telemetry import names
-from baton.telemetry.tracing.request_timeline import LEG_METHODS
+from baton.telemetry.tracing.request_timeline import LEG_METHOD
 from baton.telemetry.tracing.spans import (
     AttributeValue,
     End,
@@ -42,7 +42,7 @@ FAILED = {
 class NodeFacts:
     """Constants of a node that all its spans carry."""
 
-    leg: str  # prefill or decode
+    role: str
     node_id: str
     incarnation: str
     verifies_kv: bool = False
@@ -87,6 +87,7 @@ class KvLoad:
 class NodeTimeline:
     parent: TraceContext  # the router's leg
     facts: NodeFacts
+    leg: str  # encode, prefill or decode
     attempt: int
     kv_push_span_id: int | None
     arrival_s: float
@@ -111,7 +112,7 @@ class NodeTimeline:
     @property
     def context(self) -> TraceContext:
         """Context of this node's server span, the parent of its other spans of the request."""
-        span_id = child_id(self.parent.span_id, self.facts.leg)
+        span_id = child_id(self.parent.span_id, self.leg)
         return TraceContext(self.parent.trace_id, span_id, self.parent.is_sampled)
 
     @property
@@ -162,16 +163,16 @@ class NodeTimeline:
 class _NodeSpans:
     def __init__(self, timeline: NodeTimeline, to_unix_ns: ToUnixNs) -> None:
         self._timeline = timeline
-        self._make = SpanMaker(timeline.parent.trace_id, timeline.facts.leg, to_unix_ns)
+        self._make = SpanMaker(timeline.parent.trace_id, timeline.facts.role, to_unix_ns)
         self._end = timeline.end or End(timeline.arrival_s, SpanOutcome.FAILED)
         self._server_id = timeline.context.span_id
 
     def spans(self) -> Iterator[Span]:
         yield self._server()
-        if self._timeline.facts.leg == names.PREFILL:
-            yield from self._prefill()
-        else:
+        if self._timeline.leg == names.DECODE:
             yield from self._decode()
+        else:
+            yield from self._prefill()
 
     def _server(self) -> Span:
         timeline = self._timeline
@@ -180,11 +181,11 @@ class _NodeSpans:
             names.INCARNATION: timeline.facts.incarnation,
             names.ATTEMPT: timeline.attempt,
             names.RPC_SYSTEM: "grpc",
-            names.RPC_METHOD: LEG_METHODS[timeline.facts.leg],
+            names.RPC_METHOD: LEG_METHOD,
             names.RPC_STATUS: self._end.rpc_status or None,
         }
         return self._make.span(
-            timeline.facts.leg,
+            timeline.leg,
             timeline.parent.span_id,
             timeline.arrival_s,
             self._end,

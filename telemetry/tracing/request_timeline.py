@@ -22,15 +22,12 @@ from baton.telemetry.tracing.vllm_leg import VllmLegTimeline, vllm_leg_span
 
 ROLE = "router"
 GENERATE_METHOD = "baton.v1.InferenceService/Generate"
-LEG_METHODS = {
-    names.PREFILL: "baton.v1.PrefillService/Prefill",
-    names.DECODE: "baton.v1.DecodeService/Decode",
-}
+LEG_METHOD = "baton.v1.LegService/Serve"
 
 
 @dataclass(slots=True)
 class NodeRpcTimeline:
-    name: str  # prefill or decode
+    name: str  # encode, prefill or decode
     span_id: int
     node_id: str
     incarnation: str
@@ -263,7 +260,7 @@ class _RequestSpans:
             names.INCARNATION: leg.incarnation,
             names.SERVER_ADDRESS: leg.address,
             names.ATTEMPT: attempt.number,
-            **_rpc(LEG_METHODS[leg.name], end),
+            **_rpc(LEG_METHOD, end),
         }
         return self._make.span(
             leg.name,

@@ -32,7 +32,7 @@ class StepTimeline:
 
     def spans(self, to_unix_ns: ToUnixNs) -> list[Span]:
         """Return the span of an ended step."""
-        span = SpanMaker(self.context.trace_id, self.facts.leg, to_unix_ns).span(
+        span = SpanMaker(self.context.trace_id, self.facts.role, to_unix_ns).span(
             names.ENGINE_STEP,
             None,
             self.times_s[0],

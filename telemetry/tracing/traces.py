@@ -144,7 +144,7 @@ def fetches_of(span: Span) -> list[str]:
 
 def failed_node_of(row: TraceRow) -> str | None:
     """Return the node of a failed call of the router. That node may have exported no spans."""
-    is_call = row.role == "router" and row.span.name in (names.PREFILL, names.DECODE)
+    is_call = row.role == "router" and row.span.name in (names.ENCODE, names.PREFILL, names.DECODE)
     if not is_call or row.span.status is not SpanStatus.ERROR:
         return None
     return str(row.span.attributes.get(names.NODE, ""))

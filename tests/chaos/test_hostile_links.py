@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from baton.cluster import LocalCluster
+from baton.rpc.node_info import GET_NODE
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc, node_pb2, node_pb2_grpc
 from tests.support.honest_client import honest_client_undisturbed
 
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 def hello_to(channel: grpc.Channel) -> Hello:
     """Return the Hello of an honest decode node, made from the node's public description."""
-    node = node_pb2_grpc.NodeServiceStub(channel).GetNode(node_pb2.GetNodeRequest())
+    node = node_pb2_grpc.NodeServiceStub(channel).GetNode(GET_NODE)
     region = kv_link_pb2.Region(base=4096, num_blocks=8, block_bytes=node.block_bytes, device="cpu")
     return Hello(
         node_id="stranger",

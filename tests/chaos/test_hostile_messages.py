@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from baton.cluster import LocalCluster
 from baton.core.ids import HandoffId, RequestId
+from baton.core.legs import LegKind
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
-from baton.rpc.messages.calls import prefill_order
+from baton.rpc.messages.calls import leg_order
 from baton.v1 import cluster_pb2, inference_pb2, kv_link_pb2, node_pb2
 from tests.support.honest_client import honest_client_undisturbed
 from tests.support.hostile_messages import on_the_wire
@@ -57,16 +58,17 @@ def targets() -> Iterator[Target]:
 
 
 # A valid order that no decode node claims: after its first token the call waits for a minute.
-UNCLAIMED = node_pb2.PrefillRequest(
+UNCLAIMED = node_pb2.ServeRequest(
     call=1,
-    start=prefill_order(
+    start=leg_order(
+        LegKind.PREFILL,
         EngineRequest(
             request_id=RequestId("unclaimed#1"),
             prompt_token_ids=(5, 6, 7),
             sampling=SamplingParams(max_tokens=4),
             seed=0,
             send_to=HandoffId("unclaimed", 1),
-        )
+        ),
     ),
 )
 # Drain requests have no content that could be hostile, and end the node.
@@ -127,6 +129,6 @@ def outcome_of(channel: grpc.Channel, target: Target, messages: Sequence[bytes])
 def may_wait_after(method: str, response: bytes) -> bool:
     """Return whether the next response can take long: a change, or the claim of a decode node."""
     if method == "Prefill":
-        events = node_pb2.PrefillResponse.FromString(response).events
+        events = node_pb2.ServeResponse.FromString(response).events
         return any(event.HasField("output") for event in events)
     return method.startswith("Watch")

@@ -16,10 +16,10 @@ from baton.router.adapters import updates
 from baton.router.adapters.updates import AdapterOrder
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import AdapterUnreadable, NodeFailed
-from baton.rpc.node_info import NodeAvailability
+from baton.rpc.node_info import GET_NODE, NodeAvailability
 from baton.rpc.security.operators import NO_OPERATORS, Operators
 from baton.rpc.security.token import AcceptedTokens
-from baton.v1 import node_pb2, node_pb2_grpc
+from baton.v1 import node_pb2_grpc
 from tests.support.adapter_nodes import (
     OPERATORS,
     PATIENCE_S,
@@ -124,7 +124,7 @@ def test_a_file_system_that_does_not_answer_holds_up_loads_only(
             channel = open_channel(cluster.node("prefill-0").address)
             async with channel:
                 stub = node_pb2_grpc.NodeServiceStub(channel)
-                card = await stub.GetNode(node_pb2.GetNodeRequest())
+                card = await stub.GetNode(GET_NODE)
             assert card.node_id == "prefill-0"
             assert not loading.done()
             assert not using.done()

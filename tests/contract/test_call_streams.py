@@ -14,12 +14,12 @@ from baton.router.dispatch.node_calls import Connection
 from baton.router.dispatch.node_stream import NodeStream
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import GenerationFailed
-from baton.rpc.node_info import NodeRole
 from baton.rpc.status import RemoteFailure
 from baton.v1 import node_pb2, node_pb2_grpc
 from tests.support.scripted_node import ScriptedCall, ScriptedNode, serve_scripted_node
 
 PATIENCE_S = 30
+ORDER = node_pb2.LegOrder(kind=node_pb2.LEG_KIND_DECODE)
 
 
 def play(scenario: Coroutine[Any, Any, None]) -> None:
@@ -30,7 +30,7 @@ def play(scenario: Coroutine[Any, Any, None]) -> None:
 async def connected(node: ScriptedNode) -> AsyncIterator[NodeStream]:
     async with serve_scripted_node(node) as address:
         connection = Connection(open_channel(address))
-        yield connection.streams[NodeRole.DECODE]
+        yield connection.legs
         await connection.close()
 
 
@@ -39,7 +39,7 @@ class RouterCall:
 
     def __init__(self, stream: NodeStream) -> None:
         self.events: list[node_pb2.CallEvent] = []
-        self.task = asyncio.ensure_future(stream.call(node_pb2.DecodeOrder(), self.events.append))
+        self.task = asyncio.ensure_future(stream.call(ORDER, self.events.append))
 
     @property
     def places(self) -> list[int]:
@@ -183,7 +183,7 @@ def test_a_stopped_node_fails_every_call_and_the_next_call_reconnects() -> None:
         node = ScriptedNode()
         async with serve_scripted_node(node) as address:
             connection = Connection(open_channel(address))
-            calls = [await start_call(connection.streams[NodeRole.DECODE], node) for _ in range(3)]
+            calls = [await start_call(connection.legs, node) for _ in range(3)]
         for requested, reported in calls:
             with pytest.raises(RemoteFailure) as failure:
                 await requested.task
@@ -193,7 +193,7 @@ def test_a_stopped_node_fails_every_call_and_the_next_call_reconnects() -> None:
         again = ScriptedNode()
         async with serve_scripted_node(again, port=int(address.rpartition(":")[2])):
             await connection.channel.channel_ready()
-            retry, reported = await start_call(connection.streams[NodeRole.DECODE], again)
+            retry, reported = await start_call(connection.legs, again)
             reported.send_tokens(7)
             reported.end()
             await retry.task
@@ -208,7 +208,7 @@ def test_a_disconnected_router_ends_all_its_calls_on_the_node() -> None:
         node = ScriptedNode()
         async with serve_scripted_node(node) as address:
             connection = Connection(open_channel(address))
-            calls = [await start_call(connection.streams[NodeRole.DECODE], node) for _ in range(3)]
+            calls = [await start_call(connection.legs, node) for _ in range(3)]
 
             await connection.close()
 
@@ -227,7 +227,7 @@ def test_a_released_connection_closes_after_its_last_call() -> None:
         node = ScriptedNode()
         async with serve_scripted_node(node) as address:
             connection = Connection(open_channel(address))
-            requested, reported = await start_call(connection.streams[NodeRole.DECODE], node)
+            requested, reported = await start_call(connection.legs, node)
 
             closing = asyncio.ensure_future(connection.close(PATIENCE_S))
             reported.send_tokens(0)
@@ -244,19 +244,19 @@ def test_a_released_connection_closes_after_its_last_call() -> None:
 @pytest.mark.parametrize(
     ("nonsense", "reason"),
     [
-        (node_pb2.DecodeRequest(call=1, start=node_pb2.DecodeOrder()), "call 1 is under way"),
-        (node_pb2.DecodeRequest(call=2), "neither `start` nor `cancel`"),
+        (node_pb2.ServeRequest(call=1, start=ORDER), "call 1 is under way"),
+        (node_pb2.ServeRequest(call=2), "neither `start` nor `cancel`"),
     ],
     ids=["a number in use", "no order"],
 )
 def test_an_invalid_message_of_a_router_ends_its_stream(
-    nonsense: node_pb2.DecodeRequest, reason: str
+    nonsense: node_pb2.ServeRequest, reason: str
 ) -> None:
     async def scenario() -> None:
         node = ScriptedNode()
         async with serve_scripted_node(node) as address, open_channel(address) as channel:
-            stream = node_pb2_grpc.DecodeServiceStub(channel).Decode()
-            await stream.write(node_pb2.DecodeRequest(call=1, start=node_pb2.DecodeOrder()))
+            stream = node_pb2_grpc.LegServiceStub(channel).Serve()
+            await stream.write(node_pb2.ServeRequest(call=1, start=ORDER))
             under_way = await node.calls.get()
 
             await stream.write(nonsense)

@@ -17,6 +17,7 @@ import pytest
 
 from baton.client import AsyncClient, BatonError, Generation
 from baton.core.ids import RequestId
+from baton.core.legs import LegKind
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
 from baton.engine.core import EngineCore
@@ -25,9 +26,9 @@ from baton.node.observers.tracing import NodeTracing
 from baton.router.dispatch.node_calls import GrpcNodeCalls
 from baton.router.dispatch.node_rpcs import LegEvent
 from baton.router.routing.nodes import Node
+from baton.router.routing.policy import Leg
 from baton.router.tracing import LegTrace, RequestTrace, Tracing
 from baton.router.values import Prompt
-from baton.rpc.node_info import NodeRole
 from baton.telemetry import names
 from baton.telemetry.tracing.node_timeline import NodeFacts
 from baton.telemetry.tracing.spans import Span, SpanStatus, TraceContext
@@ -169,9 +170,9 @@ async def calling(core: EngineCore, timeout_s: float | None = None) -> AsyncIter
     tracing = NodeTracing(tracer, NodeFacts("decode", "d0", "1"))
     request = EngineRequest(RequestId("r#1"), (1, 2, 3), ENDLESS, seed=1)
     async with a_node_server(core=core, tracing=tracing) as server, GrpcNodeCalls() as calls:
-        node = Node(server.address, a_card(NodeRole.DECODE))
+        leg = Leg(LegKind.DECODE, Node(server.address, a_card(LegKind.DECODE)))
         call = asyncio.ensure_future(
-            calls.call(node, request, _ignore, timeout_s=timeout_s, trace=Led())
+            calls.call(leg, request, _ignore, timeout_s=timeout_s, trace=Led())
         )
         yield Called(call, calls, server, tracer)
         call.cancel()

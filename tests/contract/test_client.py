@@ -16,13 +16,13 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton.client import Access, Answer, AsyncClient, BatonError, Client, Generation, Retries
 from baton.core.errors import InvalidConfig
+from baton.core.legs import LegKind
 from baton.core.sampling import SamplingDefaults, SamplingParams
 from baton.router.admission.rate_limits import RateLimitConfig
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import NoNodes, QueueFull, RequestIdInUse, UnknownModel
 from baton.rpc.messages.interceptor import MAX_FIELDS
 from baton.rpc.messages.limits import MAX_REQUEST_BYTES
-from baton.rpc.node_info import NodeRole
 from baton.rpc.security.tls import PLAIN
 from baton.rpc.security.token import AcceptedTokens
 from baton.rpc.security.token_gate import TokenInterceptor
@@ -173,7 +173,7 @@ def test_leaving_the_loop_over_a_stream_cancels_its_request(
                 await leave(client)
                 await router.pipeline.drain()  # returns when no request is under way
 
-            assert calls.left == [NodeRole.DECODE]
+            assert calls.left == [LegKind.DECODE]
 
     run(scenario())
 
@@ -193,7 +193,7 @@ def test_no_call_of_a_closed_client_is_still_ending() -> None:
 
 def test_omitted_sampling_parameters_take_the_model_defaults() -> None:
     advised = SamplingDefaults(temperature=0.3, top_k=7)
-    node = a_node(NodeRole.DECODE)
+    node = a_node(LegKind.DECODE)
     table = a_table(replace(node, card=replace(node.card, sampling_defaults=advised)))
 
     async def scenario() -> None:
@@ -225,7 +225,7 @@ def test_leaving_the_loop_over_a_blocking_stream_cancels_its_request() -> None:
                 await asyncio.to_thread(leave, client)
                 await router.pipeline.drain()
 
-            assert calls.left == [NodeRole.DECODE]
+            assert calls.left == [LegKind.DECODE]
 
     run(scenario())
 

@@ -14,6 +14,7 @@ from threading import Event
 import pytest
 
 from baton.core.ids import RequestId
+from baton.core.legs import LegKind
 from baton.core.output import Output
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
@@ -33,7 +34,6 @@ from baton.node.kv.connectors import make_connector, tiers_in
 from baton.node.kv.tiers_config import TiersConfig
 from baton.node.options import NodeOptions
 from baton.node.wiring import identify
-from baton.rpc.node_info import NodeRole
 from tests.support.fake_device import Costs, FakeDevice
 from tests.support.models import prompt_of
 
@@ -126,7 +126,7 @@ def device_node(model: Path, device: FakeDevice, tiers: TiersConfig) -> Iterator
 @contextmanager
 def _with_tiers(given: NodeOptions, runner: TorchRunner) -> Iterator[TierNode]:
     woken = Event()
-    identity = identify(given, NodeRole.DECODE, runner)
+    identity = identify(given, LegKind.DECODE, runner)
     connector = make_connector(given, identity, runner, woken.set)
     tiers = tiers_in(connector)
     assert connector is not None

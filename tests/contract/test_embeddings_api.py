@@ -6,7 +6,6 @@ import asyncio
 import base64
 import json
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,16 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.processors import TemplateProcessing
 
 from baton.checkpoint.tokenizer_files import load_tokenizer
+from baton.core.legs import LegKind
 from baton.router.embeddings import MAX_IN_PIPELINE
 from baton.router.input_processing.tokenization import ModelText, TextBoundary
 from baton.router.routing.node_table import NodeTable
 from baton.router.values import TextPrompt
 from baton.rpc.errors import FailureKind, NodeFailed
-from baton.rpc.node_info import NodeRole
 from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from tests.support.http_routers import HttpRouter, an_http_router
 from tests.support.models import EOS_TOKEN_ID, save_tokenizer
-from tests.support.node_calls import FakeNodeCalls, a_node, a_table, vector_of
+from tests.support.node_calls import FakeNodeCalls, a_node, a_table, that_embeds, vector_of
 from tests.support.routers import a_router
 
 LONGEST_S = 60
@@ -45,11 +44,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> TextBoundary:
     return ModelText(load_tokenizer(folder))
 
 
-def embedders(*roles: NodeRole, size: int = SIZE, **card: Any) -> NodeTable:
-    nodes = [a_node(role) for role in roles or (NodeRole.PREFILL,)]
-    return a_table(
-        *(replace(node, card=replace(node.card, vector_size=size, **card)) for node in nodes)
-    )
+def embedders(*roles: LegKind, size: int = SIZE, **card: Any) -> NodeTable:
+    nodes = [a_node(role) for role in roles or (LegKind.PREFILL,)]
+    return a_table(*(that_embeds(node, vector_size=size, **card) for node in nodes))
 
 
 ONLY_EMBEDDER = {"generates": False}
@@ -127,13 +124,13 @@ def test_token_ids_and_dimensions() -> None:
 @pytest.mark.parametrize(
     ("roles", "chosen"),
     [
-        ((NodeRole.PREFILL,), NodeRole.PREFILL),
-        ((NodeRole.DECODE,), NodeRole.DECODE),
-        ((NodeRole.PREFILL, NodeRole.DECODE), NodeRole.PREFILL),
+        ((LegKind.PREFILL,), LegKind.PREFILL),
+        ((LegKind.DECODE,), LegKind.DECODE),
+        ((LegKind.PREFILL, LegKind.DECODE), LegKind.PREFILL),
     ],
 )
 def test_prefill_nodes_embed_and_decode_nodes_without_them(
-    roles: tuple[NodeRole, ...], chosen: NodeRole
+    roles: tuple[LegKind, ...], chosen: LegKind
 ) -> None:
     nodes = FakeNodeCalls()
 
@@ -142,7 +139,8 @@ def test_prefill_nodes_embed_and_decode_nodes_without_them(
 
     run(check, nodes=nodes, table=embedders(*roles))
     [received] = nodes.received
-    assert received.leg is chosen
+    assert received.leg is LegKind.ENCODE
+    assert received.node == chosen.value
     assert received.request.task.is_pooling
     assert received.request.send_to is None
     assert received.request.receive_from is None
@@ -155,10 +153,8 @@ def test_a_node_that_fails_is_replaced() -> None:
         found = await client.embeddings.create(model="tiny", input=[3, 4])
         assert np.allclose(found.data[0].embedding, vector_of([3, 4]))
 
-    two = [a_node(NodeRole.PREFILL, name) for name in ("one", "two")]
-    table = a_table(
-        *(replace(node, card=replace(node.card, vector_size=SIZE, generates=False)) for node in two)
-    )
+    two = [a_node(LegKind.PREFILL, name) for name in ("one", "two")]
+    table = a_table(*(that_embeds(node, vector_size=SIZE, generates=False) for node in two))
     run(check, nodes=nodes, table=table)
     assert [received.node for received in nodes.received] in (["one", "two"], ["two", "one"])
 

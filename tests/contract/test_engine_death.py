@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from baton.core.finish import Finish
+from baton.core.legs import LegKind
 from baton.core.sampling import SamplingParams
 from baton.engine.core import EngineCore
 from baton.engine.plan import Plan, RunResult
@@ -21,7 +22,6 @@ from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.nodes import Node
 from baton.router.values import GenerateCall, TokenChunk, TokenPrompt
 from baton.rpc.errors import GenerationFailed, PoisonedRequest
-from baton.rpc.node_info import NodeRole
 from tests.support.engines import VOCAB_SIZE, an_engine
 from tests.support.fake_runner import FakeRunner, KvTensor, SynchronousRunner, tokens_alone
 from tests.support.node_calls import a_card, a_table
@@ -112,7 +112,7 @@ def generate_on(*engines: EngineCore) -> tuple[list[int], Finish]:
             for number, core in enumerate(engines):
                 name = f"d{number}"
                 node = await running.enter_async_context(a_node_server(name=name, core=core))
-                nodes.append(Node(node.address, a_card(NodeRole.DECODE, name)))
+                nodes.append(Node(node.address, a_card(LegKind.DECODE, name)))
             node_calls = await running.enter_async_context(GrpcNodeCalls())
             routing = Routing(RoutingPolicy.ROUND_ROBIN)
             config = PipelineConfig(DispatchConfig(retry_pause_s=0.0, routing=routing))

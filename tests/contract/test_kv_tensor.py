@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from baton.checkpoint.safetensors_folder import SafetensorsFolder
+from baton.core.legs import LegKind
 from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.runner.attention.kv_tensor import KvShape, describe
 from baton.engine.runner.config import RunnerConfig
@@ -20,7 +21,6 @@ from baton.engine.runner.model_runner import TorchRunner
 from baton.kv_transfer.protocol.messages import Fingerprint
 from baton.node.options import NodeOptions
 from baton.node.wiring import identify
-from baton.rpc.node_info import NodeRole
 from tests.support.hub_configs import HUB_CONFIGS
 
 CPU = torch.device("cpu")
@@ -60,7 +60,7 @@ def fingerprint_of(shape: KvShape) -> Fingerprint:
     )
     runner: Any = SimpleNamespace(info=info, kv_memory=memory)
     options = NodeOptions(RunnerConfig("model"))
-    return identify(options, NodeRole.DECODE, cast("TorchRunner", runner)).fingerprint
+    return identify(options, LegKind.DECODE, cast("TorchRunner", runner)).fingerprint
 
 
 def test_caches_with_and_without_values_are_incompatible(tmp_path: Path) -> None:

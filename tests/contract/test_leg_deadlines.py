@@ -11,14 +11,15 @@ from dataclasses import replace
 import pytest
 
 from baton.core.ids import RequestId
+from baton.core.legs import GENERATING, LegKind
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
 from baton.router.dispatch.node_calls import GrpcNodeCalls
 from baton.router.dispatch.node_rpcs import LegEvent
 from baton.router.routing.nodes import Node
+from baton.router.routing.policy import Leg
 from baton.rpc.errors import DeadlineExceeded, MessageTooLarge
 from baton.rpc.messages.limits import MAX_MESSAGE_BYTES
-from baton.rpc.node_info import NodeRole
 from baton.v1 import node_pb2
 from tests.support.node_calls import a_card
 from tests.support.scripted_node import ScriptedNode, serve_scripted_node
@@ -34,21 +35,21 @@ def ignore(event: LegEvent) -> None:
 
 @asynccontextmanager
 async def calls_to(
-    called: ScriptedNode, role: NodeRole = NodeRole.DECODE
-) -> AsyncIterator[tuple[GrpcNodeCalls, Node]]:
+    called: ScriptedNode, role: LegKind = LegKind.DECODE
+) -> AsyncIterator[tuple[GrpcNodeCalls, Leg]]:
     async with serve_scripted_node(called) as address, GrpcNodeCalls() as calls:
-        yield calls, Node(address, a_card(role))
+        yield calls, Leg(role, Node(address, a_card(role)))
 
 
-@pytest.mark.parametrize("role", NodeRole)
-def test_a_node_receives_the_remaining_time_and_enforces_the_deadline(role: NodeRole) -> None:
+@pytest.mark.parametrize("role", GENERATING)
+def test_a_node_receives_the_remaining_time_and_enforces_the_deadline(role: LegKind) -> None:
     async def scenario() -> None:
         called = ScriptedNode()
-        async with calls_to(called, role) as (calls, node):
+        async with calls_to(called, role) as (calls, leg):
             asked_s = time.monotonic()
 
             with pytest.raises(DeadlineExceeded, match=f"{role.value} node {role.value}"):
-                await calls.call(node, REQUEST, ignore, timeout_s=0.3)
+                await calls.call(leg, REQUEST, ignore, timeout_s=0.3)
 
             reported = await called.calls.get()
             await reported.left.wait()
@@ -63,8 +64,8 @@ def test_a_node_receives_the_remaining_time_and_enforces_the_deadline(role: Node
 def test_a_request_without_a_deadline_sends_none_to_the_node() -> None:
     async def scenario() -> None:
         called = ScriptedNode()
-        async with calls_to(called) as (calls, node):
-            requested = asyncio.ensure_future(calls.call(node, REQUEST, ignore))
+        async with calls_to(called) as (calls, leg):
+            requested = asyncio.ensure_future(calls.call(leg, REQUEST, ignore))
 
             reported = await called.calls.get()
             assert reported.context.deadline_s is None
@@ -80,11 +81,11 @@ def test_an_oversized_answer_is_not_a_node_failure() -> None:
 
     async def scenario() -> None:
         called = ScriptedNode()
-        async with calls_to(called) as (calls, node):
-            other = calls.call(node, OTHER, ignore)
+        async with calls_to(called) as (calls, leg):
+            other = calls.call(leg, OTHER, ignore)
             going_on = asyncio.ensure_future(other)
             other_on_node = await called.calls.get()
-            requested = asyncio.ensure_future(calls.call(node, REQUEST, ignore))
+            requested = asyncio.ensure_future(calls.call(leg, REQUEST, ignore))
             (await called.calls.get()).script.put_nowait(too_large)
 
             with pytest.raises(MessageTooLarge, match="larger than max"):
@@ -102,13 +103,13 @@ def test_an_oversized_prompt_does_not_affect_other_calls() -> None:
 
     async def scenario() -> None:
         called = ScriptedNode()
-        async with calls_to(called) as (calls, node):
-            other = calls.call(node, OTHER, ignore)
+        async with calls_to(called) as (calls, leg):
+            other = calls.call(leg, OTHER, ignore)
             going_on = asyncio.ensure_future(other)
             other_on_node = await called.calls.get()
 
             with pytest.raises(MessageTooLarge, match="larger than max"):
-                await calls.call(node, too_large, ignore)
+                await calls.call(leg, too_large, ignore)
 
             other_on_node.send_tokens(0)
             other_on_node.end()

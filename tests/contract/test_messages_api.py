@@ -13,10 +13,10 @@ import pytest
 
 from baton.checkpoint.tokenizer_files import load_tokenizer
 from baton.core.kv_hints import KvHints
+from baton.core.legs import LegKind
 from baton.core.output import FinishReason
 from baton.router.input_processing.tokenization import ModelText, TextBoundary
 from baton.rpc.errors import NodeFailed
-from baton.rpc.node_info import NodeRole
 from baton.rpc.security.token import AcceptedTokens
 from tests.support.http_routers import an_http_router
 from tests.support.models import EOS_TOKEN_ID, save_tokenizer
@@ -95,7 +95,7 @@ def test_cache_control_and_the_session_are_hints_for_the_nodes(text: TextBoundar
         await client.post("/v1/messages", json=body, headers=session)
 
     with_router(scenario, nodes, text=text)
-    [hints] = [each.request.kv_hints for each in nodes.received if each.leg is NodeRole.PREFILL]
+    [hints] = [each.request.kv_hints for each in nodes.received if each.leg is LegKind.PREFILL]
     assert hints == KvHints("s", 300.0)
 
 

@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from baton.core.legs import LegKind
 from baton.router.discovery.resolver import SourceFailed
 from baton.router.discovery.sources import DnsName, NodeSource
 from baton.router.discovery.watcher import NodeDiscovery, watching
 from baton.router.dispatch.node_calls import GrpcNodeCalls
 from baton.router.routing.node_table import NodeTable
-from baton.rpc.node_info import NodeRole
 from baton.rpc.security.tls import PLAIN, TlsConfig
 from tests.support.certificates import make_authority
 from tests.support.node_servers import a_node_server
@@ -41,14 +41,14 @@ class View:
         async with self.changed:
             self.changed.notify_all()
 
-    def open_names(self, role: NodeRole = NodeRole.DECODE) -> list[str]:
+    def open_names(self, role: LegKind = LegKind.DECODE) -> list[str]:
         return [str(node.card.node_id) for node in self.table.open_nodes(role)]
 
     async def until(self, is_so: Callable[[], bool]) -> None:
         async with self.changed:
             await self.changed.wait_for(is_so)
 
-    async def until_open(self, *names: str, role: NodeRole = NodeRole.DECODE) -> None:
+    async def until_open(self, *names: str, role: LegKind = LegKind.DECODE) -> None:
         await self.until(lambda: sorted(self.open_names(role)) == sorted(names))
 
 
@@ -58,7 +58,7 @@ async def a_view(tls: TlsConfig = PLAIN, **named: str) -> AsyncIterator[View]:
     for source in (DECODES, PREFILLS):
         if source.host in named:
             view.named[source] = frozenset({named[source.host]})
-    roles: dict[NodeSource, NodeRole] = {PREFILLS: NodeRole.PREFILL, DECODES: NodeRole.DECODE}
+    roles: dict[NodeSource, LegKind] = {PREFILLS: LegKind.PREFILL, DECODES: LegKind.DECODE}
     discovery = NodeDiscovery(roles, 0.01, view.find)
     async with (
         view.node_calls,
@@ -122,7 +122,7 @@ def test_a_name_that_moves_to_another_address_is_followed() -> None:
                 view.named[DECODES] = frozenset({new.address})
                 await view.until(
                     lambda: (
-                        [n.address for n in view.table.open_nodes(NodeRole.DECODE)] == [new.address]
+                        [n.address for n in view.table.open_nodes(LegKind.DECODE)] == [new.address]
                     )
                 )
 
@@ -175,20 +175,21 @@ def test_a_node_that_was_never_healthy_is_not_in_the_table() -> None:
     run(scenario)
 
 
-def test_a_node_of_the_wrong_role_is_rejected_and_kept_under_its_own_role() -> None:
+def test_a_node_listed_for_another_leg_than_it_offers_is_used_for_what_it_offers() -> None:
     async def scenario() -> None:
         async with (
-            a_node_server(NodeRole.PREFILL, "p1") as node,
+            a_node_server(LegKind.PREFILL, "p1") as node,
             a_view(prefill=node.address, decode=node.address) as view,
         ):
-            await view.until_open("p1", role=NodeRole.PREFILL)
+            await view.until_open("p1", role=LegKind.PREFILL)
             async with a_node_server(name="d1") as decode:
                 view.named[DECODES] = frozenset({node.address, decode.address})
                 await view.until_open("d1")
                 view.named[DECODES] = frozenset({decode.address})
                 await view.until(lambda: len(view.table.watched) == 2)
 
-                assert view.open_names(NodeRole.PREFILL) == ["p1"]
+                assert view.open_names(LegKind.PREFILL) == ["p1"]
+                assert view.open_names(LegKind.DECODE) == ["d1"]
 
     run(scenario)
 
@@ -196,12 +197,12 @@ def test_a_node_of_the_wrong_role_is_rejected_and_kept_under_its_own_role() -> N
 def test_joining_nodes_are_connected_in_either_order() -> None:
     async def scenario() -> None:
         async with (
-            a_node_server(NodeRole.PREFILL, "p1") as first,
-            a_node_server(NodeRole.PREFILL, "p2") as last,
+            a_node_server(LegKind.PREFILL, "p1") as first,
+            a_node_server(LegKind.PREFILL, "p2") as last,
             a_node_server(name="d1") as decode,
             a_view(prefill=first.address) as view,
         ):
-            await view.until_open("p1", role=NodeRole.PREFILL)
+            await view.until_open("p1", role=LegKind.PREFILL)
             view.named[DECODES] = frozenset({decode.address})
             assert await decode.connected.get() == first.address
             view.named[PREFILLS] = frozenset({first.address, last.address})

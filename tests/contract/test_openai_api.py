@@ -21,6 +21,7 @@ from baton.cli.health_check import ask
 from baton.client import AsyncClient, BatonError
 from baton.core.errors import ContextLengthExceeded
 from baton.core.kv_hints import KvHints
+from baton.core.legs import LegKind
 from baton.core.output import FinishReason
 from baton.core.reasoning import ReasoningSection
 from baton.core.sampling import SamplingParams
@@ -41,7 +42,6 @@ from baton.router.values import (
 )
 from baton.rpc.errors import FailureKind, NodeFailed
 from baton.rpc.messages.calls import CallReport
-from baton.rpc.node_info import NodeRole
 from baton.rpc.security.tls import PLAIN, TlsConfig
 from baton.rpc.security.token import AcceptedTokens
 from baton.telemetry import names
@@ -110,9 +110,9 @@ def test_max_tokens_is_lowered_to_the_remaining_kv_cache(
     text: TextBoundary,
 ) -> None:
     nodes = FakeNodeCalls()
-    small, large = a_node(NodeRole.DECODE, "small"), a_node(NodeRole.DECODE, "large")
+    small, large = a_node(LegKind.DECODE, "small"), a_node(LegKind.DECODE, "large")
     small = replace(small, card=replace(small.card, max_sequence_len=160))
-    table = a_table(small, large, a_node(NodeRole.PREFILL))
+    table = a_table(small, large, a_node(LegKind.PREFILL))
 
     async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
         [model] = (await client.models.list()).data
@@ -193,7 +193,7 @@ def test_each_choice_has_its_own_seed() -> None:
     async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
         await client.completions.create(model="tiny", prompt=PROMPT, max_tokens=2, n=3, seed=7)
 
-        decoded = [requested for requested in nodes.received if requested.leg is NodeRole.DECODE]
+        decoded = [requested for requested in nodes.received if requested.leg is LegKind.DECODE]
         assert sorted(requested.request.seed for requested in decoded) == [7, 8, 9]
 
     through_the_door(scenario, nodes)
@@ -345,7 +345,7 @@ def test_a_session_comes_from_the_header_unless_the_body_names_one() -> None:
             await client.completions.create(**parameters, extra_headers={"x-session-id": "s" * 257})
 
     through_the_door(scenario, nodes)
-    hints = [each.request.kv_hints for each in nodes.received if each.leg is NodeRole.PREFILL]
+    hints = [each.request.kv_hints for each in nodes.received if each.leg is LegKind.PREFILL]
     assert hints == [KvHints("of the header", 9.0), KvHints("of the body")]
 
 
@@ -478,7 +478,7 @@ def test_a_full_queue_returns_a_retry_delay() -> None:
 def test_a_poisonous_request_fails_with_a_named_error_that_is_not_retried() -> None:
     faults: list[Exception] = [NodeFailed("it broke", FailureKind.PASS_FAILED) for _ in range(9)]
     nodes = FakeNodeCalls(prefill_faults=faults)
-    table = a_table(*(a_node(NodeRole.PREFILL, f"p{n}") for n in range(3)), a_node(NodeRole.DECODE))
+    table = a_table(*(a_node(LegKind.PREFILL, f"p{n}") for n in range(3)), a_node(LegKind.DECODE))
 
     async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
         with pytest.raises(openai.InternalServerError) as refusal:
@@ -537,7 +537,7 @@ def test_a_disconnected_client_frees_the_nodes(is_streamed: bool) -> None:
             asking.cancel()
         await router.pipeline.drain()
 
-        assert nodes.left == [NodeRole.DECODE, NodeRole.DECODE]
+        assert nodes.left == [LegKind.DECODE, LegKind.DECODE]
 
     through_the_door(scenario, nodes)
 

@@ -15,6 +15,7 @@ from grpc import StatusCode, aio
 
 from baton.client import AsyncClient, BatonError
 from baton.core.ids import NodeId
+from baton.core.legs import GENERATING
 from baton.engine.engine_thread import EngineThread
 from baton.node.cache_resets import reset_prefix_cache
 from baton.node.engine_calls import EngineCalls, NodeChanges
@@ -25,7 +26,6 @@ from baton.router.prefix_resets import PrefixResets
 from baton.router.routing.node_table import NodeTable
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import NodeFailed
-from baton.rpc.node_info import NodeRole
 from baton.rpc.security.operators import NO_OPERATORS, Operators
 from baton.rpc.security.token import AcceptedTokens, authorization
 from baton.rpc.security.token_gate import TokenInterceptor
@@ -56,7 +56,7 @@ async def two_nodes(
 ) -> AsyncIterator[tuple[NodeTable, list[NodeServer]]]:
     table, servers = NodeTable(), []
     async with AsyncExitStack() as lifetime:
-        for role, num_blocks in zip(NodeRole, num_cached, strict=True):
+        for role, num_blocks in zip(GENERATING, num_cached, strict=True):
             name = f"{role.value}-0"
             node = a_node_server(
                 role,

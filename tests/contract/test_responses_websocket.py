@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from baton.checkpoint.tokenizer_files import load_tokenizer
+from baton.core.legs import LegKind
 from baton.router.admission.rate_limits import RateLimitConfig
 from baton.router.doors.responses.websocket.session import SessionLimits
 from baton.router.http.connection_slots import ConnectionLimits
 from baton.router.input_processing.tokenization import ModelText, TextBoundary
-from baton.rpc.node_info import NodeRole
 from baton.rpc.security.token import AcceptedTokens
 from tests.support.hostile_bodies import responses_requests
 from tests.support.http_routers import HttpRouter, an_http_router
@@ -125,7 +125,7 @@ def test_a_warm_up_computes_the_prompt_and_is_continued(text: TextBoundary) -> N
         ]
         warm = events[-1]["response"]
         assert (warm["status"], warm["output"]) == ("completed", [])
-        prompts = [call.request for call in nodes.received if call.leg is NodeRole.PREFILL]
+        prompts = [call.request for call in nodes.received if call.leg is LegKind.PREFILL]
         assert prompts[0].sampling.max_tokens == 1
         answer = await client.ask(previous_response_id=warm["id"], instructions="be brief")
         assert answer["response"]["output"]
@@ -148,7 +148,7 @@ def test_a_client_that_vanishes_cancels_its_requests(text: TextBoundary) -> None
 
         await router.pipeline.drain()
 
-        assert nodes.left == [NodeRole.DECODE]
+        assert nodes.left == [LegKind.DECODE]
         assert router.pipeline.traffic.num_in_flight == 0
 
     with_socket(scenario, nodes, text=text)
@@ -165,7 +165,7 @@ def test_a_client_that_does_not_read_is_cut_off(text: TextBoundary) -> None:
         await router.pipeline.drain()
 
         client.connection.transport.abort()
-        assert nodes.left == [NodeRole.DECODE]
+        assert nodes.left == [LegKind.DECODE]
 
     with_socket(scenario, nodes, text=text, limits=ConnectionLimits(unread_s=SOON_S))
 

@@ -16,11 +16,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from baton.checkpoint.tokenizer_files import load_tokenizer
 from baton.client import AsyncClient, BatonError
+from baton.core.legs import LegKind
 from baton.router.input_processing.model_profiles import ModelProfile, ModelProfiles
 from baton.router.input_processing.tokenization import ModelText
 from baton.router.routing.node_table import NodeTable
 from baton.router.values import Parsing, TextPrompt
-from baton.rpc.node_info import NodeRole
 from tests.support.http_routers import HttpRouter, an_http_router
 from tests.support.models import EOS_TOKEN_ID, save_tokenizer
 from tests.support.node_calls import FakeNodeCalls, a_node_of, a_table, an_embedder, vector_of
@@ -57,8 +57,8 @@ def save_byte_tokenizer(folder: Path) -> Path:
 
 def a_table_of_three() -> NodeTable:
     return a_table(
-        a_node_of("chat", NodeRole.PREFILL),
-        a_node_of("chat", NodeRole.DECODE),
+        a_node_of("chat", LegKind.PREFILL),
+        a_node_of("chat", LegKind.DECODE),
         an_embedder("embedder"),
         an_embedder("reranker", size=1, has_labels=True),
     )
@@ -103,7 +103,7 @@ def test_each_request_gets_the_nodes_and_the_tokenizer_of_its_model(
             model="embedder", input="the quick", encoding_format="float"
         )
         [received] = nodes.received
-        assert received.node == "embedder-prefill"
+        assert received.node == "embedder-encode"
         assert received.request.prompt_token_ids == byte_text.token_ids(TextPrompt("the quick"))
         assert np.allclose(found.data[0].embedding, vector_of(received.request.prompt_token_ids))
         nodes.received.clear()
@@ -111,7 +111,7 @@ def test_each_request_gets_the_nodes_and_the_tokenizer_of_its_model(
         documents = {"query": "the", "documents": ["quick", "lazy"]}
         ranked = await post(client, router, "/v1/rerank", model="reranker", **documents)
         assert len(ranked["results"]) == 2
-        assert {received.node for received in nodes.received} == {"reranker-prefill"}
+        assert {received.node for received in nodes.received} == {"reranker-encode"}
 
     run(check, chat_text, byte_text)
 

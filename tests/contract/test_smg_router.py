@@ -14,10 +14,11 @@ from typing import Any
 import grpc
 import pytest
 
+from baton.core.legs import GENERATING, LegKind
 from baton.core.output import FinishReason
 from baton.core.sampling import SamplingDefaults
 from baton.core.structured_outputs import StructuredOutputs
-from baton.rpc.node_info import NodeLoad, NodeRole
+from baton.rpc.node_info import NodeLoad
 from baton.rpc.security.token import AcceptedTokens
 from baton.rpc.security.token_gate import TokenInterceptor
 from tests.support.node_calls import FakeNodeCalls, a_node, a_table
@@ -90,7 +91,7 @@ def test_omitted_parameters_have_the_defaults_of_the_gateway() -> None:
     table = a_table(
         *(
             replace(node, card=replace(node.card, sampling_defaults=defaults))
-            for node in map(a_node, NodeRole)
+            for node in map(a_node, GENERATING)
         )
     )
 
@@ -181,9 +182,9 @@ def test_aborts_and_clients_that_go_away_end_the_request_on_nodes() -> None:
 
 def test_the_gateway_learns_model_and_load() -> None:
     folder = ROOT / "models" / "demo"
-    decode = a_node(NodeRole.DECODE)
+    decode = a_node(LegKind.DECODE)
     decode = replace(decode, card=replace(decode.card, max_num_seqs=8, max_sequence_len=160))
-    table = a_table(a_node(NodeRole.PREFILL), decode)
+    table = a_table(a_node(LegKind.PREFILL), decode)
     table.note_load(decode.address, NodeLoad(num_running=2, num_waiting=1, num_free_blocks=6))
 
     async def scenario(router: SmgRouter) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from baton.core.ids import RequestId
+from baton.core.legs import LegKind
 from baton.core.sampling import SamplingParams
 from baton.engine.config import EngineOptions
 from baton.engine.factory import build_scheduler
@@ -18,7 +19,6 @@ from baton.engine.runner.model_runner import TorchRunner
 from baton.llm import LLM
 from baton.node.options import NodeOptions
 from baton.node.wiring import identify
-from baton.rpc.node_info import NodeRole
 from tests.support.families import FAMILY_VARIANTS, RECURRENT
 from tests.support.gguf_files import write_gguf
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
@@ -132,7 +132,7 @@ def test_batch_invariant_nodes_hand_over_to_others_but_share_no_cached_blocks_of
         for batch_invariant in (False, True)
     ]
     options = NodeOptions(RunnerConfig("any"))
-    fingerprints = {identify(options, NodeRole.DECODE, runner).fingerprint for runner in both}
+    fingerprints = {identify(options, LegKind.DECODE, runner).fingerprint for runner in both}
     plain, invariant = (
         build_scheduler(runner, EngineOptions()).cache_config.naming.names(prompt_of(40), 40)
         for runner in both

@@ -18,11 +18,11 @@ import pytest
 
 from baton.checkpoint.peft_folder import PeftFolder
 from baton.core.ids import NO_ADAPTER, AdapterRef
+from baton.core.legs import LegKind
 from baton.core.structured_outputs import StructuredOutputs
 from baton.llm import LLM
 from baton.node.adapters.config import AdapterConfig
 from baton.node.kv.tiers_config import TiersConfig
-from baton.rpc.node_info import NodeRole
 from tests.support.adapters import merge, write_adapter
 from tests.support.engine_nodes import EngineNode
 from tests.support.engine_pair import Answered, Pair, PairOptions, greedy, source_of
@@ -99,9 +99,9 @@ def pair(options: PairOptions) -> Iterator[Pair]:
 def other(options: PairOptions) -> Iterator[EngineNode]:
     """Run another prefill node, without tiers."""
     config = replace(options, tiers=TiersConfig(host_bytes=0), prefill_bytes=8 << 20).of(
-        NodeRole.PREFILL
+        LegKind.PREFILL
     )
-    node = EngineNode(NodeRole.PREFILL, replace(config, node_id="prefill-2"))
+    node = EngineNode(LegKind.PREFILL, replace(config, node_id="prefill-2"))
     try:
         yield node.await_ready()
     finally:
@@ -117,7 +117,7 @@ def _nothing_leaks(pair: Pair) -> Iterator[None]:
 
 def loaded(answer: Answered) -> dict[str, int]:
     """Return the prompt tokens whose KV the prefill node loaded, by source."""
-    return dict(answer.prefill.prefill_summary.prompt_tokens_loaded)
+    return dict(answer.prefill.summary.prompt_tokens_loaded)
 
 
 def fill_caches(pair: Pair, seeds: Iterator[int]) -> None:

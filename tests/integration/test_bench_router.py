@@ -7,11 +7,12 @@ import asyncio
 import pytest
 
 from baton.core.ids import HandoffId, NodeId, Peer
+from baton.core.legs import LegKind
 from baton.core.request import EngineRequest, ReceiveKv
 from baton.core.sampling import SamplingParams
 from baton.router.dispatch.node_stream import NodeStream
 from baton.rpc.channel import open_channel
-from baton.rpc.messages.calls import decode_order, node_request_id
+from baton.rpc.messages.calls import leg_order, node_request_id
 from baton.v1 import node_pb2, node_pb2_grpc
 from benchmarks.processes import server
 from benchmarks.router.cpu_time import Round, RouterBench, run
@@ -59,9 +60,8 @@ async def _answer_of(address: str, peer: Peer | None) -> list[node_pb2.CallEvent
         receive_from=None if peer is None else ReceiveKv(handoff_id, peer),
     )
     async with open_channel(address) as channel:
-        method = node_pb2_grpc.DecodeServiceStub(channel).Decode
-        stream = NodeStream(method, node_pb2.DecodeRequest)
-        order = decode_order(request)
+        stream = NodeStream(node_pb2_grpc.LegServiceStub(channel).Serve)
+        order = leg_order(LegKind.DECODE, request)
         events: list[node_pb2.CallEvent] = []
         await stream.call(order, events.append)
         return events

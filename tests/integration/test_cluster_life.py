@@ -16,9 +16,10 @@ import pytest
 from baton.client import AsyncClient, BatonError, Client, Generation
 from baton.cluster import Child, ClusterOptions, LocalCluster
 from baton.core.ids import HandoffId, NodeId, Peer
+from baton.core.legs import LegKind
 from baton.core.request import EngineRequest, ReceiveKv
 from baton.core.sampling import SamplingParams
-from baton.rpc.messages.calls import decode_order, node_request_id
+from baton.rpc.messages.calls import leg_order, node_request_id
 from baton.rpc.node_info import NodeLoad
 from baton.rpc.status import remote_error
 from baton.v1 import inference_pb2, inference_pb2_grpc, node_pb2, node_pb2_grpc
@@ -240,7 +241,7 @@ def end_by_two_signals(prefill: Child, decode: Child) -> tuple[list[str], int]:
         grpc.insecure_channel(decode.address) as channel,
     ):
         reported = [next(health)]
-        call = node_pb2_grpc.DecodeServiceStub(channel).Decode(iter([a_decode_request(prefill)]))
+        call = node_pb2_grpc.LegServiceStub(channel).Serve(iter([a_decode_request(prefill)]))
         await_load(decode.address, is_busy)
         decode.process.send_signal(signal.SIGTERM)
         reported.append(next(health))
@@ -251,7 +252,7 @@ def end_by_two_signals(prefill: Child, decode: Child) -> tuple[list[str], int]:
     return reported, code
 
 
-def a_decode_request(prefill: Child) -> node_pb2.DecodeRequest:
+def a_decode_request(prefill: Child) -> node_pb2.ServeRequest:
     handoff_id, peer = HandoffId("a", 1), Peer(NodeId(prefill.name), prefill.address)
     request = EngineRequest(
         node_request_id(handoff_id),
@@ -260,8 +261,8 @@ def a_decode_request(prefill: Child) -> node_pb2.DecodeRequest:
         seed=0,
         receive_from=ReceiveKv(handoff_id, peer),
     )
-    order = decode_order(request)
-    return node_pb2.DecodeRequest(call=1, start=order)
+    order = leg_order(LegKind.DECODE, request)
+    return node_pb2.ServeRequest(call=1, start=order)
 
 
 @pytest.mark.parametrize(

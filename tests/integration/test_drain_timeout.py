@@ -12,10 +12,10 @@ import pytest
 from baton.client import Client, Generation
 from baton.cluster import ClusterOptions, LocalCluster
 from baton.core.ids import RequestId
+from baton.core.legs import LegKind
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
-from baton.rpc.messages.calls import decode_order
-from baton.rpc.node_info import NodeRole
+from baton.rpc.messages.calls import leg_order
 from baton.rpc.process_end import CUT_OFF
 from baton.v1 import node_pb2, node_pb2_grpc
 from tests.support.engine_nodes import EngineNode
@@ -40,8 +40,8 @@ def by_drain_call(node: EngineNode) -> None:
 
 @pytest.fixture
 def node(model_folder: Path) -> Iterator[EngineNode]:
-    options = replace(PairOptions(model_folder).of(NodeRole.DECODE), drain_timeout_s=GRACE_S)
-    one = EngineNode(NodeRole.DECODE, options).await_ready()
+    options = replace(PairOptions(model_folder).of(LegKind.DECODE), drain_timeout_s=GRACE_S)
+    one = EngineNode(LegKind.DECODE, options).await_ready()
     yield one
     one.kill()
 
@@ -53,9 +53,11 @@ def test_a_node_with_a_stuck_engine_exits_after_the_drain_timeout(
 ) -> None:
     node.hold_before_pass(1)
     with grpc.insecure_channel(node.address) as channel:
-        order = decode_order(EngineRequest(RequestId("a#1"), prompt_of(9), greedy(4), seed=0))
-        requests = iter([node_pb2.DecodeRequest(call=1, start=order)])
-        call = node_pb2_grpc.DecodeServiceStub(channel).Decode(requests)
+        order = leg_order(
+            LegKind.DECODE, EngineRequest(RequestId("a#1"), prompt_of(9), greedy(4), seed=0)
+        )
+        requests = iter([node_pb2.ServeRequest(call=1, start=order)])
+        call = node_pb2_grpc.LegServiceStub(channel).Serve(requests)
         node.await_held()
         if not client_stays:
             call.cancel()

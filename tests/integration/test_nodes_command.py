@@ -55,9 +55,9 @@ def test_the_nodes_command_lists_nodes_and_their_work(
 
     after = look_at_idle(cluster)
 
-    assert [(node["role"], node["state"], node["address"]) for node in after] == [
-        ("prefill", "ready", cluster.prefills[0].address),
-        ("decode", "ready", cluster.decodes[0].address),
+    assert [(node["legs"], node["state"], node["address"]) for node in after] == [
+        (["encode", "prefill"], "ready", cluster.prefills[0].address),
+        (["encode", "decode"], "ready", cluster.decodes[0].address),
     ]
     assert {node["kernels"] for node in after} == {"torch"}  # of a model in float32
     changes = [

@@ -262,8 +262,8 @@ def test_an_id_in_use_is_refused(client: Client) -> None:
 def test_health_and_reflection_cover_every_process(cluster: LocalCluster) -> None:
     expected = {
         cluster.router: "baton.v1.InferenceService",
-        cluster.prefills[0]: "baton.v1.PrefillService",
-        cluster.decodes[0]: "baton.v1.DecodeService",
+        cluster.prefills[0]: "baton.v1.LegService",
+        cluster.decodes[0]: "baton.v1.LegService",
     }
 
     for child, service in expected.items():

@@ -10,8 +10,8 @@ import pytest
 
 from baton.client import Client, Generation
 from baton.cluster import ClusterOptions, LocalCluster
+from baton.core.legs import LegKind
 from baton.llm import LLM
-from baton.rpc.node_info import NodeRole
 from tests.support.engine_nodes import EngineNode
 from tests.support.engine_pair import Pair, PairOptions, all_free, greedy, source_of
 from tests.support.families import STATE_VARIANTS
@@ -33,8 +33,8 @@ def pair(model_folder: Path) -> Iterator[Pair]:
 @pytest.fixture
 def other(model_folder: Path, pair: Pair) -> Iterator[EngineNode]:
     """Run another prefill node, which has not learnt yet how fast it computes this tiny model."""
-    options = replace(PairOptions(model_folder).of(NodeRole.PREFILL), node_id="prefill-2")
-    node = EngineNode(NodeRole.PREFILL, options)
+    options = replace(PairOptions(model_folder).of(LegKind.PREFILL), node_id="prefill-2")
+    node = EngineNode(LegKind.PREFILL, options)
     try:
         yield node.await_ready()
     finally:
@@ -70,7 +70,7 @@ def test_a_prefill_node_pulls_a_prompt_that_another_has_computed(
     answer = pair.answer_by(other, prompt, greedy(NUM_TOKENS), source_of(pair.p, 390))
 
     assert answer.token_ids == expected(local, prompt)
-    assert answer.prefill.prefill_summary.prompt_tokens_loaded == {"peer": num_whole(390)}
+    assert answer.prefill.summary.prompt_tokens_loaded == {"peer": num_whole(390)}
     assert other.num_tokens_run == 390 - num_whole(390)
     await_free(pair, other)
 
@@ -86,7 +86,7 @@ def test_a_prefill_node_pulls_the_answer_that_a_decode_node_wrote(
     second = pair.answer_by(other, turn, greedy(NUM_TOKENS), source_of(pair.d, num_known))
 
     assert second.token_ids == expected(local, turn)
-    assert second.prefill.prefill_summary.prompt_tokens_loaded == {"peer": num_known}
+    assert second.prefill.summary.prompt_tokens_loaded == {"peer": num_known}
     assert other.num_tokens_run == len(turn) - num_known
     await_free(pair, other)
 
@@ -106,7 +106,7 @@ def test_a_holder_killed_while_sending_only_delays_the_answer(
     pair.p.kill()
 
     assert decode.to_its_end().token_ids == expected(local, prompt)
-    assert prefill.to_its_end().prefill_summary.prompt_tokens_loaded == {}
+    assert prefill.to_its_end().summary.prompt_tokens_loaded == {}
     assert other.num_tokens_run == 390
     pair.await_free_on(pair.d)
     await_load(other.address, all_free(card_at(other.address)))

@@ -11,6 +11,7 @@ import pytest
 
 from baton.client import AsyncClient, Client, Generation
 from baton.cluster import ClusterOptions, LocalCluster
+from baton.core.legs import LegKind
 from baton.core.reasoning import ReasoningSection
 from baton.core.sampling import SamplingParams
 from baton.core.structured_outputs import StructuredOutputs
@@ -154,10 +155,11 @@ def test_proposed_and_accepted_tokens_agree_in_answers_nodes_and_metrics(
         ("accepted", served.tokens_accepted),
     ):
         assert sum(one.total(SPECULATED, kind=kind) for one in since) == reported
-    decodes = [node for node in nodes if node.role == "decode"]
+    decodes = [node for node in nodes if LegKind.DECODE in node.legs]
     scraped = sum(Scrape(child).total(SPECULATED, kind="accepted") for child in speculating.decodes)
     assert sum(node.totals.num_accepted_tokens for node in decodes) == scraped
-    assert {node.totals.num_proposed_tokens for node in nodes if node.role == "prefill"} == {0}
+    prefills = [node for node in nodes if LegKind.PREFILL in node.legs]
+    assert {node.totals.num_proposed_tokens for node in prefills} == {0}
 
 
 async def seen(address: str) -> tuple[NodeStatus, ...]:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from baton.core.errors import NamedError
 from baton.core.ids import AdapterRef, Incarnation, NodeId
+from baton.core.legs import LegKind
 from baton.node.adapters.names import AdapterNames
 from baton.router.adapters import restores
 from baton.router.adapters.updates import AdapterOrder, AdapterUpdates
@@ -28,7 +29,6 @@ from baton.rpc.node_info import (
     LoadedAdapter,
     NameOrder,
     NodeAdapters,
-    NodeRole,
     UnloadedAdapter,
 )
 from baton.rpc.security.operators import Operators
@@ -164,7 +164,7 @@ class World:
         self._lose(router, node)
         process = self.nodes[node]
         card = replace(
-            a_card(NodeRole.DECODE),
+            a_card(LegKind.DECODE),
             max_loras=4,
             node_id=NodeId(f"node-{node}"),
             incarnation=Incarnation(f"{node}-{process.num_starts}"),

@@ -5,19 +5,16 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from baton.core.legs import LegKind
 from baton.router.discovery.membership import Membership
-from baton.router.discovery.sources import DnsName, ListFile, Member, NodeSource
+from baton.router.discovery.sources import DnsName, ListFile, NodeSource
 from baton.router.routing.node_table import NodeTable
-from baton.rpc.node_info import NodeLoad, NodeRole
+from baton.rpc.node_info import NodeLoad
 from tests.support.node_calls import a_card
 
 ADDRESSES = [f"10.0.0.{number}:5" for number in range(4)]
 SOURCES: list[NodeSource] = [DnsName("nodes", 5), ListFile("/nodes")]
 addresses = st.sampled_from(ADDRESSES)
-
-
-def member(address: str) -> Member:
-    return Member(NodeRole.DECODE, address)
 
 
 class Nodes(RuleBasedStateMachine):
@@ -33,16 +30,16 @@ class Nodes(RuleBasedStateMachine):
 
     @rule(source=st.sampled_from(SOURCES), found=st.frozensets(addresses))
     def answer(self, source: NodeSource, found: frozenset[str]) -> None:
-        self.membership.set_listed(source, frozenset(map(member, found)))
+        self.membership.set_listed(source, found)
         self.last_answer[source] = found
         self.settle()
 
     @rule(address=addresses, name=st.sampled_from(["d1", "d2", "d3"]))
     def join(self, address: str, name: str) -> None:
-        if member(address) not in self.membership.watched:
+        if address not in self.membership.watched:
             return  # no watch on this source
-        self.table.join(address, a_card(NodeRole.DECODE, name))
-        self.membership.note_joined(member(address))
+        self.table.join(address, a_card(LegKind.DECODE, name))
+        self.membership.note_joined(address)
         self.joined.pop(address, None)
         self.joined[address] = name
         self.unready.discard(address)
@@ -62,13 +59,13 @@ class Nodes(RuleBasedStateMachine):
         if self.joined.pop(address, None) is None:
             return
         self.table.lose(address)
-        self.membership.note_lost(member(address))
+        self.membership.note_lost(address)
         self.unready.discard(address)
         self.draining.discard(address)
         self.settle()
 
     def settle(self) -> None:
-        self.table.note_unlisted(frozenset(one.address for one in self.membership.unlisted))
+        self.table.note_unlisted(self.membership.unlisted)
 
     @property
     def named(self) -> frozenset[str]:
@@ -76,8 +73,7 @@ class Nodes(RuleBasedStateMachine):
 
     @invariant()
     def watched_nodes_are_those_named_or_present(self) -> None:
-        watched = {one.address for one in self.membership.watched}
-        assert watched == self.named | self.joined.keys()
+        assert self.membership.watched == self.named | self.joined.keys()
 
     @invariant()
     def present_nodes_are_known(self) -> None:
@@ -89,7 +85,7 @@ class Nodes(RuleBasedStateMachine):
         expected = (self.named & set(newest.values())) - self.unready - self.draining
         groups = self.table.groups()
         assert {node.address for group in groups for node in group.decodes} == expected
-        assert [one.address for one in self.table.open_nodes(NodeRole.DECODE)] == sorted(expected)
+        assert [one.address for one in self.table.open_nodes(LegKind.DECODE)] == sorted(expected)
 
 
 TestNodes = Nodes.TestCase

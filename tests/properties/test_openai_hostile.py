@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from baton.core.errors import NamedError
 from baton.core.ids import RequestId
+from baton.core.legs import LegKind
 from baton.core.request import EngineRequest
 from baton.core.sampling import NO_SAMPLING_DEFAULTS
 from baton.router.doors.openai.request.bodies import ChatBody, CompletionBody
@@ -23,7 +24,7 @@ from baton.router.doors.openai.request.parsed_request import (
 from baton.router.http.bodies import json_object
 from baton.router.http.errors import status_of
 from baton.router.values import TokenPrompt
-from baton.rpc.messages.calls import prefill_order
+from baton.rpc.messages.calls import leg_order
 
 CONTEXT = ModelContext(NO_SAMPLING_DEFAULTS, 512)
 numbers = st.integers() | st.sampled_from(
@@ -101,7 +102,7 @@ def check(requested: ParsedRequest) -> None:
             cache_salt=call.cache_salt,
             kv_hints=call.kv_hints,
         )
-        prefill_order(whole).SerializeToString()
+        leg_order(LegKind.PREFILL, whole).SerializeToString()
 
 
 def refusal_of(read: Callable[[], ParsedRequest]) -> Exception | None:

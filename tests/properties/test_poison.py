@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.core.legs import GENERATING, LegKind
 from baton.core.sampling import SamplingParams
 from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.context import RequestContext
@@ -20,7 +21,6 @@ from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.values import GenerateCall, TokenChunk, TokenPrompt
 from baton.rpc.errors import FailureKind, NodeFailed, PoisonedRequest
-from baton.rpc.node_info import NodeRole
 from tests.support.crashing_nodes import CrashingNodes, Poison
 from tests.support.node_calls import a_node, a_table
 from tests.support.profiles import profiles_of
@@ -39,8 +39,8 @@ class TimedRequest:
     poison: Poison | None = None
 
 
-poisons = st.builds(Poison, st.sampled_from(NodeRole), st.integers(0, PROVEN_TOKENS - 2)).map(
-    lambda one: Poison(one.leg, 0 if one.leg is NodeRole.PREFILL else one.num_tokens)
+poisons = st.builds(Poison, st.sampled_from(GENERATING), st.integers(0, PROVEN_TOKENS - 2)).map(
+    lambda one: Poison(one.leg, 0 if one.leg is LegKind.PREFILL else one.num_tokens)
 )
 bystanders = st.builds(TimedRequest, st.integers(1, 30), st.integers(0, 40))
 culprits = st.builds(TimedRequest, st.just(30), st.integers(0, 40), poisons)
@@ -62,8 +62,8 @@ def simulate(
     kills: Sequence[int] = (),
 ) -> Outcome:
     """Run the requests; `kills` are numbers of nodes to kill one by one at a fixed interval."""
-    prefills = [a_node(NodeRole.PREFILL, f"p{n}") for n in range(num_prefill)]
-    decodes = [a_node(NodeRole.DECODE, f"d{n}") for n in range(num_decode)]
+    prefills = [a_node(LegKind.PREFILL, f"p{n}") for n in range(num_prefill)]
+    decodes = [a_node(LegKind.DECODE, f"d{n}") for n in range(num_decode)]
     table = a_table(*prefills, *decodes)
     by_number = {
         number: one.poison for number, one in enumerate(requests) if one.poison is not None
@@ -168,7 +168,7 @@ def test_a_request_that_makes_nodes_vanish_ends_at_most_three_and_bystanders_fin
 @pytest.mark.parametrize("num_others", [0, 1, 12])
 def test_progress_does_not_exempt_a_poisonous_request(num_tokens: int, num_others: int) -> None:
     """Each attempt generates tokens before the engine crashes."""
-    culprit = TimedRequest(1000, 3, Poison(NodeRole.DECODE, num_tokens))
+    culprit = TimedRequest(1000, 3, Poison(LegKind.DECODE, num_tokens))
     requests = [culprit, *(TimedRequest(30, 2 * number) for number in range(num_others))]
 
     outcome = simulate(requests, num_prefill=1, num_decode=2, kind=FailureKind.ENGINE_FAILED)
@@ -196,8 +196,8 @@ def test_killing_nodes_makes_no_request_suspect(
     check(requests, outcome, most_deaths=0)
 
 
-DECODE_POISON = TimedRequest(30, 0, Poison(NodeRole.DECODE, 1))
-LATER_PREFILL_POISON = TimedRequest(30, 14, Poison(NodeRole.PREFILL, 0))
+DECODE_POISON = TimedRequest(30, 0, Poison(LegKind.DECODE, 1))
+LATER_PREFILL_POISON = TimedRequest(30, 14, Poison(LegKind.PREFILL, 0))
 
 
 def test_a_request_whose_two_nodes_vanish_at_once_is_judged_by_both() -> None:
@@ -211,7 +211,7 @@ def test_a_request_whose_two_nodes_vanish_at_once_is_judged_by_both() -> None:
 
 def test_a_bystander_of_two_poisonous_requests_survives_three_lost_nodes() -> None:
     bystander = TimedRequest(5, 6)
-    poison = TimedRequest(30, 0, Poison(NodeRole.DECODE, 2))
+    poison = TimedRequest(30, 0, Poison(LegKind.DECODE, 2))
     requests = [bystander, poison, LATER_PREFILL_POISON]
 
     outcome = simulate(requests, num_prefill=1, num_decode=2, kind=FailureKind.VANISHED)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.core.legs import GENERATING, LegKind
 from baton.router.routing.assignment import Assignment
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import NodeTable
@@ -15,7 +16,7 @@ from baton.router.routing.policy import Route, choose
 from baton.router.routing.routing_view import PrefixHolder, RoutingRequest, RoutingView
 from baton.rpc.cached_prefixes import PrefixChanges, pack_names
 from baton.rpc.errors import IncompatibleNodes, NoNodes
-from baton.rpc.node_info import NodeLoad, NodeRole
+from baton.rpc.node_info import NodeLoad
 from tests.support.node_calls import FINGERPRINT, NAMING, a_node
 
 PROMPT = tuple(range(64))
@@ -25,7 +26,7 @@ PROMPT = tuple(range(64))
 class Known:
     """Node as known to the router."""
 
-    role: NodeRole
+    role: LegKind
     kind: int
     load: NodeLoad
     num_cached_blocks: int
@@ -35,7 +36,7 @@ class Known:
 
 knowns = st.builds(
     Known,
-    st.sampled_from(NodeRole),
+    st.sampled_from(GENERATING),
     st.integers(0, 1),
     st.builds(NodeLoad, st.integers(0, 3), st.integers(0, 3), st.just(9), st.booleans()),
     st.integers(0, 4),
@@ -72,10 +73,10 @@ def test_chosen_nodes_are_available_and_compatible_and_a_refusal_has_its_reason(
     table = table_of(nodes)
     failed = frozenset(node.address for node, one in nodes if one.has_failed)
     good = [node for node, one in nodes if not (one.has_failed or one.load.is_draining)]
-    decodes = [node for node in good if node.card.role is NodeRole.DECODE]
-    prefills = [node for node in good if node.card.role is NodeRole.PREFILL]
+    decodes = [node for node in good if node.offers(LegKind.DECODE)]
+    prefills = [node for node in good if node.offers(LegKind.PREFILL)]
     suspected = frozenset(node.address for node, one in nodes if one.is_suspected)
-    all_prefills = [node for node, one in nodes if one.role is NodeRole.PREFILL]
+    all_prefills = [node for node, one in nodes if one.role is LegKind.PREFILL]
 
     try:
         route = choose(table, routing, RoutingRequest(PROMPT, number), failed, suspected)
@@ -83,16 +84,16 @@ def test_chosen_nodes_are_available_and_compatible_and_a_refusal_has_its_reason(
         assert not decodes
         return
     except IncompatibleNodes:
-        assert not any(p.is_kv_compatible_with(d) for p in all_prefills for d in decodes)
+        assert not any(d.takes_kv_of(p) for p in all_prefills for d in decodes)
         assert all_prefills
         return
 
-    assert route.decode in decodes
-    if route.prefill is None:
+    assert route.last.node in decodes
+    if not route.is_split:
         assert route.local_reason
     else:
-        assert route.prefill in prefills
-        assert route.prefill.is_kv_compatible_with(route.decode)
+        assert route.first.node in prefills
+        assert route.last.node.takes_kv_of(route.first.node)
     _check_holder(route, dict(nodes), [node for node in good if node.address not in suspected])
     again = choose(table, routing, RoutingRequest(PROMPT, number), failed, suspected)
     assert again == route
@@ -100,7 +101,7 @@ def test_chosen_nodes_are_available_and_compatible_and_a_refusal_has_its_reason(
 
 def _check_holder(route: Route, known: dict[Node, Known], fit: list[Node]) -> None:
     """Check that the holder has the most of the prompt, and more than the node that computes."""
-    computing = route.prefill or route.decode
+    computing = route.first.node
     held = {node: 16 * min(3, known[node].num_cached_blocks) for node in known}  # of 63 tokens
     if route.holder is not None:
         assert route.holder.node in fit
@@ -114,7 +115,7 @@ def _check_holder(route: Route, known: dict[Node, Known], fit: list[Node]) -> No
 def test_no_load_remains_after_every_request_has_ended(
     ends: list[tuple[int, bool]],
 ) -> None:
-    nodes = [a_node(NodeRole.PREFILL, "p"), a_node(NodeRole.DECODE, "d")]
+    nodes = [a_node(LegKind.PREFILL, "p"), a_node(LegKind.DECODE, "d")]
     table = NodeTable()
     for node in nodes:
         table.join(node.address, node.card)
@@ -137,10 +138,10 @@ def test_a_longer_cached_prefix_never_raises_the_cost(
     num_tokens: int, first: int, second: int, num_held_blocks: int
 ) -> None:
     less, more, num_held = (16 * each for each in (*sorted((first, second)), num_held_blocks))
-    holder = PrefixHolder(a_node(NodeRole.DECODE), min(num_held, num_tokens - 1))
+    holder = PrefixHolder(a_node(LegKind.DECODE), min(num_held, num_tokens - 1))
     costs = []
     for num_cached in (less, more):
-        node = a_node(NodeRole.PREFILL)
+        node = a_node(LegKind.PREFILL)
         table = NodeTable()
         table.join(node.address, node.card)
         request = RoutingRequest(tuple(range(num_tokens)))

@@ -16,6 +16,7 @@ from baton.checkpoint.peft_config import CONFIG
 from baton.checkpoint.peft_folder import WEIGHTS
 from baton.client import AsyncClient
 from baton.core.ids import AdapterRef
+from baton.core.legs import GENERATING, LegKind
 from baton.engine.engine_thread import EngineThread
 from baton.node.adapters.config import AdapterFolder
 from baton.node.adapters.loader import AdapterLoader
@@ -34,7 +35,7 @@ from baton.router.routing.node_table import NodeTable
 from baton.router.routing.nodes import Node
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import AdapterUnreadable
-from baton.rpc.node_info import NodeCard, NodeLoad, NodeRole
+from baton.rpc.node_info import NodeCard, NodeLoad
 from baton.rpc.security.operators import Operators
 from baton.rpc.security.token import AcceptedTokens
 from baton.rpc.server import Service, serving
@@ -190,7 +191,7 @@ class AdapterCluster:
 def adapter_cards(*, max_loras: int = 4, num_each: int = 1) -> list[NodeCard]:
     return [
         replace(a_card(role, f"{role.value}-{number}"), max_loras=max_loras)
-        for role in NodeRole
+        for role in GENERATING
         for number in range(num_each)
     ]
 
@@ -206,7 +207,7 @@ async def adapter_cluster(
     """Serve nodes with these files, watched by a router that has found all of them."""
     async with AsyncExitStack() as lifetime:
         nodes: list[AdapterNode] = []
-        sources: dict[NodeSource, NodeRole] = {}
+        sources: dict[NodeSource, LegKind] = {}
         found: dict[NodeSource, frozenset[str]] = {}
         for place, card in enumerate(cards or adapter_cards()):
             root = Path(lifetime.enter_context(TemporaryDirectory()))
@@ -215,7 +216,7 @@ async def adapter_cluster(
                 node.write(path, weights)
             nodes.append(node)
             source = DnsName(f"node-{place}", 1)
-            sources[source] = card.role
+            sources[source] = card.legs[0]
             found[source] = frozenset({await lifetime.enter_async_context(node.serving())})
         table = NodeTable()
         node_calls = await lifetime.enter_async_context(GrpcNodeCalls())

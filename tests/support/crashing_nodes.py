@@ -6,15 +6,16 @@ import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
 
+from baton.core.legs import LegKind
 from baton.core.output import FinishReason, Output
 from baton.core.request import EngineRequest
 from baton.router.dispatch.node_rpcs import Deliver, LegOutput
 from baton.router.pipeline import Pipeline
 from baton.router.routing.node_table import NodeTable
 from baton.router.routing.nodes import Node
+from baton.router.routing.policy import Leg
 from baton.router.tracing import UNTRACED, RequestTrace
 from baton.rpc.errors import FailureKind, NodeFailed
-from baton.rpc.node_info import NodeRole
 from tests.support.node_calls import token_at
 
 NUM_TICKS_DOWN = 7  # until a node that died is back
@@ -24,7 +25,7 @@ NUM_TICKS_DOWN = 7  # until a node that died is back
 class Poison:
     """Request that crashes each engine that runs it."""
 
-    leg: NodeRole
+    leg: LegKind
     num_tokens: int = 0  # that a try gives first
 
 
@@ -41,15 +42,15 @@ class CrashingNodes:
 
     async def call(
         self,
-        node: Node,
+        leg: Leg,
         request: EngineRequest,
         deliver: Deliver,
         *,
         timeout_s: float | None = None,
         trace: RequestTrace = UNTRACED,
     ) -> None:
-        leg = self.prefill if node.card.role is NodeRole.PREFILL else self.decode
-        await leg(node, request, deliver, timeout_s=timeout_s)
+        serve = self.decode if leg.kind is LegKind.DECODE else self.prefill
+        await serve(leg.node, request, deliver, timeout_s=timeout_s)
 
     async def prefill(
         self,
@@ -60,11 +61,11 @@ class CrashingNodes:
         timeout_s: float | None = None,
     ) -> None:
         life = self._begin(node)
-        await self._tick(node, life, request, NodeRole.PREFILL, 0)
+        await self._tick(node, life, request, LegKind.PREFILL, 0)
         first = len(request.prior_output_token_ids)
         is_last = first == request.sampling.max_tokens - 1
         reason = FinishReason.LENGTH if is_last else FinishReason.HANDED_OFF
-        deliver(_leg_output(NodeRole.PREFILL, request, first, reason))
+        deliver(_leg_output(LegKind.PREFILL, request, first, reason))
 
     async def decode(
         self,
@@ -78,10 +79,10 @@ class CrashingNodes:
         first, last = len(request.prior_output_token_ids), request.sampling.max_tokens
         for index in range(first, last):
             if request.receive_from is None and index == first:
-                await self._tick(node, life, request, NodeRole.PREFILL, 0)
-            await self._tick(node, life, request, NodeRole.DECODE, index - first)
+                await self._tick(node, life, request, LegKind.PREFILL, 0)
+            await self._tick(node, life, request, LegKind.DECODE, index - first)
             reason = FinishReason.LENGTH if index == last - 1 else None
-            deliver(_leg_output(NodeRole.DECODE, request, index, reason))
+            deliver(_leg_output(LegKind.DECODE, request, index, reason))
 
     def _begin(self, node: Node) -> int:
         """Return the number of the node's incarnation. Raises NodeFailed while it is down."""
@@ -90,7 +91,7 @@ class CrashingNodes:
         return self._num_lives[node.address]
 
     async def _tick(
-        self, node: Node, life: int, request: EngineRequest, leg: NodeRole, num_tokens: int
+        self, node: Node, life: int, request: EngineRequest, leg: LegKind, num_tokens: int
     ) -> None:
         """Run one pass of the node's engine, which can crash it. Raises NodeFailed."""
         await asyncio.sleep(0)
@@ -124,7 +125,7 @@ class CrashingNodes:
 
 
 def _leg_output(
-    leg: NodeRole, request: EngineRequest, index: int, reason: FinishReason | None
+    leg: LegKind, request: EngineRequest, index: int, reason: FinishReason | None
 ) -> LegOutput:
     token_id = token_at(request, index)
     output = Output(request.request_id, index, (token_id,), finish_reason=reason)

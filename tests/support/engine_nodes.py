@@ -25,7 +25,7 @@ import baton.kv_transfer.transports.nixl
 import baton.node.kv.worker
 from baton.cluster import await_serving
 from baton.core.ids import HandoffId
-from baton.decode_node.__main__ import DECODE
+from baton.core.legs import LegKind
 from baton.engine.plan import Pending, Plan
 from baton.engine.runner.load import load_runner
 from baton.engine.runner.model_info import PassHook
@@ -38,8 +38,7 @@ from baton.kv_transfer.worker import KvTransferWorker
 from baton.node.options import NodeOptions
 from baton.node.run import serve
 from baton.node.wiring import identify
-from baton.prefill_node.__main__ import PREFILL
-from baton.rpc.node_info import NodeRole
+from baton.telemetry.resource import Process
 from baton.telemetry.tracing.tracer import NO_TRACER
 from tests.support.fork_server import fork_context
 from tests.support.ports import free_port
@@ -161,7 +160,7 @@ class UnfencedWorker(KvTransferWorker):
 class EngineNode:
     """Handle of one node process. The node can be killed and restarted at its address."""
 
-    def __init__(self, role: NodeRole, options: NodeOptions, *, has_fence: bool = True) -> None:
+    def __init__(self, role: LegKind, options: NodeOptions, *, has_fence: bool = True) -> None:
         self._role = role
         self._options = replace(options, port=options.port or free_port())
         self._has_fence = has_fence
@@ -261,7 +260,7 @@ class EngineNode:
 
 
 def _serve(
-    role: NodeRole, options: NodeOptions, orders: Connection, num_tokens: Any, has_fence: bool
+    role: LegKind, options: NodeOptions, orders: Connection, num_tokens: Any, has_fence: bool
 ) -> None:
     # A stopped or blocked process would not handle SIGTERM.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -269,15 +268,15 @@ def _serve(
     _put_gate_before_posts(gate)
     if not has_fence:
         _leave_out_the_fence()
-    with load_runner(options.runner_for(speculates=True)) as runner:
+    with load_runner(options.runner_config) as runner:
         gated = cast("TorchRunner", GatedRunner(runner, gate, num_tokens))
         asyncio.run(_node(role, options, gated))
 
 
-def _node(role: NodeRole, options: NodeOptions, runner: TorchRunner) -> Coroutine[Any, Any, None]:
+def _node(role: LegKind, options: NodeOptions, runner: TorchRunner) -> Coroutine[Any, Any, None]:
     identity = identify(options, role, runner)
-    wiring = PREFILL if role is NodeRole.PREFILL else DECODE
-    return serve(wiring, options, runner, identity, NO_TRACER)
+    process = Process(role.value, identity.node_id, identity.incarnation)
+    return serve(process, options, runner, identity, NO_TRACER)
 
 
 def _put_gate_before_posts(gate: Gate) -> None:

@@ -16,6 +16,7 @@ import grpc
 from google.rpc import status_pb2
 
 from baton.core.ids import NO_ADAPTER, AdapterRef, HandoffId, NodeId, Peer
+from baton.core.legs import LegKind
 from baton.core.output import FinishReason
 from baton.core.request import EngineRequest, PrefixSource, ReceiveKv
 from baton.core.sampling import SamplingParams
@@ -25,13 +26,13 @@ from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.spec_decode.config import parse_speculation
 from baton.kv_transfer.config import KvWorkerConfig, ReceiverConfig, SenderConfig
 from baton.node.adapters.config import AdapterConfig
-from baton.node.call_server import FINISHED_WITH_FIRST_TOKEN
 from baton.node.kv.tiers_config import TiersConfig
 from baton.node.options import NodeOptions
+from baton.prefill_node.leg import FINISHED_WITH_FIRST_TOKEN
 from baton.rpc.channel import open_blocking_channel
-from baton.rpc.messages.calls import decode_order, node_request_id, prefill_order
+from baton.rpc.messages.calls import leg_order, node_request_id
 from baton.rpc.messages.conversion import FINISH_REASON
-from baton.rpc.node_info import ADAPTER, NodeCard, NodeLoad, NodeRole
+from baton.rpc.node_info import ADAPTER, NodeCard, NodeLoad
 from baton.rpc.security.token import AcceptedTokens, authorization
 from baton.rpc.status import RemoteError, remote_error_in
 from baton.telemetry.options import TelemetryOptions
@@ -82,8 +83,8 @@ class PairOptions:
     speculative: str = ""
     metrics_port: int | None = None  # of D
 
-    def of(self, role: NodeRole) -> NodeOptions:
-        is_prefill = role is NodeRole.PREFILL
+    def of(self, role: LegKind) -> NodeOptions:
+        is_prefill = role is LegKind.PREFILL
         return NodeOptions(
             runner=RunnerConfig(
                 model=str(self.model),
@@ -132,8 +133,7 @@ class Call:
     token_ids: list[int] = field(default_factory=list)
     reason: FinishReason | None = None
     error: str = ""
-    summary: node_pb2.DecodeSummary = field(default_factory=node_pb2.DecodeSummary)
-    prefill_summary: node_pb2.PrefillSummary = field(default_factory=node_pb2.PrefillSummary)
+    summary: node_pb2.LegSummary = field(default_factory=node_pb2.LegSummary)
     has_ended_well: bool = False
     failure: RemoteError | None = None
     vector: bytes = b""
@@ -175,8 +175,6 @@ class Call:
             return
         if event.HasField("summary"):
             self.summary = event.summary
-        if event.HasField("prefill_summary"):
-            self.prefill_summary = event.prefill_summary
         output = event.output
         assert output.first_index == len(self.token_ids)
         self.token_ids += output.token_ids
@@ -214,9 +212,9 @@ class Pair:
 
     def __enter__(self) -> Pair:
         options = self._options
-        self.p = EngineNode(NodeRole.PREFILL, options.of(NodeRole.PREFILL))
-        decode = options.of(NodeRole.DECODE)
-        self.d = EngineNode(NodeRole.DECODE, decode, has_fence=options.has_fence)
+        self.p = EngineNode(LegKind.PREFILL, options.of(LegKind.PREFILL))
+        decode = options.of(LegKind.DECODE)
+        self.d = EngineNode(LegKind.DECODE, decode, has_fence=options.has_fence)
         try:
             self.p.await_ready()
             self.d.await_ready()
@@ -257,7 +255,7 @@ class Pair:
         adapter: AdapterRef = NO_ADAPTER,
         task: Task = GENERATE,
     ) -> Call:
-        stub = node_pb2_grpc.PrefillServiceStub(self._channel(node or self.p))
+        stub = node_pb2_grpc.LegServiceStub(self._channel(node or self.p))
         request = replace(
             _request(handoff_id, prompt, sampling),
             send_to=handoff_id if task.has_decode_leg else None,
@@ -265,9 +263,9 @@ class Pair:
             adapter=adapter,
             task=task,
         )
-        order = prefill_order(request)
-        requests = iter([node_pb2.PrefillRequest(call=1, start=order)])
-        return self._begun(stub.Prefill(requests, timeout=CALL_S, wait_for_ready=True))
+        order = leg_order(LegKind.ENCODE if request.task.is_pooling else LegKind.PREFILL, request)
+        requests = iter([node_pb2.ServeRequest(call=1, start=order)])
+        return self._begun(stub.Serve(requests, timeout=CALL_S, wait_for_ready=True))
 
     def decode(
         self,
@@ -280,15 +278,15 @@ class Pair:
         source: PrefixSource | None = None,
         adapter: AdapterRef = NO_ADAPTER,
     ) -> Call:
-        stub = node_pb2_grpc.DecodeServiceStub(self._channel(self.d))
+        stub = node_pb2_grpc.LegServiceStub(self._channel(self.d))
         request = replace(
             _request(handoff_id, prompt, sampling), prefix_source=source, adapter=adapter
         )
         if not is_local:
             request = replace(request, receive_from=ReceiveKv(handoff_id, _peer(node or self.p)))
-        order = decode_order(request)
-        requests = iter([node_pb2.DecodeRequest(call=1, start=order)])
-        return self._begun(stub.Decode(requests, timeout=CALL_S, wait_for_ready=True))
+        order = leg_order(LegKind.DECODE, request)
+        requests = iter([node_pb2.ServeRequest(call=1, start=order)])
+        return self._begun(stub.Serve(requests, timeout=CALL_S, wait_for_ready=True))
 
     def answer_by(
         self,

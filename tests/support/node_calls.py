@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from baton.core.ids import HandoffId, Incarnation, NodeId
+from baton.core.legs import GENERATING, LegKind
 from baton.core.logprobs import TokenLogprobs
 from baton.core.output import FinishReason, Output
 from baton.core.request import EngineRequest
@@ -20,20 +21,21 @@ from baton.kv_transfer.protocol.messages import Fingerprint
 from baton.router.dispatch.node_rpcs import Deliver, LegEvent, LegOutput
 from baton.router.routing.node_table import NodeTable
 from baton.router.routing.nodes import Node
+from baton.router.routing.policy import Leg
 from baton.router.tracing import UNTRACED, RequestTrace
 from baton.rpc.errors import NodeFailed
 from baton.rpc.messages.calls import CallReport, handoff_id_of
-from baton.rpc.node_info import NodeCard, NodeRole
+from baton.rpc.node_info import NodeCard
 
 FINGERPRINT = Fingerprint("m", "float32", "l", 16, 2, 2, 16)
 NAMING = PrefixNaming(16, "m")
 
 
-def a_card(role: NodeRole, name: str = "", *, fingerprint: Fingerprint = FINGERPRINT) -> NodeCard:
+def a_card(role: LegKind, name: str = "", *, fingerprint: Fingerprint = FINGERPRINT) -> NodeCard:
     return NodeCard(
         node_id=NodeId(name or role.value),
         incarnation=Incarnation("1"),
-        role=role,
+        legs=(role,),
         fingerprint=fingerprint,
         model="tiny",
         max_model_len=512,
@@ -46,27 +48,36 @@ def a_card(role: NodeRole, name: str = "", *, fingerprint: Fingerprint = FINGERP
     )
 
 
-def a_node(role: NodeRole, name: str = "", *, fingerprint: Fingerprint = FINGERPRINT) -> Node:
+def a_node(role: LegKind, name: str = "", *, fingerprint: Fingerprint = FINGERPRINT) -> Node:
     card = a_card(role, name, fingerprint=fingerprint)
     return Node(f"{card.node_id}:1", card)
 
 
-def a_node_of(model: str, role: NodeRole, name: str = "", **fields: Any) -> Node:
+def a_node_of(model: str, role: LegKind, name: str = "", **fields: Any) -> Node:
     """Return a node of a model with weights of its own, unless `fingerprint` says otherwise."""
     name = name or f"{model}-{role.value}"
     fingerprint = replace(FINGERPRINT, model=model)
     naming = PrefixNaming(16, model)
     card = replace(a_card(role, name, fingerprint=fingerprint), model=model, prefix_naming=naming)
-    return Node(f"{name}:1", replace(card, **fields))
+    return that_embeds(Node(f"{name}:1", replace(card, **fields)))
+
+
+def that_embeds(node: Node, **fields: Any) -> Node:
+    """Return the node with these fields, and the legs that follow from its vector size."""
+    card = replace(node.card, **fields)
+    if card.vector_size:
+        legs = card.legs if card.generates else ()
+        card = replace(card, legs=(*(each for each in legs if each in GENERATING), LegKind.ENCODE))
+    return Node(node.address, card)
 
 
 def an_embedder(model: str = "embedder", name: str = "", *, size: int = 4, **fields: Any) -> Node:
-    return a_node_of(model, NodeRole.PREFILL, name, generates=False, vector_size=size, **fields)
+    return a_node_of(model, LegKind.ENCODE, name, generates=False, vector_size=size, **fields)
 
 
 def a_table(*nodes: Node) -> NodeTable:
     table = NodeTable()
-    for node in nodes or (a_node(NodeRole.PREFILL), a_node(NodeRole.DECODE)):
+    for node in nodes or (a_node(LegKind.PREFILL), a_node(LegKind.DECODE)):
         table.join(node.address, node.card)
     return table
 
@@ -80,7 +91,7 @@ def token_at(request: EngineRequest, index: int) -> int:
 class ReceivedCall:
     """One recorded call to a node."""
 
-    leg: NodeRole
+    leg: LegKind
     node: str
     request: EngineRequest
     timeout_s: float | None = None
@@ -109,19 +120,19 @@ class FakeNodeCalls:
     may_prefill_report: asyncio.Event | None = None  # prefill's only output waits for it
     decode_told_all: asyncio.Event = field(default_factory=asyncio.Event)
     received: list[ReceivedCall] = field(default_factory=list)
-    left: list[NodeRole] = field(default_factory=list)  # calls cancelled before their end
+    left: list[LegKind] = field(default_factory=list)  # calls cancelled before their end
 
     async def call(
         self,
-        node: Node,
+        leg: Leg,
         request: EngineRequest,
         deliver: Deliver,
         *,
         timeout_s: float | None = None,
         trace: RequestTrace = UNTRACED,
     ) -> None:
-        leg = self.prefill if node.card.role is NodeRole.PREFILL else self.decode
-        await leg(node, request, deliver, timeout_s=timeout_s)
+        serve = self.decode if leg.kind is LegKind.DECODE else self.prefill
+        await serve(leg.node, request, deliver, timeout_s=timeout_s)
 
     async def prefill(
         self,
@@ -131,11 +142,12 @@ class FakeNodeCalls:
         *,
         timeout_s: float | None = None,
     ) -> None:
-        self.received.append(ReceivedCall(NodeRole.PREFILL, node.card.node_id, request, timeout_s))
+        kind = LegKind.ENCODE if request.task.is_pooling else LegKind.PREFILL
+        self.received.append(ReceivedCall(kind, node.card.node_id, request, timeout_s))
         if self.prefill_faults:
             raise self.prefill_faults.pop(0)
         if request.task.is_pooling:
-            deliver(LegOutput(NodeRole.PREFILL, (_pooled(request),)))
+            deliver(LegOutput(LegKind.ENCODE, (_pooled(request),)))
             return
         if self.is_prefill_late:
             await self.decode_told_all.wait()
@@ -155,7 +167,7 @@ class FakeNodeCalls:
         )
         if request.task is PREFETCH:
             output = Output(request.request_id, first, finish_reason=FinishReason.LENGTH)
-        deliver(LegOutput(NodeRole.PREFILL, (output,), report))
+        deliver(LegOutput(LegKind.PREFILL, (output,), report))
         if self.breaks_when_decoded:
             await self.decode_told_all.wait()
             raise NodeFailed("the prefill node went away")
@@ -166,7 +178,7 @@ class FakeNodeCalls:
         for place, entry in enumerate(prompt_logprobs_of(request)):
             if place > 0 and self.prompt_faults:
                 raise self.prompt_faults.pop(0)
-            deliver(LegOutput(NodeRole.PREFILL, (_of_prompt(request, place, entry),)))
+            deliver(LegOutput(LegKind.PREFILL, (_of_prompt(request, place, entry),)))
 
     async def decode(
         self,
@@ -176,11 +188,8 @@ class FakeNodeCalls:
         *,
         timeout_s: float | None = None,
     ) -> None:
-        self.received.append(ReceivedCall(NodeRole.DECODE, node.card.node_id, request, timeout_s))
+        self.received.append(ReceivedCall(LegKind.DECODE, node.card.node_id, request, timeout_s))
         breaks_after = self.decode_breaks_after.pop(0) if self.decode_breaks_after else None
-        if request.task.is_pooling:
-            deliver(LegOutput(NodeRole.DECODE, (_pooled(request),)))
-            return
         try:
             for event in self._decoded(request, breaks_after):
                 deliver(event)
@@ -188,7 +197,7 @@ class FakeNodeCalls:
             if self.is_endless:
                 await asyncio.Event().wait()
         except asyncio.CancelledError:
-            self.left.append(NodeRole.DECODE)
+            self.left.append(LegKind.DECODE)
             raise
 
     def _decoded(self, request: EngineRequest, breaks_after: int | None) -> Iterator[LegEvent]:
@@ -196,7 +205,7 @@ class FakeNodeCalls:
         first += self.is_prefill_late
         if request.receive_from is None and request.sampling.prompt_logprobs is not None:
             for place, entry in enumerate(prompt_logprobs_of(request)):
-                yield LegOutput(NodeRole.DECODE, (_of_prompt(request, place, entry),))
+                yield LegOutput(LegKind.DECODE, (_of_prompt(request, place, entry),))
         for count, index in enumerate(range(first, last)):
             if count == breaks_after:
                 raise NodeFailed("the decode node went away")
@@ -205,7 +214,7 @@ class FakeNodeCalls:
             output = _output(request, index, token_at(request, index), reason)
             if is_last:
                 output = output._replace(stop_token_id=self.stop_token_id)
-            yield LegOutput(NodeRole.DECODE, (output,), self.report if count == 0 else None)
+            yield LegOutput(LegKind.DECODE, (output,), self.report if count == 0 else None)
 
 
 def vector_of(token_ids: Sequence[int]) -> Floats:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from baton.core.ids import Incarnation
-from baton.decode_node.servicer import DecodeServicer
+from baton.core.legs import LegKind
 from baton.engine.core import EngineCore
 from baton.engine.engine_thread import EngineThread
 from baton.engine.errors import EngineStopped
@@ -18,10 +18,11 @@ from baton.node.call_server import CallServer
 from baton.node.engine_calls import EngineCalls, NodeChanges
 from baton.node.observers.ledger import RequestLedger
 from baton.node.observers.tracing import NO_TRACING, NodeTracing
-from baton.node.servicer import NodeServicer
+from baton.node.servicer import LegServicer, NodeServicer
 from baton.node.state import NodeState, NodeUpdate
+from baton.prefill_node.leg import PrefillLegs
 from baton.rpc.health import Health
-from baton.rpc.node_info import NodeLoad, NodeRole
+from baton.rpc.node_info import NodeLoad
 from baton.rpc.security.operators import NO_OPERATORS, Operators
 from baton.rpc.server import Service, serving
 from baton.v1 import node_pb2_grpc
@@ -40,7 +41,7 @@ class NodeServer:
 
 @asynccontextmanager
 async def a_node_server(
-    role: NodeRole = NodeRole.DECODE,
+    role: LegKind = LegKind.DECODE,
     name: str = "",
     *,
     port: int = 0,
@@ -60,20 +61,18 @@ async def a_node_server(
     resets: list[int] = []
     node = NodeServicer(state, partial(_reset, resets, num_cached_blocks), operators, shared_tiers)
     ledger = RequestLedger(on_change=lambda: None)
-    decode = DecodeServicer(CallServer(state, ledger, tracing), state, connected.put)
+    prefills = PrefillLegs(lambda handoff_id: None)
+    legs = LegServicer(CallServer(state, ledger, prefills, tracing), state, connected.put)
     services = [
         Service(
             "baton.v1.NodeService",
             lambda server: node_pb2_grpc.add_NodeServiceServicer_to_server(node, server),
-        )
+        ),
+        Service(
+            "baton.v1.LegService",
+            lambda server: node_pb2_grpc.add_LegServiceServicer_to_server(legs, server),
+        ),
     ]
-    if role is NodeRole.DECODE:
-        services.append(
-            Service(
-                "baton.v1.DecodeService",
-                lambda server: node_pb2_grpc.add_DecodeServiceServicer_to_server(decode, server),
-            )
-        )
     following = asyncio.ensure_future(state.publish_updates())
     try:
         async with serving("127.0.0.1", port, services) as server:

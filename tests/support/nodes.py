@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import grpc
 
 from baton.cluster import Child, LocalCluster
+from baton.core.legs import LegKind, Legs
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.rpc.cached_prefixes import unpack_names
+from baton.rpc.messages.calls import KIND
 from baton.rpc.node_info import (
     CARD,
+    GET_NODE,
     LOAD,
     LoadedAdapter,
     NodeCard,
@@ -25,15 +28,26 @@ from baton.v1 import cluster_pb2, cluster_pb2_grpc, node_pb2, node_pb2_grpc
 
 def card_at(address: str) -> NodeCard:
     with grpc.insecure_channel(address) as channel:
-        return CARD.from_message(
-            node_pb2_grpc.NodeServiceStub(channel).GetNode(node_pb2.GetNodeRequest())
-        )
+        return CARD.from_message(node_pb2_grpc.NodeServiceStub(channel).GetNode(GET_NODE))
 
 
 def drain(address: str, operator_token: str = "") -> None:
     shown = (authorization(operator_token),) if operator_token else ()
     with grpc.insecure_channel(address) as channel:
         node_pb2_grpc.NodeServiceStub(channel).Drain(node_pb2.DrainRequest(), metadata=shown)
+
+
+def set_legs(address: str, wanted: Sequence[LegKind], drain_timeout_s: float) -> Legs:
+    """Have the node offer other legs, and return all that it then offers."""
+    with grpc.insecure_channel(address) as channel:
+        stub = node_pb2_grpc.NodeServiceStub(channel)
+        kinds = [KIND.to_message(kind) for kind in wanted]
+        request = node_pb2.SetLegsRequest(legs=kinds, drain_timeout_s=drain_timeout_s)
+        return tuple(KIND.from_message(kind) for kind in stub.SetLegs(request).legs)
+
+
+def legs_at(address: str) -> Legs:
+    return card_at(address).legs
 
 
 def load_at(address: str) -> NodeLoad:
@@ -126,7 +140,7 @@ def writer_at(router_address: str) -> str:
         watch = stub.WatchNodes(cluster_pb2.WatchNodesRequest(interval_s=0.1), timeout=30)
         with suppress(grpc.RpcError):
             for message in watch:
-                decodes = [one for one in message.nodes if one.role == node_pb2.NODE_ROLE_DECODE]
+                decodes = [one for one in message.nodes if node_pb2.LEG_KIND_DECODE in one.legs]
                 num_sent = {one.address: one.num_sent for one in decodes}
                 writers = [address for address, number in num_sent.items() if number]
                 if len(writers) == 1:

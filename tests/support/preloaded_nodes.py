@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 
-import baton.decode_node.__main__ as decode_node
-import baton.prefill_node.__main__ as prefill_node
+import baton.node.run as node
 from baton.kv_transfer.transports.nixl import import_nixl
 
-__all__ = ["decode_node", "prefill_node"]
+__all__ = ["node"]
 
 
 def load_ucx() -> None:

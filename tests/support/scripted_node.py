@@ -10,9 +10,9 @@ from typing import Any
 
 from grpc import aio
 
+from baton.core.legs import LegKind
 from baton.node.call_streams import CallContext, serve_calls
 from baton.rpc.errors import Draining
-from baton.rpc.messages.calls import Order
 from baton.rpc.server import Service, serving
 from baton.rpc.status import named_errors
 from baton.v1 import node_pb2, node_pb2_grpc
@@ -22,7 +22,7 @@ from baton.v1 import node_pb2, node_pb2_grpc
 class ScriptedCall:
     """One call of the node. Events put into `script` are sent in order."""
 
-    order: Order
+    order: node_pb2.LegOrder
     context: CallContext
     script: asyncio.Queue[node_pb2.CallEvent | Exception | None] = field(
         default_factory=asyncio.Queue
@@ -38,7 +38,7 @@ class ScriptedCall:
         self.script.put_nowait(failure)
 
 
-class ScriptedNode(node_pb2_grpc.PrefillServiceServicer, node_pb2_grpc.DecodeServiceServicer):
+class ScriptedNode(node_pb2_grpc.LegServiceServicer):
     def __init__(self) -> None:
         self.calls: asyncio.Queue[ScriptedCall] = asyncio.Queue()
         self.num_under_way = 0
@@ -47,27 +47,18 @@ class ScriptedNode(node_pb2_grpc.PrefillServiceServicer, node_pb2_grpc.DecodeSer
         self.is_draining = False
         self.stream_ended = asyncio.Event()
 
-    async def Prefill(  # noqa: N802
+    async def Serve(  # noqa: N802
         self,
-        request_iterator: AsyncIterator[node_pb2.PrefillRequest],
+        request_iterator: AsyncIterator[node_pb2.ServeRequest],
         context: aio.ServicerContext[Any, Any],
-    ) -> AsyncGenerator[node_pb2.PrefillResponse, None]:
-        async with aclosing(serve_calls(request_iterator, self._send_tokens, self._count)) as calls:
-            async for events in calls:
-                yield node_pb2.PrefillResponse(events=events)
-
-    async def Decode(  # noqa: N802
-        self,
-        request_iterator: AsyncIterator[node_pb2.DecodeRequest],
-        context: aio.ServicerContext[Any, Any],
-    ) -> AsyncGenerator[node_pb2.DecodeResponse, None]:
+    ) -> AsyncGenerator[node_pb2.ServeResponse, None]:
         self.num_streams += 1
         try:
             calls = serve_calls(request_iterator, self._send_tokens, self._count, node_id="d")
             async with named_errors(context), aclosing(calls):
                 async for events in calls:
                     self.messages.append(len(events))
-                    yield node_pb2.DecodeResponse(events=events)
+                    yield node_pb2.ServeResponse(events=events)
         finally:
             self.stream_ended.set()
 
@@ -77,7 +68,7 @@ class ScriptedNode(node_pb2_grpc.PrefillServiceServicer, node_pb2_grpc.DecodeSer
         return node_pb2.ConnectResponse()
 
     async def _send_tokens(
-        self, order: Order, context: CallContext
+        self, kind: LegKind, order: node_pb2.LegOrder, context: CallContext
     ) -> AsyncGenerator[node_pb2.CallEvent, None]:
         reported = ScriptedCall(order, context)
         self.calls.put_nowait(reported)
@@ -90,7 +81,7 @@ class ScriptedNode(node_pb2_grpc.PrefillServiceServicer, node_pb2_grpc.DecodeSer
             reported.left.set()
 
     @contextmanager
-    def _count(self) -> Iterator[None]:
+    def _count(self, kind: LegKind) -> Iterator[None]:
         if self.is_draining:
             raise Draining("on its way out")
         self.num_under_way += 1
@@ -110,12 +101,8 @@ async def serve_scripted_node(node: ScriptedNode, port: int = 0) -> AsyncIterato
     """Serve the node and yield its address."""
     services = (
         Service(
-            "baton.v1.PrefillService",
-            lambda server: node_pb2_grpc.add_PrefillServiceServicer_to_server(node, server),
-        ),
-        Service(
-            "baton.v1.DecodeService",
-            lambda server: node_pb2_grpc.add_DecodeServiceServicer_to_server(node, server),
+            "baton.v1.LegService",
+            lambda server: node_pb2_grpc.add_LegServiceServicer_to_server(node, server),
         ),
     )
     async with serving("127.0.0.1", port, services) as server:

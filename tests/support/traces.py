@@ -92,7 +92,7 @@ def a_record(role: TransferRole, outcome: str = "done") -> TransferRecord:
 
 def on_prefill() -> NodeTimeline:
     facts = NodeFacts("prefill", "p0", "i1", verifies_kv=True, block_bytes=4096)
-    timeline = NodeTimeline(TraceContext(TRACE_ID, 201), facts, 1, 209, 10.004)
+    timeline = NodeTimeline(TraceContext(TRACE_ID, 201), facts, "prefill", 1, 209, 10.004)
     timeline.starts = [Start(10.01, 16, 24, 5)]
     timeline.loads = [KvLoad(10.005, 1, 10.009, ("host",))]
     timeline.chunks = [PrefillChunk(10.01, 10.05, 16), PrefillChunk(10.05, 10.09, 8)]
@@ -103,7 +103,7 @@ def on_prefill() -> NodeTimeline:
 
 def on_decode(outcome: str = "done") -> NodeTimeline:
     timeline = NodeTimeline(
-        TraceContext(TRACE_ID, 202), NodeFacts("decode", "d0", "i2"), 1, 209, 10.004
+        TraceContext(TRACE_ID, 202), NodeFacts("decode", "d0", "i2"), "decode", 1, 209, 10.004
     )
     timeline.record = a_record(TransferRole.RECEIVED, outcome)
     timeline.starts = [Start(10.21, 40, 1, 7)]

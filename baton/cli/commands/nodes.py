@@ -166,6 +166,8 @@ def _adapters(node: NodeStatus) -> str:
 def _row(node: NodeStatus, rates: NodeRates | None) -> dict[str, str | Text]:
     from rich.text import Text
 
+    from baton.core.legs import role_of
+
     is_known = bool(node.node_id)
     hit_rate, acceptance_rate = node.totals.hit_rate, node.totals.acceptance_rate
 
@@ -173,7 +175,7 @@ def _row(node: NodeStatus, rates: NodeRates | None) -> dict[str, str | Text]:
         return text if is_known else ""
 
     return {
-        "role": node.role,
+        "role": role_of(node.legs),
         "address": node.address,
         "state": Text(node.state, style=STATE_STYLES.get(node.state, "yellow")),
         "node": known(f"{node.node_id}/{node.incarnation}"),

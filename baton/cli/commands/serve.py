@@ -12,6 +12,7 @@ import typer
 
 from baton.cli.command import Group
 from baton.cli.signatures import inherit_options
+from baton.core.legs import LegKind
 from baton.core.options import OUTPUT, Config, Option, build_config
 from baton.node.cpus import pin_to_cpus
 from baton.node.options import NodeOptions
@@ -60,15 +61,15 @@ def _command(role: str, config: type[Config], run: Callable[[Config], None]) -> 
 
 
 def _run_prefill(options: NodeOptions) -> None:
-    from baton.prefill_node.__main__ import main
+    from baton.node.run import run
 
-    main(options)
+    run(LegKind.PREFILL, options)
 
 
 def _run_decode(options: NodeOptions) -> None:
-    from baton.decode_node.__main__ import main
+    from baton.node.run import run
 
-    main(options)
+    run(LegKind.DECODE, options)
 
 
 def _run_router(options: RouterOptions) -> None:

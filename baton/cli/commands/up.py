@@ -28,10 +28,10 @@ from baton.engine.runner.open_runner import read_any_config
 from baton.interrupts import get_interruptibly
 from baton.kernels import build_missing_kernels
 from baton.rpc.channel import open_blocking_channel
-from baton.rpc.node_info import CARD, NodeCard
+from baton.rpc.node_info import GET_NODE, NodeCard, card_from
 from baton.rpc.process_end import exit_on_sigterm
 from baton.rpc.security.tls import TlsConfig
-from baton.v1 import node_pb2, node_pb2_grpc
+from baton.v1 import node_pb2_grpc
 
 INTERRUPTED = 130
 ENDING = (signal.SIGINT, signal.SIGTERM)
@@ -281,6 +281,4 @@ def _longest(card: NodeCard) -> str:
 def _card_at(address: str, tls: TlsConfig) -> NodeCard:
     with open_blocking_channel(address, tls) as channel:
         stub = node_pb2_grpc.NodeServiceStub(channel)
-        return CARD.from_message(
-            stub.GetNode(node_pb2.GetNodeRequest(), wait_for_ready=True, timeout=30)
-        )
+        return card_from(stub.GetNode(GET_NODE, wait_for_ready=True, timeout=30))

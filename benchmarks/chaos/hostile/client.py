@@ -151,7 +151,7 @@ def _dead_peers(target: AttackTarget, end_s: float) -> Outcomes:
         port = silent.getsockname()[1]
         for decode in target.decodes:
             with open_blocking_channel(decode) as channel:
-                stub = node_pb2_grpc.DecodeServiceStub(channel)
+                stub = node_pb2_grpc.LegServiceStub(channel)
                 calls = [
                     stub.Connect.future(_connect(number, port), timeout=left_s(end_s))
                     for number in range(NUM_DEAD_PEERS)

@@ -25,12 +25,14 @@ from baton.core.errors import InvalidRequest
 from baton.core.foreign_kv import ForeignKv
 from baton.core.ids import HandoffId
 from baton.core.kv_hints import RELEASED
+from baton.core.legs import LegKind
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
 from baton.router.dispatch.node_rpcs import LegEvent, LegOutput, NodeCalls
 from baton.router.dispatch.vllm.http_api import ServerFailed, VllmApi
 from baton.router.dispatch.vllm.prefills import ask, kv_of
 from baton.router.routing.nodes import Node
+from baton.router.routing.policy import Leg
 from baton.rpc.messages.calls import node_request_id
 
 CHECK_S = 120.0
@@ -125,7 +127,7 @@ async def _compute(
         foreign_kv=kv,
     )
     answer = _Answer()
-    await node_calls.call(node, request, answer.take, timeout_s=CHECK_S)
+    await node_calls.call(Leg(LegKind.DECODE, node), request, answer.take, timeout_s=CHECK_S)
     return answer
 
 

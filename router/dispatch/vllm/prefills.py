@@ -14,13 +14,13 @@ from typing import Any
 
 from baton.core.errors import InvalidRequest
 from baton.core.foreign_kv import ForeignKv, foreign_kv_from
+from baton.core.legs import LegKind
 from baton.core.task import GENERATE
 from baton.router.context import RequestContext
 from baton.router.dispatch.vllm.http_api import RequestRefused, ServerFailed, VllmApi
 from baton.router.dispatch.vllm.servers import PrefillServer, PrefillServers
 from baton.router.tracing import UNTRACED, RequestTrace
 from baton.router.values import GenerateCall
-from baton.rpc.node_info import NodeRole
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class VllmPrefills:
         if not is_plain or call.sampling.prompt_logprobs is not None:
             return None
         base, table = call.model.base, self.servers.table
-        prefills = table.open_nodes(NodeRole.PREFILL)
+        prefills = table.open_nodes(LegKind.PREFILL)
         is_known = not table.models or base in table.models
         if not is_known or any(base in ("", node.card.model) for node in prefills):
             return None

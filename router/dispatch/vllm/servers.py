@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from math import isfinite
 
 from baton.core.ids import Incarnation
+from baton.core.legs import LegKind
 from baton.router.discovery.sources import VllmServer
 from baton.router.dispatch.retries import BreakerConfig, CircuitBreakers
 from baton.router.dispatch.vllm.http_api import VllmApi
 from baton.router.routing.node_table import NodeTable
 from baton.router.routing.nodes import Node
-from baton.rpc.node_info import NodeAvailability, NodeRole, NodeStatus
+from baton.rpc.node_info import NodeAvailability, NodeStatus
 
 BREAKERS = BreakerConfig(num_failures=1, first_pause_s=1.0, max_pause_s=30.0)
 RUNNING_COST_TOKENS = 64  # of a request in the server's batch, in prompt tokens to compute
@@ -133,7 +134,7 @@ class PrefillServers:
 
     def decode_nodes(self, model: str = "") -> list[Node]:
         """Return the open decode nodes of a model, or of all."""
-        nodes = self.table.open_nodes(NodeRole.DECODE)
+        nodes = self.table.open_nodes(LegKind.DECODE)
         return [node for node in nodes if node.card.generates and model in ("", node.card.model)]
 
     def note_sent(self, server: PrefillServer) -> None:
@@ -154,7 +155,7 @@ class PrefillServers:
         for server in self.all:
             state, reason = self._state(server)
             yield NodeStatus(
-                NodeRole.PREFILL,
+                (LegKind.PREFILL,),
                 server.address,
                 state,
                 node_id=server.model and "vllm",

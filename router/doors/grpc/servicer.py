@@ -10,6 +10,7 @@ from typing import Any
 from grpc import aio
 
 from baton.core.ids import ModelVariant
+from baton.core.legs import LegKind
 from baton.core.task import EMBED
 from baton.core.vectors import check_dimensions, shorten
 from baton.router.answers import generate_answers
@@ -33,7 +34,7 @@ from baton.router.request_scope import RequestScopes, host_of_peer
 from baton.router.values import TokenChunk
 from baton.rpc.errors import NoNodes
 from baton.rpc.messages.conversion import SAMPLING_DEFAULTS
-from baton.rpc.node_info import NodeCard, NodeRole
+from baton.rpc.node_info import NodeCard
 from baton.rpc.status import named_errors
 from baton.v1 import inference_pb2, inference_pb2_grpc
 
@@ -144,11 +145,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return model
 
     def _card_of(self, model: ModelVariant) -> NodeCard:
-        """Return the card of a decode node, or of a prefill node if the model only embeds."""
-        roles = [NodeRole.DECODE]
-        if not self._table.served_model(model).generates:
-            roles.append(NodeRole.PREFILL)
-        for node in (node for role in roles for node in self._table.open_nodes(role)):
+        """Return the card of a node that ends requests of the model."""
+        generates = self._table.served_model(model).generates
+        for node in self._table.open_nodes(LegKind.DECODE if generates else LegKind.ENCODE):
             if node.card.model == model.base:
                 return node.card
         raise NoNodes("no decode node is reachable, so the served model is unknown")

@@ -20,6 +20,7 @@ from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb
 from baton.core.errors import InvalidRequest
 from baton.core.finish import Finish
 from baton.core.ids import ModelVariant
+from baton.core.legs import LegKind
 from baton.core.output import FinishReason
 from baton.router.answers import generate_answers
 from baton.router.doors.smg.request import calls_from
@@ -30,7 +31,6 @@ from baton.router.request_scope import RequestScopes, host_of_peer
 from baton.router.routing.nodes import Node
 from baton.router.values import AnswerPart, TokenChunk, TokenPrompt
 from baton.rpc.errors import Draining, NoNodes, UnsupportedInput
-from baton.rpc.node_info import NodeRole
 from baton.rpc.security.token_gate import sent_token
 from baton.rpc.smg.answers import AnswerEnd, AnswerFormat, AnswerMessages
 from baton.rpc.smg.call_streams import CallStreams
@@ -213,7 +213,7 @@ class SmgServicer(UnservedMethods, vllm_engine_pb2_grpc.VllmEngineServicer):  # 
         return model
 
     def _decode_nodes(self) -> list[Node]:
-        nodes = self._table.open_nodes(NodeRole.DECODE)
+        nodes = self._table.open_nodes(LegKind.DECODE)
         if not nodes:
             raise NoNodes("no decode node is reachable; try again when one is")
         return nodes

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from baton.bench.replay.trace import ReplayTrace, TraceRequest
+from baton.core.legs import LegKind
 from baton.engine.kv_cache.block_hashes import BlockHash, PrefixNaming
 from baton.router.routing.nodes import Node
 from baton.router.routing.prefix_index import NodePrefixes
-from baton.rpc.node_info import NodeRole
 from benchmarks.router.reuse import ReuseBench, Variant, chats, ideal_reuse, run
 from benchmarks.router.sim_node import LruBlocks, SimNode, Sources
 from benchmarks.router.workloads import SimRequest, recorded
@@ -18,7 +18,7 @@ NAMES = [BlockHash(bytes((number,)) * 16) for number in range(8)]
 
 
 def a_node(num_blocks: int, num_host_blocks: int = 0) -> SimNode[None]:
-    card = replace(a_card(NodeRole.PREFILL), num_blocks=num_blocks, num_host_blocks=num_host_blocks)
+    card = replace(a_card(LegKind.PREFILL), num_blocks=num_blocks, num_host_blocks=num_host_blocks)
     return SimNode[None](Node("p:1", card), num_watchers=1)
 
 

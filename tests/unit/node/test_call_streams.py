@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import contextmanager
 
+from baton.core.legs import LegKind
 from baton.node.call_streams import CallContext, serve_calls
-from baton.rpc.messages.calls import Order
 from baton.rpc.messages.limits import MAX_BATCH_BYTES
 from baton.v1 import node_pb2
 
@@ -21,7 +21,7 @@ class Counter:
         self.number = 0
 
     @contextmanager
-    def count(self) -> Iterator[None]:
+    def count(self, kind: LegKind) -> Iterator[None]:
         self.number += 1
         try:
             yield
@@ -29,12 +29,15 @@ class Counter:
             self.number -= 1
 
 
-async def starts(number: int) -> AsyncIterator[node_pb2.DecodeRequest]:
+async def starts(number: int) -> AsyncIterator[node_pb2.ServeRequest]:
+    order = node_pb2.LegOrder(kind=node_pb2.LEG_KIND_DECODE)
     for call in range(number):
-        yield node_pb2.DecodeRequest(call=call, start=node_pb2.DecodeOrder())
+        yield node_pb2.ServeRequest(call=call, start=order)
 
 
-async def one_token(order: Order, context: CallContext) -> AsyncGenerator[node_pb2.CallEvent, None]:
+async def one_token(
+    kind: LegKind, order: node_pb2.LegOrder, context: CallContext
+) -> AsyncGenerator[node_pb2.CallEvent, None]:
     yield node_pb2.CallEvent(output=node_pb2.TokenOutput(token_ids=[1]))
 
 
@@ -69,7 +72,7 @@ def test_events_beyond_the_message_size_are_split() -> None:
     part = "x" * (MAX_BATCH_BYTES // 3)
 
     async def long_winded(
-        order: Order, context: CallContext
+        kind: LegKind, order: node_pb2.LegOrder, context: CallContext
     ) -> AsyncGenerator[node_pb2.CallEvent, None]:
         yield node_pb2.CallEvent(output=node_pb2.TokenOutput(error=part))
 
@@ -89,7 +92,7 @@ def test_closing_a_stream_cancels_its_calls() -> None:
     ended = asyncio.Event()
 
     async def endless(
-        order: Order, context: CallContext
+        kind: LegKind, order: node_pb2.LegOrder, context: CallContext
     ) -> AsyncGenerator[node_pb2.CallEvent, None]:
         try:
             yield node_pb2.CallEvent()

@@ -93,10 +93,10 @@ def parse(*adapters: str, **given: Any) -> AdapterConfig:
 
 def test_adapters_are_off_unless_a_folder_is_named() -> None:
     assert not parse(max_loras=4).are_served
-    assert NodeOptions(RunnerConfig("m")).runner_for(speculates=True).max_loras == 0
+    assert NodeOptions(RunnerConfig("m")).runner_config.max_loras == 0
     for adapters in (AdapterConfig(root=Path("a")), parse("sql=folder")):
         options = NodeOptions(RunnerConfig("m"), adapters=adapters)
-        assert options.runner_for(speculates=True).max_loras == 8
+        assert options.runner_config.max_loras == 8
 
 
 def test_adapters_are_named_folders() -> None:
@@ -104,7 +104,7 @@ def test_adapters_are_named_folders() -> None:
 
     assert config.adapters == (("a", Path("b")), ("c", Path("/d=e")))
     assert config.num_places == 8
-    runner = NodeOptions(RunnerConfig("m"), adapters=config).runner_for(speculates=False)
+    runner = NodeOptions(RunnerConfig("m"), adapters=config).runner_config
     assert (runner.max_loras, runner.max_lora_rank, runner.num_adapter_places) == (2, 16, 8)
 
 

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from baton.core.errors import InvalidConfig, ModelError, NamedError
-from baton.decode_node.__main__ import DECODE
+from baton.core.legs import LegKind
 from baton.engine.runner.config import RunnerConfig
 from baton.node.adapters.config import AdapterConfig, AdapterFolder
 from baton.node.kv.events.config import KvEventsConfig
 from baton.node.kv.tiers_config import TiersConfig
 from baton.node.options import NodeOptions
 from baton.node.run import run
-from baton.prefill_node.__main__ import PREFILL
 from baton.rpc.errors import AddressInUse
 from baton.telemetry.options import TelemetryOptions
 from tests.support.encoders import make_encoder
@@ -27,7 +26,7 @@ HOST_BYTES = 1 << 20
 def start(folder: Path, **settings: Any) -> None:
     """Start a node whose model folder is empty."""
     folder.mkdir(exist_ok=True)
-    run(DECODE, NodeOptions(RunnerConfig(str(folder)), **settings))
+    run(LegKind.DECODE, NodeOptions(RunnerConfig(str(folder)), **settings))
 
 
 @pytest.fixture
@@ -124,4 +123,4 @@ def test_adapters_of_an_encoder_are_refused(tmp_path: Path) -> None:
     )
 
     with pytest.raises(InvalidConfig, match="--lora and --lora-root cannot be used"):
-        run(PREFILL, options)
+        run(LegKind.PREFILL, options)

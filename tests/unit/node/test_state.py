@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from baton.core.ids import AdapterRef, BlockId
+from baton.core.legs import LegKind
 from baton.engine.engine_thread import EngineThread
 from baton.engine.events import BlockStored, KvEvent
 from baton.engine.kv_cache.block_hashes import BlockHash
@@ -30,7 +31,7 @@ from baton.node.state import (
     update_reader,
 )
 from baton.rpc.cached_prefixes import PrefixChanges, unpack_names
-from baton.rpc.node_info import LoadedAdapter, NodeAdapters, NodeLoad, NodeRole, NodeTotals
+from baton.rpc.node_info import LoadedAdapter, NodeAdapters, NodeLoad, NodeTotals
 from tests.support.engines import an_engine
 from tests.support.node_calls import a_card
 from tests.support.tier_memory import OwnedMemory, host_tier, name_of
@@ -64,12 +65,16 @@ async def followed(
     adapters: AdapterRegistry | None = None,
 ) -> AsyncIterator[NodeState]:
     calls = EngineCalls(EngineThread(an_engine()), NodeChanges())
-    state = NodeState(a_card(NodeRole.DECODE), calls, news.read, take_kv_events, adapters)
+    state = NodeState(a_card(LegKind.DECODE), calls, news.read, take_kv_events, adapters)
     following = asyncio.ensure_future(state.publish_updates())
     try:
         yield state
     finally:
         following.cancel()
+
+
+def a_load(num_running: int = 0) -> NodeLoad:
+    return NodeLoad(num_running, legs=(LegKind.DECODE,))
 
 
 def test_a_late_watcher_receives_earlier_events_as_a_snapshot() -> None:
@@ -86,7 +91,7 @@ def test_a_late_watcher_receives_earlier_events_as_a_snapshot() -> None:
 
     load, changes, _ = asyncio.run(asyncio.wait_for(late(), PATIENCE_S))
 
-    assert load == NodeLoad(2)
+    assert load == a_load(2)
     assert changes is not None
     assert changes.is_snapshot
     assert unpack_names(changes.stored) == {ONE, TWO}
@@ -107,13 +112,13 @@ def test_a_watcher_receives_single_changes_and_batches_of_simultaneous_ones() ->
 
     first, second, third = asyncio.run(asyncio.wait_for(watched(), PATIENCE_S))
 
-    assert first == WatchUpdate(NodeLoad(), PrefixChanges(1, True, b""))
+    assert first == WatchUpdate(a_load(), PrefixChanges(1, True, b""))
     load, changes, _ = second
-    assert load == NodeLoad()
+    assert load == a_load()
     assert changes is not None
     assert not changes.is_snapshot
     assert unpack_names(changes.stored) == {ONE, TWO}
-    assert third == WatchUpdate(NodeLoad(1), None)
+    assert third == WatchUpdate(a_load(1), None)
 
 
 def test_totals_that_alone_differ_are_sent_at_most_once_a_second() -> None:
@@ -201,7 +206,7 @@ def test_reports_of_many_adapters_are_paced_and_other_updates_are_not(
                     registry.version += 1
                     news.num_running = count
                     state.calls.changes.notify()
-                    assert await anext(updates) == WatchUpdate(NodeLoad(count), None, None)
+                    assert await anext(updates) == WatchUpdate(a_load(count), None, None)
 
             monkeypatch.setattr(node_state, "PACE_PER_ADAPTER_S", 0.02)
             async with aclosing(state.watch_updates()) as updates:

@@ -11,6 +11,7 @@ import pytest
 
 from baton.core.errors import InvalidRequest
 from baton.core.finish import Finish
+from baton.core.legs import LegKind
 from baton.core.sampling import MAX_LOGPROBS, SamplingParams
 from baton.router.answers import generate_answers
 from baton.router.dispatch.config import DispatchConfig
@@ -26,7 +27,7 @@ from baton.router.values import (
     TokenPrompt,
 )
 from baton.rpc.errors import NodeDraining, NodeFailed, PoisonedRequest
-from baton.rpc.node_info import NodeLoad, NodeRole
+from baton.rpc.node_info import NodeLoad
 from tests.support.crashing_nodes import CrashingNodes, Poison
 from tests.support.fake_prefills import FakePrefills
 from tests.support.node_calls import (
@@ -137,35 +138,35 @@ def expected(nodes: FakeNodeCalls, count: int = 6) -> list[int]:
 
 def legs(nodes: FakeNodeCalls) -> tuple[int, int]:
     """Return the numbers of prefill and decode calls."""
-    num_prefills = sum(requested.leg is NodeRole.PREFILL for requested in nodes.received)
+    num_prefills = sum(requested.leg is LegKind.PREFILL for requested in nodes.received)
     return num_prefills, len(nodes.received) - num_prefills
 
 
 def test_the_prompt_is_computed_once_and_the_other_answers_run_on_its_node() -> None:
     nodes = FakeNodeCalls()
     table = a_table(
-        *(a_node(NodeRole.PREFILL, f"p{n}") for n in range(2)),
-        *(a_node(NodeRole.DECODE, f"d{n}") for n in range(3)),
+        *(a_node(LegKind.PREFILL, f"p{n}") for n in range(2)),
+        *(a_node(LegKind.DECODE, f"d{n}") for n in range(3)),
     )
 
     answers = answered(nodes, calls_of(4), table)
 
     assert legs(nodes) == (1, 4)
     assert (
-        len({requested.node for requested in nodes.received if requested.leg is NodeRole.DECODE})
+        len({requested.node for requested in nodes.received if requested.leg is LegKind.DECODE})
         == 1
     )
     assert [tokens for tokens, _ in answers.values()] == [expected(nodes)] * 4
     assert len({requested.handoff_id for requested in nodes.received}) == 4
     assert sorted(
-        requested.request.seed for requested in nodes.received if requested.leg is NodeRole.DECODE
+        requested.request.seed for requested in nodes.received if requested.leg is LegKind.DECODE
     ) == [*range(4)]
     places = [finish.served.is_prefill_remote for _, finish in answers.values()]
     assert places.count(True) == 1
 
 
 def test_other_answers_use_the_kv_that_a_vllm_server_computed_for_the_first() -> None:
-    nodes, table = FakeNodeCalls(), a_table(a_node(NodeRole.DECODE, "d0"))
+    nodes, table = FakeNodeCalls(), a_table(a_node(LegKind.DECODE, "d0"))
     prefills = FakePrefills(table, "d0:1")
 
     parts_of(nodes, calls_of(3, prompt=tuple(range(1, 100))), table, vllm=prefills)
@@ -177,7 +178,7 @@ def test_other_answers_use_the_kv_that_a_vllm_server_computed_for_the_first() ->
 
 def test_a_shared_prompt_adds_only_its_last_block_to_the_load() -> None:
     table = a_table()
-    [decode] = table.open_nodes(NodeRole.DECODE)
+    [decode] = table.open_nodes(LegKind.DECODE)
     seen: list[int] = []
 
     class Watching(FakeNodeCalls):
@@ -234,7 +235,7 @@ def test_answers_are_routed_separately_if_the_prompt_cannot_be_shared(
 ) -> None:
     assert callable(made)
     table = a_table(
-        a_node(NodeRole.PREFILL), *(made(a_node(NodeRole.DECODE, f"d{n}")) for n in range(2))
+        a_node(LegKind.PREFILL), *(made(a_node(LegKind.DECODE, f"d{n}")) for n in range(2))
     )
 
     class Slow(FakeNodeCalls):
@@ -303,12 +304,12 @@ def test_all_answers_have_the_deadline_of_the_client() -> None:
 
 
 def decodes_of(nodes: FakeNodeCalls) -> list[str]:
-    return [requested.node for requested in nodes.received if requested.leg is NodeRole.DECODE]
+    return [requested.node for requested in nodes.received if requested.leg is LegKind.DECODE]
 
 
 def two_decodes() -> NodeTable:
-    decodes = (a_node(NodeRole.DECODE, f"d{n}") for n in range(2))
-    return a_table(a_node(NodeRole.PREFILL), *decodes)
+    decodes = (a_node(LegKind.DECODE, f"d{n}") for n in range(2))
+    return a_table(a_node(LegKind.PREFILL), *decodes)
 
 
 def test_a_failed_second_answer_continues_on_another_node() -> None:
@@ -339,12 +340,12 @@ def test_other_answers_avoid_a_draining_decode_node() -> None:
 
 
 def test_all_answers_come_from_one_revision_of_the_model() -> None:
-    d1 = a_node(NodeRole.DECODE, "d1")
+    d1 = a_node(LegKind.DECODE, "d1")
     full = replace(d1, card=replace(d1.card, max_num_seqs=1))
     other = replace(FINGERPRINT, model="the same in int8")
     nodes = FakeNodeCalls()
 
-    answered(nodes, calls_of(4), a_table(full, a_node(NodeRole.DECODE, "d2", fingerprint=other)))
+    answered(nodes, calls_of(4), a_table(full, a_node(LegKind.DECODE, "d2", fingerprint=other)))
 
     assert [requested.node for requested in nodes.received] == ["d1"] * 4
 
@@ -352,10 +353,10 @@ def test_all_answers_come_from_one_revision_of_the_model() -> None:
 def test_answers_can_start_on_another_revision_before_any_token() -> None:
     other = replace(FINGERPRINT, model="the same in int8")
     p1, p2 = (
-        a_node(NodeRole.PREFILL, "p1"),
-        a_node(NodeRole.PREFILL, "p2", fingerprint=other),
+        a_node(LegKind.PREFILL, "p1"),
+        a_node(LegKind.PREFILL, "p2", fingerprint=other),
     )
-    d1, d2 = a_node(NodeRole.DECODE, "d1"), a_node(NodeRole.DECODE, "d2", fingerprint=other)
+    d1, d2 = a_node(LegKind.DECODE, "d1"), a_node(LegKind.DECODE, "d2", fingerprint=other)
     nodes = FakeNodeCalls(prefill_faults=[NodeDraining("on its way out")])
 
     answered(nodes, calls_of(3), a_table(p1, p2, d1, d2))
@@ -388,10 +389,10 @@ def test_a_draining_router_finishes_answers_that_wait_for_the_first() -> None:
 
 @pytest.mark.parametrize("num_prefill", [0, 1])
 def test_many_answers_to_a_poisonous_prompt_end_two_engines(num_prefill: int) -> None:
-    prefills = [a_node(NodeRole.PREFILL, f"p{n}") for n in range(num_prefill)]
-    decodes = [a_node(NodeRole.DECODE, f"d{n}") for n in range(4)]
+    prefills = [a_node(LegKind.PREFILL, f"p{n}") for n in range(num_prefill)]
+    decodes = [a_node(LegKind.DECODE, f"d{n}") for n in range(4)]
     table = a_table(*prefills, *decodes)
-    nodes = CrashingNodes(table, {PROMPT[0]: Poison(NodeRole.DECODE, 4)})
+    nodes = CrashingNodes(table, {PROMPT[0]: Poison(LegKind.DECODE, 4)})
     ticks = itertools.count()
     nodes.pipeline = Pipeline(
         table=table,

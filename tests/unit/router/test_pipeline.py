@@ -18,6 +18,7 @@ from baton.core.finish import Finish
 from baton.core.foreign_kv import ForeignKv
 from baton.core.ids import AdapterRef, ModelVariant, NodeId, Peer, RequestId
 from baton.core.kv_hints import KvHints
+from baton.core.legs import GENERATING, LegKind
 from baton.core.logprobs import TokenLogprobs
 from baton.core.output import FinishReason, Output
 from baton.core.request import PrefixSource, ReceiveKv
@@ -56,7 +57,7 @@ from baton.rpc.errors import (
     UnsupportedInput,
 )
 from baton.rpc.messages.calls import CallReport
-from baton.rpc.node_info import LoadedAdapter, NodeAdapters, NodeRole
+from baton.rpc.node_info import LoadedAdapter, NodeAdapters
 from tests.support.fake_prefills import FakePrefills
 from tests.support.node_calls import (
     FINGERPRINT,
@@ -107,7 +108,7 @@ def a_pipeline(
 
 def a_table_with(adapter: AdapterRef) -> NodeTable:
     """Return a table of two nodes that have the adapter in memory."""
-    nodes = (a_node(role) for role in NodeRole)
+    nodes = (a_node(role) for role in GENERATING)
     table = a_table(*(replace(node, card=replace(node.card, max_loras=1)) for node in nodes))
     for node in table.nodes:
         table.note_adapters(node.address, NodeAdapters((LoadedAdapter(adapter, True),)))
@@ -161,7 +162,7 @@ def test_cached_tokens_are_those_of_the_node_that_computed_the_prompt() -> None:
     alone = CallReport(prompt_tokens_computed=1, prompt_tokens_cached=2)
 
     assert cached(FakeNodeCalls(num_cached_on_prefill=3, report=received)) == 3
-    assert cached(FakeNodeCalls(report=alone), a_table(a_node(NodeRole.DECODE))) == 2
+    assert cached(FakeNodeCalls(report=alone), a_table(a_node(LegKind.DECODE))) == 2
     # The KV was lost, and decode computed what it lacked.
     assert cached(FakeNodeCalls(num_cached_on_prefill=3, report=alone)) == 2
     # Preempted after the hand-off, decode computed again what prefill had.
@@ -198,9 +199,9 @@ def test_both_legs_start_with_one_hand_off_id_and_one_seed() -> None:
 
     token_ids, finish = asyncio.run(run(a_pipeline(nodes), a_call()))
 
-    prefill, decode = sorted(nodes.received, key=lambda requested: requested.leg is NodeRole.DECODE)
+    prefill, decode = sorted(nodes.received, key=lambda requested: requested.leg is LegKind.DECODE)
     source = Peer(NodeId("prefill"), "prefill:1")
-    assert (prefill.leg, decode.leg) == (NodeRole.PREFILL, NodeRole.DECODE)
+    assert (prefill.leg, decode.leg) == (LegKind.PREFILL, LegKind.DECODE)
     assert prefill.request.send_to == prefill.handoff_id
     assert decode.request.receive_from == ReceiveKv(prefill.handoff_id, source)
     assert prefill.request.seed == decode.request.seed
@@ -212,7 +213,7 @@ def test_both_legs_start_with_one_hand_off_id_and_one_seed() -> None:
 def cached_on(*names: str) -> NodeTable:
     """Return a table of one prefill and two decode nodes, some of which have a long prompt."""
     table = a_table(
-        *(a_node(NodeRole.DECODE, name) for name in ("d0", "d1")), a_node(NodeRole.PREFILL, "p0")
+        *(a_node(LegKind.DECODE, name) for name in ("d0", "d1")), a_node(LegKind.PREFILL, "p0")
     )
     stored = pack_names(NAMING.names(LONG_PROMPT, len(LONG_PROMPT)))
     for name in names:
@@ -230,7 +231,7 @@ def test_the_node_that_computes_the_prompt_gets_the_holder_of_its_prefix() -> No
 
     source = PrefixSource(Peer(NodeId("d1"), "d1:1"), 96)
     sources = {call.leg: call.request.prefix_source for call in nodes.received}
-    assert sources == {NodeRole.PREFILL: source, NodeRole.DECODE: None}
+    assert sources == {LegKind.PREFILL: source, LegKind.DECODE: None}
     assert [call.node for call in alone.received] == ["d0"]
     assert [call.request.prefix_source for call in alone.received] == [source]
 
@@ -243,8 +244,8 @@ def test_kv_of_a_vllm_server_needs_no_prefill_and_is_read_once() -> None:
     asyncio.run(run(a_pipeline(nodes, cached_on()), replace(a_call(), foreign_kv=kv)))
 
     first, *others = nodes.received
-    assert (first.leg, first.request.foreign_kv) == (NodeRole.DECODE, kv)
-    assert {call.leg for call in others} == {NodeRole.PREFILL, NodeRole.DECODE}
+    assert (first.leg, first.request.foreign_kv) == (LegKind.DECODE, kv)
+    assert {call.leg for call in others} == {LegKind.PREFILL, LegKind.DECODE}
     assert all(call.request.foreign_kv is None for call in others)
 
 
@@ -283,8 +284,8 @@ def test_a_holder_that_has_just_failed_is_not_named_again() -> None:
 
     asyncio.run(run(a_pipeline(nodes, cached_on("d0")), a_call(prompt=LONG_PROMPT)))
 
-    prefills = [call for call in nodes.received if call.leg is NodeRole.PREFILL]
-    assert [call.node for call in nodes.received if call.leg is NodeRole.DECODE] == ["d0", "d1"]
+    prefills = [call for call in nodes.received if call.leg is LegKind.PREFILL]
+    assert [call.node for call in nodes.received if call.leg is LegKind.DECODE] == ["d0", "d1"]
     assert [call.request.prefix_source is None for call in prefills] == [False, True]
 
 
@@ -297,7 +298,7 @@ def test_a_prefetch_is_sent_to_the_node_that_would_compute_the_prompt_and_yields
     token_ids, finish = asyncio.run(run(a_pipeline(nodes), call))
 
     (prefill,) = nodes.received
-    assert prefill.leg is NodeRole.PREFILL
+    assert prefill.leg is LegKind.PREFILL
     assert prefill.request.send_to is None
     assert (prefill.request.kv_hints, prefill.request.tenant) == (call.kv_hints, "t")
     assert (token_ids, finish.num_completion_tokens) == ([], 0)
@@ -317,7 +318,7 @@ def test_a_given_seed_is_kept_and_drawn_ones_differ() -> None:
     asyncio.run(three())
 
     seeds = [
-        requested.request.seed for requested in nodes.received if requested.leg is NodeRole.DECODE
+        requested.request.seed for requested in nodes.received if requested.leg is LegKind.DECODE
     ]
     assert seeds[0] == 5
     assert seeds[1] != seeds[2]
@@ -326,12 +327,12 @@ def test_a_given_seed_is_kept_and_drawn_ones_differ() -> None:
 def test_a_failed_decode_continues_on_another_node_without_gap_or_repeat() -> None:
     nodes = FakeNodeCalls(decode_breaks_after=[3])
     table = a_table(
-        a_node(NodeRole.PREFILL), a_node(NodeRole.DECODE, "d1"), a_node(NodeRole.DECODE, "d2")
+        a_node(LegKind.PREFILL), a_node(LegKind.DECODE, "d1"), a_node(LegKind.DECODE, "d2")
     )
 
     token_ids, finish = asyncio.run(run(a_pipeline(nodes, table), a_call()))
 
-    first, second = (requested for requested in nodes.received if requested.leg is NodeRole.DECODE)
+    first, second = (requested for requested in nodes.received if requested.leg is LegKind.DECODE)
     assert token_ids == expected_tokens(nodes)
     assert (first.handoff_id.attempt, second.handoff_id.attempt) == (1, 2)
     assert first.node != second.node
@@ -349,7 +350,7 @@ def test_decode_computes_the_prompt_if_the_only_prefill_node_fails() -> None:
     assert token_ids == expected_tokens(nodes)
     assert not finish.served.is_prefill_remote
     assert finish.served.prefill_reason
-    assert [requested.leg for requested in nodes.received].count(NodeRole.PREFILL) == 1
+    assert [requested.leg for requested in nodes.received].count(LegKind.PREFILL) == 1
 
 
 def test_a_prefill_node_lost_after_the_hand_off_causes_no_retry() -> None:
@@ -429,9 +430,9 @@ def test_buffered_tokens_are_emitted_as_one_chunk_before_a_later_failure() -> No
 
 def test_a_client_that_does_not_read_gets_the_buffered_tokens_and_an_error() -> None:
     nodes = FakeNodeCalls()
-    decode = a_node(NodeRole.DECODE)
+    decode = a_node(LegKind.DECODE)
     decode = replace(decode, card=replace(decode.card, max_model_len=3 * MAX_WAITING))
-    table = a_table(a_node(NodeRole.PREFILL), decode)
+    table = a_table(a_node(LegKind.PREFILL), decode)
     reported: list[TokenChunk] = []
 
     async def read() -> None:
@@ -456,20 +457,20 @@ def test_a_refusal_by_prefill_ends_the_decode_leg_and_reaches_the_client() -> No
     with pytest.raises(InvalidRequest, match="too long"):
         asyncio.run(run(a_pipeline(nodes), a_call()))
 
-    assert nodes.left == [NodeRole.DECODE]
+    assert nodes.left == [LegKind.DECODE]
 
 
 def test_refusals_of_draining_nodes_do_not_count_as_attempts() -> None:
     names = [f"p{number}" for number in range(6)]
     nodes = FakeNodeCalls(prefill_faults=[NodeDraining("on its way out") for _ in names[1:]])
-    table = a_table(a_node(NodeRole.DECODE), *(a_node(NodeRole.PREFILL, name) for name in names))
+    table = a_table(a_node(LegKind.DECODE), *(a_node(LegKind.PREFILL, name) for name in names))
 
     token_ids, finish = asyncio.run(run(a_pipeline(nodes, table), a_call()))
 
     assert token_ids == expected_tokens(nodes)
     assert finish.served.is_prefill_remote
     assert (
-        sorted(requested.node for requested in nodes.received if requested.leg is NodeRole.PREFILL)
+        sorted(requested.node for requested in nodes.received if requested.leg is LegKind.PREFILL)
         == names
     )
 
@@ -480,12 +481,12 @@ def test_the_last_failure_is_reported_when_every_attempt_fails() -> None:
     with pytest.raises(NodeFailed):
         asyncio.run(run(a_pipeline(nodes), a_call()))
 
-    assert [a.handoff_id.attempt for a in nodes.received if a.leg is NodeRole.DECODE] == [1, 2, 3]
+    assert [a.handoff_id.attempt for a in nodes.received if a.leg is LegKind.DECODE] == [1, 2, 3]
 
 
 def test_attempts_with_progress_do_not_count_against_the_limit() -> None:
     nodes = FakeNodeCalls(decode_breaks_after=[2, 2, 2, 2])
-    table = a_table(a_node(NodeRole.DECODE, "d1"), a_node(NodeRole.DECODE, "d2"))
+    table = a_table(a_node(LegKind.DECODE, "d1"), a_node(LegKind.DECODE, "d2"))
 
     token_ids, finish = asyncio.run(run(a_pipeline(nodes, table), a_call(max_tokens=12)))
 
@@ -495,7 +496,7 @@ def test_attempts_with_progress_do_not_count_against_the_limit() -> None:
 
 def test_few_requests_are_retried_in_an_outage() -> None:
     nodes = FakeNodeCalls(decode_breaks_after=[0] * 1000)
-    table = a_table(a_node(NodeRole.DECODE))
+    table = a_table(a_node(LegKind.DECODE))
     pipeline = a_pipeline(nodes, table, max_in_flight=4)
 
     async def generate_next() -> None:
@@ -510,7 +511,7 @@ def test_few_requests_are_retried_in_an_outage() -> None:
 
 def test_a_repeatedly_failing_node_is_avoided_and_later_used_again() -> None:
     nodes = FakeNodeCalls(prefill_faults=[NodeFailed("broken") for _ in range(3)])
-    table = a_table(a_node(NodeRole.PREFILL), a_node(NodeRole.DECODE))
+    table = a_table(a_node(LegKind.PREFILL), a_node(LegKind.DECODE))
     now = [0.0]
     pipeline = a_pipeline(nodes, table, clock=lambda: now[0])
 
@@ -518,7 +519,7 @@ def test_a_repeatedly_failing_node_is_avoided_and_later_used_again() -> None:
         return [(await run(pipeline, a_call()))[1].served.is_prefill_remote for _ in range(count)]
 
     assert asyncio.run(places(4)) == [False] * 4
-    num_asked = [requested.leg for requested in nodes.received].count(NodeRole.PREFILL)
+    num_asked = [requested.leg for requested in nodes.received].count(LegKind.PREFILL)
     now[0] = 100.0
 
     assert asyncio.run(places(2)) == [True] * 2
@@ -634,13 +635,13 @@ def test_closing_the_answer_early_closes_both_legs_and_frees_the_id() -> None:
 
     asyncio.run(asyncio.wait_for(close_then_drain(), timeout=30))
 
-    assert nodes.left == [NodeRole.DECODE]
+    assert nodes.left == [LegKind.DECODE]
 
 
 def test_both_legs_of_every_attempt_get_the_remaining_deadline() -> None:
     nodes = FakeNodeCalls(decode_breaks_after=[1])
     table = a_table(
-        a_node(NodeRole.PREFILL), a_node(NodeRole.DECODE, "d1"), a_node(NodeRole.DECODE, "d2")
+        a_node(LegKind.PREFILL), a_node(LegKind.DECODE, "d1"), a_node(LegKind.DECODE, "d2")
     )
 
     asyncio.run(run(a_pipeline(nodes, table), a_call(), RequestContext(0.0, deadline_s=100.0)))
@@ -714,7 +715,7 @@ def test_a_lone_request_runs_until_its_deadline() -> None:
 
 
 def test_concurrent_requests_are_limited_by_the_batches_of_the_nodes() -> None:
-    prefill, decode = a_node(NodeRole.PREFILL), a_node(NodeRole.DECODE)
+    prefill, decode = a_node(LegKind.PREFILL), a_node(LegKind.DECODE)
     table = a_table(prefill, replace(decode, card=replace(decode.card, max_num_seqs=2)))
     pipeline = a_pipeline(FakeNodeCalls(is_endless=True), table, max_in_flight=None)
     pipeline.handle_nodes_changed()
@@ -747,7 +748,7 @@ def test_a_leg_that_times_out_ends_the_other_leg_and_is_not_retried() -> None:
     with pytest.raises(DeadlineExceeded, match="over"):
         asyncio.run(run(a_pipeline(nodes), a_call()))
 
-    assert nodes.left == [NodeRole.DECODE]
+    assert nodes.left == [LegKind.DECODE]
     assert {requested.handoff_id.attempt for requested in nodes.received} == {1}
 
 
@@ -793,7 +794,7 @@ def test_unservable_requests_are_refused_before_any_node_is_called() -> None:
         with pytest.raises(refusal):
             asyncio.run(run(pipeline, call))
     with pytest.raises(NoNodes):
-        asyncio.run(run(a_pipeline(nodes, a_table(a_node(NodeRole.PREFILL))), a_call()))
+        asyncio.run(run(a_pipeline(nodes, a_table(a_node(LegKind.PREFILL))), a_call()))
 
     assert nodes.received == []
 
@@ -801,7 +802,7 @@ def test_unservable_requests_are_refused_before_any_node_is_called() -> None:
 def test_a_request_waits_for_the_only_decode_node_to_return_and_continues_there() -> None:
     nodes = FakeNodeCalls(decode_breaks_after=[3])
     table = a_table()
-    decode = a_node(NodeRole.DECODE)
+    decode = a_node(LegKind.DECODE)
     pipeline = a_pipeline(nodes, table, node_patience_s=PATIENCE_S)
 
     async def restart_under_way() -> list[int]:
@@ -823,7 +824,7 @@ def test_a_request_waits_for_the_only_decode_node_to_return_and_continues_there(
     token_ids = asyncio.run(asyncio.wait_for(restart_under_way(), PATIENCE_S))
 
     assert token_ids == expected_tokens(nodes)
-    assert [requested.leg for requested in nodes.received].count(NodeRole.DECODE) == 2
+    assert [requested.leg for requested in nodes.received].count(LegKind.DECODE) == 2
 
 
 OTHER = replace(FINGERPRINT, model="the same in int8")
@@ -831,7 +832,7 @@ OTHER = replace(FINGERPRINT, model="the same in int8")
 
 def test_an_answer_is_not_continued_on_another_revision() -> None:
     nodes = FakeNodeCalls(decode_breaks_after=[3])
-    d1, d2 = a_node(NodeRole.DECODE, "d1"), a_node(NodeRole.DECODE, "d2", fingerprint=OTHER)
+    d1, d2 = a_node(LegKind.DECODE, "d1"), a_node(LegKind.DECODE, "d2", fingerprint=OTHER)
     table = a_table(d1, d2)
 
     token_ids, _ = asyncio.run(run(a_pipeline(nodes, table), a_call()))
@@ -842,7 +843,7 @@ def test_an_answer_is_not_continued_on_another_revision() -> None:
 
 def test_an_answer_waits_for_its_revision_to_return() -> None:
     nodes = FakeNodeCalls(decode_breaks_after=[3])
-    d1, d2 = a_node(NodeRole.DECODE, "d1"), a_node(NodeRole.DECODE, "d2", fingerprint=OTHER)
+    d1, d2 = a_node(LegKind.DECODE, "d1"), a_node(LegKind.DECODE, "d2", fingerprint=OTHER)
     table = a_table(d1, d2)
     pipeline = a_pipeline(nodes, table, node_patience_s=PATIENCE_S)
 
@@ -870,7 +871,7 @@ def test_an_answer_waits_for_its_revision_to_return() -> None:
 
 def test_an_answer_whose_revision_does_not_return_ends_with_a_named_error() -> None:
     nodes = FakeNodeCalls(decode_breaks_after=[3])
-    d1, d2 = a_node(NodeRole.DECODE, "d1"), a_node(NodeRole.DECODE, "d2", fingerprint=OTHER)
+    d1, d2 = a_node(LegKind.DECODE, "d1"), a_node(LegKind.DECODE, "d2", fingerprint=OTHER)
     table = a_table(d1, d2)
     pipeline = a_pipeline(nodes, table, node_patience_s=0.01)
 
@@ -884,8 +885,8 @@ def test_an_answer_whose_revision_does_not_return_ends_with_a_named_error() -> N
 
 def test_a_request_waits_for_a_compatible_prefill_node() -> None:
     """The incompatible one may be the first node of a new revision."""
-    table = a_table(a_node(NodeRole.PREFILL, "p2", fingerprint=OTHER), a_node(NodeRole.DECODE))
-    prefill = a_node(NodeRole.PREFILL)
+    table = a_table(a_node(LegKind.PREFILL, "p2", fingerprint=OTHER), a_node(LegKind.DECODE))
+    prefill = a_node(LegKind.PREFILL)
     nodes = FakeNodeCalls()
     pipeline = a_pipeline(nodes, table, node_patience_s=PATIENCE_S)
 
@@ -905,8 +906,8 @@ def test_a_request_waits_for_a_compatible_prefill_node() -> None:
 
 def test_a_request_refused_by_a_draining_node_can_start_on_another_revision() -> None:
     nodes = FakeNodeCalls(prefill_faults=[NodeDraining("on its way out")])
-    p1, p2 = a_node(NodeRole.PREFILL, "p1"), a_node(NodeRole.PREFILL, "p2", fingerprint=OTHER)
-    d1, d2 = a_node(NodeRole.DECODE, "d1"), a_node(NodeRole.DECODE, "d2", fingerprint=OTHER)
+    p1, p2 = a_node(LegKind.PREFILL, "p1"), a_node(LegKind.PREFILL, "p2", fingerprint=OTHER)
+    d1, d2 = a_node(LegKind.DECODE, "d1"), a_node(LegKind.DECODE, "d2", fingerprint=OTHER)
 
     asyncio.run(run(a_pipeline(nodes, a_table(p1, p2, d1, d2)), a_call()))
 
@@ -914,7 +915,7 @@ def test_a_request_refused_by_a_draining_node_can_start_on_another_revision() ->
 
 
 def test_the_wait_for_a_node_times_out() -> None:
-    table = a_table(a_node(NodeRole.PREFILL))
+    table = a_table(a_node(LegKind.PREFILL))
 
     with pytest.raises(NoNodes):
         asyncio.run(run(a_pipeline(FakeNodeCalls(), table, node_patience_s=0.01), a_call()))
@@ -975,7 +976,7 @@ def test_the_event_loop_runs_while_buffered_logprobs_are_processed() -> None:
     async def catch_up() -> list[str]:
         events = Events()
         for output in outputs:
-            events.put(LegOutput(NodeRole.DECODE, (output,)))
+            events.put(LegOutput(LegKind.DECODE, (output,)))
         order: list[str] = []
         asyncio.get_running_loop().call_soon(order.append, "another")
         for _ in outputs:

@@ -15,6 +15,7 @@ import pytest
 from baton.core.errors import InvalidRequest
 from baton.core.finish import Finish
 from baton.core.ids import ModelVariant
+from baton.core.legs import LegKind
 from baton.core.sampling import SamplingParams
 from baton.core.task import EMBED
 from baton.router.admission.admission_queue import AdmissionQueueConfig
@@ -31,12 +32,11 @@ from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import NodeTable
 from baton.router.routing.nodes import Node
-from baton.router.routing.policy import Route
+from baton.router.routing.policy import Leg, Route, handed_over
 from baton.router.routing.routing_view import RoutingRequest
 from baton.router.tracing import UNTRACED, RequestTrace
 from baton.router.values import GenerateCall, Prompt, TextPrompt, TokenChunk, TokenPrompt
 from baton.rpc.errors import FailureKind, NodeFailed, NoNodes, TooLate, UnknownModel
-from baton.rpc.node_info import NodeRole
 from tests.support.node_calls import FakeNodeCalls, a_node_of, a_table, an_embedder
 from tests.support.waits import reaches, until
 
@@ -53,15 +53,15 @@ class NodesByModel:
 
     async def call(
         self,
-        node: Node,
+        leg: Leg,
         request: object,
         deliver: Deliver,
         *,
         timeout_s: float | None = None,
         trace: RequestTrace = UNTRACED,
     ) -> None:
-        nodes: NodeCalls = self._by_model[node.card.model]
-        await nodes.call(node, request, deliver, timeout_s=timeout_s, trace=trace)  # type: ignore[arg-type]
+        nodes: NodeCalls = self._by_model[leg.node.card.model]
+        await nodes.call(leg, request, deliver, timeout_s=timeout_s, trace=trace)  # type: ignore[arg-type]
 
 
 class TickingClock:
@@ -111,7 +111,7 @@ def pairs_of(*models: str, **fields: Any) -> list[Node]:
     return [
         a_node_of(model, role, **fields)
         for model in models
-        for role in (NodeRole.PREFILL, NodeRole.DECODE)
+        for role in (LegKind.PREFILL, LegKind.DECODE)
     ]
 
 
@@ -254,7 +254,7 @@ def test_failures_of_one_models_nodes_leave_another_its_retries() -> None:
 
 def a_route(model: str) -> Route:
     prefill, decode = pairs_of(model)
-    return Route(decode, prefill)
+    return Route(handed_over(prefill, decode))
 
 
 def test_a_suspect_of_one_model_closes_no_nodes_to_another() -> None:
@@ -266,7 +266,7 @@ def test_a_suspect_of_one_model_closes_no_nodes_to_another() -> None:
     route = a_route("a")
     first = quarantine.track(suspect, route)
     other = quarantine.track(bystander, a_route("b"))
-    verdict = quarantine.judge(first, route.decode.address, FailureKind.ENGINE_FAILED)
+    verdict = quarantine.judge(first, route.last.node.address, FailureKind.ENGINE_FAILED)
     quarantine.end(first)
     quarantine.end(other)
     test = quarantine.track(suspect, route)  # alone on the nodes of its model
@@ -279,13 +279,13 @@ def test_a_suspect_of_one_model_closes_no_nodes_to_another() -> None:
     assert not bystander.is_suspect
     assert quarantine.closed_addresses(Suspicion()) == set(route.addresses)
     found = asyncio.run(asyncio.wait_for(find(B), 1.0))  # it does not wait for the test
-    assert found.prefill is not None
-    assert {found.decode.card.model, found.prefill.card.model} == {"b"}
+    assert found.is_split
+    assert {leg.node.card.model for leg in found.legs} == {"b"}
     quarantine.end(test)
 
 
 def test_turns_of_nodes_are_counted_by_model() -> None:
-    two = [a_node_of(model, NodeRole.DECODE, f"{model}{n}") for model in "ab" for n in range(2)]
+    two = [a_node_of(model, LegKind.DECODE, f"{model}{n}") for model in "ab" for n in range(2)]
     config = DispatchConfig(routing=Routing(RoutingPolicy.ROUND_ROBIN, kv_pulls=False))
     routes = RouteFinder(
         a_table(*two), config, CircuitBreakers(), Quarantine(lambda: None), lambda: 0.0
@@ -295,7 +295,7 @@ def test_turns_of_nodes_are_counted_by_model() -> None:
         found = []
         for model in (A, B) * 2:  # by turns
             request = RoutingRequest((3, 4), model=model)
-            found.append((await routes.find(request, frozenset(), Suspicion())).decode.address)
+            found.append((await routes.find(request, frozenset(), Suspicion())).last.node.address)
         return found
 
     assert asyncio.run(find()) == ["a0:1", "b0:1", "a1:1", "b1:1"]
@@ -312,7 +312,7 @@ def test_models_are_refused_with_the_list() -> None:
     with pytest.raises(InvalidRequest, match=r"set model to one of: a, b$"):
         asyncio.run(answer(pipeline, unnamed))
     asyncio.run(answer(pipeline, replace(unnamed, task=EMBED)))  # by the only embedder
-    assert [received.node for received in nodes.received] == ["embedder-prefill"]
+    assert [received.node for received in nodes.received] == ["embedder-encode"]
 
 
 def test_before_any_node_joined_a_router_of_several_models_needs_their_names() -> None:

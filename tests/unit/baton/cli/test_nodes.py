@@ -7,12 +7,12 @@ from baton.cli.commands.nodes import as_values, table_of_tiers, tables_of
 from baton.client.adapter_status import adapters_of
 from baton.client.node_status import Snapshot
 from baton.core.ids import AdapterRef
+from baton.core.legs import LegKind
 from baton.rpc.node_info import (
     STATUS,
     LoadedAdapter,
     NodeAdapters,
     NodeAvailability,
-    NodeRole,
     NodeStatus,
     NodeTotals,
     TierReport,
@@ -28,7 +28,7 @@ def snapshot_of(totals: NodeTotals) -> Snapshot:
 
 
 def a_status(totals: NodeTotals) -> NodeStatus:
-    return NodeStatus(NodeRole.PREFILL, "n:1", NodeAvailability.READY, node_id="n", totals=totals)
+    return NodeStatus((LegKind.PREFILL,), "n:1", NodeAvailability.READY, node_id="n", totals=totals)
 
 
 def test_totals_and_tiers_round_trip_through_protobuf() -> None:
@@ -76,7 +76,7 @@ def test_nodes_with_adapters_show_how_many_are_in_memory() -> None:
 
 def test_vllm_servers_that_are_not_used_show_the_reason() -> None:
     server = NodeStatus(
-        NodeRole.PREFILL,
+        (LegKind.PREFILL,),
         "vllm://v:8000",
         NodeAvailability.MISMATCHED,
         node_id="vllm",

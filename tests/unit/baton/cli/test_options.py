@@ -12,6 +12,7 @@ from baton.cli import app
 from baton.cli.commands.cluster import GIVEN, UpOptions, up
 from baton.cli.signatures import forwarded_arguments, inherit_options, parameters_of
 from baton.core.errors import InvalidConfig
+from baton.core.legs import LegKind
 from baton.core.options import build_config
 from baton.demo_model import demo_model
 from baton.engine.scheduler.config import LoadFailurePolicy
@@ -22,7 +23,6 @@ from baton.router.__main__ import node_discovery
 from baton.router.discovery.sources import DnsName, FixedNode, parse_sources
 from baton.router.model_options import ModelOptions, parse_models
 from baton.router.options import RouterOptions
-from baton.rpc.node_info import NodeRole
 from baton.rpc.server import parse_announcement
 from baton.telemetry.options import TRACE_DIR_VARIABLE, TelemetryOptions
 from tests.support.command_lines import invoke
@@ -179,9 +179,9 @@ def test_discovery_options_set_the_sources_and_the_interval() -> None:
     options = RouterOptions(parse_sources("dns:///d:1"), parse_sources("a:1"), find_every_s=2.0)
 
     discovery = node_discovery(options)
-    assert discovery.role_by_source == {
-        DnsName("d", 1): NodeRole.DECODE,
-        FixedNode("a:1"): NodeRole.PREFILL,
+    assert discovery.leg_by_source == {
+        DnsName("d", 1): LegKind.DECODE,
+        FixedNode("a:1"): LegKind.PREFILL,
     }
     assert discovery.every_s == 2.0
     with pytest.raises(InvalidConfig, match="--decode-nodes"):

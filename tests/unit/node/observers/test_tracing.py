@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from baton.core.ids import BlockId, HandoffId, NodeId, Peer, RequestId
+from baton.core.legs import LegKind
 from baton.core.sampling import SamplingParams
 from baton.engine.plan import Plan, PlanRow
 from baton.engine.step_observer import StepRecord
@@ -45,7 +46,7 @@ def tracing() -> NodeTracing:
 @contextmanager
 def a_call(tracing: NodeTracing, name: str) -> Iterator[NodeTimeline]:
     """Record a call whose request is `name#1` in the engine."""
-    with tracing.record_call(CALLER, an_engine_request(f"{name}#1")) as timeline:
+    with tracing.record_call(CALLER, LegKind.PREFILL, an_engine_request(f"{name}#1")) as timeline:
         assert timeline is not None
         yield timeline
 

@@ -8,9 +8,9 @@ import pytest
 
 from baton.core.errors import NamedError
 from baton.core.ids import HandoffId, NodeId, Peer
+from baton.core.legs import LegKind
 from baton.core.request import ReceiveKv
 from baton.core.structured_outputs import StructuredOutputs
-from baton.rpc.node_info import NodeRole
 from tests.support.node_calls import a_card
 
 pytest.importorskip("smg_grpc_proto", reason="needs baton[smg]")
@@ -19,7 +19,7 @@ from smg_grpc_proto.generated import sglang_scheduler_pb2
 from baton.node.smg.request import requests_from
 
 PAIR = {"bootstrap_host": "10.0.0.5", "bootstrap_port": 50061, "bootstrap_room": 7}
-DECODE, PREFILL = a_card(NodeRole.DECODE), a_card(NodeRole.PREFILL)
+DECODE, PREFILL = a_card(LegKind.DECODE), a_card(LegKind.PREFILL)
 
 
 def a_message(**fields: Any) -> Any:

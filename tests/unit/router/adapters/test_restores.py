@@ -9,12 +9,13 @@ import pytest
 from grpc import StatusCode
 
 from baton.core.ids import AdapterRef
+from baton.core.legs import LegKind
 from baton.router.adapters import restores
 from baton.router.adapters.calls import LOAD_TIMEOUT_S, AdapterCalls, Outcome
 from baton.router.adapters.restores import NUM_TRIES, AdapterRestores
 from baton.router.routing.nodes import Node
 from baton.rpc.channel import open_channel
-from baton.rpc.node_info import LoadedAdapter, NodeAdapters, NodeRole
+from baton.rpc.node_info import LoadedAdapter, NodeAdapters
 from baton.rpc.security.operators import NO_OPERATORS
 from baton.rpc.status import RemoteError
 from tests.support.node_calls import a_node, a_table
@@ -46,7 +47,7 @@ class SilentCalls(AdapterCalls):
 
 
 def a_member(name: str) -> Node:
-    node = a_node(NodeRole.DECODE, name)
+    node = a_node(LegKind.DECODE, name)
     return replace(node, card=replace(node.card, max_loras=2))
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from baton.client.node_status import NodeRates, Snapshot, rates_between
 from baton.core.ids import AdapterRef
+from baton.core.legs import LegKind
 from baton.router.discovery.node_reports import report_nodes
-from baton.router.discovery.sources import Member
 from baton.router.routing.node_table import NodeTable
 from baton.rpc.node_info import (
     STATUS,
@@ -17,22 +17,21 @@ from baton.rpc.node_info import (
     NodeAdapters,
     NodeAvailability,
     NodeLoad,
-    NodeRole,
     NodeStatus,
     NodeTotals,
 )
 from tests.support.node_calls import a_card
 
-DECODE, PREFILL = NodeRole.DECODE, NodeRole.PREFILL
+DECODE, PREFILL = LegKind.DECODE, LegKind.PREFILL
 
 
-def a_table(*members: Member) -> NodeTable:
-    """Return a table of these members; those whose address begins with `up` are ready."""
+def a_table(**listed: LegKind) -> NodeTable:
+    """Return a table of these addresses; nodes at those that begin with `up` are ready."""
     table = NodeTable()
-    table.watched = frozenset(members)
-    for member in members:
-        if member.address.startswith("up"):
-            table.join(member.address, a_card(member.role, f"name of {member.address}"))
+    table.watched = listed
+    for address, kind in listed.items():
+        if address.startswith("up"):
+            table.join(address, a_card(kind, f"name of {address}"))
     return table
 
 
@@ -41,9 +40,7 @@ def states(table: NodeTable) -> dict[str, NodeAvailability]:
 
 
 def test_prefill_nodes_are_listed_first_and_unreachable_nodes_are_included() -> None:
-    members = [Member(DECODE, "up2"), Member(DECODE, "away"), Member(PREFILL, "up1")]
-
-    reports = report_nodes(a_table(*members))
+    reports = report_nodes(a_table(up2=DECODE, away=DECODE, up1=PREFILL))
 
     assert [(report.address, report.state) for report in reports] == [
         ("up1", NodeAvailability.READY),
@@ -54,7 +51,7 @@ def test_prefill_nodes_are_listed_first_and_unreachable_nodes_are_included() -> 
 
 
 def test_each_reason_to_get_no_requests_is_a_separate_state() -> None:
-    table = a_table(*(Member(DECODE, f"up{number}") for number in range(5)))
+    table = a_table(**{f"up{number}": DECODE for number in range(5)})
     table.note_load("up1", NodeLoad(is_draining=True))
     table.note_ready("up2", is_ready=False)
     table.note_unlisted(frozenset({"up3"}))
@@ -75,7 +72,7 @@ def test_each_reason_to_get_no_requests_is_a_separate_state() -> None:
 
 
 def test_reported_node_status_reaches_the_caller() -> None:
-    table = a_table(Member(DECODE, "up"), Member(PREFILL, "away"))
+    table = a_table(up=DECODE, away=PREFILL)
     table.note_load("up", NodeLoad(1, 2, 3, totals=NodeTotals(40, 10, 7)))
     [node] = table.nodes
     table.node_load(node).num_sent += 4
@@ -84,9 +81,9 @@ def test_reported_node_status_reaches_the_caller() -> None:
 
     away, up = (STATUS.from_message(STATUS.to_message(report)) for report in report_nodes(table))
 
-    assert away == NodeStatus(PREFILL, "away", NodeAvailability.UNREACHABLE)
+    assert away == NodeStatus((PREFILL,), "away", NodeAvailability.UNREACHABLE)
     assert up == NodeStatus(
-        role=DECODE,
+        legs=(DECODE,),
         address="up",
         state=NodeAvailability.READY,
         node_id="name of up",
@@ -109,7 +106,7 @@ def test_reported_node_status_reaches_the_caller() -> None:
 
 def test_rates_compare_two_snapshots_of_the_same_process() -> None:
     totals = NodeTotals(num_prompt_tokens=10, num_sampled_tokens=5)
-    there = NodeStatus(DECODE, "a", NodeAvailability.READY, "n", "1", totals=totals)
+    there = NodeStatus((DECODE,), "a", NodeAvailability.READY, "n", "1", totals=totals)
     other = replace(there, address="b", incarnation="2")
     before = Snapshot(10.0, (there, other))
     later = replace(there, totals=NodeTotals(num_prompt_tokens=30, num_sampled_tokens=9))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from baton.core.legs import LegKind
 from baton.router.discovery.readiness import PATIENCE_S, Readiness
 from baton.router.routing.node_table import NodeTable
-from baton.rpc.node_info import NodeRole
 from tests.support.node_calls import a_node, a_node_of, an_embedder
 
-PREFILL, DECODE = a_node(NodeRole.PREFILL), a_node(NodeRole.DECODE)
+PREFILL, DECODE = a_node(LegKind.PREFILL), a_node(LegKind.DECODE)
 
 
 def test_a_router_becomes_ready_with_both_roles_and_stays_ready_with_decode_alone() -> None:
@@ -60,10 +60,10 @@ def test_each_of_several_models_needs_a_node_at_start() -> None:
     table = NodeTable()
     readiness = Readiness(wants_prefill=True, now=0.0, models=models)
     late = Readiness(wants_prefill=True, now=0.0, models=models)
-    small = a_node_of("small", NodeRole.PREFILL, vector_size=4, generates=False)
+    small = a_node_of("small", LegKind.PREFILL, vector_size=4, generates=False)
     table.join(small.address, small.card)
     assert not readiness.is_ready(table, 0.0)
-    for role in (NodeRole.PREFILL, NodeRole.DECODE):
+    for role in (LegKind.PREFILL, LegKind.DECODE):
         node = a_node_of("chat", role)
         table.join(node.address, node.card)
     assert readiness.is_ready(table, 1.0)
@@ -77,11 +77,11 @@ def test_each_of_several_models_needs_a_node_at_start() -> None:
 
 def test_waiting_for_missing_decode_nodes_times_out_if_the_model_embeds() -> None:
     table, readiness = NodeTable(), Readiness(wants_prefill=True, now=0.0)
-    generating = a_node_of("large", NodeRole.PREFILL)
+    generating = a_node_of("large", LegKind.PREFILL)
     table.join(generating.address, generating.card)
     assert not readiness.is_ready(table, PATIENCE_S)
 
-    both = a_node_of("small", NodeRole.PREFILL, vector_size=4)
+    both = a_node_of("small", LegKind.PREFILL, vector_size=4)
     table.join(both.address, both.card)
 
     assert not readiness.is_ready(table, PATIENCE_S - 1)

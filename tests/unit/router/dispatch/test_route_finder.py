@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
+from baton.core.legs import LegKind
 from baton.router.dispatch.config import DispatchConfig
 from baton.router.dispatch.quarantine import Quarantine, Suspicion
 from baton.router.dispatch.retries import BreakerConfig, CircuitBreakers
 from baton.router.dispatch.route_finder import RouteFinder
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import NodeTable
-from baton.router.routing.policy import Route
+from baton.router.routing.policy import Route, decoded_on
 from baton.router.routing.routing_view import RoutingRequest
 from baton.rpc.cached_prefixes import PrefixChanges, pack_names
-from baton.rpc.node_info import NodeRole
 from tests.support.node_calls import NAMING, a_node, a_table
 
 PROMPT = tuple(range(100))
@@ -22,7 +22,7 @@ REQUEST = RoutingRequest(PROMPT)
 
 def a_cluster() -> NodeTable:
     """Return a table of one prefill and two decode nodes, one of which has the prompt."""
-    roles = {"p0": NodeRole.PREFILL, "d0": NodeRole.DECODE, "d1": NodeRole.DECODE}
+    roles = {"p0": LegKind.PREFILL, "d0": LegKind.DECODE, "d1": LegKind.DECODE}
     table = a_table(*(a_node(role, name) for name, role in roles.items()))
     stored = pack_names(NAMING.names(PROMPT, len(PROMPT)))
     table.note_prefixes("d1:1", PrefixChanges(1, True, stored))
@@ -64,7 +64,7 @@ def test_a_node_with_an_open_breaker_is_not_named_as_holder() -> None:
 def test_a_failed_node_is_not_named_as_holder_even_if_every_node_has_failed() -> None:
     route = find(a_cluster(), failed=frozenset({"p0:1", "d0:1", "d1:1"}))
 
-    assert route.prefill is not None
+    assert route.is_split
     assert holder_address(route) is None
 
 
@@ -81,6 +81,6 @@ def test_a_quarantined_node_is_not_named_as_holder() -> None:
     suspicion.suspect()
     d1 = table.node_at("d1:1")
     assert d1 is not None
-    quarantine.track(suspicion, Route(d1, None))
+    quarantine.track(suspicion, Route(decoded_on(d1)))
 
     assert holder_address(find(table, quarantine=quarantine)) is None

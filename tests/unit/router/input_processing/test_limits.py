@@ -10,6 +10,7 @@ import pytest
 
 from baton.core.errors import InvalidRequest
 from baton.core.ids import HandoffId
+from baton.core.legs import LegKind
 from baton.core.request import EngineRequest
 from baton.core.sampling import (
     MAX_BANNED_SEQUENCE_TOKENS,
@@ -25,7 +26,7 @@ from baton.router.doors.openai.request.parsed_request import (
     completion_from,
 )
 from baton.router.input_processing.limits import MAX_CHAT_MESSAGES, MAX_NAME_CHARACTERS, MAX_TOOLS
-from baton.rpc.messages.calls import decode_order, engine_request, node_request_id
+from baton.rpc.messages.calls import engine_request, leg_order, node_request_id
 from baton.v1 import inference_pb2, sampling_pb2
 from tests.support.fake_vllm_api import PARAMS
 
@@ -151,7 +152,9 @@ def test_values_at_the_limits_are_accepted() -> None:
 @pytest.mark.parametrize(("name", "salt"), [("x" * 513, ""), ("a", "x" * 513)])
 def test_nodes_refuse_names_that_no_router_sends(name: str, salt: str) -> None:
     request_id = node_request_id(HandoffId(name, 1))
-    order = decode_order(EngineRequest(request_id, (1,), SamplingParams(), 0, cache_salt=salt))
+    order = leg_order(
+        LegKind.DECODE, EngineRequest(request_id, (1,), SamplingParams(), 0, cache_salt=salt)
+    )
 
     with pytest.raises(InvalidRequest, match="513 characters"):
         engine_request(order, 0.0)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from baton.core.ids import ANY_MODEL, AdapterRef, ModelVariant
+from baton.core.legs import LegKind
 from baton.router.input_processing.model_profiles import ModelProfile, ModelProfiles
 from baton.router.input_processing.tokenization import TextBoundary
 from baton.router.routing.node_table import NodeTable
 from baton.router.values import Parsing, TextPrompt
 from baton.rpc.errors import UnsupportedInput
-from baton.rpc.node_info import LoadedAdapter, NodeAdapters, NodeRole
+from baton.rpc.node_info import LoadedAdapter, NodeAdapters
 from tests.support.node_calls import a_node_of, an_embedder
 
 CHAT = ModelProfile(TextBoundary(), "chat")
@@ -22,7 +23,7 @@ def a_table_of(*models: str) -> NodeTable:
     """Return a table with a decode node of each model; those with `embed` only embed."""
     table = NodeTable()
     for model in models:
-        node = an_embedder(model) if "embed" in model else a_node_of(model, NodeRole.DECODE)
+        node = an_embedder(model) if "embed" in model else a_node_of(model, LegKind.DECODE)
         table.join(node.address, node.card)
     return table
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from baton.core.ids import AdapterRef, ModelVariant
+from baton.core.legs import LegKind
 from baton.core.task import EMBED
 from baton.router.routing import adapter_table
 from baton.router.routing.adapter_table import NameOrder
@@ -18,7 +19,7 @@ from baton.router.routing.nodes import Node
 from baton.router.routing.policy import Route, choose
 from baton.router.routing.routing_view import ADAPTER_LOAD_COST, DECODE_COST_TOKENS, RoutingRequest
 from baton.rpc.errors import NoNodes
-from baton.rpc.node_info import LoadedAdapter, NodeAdapters, NodeRole, UnloadedAdapter
+from baton.rpc.node_info import LoadedAdapter, NodeAdapters, UnloadedAdapter
 from tests.support.node_calls import a_node, a_table
 
 PROMPT = tuple(range(100))
@@ -28,15 +29,15 @@ FIXED = AdapterRef("fixed", "4")  # without a path: given to some nodes at their
 ALL = ("p0:1", "p1:1", "d0:1", "d1:1")
 
 
-def adapter_node(role: NodeRole, name: str, max_loras: int) -> Node:
+def adapter_node(role: LegKind, name: str, max_loras: int) -> Node:
     node = a_node(role, name)
     return replace(node, card=replace(node.card, max_loras=max_loras))
 
 
 def a_cluster(max_loras: int = 2) -> NodeTable:
     return a_table(
-        *(adapter_node(NodeRole.PREFILL, f"p{n}", max_loras) for n in range(2)),
-        *(adapter_node(NodeRole.DECODE, f"d{n}", max_loras) for n in range(2)),
+        *(adapter_node(LegKind.PREFILL, f"p{n}", max_loras) for n in range(2)),
+        *(adapter_node(LegKind.DECODE, f"d{n}", max_loras) for n in range(2)),
     )
 
 
@@ -58,7 +59,7 @@ def request_for(adapter: AdapterRef, number: int = 0) -> RoutingRequest:
 
 
 def pair_of(route: Route) -> tuple[str, str]:
-    return "" if route.prefill is None else route.prefill.address, route.decode.address
+    return "" if not route.is_split else route.first.node.address, route.last.node.address
 
 
 def pairs(table: NodeTable, adapter: AdapterRef, routing: Routing) -> set[tuple[str, str]]:
@@ -99,7 +100,7 @@ def test_a_base_model_keeps_its_name() -> None:
 
 
 def join(table: NodeTable, address: str) -> None:
-    role = NodeRole.PREFILL if address.startswith("p") else NodeRole.DECODE
+    role = LegKind.PREFILL if address.startswith("p") else LegKind.DECODE
     table.join(address, adapter_node(role, address.partition(":")[0], 2).card)
 
 
@@ -233,7 +234,7 @@ def test_long_lists_of_names_are_cut() -> None:
 @pytest.mark.parametrize("policy", RoutingPolicy)
 def test_nodes_without_places_get_no_requests_with_adapters(policy: RoutingPolicy) -> None:
     table = a_cluster()
-    for role, name in ((NodeRole.PREFILL, "p1"), (NodeRole.DECODE, "d0")):
+    for role, name in ((LegKind.PREFILL, "p1"), (LegKind.DECODE, "d0")):
         table.join(f"{name}:1", adapter_node(role, name, 0).card)
     report(table, "p0:1", SQL)
 
@@ -287,7 +288,7 @@ def test_an_adapter_is_loaded_on_another_node_when_those_that_have_it_are_busy()
     for number in range(ADAPTER_LOAD_COST // DECODE_COST_TOKENS + 4):
         route = choose(table, Routing(), request_for(SQL, number))
         Assignment(table, route, SQL.id).note_prompt_done()
-        chosen.append(route.decode.address)
+        chosen.append(route.last.node.address)
 
     assert chosen[:8] == ["d0:1"] * 8
     assert "d1:1" in chosen
@@ -317,7 +318,7 @@ def test_a_batch_without_a_place_for_the_adapter_is_avoided() -> None:
 
     for number in range(3):  # they cost less than a wait for the end of all others
         Assignment(table, other, SQL.id).note_prompt_done()
-        assert choose(table, Routing(), request_for(SQL, number)).decode == other.decode
+        assert choose(table, Routing(), request_for(SQL, number)).last.node == other.last.node
 
 
 def test_requests_without_an_adapter_ignore_them() -> None:

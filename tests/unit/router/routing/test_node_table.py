@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from baton.core.ids import ModelVariant, NodeId
+from baton.core.legs import LegKind
 from baton.core.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults
 from baton.router.routing.node_table import NodeTable
 from baton.router.routing.served_models import ServedModel
-from baton.rpc.node_info import NodeRole
 from tests.support.node_calls import a_card
 
 
 def test_limits_and_defaults_of_a_model_follow_its_nodes() -> None:
     table, cool = NodeTable(), SamplingDefaults(temperature=0.5)
     tiny = ModelVariant("tiny")
-    card = replace(a_card(NodeRole.DECODE, "d"), max_model_len=100, max_sequence_len=50)
+    card = replace(a_card(LegKind.DECODE, "d"), max_model_len=100, max_sequence_len=50)
     other = replace(card, model="other", max_model_len=200, max_sequence_len=20)
 
-    table.join("p:1", replace(a_card(NodeRole.PREFILL, "p"), sampling_defaults=cool))
+    table.join("p:1", replace(a_card(LegKind.PREFILL, "p"), sampling_defaults=cool))
     assert table.served_model(tiny) == ServedModel(cool)
 
     table.join("d:1", card)
@@ -45,7 +45,7 @@ def test_limits_and_defaults_of_a_model_follow_its_nodes() -> None:
 
 def test_a_node_that_requires_block_conversion_is_paired_if_there_is_no_other() -> None:
     table = NodeTable()
-    prefill, decode = a_card(NodeRole.PREFILL, "p"), a_card(NodeRole.DECODE, "d")
+    prefill, decode = a_card(LegKind.PREFILL, "p"), a_card(LegKind.DECODE, "d")
     small = replace(decode.fingerprint, block_size=decode.fingerprint.block_size // 2)
     other = replace(decode, fingerprint=small, block_bytes=decode.block_bytes // 2)
     table.join("p:1", prefill)
@@ -57,7 +57,7 @@ def test_a_node_that_requires_block_conversion_is_paired_if_there_is_no_other() 
     table.join("d:1", staging)
     assert prefills_by_decode(table) == {"d": ["p"]}
     [pair] = [group for group in table.groups() if group.decodes]
-    assert table.partners(pair.decodes[0]) == list(pair.prefills)
+    assert table.pairs_with(pair.decodes[0]) == [(pair.decodes[0], pair.prefills[0])]
 
     table.join("d:1", replace(staging, kv_transport="ucxx"))
     assert prefills_by_decode(table) == {"d": []}

@@ -9,6 +9,7 @@ import pytest
 
 from baton.core.errors import InvalidConfig
 from baton.core.ids import AdapterRef, MediaSegment, ModelVariant, PrefixKeys
+from baton.core.legs import LegKind
 from baton.core.options import build_config
 from baton.engine.kv_cache.block_hashes import PrefixNaming
 from baton.router.routing.assignment import Assignment
@@ -19,7 +20,7 @@ from baton.router.routing.policy import Route, choose
 from baton.router.routing.routing_view import RoutingRequest
 from baton.rpc.cached_prefixes import PrefixChanges, pack_names
 from baton.rpc.errors import IncompatibleNodes, NoNodes
-from baton.rpc.node_info import LoadedAdapter, NodeAdapters, NodeLoad, NodeRole
+from baton.rpc.node_info import LoadedAdapter, NodeAdapters, NodeLoad
 from tests.support.node_calls import FINGERPRINT, NAMING, a_node, a_table
 
 PROMPT = tuple(range(100))  # six full blocks of 16, and 4 tokens
@@ -32,8 +33,8 @@ def names_of(node: Node) -> str:
 
 def a_cluster(num_prefill: int = 2, num_decode: int = 2) -> NodeTable:
     return a_table(
-        *(a_node(NodeRole.PREFILL, f"p{n}") for n in range(num_prefill)),
-        *(a_node(NodeRole.DECODE, f"d{n}") for n in range(num_decode)),
+        *(a_node(LegKind.PREFILL, f"p{n}") for n in range(num_prefill)),
+        *(a_node(LegKind.DECODE, f"d{n}") for n in range(num_decode)),
     )
 
 
@@ -42,7 +43,7 @@ def with_host_blocks(node: Node, num_blocks: int) -> Node:
 
 
 def pair_of(route: Route) -> tuple[str, str]:
-    return ("" if route.prefill is None else names_of(route.prefill)), names_of(route.decode)
+    return ("" if not route.is_split else names_of(route.first.node)), names_of(route.last.node)
 
 
 def report_prefix(table: NodeTable, name: str, token_ids: tuple[int, ...], salt: str = "") -> None:
@@ -78,7 +79,7 @@ def test_equally_good_nodes_alternate(policy: RoutingPolicy) -> None:
     table = a_cluster(1, 3)
 
     chosen = [
-        names_of(choose(table, Routing(policy), replace(REQUEST, number=n)).decode)
+        names_of(choose(table, Routing(policy), replace(REQUEST, number=n)).last.node)
         for n in range(6)
     ]
 
@@ -95,8 +96,8 @@ def test_sent_requests_add_load_until_they_end() -> None:
     assignment.close()
     third = choose(table, routing, REQUEST)
 
-    assert names_of(first.decode) == names_of(third.decode) == "d0"
-    assert names_of(second.decode) == "d1"
+    assert names_of(first.last.node) == names_of(third.last.node) == "d0"
+    assert names_of(second.last.node) == "d1"
 
 
 def test_a_finished_request_adds_no_load_before_the_node_reports_it() -> None:
@@ -108,7 +109,7 @@ def test_a_finished_request_adds_no_load_before_the_node_reports_it() -> None:
 
     next_turn = choose(table, Routing(), RoutingRequest(PROMPT, number=1))
 
-    assert next_turn.prefill == first.prefill
+    assert next_turn.first.node == first.first.node
 
 
 def test_power_of_two_draws_are_uniform_and_reproducible() -> None:
@@ -117,7 +118,7 @@ def test_power_of_two_draws_are_uniform_and_reproducible() -> None:
 
     def drawn(seed: int) -> list[str]:
         routing = Routing(RoutingPolicy.POWER_OF_TWO, seed=seed)
-        return [names_of(choose(table, routing, request).decode) for request in requests]
+        return [names_of(choose(table, routing, request).last.node) for request in requests]
 
     assert drawn(1) == drawn(1) != drawn(2)
     assert all(320 < count < 480 for count in Counter(drawn(1)).values())
@@ -143,14 +144,14 @@ def test_a_prefix_with_another_salt_is_no_hit() -> None:
         choose(table, Routing(), replace(REQUEST, number=n, cache_salt="tenant")) for n in range(2)
     ]
 
-    assert [names_of(route.decode) for route in mine] == ["d0", "d1"]
-    assert [names_of(route.decode) for route in tenants] == ["d1", "d1"]
+    assert [names_of(route.last.node) for route in mine] == ["d0", "d1"]
+    assert [names_of(route.last.node) for route in tenants] == ["d1", "d1"]
 
 
 def test_block_names_of_long_prompts_depend_on_the_length_if_the_model_requires_it() -> None:
     naming = PrefixNaming(16, "m", 0, max_shareable_prompt_len=50)
     decodes = [
-        Node(f"d{n}:1", replace(a_node(NodeRole.DECODE, f"d{n}").card, prefix_naming=naming))
+        Node(f"d{n}:1", replace(a_node(LegKind.DECODE, f"d{n}").card, prefix_naming=naming))
         for n in range(2)
     ]
     table = a_table(*decodes)
@@ -160,14 +161,14 @@ def test_block_names_of_long_prompts_depend_on_the_length_if_the_model_requires_
     same = choose(table, Routing(), REQUEST)
     longer = choose(table, Routing(), RoutingRequest((*PROMPT, 1)))
 
-    assert (names_of(same.decode), same.num_missing_tokens) == ("d1", 4)
+    assert (names_of(same.last.node), same.num_missing_tokens) == ("d1", 4)
     assert longer.num_missing_tokens == 101
 
 
 def test_with_recurrent_layers_a_hit_ends_at_the_last_snapshot() -> None:
     naming = PrefixNaming(16, "m", needs_snapshot=True)
     decodes = [
-        Node(f"d{n}:1", replace(a_node(NodeRole.DECODE, f"d{n}").card, prefix_naming=naming))
+        Node(f"d{n}:1", replace(a_node(LegKind.DECODE, f"d{n}").card, prefix_naming=naming))
         for n in range(2)
     ]
     table = a_table(*decodes)
@@ -176,7 +177,7 @@ def test_with_recurrent_layers_a_hit_ends_at_the_last_snapshot() -> None:
 
     route = choose(table, Routing(), REQUEST)
 
-    assert (names_of(route.decode), route.num_missing_tokens) == ("d1", len(PROMPT) - 64)
+    assert (names_of(route.last.node), route.num_missing_tokens) == ("d1", len(PROMPT) - 64)
     assert route.block_names == tuple(naming.names(PROMPT[:-1], len(PROMPT))[-1:])
 
 
@@ -194,8 +195,8 @@ def test_a_long_queue_outweighs_a_cached_prefix() -> None:
 
     route = choose(table, Routing(), REQUEST)
 
-    assert route.prefill is not None
-    assert names_of(route.prefill) == "p0"
+    assert route.is_split
+    assert names_of(route.first.node) == "p0"
 
 
 def test_a_match_of_less_than_a_twentieth_of_the_prompt_is_ignored() -> None:
@@ -249,10 +250,10 @@ def test_a_long_match_outweighs_the_evictions_for_the_rest() -> None:
 
 def test_blocks_kept_in_host_memory_do_not_count_as_evictions() -> None:
     table = a_table(
-        a_node(NodeRole.PREFILL, "p0"),
-        with_host_blocks(a_node(NodeRole.PREFILL, "p1"), 20),
-        with_host_blocks(a_node(NodeRole.PREFILL, "p2"), 12),
-        a_node(NodeRole.DECODE, "d0"),
+        a_node(LegKind.PREFILL, "p0"),
+        with_host_blocks(a_node(LegKind.PREFILL, "p1"), 20),
+        with_host_blocks(a_node(LegKind.PREFILL, "p2"), 12),
+        a_node(LegKind.DECODE, "d0"),
     )
     for name, num_others in (("p0", 8), ("p1", 12), ("p2", 12)):  # caches of ten blocks
         report_prefix(table, name, tuple(range(1000, 1000 + num_others * 16)))
@@ -264,9 +265,9 @@ def test_blocks_kept_in_host_memory_do_not_count_as_evictions() -> None:
 
 def test_a_node_that_holds_more_blocks_than_its_cache_costs_as_much_as_a_full_one() -> None:
     table = a_table(
-        a_node(NodeRole.PREFILL, "p0"),
-        with_host_blocks(a_node(NodeRole.PREFILL, "p1"), 20),
-        a_node(NodeRole.DECODE, "d0"),
+        a_node(LegKind.PREFILL, "p0"),
+        with_host_blocks(a_node(LegKind.PREFILL, "p1"), 20),
+        a_node(LegKind.DECODE, "d0"),
     )
     report_prefix(table, "p0", tuple(range(1000, 1000 + 10 * 16)))
     names = NAMING.names(PROMPT[:16], 16)
@@ -284,7 +285,7 @@ def test_a_burst_with_one_prefix_goes_to_one_node_before_the_node_reports_it() -
 
     second = choose(table, Routing(), RoutingRequest((*PROMPT, 5, 6, 7), 1))
 
-    assert second.decode == first.decode
+    assert second.last.node == first.last.node
     assert second.num_missing_tokens == 103 - 96
 
 
@@ -295,7 +296,7 @@ def test_a_cancelled_prompt_is_not_an_expected_prefix() -> None:
 
     second = choose(table, Routing(), RoutingRequest(PROMPT, 1))
 
-    assert second.decode != first.decode
+    assert second.last.node != first.last.node
 
 
 def test_few_missing_tokens_are_computed_on_decode_and_the_reason_is_reported() -> None:
@@ -306,10 +307,10 @@ def test_few_missing_tokens_are_computed_on_decode_and_the_reason_is_reported() 
     few = choose(table, routing, REQUEST)
     many = choose(table, routing, RoutingRequest((*PROMPT, *range(12))))
 
-    assert few.prefill is None
+    assert not few.is_split
     assert few.is_paced
     assert "4 tokens are missing" in few.local_reason
-    assert many.prefill is not None
+    assert many.is_split
 
 
 def test_decode_does_not_compute_a_prompt_that_prefill_lacks_about_equally() -> None:
@@ -321,8 +322,8 @@ def test_decode_does_not_compute_a_prompt_that_prefill_lacks_about_equally() -> 
 
     follow_up = choose(table, routing, REQUEST)
 
-    assert fresh.prefill is not None  # both lack all of it
-    assert follow_up.prefill is not None  # 36 tokens or 52
+    assert fresh.is_split  # both lack all of it
+    assert follow_up.is_split  # 36 tokens or 52
     assert not follow_up.is_paced
 
 
@@ -334,12 +335,12 @@ def test_decode_computes_fewer_tokens_at_once_than_the_limit() -> None:
 
     for number in range(4):
         route = choose(table, routing, RoutingRequest(PROMPT, number))
-        underway.append((route.prefill is None, Assignment(table, route)))
+        underway.append((not route.is_split, Assignment(table, route)))
     for _, assignment in underway:
         assignment.close()
 
     assert [is_local for is_local, _ in underway] == [True, True, False, False]
-    assert choose(table, routing, REQUEST).prefill is None
+    assert not choose(table, routing, REQUEST).is_split
 
 
 def test_only_reported_blocks_let_a_decode_node_compute_a_prompt() -> None:
@@ -348,16 +349,16 @@ def test_only_reported_blocks_let_a_decode_node_compute_a_prompt() -> None:
 
     route = choose(table, Routing(local_prefill_below=10), REQUEST)
 
-    assert route.prefill is not None
+    assert route.is_split
 
 
 def test_only_nodes_with_compatible_kv_are_paired() -> None:
     other = replace(FINGERPRINT, block_size=32)
     table = a_table(
-        a_node(NodeRole.PREFILL, "p-other", fingerprint=other),
-        a_node(NodeRole.PREFILL, "p-same"),
-        a_node(NodeRole.DECODE, "d-alone", fingerprint=replace(FINGERPRINT, dtype="bfloat16")),
-        a_node(NodeRole.DECODE, "d"),
+        a_node(LegKind.PREFILL, "p-other", fingerprint=other),
+        a_node(LegKind.PREFILL, "p-same"),
+        a_node(LegKind.DECODE, "d-alone", fingerprint=replace(FINGERPRINT, dtype="bfloat16")),
+        a_node(LegKind.DECODE, "d"),
     )
 
     chosen = {pair_of(choose(table, Routing(), replace(REQUEST, number=n))) for n in range(4)}
@@ -366,24 +367,24 @@ def test_only_nodes_with_compatible_kv_are_paired() -> None:
 
 
 def test_incompatible_prefill_and_decode_nodes_are_refused_with_the_reason() -> None:
-    other = a_node(NodeRole.PREFILL, fingerprint=replace(FINGERPRINT, dtype="bfloat16"))
+    other = a_node(LegKind.PREFILL, fingerprint=replace(FINGERPRINT, dtype="bfloat16"))
 
     with pytest.raises(IncompatibleNodes, match="dtype bfloat16 and float32"):
-        choose(a_table(other, a_node(NodeRole.DECODE)), Routing(), REQUEST)
+        choose(a_table(other, a_node(LegKind.DECODE)), Routing(), REQUEST)
 
 
 def test_nodes_with_other_logprobs_do_not_serve_one_request() -> None:
     """Neither as a pair nor one after the other: logprobs of an answer have one meaning."""
-    raw, raw_prefill = a_node(NodeRole.DECODE, "d"), a_node(NodeRole.PREFILL, "p")
+    raw, raw_prefill = a_node(LegKind.DECODE, "d"), a_node(LegKind.PREFILL, "p")
     processed, prefill = (
         replace(node, card=replace(node.card, logprobs_mode="processed_logprobs"))
-        for node in (a_node(NodeRole.DECODE, "d2"), a_node(NodeRole.PREFILL, "p2"))
+        for node in (a_node(LegKind.DECODE, "d2"), a_node(LegKind.PREFILL, "p2"))
     )
 
     table = a_table(raw, raw_prefill, processed, prefill)
     routes = [choose(table, Routing(), replace(REQUEST, number=n)) for n in range(4)]
     assert {pair_of(route) for route in routes} == {("p", "d"), ("p2", "d2")}
-    assert table.partners(raw) == [raw_prefill]
+    assert table.pairs_with(raw) == [(raw, raw_prefill)]
 
     with pytest.raises(
         IncompatibleNodes,
@@ -396,18 +397,18 @@ def test_nodes_with_other_logprobs_do_not_serve_one_request() -> None:
 
 
 def test_a_decode_node_computes_the_prompt_if_its_compatible_prefill_node_failed() -> None:
-    other = a_node(NodeRole.PREFILL, "p-other", fingerprint=replace(FINGERPRINT, dtype="else"))
-    fitting = a_node(NodeRole.PREFILL, "p")
-    table = a_table(other, fitting, a_node(NodeRole.DECODE))
+    other = a_node(LegKind.PREFILL, "p-other", fingerprint=replace(FINGERPRINT, dtype="else"))
+    fitting = a_node(LegKind.PREFILL, "p")
+    table = a_table(other, fitting, a_node(LegKind.DECODE))
 
     route = choose(table, Routing(), REQUEST, without=frozenset({fitting.address}))
 
-    assert route.prefill is None
+    assert not route.is_split
     assert "failed" in route.local_reason
 
 
 def test_draining_failed_and_lost_nodes_are_skipped() -> None:
-    draining, failed, lost, left = (a_node(NodeRole.DECODE, f"d{n}") for n in range(4))
+    draining, failed, lost, left = (a_node(LegKind.DECODE, f"d{n}") for n in range(4))
     table = a_table(draining, failed, lost, left)
     choose(table, Routing(), REQUEST)
     table.note_load(draining.address, NodeLoad(is_draining=True))
@@ -415,12 +416,12 @@ def test_draining_failed_and_lost_nodes_are_skipped() -> None:
 
     route = choose(table, Routing(), REQUEST, without=frozenset({failed.address}))
 
-    assert route.decode == left
+    assert route.last.node == left
 
 
 def test_a_request_without_a_decode_node_is_refused_by_name() -> None:
     with pytest.raises(NoNodes):
-        choose(a_table(a_node(NodeRole.PREFILL)), Routing(), REQUEST)
+        choose(a_table(a_node(LegKind.PREFILL)), Routing(), REQUEST)
 
 
 def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
@@ -432,8 +433,8 @@ OTHER = replace(FINGERPRINT, model="the same in int8")
 
 
 def test_a_request_stays_on_the_model_revision_that_began_it() -> None:
-    p1, p2 = a_node(NodeRole.PREFILL, "p1"), a_node(NodeRole.PREFILL, "p2", fingerprint=OTHER)
-    d1, d2 = a_node(NodeRole.DECODE, "d1"), a_node(NodeRole.DECODE, "d2", fingerprint=OTHER)
+    p1, p2 = a_node(LegKind.PREFILL, "p1"), a_node(LegKind.PREFILL, "p2", fingerprint=OTHER)
+    d1, d2 = a_node(LegKind.DECODE, "d1"), a_node(LegKind.DECODE, "d2", fingerprint=OTHER)
     table = a_table(p1, p2, d1, d2)
 
     new = {pair_of(choose(table, Routing(), replace(REQUEST, number=n))) for n in range(6)}
@@ -446,7 +447,7 @@ def test_a_request_stays_on_the_model_revision_that_began_it() -> None:
 
 
 def test_without_prefill_nodes_an_answer_does_not_continue_on_another_revision() -> None:
-    d1, d2 = a_node(NodeRole.DECODE, "d1"), a_node(NodeRole.DECODE, "d2", fingerprint=OTHER)
+    d1, d2 = a_node(LegKind.DECODE, "d1"), a_node(LegKind.DECODE, "d2", fingerprint=OTHER)
     table = a_table(d1, d2)
     begun = replace(REQUEST, revision=d1.revision)
 
@@ -458,7 +459,7 @@ def test_without_prefill_nodes_an_answer_does_not_continue_on_another_revision()
 
 
 def test_an_answer_in_progress_does_not_use_prefill_nodes_of_another_revision() -> None:
-    d1, p2 = a_node(NodeRole.DECODE, "d1"), a_node(NodeRole.PREFILL, "p2", fingerprint=OTHER)
+    d1, p2 = a_node(LegKind.DECODE, "d1"), a_node(LegKind.PREFILL, "p2", fingerprint=OTHER)
 
     route = choose(a_table(d1, p2), Routing(), replace(REQUEST, revision=d1.revision))
 
@@ -466,8 +467,8 @@ def test_an_answer_in_progress_does_not_use_prefill_nodes_of_another_revision() 
 
 
 def test_without_prefill_nodes_new_requests_stay_on_the_serving_revision() -> None:
-    p1, d1 = a_node(NodeRole.PREFILL, "p1"), a_node(NodeRole.DECODE, "d1")
-    table = a_table(p1, d1, a_node(NodeRole.DECODE, "d2", fingerprint=OTHER))
+    p1, d1 = a_node(LegKind.PREFILL, "p1"), a_node(LegKind.DECODE, "d1")
+    table = a_table(p1, d1, a_node(LegKind.DECODE, "d2", fingerprint=OTHER))
     choose(table, Routing(), REQUEST)
     table.lose(p1.address)
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from baton.core.legs import GENERATING, LegKind
 from baton.engine.kv_cache.block_hashes import PrefixNaming
 from baton.router.routing.assignment import Assignment
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import NodeTable
 from baton.router.routing.nodes import Node
-from baton.router.routing.policy import Route, choose
+from baton.router.routing.policy import Route, choose, handed_over
 from baton.router.routing.routing_view import RoutingRequest
 from baton.rpc.cached_prefixes import PrefixChanges, pack_names
-from baton.rpc.node_info import NodeLoad, NodeRole
+from baton.rpc.node_info import NodeLoad
 from tests.support.node_calls import FINGERPRINT, NAMING, a_node, a_table
 
 PROMPT = tuple(range(1000))  # 62 full blocks of 16, and 8 tokens
@@ -21,8 +22,8 @@ OTHER_LAYOUT = replace(FINGERPRINT, dtype="bfloat16")
 
 
 def a_cluster(num_prefill: int = 2, num_decode: int = 1) -> NodeTable:
-    prefills = [with_room(a_node(NodeRole.PREFILL, f"p{n}")) for n in range(num_prefill)]
-    decodes = [with_room(a_node(NodeRole.DECODE, f"d{n}")) for n in range(num_decode)]
+    prefills = [with_room(a_node(LegKind.PREFILL, f"p{n}")) for n in range(num_prefill)]
+    decodes = [with_room(a_node(LegKind.DECODE, f"d{n}")) for n in range(num_decode)]
     return a_table(*prefills, *decodes)
 
 
@@ -51,7 +52,7 @@ def test_the_decode_node_with_the_last_answer_is_named_as_holder_to_the_prefill_
 
     route = choose(table, Routing(), REQUEST)
 
-    assert route.prefill is not None
+    assert route.is_split
     assert holder_of(route) == ("d0", 800)
     assert route.num_missing_tokens == 200
 
@@ -81,8 +82,8 @@ def test_prefixes_expected_at_another_node_are_not_pulled() -> None:
 
     route = choose(table, Routing(), replace(REQUEST, number=1))
 
-    assert route.prefill is not None
-    assert route.prefill.address == "p1:1"
+    assert route.is_split
+    assert route.first.node.address == "p1:1"
     assert route.holder is None
 
 
@@ -107,14 +108,14 @@ def test_draining_unready_avoided_and_suspected_nodes_are_not_pulled_from() -> N
 
     route = choose(table, Routing(), REQUEST, avoided, suspected)
 
-    assert route.prefill is not None
+    assert route.is_split
     assert holder_of(route) == ("p4", 320)
 
 
 def test_kv_of_another_layout_is_not_pulled() -> None:
-    fitting = with_room(a_node(NodeRole.PREFILL, "p-fits"))
-    other = with_room(a_node(NodeRole.DECODE, "d-other", fingerprint=OTHER_LAYOUT))
-    table = a_table(fitting, other, with_room(a_node(NodeRole.DECODE, "d-fits")))
+    fitting = with_room(a_node(LegKind.PREFILL, "p-fits"))
+    other = with_room(a_node(LegKind.DECODE, "d-other", fingerprint=OTHER_LAYOUT))
+    table = a_table(fitting, other, with_room(a_node(LegKind.DECODE, "d-fits")))
     report(table, "d-other", 50)
 
     alone = choose(table, Routing(), REQUEST)
@@ -128,20 +129,20 @@ def test_kv_of_another_layout_is_not_pulled() -> None:
 
 def test_kv_under_other_names_is_not_pulled() -> None:
     naming = replace(NAMING, model_salt=f"{NAMING.model_salt}:batch-invariant")
-    invariant = with_room(a_node(NodeRole.DECODE, "d-invariant"))
+    invariant = with_room(a_node(LegKind.DECODE, "d-invariant"))
     invariant = replace(invariant, card=replace(invariant.card, prefix_naming=naming))
-    table = a_table(with_room(a_node(NodeRole.PREFILL, "p0")), invariant)
+    table = a_table(with_room(a_node(LegKind.PREFILL, "p0")), invariant)
     report(table, "d-invariant", 50, naming)
 
     route = choose(table, Routing(), REQUEST)
 
-    assert route.prefill is not None  # KV is handed over all the same
+    assert route.is_split  # KV is handed over all the same
     assert route.holder is None
 
 
 def test_a_prefix_is_pulled_up_to_the_last_snapshot_of_its_holder() -> None:
     naming = replace(NAMING, needs_snapshot=True)
-    nodes = [with_room(a_node(role)) for role in NodeRole]
+    nodes = [with_room(a_node(role)) for role in GENERATING]
     table = a_table(*(replace(n, card=replace(n.card, prefix_naming=naming)) for n in nodes))
     report(table, "decode", 50, naming)
 
@@ -155,7 +156,7 @@ def test_a_decode_node_that_computes_the_prompt_pulls_from_another() -> None:
 
     route = choose(table, Routing(), REQUEST)
 
-    assert route.decode.address == "d1:1"
+    assert route.last.node.address == "d1:1"
     assert holder_of(route) == ("d0", 800)
 
 
@@ -176,14 +177,16 @@ def test_load_balance_outweighs_a_pullable_prefix() -> None:
     report(table, "p1", 50)
     busy = RoutingRequest(tuple(range(5000, 5300)))
     other = choose(table, Routing(), busy)
-    Assignment(table, replace(other, prefill=table.node_at("p1:1")))
+    p1 = table.node_at("p1:1")
+    assert p1 is not None
+    Assignment(table, replace(other, legs=handed_over(p1, other.last.node)))
 
     pulling = choose(table, Routing(), REQUEST)
     alone = choose(table, Routing(kv_pulls=False), REQUEST)
 
-    assert pulling.prefill is not None
-    assert alone.prefill is not None
-    assert (pulling.prefill.address, alone.prefill.address) == ("p0:1", "p1:1")
+    assert pulling.is_split
+    assert alone.is_split
+    assert (pulling.first.node.address, alone.first.node.address) == ("p0:1", "p1:1")
     assert holder_of(pulling) == ("p1", 800)
 
 
@@ -193,7 +196,7 @@ def test_a_request_stays_at_its_prefix_on_an_idle_node() -> None:
 
     routes = [choose(table, Routing(), replace(REQUEST, number=n)) for n in range(4)]
 
-    assert {route.prefill for route in routes} == {table.node_at("p1:1")}
+    assert {route.first.node for route in routes} == {table.node_at("p1:1")}
     assert {route.holder for route in routes} == {None}
 
 
@@ -215,7 +218,7 @@ def test_few_tokens_are_computed_on_decode_if_pulling_the_rest_to_prefill_costs_
     few = choose(table, routing, REQUEST)
     more = choose(table, routing, RoutingRequest((*PROMPT, *range(100))))
 
-    assert few.prefill is None
+    assert not few.is_split
     assert few.holder is None
-    assert more.prefill is not None
+    assert more.is_split
     assert holder_of(more) == ("d0", 992)

@@ -9,6 +9,7 @@ import pytest
 
 from baton.core.errors import InvalidRequest
 from baton.core.ids import ANY_MODEL, ModelVariant
+from baton.core.legs import LegKind
 from baton.core.task import EMBED, GENERATE, Task
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import NodeTable
@@ -16,8 +17,14 @@ from baton.router.routing.nodes import Node
 from baton.router.routing.policy import choose
 from baton.router.routing.routing_view import RoutingRequest
 from baton.rpc.errors import NoNodes
-from baton.rpc.node_info import NodeRole
-from tests.support.node_calls import FINGERPRINT, NAMING, a_node_of, a_table, an_embedder
+from tests.support.node_calls import (
+    FINGERPRINT,
+    NAMING,
+    a_node_of,
+    a_table,
+    an_embedder,
+    that_embeds,
+)
 
 PROMPT = tuple(range(100))
 A, B = ModelVariant("a"), ModelVariant("b")
@@ -25,8 +32,8 @@ A, B = ModelVariant("a"), ModelVariant("b")
 
 def a_pair_of(model: str, **fields: Any) -> tuple[Node, Node]:
     return (
-        a_node_of(model, NodeRole.PREFILL, **fields),
-        a_node_of(model, NodeRole.DECODE, **fields),
+        a_node_of(model, LegKind.PREFILL, **fields),
+        a_node_of(model, LegKind.DECODE, **fields),
     )
 
 
@@ -93,7 +100,7 @@ def test_a_request_that_must_name_a_model_is_refused_with_the_list(
 
 def test_tasks_of_models() -> None:
     labels = an_embedder("labels", has_labels=True)
-    both = [replace(node, card=replace(node.card, vector_size=4)) for node in a_pair_of("both")]
+    both = [that_embeds(node, vector_size=4) for node in a_pair_of("both")]
     table = a_table(*a_pair_of("chat"), an_embedder(), labels, *both)
 
     tasks = {name: table.served_model(table.find_model(name)).tasks for name in table.models}
@@ -107,7 +114,7 @@ def test_tasks_of_models() -> None:
 
 def test_each_model_has_the_batch_slots_of_its_own_nodes() -> None:
     prefill, decode = a_pair_of("chat", max_num_seqs=8)
-    more = a_node_of("chat", NodeRole.DECODE, "more", max_num_seqs=4)
+    more = a_node_of("chat", LegKind.DECODE, "more", max_num_seqs=4)
     table = a_table(prefill, decode, more, an_embedder(max_num_seqs=16))
 
     assert table.batch_slots() == {"chat": 12, "embedder": 16}
@@ -125,11 +132,11 @@ def test_nodes_of_equal_weights_but_another_name_do_not_serve(policy: RoutingPol
         for model in (A, B):
             request = RoutingRequest(PROMPT, number=number, model=model)
             route = choose(table, Routing(policy), request)
-            assert route.prefill is not None
-            assert {route.prefill.card.model, route.decode.card.model} == {model.name}
+            assert route.is_split
+            assert {route.first.node.card.model, route.last.node.card.model} == {model.name}
     assert {group.model for group in table.groups()} == {"a", "b"}
-    [partner] = table.partners(table.nodes[0])
-    assert partner.card.model == "a"
+    [pair] = table.pairs_with(table.nodes[0])
+    assert {node.card.model for node in pair} == {"a"}
 
 
 def test_a_revision_is_not_continued_by_another_model() -> None:
@@ -137,13 +144,13 @@ def test_a_revision_is_not_continued_by_another_model() -> None:
     prefill, decode = a_pair_of("a", **same)
     table = a_table(prefill, decode, *a_pair_of("b", **same))
     request = RoutingRequest(PROMPT, model=A, revision=decode.revision)
-    assert choose(table, Routing(), request).decode == decode
+    assert choose(table, Routing(), request).last.node == decode
 
     table.lose(decode.address)
 
     with pytest.raises(NoNodes):
         choose(table, Routing(), request)
-    assert choose(table, Routing(), replace(request, model=B)).decode.card.model == "b"
+    assert choose(table, Routing(), replace(request, model=B)).last.node.card.model == "b"
 
 
 def test_prompts_are_named_only_as_the_nodes_of_their_model_do() -> None:
@@ -159,8 +166,7 @@ def test_prompts_are_named_only_as_the_nodes_of_their_model_do() -> None:
 def test_a_request_from_before_any_node_must_name_a_model_when_there_are_several() -> None:
     request = RoutingRequest(PROMPT)
 
-    assert (
-        choose(a_table(*a_pair_of("a"), an_embedder()), Routing(), request).decode.card.model == "a"
-    )
+    route = choose(a_table(*a_pair_of("a"), an_embedder()), Routing(), request)
+    assert route.last.node.card.model == "a"
     with pytest.raises(InvalidRequest, match="set model to one of: a, b"):
         choose(a_table(*a_pair_of("a"), *a_pair_of("b")), Routing(), request)

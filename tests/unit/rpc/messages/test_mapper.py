@@ -8,8 +8,8 @@ from typing import NamedTuple
 import pytest
 
 from baton.core.ids import HandoffId
+from baton.core.legs import LegKind
 from baton.rpc.messages.mapper import Converter, Mapper
-from baton.rpc.node_info import NodeRole
 from baton.v1 import kv_link_pb2, node_pb2, sampling_pb2
 
 
@@ -36,8 +36,8 @@ class Lists:
 
 
 @dataclass(frozen=True)
-class Card:
-    role: NodeRole
+class Order:
+    kind: LegKind
 
 
 LISTS = ("stop_token_ids", "allowed_token_ids", "banned_sequences")
@@ -76,13 +76,13 @@ def test_lists_and_messages_that_wrap_one_are_tuples(lists: Lists) -> None:
 
 
 def test_enums_are_mapped_by_their_names() -> None:
-    others = set(node_pb2.GetNodeResponse.DESCRIPTOR.fields_by_name) - {"role"}
-    mapper = Mapper(Card, node_pb2.GetNodeResponse, unmapped=others)
+    others = set(node_pb2.LegOrder.DESCRIPTOR.fields_by_name) - {"kind"}
+    mapper = Mapper(Order, node_pb2.LegOrder, unmapped=others)
 
-    assert mapper.to_message(Card(NodeRole.DECODE)).role == node_pb2.NODE_ROLE_DECODE
-    assert mapper.from_message(mapper.to_message(Card(NodeRole.PREFILL))) == Card(NodeRole.PREFILL)
+    assert mapper.to_message(Order(LegKind.DECODE)).kind == node_pb2.LEG_KIND_DECODE
+    assert mapper.from_message(mapper.to_message(Order(LegKind.PREFILL))) == Order(LegKind.PREFILL)
     with pytest.raises(KeyError):
-        mapper.from_message(node_pb2.GetNodeResponse())
+        mapper.from_message(node_pb2.LegOrder())
 
 
 def test_a_converter_replaces_the_rule_of_its_field() -> None:

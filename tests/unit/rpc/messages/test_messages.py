@@ -14,6 +14,7 @@ from baton.client.messages import request_from
 from baton.core.errors import InvalidRequest
 from baton.core.ids import AdapterRef, BlockId, HandoffId, Incarnation, NodeId, Peer, RequestId
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
+from baton.core.legs import LegKind
 from baton.core.logprobs import FirstToken, TokenLogprobs
 from baton.core.output import Failure, FinishReason, Output
 from baton.core.request import EngineRequest, PrefixSource, ReceiveKv
@@ -43,11 +44,10 @@ from baton.router.doors.grpc.translate import calls_from
 from baton.router.values import TextPrompt
 from baton.rpc.errors import EmptyPrompt, UnsupportedInput
 from baton.rpc.messages.calls import (
-    decode_order,
     engine_request,
     handoff_id_of,
+    leg_order,
     node_request_id,
-    prefill_order,
 )
 from baton.rpc.messages.conversion import SAMPLING, output_from, output_to, sampling_from
 from baton.rpc.node_info import (
@@ -57,7 +57,6 @@ from baton.rpc.node_info import (
     LoadedAdapter,
     NodeAdapters,
     NodeLoad,
-    NodeRole,
     adapters_from,
     update_to,
 )
@@ -273,15 +272,15 @@ def test_a_node_gets_the_sequence_it_was_sent() -> None:
     receiver = replace(alone, receive_from=ReceiveKv(HANDOFF, Peer(NodeId("p"), "host:1")))
     puller = replace(sender, prefix_source=PrefixSource(Peer(NodeId("d"), "host:2"), 96))
 
-    assert engine_request(prefill_order(sender), 1.5) == _arrived(sender)
-    assert engine_request(prefill_order(puller), 1.5) == _arrived(puller)
-    assert engine_request(decode_order(receiver), 1.5) == _arrived(receiver)
-    assert engine_request(decode_order(alone), 1.5) == _arrived(alone)
+    assert engine_request(leg_order(LegKind.PREFILL, sender), 1.5) == _arrived(sender)
+    assert engine_request(leg_order(LegKind.PREFILL, puller), 1.5) == _arrived(puller)
+    assert engine_request(leg_order(LegKind.DECODE, receiver), 1.5) == _arrived(receiver)
+    assert engine_request(leg_order(LegKind.DECODE, alone), 1.5) == _arrived(alone)
     prefetch = replace(alone, task=PREFETCH, kv_hints=KvHints(prefetch=True))
-    assert engine_request(prefill_order(prefetch), 1.5) == _arrived(prefetch)
+    assert engine_request(leg_order(LegKind.PREFILL, prefetch), 1.5) == _arrived(prefetch)
     for task in (EMBED, replace(EMBED, second_text_start=1)):
         embed = replace(alone, task=task)
-        assert engine_request(prefill_order(embed), 1.5) == _arrived(embed)
+        assert engine_request(leg_order(LegKind.PREFILL, embed), 1.5) == _arrived(embed)
 
 
 def _arrived(request: EngineRequest) -> EngineRequest:
@@ -297,13 +296,15 @@ def test_the_hand_off_of_a_request_is_in_its_id() -> None:
 
 @pytest.mark.parametrize("age_s", [-1.0, math.nan, math.inf])
 def test_an_invalid_age_counts_as_zero(age_s: float) -> None:
-    order = prefill_order(EngineRequest(RequestId("r#3"), (1,), SamplingParams(), 0, age_s=age_s))
+    order = leg_order(
+        LegKind.PREFILL, EngineRequest(RequestId("r#3"), (1,), SamplingParams(), 0, age_s=age_s)
+    )
 
     assert engine_request(order, 0.0).age_s == 0.0
 
 
 def test_nodes_refuse_stop_strings() -> None:
-    order = prefill_order(EngineRequest(RequestId("r#3"), (1,), SamplingParams(), 0))
+    order = leg_order(LegKind.PREFILL, EngineRequest(RequestId("r#3"), (1,), SamplingParams(), 0))
     order.sequence.sampling.stop.append("x")
 
     with pytest.raises(UnsupportedInput):
@@ -317,7 +318,7 @@ def test_nodes_refuse_adapters_without_an_id_and_overlong_ones(adapter: AdapterR
     request = EngineRequest(RequestId("r#3"), (1,), SamplingParams(), 0, adapter=adapter)
 
     with pytest.raises(InvalidRequest, match="adapter"):
-        engine_request(prefill_order(request), 0.0)
+        engine_request(leg_order(LegKind.PREFILL, request), 0.0)
 
 
 def test_adapters_of_a_node_are_unset_if_nothing_has_changed() -> None:
@@ -332,7 +333,7 @@ def test_adapters_of_a_node_are_unset_if_nothing_has_changed() -> None:
 
 
 def test_node_cards_and_loads_round_trip_through_protobuf() -> None:
-    card = replace(a_card(NodeRole.DECODE), sampling_defaults=SamplingDefaults(0.0, top_k=5))
+    card = replace(a_card(LegKind.DECODE), sampling_defaults=SamplingDefaults(0.0, top_k=5))
     load = NodeLoad(1, 2, 3, True)
 
     assert CARD.from_message(CARD.to_message(card)) == card

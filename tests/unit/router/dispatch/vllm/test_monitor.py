@@ -11,6 +11,7 @@ import pytest
 
 from baton.core.errors import InvalidRequest
 from baton.core.ids import RequestId
+from baton.core.legs import LegKind
 from baton.core.logprobs import TokenLogprobs
 from baton.core.output import Output
 from baton.core.request import EngineRequest
@@ -20,11 +21,11 @@ from baton.router.dispatch.vllm.monitor import ServerMonitor, is_name_of
 from baton.router.dispatch.vllm.servers import PrefillServers, ServerLoad, read_load
 from baton.router.input_processing.model_profiles import ModelProfiles
 from baton.router.routing.node_table import NodeTable
-from baton.router.routing.nodes import Node
+from baton.router.routing.policy import Leg
 from baton.router.tracing import UNTRACED, RequestTrace
 from baton.rpc.errors import NodeFailed
 from baton.rpc.messages.calls import CallReport
-from baton.rpc.node_info import NodeAvailability, NodeRole, NodeStatus
+from baton.rpc.node_info import NodeAvailability, NodeStatus
 from tests.support.fake_vllm_api import PARAMS, FakeApi, serving
 from tests.support.node_calls import a_node
 
@@ -47,7 +48,7 @@ class FakeNode:
 
     async def call(
         self,
-        node: Node,
+        leg: Leg,
         request: EngineRequest,
         deliver: Deliver,
         *,
@@ -72,7 +73,7 @@ class FakeNode:
             prompt_logprobs=tuple(prompt) if request.foreign_kv is None else (),
         )
         loaded = {} if request.foreign_kv is None else {"vllm": self.num_loaded}
-        deliver(LegOutput(NodeRole.DECODE, (output,), CallReport(prompt_tokens_loaded=loaded)))
+        deliver(LegOutput(LegKind.DECODE, (output,), CallReport(prompt_tokens_loaded=loaded)))
 
 
 def completion(apart: float = 0.0) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -103,7 +104,7 @@ class World:
 
 
 def a_world(addresses: Sequence[VllmServer], node: FakeNode) -> World:
-    table, decode = NodeTable(), a_node(NodeRole.DECODE, "d")
+    table, decode = NodeTable(), a_node(LegKind.DECODE, "d")
     table.join(decode.address, decode.card)
     servers = PrefillServers(addresses, table, lambda: 0.0)
     monitor = ServerMonitor(servers.all[0], servers, ModelProfiles(table), node)
@@ -127,7 +128,7 @@ def test_a_server_is_used_once_its_check_with_a_node_has_passed() -> None:
             await world.monitor.check_nodes()
             assert world.is_used
             assert world.status == NodeStatus(
-                NodeRole.PREFILL,
+                (LegKind.PREFILL,),
                 str(addresses[0]),
                 NodeAvailability.READY,
                 node_id="vllm",
@@ -174,7 +175,7 @@ def test_mismatches_are_named_and_the_server_is_not_used(
             assert (world.status.state, world.is_used) == (NodeAvailability.MISMATCHED, False)
             assert world.status.reason.startswith(f"d:1: {reason}") or reason in world.status.reason
             # It can be used with another node, which is checked when it joins.
-            other = a_node(NodeRole.DECODE, "d2")
+            other = a_node(LegKind.DECODE, "d2")
             world.table.join(other.address, other.card)
             api.answer = completion()
             node.num_loaded, node.next_with_kv, node.refusal = 96, dict(NEXT), ""

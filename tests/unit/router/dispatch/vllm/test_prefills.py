@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from baton.core.legs import LegKind
 from baton.router.discovery.sources import VllmServer
 from baton.router.dispatch.vllm.prefills import ComputedKv, VllmPrefills
 from baton.router.dispatch.vllm.servers import PrefillServers, ServerLoad, key_of
 from baton.router.routing.node_table import NodeTable
-from baton.rpc.node_info import NodeAvailability, NodeRole
+from baton.rpc.node_info import NodeAvailability
 from tests.support.fake_vllm_api import PARAMS, FakeApi, serving
 from tests.support.node_calls import a_node
 
@@ -22,7 +23,7 @@ MODEL = "tiny"
 
 def checked(addresses: Sequence[VllmServer], clock: Callable[[], float]) -> VllmPrefills:
     """Return healthy servers that have passed their checks with the only decode node."""
-    table, node = NodeTable(), a_node(NodeRole.DECODE, "d")
+    table, node = NodeTable(), a_node(LegKind.DECODE, "d")
     table.join(node.address, node.card)
     servers = PrefillServers(addresses, table, clock)
     for server in servers.all:

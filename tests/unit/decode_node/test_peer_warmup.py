@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from baton.core.errors import InvalidRequest
+from baton.core.legs import LegKind, Legs
+from baton.decode_node.peer_warmup import PeerWarmup, read_legs
 from baton.kv_transfer.errors import PeerUnreachable
-from baton.node.kv.peer_warmup import PeerWarmup, read_role
 from baton.rpc.errors import TooManyConnects
-from baton.rpc.node_info import NodeRole
 from baton.rpc.security.tls import PLAIN
 from baton.rpc.server import serving
 
@@ -27,12 +27,12 @@ class Nodes:
         self.num_linking = 0
         self.most_linking = 0
 
-    async def role_of(self, address: str) -> NodeRole:
+    async def legs_of(self, address: str) -> Legs:
         self.requested.append(address)
         if address.startswith("p"):
-            return NodeRole.PREFILL
+            return (LegKind.PREFILL,)
         if address.startswith("d"):
-            return NodeRole.DECODE
+            return (LegKind.DECODE,)
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -54,7 +54,7 @@ def run(scenario: Callable[[Nodes], Awaitable[None]]) -> None:
 
 def test_links_are_established_one_at_a_time() -> None:
     async def scenario(nodes: Nodes) -> None:
-        warmup = PeerWarmup(nodes.role_of, nodes.link_up)
+        warmup = PeerWarmup(nodes.legs_of, nodes.link_up)
         await asyncio.gather(*(warmup.connect(f"p{number}") for number in range(20)))
 
         assert len(nodes.linked) == 20
@@ -65,7 +65,7 @@ def test_links_are_established_one_at_a_time() -> None:
 
 def test_unresponsive_addresses_time_out_and_do_not_use_up_links() -> None:
     async def scenario(nodes: Nodes) -> None:
-        warmup = PeerWarmup(nodes.role_of, nodes.link_up, timeout_s=0.01)
+        warmup = PeerWarmup(nodes.legs_of, nodes.link_up, timeout_s=0.01)
         with pytest.raises(PeerUnreachable, match="no link to x within"):
             await warmup.connect("x")
 
@@ -78,7 +78,7 @@ def test_unresponsive_addresses_time_out_and_do_not_use_up_links() -> None:
 
 def test_warm_ups_beyond_the_limit_are_refused_by_name() -> None:
     async def scenario(nodes: Nodes) -> None:
-        warmup = PeerWarmup(nodes.role_of, nodes.link_up, max_in_flight=2)
+        warmup = PeerWarmup(nodes.legs_of, nodes.link_up, max_in_flight=2)
         waiting = [asyncio.ensure_future(warmup.connect(name)) for name in ("x0", "x1", "x1")]
         await waiting[2]  # that one is being made
         with pytest.raises(TooManyConnects):
@@ -97,7 +97,7 @@ def test_warm_ups_beyond_the_limit_are_refused_by_name() -> None:
 def test_a_decode_node_does_not_connect_to_a_decode_node() -> None:
     async def scenario(nodes: Nodes) -> None:
         with pytest.raises(PeerUnreachable, match="decode node"):
-            await PeerWarmup(nodes.role_of, nodes.link_up).connect("d0")
+            await PeerWarmup(nodes.legs_of, nodes.link_up).connect("d0")
 
         assert nodes.linked == []
 
@@ -108,7 +108,7 @@ def test_a_server_that_is_not_a_node_is_detected_over_grpc() -> None:
     async def scenario(nodes: Nodes) -> None:
         async with serving("127.0.0.1", 0, ()) as server:
             with pytest.raises(PeerUnreachable, match="no prefill node answers"):
-                await read_role(PLAIN, server.address)
+                await read_legs(PLAIN, server.address)
 
     run(scenario)
 
@@ -119,6 +119,6 @@ def test_a_server_that_is_not_a_node_is_detected_over_grpc() -> None:
 def test_an_address_without_host_or_port_is_refused_before_it_is_dialled(address: str) -> None:
     async def scenario(_nodes: Nodes) -> None:
         with pytest.raises(InvalidRequest, match="host:port"):
-            await read_role(PLAIN, address)
+            await read_legs(PLAIN, address)
 
     run(scenario)

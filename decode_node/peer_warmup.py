@@ -1,28 +1,25 @@
 """Opens links to prefill nodes ahead of their first hand-off, a few at a time.
 
 Opening a data path takes memory and tens of milliseconds of the engine's thread. So the address
-must first report the role of a prefill node, and at most one data path is opened between two steps.
+must first say that it offers prefill legs, and at most one data path is opened between two steps.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 
 from grpc import RpcError
 
 from baton.core.errors import InvalidRequest
-from baton.engine.engine_thread import EngineThread
+from baton.core.legs import LegKind, Legs, role_of
 from baton.kv_transfer.errors import PeerUnreachable
-from baton.kv_transfer.worker import KvTransferWorker
-from baton.node.engine_calls import run_on_engine
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import TooManyConnects
-from baton.rpc.node_info import CARD, NodeRole
+from baton.rpc.node_info import GET_NODE, card_from
 from baton.rpc.security.tls import TlsConfig
 from baton.rpc.status import remote_error
-from baton.v1 import node_pb2, node_pb2_grpc
+from baton.v1 import node_pb2_grpc
 
 MAX_IN_FLIGHT = 32  # twice as many as one router requests of a node
 TIMEOUT_S = 4.0
@@ -31,13 +28,13 @@ TIMEOUT_S = 4.0
 class PeerWarmup:
     def __init__(
         self,
-        read_role: Callable[[str], Awaitable[NodeRole]],
+        read_legs: Callable[[str], Awaitable[Legs]],
         link_up: Callable[[str], Awaitable[None]],
         *,
         max_in_flight: int = MAX_IN_FLIGHT,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        self._read_role = read_role
+        self._read_legs = read_legs
         self._link_up = link_up
         self._max_in_flight = max_in_flight
         self._timeout_s = timeout_s
@@ -56,9 +53,11 @@ class PeerWarmup:
         self._in_flight.add(address)
         try:
             async with asyncio.timeout(self._timeout_s):
-                role = await self._read_role(address)
-                if role is not NodeRole.PREFILL:
-                    raise PeerUnreachable(f"{address} is a {role.value} node; name a prefill node")
+                legs = await self._read_legs(address)
+                if LegKind.PREFILL not in legs:
+                    raise PeerUnreachable(
+                        f"{address} is a {role_of(legs)} node; name a prefill node"
+                    )
                 async with self._engine_turn:
                     await self._link_up(address)
         except TimeoutError:
@@ -70,8 +69,8 @@ class PeerWarmup:
             self._in_flight.discard(address)
 
 
-async def read_role(tls: TlsConfig, address: str) -> NodeRole:
-    """Return the role of the node at host:port. Raises PeerUnreachable and InvalidRequest."""
+async def read_legs(tls: TlsConfig, address: str) -> Legs:
+    """Return what the node at host:port offers. Raises PeerUnreachable and InvalidRequest."""
     host, _, port = address.rpartition(":")
     if not (host and port.isascii() and port.isdigit()):
         raise InvalidRequest(
@@ -80,15 +79,8 @@ async def read_role(tls: TlsConfig, address: str) -> NodeRole:
     async with open_channel(address, tls) as channel:
         stub = node_pb2_grpc.NodeServiceStub(channel)
         try:
-            return CARD.from_message(await stub.GetNode(node_pb2.GetNodeRequest())).role
+            return card_from(await stub.GetNode(GET_NODE)).legs
         except RpcError as error:
             raise PeerUnreachable(
                 f"no prefill node answers at {address}: {remote_error(error).message}"
             ) from error
-
-
-async def link_up(engine: EngineThread, worker: KvTransferWorker | None, address: str) -> None:
-    """Open a link to the node at this address, on the engine's thread. Raises InvalidRequest."""
-    if worker is None:
-        raise InvalidRequest("this node has no KV cache: its model keeps nothing of a text")
-    await run_on_engine(engine, lambda: worker.connect(address, time.monotonic()))

@@ -1,0 +1,20 @@
+"""Legs: the parts of a request that one node each serves."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class LegKind(StrEnum):
+    ENCODE = "encode"  # turns a prompt into a vector
+    PREFILL = "prefill"  # computes a prompt, and sends its KV and the first token
+    DECODE = "decode"  # generates the answer from KV that it receives, or from the prompt
+
+
+Legs = tuple[LegKind, ...]
+GENERATING: Legs = (LegKind.PREFILL, LegKind.DECODE)
+
+
+def role_of(legs: Legs) -> str:
+    """Return the role of a node that offers these legs. Any node may encode beside others."""
+    return "+".join([kind for kind in legs if kind in GENERATING] or legs) or "idle"
