@@ -7,7 +7,7 @@ from baton.router.doors.openai.errors import OPENAI_ERRORS
 from baton.router.http.errors import ErrorFormat
 
 DEFAULT_ERRORS = OPENAI_ERRORS  # outside of the paths of another API
-FORMATS = {"/v1/messages": MESSAGES_ERRORS}
+FORMATS: dict[str, ErrorFormat] = {"/v1/messages": MESSAGES_ERRORS}
 
 
 def errors_of(path: str) -> ErrorFormat:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
@@ -15,7 +15,6 @@ from baton.router.doors.openai import descriptions as openai
 from baton.router.doors.openai.routes import openai_routes
 from baton.router.doors.responses import descriptions as responses
 from baton.router.doors.responses.routes import RESPONSES, responses_routes
-from baton.router.doors.responses.websocket.session import SESSION_LIMITS, SessionLimits
 from baton.router.doors.unserved import handle_http_exception
 from baton.router.http.app import Probes, Scrape, asgi_app
 from baton.router.http.bodies import Bodies
@@ -29,7 +28,10 @@ from baton.rpc.security.token import AcceptedTokens
 from baton.rpc.security.token_gate import ignore_refusal
 
 DESCRIPTIONS = {**openai.DESCRIPTIONS, **messages.DESCRIPTIONS, **responses.DESCRIPTIONS}
-WEBSOCKET_PATHS = (RESPONSES,)
+WEBSOCKET_PATHS: tuple[str, ...] = (RESPONSES,)
+
+Door = Callable[[Pipeline, RequestScopes, Bodies], Sequence[BaseRoute]]
+DOORS: tuple[Door, ...] = (messages_routes, responses_routes)  # beside OpenAI's
 
 
 def http_app(
@@ -44,13 +46,12 @@ def http_app(
     on_refusal: Callable[[str], None] = ignore_refusal,
     cors: CorsConfig = NO_CORS,
     embed_truncate: bool = True,
-    sessions: SessionLimits = SESSION_LIMITS,
+    doors: Sequence[Door] = DOORS,
 ) -> ASGIApp:
     bodies = Bodies(pipeline.table)
     routes: list[BaseRoute] = [
         *openai_routes(pipeline, scopes, bodies, resets, adapters, embed_truncate=embed_truncate),
-        *messages_routes(pipeline, scopes, bodies),
-        *responses_routes(pipeline, scopes, bodies, sessions),
+        *(route for door in doors for route in door(pipeline, scopes, bodies)),
         *Probes(health, pipeline, scrape).routes,
     ]
     routes += documentation(routes, DESCRIPTIONS, has_tokens=tokens is not None)

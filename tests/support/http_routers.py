@@ -17,6 +17,8 @@ from baton.router.admission.rate_limits import NO_RATE_LIMITS, RateLimitConfig
 from baton.router.dispatch.config import DispatchConfig
 from baton.router.doors.error_formats import DEFAULT_ERRORS
 from baton.router.doors.http_app import WEBSOCKET_PATHS, http_app
+from baton.router.doors.messages.routes import messages_routes
+from baton.router.doors.responses.routes import responses_routes
 from baton.router.doors.responses.websocket.session import SESSION_LIMITS, SessionLimits
 from baton.router.http.config import NO_CORS, CorsConfig
 from baton.router.http.connection_slots import ConnectionLimits
@@ -96,7 +98,7 @@ async def an_http_router(
         tokens=tokens,
         cors=cors,
         embed_truncate=embed_truncate,
-        sessions=sessions,
+        doors=(messages_routes, partial(responses_routes, sessions=sessions)),
     )
     async with http_serving(
         app, "127.0.0.1", 0, tls, DEFAULT_ERRORS, limits, WEBSOCKET_PATHS

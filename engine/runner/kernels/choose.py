@@ -98,9 +98,8 @@ def choose_parts(
             "--activation-dtype int8 needs the native kernels, which compute bfloat16 on the CPU, "
             f"not {dtype} on {device} with kernels {name!r}"
         )
-    if name == "triton":
-        require_triton(device)
-        return triton_parts(dtype, device, batch_invariant=batch_invariant)
+    if name in MAKERS:
+        return MAKERS[name](dtype, device, batch_invariant=batch_invariant)
     if batch_invariant and not is_native:
         raise InvalidConfig(
             "--batch-invariant needs the native kernels, which compute bfloat16 on the CPU, or "
@@ -196,3 +195,14 @@ def triton_parts(
         make_block_hashes=make_block_hashes,
         numerics="batch-invariant" if batch_invariant else "",
     )
+
+
+def _required_triton_parts(
+    dtype: torch.dtype, device: torch.device, *, batch_invariant: bool
+) -> Parts:
+    require_triton(device)
+    return triton_parts(dtype, device, batch_invariant=batch_invariant)
+
+
+# Kernels that are chosen by their name only.
+MAKERS: dict[str, Callable[..., Parts]] = {"triton": _required_triton_parts}

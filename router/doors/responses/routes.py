@@ -9,7 +9,7 @@ from baton.router.doors.responses.compaction import CompactionHandler
 from baton.router.doors.responses.endpoints import ResponseHandler, StoredResponses
 from baton.router.doors.responses.store import ResponseStore
 from baton.router.doors.responses.websocket.endpoint import WebSocketEndpoint
-from baton.router.doors.responses.websocket.session import Services, SessionLimits
+from baton.router.doors.responses.websocket.session import SESSION_LIMITS, Services, SessionLimits
 from baton.router.http.bodies import Bodies
 from baton.router.http.exchange import GenerationEndpoint
 from baton.router.pipeline import Pipeline
@@ -21,7 +21,10 @@ ONE = "/v1/responses/{response_id}"
 
 
 def responses_routes(
-    pipeline: Pipeline, scopes: RequestScopes, bodies: Bodies, sessions: SessionLimits
+    pipeline: Pipeline,
+    scopes: RequestScopes,
+    bodies: Bodies,
+    sessions: SessionLimits = SESSION_LIMITS,
 ) -> list[BaseRoute]:
     store = ResponseStore()
     handler, stored = ResponseHandler(pipeline, store), StoredResponses(scopes, store)
