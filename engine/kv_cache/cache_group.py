@@ -115,9 +115,9 @@ class CacheGroup(ABC):
     def cached_blocks(self, held: HeldKv) -> Iterable[tuple[int, BlockId]]:
         """Return the blocks that the prefix cache may have of a request, each with its place."""
 
-    @abstractmethod
     def release(self, held: HeldKv) -> Iterable[tuple[int, BlockId]]:
         """Release what is of no use without the request. Returns `cached_blocks`, held once."""
+        return self.cached_blocks(held)
 
     def release_unseen(self, held: HeldKv) -> None:  # noqa: B027
         """Release the blocks that no later token of the request attends to."""

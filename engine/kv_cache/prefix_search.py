@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.core.ids import BlockId
+from baton.core.ids import existing_blocks
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.cache_group import CachedBlocks, CacheGroup, PrefixHit, PrefixQuery
 
@@ -27,29 +27,21 @@ class PrefixSearch:
         those that the tokens after the prefix do. Recurrent layers need their state at the end of
         the prefix, unless another node continues it.
         """
+        num_shared = 0
         if self._has_one_full_group:  # as in most models
             found = cached.find(hashes)
-            return self._hit(len(found), [found], continues_at)
-        query = PrefixQuery(cached, hashes, continues_at)
-        num_shared = num_blocks = self._longest(self._tables, query, len(hashes))
-        if len(self._groups) > len(self._tables):
-            num_blocks = self._longest(self._groups, query, num_shared)
-        blocks = [group.find(query, num_blocks) for group in self._groups]
-        hit = self._hit(num_blocks, blocks, continues_at, num_shared)
-        # Without blocks, the prefix is not cached: the next token just does not attend to it.
-        if hit.block_ids:
-            return hit
-        return self._hit(0, [[] for _ in self._groups], continues_at, num_shared)
-
-    def _hit(
-        self,
-        num_blocks: int,
-        blocks: Sequence[list[BlockId]],
-        continues_at: int | None,
-        num_shared_blocks: int = 0,
-    ) -> PrefixHit:
+            num_blocks, blocks = len(found), [found]
+        else:
+            query = PrefixQuery(cached, hashes, continues_at)
+            num_shared = num_blocks = self._longest(self._tables, query, len(hashes))
+            if len(self._groups) > len(self._tables):
+                num_blocks = self._longest(self._groups, query, num_shared)
+            blocks = [group.find(query, num_blocks) for group in self._groups]
+            # Without blocks, the prefix is not cached: the next token just does not attend to it.
+            if next(existing_blocks(blocks), None) is None:
+                num_blocks, blocks = 0, [[] for _ in self._groups]
         position = num_blocks * self._block_size if continues_at is None else continues_at
-        return PrefixHit(num_blocks, tuple(blocks), position, num_shared_blocks)
+        return PrefixHit(num_blocks, tuple(blocks), position, num_shared)
 
     def _longest(self, groups: Sequence[CacheGroup], query: PrefixQuery, num_blocks: int) -> int:
         """Return the longest prefix of at most `num_blocks` blocks that these groups can continue.

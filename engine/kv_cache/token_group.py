@@ -83,9 +83,6 @@ class TokenGroup(CacheGroup):
         table = held.block_tables[self.number] if held.block_tables else ()
         return ((place, block) for place, block in enumerate(table) if block != NO_BLOCK)
 
-    def release(self, held: HeldKv) -> Iterable[tuple[int, BlockId]]:
-        return self.cached_blocks(held)
-
     def num_held(self, held: HeldKv) -> int:
         if not held.block_tables:
             return 0
