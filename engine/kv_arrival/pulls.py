@@ -44,7 +44,7 @@ class PullConfig:
 DEFAULT_PULLS = PullConfig()
 
 
-class _Run(NamedTuple):
+class _PullRun(NamedTuple):
     """Consecutive blocks of a pull, sent under one hand-off."""
 
     fill: Fill
@@ -66,7 +66,7 @@ class PeerPulls:
         self._config = config
         self._max_blocks = max(MIN_PULLING_BLOCKS, int(cache.pool.num_blocks * MAX_PULLING_SHARE))
         self._times = PullTimes()
-        self._runs: dict[HandoffId, _Run] = {}  # that have neither landed nor failed
+        self._runs: dict[HandoffId, _PullRun] = {}  # that have neither landed nor failed
         self._pulls_by_name = FillsByName()
         self._num_runs = 0
         self.total_landed_blocks = 0
@@ -99,7 +99,7 @@ class PeerPulls:
             self._num_runs += 1
             handoff_id = HandoffId(self._config.name, self._num_runs)
             names = fill.prefix.names[first:end]
-            self._runs[handoff_id] = _Run(fill, first, end)
+            self._runs[handoff_id] = _PullRun(fill, first, end)
             self._receives.pull(
                 Receive(
                     handoff_id,

@@ -18,7 +18,7 @@ from baton.core.ids import NO_BLOCK, BlockId
 from baton.engine.errors import BlocksUnaccounted
 from baton.engine.events import GroupStats
 from baton.engine.kv_cache.block_hashes import BlockHash
-from baton.engine.kv_cache.cache_group import CacheGroup, Chunk, PrefixHit
+from baton.engine.kv_cache.cache_group import CacheGroup, PassChunk, PrefixHit
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.external_prefix import ExternalPrefixes
 from baton.engine.kv_cache.held_kv import HeldKv
@@ -182,7 +182,7 @@ class KvCache:
         for states in self._states:
             states.start_decode(held, position, max_num_slots)
 
-    def plan_pass(self, chunks: Sequence[Chunk]) -> StateCopies:
+    def plan_pass(self, chunks: Sequence[PassChunk]) -> StateCopies:
         """Return what the pass copies for the prefix cache, given its prefill chunks.
 
         Passes end in the order in which they are planned.

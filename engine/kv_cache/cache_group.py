@@ -52,7 +52,7 @@ class PrefixHit:
         return list(existing_blocks(self.blocks))
 
 
-class Chunk(NamedTuple):
+class PassChunk(NamedTuple):
     """A run of tokens of a request that a pass computes, the last of a prompt or not."""
 
     held: HeldKv

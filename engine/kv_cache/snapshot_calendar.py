@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from baton.engine.kv_cache.cache_group import Chunk
+from baton.engine.kv_cache.cache_group import PassChunk
 from baton.engine.kv_cache.held_kv import HeldKv, RecurrentState
 from baton.engine.step_calendar import StepCalendar
 
@@ -32,7 +32,7 @@ class SnapshotCalendar:
         if held.state is not None:
             self._set_due(_Decoding(held, held.state, max_num_slots, position))
 
-    def begin_pass(self, chunks: Iterable[Chunk]) -> Iterator[tuple[HeldKv, list[int]]]:
+    def begin_pass(self, chunks: Iterable[PassChunk]) -> Iterator[tuple[HeldKv, list[int]]]:
         """Yield the positions of snapshots by request, the most useful ones first."""
         for chunk in chunks:
             yield chunk.held, self._positions(chunk)
@@ -41,7 +41,7 @@ class SnapshotCalendar:
                 yield decoding.held, [decoding.position]
                 self._set_due(decoding)
 
-    def _positions(self, chunk: Chunk) -> list[int]:
+    def _positions(self, chunk: PassChunk) -> list[int]:
         """Return the positions in a prefill chunk.
 
         The prompt leaves an earlier one where the KV that both share ends: a third prompt may do

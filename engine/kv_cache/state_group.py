@@ -11,7 +11,13 @@ from baton.core.ids import BlockId
 from baton.engine.errors import BlocksUnaccounted
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.block_names import snapshot_end
-from baton.engine.kv_cache.cache_group import CacheGroup, Chunk, NamedBlock, PrefixHit, PrefixQuery
+from baton.engine.kv_cache.cache_group import (
+    CacheGroup,
+    NamedBlock,
+    PassChunk,
+    PrefixHit,
+    PrefixQuery,
+)
 from baton.engine.kv_cache.groups import NUM_STATE_COPIES, CacheLayout
 from baton.engine.kv_cache.held_kv import HeldKv, RecurrentState
 from baton.engine.kv_cache.prefix_cache import PrefixCache
@@ -142,7 +148,7 @@ class StateGroup(CacheGroup):
         """Note that the next pass to be planned computes the token at this position."""
         self._calendar.start_decode(held, position, max_num_slots)
 
-    def plan_pass(self, chunks: Iterable[Chunk]) -> StateCopies:
+    def plan_pass(self, chunks: Iterable[PassChunk]) -> StateCopies:
         """Return the snapshots that the pass takes, given its prefill chunks."""
         pending: list[_PendingCopies] = []
         for held, positions in self._calendar.begin_pass(chunks):

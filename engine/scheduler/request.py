@@ -96,7 +96,7 @@ class Request:
     is_long: bool = False  # a long prompt whose prefill is not complete
     is_resumed: bool = False  # it has lost its blocks or KV before
     lacks_grant: bool = False  # the decode node that will receive its KV has no blocks for it yet
-    due_step: int = NOT_DUE  # the step in which it needs its next block, see Batch
+    due_step: int = NOT_DUE  # the step in which it needs its next block, see RunningBatch
 
     # Statistics for the last output.
     num_cached_tokens: int = 0

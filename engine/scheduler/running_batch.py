@@ -20,7 +20,7 @@ from baton.engine.step_calendar import StepCalendar
 from baton.kv_transfer.types import KvOrders
 
 
-class Batch:
+class RunningBatch:
     def __init__(self, num_slots_per_decode: int) -> None:
         self._num_slots_per_decode = num_slots_per_decode
         self.running: dict[RequestId, Request] = {}

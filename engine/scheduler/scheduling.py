@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable
 
 from baton.core.ids import RequestId
-from baton.engine.kv_cache.cache_group import Chunk
+from baton.engine.kv_cache.cache_group import PassChunk
 from baton.engine.plan import BlockTables, Plan
 from baton.engine.scheduler.admission import AdmissionRules, Refusal
 from baton.engine.scheduler.fairness import victims_over_share
@@ -146,7 +146,7 @@ class StepPlanner:
         if not batch.pending:
             self.order_layers(batch.chunks.items())
         chunks = [
-            Chunk(request.kv, batch.position(request), num_tokens)
+            PassChunk(request.kv, batch.position(request), num_tokens)
             for request, num_tokens in batch.chunks.items()
         ]
         # Last of all, from the blocks that no request needs: copies of states are optional.

@@ -22,7 +22,7 @@ from baton.engine.scheduler.config import SchedulerConfig, SchedulingPolicy
 from baton.engine.scheduler.queues import WaitingQueue
 from baton.engine.scheduler.ranked_queue import RankedQueue
 from baton.engine.scheduler.request import BlockShortage, Rank, Request, RequestStatus
-from baton.engine.scheduler.running_batch import Batch
+from baton.engine.scheduler.running_batch import RunningBatch
 from baton.engine.scheduler.validation import max_num_tokens
 from baton.engine.structured_output.after_reasoning import AfterReasoning
 from baton.engine.structured_output.grammar import Grammar
@@ -46,7 +46,7 @@ class SchedulerState:
         self.clients = ClientShares(cache_config.num_blocks, self.cache.num_groups)
         self.waiting = WaitingQueue(self.clients.num_held)
         self.ready = RankedQueue()
-        self.batch = Batch(config.num_slots_per_decode)
+        self.batch = RunningBatch(config.num_slots_per_decode)
         self.adapters = AdapterPlaces(config.max_loras)
         self.num_waiting_for_remote_kvs = 0
         self.num_waiting_for_fsm = 0

@@ -11,7 +11,7 @@ from baton.engine.errors import BlocksUnaccounted
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.block_names import snapshot_end
 from baton.engine.kv_cache.cache import KvCache
-from baton.engine.kv_cache.cache_group import Chunk
+from baton.engine.kv_cache.cache_group import PassChunk
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.groups import FULL, CacheLayout, KvCacheSpec, KvGroup
 from baton.engine.kv_cache.held_kv import HeldKv, RecurrentState
@@ -200,7 +200,7 @@ def _admitted(cache: KvCache, num_tokens: int) -> HeldKv:
 
 def _planned(cache: KvCache, request: HeldKv) -> list[int]:
     """Return after how many tokens a pass over the whole request takes snapshots."""
-    copies = cache.plan_pass([Chunk(request, 0, request.num_tokens)])
+    copies = cache.plan_pass([PassChunk(request, 0, request.num_tokens)])
     return [copy.num_tokens for copy in copies.get(request.request_id, ())]
 
 

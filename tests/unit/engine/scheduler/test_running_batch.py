@@ -7,14 +7,14 @@ import pytest
 from baton.core.ids import BlockId
 from baton.engine.plan import Plan
 from baton.engine.scheduler.request import Request
-from baton.engine.scheduler.running_batch import Batch
+from baton.engine.scheduler.running_batch import RunningBatch
 from baton.engine.scheduler.step_pace import StepLoad
 from baton.kv_transfer.types import KvOrders
 from tests.support.requests import make_request
 
 
 def test_a_request_is_due_in_the_step_that_finds_its_blocks_full() -> None:
-    batch = Batch(num_slots_per_decode=1)
+    batch = RunningBatch(num_slots_per_decode=1)
     request = _decoding(batch, num_computed=5, capacity=8)
 
     due = [_step(batch, request) for _ in range(4)]
@@ -23,7 +23,7 @@ def test_a_request_is_due_in_the_step_that_finds_its_blocks_full() -> None:
 
 
 def test_a_full_table_is_due_in_the_next_step() -> None:
-    batch = Batch(num_slots_per_decode=1)
+    batch = RunningBatch(num_slots_per_decode=1)
     request = _decoding(batch, num_computed=8, capacity=8)
 
     assert batch.begin_step() == [request]
@@ -31,7 +31,7 @@ def test_a_full_table_is_due_in_the_next_step() -> None:
 
 @pytest.mark.parametrize("num_accepted", [1, 2, 3, 4])
 def test_with_speculation_a_request_is_due_before_its_slots_run_out(num_accepted: int) -> None:
-    batch = Batch(num_slots_per_decode=4)
+    batch = RunningBatch(num_slots_per_decode=4)
     request = _decoding(batch, num_computed=3, capacity=32)
 
     for _ in range(20):
@@ -45,7 +45,7 @@ def test_with_speculation_a_request_is_due_before_its_slots_run_out(num_accepted
 
 
 def test_a_request_short_of_draft_token_slots_is_due_in_every_step() -> None:
-    batch = Batch(num_slots_per_decode=4)
+    batch = RunningBatch(num_slots_per_decode=4)
     request = _decoding(batch, num_computed=7, capacity=8)
 
     due = []
@@ -58,14 +58,14 @@ def test_a_request_short_of_draft_token_slots_is_due_in_every_step() -> None:
 
 @pytest.mark.parametrize("num_slots_per_decode", [1, 4, 40])
 def test_a_request_with_all_slots_allocated_is_never_due(num_slots_per_decode: int) -> None:
-    batch = Batch(num_slots_per_decode)
+    batch = RunningBatch(num_slots_per_decode)
     _decoding(batch, num_computed=13, capacity=16, max_tokens=4)
 
     assert [batch.begin_step() for _ in range(40)] == [[]] * 40
 
 
 def test_a_removed_request_is_not_due() -> None:
-    batch = Batch(num_slots_per_decode=1)
+    batch = RunningBatch(num_slots_per_decode=1)
     request = _decoding(batch, num_computed=8, capacity=8)
 
     batch.remove(request)
@@ -74,7 +74,7 @@ def test_a_removed_request_is_not_due() -> None:
 
 
 def test_a_request_removed_and_added_again_is_due_once() -> None:
-    batch = Batch(num_slots_per_decode=1)
+    batch = RunningBatch(num_slots_per_decode=1)
     request = _decoding(batch, num_computed=8, capacity=8)
     batch.remove(request)
     batch.start_prefill(request, 8)
@@ -84,7 +84,7 @@ def test_a_request_removed_and_added_again_is_due_once() -> None:
 
 
 def test_due_requests_are_ordered_by_rank() -> None:
-    batch = Batch(num_slots_per_decode=1)
+    batch = RunningBatch(num_slots_per_decode=1)
     late = _decoding(batch, num_computed=8, capacity=8, serial=2)
     early = _decoding(batch, num_computed=8, capacity=8, serial=1)
 
@@ -92,7 +92,7 @@ def test_due_requests_are_ordered_by_rank() -> None:
 
 
 def test_changes_are_in_one_plan_only() -> None:
-    batch = Batch(num_slots_per_decode=1)
+    batch = RunningBatch(num_slots_per_decode=1)
     request = _decoding(batch, num_computed=8, capacity=8)
     _end_plan(batch)
     batch.begin_step()
@@ -106,7 +106,7 @@ def test_changes_are_in_one_plan_only() -> None:
 
 
 def _decoding(
-    batch: Batch, *, num_computed: int, capacity: int, serial: int = 0, max_tokens: int = 100
+    batch: RunningBatch, *, num_computed: int, capacity: int, serial: int = 0, max_tokens: int = 100
 ) -> Request:
     prompt = range(1, num_computed + 1)
     request = make_request(prompt, request_id=f"r{serial}", serial=serial, max_tokens=max_tokens)
@@ -116,14 +116,14 @@ def _decoding(
     return request
 
 
-def _end_plan(batch: Batch) -> Plan:
+def _end_plan(batch: RunningBatch) -> Plan:
     """Take the plan of a step, and apply its result."""
     plan = batch.take_plan(batch.decodes(), StepLoad(1, 0), KvOrders())
     batch.pending.clear()
     return plan
 
 
-def _step(batch: Batch, request: Request) -> list[Request]:
+def _step(batch: RunningBatch, request: Request) -> list[Request]:
     """Run a step in which the request gets one token; return the requests that are due."""
     due = batch.begin_step()
     request.kv.num_computed_tokens += 1
