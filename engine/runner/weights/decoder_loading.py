@@ -17,6 +17,7 @@ from baton.engine.runner.model.layer_weights import LatentProjections, Layer
 from baton.engine.runner.model.layers import DecoderLayer
 from baton.engine.runner.model.linear import Linear, Mlp, Moe, Router
 from baton.engine.runner.model.ops import Norm
+from baton.engine.runner.model.rank_group import RankGroup, SummedLinear
 from baton.engine.runner.model.rope import head_order, repeat_order
 from baton.engine.runner.model_info import LoadProgressCallback
 from baton.engine.runner.weights.latent_loading import LatentLoader
@@ -51,7 +52,8 @@ def load_decoder(
         loaded_elsewhere=tensors.names.sinks,  # with the attention
     )
     embedding = loader.embedding(f"{tensors.prefix}embed_tokens")
-    layers = [_LayerLoader(tensors, loader, i).load() for i in range(config.num_layers)]
+    group = target.group
+    layers = [_LayerLoader(tensors, loader, i, group).load() for i in range(config.num_layers)]
     norm = loader.norm(f"{tensors.prefix}norm")
     head = embedding if config.ties_embeddings else loader.embedding(tensors.head)
     parts, mixtures = target.parts, [layer.mlp for layer in layers if isinstance(layer.mlp, Moe)]
@@ -102,7 +104,10 @@ def attention_of(config: ModelConfig, files: Tensors, device: torch.device) -> l
 class _LayerLoader:
     """Loads one layer."""
 
-    def __init__(self, tensors: TensorMap, loader: TensorLoader, index: int) -> None:
+    def __init__(
+        self, tensors: TensorMap, loader: TensorLoader, index: int, group: RankGroup | None
+    ) -> None:
+        self._group = group
         self._tensors = tensors
         self._names = tensors.names
         self._config = tensors.config
@@ -125,7 +130,7 @@ class _LayerLoader:
             qkv=qkv,
             q_norm=q_norm,
             k_norm=k_norm,
-            output=self._linear([output], config.has_output_bias and recurrent is None),
+            output=self._summed(output, config.has_output_bias and recurrent is None),
             attention_norm=self._norm(names.attention_norm),
             mlp_norm=self._norm(names.mlp_norm),
             mlp=self._mlp(names.gate_up, names.down) if layer.mlp_size else self._moe(),
@@ -165,7 +170,14 @@ class _LayerLoader:
 
     def _mlp(self, gate_up: Sequence[str], down: str) -> Mlp:
         has_bias = self._config.has_mlp_bias
-        return Mlp(self._linear(gate_up, has_bias), self._linear([down], has_bias))
+        return Mlp(self._linear(gate_up, has_bias), self._summed(down, has_bias))
+
+    def _summed(self, name: str, has_bias: bool) -> Linear:
+        """Load a linear layer of which each rank has some columns, and the first one the bias."""
+        if self._group is None:
+            return self._linear([name], has_bias)
+        part = self._linear([name], has_bias and self._group.shard.rank == 0)
+        return SummedLinear(part, self._group)
 
     def _moe(self) -> Moe:
         moe, names = self._config.moe, self._names.experts
