@@ -15,6 +15,7 @@ from baton.core.reasoning import ReasoningSection
 from baton.core.sampling import SamplingParams
 from baton.core.stop_strings import StopRule
 from baton.core.task import GENERATE, Task
+from baton.router.parts import Content, text_of
 
 TEMPLATE_CHARACTERS = 16  # that a chat template adds around each message, estimated
 VALUE_CHARACTERS = 4  # of a number, or around a list, estimated
@@ -24,8 +25,12 @@ MAX_COUNTED_CHARACTERS = 1 << 14
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
     role: str
-    content: str
+    content: Content
     others: Mapping[str, object] = field(default_factory=dict)  # other fields, for the template
+
+    @property
+    def text(self) -> str:
+        return text_of(self.content)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,7 @@ class ChatPrompt:
     @property
     def num_characters(self) -> int:
         """Estimated length of the rendered template, of which variables count up to a limit."""
-        num_in_messages = sum(len(message.role) + len(message.content) for message in self.messages)
+        num_in_messages = sum(len(message.role) + len(message.text) for message in self.messages)
         mappings = [self.variables, *(message.others for message in self.messages)]
         num_in_mappings = 0
         for length in lengths_in([mapping for mapping in mappings if mapping]):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
+
+from baton.router.parts import Part, content_of
+from baton.router.values import ChatMessage
 
 # Baton's own fields of chats that requests of other APIs can have.
 BATON_FIELDS = (
@@ -13,47 +17,58 @@ BATON_FIELDS = (
 THINKING_VARIABLES = ("enable_thinking", "thinking")
 
 
+@dataclass(slots=True)
+class _Turn:
+    role: str
+    parts: list[Part] = field(default_factory=list)
+    others: dict[str, Any] = field(default_factory=dict)
+
+
 class ChatTurns:
     """Builds the messages of a chat. Successive messages of one role become one message."""
 
     def __init__(self) -> None:
-        self.messages: list[dict[str, Any]] = []
+        self._turns: list[_Turn] = []
         self._name_by_call: dict[str, str] = {}
 
-    def add_text(self, role: str, text: str) -> None:
-        self._turn(role)["content"].append({"type": "text", "text": text})
+    @property
+    def roles(self) -> list[str]:
+        return [turn.role for turn in self._turns]
+
+    @property
+    def messages(self) -> list[ChatMessage]:
+        return [ChatMessage(turn.role, content_of(turn.parts), turn.others) for turn in self._turns]
+
+    def add(self, role: str, part: Part) -> None:
+        self._turn(role).parts.append(part)
 
     def add_reasoning(self, text: str) -> None:
-        turn = self._turn("assistant")
-        turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+        others = self._turn("assistant").others
+        others["reasoning_content"] = others.get("reasoning_content", "") + text
 
     def add_call(self, call_id: str, name: str, arguments: object) -> None:
-        """`arguments` are an object, or its JSON."""
         self._name_by_call[call_id] = name
         function = {"name": name, "arguments": arguments}
         call = {"id": call_id, "type": "function", "function": function}
-        self._turn("assistant").setdefault("tool_calls", []).append(call)
+        self._turn("assistant").others.setdefault("tool_calls", []).append(call)
 
     def has_call(self, call_id: str) -> bool:
         return call_id in self._name_by_call
 
-    def add_result(self, call_id: str, texts: list[str], *, is_error: bool = False) -> None:
+    def add_result(self, call_id: str, parts: list[Part], *, is_error: bool = False) -> None:
         name = self._name_by_call.get(call_id)
-        self.messages.append(
-            {
-                "role": "tool",
-                "content": [{"type": "text", "text": text} for text in texts],
-                "tool_call_id": call_id,
-                **({} if name is None else {"name": name}),
-                **({"is_error": True} if is_error else {}),
-            }
-        )
+        others = {
+            "tool_call_id": call_id,
+            **({} if name is None else {"name": name}),
+            **({"is_error": True} if is_error else {}),
+        }
+        self._turns.append(_Turn("tool", parts, others))
 
-    def _turn(self, role: str) -> dict[str, Any]:
+    def _turn(self, role: str) -> _Turn:
         """Return the last message, or a new one if it is of another role."""
-        if not self.messages or self.messages[-1]["role"] != role:
-            self.messages.append({"role": role, "content": []})
-        return self.messages[-1]
+        if not self._turns or self._turns[-1].role != role:
+            self._turns.append(_Turn(role))
+        return self._turns[-1]
 
 
 def with_thinking(variables: object, *, is_on: bool) -> object:

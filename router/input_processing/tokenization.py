@@ -90,7 +90,7 @@ class ModelText(TextBoundary):
             case ChatPrompt(messages, add_generation_prompt, variables):
                 text = self._tokenizer.render_chat(
                     [
-                        {"role": message.role, "content": message.content, **message.others}
+                        {"role": message.role, "content": message.text, **message.others}
                         for message in messages
                     ],
                     add_generation_prompt=add_generation_prompt,

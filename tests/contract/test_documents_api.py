@@ -52,7 +52,7 @@ class Prompts(TextBoundary):
 
     def token_ids(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[int, ...]:
         if isinstance(prompt, ChatPrompt):
-            self.seen.append("|".join(message.content for message in prompt.messages))
+            self.seen.append("|".join(message.text for message in prompt.messages))
             return (1, 2, 3)
         return super().token_ids(prompt, max_tokens)
 

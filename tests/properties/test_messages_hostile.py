@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from baton.core.errors import NamedError
 from baton.core.sampling import NO_SAMPLING_DEFAULTS
 from baton.router.doors.messages.content import ContentBlocks, whole_content
-from baton.router.doors.messages.documents import message_documents
 from baton.router.doors.messages.errors import error_body
 from baton.router.doors.messages.parsed_message import message_from, prompt_to_count
 from baton.router.doors.openai.request.parsed_request import ModelContext
@@ -41,8 +40,6 @@ def test_a_request_is_accepted_or_refused_by_name_in_anthropics_format(
     for read in (lambda parsed: message_from(parsed, "id", CONTEXT), _count):
         try:
             parsed = json_object(body)
-            for part in list(message_documents(parsed)):
-                part.put_text("text")
             read(parsed)
         except NamedError as refusal:
             failure = failure_of(refusal)

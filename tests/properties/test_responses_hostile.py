@@ -12,7 +12,6 @@ from baton.core.errors import NamedError
 from baton.core.sampling import NO_SAMPLING_DEFAULTS
 from baton.router.doors.openai.errors import error_body
 from baton.router.doors.openai.request.parsed_request import ModelContext
-from baton.router.doors.responses.files import response_documents
 from baton.router.doors.responses.output_items import OutputItems
 from baton.router.doors.responses.parsed_response import response_from
 from baton.router.http.bodies import json_object
@@ -37,7 +36,7 @@ def test_a_request_is_accepted_or_refused_by_name(
 ) -> None:
     body, before = json.dumps(fields).encode(), json.dumps(history).encode()
     try:
-        parsed = response_from(with_texts(json_object(body)), before, "id", CONTEXT)
+        parsed = response_from(json_object(body), before, "id", CONTEXT)
     except NamedError as refusal:
         failure = failure_of(refusal)
         error = error_body(failure)["error"]
@@ -45,12 +44,6 @@ def test_a_request_is_accepted_or_refused_by_name(
         assert error["message"]
     else:
         as_json({**parsed.echo, "items": list(parsed.items)})
-
-
-def with_texts(fields: dict[str, Any]) -> dict[str, Any]:
-    for part in list(response_documents(fields)):
-        part.put_text("text")
-    return fields
 
 
 some_text = st.text(min_size=1, max_size=4)

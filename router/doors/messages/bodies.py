@@ -17,15 +17,15 @@ from baton.router.doors.openai.request.bodies import (
     Messages,
     Texts,
     Tools,
-    check_fields,
+    effective_fields,
     validate_body,
 )
 from baton.rpc.errors import UnsupportedInput
 
 # Accepted and ignored: these fields do not affect the answer.
 IGNORED_FIELDS = frozenset({"metadata", "service_tier", "inference_geo", "diagnostics"})
-# Fields without support, with the value that is accepted because it matches the behaviour.
-ACCEPTED_VALUES: Mapping[str, object] = {"speed": "standard", "mcp_servers": []}
+# Fields without support, and the values that are accepted because they match the behaviour.
+ACCEPTED_VALUES: Mapping[str, tuple[object, ...]] = {"speed": ("standard",), "mcp_servers": ([],)}
 # Fields whose effect is left out with a warning: the answer is right without it.
 UNFULFILLED_FIELDS = {
     "context_management": "context_management: no messages were removed from the prompt"
@@ -142,20 +142,12 @@ class MessagesBody(TokenCountBody):
     stop_sequences: Texts = Field(default_factory=list)
 
 
-def effective_fields(fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the fields without those that are ignored or null, and warnings about some of these.
+def own_fields(fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the fields that have an effect, and warnings about some others.
 
     Raises UnsupportedInput and InvalidRequest.
     """
-    check_fields(fields)
-    effective = {
-        name: value
-        for name, value in fields.items()
-        if value is not None and name not in IGNORED_FIELDS
-    }
-    for name in ACCEPTED_VALUES.keys() & effective.keys():
-        if effective.pop(name) != ACCEPTED_VALUES[name]:
-            raise UnsupportedInput(f"{name} is not supported here: leave it out", name)
+    effective = effective_fields(fields, IGNORED_FIELDS, ACCEPTED_VALUES)
     unfulfilled = [name for name in UNFULFILLED_FIELDS if effective.pop(name, None)]
     return effective, [UNFULFILLED_FIELDS[name] for name in unfulfilled]
 

@@ -17,12 +17,16 @@ from baton.router.doors.messages.bodies import (
     ToolResultBlock,
     ToolUseBlock,
 )
+from baton.router.doors.messages.documents import DocumentBlock, document_of_block
 from baton.router.doors.openai.request.bodies import validate_body
+from baton.router.parts import Part
+from baton.router.values import ChatMessage
 from baton.rpc.errors import UnsupportedInput
 
 TEXT: dict[str, type[Block]] = {"text": TextBlock}
-IN_RESULTS: dict[str, type[Block]] = {**TEXT, "tool_reference": ToolReferenceBlock}
-OF_USERS: dict[str, type[Block]] = {**TEXT, "tool_result": ToolResultBlock}
+TEXT_OR_DOCUMENT: dict[str, type[Block]] = {**TEXT, "document": DocumentBlock}
+IN_RESULTS: dict[str, type[Block]] = {**TEXT_OR_DOCUMENT, "tool_reference": ToolReferenceBlock}
+OF_USERS: dict[str, type[Block]] = {**TEXT_OR_DOCUMENT, "tool_result": ToolResultBlock}
 OF_ASSISTANTS: dict[str, type[Block]] = {
     **TEXT,
     "thinking": ThinkingBlock,
@@ -43,14 +47,14 @@ class Conversation:
         self._turns = ChatTurns()
 
     @property
-    def messages(self) -> list[dict[str, Any]]:
+    def messages(self) -> list[ChatMessage]:
         return self._turns.messages
 
     def add_system(self, content: str | list[Any]) -> None:
         for block in self._blocks(content, TEXT, "system"):
             if isinstance(block, TextBlock):
                 for text in _without_header(block.text):
-                    self._turns.add_text("system", text)
+                    self._turns.add("system", text)
 
     def add(self, message: Mapping[str, Any], where: str) -> None:
         """Raises InvalidRequest and UnsupportedInput, which name the field."""
@@ -64,12 +68,14 @@ class Conversation:
                     self._turns.add_call(block.id, block.name, block.input)
                 case ToolResultBlock():
                     self._add_result(block, f"{inside}.{index}.content")
-                case _:
-                    self._add_texts(read.role, block)
+                case DocumentBlock():
+                    self._turns.add(read.role, document_of_block(block, f"{inside}.{index}"))
+                case TextBlock():
+                    self._turns.add(read.role, block.text)
 
     def check_end(self) -> None:
         """Raises UnsupportedInput if the answer would have to continue an assistant's message."""
-        if self.messages and self.messages[-1]["role"] == "assistant":
+        if self._turns.roles[-1:] == ["assistant"]:
             raise UnsupportedInput(
                 "messages: the last message is the assistant's; the beginning of an answer cannot "
                 "be given here: end with a message of the user",
@@ -90,21 +96,19 @@ class Conversation:
             self.note_cache(block.cache_control)
         return blocks
 
-    def _add_texts(self, role: str, block: Block) -> None:
-        if isinstance(block, TextBlock):
-            self._turns.add_text(role, block.text)
-
     def _add_result(self, block: ToolResultBlock, where: str) -> None:
-        texts = []
+        parts: list[Part] = []
         for index, each in enumerate(self._blocks(block.content or "", IN_RESULTS, where)):
             match each:
                 case ToolReferenceBlock():
                     field = f"{where}.{index}.tool_name"
                     self.tool_references.setdefault(each.tool_name, field)
-                    texts.append(f"The tool {each.tool_name} can be called now.")
+                    parts.append(f"The tool {each.tool_name} can be called now.")
+                case DocumentBlock():
+                    parts.append(document_of_block(each, f"{where}.{index}"))
                 case TextBlock():
-                    texts.append(each.text)
-        self._turns.add_result(block.tool_use_id, texts, is_error=bool(block.is_error))
+                    parts.append(each.text)
+        self._turns.add_result(block.tool_use_id, parts, is_error=bool(block.is_error))
 
 
 def _without_header(text: str) -> list[str]:
@@ -117,8 +121,7 @@ def _block(block: object, kinds: Mapping[str, type[Block]], where: str) -> Block
         raise InvalidRequest(f"{where} must be an object with a type", f"{where}.type")
     if kind not in kinds:
         raise UnsupportedInput(
-            f"{where}.type is {kind[:64]!r}: supported here are {', '.join(kinds)}, and document "
-            "from the user",
+            f"{where}.type is {kind[:64]!r}: supported here are {', '.join(kinds)}",
             f"{where}.type",
         )
     return validate_body(block, kinds[kind], where)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from baton.core.errors import InvalidRequest
-from baton.router.documents.document import Document, DocumentPart, document_from, parts_of_kind
+from baton.router.documents.document import document_from
 from baton.router.documents.encodings import read_base64
 from baton.router.doors.messages.bodies import Block, TextBlock
 from baton.router.doors.openai.request.bodies import Body, validate_body
 from baton.router.input_processing.limits import check_file_name
+from baton.router.parts import Document
 from baton.rpc.errors import UnsupportedInput
 
-DOCUMENT = "document"
 NO_CITATIONS = "citations: the answer has none"
 
 
@@ -57,39 +58,23 @@ NOT_HERE = {
 }
 
 
-def message_documents(fields: Mapping[str, Any]) -> Iterator[DocumentPart]:
-    """Yield the documents in messages of the user. Raises InvalidRequest and UnsupportedInput."""
-    messages = fields.get("messages")
-    for number, message in enumerate(messages if isinstance(messages, list) else ()):
-        if isinstance(message, dict) and message.get("role") == "user":
-            content, where = message.get("content"), f"messages.{number}.content"
-            yield from _documents_in(content, where)
-            for inside, _, _, result in parts_of_kind(content, "tool_result", where):
-                yield from _documents_in(result.get("content"), f"{inside}.content")
-
-
-def _documents_in(content: object, where: str) -> Iterator[DocumentPart]:
-    for place, blocks, index, block in parts_of_kind(content, DOCUMENT, where):
-        read = validate_body(block, DocumentBlock, place)
-        has_citations = read.citations is not None and read.citations.enabled
-        warnings = (f"{place}.{NO_CITATIONS}",) if has_citations else ()
-        kept = {name: block[name] for name in ("cache_control",) if name in block}
-        text_block = {"type": "text", **kept}
-        yield DocumentPart(_document(read, place), blocks, index, text_block, warnings)
+def document_of_block(block: DocumentBlock, where: str) -> Document:
+    """Raises InvalidRequest and UnsupportedInput, which name the field."""
+    check_file_name(f"{where}.title", block.title or "")
+    has_citations = block.citations is not None and block.citations.enabled
+    warnings = (f"{where}.{NO_CITATIONS}",) if has_citations else ()
+    return replace(_document(block, where), context=block.context or "", warnings=warnings)
 
 
 def _document(block: DocumentBlock, where: str) -> Document:
-    name, context = block.title or "", block.context or ""
-    check_file_name(f"{where}.title", name)
-    inside = f"{where}.source"
+    name, inside = block.title or "", f"{where}.source"
     match _source(block.source, inside):
         case Base64Source(data=data, media_type=media_type):
-            content = read_base64(data, f"{inside}.data")
-            return document_from(content, where, name, media_type, context)
+            return document_from(read_base64(data, f"{inside}.data"), where, name, media_type)
         case TextSource(data=text):
-            return Document(text, where, name, context)
+            return Document(text, where, name)
         case ContentSource(content=content):
-            return Document(_text(content, f"{inside}.content"), where, name, context)
+            return Document(_text(content, f"{inside}.content"), where, name)
     raise InvalidRequest(f"{inside} has no content", inside)
 
 

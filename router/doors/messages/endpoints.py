@@ -11,9 +11,8 @@ from starlette.responses import JSONResponse, Response
 
 from baton.core.finish import Finish
 from baton.router.answers import generate_answers
-from baton.router.doors.documents import put_texts, read_documents
+from baton.router.doors.documents import read_documents, read_prompt
 from baton.router.doors.field_names import renaming_fields
-from baton.router.doors.messages.documents import message_documents
 from baton.router.doors.messages.parsed_message import (
     FIELD_NAMES,
     ParsedMessage,
@@ -48,9 +47,10 @@ class MessageHandler:
 
     async def _parse(self, request: ReceivedRequest) -> ParsedMessage:
         fields = with_session(await request.body.fields(), request.session_id)
-        await read_documents(message_documents, fields, self.pipeline, request)
         context = model_context(self.pipeline, fields)
-        return await request.body.run(partial(message_from, fields, request.id, context))
+        parsed = await request.body.run(partial(message_from, fields, request.id, context))
+        read = await read_documents(parsed.request, self.pipeline, request)
+        return replace(parsed, request=read)
 
     async def _tokenize(self, call: GenerateCall, client: str) -> GenerateCall:
         """Tokenize the prompt, whose length the first event reports."""
@@ -98,8 +98,8 @@ class TokenCount:
         fields = await received.fields()
         context = model_context(self.pipeline, fields)
         self.pipeline.inputs.check_model(context.variant)
-        await put_texts(message_documents, fields, self.pipeline, received)
-        prompt = await received.run(partial(prompt_to_count, fields, context))
+        chat = await received.run(partial(prompt_to_count, fields, context))
+        prompt = await read_prompt(chat, self.pipeline, received)
         inputs, client = self.pipeline.inputs, received.client
         token_ids = await inputs.token_ids(prompt, context.variant, client)
         return JSONResponse({"input_tokens": len(token_ids)})

@@ -16,15 +16,15 @@ from baton.router.doors.messages.bodies import (
     TokenCountBody,
     Tool,
     ToolChoiceBody,
-    effective_fields,
+    own_fields,
     read_tools,
 )
 from baton.router.doors.messages.conversation import Conversation
-from baton.router.doors.openai.request.bodies import validate_body
+from baton.router.doors.openai.request.bodies import ChatOptions, openai_body, validate_body
 from baton.router.doors.openai.request.parsed_request import (
     ModelContext,
     ParsedRequest,
-    chat_completion_from,
+    chat_request_from,
 )
 from baton.router.values import Prompt
 
@@ -36,6 +36,7 @@ FIELD_NAMES: Renames = (
     (re.compile(r"^response_format(\.json_schema)?\b"), "output_config.format"),
     (re.compile(r"^prompt$"), "messages"),
 )
+NO_FIELDS: Mapping[str, Any] = {}
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -51,13 +52,9 @@ def message_from(
     fields: Mapping[str, Any], request_id: str, context: ModelContext
 ) -> ParsedMessage:
     """Parse a request for a message. Raises InvalidRequest and UnsupportedInput."""
-    effective, warnings = effective_fields(fields)
+    effective, warnings = own_fields(fields)
     body = validate_body(_own(effective), MessagesBody)
-    chat = {
-        **_chat(effective, body),
-        "max_tokens": body.max_tokens,
-        "stop": body.stop_sequences,
-    }
+    more = {"max_tokens": body.max_tokens, "stop": body.stop_sequences}
     thinking = body.thinking
     if thinking is not None and thinking.budget_tokens is not None:
         warnings.append(
@@ -65,7 +62,7 @@ def message_from(
             "thinking and answer together"
         )
     return ParsedMessage(
-        _parse_chat(chat, request_id, context),
+        _chat(effective, body, request_id, context, more),
         body.max_tokens,
         hides_thinking=thinking is not None and thinking.display == "omitted",
         warnings=warnings,
@@ -74,22 +71,23 @@ def message_from(
 
 def prompt_to_count(fields: Mapping[str, Any], context: ModelContext) -> Prompt:
     """Return the prompt whose tokens are to be counted. Raises as `message_from` does."""
-    effective, _ = effective_fields(fields)
-    chat = _chat(effective, validate_body(_own(effective), TokenCountBody))
-    return _parse_chat(chat, "", context).calls[0].prompt
-
-
-def _parse_chat(chat: Mapping[str, Any], request_id: str, context: ModelContext) -> ParsedRequest:
-    with renaming_fields(FIELD_NAMES):
-        return chat_completion_from(chat, request_id, context)
+    effective, _ = own_fields(fields)
+    body = validate_body(_own(effective), TokenCountBody)
+    return _chat(effective, body, "", context).calls[0].prompt
 
 
 def _own(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in CHAT_FIELDS}
 
 
-def _chat(fields: Mapping[str, Any], body: TokenCountBody) -> dict[str, Any]:
-    """Return the fields of a chat with the same prompt and the same form."""
+def _chat(
+    fields: Mapping[str, Any],
+    body: TokenCountBody,
+    request_id: str,
+    context: ModelContext,
+    more: Mapping[str, Any] = NO_FIELDS,
+) -> ParsedRequest:
+    """Return the request of a chat with the same prompt and the same form."""
     conversation, tools = Conversation(), read_tools(body.tools)
     conversation.note_cache(body.cache_control)
     for tool in tools:
@@ -101,19 +99,21 @@ def _chat(fields: Mapping[str, Any], body: TokenCountBody) -> dict[str, Any]:
     if not body.messages:
         raise InvalidRequest("messages is empty: send at least one", "messages")
     conversation.check_end()
-    chat = {name: fields[name] for name in CHAT_FIELDS if name in fields}
     variables = fields.get("chat_template_kwargs", {})
     if body.thinking is not None:
         variables = with_thinking(variables, is_on=body.thinking.type != "disabled")
-    return {
-        **chat,
-        "messages": conversation.messages,
+    chat = {
+        **{name: fields[name] for name in CHAT_FIELDS if name in fields},
         "tools": [_function(tool) for tool in _shown(tools, conversation.tool_references)],
         **_tool_choice(body.tool_choice),
         **_output(body),
         "kv_hints": with_retain_s(fields.get("kv_hints", {}), conversation.retain_s),
         "chat_template_kwargs": variables,
+        **more,
     }
+    with renaming_fields(FIELD_NAMES):
+        options = openai_body(chat, ChatOptions)
+        return chat_request_from(conversation.messages, options, request_id, context)
 
 
 def _shown(tools: Sequence[Tool], references: Mapping[str, str]) -> list[Tool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from baton.core.ids import ModelVariant
-from baton.router.doors.documents import put_texts
+from baton.router.doors.documents import read_prompt
 from baton.router.doors.openai.request.bodies import (
     DetokenizeBody,
     ResetBody,
@@ -19,15 +20,14 @@ from baton.router.doors.openai.request.bodies import (
     TokenizeTextBody,
     openai_body,
 )
-from baton.router.doors.openai.request.files import chat_documents
-from baton.router.doors.openai.request.prompts import chat_from
+from baton.router.doors.openai.request.prompts import chat_from, messages_from
 from baton.router.http.bodies import Bodies, ReceivedBody, result_while_connected
 from baton.router.http.exchange import receiving
 from baton.router.http.json_encoding import Json, as_json
 from baton.router.pipeline import Pipeline
 from baton.router.prefix_resets import PrefixResets
 from baton.router.request_scope import RequestScopes
-from baton.router.values import Prompt, TextPrompt
+from baton.router.values import ChatPrompt, Prompt, TextPrompt
 from baton.rpc.errors import UnknownModel
 from baton.rpc.security.token import HEADER
 
@@ -82,9 +82,8 @@ class Tokens:
         body: TokenizeTextBody | TokenizeChatBody
         prompt: Prompt
         if "messages" in fields:
-            await put_texts(chat_documents, fields, self.pipeline, received)
-            body = await received.run(partial(openai_body, fields, TokenizeChatBody))
-            prompt = await received.run(partial(chat_from, body, body.tools))
+            body, chat = await received.run(partial(_chat_to_tokenize, fields))
+            prompt = await read_prompt(chat, self.pipeline, received)
         else:
             body = openai_body(fields, TokenizeTextBody)
             prompt = TextPrompt(body.prompt, body.add_special_tokens)
@@ -116,6 +115,11 @@ class Tokens:
             token_ids = tuple(body.tokens)
             text = await inputs.text(token_ids, model, received.client, skip_special_tokens=False)
             return await _response(received, {"prompt": text})
+
+
+def _chat_to_tokenize(fields: Mapping[str, Any]) -> tuple[TokenizeChatBody, ChatPrompt]:
+    body = openai_body(fields, TokenizeChatBody)
+    return body, chat_from(messages_from(body.messages), body, body.tools)
 
 
 async def _response(received: ReceivedBody, response: Json) -> Response:

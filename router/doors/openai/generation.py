@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from baton.router.answers import generate_answers
-from baton.router.doors.documents import FindDocuments, read_documents
+from baton.router.doors.documents import read_documents
 from baton.router.doors.openai.request.bodies import with_session
 from baton.router.doors.openai.request.parsed_request import ModelContext, ParsedRequest
 from baton.router.doors.openai.request.structured_outputs import errors_of_field
@@ -32,7 +32,6 @@ Read = Callable[[Mapping[str, Any], str, ModelContext], ParsedRequest]
 class AnswerHandler:
     pipeline: Pipeline
     read: Read
-    find_documents: FindDocuments | None = None  # None: its bodies have none
 
     async def answer(self, request: ReceivedRequest, reply: Reply) -> None:
         with request.scope.ending_on_error():
@@ -43,10 +42,9 @@ class AnswerHandler:
 
     async def _parse(self, request: ReceivedRequest) -> ParsedRequest:
         fields = with_session(await request.body.fields(), request.session_id)
-        if self.find_documents is not None:
-            await read_documents(self.find_documents, fields, self.pipeline, request)
         context = model_context(self.pipeline, fields)
-        return await request.body.run(partial(self.read, fields, request.id, context))
+        parsed = await request.body.run(partial(self.read, fields, request.id, context))
+        return await read_documents(parsed, self.pipeline, request)
 
     async def _repeated_prompts(self, parsed: ParsedRequest, client: str) -> list[EchoedPrompt]:
         """Return the prompt of each call; empty unless the answer repeats it."""

@@ -7,13 +7,11 @@ from collections.abc import Callable
 from starlette.routing import Route
 
 from baton.router.adapters.updates import AdapterUpdates
-from baton.router.doors.documents import FindDocuments
 from baton.router.doors.openai.embeddings import Vectors
 from baton.router.doors.openai.endpoints import Models, PrefixCacheEndpoint, Tokens
 from baton.router.doors.openai.errors import OPENAI_ERRORS
 from baton.router.doors.openai.generation import AnswerHandler, Read
 from baton.router.doors.openai.lora import LoraEndpoints
-from baton.router.doors.openai.request.files import chat_documents
 from baton.router.doors.openai.request.parsed_request import chat_completion_from, completion_from
 from baton.router.http.bodies import Bodies
 from baton.router.http.exchange import Answer, GenerationEndpoint
@@ -33,8 +31,8 @@ def openai_routes(
     *,
     embed_truncate: bool,
 ) -> list[Route]:
-    def generation(read: Read, find: FindDocuments | None = None) -> GenerationEndpoint:
-        return endpoint(AnswerHandler(pipeline, read, find).answer)
+    def generation(read: Read) -> GenerationEndpoint:
+        return endpoint(AnswerHandler(pipeline, read).answer)
 
     def endpoint(answer: Answer) -> GenerationEndpoint:
         return GenerationEndpoint(scopes, bodies, OPENAI_ERRORS, answer)
@@ -43,7 +41,7 @@ def openai_routes(
     vectors, loras = Vectors(pipeline, embed_truncate), LoraEndpoints(adapters, bodies)
     return [
         _post("/v1/completions", generation(completion_from)),
-        _post("/v1/chat/completions", generation(chat_completion_from, chat_documents)),
+        _post("/v1/chat/completions", generation(chat_completion_from)),
         _post("/v1/embeddings", endpoint(vectors.embed)),
         *(_post(path, endpoint(vectors.score)) for path in ("/v1/score", "/score")),
         *(_post(path, endpoint(vectors.rerank)) for path in RERANK_PATHS),

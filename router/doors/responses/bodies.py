@@ -16,10 +16,8 @@ from baton.router.doors.openai.request.bodies import (
     Body,
     Texts,
     Tools,
-    check_fields,
 )
 from baton.router.input_processing.limits import MAX_CHAT_MESSAGES
-from baton.rpc.errors import UnsupportedInput
 
 # Accepted and ignored: these fields do not affect the answer.
 IGNORED_FIELDS = frozenset(
@@ -144,17 +142,3 @@ class ResponsesBody(Body):
     text: TextOptions = TextOptions()
     include: Texts = Field(default_factory=list)
     stream_options: StreamOptions | None = None
-
-
-def effective_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields without those that are ignored or null. Raises UnsupportedInput."""
-    check_fields(fields)
-    effective = {
-        name: value
-        for name, value in fields.items()
-        if value is not None and name not in IGNORED_FIELDS
-    }
-    for name in ACCEPTED_VALUES.keys() & effective.keys():
-        if effective.pop(name) not in ACCEPTED_VALUES[name]:
-            raise UnsupportedInput(f"{name} is not supported here: leave it out", name)
-    return effective

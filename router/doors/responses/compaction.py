@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,9 +17,8 @@ from baton.router.answers import generate_answers
 from baton.router.doors.documents import read_documents
 from baton.router.doors.field_names import renaming_fields
 from baton.router.doors.openai.generation import model_context
-from baton.router.doors.openai.request.bodies import Body, check_fields, validate_body
+from baton.router.doors.openai.request.bodies import Body, effective_fields, validate_body
 from baton.router.doors.responses.bodies import IGNORED_FIELDS, Items
-from baton.router.doors.responses.files import response_documents
 from baton.router.doors.responses.memory import TenantMemory
 from baton.router.doors.responses.parsed_response import FIELD_NAMES, ParsedResponse, response_from
 from baton.router.doors.responses.response_object import usage_of
@@ -53,12 +52,7 @@ class CompactionBody(Body):
 
 def compaction_from(fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of the request for the summary. Raises InvalidRequest."""
-    check_fields(fields)
-    own = {
-        name: value
-        for name, value in fields.items()
-        if value is not None and name not in IGNORED_FIELDS
-    }
+    own = effective_fields(fields, IGNORED_FIELDS)
     body = validate_body(own, CompactionBody)
     given = body.input or []
     items: Sequence[Any] = [{"role": "user", "content": given}] if isinstance(given, str) else given
@@ -89,15 +83,15 @@ class CompactionHandler:
                         await reply.send_body([await request.body.run(partial(as_json, whole))])
 
     async def _parse(self, request: ReceivedRequest) -> ParsedResponse:
-        given = await request.body.fields()
-        await read_documents(response_documents, given, self.pipeline, request)
-        fields = compaction_from(given)
+        fields = compaction_from(await request.body.fields())
         memory = TenantMemory(self.store, request.scope.owner)
         history = memory.history(fields.get("previous_response_id"))
         await request.body.hold_json(history)
         context = model_context(self.pipeline, fields)
         parse = partial(response_from, fields, history, request.id, context)
-        return await request.body.run(parse)
+        parsed = await request.body.run(parse)
+        read = await read_documents(parsed.request, self.pipeline, request)
+        return replace(parsed, request=read)
 
 
 def compacted(summary: str, end: Finish, created_at: int) -> Json:

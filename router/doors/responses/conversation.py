@@ -8,6 +8,7 @@ from typing import Any
 from baton.core.errors import InvalidRequest
 from baton.router.doors.chats import ChatTurns
 from baton.router.doors.openai.request.bodies import validate_body
+from baton.router.doors.openai.request.prompts import parse_arguments
 from baton.router.doors.responses.bodies import (
     CallItem,
     CallOutputItem,
@@ -17,8 +18,10 @@ from baton.router.doors.responses.bodies import (
     ReasoningItem,
     TextPart,
 )
+from baton.router.doors.responses.files import document_of_part
 from baton.router.doors.responses.summaries import read_summary
 from baton.router.doors.responses.tools import joined_name
+from baton.router.parts import Part
 from baton.rpc.errors import UnsupportedInput
 
 ITEMS: Mapping[str, type[Item]] = {
@@ -42,11 +45,12 @@ def add_items(turns: ChatTurns, items: Sequence[Any], where: str = "input") -> N
 def _add_item(turns: ChatTurns, item: Item, where: str) -> None:
     match item:
         case MessageItem():
-            for text in _texts(item.content, f"{where}.content", TEXTS):
-                turns.add_text(ROLES.get(item.role, item.role), text)
+            for part in _parts(item.content, f"{where}.content"):
+                turns.add(ROLES.get(item.role, item.role), part)
         case CallItem():
             name = joined_name(item.namespace, item.name)
-            turns.add_call(item.call_id, name, item.arguments)
+            arguments = parse_arguments(item.arguments, f"{where}.arguments")
+            turns.add_call(item.call_id, name, arguments)
         case CallOutputItem():
             if not turns.has_call(item.call_id):
                 raise InvalidRequest(
@@ -54,16 +58,16 @@ def _add_item(turns: ChatTurns, item: Item, where: str) -> None:
                     f"{item.call_id[:64]!r}; send the call, too",
                     f"{where}.call_id",
                 )
-            turns.add_result(item.call_id, _texts(item.output, f"{where}.output", TEXTS))
+            turns.add_result(item.call_id, _parts(item.output, f"{where}.output"))
         case CompactionItem():
             summary = read_summary(item.encrypted_content, f"{where}.encrypted_content")
-            turns.add_text("user", summary)
+            turns.add("user", summary)
         case ReasoningItem():
             kind, parts = "reasoning_text", item.content
             if not parts:
                 kind, parts = "summary_text", item.summary
-            for text in _texts(parts, f"{where}.content", (kind,)):
-                turns.add_reasoning(text)
+            for index, part in enumerate(parts):
+                turns.add_reasoning(_text(part, f"{where}.content.{index}", (kind,)))
 
 
 def _item(value: object, where: str) -> Item:
@@ -77,10 +81,16 @@ def _item(value: object, where: str) -> Item:
     return validate_body(value, ITEMS[kind], where)
 
 
-def _texts(content: str | list[Any], where: str, kinds: Sequence[str]) -> list[str]:
+def _parts(content: str | list[Any], where: str) -> list[Part]:
     if isinstance(content, str):
         return [content]
-    return [_text(part, f"{where}.{index}", kinds) for index, part in enumerate(content)]
+    return [_part(part, f"{where}.{index}") for index, part in enumerate(content)]
+
+
+def _part(part: object, where: str) -> Part:
+    if isinstance(part, dict) and part.get("type") == "input_file":
+        return document_of_part(part, where)
+    return _text(part, where, TEXTS)
 
 
 def _text(part: object, where: str, kinds: Sequence[str]) -> str:

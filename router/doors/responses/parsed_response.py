@@ -12,18 +12,24 @@ from pydantic_core import from_json
 from baton.core.errors import InvalidRequest
 from baton.router.doors.chats import ChatTurns, with_thinking
 from baton.router.doors.field_names import Renames, renaming_fields
-from baton.router.doors.openai.request.bodies import validate_body
+from baton.router.doors.openai.request.bodies import (
+    ChatOptions,
+    effective_fields,
+    openai_body,
+    validate_body,
+)
 from baton.router.doors.openai.request.parsed_request import (
     ModelContext,
     ParsedRequest,
-    chat_completion_from,
+    chat_request_from,
 )
 from baton.router.doors.responses.bodies import (
+    ACCEPTED_VALUES,
     CHAT_FIELDS,
+    IGNORED_FIELDS,
     Format,
     NamedFunction,
     ResponsesBody,
-    effective_fields,
 )
 from baton.router.doors.responses.conversation import add_items
 from baton.router.doors.responses.tools import read_tools
@@ -75,29 +81,29 @@ def response_from(
     A warm-up may have no input, and no message of the user, which many chat templates need.
     Raises InvalidRequest and UnsupportedInput.
     """
-    effective = effective_fields(fields)
+    effective = effective_fields(fields, IGNORED_FIELDS, ACCEPTED_VALUES)
     own = {name: value for name, value in effective.items() if name not in CHAT_FIELDS}
     body = validate_body(own, ResponsesBody)
     given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     turns = ChatTurns()
     if body.instructions is not None:
-        turns.add_text("system", body.instructions)
+        turns.add("system", body.instructions)
     add_items(turns, from_json(history))
     add_items(turns, given)
-    if is_warmup and all(message["role"] == "system" for message in turns.messages):
-        turns.add_text("user", "")
+    if is_warmup and {*turns.roles} <= {"system"}:
+        turns.add("user", "")
     elif not given and not is_warmup:
         raise InvalidRequest("input is empty: send a text, or at least one item", "input")
     tools = read_tools(body.tools)
     chat = {
         **{name: effective[name] for name in CHAT_FIELDS if name in effective},
-        "messages": turns.messages,
         "tools": tools.functions,
         "tool_choice": _tool_choice(body.tool_choice),
         **_options(body, effective),
     }
     with renaming_fields(FIELD_NAMES):
-        parsed = chat_completion_from(chat, request_id, context)
+        options = openai_body(chat, ChatOptions)
+        parsed = chat_request_from(turns.messages, options, request_id, context)
     echo = _echo(body, effective, fields, parsed)
     return ParsedResponse(
         parsed,

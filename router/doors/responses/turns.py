@@ -14,11 +14,11 @@ from baton.core.errors import NamedError
 from baton.core.finish import Finish
 from baton.core.output import FinishReason
 from baton.router.answers import IndexedParts, generate_answers
-from baton.router.doors.documents import read_documents
+from baton.router.doors.documents import documents_in, read_documents
 from baton.router.doors.field_names import renaming_fields
 from baton.router.doors.openai.generation import model_context, served_name
 from baton.router.doors.openai.request.structured_outputs import errors_of_field
-from baton.router.doors.responses.files import response_documents
+from baton.router.doors.responses.files import put_texts
 from baton.router.doors.responses.memory import TenantMemory
 from baton.router.doors.responses.parsed_response import FIELD_NAMES, ParsedResponse, response_from
 from baton.router.doors.responses.response_object import ResponseObject
@@ -160,11 +160,12 @@ async def begin_turn(
     with request.scope.ending_on_error(), memory.forgetting_on_error(previous):
         history = memory.history(previous)
         await request.body.hold_json(history)
-        await read_documents(response_documents, fields, pipeline, request)
         context = model_context(pipeline, fields)
         parse = partial(response_from, fields, history, request.id, context, is_warmup=is_warmup)
         parsed = await request.body.run(parse)
+        parsed = replace(parsed, request=await read_documents(parsed.request, pipeline, request))
     [call] = parsed.request.calls
+    put_texts(parsed.items, documents_in(call.prompt))
     response = ResponseObject(
         parsed,
         f"resp_{secrets.token_hex(ID_BYTES)}",

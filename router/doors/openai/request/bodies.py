@@ -5,7 +5,7 @@ Unknown fields and wrong types are refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -49,6 +49,7 @@ ACCEPTED_VALUES: Mapping[str, tuple[object, ...]] = {
     "continue_final_message": (False,),
     "add_special_tokens": (),  # supported for text prompts only
 }
+NONE_ACCEPTED: Mapping[str, tuple[object, ...]] = {}
 # Seconds for which KV is kept, as hints, by the values of fields.
 RETENTION_S = {"in_memory": 0, "24h": 86_400}
 TTL_S = {"30m": 1_800, "12h": 43_200}
@@ -142,14 +143,17 @@ class CompletionBody(GenerationBody):
 
 
 class TemplateFields(Body):
-    messages: Messages
+    """Fields of a chat's prompt besides its messages."""
+
     add_generation_prompt: bool = True
     tools: Tools = Field(default_factory=list)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     reasoning_effort: str | None = None  # passed to the chat template, as in vLLM
 
 
-class ChatBody(GenerationBody, TemplateFields):
+class ChatOptions(GenerationBody, TemplateFields):
+    """Fields of a chat besides its messages."""
+
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INT32)] | None = None
     logprobs: bool = False
     top_logprobs: Count | None = None
@@ -165,6 +169,10 @@ class ChatBody(GenerationBody, TemplateFields):
         return max(RETENTION_S[self.prompt_cache_retention], 0 if ttl is None else TTL_S[ttl])
 
 
+class ChatBody(ChatOptions):
+    messages: Messages
+
+
 class TokenizeTextBody(Body):
     model: str = ""
     prompt: str
@@ -173,6 +181,7 @@ class TokenizeTextBody(Body):
 
 
 class TokenizeChatBody(TemplateFields):
+    messages: Messages
     model: str = ""
     return_token_strs: bool = False
 
@@ -199,16 +208,31 @@ def with_session(fields: dict[str, Any], session_id: str) -> dict[str, Any]:
 
 def openai_body(fields: Mapping[str, Any], kind: type[B]) -> B:
     """Raises InvalidRequest and UnsupportedInput, which name the field."""
-    check_fields(fields)
-    return validate_body(_effective_fields(fields, kind), kind)
+    accepted = {name: ACCEPTED_VALUES[name] for name in ACCEPTED_VALUES.keys() - kind.model_fields}
+    return validate_body(effective_fields(fields, IGNORED_FIELDS, accepted), kind)
 
 
-def check_fields(fields: Mapping[str, Any]) -> None:
-    """Raises InvalidRequest if a body, or an object directly in it, has too many fields."""
+def effective_fields(
+    fields: Mapping[str, Any],
+    ignored: Collection[str],
+    accepted: Mapping[str, tuple[object, ...]] = NONE_ACCEPTED,
+) -> dict[str, Any]:
+    """Return the fields without those that are ignored or null, or have `accepted` values.
+
+    Raises UnsupportedInput for other values, and InvalidRequest if a body, or an object directly
+    in it, has too many fields.
+    """
     check_count("body", len(fields), MAX_FIELDS)
     for name, value in fields.items():
         if isinstance(value, dict):
             check_count(name, len(value), MAX_FIELDS)
+    effective = {
+        name: value for name, value in fields.items() if value is not None and name not in ignored
+    }
+    for name in accepted.keys() & effective.keys():
+        if effective.pop(name) not in accepted[name]:
+            raise UnsupportedInput(f"{name} is not supported here: leave it out", name)
+    return effective
 
 
 def validate_body(fields: object, kind: type[B], where: str = "") -> B:
@@ -217,20 +241,6 @@ def validate_body(fields: object, kind: type[B], where: str = "") -> B:
         return kind.model_validate(fields)
     except ValidationError as error:
         raise _invalid_request(error, where) from error
-
-
-def _effective_fields(fields: Mapping[str, Any], kind: type[Body]) -> dict[str, Any]:
-    """Return the fields without those that are ignored or null. Raises UnsupportedInput."""
-    effective = {
-        name: value
-        for name, value in fields.items()
-        if value is not None and name not in IGNORED_FIELDS
-    }
-    for name in ACCEPTED_VALUES.keys() & effective.keys() - kind.model_fields.keys():
-        value = effective.pop(name)
-        if value not in ACCEPTED_VALUES[name]:
-            raise UnsupportedInput(f"{name} is not supported here: leave it out", name)
-    return effective
 
 
 def _invalid_request(error: ValidationError, where: str) -> InvalidRequest:

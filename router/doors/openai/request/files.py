@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from baton.core.errors import InvalidRequest
-from baton.router.documents.document import Document, DocumentPart, document_from, parts_of_kind
+from baton.router.documents.document import document_from
 from baton.router.documents.encodings import DATA_URL, read_data
 from baton.router.doors.openai.request.bodies import Body, validate_body
 from baton.router.input_processing.limits import check_file_name
+from baton.router.parts import Document
 from baton.rpc.errors import UnsupportedInput
 
 SEND_DATA = "send the content as file_data, in base64"
@@ -27,16 +28,10 @@ class FilePart(Body):
     prompt_cache_breakpoint: Any = None  # ignored: every prefix is cached
 
 
-def chat_documents(fields: Mapping[str, Any]) -> Iterator[DocumentPart]:
-    """Yield the files in the messages of a chat. Raises InvalidRequest and UnsupportedInput."""
-    messages = fields.get("messages")
-    for number, message in enumerate(messages if isinstance(messages, list) else ()):
-        content = message.get("content") if isinstance(message, dict) else None
-        where = f"messages.{number}.content"
-        for place, parts, index, part in parts_of_kind(content, "file", where):
-            file = validate_body(part, FilePart, place).file
-            document = document_of_file(file, file.file_data, f"{place}.file", "file_data")
-            yield DocumentPart(document, parts, index, {"type": "text"})
+def document_of_part(part: Mapping[str, Any], where: str) -> Document:
+    """Return the file in a part of a chat's message. Raises InvalidRequest, UnsupportedInput."""
+    file = validate_body(part, FilePart, where).file
+    return document_of_file(file, file.file_data, f"{where}.file", "file_data")
 
 
 def document_of_file(file: FileBody, data: str | None, where: str, field: str) -> Document:

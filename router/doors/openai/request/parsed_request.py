@@ -17,11 +17,12 @@ from baton.core.task import task_of
 from baton.router.doors.openai.request.bodies import (
     MAX_INT32,
     ChatBody,
+    ChatOptions,
     CompletionBody,
     GenerationBody,
     openai_body,
 )
-from baton.router.doors.openai.request.prompts import chat_from, parse_prompts
+from baton.router.doors.openai.request.prompts import chat_from, messages_from, parse_prompts
 from baton.router.doors.openai.request.structured_outputs import (
     TOOLS,
     OutputFormat,
@@ -38,7 +39,7 @@ from baton.router.input_processing.limits import (
     max_tokens_with_logprobs,
 )
 from baton.router.text_events.parsing import PLAIN_TEXT, Constraint, TextFormat, ToolCallMode
-from baton.router.values import NO_PARSING, GenerateCall, Parsing, Prompt
+from baton.router.values import NO_PARSING, ChatMessage, GenerateCall, Parsing, Prompt
 from baton.rpc.errors import UnsupportedInput
 
 MAX_TOP_LOGPROBS = 20
@@ -146,8 +147,15 @@ def chat_completion_from(
 ) -> ParsedRequest:
     """Parse a chat completion. Raises InvalidRequest and UnsupportedInput."""
     body = openai_body(fields, ChatBody)
+    return chat_request_from(messages_from(body.messages), body, request_id, context)
+
+
+def chat_request_from(
+    messages: Sequence[ChatMessage], body: ChatOptions, request_id: str, context: ModelContext
+) -> ParsedRequest:
+    """Return the request for an answer to messages. Raises InvalidRequest and UnsupportedInput."""
     choice = tool_choice_from(body, context.parsing)
-    prompt = chat_from(body, choice.shown)
+    prompt = chat_from(messages, body, choice.shown)
     max_tokens = (
         body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     )
@@ -181,7 +189,7 @@ def chat_completion_from(
     )
 
 
-def _num_logprobs(body: ChatBody) -> int | None:
+def _num_logprobs(body: ChatOptions) -> int | None:
     if body.top_logprobs is not None and body.top_logprobs > MAX_TOP_LOGPROBS:
         raise InvalidRequest(
             f"top_logprobs is {body.top_logprobs}; it must be at most {MAX_TOP_LOGPROBS}",

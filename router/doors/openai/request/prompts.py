@@ -9,7 +9,14 @@ from pydantic_core import from_json
 
 from baton.core.errors import InvalidRequest
 from baton.router.doors.openai.request.bodies import MAX_INT32, TemplateFields
-from baton.router.input_processing.limits import MAX_ANSWERS, check_count, check_prompt_length
+from baton.router.doors.openai.request.files import document_of_part
+from baton.router.input_processing.limits import (
+    MAX_ANSWERS,
+    MAX_CHAT_MESSAGES,
+    check_count,
+    check_prompt_length,
+)
+from baton.router.parts import Content, Part, content_of
 from baton.router.values import ChatMessage, ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from baton.rpc.errors import EmptyPrompt, UnsupportedInput
 
@@ -55,20 +62,27 @@ def _are_token_ids(values: Sequence[Any]) -> bool:
     return not values or (min(values) >= 0 and max(values) <= MAX_INT32)
 
 
-def chat_from(body: TemplateFields, tools: Sequence[Mapping[str, Any]]) -> ChatPrompt:
-    """Raises InvalidRequest and UnsupportedInput."""
-    if not body.messages:
+def chat_from(
+    messages: Sequence[ChatMessage], body: TemplateFields, tools: Sequence[Mapping[str, Any]]
+) -> ChatPrompt:
+    """Raises InvalidRequest."""
+    check_count("messages", len(messages), MAX_CHAT_MESSAGES)
+    if not messages:
         raise InvalidRequest("messages is empty: send at least one", "messages")
     for name in RESERVED:
         if name in body.chat_template_kwargs:
             field = f"chat_template_kwargs.{name}"
             raise InvalidRequest(f"{field}: send {name} as a field of its own", field)
-    messages = (_message(each, f"messages.{index}") for index, each in enumerate(body.messages))
     effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
     variables = {**effort, **body.chat_template_kwargs}
     if tools:
         variables["tools"] = list(tools)
     return ChatPrompt(tuple(messages), body.add_generation_prompt, variables)
+
+
+def messages_from(values: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
+    """Raises InvalidRequest and UnsupportedInput."""
+    return [_message(value, f"messages.{index}") for index, value in enumerate(values)]
 
 
 def _message(message: Mapping[str, Any], where: str) -> ChatMessage:
@@ -81,20 +95,21 @@ def _message(message: Mapping[str, Any], where: str) -> ChatMessage:
     return ChatMessage(role, _content(message.get("content"), f"{where}.content"), others)
 
 
-def _content(value: object, where: str) -> str:
-    """Join text parts by newlines, as vLLM does."""
+def _content(value: object, where: str) -> Content:
     if value is None:
         return ""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise InvalidRequest(f"{where} must be a text or a list of text parts", where)
-    return "\n".join(_part(part, f"{where}.{index}") for index, part in enumerate(value))
+    return content_of(_part(part, f"{where}.{index}") for index, part in enumerate(value))
 
 
-def _part(part: object, where: str) -> str:
+def _part(part: object, where: str) -> Part:
     if not isinstance(part, dict):
         raise InvalidRequest(f"{where} must be an object with type and text", where)
+    if part.get("type") == "file":
+        return document_of_part(part, where)
     if part.get("type") != "text":
         raise UnsupportedInput(
             f"{where} is neither text nor a file: other parts are not supported", where
@@ -118,9 +133,13 @@ def _tool_call(call: object, where: str) -> dict[str, Any]:
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
         return dict(call)
-    try:
-        parsed = from_json(arguments or "{}", allow_inf_nan=False)
-    except ValueError as error:
-        field = f"{where}.function.arguments"
-        raise InvalidRequest(f"{field} is not JSON: {error}", field) from error
+    parsed = parse_arguments(arguments, f"{where}.function.arguments")
     return {**call, "function": {**function, "arguments": parsed}}
+
+
+def parse_arguments(arguments: str, where: str) -> object:
+    """Raises InvalidRequest."""
+    try:
+        return from_json(arguments or "{}", allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequest(f"{where} is not JSON: {error}", where) from error

@@ -14,7 +14,7 @@ from typing import Any
 from baton.core.errors import InvalidRequest
 from baton.core.structured_outputs import StructuredOutputs, parse_structured_outputs
 from baton.engine.structured_output.schemas.subschemas import rewrite_subschemas
-from baton.router.doors.openai.request.bodies import ChatBody
+from baton.router.doors.openai.request.bodies import ChatOptions
 from baton.router.doors.openai.request.closed_schemas import ClosingWork, close_objects
 from baton.router.doors.openai.request.structured_outputs import (
     TOOLS,
@@ -45,7 +45,7 @@ class ToolChoice:
 NO_TOOLS = ToolChoice()
 
 
-def tool_choice_from(body: ChatBody, parsing: Parsing = NO_PARSING) -> ToolChoice:
+def tool_choice_from(body: ChatOptions, parsing: Parsing = NO_PARSING) -> ToolChoice:
     """Raises InvalidRequest and UnsupportedInput, which name the field."""
     choice = body.tool_choice
     if choice == "none" or (choice == "auto" and not body.tools):
@@ -71,7 +71,7 @@ def is_strict(tool: Mapping[str, Any]) -> bool:
     return isinstance(function, dict) and function.get("strict") is True
 
 
-def _strict_form(body: ChatBody, parsing: Parsing) -> StructuredOutputs | None:
+def _strict_form(body: ChatOptions, parsing: Parsing) -> StructuredOutputs | None:
     """Return the constraint of calls that the model decides about, None without strict tools.
 
     Arguments of the other tools are any objects. An output format leaves no room for calls.
@@ -145,7 +145,7 @@ def _function(tool: Mapping[str, Any], where: str, work: ClosingWork) -> tuple[s
     return name, close_objects(parameters, work)
 
 
-def _schema_of_calls(functions: Mapping[str, Schema], body: ChatBody) -> Schema:
+def _schema_of_calls(functions: Mapping[str, Schema], body: ChatOptions) -> Schema:
     calls = [
         _call(name, _embed_schema(parameters, f"#/items/anyOf/{index}/properties/arguments"))
         for index, (name, parameters) in enumerate(functions.items())

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 
 from baton.core.sampling import SamplingDefaults
-from baton.router.documents.document import DocumentPart
+from baton.router.doors.documents import documents_in, with_documents
 from baton.router.doors.grpc import translate
 from baton.router.doors.http_app import DESCRIPTIONS
-from baton.router.doors.messages.documents import message_documents
 from baton.router.doors.messages.parsed_message import message_from, prompt_to_count
 from baton.router.doors.openai.lora import LoadBody, UnloadBody
 from baton.router.doors.openai.request.bodies import (
@@ -25,18 +25,18 @@ from baton.router.doors.openai.request.bodies import (
 )
 from baton.router.doors.openai.request.closed_schemas import ClosingWork, close_objects
 from baton.router.doors.openai.request.embedding_bodies import EmbeddingBody, RerankBody, ScoreBody
-from baton.router.doors.openai.request.files import chat_documents
 from baton.router.doors.openai.request.parsed_request import (
     ModelContext,
+    ParsedRequest,
     chat_completion_from,
     completion_from,
 )
-from baton.router.doors.openai.request.prompts import chat_from, parse_prompts
+from baton.router.doors.openai.request.prompts import chat_from, messages_from, parse_prompts
 from baton.router.doors.responses.compaction import compaction_from
-from baton.router.doors.responses.files import response_documents
+from baton.router.doors.responses.files import put_texts
 from baton.router.doors.responses.parsed_response import NO_HISTORY, response_from
 from baton.router.http.bodies import json_object
-from baton.router.values import Parsing
+from baton.router.values import ChatPrompt, Parsing
 from baton.v1 import inference_pb2
 from tests.support.growth import MAX_RATIO, growth
 
@@ -137,38 +137,38 @@ def parse(kind: type[Body], fields: Fields) -> object:
     return openai_body(fields, kind)
 
 
-def put_texts(documents: Iterator[DocumentPart]) -> None:
-    for part in list(documents):
-        part.put_text("text")
+def read_texts(parsed: ParsedRequest) -> ChatPrompt:
+    [call] = parsed.calls
+    assert isinstance(call.prompt, ChatPrompt)
+    read = [replace(document, content="text") for document in documents_in(call.prompt)]
+    prompt = with_documents(call.prompt, read)
+    assert prompt.num_characters
+    return prompt
 
 
 def read_chat(fields: Fields) -> object:
-    put_texts(chat_documents(fields))
-    return chat_completion_from(fields, "id", CONTEXT)
+    return read_texts(chat_completion_from(fields, "id", CONTEXT))
 
 
 def read_message(fields: Fields) -> object:
-    put_texts(message_documents(fields))
-    return message_from({"max_tokens": 1, **fields}, "id", CONTEXT)
+    parsed = message_from({"max_tokens": 1, **fields}, "id", CONTEXT)
+    return read_texts(parsed.request)
 
 
 def count_message(fields: Fields) -> object:
-    put_texts(message_documents(fields))
     return prompt_to_count(fields, CONTEXT)
 
 
 def read_response(fields: Fields) -> bytes:
-    put_texts(response_documents(fields))
-    history = (
-        json.dumps(fields["input"]).encode() if isinstance(fields["input"], list) else NO_HISTORY
-    )
-    parsed = response_from(fields, history, "id", CONTEXT)
-    return parsed.conversation([])
+    parsed = response_from(fields, NO_HISTORY, "id", CONTEXT)
+    put_texts(parsed.items, documents_in(read_texts(parsed.request)))
+    history = parsed.conversation([])
+    return response_from({"input": "a"}, history, "id", CONTEXT).conversation([])
 
 
 def tokenize_chat(fields: Fields) -> object:
     body = openai_body(fields, TokenizeChatBody)
-    return chat_from(body, body.tools).num_characters
+    return chat_from(messages_from(body.messages), body, body.tools).num_characters
 
 
 # What each path with a body does with it, and bodies by the number of their parts.

@@ -188,7 +188,7 @@ def test_the_response_repeats_the_request() -> None:
                 ]
             },
             InvalidRequest,
-            "input",
+            "input.0.arguments",
         ),
         (
             {"tools": [{"type": "web_search"}], "tool_choice": "required"},
