@@ -182,10 +182,11 @@ class KvCache:
         for states in self._states:
             states.start_decode(held, position, max_num_slots)
 
-    def plan_pass(self, chunks: Sequence[PassChunk]) -> StateCopies:
+    def plan_pass(self, chunks: Sequence[PassChunk] | None) -> StateCopies:
         """Return what the pass copies for the prefix cache, given its prefill chunks.
 
-        Passes end in the order in which they are planned.
+        None: it computes nothing, not even for requests that decode. Passes end in the order in
+        which they are planned.
         """
         for states in self._states:
             return states.plan_pass(chunks)

@@ -148,10 +148,11 @@ class StateGroup(CacheGroup):
         """Note that the next pass to be planned computes the token at this position."""
         self._calendar.start_decode(held, position, max_num_slots)
 
-    def plan_pass(self, chunks: Iterable[PassChunk]) -> StateCopies:
-        """Return the snapshots that the pass takes, given its prefill chunks."""
+    def plan_pass(self, chunks: Iterable[PassChunk] | None) -> StateCopies:
+        """Return the snapshots that the pass takes, given its prefill chunks; None: no pass."""
         pending: list[_PendingCopies] = []
-        for held, positions in self._calendar.begin_pass(chunks):
+        due = () if chunks is None else self._calendar.begin_pass(chunks)
+        for held, positions in due:
             found = [self._allocate_snapshot(held, position) for position in positions]
             taken = sorted(snapshot for snapshot in found if snapshot is not None)
             if taken and held.state is not None:

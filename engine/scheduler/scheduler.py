@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable
 from baton.core.exclusions import Feature, check_exclusions
 from baton.core.ids import HandoffId, RequestId
 from baton.core.output import Failure, FailureCause, FinishReason, Output
+from baton.core.pause_mode import PauseMode
 from baton.core.request import EngineRequest
 from baton.engine.errors import OutOfOrder
 from baton.engine.events import GroupStats, KvEvent, SchedulerStats
@@ -103,6 +104,21 @@ class Scheduler:
     def abort_all(self) -> None:
         for request_id in self.request_ids():
             self.abort(request_id)
+
+    def pause(self, mode: PauseMode) -> None:
+        """Start no requests until `resume`. KV transfers go on, with their deadlines."""
+        self._state.pause_mode = mode
+        if mode is PauseMode.ABORT:
+            self.abort_all()
+
+    def resume(self) -> None:
+        """Schedule again all requests that have not ended, in the order of before."""
+        self._state.pause_mode = None
+
+    @property
+    def has_paused(self) -> bool:
+        """True if nothing is computed any more, or the pause has ended."""
+        return self._state.pause_mode is None or self._state.is_at_rest
 
     def request_ids(self) -> tuple[RequestId, ...]:
         """Return the ids of the requests that have not ended."""
@@ -214,12 +230,10 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """True if a step could do something now; False while all requests wait for KV."""
+        """True if a step could do something now; not while all requests wait for KV or pause."""
         state = self._state
-        num_schedulable = len(state.waiting) - state.waiting.num_out
-        has_requests = state.batch.running or len(state.ready) or num_schedulable
         has_other_work = state.batch.has_changes or state.arrivals.has_orders or state.outbox
-        return bool(has_requests or has_other_work)
+        return bool(state.is_schedulable or has_other_work)
 
     @property
     def is_cut_short(self) -> bool:
@@ -240,16 +254,21 @@ class Scheduler:
         """Return and clear the KV cache events; none unless `CacheConfig.collect_events` is set."""
         return self._state.cache.prefixes.take_events()
 
-    def reset_prefix_cache(self, tiers: Collection[str] = ()) -> dict[str, int]:
+    def reset_prefix_cache(
+        self, tiers: Collection[str] = (), *, reset_running: bool = False
+    ) -> dict[str, int]:
         """Drop the cached prefixes of these tiers, or of all; return how many blocks each had.
 
-        Without them, KV computed so far is never hit again. Running requests continue undisturbed.
+        Without them, KV computed so far is never hit again. Running requests continue undisturbed,
+        or with `reset_running` give up their blocks in the next step and are computed again. Only
+        the blocks of hand-offs in flight stay then.
         """
         num_blocks: dict[str, int] = {}
         if not tiers or KV in tiers:
             self._state.arrivals.forget()
             holders = (*self._state.held_kv(), *self._state.arrivals.receives.receivers())
             num_blocks[KV] = self._state.cache.reset(holders)
+            self._state.must_preempt_all |= reset_running
         return num_blocks | dict(self._state.arrivals.stores.clear(tiers or None))
 
     def check(self) -> None:

@@ -38,6 +38,9 @@ class StepPlanner:
 
     def plan(self) -> Plan:
         """Plan a step."""
+        self._state.preempt_all()
+        if self._state.is_halted:
+            return self._plan_halted()
         self._assign()
         return self._take_plan(self._state.batch.decodes())
 
@@ -52,6 +55,14 @@ class StepPlanner:
         decodes = self._state.batch.decodes()
         # Otherwise, the next plan contains what has changed.
         return self._take_plan(decodes) if decodes or self._state.batch.chunks else None
+
+    def _plan_halted(self) -> Plan:
+        """Plan a step without tokens. Requests may have ended, and KV may have come or gone."""
+        self.is_cut_short = False
+        self._state.batch.chunks = {}
+        self.budget.begin_step(0)
+        self._state.stop_overdue_waits()
+        return self._take_plan({})
 
     def order_layers(self, chunks: Iterable[tuple[Request, int]]) -> None:
         """Order the layer-wise transfer of the blocks that these chunks of the next pass complete.
@@ -90,13 +101,17 @@ class StepPlanner:
         self.budget.begin_step(self._state.batch.num_decoding)
         # Blocks of a preempted request are for the running ones. A new request would take them
         # and be preempted next.
-        self._can_admit = is_ready_served and self._state.total_preemptions == num_preemptions
+        is_preempted = self._state.total_preemptions != num_preemptions
+        is_paused = self._state.pause_mode is not None
+        self._can_admit = is_ready_served and not is_preempted and not is_paused
         self._schedule_prompts()
 
     def _can_plan_ahead(self) -> bool:
         """Return whether the pending pass computes something, and the next one preempts none."""
         state, batch = self._state, self._state.batch
         if not batch.pending[0].plan.num_scheduled_tokens:
+            return False
+        if state.must_preempt_all or state.is_halted:
             return False
         # Before blocks are counted: those that are to be stored cannot be taken.
         state.arrivals.stores.store_new()
@@ -127,6 +142,8 @@ class StepPlanner:
 
     def _urgent(self) -> list[Request]:
         """Return the requests that may preempt others: the heads of what waits."""
+        if self._state.pause_mode is not None:
+            return []
         waiting, heads = self._state.waiting, []
         first = waiting.first_for_place()
         if first is not None:
@@ -136,7 +153,7 @@ class StepPlanner:
 
     def _left_waiting(self) -> Request | None:
         """Return the head that the last step left waiting, if it is the head still."""
-        if self._blocked_head is None:
+        if self._blocked_head is None or self._state.pause_mode is not None:
             return None
         head, allow_long = self._blocked_head
         return head if head is self._state.waiting.head(allow_long=allow_long) else None
@@ -150,7 +167,7 @@ class StepPlanner:
             for request, num_tokens in batch.chunks.items()
         ]
         # Last of all, from the blocks that no request needs: copies of states are optional.
-        state_copies = state.cache.plan_pass(chunks)
+        state_copies = state.cache.plan_pass(None if state.is_halted else chunks)
         # Blocks that became full since the last step were registered in this one.
         state.arrivals.stores.store_new()
         budget, orders = self.budget, state.arrivals.orders.take()
@@ -245,7 +262,7 @@ class StepPlanner:
 
         By priority first: a waiting prompt goes before a laxer one that is in progress.
         """
-        if self._can_admit:
+        if self._can_admit or self._state.pause_mode is not None:
             self._state.stop_overdue_waits()
         for request in sorted(self._state.batch.prefilling.values(), key=BY_RANK):
             self._schedule_waiting(before=request.rank[0])

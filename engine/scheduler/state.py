@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from baton.core.errors import InvalidRequest
 from baton.core.ids import BlockId, HandoffId, RequestId
 from baton.core.output import Failure, FinishReason, Output
+from baton.core.pause_mode import PauseMode
 from baton.core.request import EngineRequest
 from baton.engine.errors import BlocksUnaccounted
 from baton.engine.events import SchedulerStats
@@ -56,6 +57,8 @@ class SchedulerState:
         self.total_accepted_tokens = 0
         self.num_changes = 0  # changes invalidate a remembered allocation failure
         self.now_s = 0.0
+        self.pause_mode: PauseMode | None = None
+        self.must_preempt_all = False  # before the next plan
         self._num_added = 0
         self.outbox: list[Output] = []  # of the step in progress
 
@@ -208,9 +211,40 @@ class SchedulerState:
         has_sent = self.arrivals.sends.has_sent
         return [each for each in holders if not has_sent(each.submitted.send_to)]
 
+    def preempt_all(self) -> None:
+        """Preempt all that can be, if that was ordered. No pass may be pending."""
+        if self.must_preempt_all:
+            self.must_preempt_all = False
+            for request in self.preemptable():
+                self.preempt(request)
+
     def preempt_one(self) -> None:
         """Preempt a request, so that others can grow. At least one must be preemptable."""
         self.preempt(self.clients.choose_victim(self.preemptable()))
+
+    @property
+    def is_halted(self) -> bool:
+        """True if requests in progress must not be computed either."""
+        return self.pause_mode is PauseMode.KEEP
+
+    @property
+    def is_schedulable(self) -> bool:
+        """True if a step could compute something: not while all requests wait for KV or pause."""
+        if self.must_preempt_all:
+            return True
+        if self.is_halted:
+            return False
+        num_waiting = len(self.waiting) - self.waiting.num_out
+        can_start = self.pause_mode is None and num_waiting > 0
+        return can_start or bool(self.batch.running or len(self.ready))
+
+    @property
+    def is_at_rest(self) -> bool:
+        """True if a pause is complete: no pass is pending, and none follows."""
+        if self.batch.pending or self.must_preempt_all:
+            return False
+        num_holders = len(self.batch) + len(self.ready) + self.num_waiting_for_remote_kvs
+        return self.is_halted or num_holders == 0
 
     @property
     def can_receive(self) -> bool:

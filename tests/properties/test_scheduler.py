@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from baton.core.errors import InvalidRequest
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
+from baton.core.pause_mode import PauseMode
 from baton.core.pooling import Pooling, PoolingKind
 from baton.core.sampling import SamplingParams
 from baton.core.task import EMBED, Task
@@ -226,9 +227,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     def evict_cached(self) -> None:
         self.world.evict_cached()
 
+    @rule(reset_running=st.booleans())
+    def reset_prefix_cache(self, reset_running: bool) -> None:
+        self.world.reset_prefix_cache(reset_running=reset_running)
+
+    @rule(mode=st.sampled_from(PauseMode))
+    def pause(self, mode: PauseMode) -> None:
+        self.world.pause(mode)
+
     @rule()
-    def reset_prefix_cache(self) -> None:
-        self.world.scheduler.reset_prefix_cache()
+    def resume(self) -> None:
+        self.world.resume()
 
     @precondition(lambda self: self.world.wire.incoming)
     @rule(pick=SOME)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from baton.core.ids import AdapterRef, HandoffId, NodeId, Peer, RequestId
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
 from baton.core.output import FinishReason, Output
+from baton.core.pause_mode import PauseMode
 from baton.core.request import EngineRequest, PrefixSource, ReceiveKv
 from baton.core.sampling import SamplingParams
 from baton.core.task import PREFETCH, Task, task_of
@@ -317,6 +318,23 @@ class EngineWorld:
         self._is_at_rest = False
         self.scheduler.withdraw_completed(handoff_id, "nobody wants it")
 
+    def pause(self, mode: PauseMode) -> None:
+        """Pause the scheduler. Checks that it comes to rest, unless requests go on to their end."""
+        self._is_at_rest = False
+        self.scheduler.pause(mode)
+        if mode is not PauseMode.WAIT:
+            for _ in range(2 + self.runs_ahead):
+                self.step()
+            assert self.scheduler.has_paused
+
+    def resume(self) -> None:
+        self._is_at_rest = False
+        self.scheduler.resume()
+
+    def reset_prefix_cache(self, *, reset_running: bool = False) -> None:
+        self._is_at_rest &= not reset_running
+        self.scheduler.reset_prefix_cache(reset_running=reset_running)
+
     def crash(self, request_id: RequestId, place: CrashPlace) -> None:
         """Fail every further pass that contains this request."""
         self.runner.crashing[request_id] = place
@@ -464,6 +482,7 @@ class EngineWorld:
 
     def run_to_end(self, max_steps: int = 2000) -> None:
         """Run until all requests have ended, and check that all blocks are free."""
+        self.resume()
         for _ in range(max_steps):
             is_all_done = is_idle(self.scheduler) and self._ahead is None
             if is_all_done and not self.wire.open_requests():

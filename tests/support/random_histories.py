@@ -16,6 +16,7 @@ from baton.core.errors import InvalidRequest
 from baton.core.ids import HandoffId, RequestId
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
 from baton.core.output import FinishReason
+from baton.core.pause_mode import PauseMode
 from baton.core.pooling import Pooling, PoolingKind
 from baton.core.sampling import SamplingParams
 from baton.core.task import EMBED, Task
@@ -51,6 +52,7 @@ def run_history(seed: int) -> EngineWorld:
     num_blocks += num_state_blocks * chance.choice([3, 3, 6, 12])
     evictions = random.Random(seed) if seed % 2 else None
     kinds = random.Random(seed) if seed % 5 < 3 else None
+    pauses = random.Random(seed) if seed % 7 < 2 else None
     config = draw_config(chance, can_draft=not num_state_blocks)
     world = EngineWorld(
         config if kinds is None else _draw_kinds(config, kinds),
@@ -70,6 +72,8 @@ def run_history(seed: int) -> EngineWorld:
         _draw_costs(world, random.Random(seed))
     for _ in range(chance.randint(5, NUM_ACTIONS)):
         act(world, chance, roles, pulls, kinds)
+        if pauses is not None and pauses.random() < 0.15:
+            _pause_or_resume(world, pauses)
         for other in (evictions, pulls):
             if other is not None and other.random() < 0.2:
                 world.evict_cached()
@@ -421,6 +425,16 @@ def _crash(world: EngineWorld, chance: random.Random) -> None:
 
 def _reset(world: EngineWorld, chance: random.Random) -> None:
     world.scheduler.reset_prefix_cache()
+
+
+def _pause_or_resume(world: EngineWorld, chance: random.Random) -> None:
+    match chance.randrange(3):
+        case 0:
+            world.pause(chance.choice(list(PauseMode)))
+        case 1:
+            world.resume()
+        case _:
+            world.reset_prefix_cache(reset_running=True)
 
 
 def _wait(world: EngineWorld, chance: random.Random) -> None:
