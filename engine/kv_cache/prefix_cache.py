@@ -106,7 +106,8 @@ class PrefixCache:
     def _report_evicted(self) -> None:
         removed: list[BlockHash] = []
         while evicted := self.pool.take_evicted():
-            self.total_evictions.update(map(group_of, evicted))
+            for name in evicted:  # Counter.update costs more
+                self.total_evictions[group_of(name)] += 1
             lost = self.ends.remove(evicted)
             removed += lost
             if self.has_state:  # the other parts of a state are of no use, and evicted as well
