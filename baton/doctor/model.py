@@ -15,7 +15,7 @@ from baton.doctor.tiers import KvShapeFacts
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.encoders.read_config import is_encoder, read_encoder_config
 from baton.engine.runner.families.read_config import read_model_config
-from baton.engine.runner.kv_budget import auto_kv_bytes
+from baton.engine.runner.kv_budget import CacheShape, auto_kv_bytes
 from baton.kv_transfer.tiers.host_size import auto_host_bytes
 
 if TYPE_CHECKING:
@@ -160,9 +160,8 @@ def _room(
     if kv_bytes is None:
         node = RunnerConfig(str(checkpoint.path), max_num_seqs=MAX_NUM_SEQS)
         rest = max(free - weight_bytes, 0)
-        kv_bytes = auto_kv_bytes(
-            node, rest, shape.block_bytes, max_model_len, layout, adapter_bytes
-        )
+        cache = CacheShape(shape.block_bytes, max_model_len, layout, adapter_bytes)
+        kv_bytes = auto_kv_bytes(node, rest, cache)
     token_bytes = len(layout.groups) * shape.block_bytes // BLOCK_SIZE
     yield room_finding(weight_bytes, kv_bytes, token_bytes, free, adapter_bytes)
     num_token_blocks = layout.max_token_blocks(kv_bytes // shape.block_bytes)

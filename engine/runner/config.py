@@ -48,7 +48,7 @@ class RunnerConfig:
     """Settings of the model runner.
 
     The KV cache takes `kv_cache_bytes` if set, else `kv_cache_share` of the memory that is free
-    after loading if set, else the automatic size (`engine.runner.attention.kv_budget`).
+    after loading if set, else the automatic size (`engine.runner.kv_budget`).
     """
 
     model: Annotated[str, Option("Model folder, or a name on the Hugging Face hub.", MODEL)]

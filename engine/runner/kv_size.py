@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
 
 from baton.core.units import format_bytes
-from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.plan import Runner
 from baton.engine.runner.attention.kv_tensor import num_blocks_within
 from baton.engine.runner.config import RunnerConfig, check
 from baton.engine.runner.device.device import Device, MemoryProfile
 from baton.engine.runner.device.memory_profile import largest_plans, num_blocks_of, profile_steps
-from baton.engine.runner.kv_budget import auto_kv_bytes, profiled_kv_bytes
+from baton.engine.runner.kv_budget import CacheShape, auto_kv_bytes, profiled_kv_bytes
 from baton.engine.runner.model_runner import TorchRunner
 
 log = logging.getLogger(__name__)
-
-
-class CacheShape(NamedTuple):
-    """Shape of a KV cache of any number of blocks."""
-
-    block_bytes: int
-    max_model_len: int
-    layout: CacheLayout
-    adapter_bytes: int = 0  # memory that is left free for adapters
 
 
 def choose_num_blocks(
@@ -48,7 +37,7 @@ def choose_num_blocks(
         free_bytes = max(0, device.free_bytes() - cache.adapter_bytes)
         kv_bytes = int(free_bytes * config.kv_cache_share)
     elif (memory := _measure(config, cache, device, make_runner, capture)) is not None:
-        kv_bytes = profiled_kv_bytes(config, memory, *cache)
+        kv_bytes = profiled_kv_bytes(config, memory, cache)
         sizes = (
             memory.total_bytes,
             memory.own_bytes,
@@ -59,7 +48,7 @@ def choose_num_blocks(
         text = "%s of %s: weights %s, adapters %s, largest step and graphs %s, KV cache %s"
         log.info(text, device.place, *map(format_bytes, sizes))
     else:
-        kv_bytes = auto_kv_bytes(config, device.free_bytes(), *cache)
+        kv_bytes = auto_kv_bytes(config, device.free_bytes(), cache)
     _check_room(kv_bytes, cache, device)
     return num_blocks_within(kv_bytes, cache.layout, cache.block_bytes)
 

@@ -12,6 +12,7 @@ import torch
 from baton.checkpoint.checkpoint import Checkpoint, GenerationDefaults
 from baton.checkpoint.hub import open_checkpoint
 from baton.core.errors import InvalidConfig
+from baton.core.pooling import Pooling, PoolingKind
 from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.runner.adapters.adapted_layers import adaptable_layers
 from baton.engine.runner.adapters.adapters import AdapterTable
@@ -21,14 +22,15 @@ from baton.engine.runner.attention.paged_attention import LayerAttention
 from baton.engine.runner.batch.input_batch import PersistentBatch
 from baton.engine.runner.config import RunnerConfig as RunnerConfig
 from baton.engine.runner.config import check, dtype_name
+from baton.engine.runner.device.cuda import open_device
 from baton.engine.runner.device.device import Device
 from baton.engine.runner.device.graphs import graph_sizes
-from baton.engine.runner.device.opening import open_device
 from baton.engine.runner.device.warm_up import warm_up
 from baton.engine.runner.drafting.drafters import DRAFTERS, MakeDrafter
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.kernels.choose import Parts, choose_parts
-from baton.engine.runner.kv_size import CacheShape, choose_num_blocks, num_blocks_in
+from baton.engine.runner.kv_budget import CacheShape
+from baton.engine.runner.kv_size import choose_num_blocks, num_blocks_in
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.decoder import Decoder
 from baton.engine.runner.model_info import LoadProgressCallback, ModelInfo
@@ -165,6 +167,9 @@ def _describe(
     opened: _Opened, fingerprint: str, max_model_len: int, defaults: GenerationDefaults
 ) -> ModelInfo:
     config, checkpoint, model, _, _, kernels = opened
+    own_pooling = None
+    if model.num_labels:  # of the last token
+        own_pooling = Pooling(PoolingKind.LAST, normalizes=False, num_labels=model.num_labels)
     return ModelInfo(
         checkpoint=checkpoint,
         fingerprint=fingerprint,
@@ -176,7 +181,7 @@ def _describe(
         max_shareable_prompt_len=model.max_shareable_prompt_len(),
         hidden_size=model.hidden_size,
         can_generate=model.can_generate,
-        pooling=choose_pooling(config.pooling, checkpoint, model.num_labels),
+        pooling=choose_pooling(config.pooling, checkpoint, own_pooling),
         numerics=kernels.numerics,
         kernels=kernels.name,
     )

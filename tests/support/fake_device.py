@@ -78,6 +78,7 @@ class FakeDevice:
         self._queues = [self._queue]
         self._recorded: list[Recorded] | None = None
         self._captured: list[Allocation] = []
+        self.graph_launches: list[int] = []  # of each captured graph
         self._pinned_ranges: list[tuple[int, int]] = []
 
     def __enter__(self) -> Self:
@@ -229,6 +230,7 @@ class FakeGraphPool:
     def capture(self, run: Callable[[], None]) -> Graph:
         with self._device.recording() as (recorded, allocations):
             run()
+        self._device.graph_launches.append(len(recorded))
         return FakeGraph(self._device, recorded, allocations)
 
 

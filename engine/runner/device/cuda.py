@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from baton.core.errors import InvalidConfig
-from baton.engine.runner.device.device import CopyStream, Graph, GraphPool, MemoryProfile
+from baton.engine.runner.device.device import (
+    CPU,
+    CopyStream,
+    Device,
+    Graph,
+    GraphPool,
+    MemoryProfile,
+)
 from baton.kv_transfer.fence import Fence
 
 
@@ -135,6 +142,16 @@ class CudaGraph:
     def replay(self) -> None:
         with torch.cuda.device(self._place):
             self._graph.replay()
+
+
+def open_device(name: str) -> Device:
+    """Return the device with this name: cpu, or that of an accelerator. Raises InvalidConfig."""
+    place = torch.device(name)
+    if place.type == "cpu":
+        return CPU
+    if (place.index or 0) >= count_devices():
+        raise InvalidConfig(f"device {name!r}: this torch build or machine has no such CUDA device")
+    return CudaDevice(place)
 
 
 def count_devices() -> int:

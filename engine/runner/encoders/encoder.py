@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from baton.engine.runner.encoders.config import EncoderConfig
 from baton.engine.runner.encoders.layer import Layer
@@ -40,6 +41,16 @@ class Encoder:
                 layer_done(index)
         norm = self.weights.final_norm
         return hidden_states if norm is None else self.ops.layer_norm(hidden_states, norm)
+
+    def classify(self, vectors: Tensor) -> Tensor | None:
+        """[texts, hidden_size] → logits, [texts, num_labels], in float32; None: no classifier."""
+        config, weights = self.config.classifier, self.weights.classifier
+        if config is None or weights is None:
+            return None
+        inner = functional.linear(vectors, weights.dense, weights.dense_bias)
+        inner = torch.tanh(inner) if config.has_tanh else functional.gelu(inner)
+        inner = inner if weights.norm is None else self.ops.layer_norm(inner, weights.norm)
+        return functional.linear(inner, weights.labels, weights.labels_bias)
 
     def _embed(self, texts: PackedTexts, positions: Tensor) -> Tensor:
         tables = self.weights.embeddings

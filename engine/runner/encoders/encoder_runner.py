@@ -20,7 +20,6 @@ from baton.engine.runner.adapters.adapters import AdapterTable
 from baton.engine.runner.device.device import CPU
 from baton.engine.runner.device.fenced_hook import FencedHook
 from baton.engine.runner.device.graphs import EagerCause, GraphSize
-from baton.engine.runner.encoders.classifier import compute_logits
 from baton.engine.runner.encoders.encoder import Encoder
 from baton.engine.runner.encoders.packed_texts import PackedTexts, pack_texts
 from baton.engine.runner.model_info import ModelInfo, PassHook
@@ -79,10 +78,7 @@ class EncoderRunner:
             hook = FencedHook(self.hook, CPU, is_retry=True)
         layer_done = None if hook is None else hook.layer_done
         vectors = _pool(self.encoder.forward(texts, layer_done), texts, pooling.kind)
-        config, weights = self.encoder.config.classifier, self.encoder.weights.classifier
-        logits = None
-        if config is not None and weights is not None:
-            logits = compute_logits(config, weights, vectors)
+        logits = self.encoder.classify(vectors)
         request_ids = [row.request_id for row in texts.rows]
         add_vectors(request_ids, finish(vectors, pooling, logits).numpy(), result)
         if hook is not None:

@@ -8,9 +8,9 @@ import torch
 
 from baton.checkpoint.checkpoint import Checkpoint
 from baton.core.exclusions import Feature, check_exclusions
-from baton.core.pooling import Pooling, PoolingKind
+from baton.core.pooling import Pooling
 from baton.engine.runner.config import RunnerConfig, check, dtype_name
-from baton.engine.runner.encoders.config import EncoderConfig
+from baton.engine.runner.encoders.config import ClassifierConfig, EncoderConfig
 from baton.engine.runner.encoders.encoder import Encoder
 from baton.engine.runner.encoders.encoder_runner import EncoderRunner
 from baton.engine.runner.encoders.layer import Layer, UnfusedLayer
@@ -27,6 +27,7 @@ from baton.engine.runner.kernels.choose import choose_parts, encoder_kernels
 from baton.engine.runner.load import DTYPES, choose_max_model_len
 from baton.engine.runner.model.rope import Rope
 from baton.engine.runner.model_info import LoadProgressCallback, ModelInfo
+from baton.engine.runner.pooling.choose import choose_pooling
 from baton.engine.runner.sampling.logits_processors import versions
 from baton.engine.runner.weights.open_weights import open_weights
 
@@ -46,10 +47,8 @@ def load_encoder(
     # Those kernels take the place of `Parts`, which torch computes in float32.
     name = "torch" if kernels is not None and not is_int8 else config.kernels
     parts = choose_parts(name, dtype, place, int8_activations=is_int8)
-    pooling, defaults = (
-        _choose_pooling(config, checkpoint, model),
-        checkpoint.read_generation_defaults(),
-    )
+    pooling = choose_pooling(config.pooling, checkpoint, _classifying(model.classifier))
+    defaults = checkpoint.read_generation_defaults()
     max_model_len = choose_max_model_len(config, model.max_text_len)
     with open_weights(config, checkpoint, model, dtype, place, parts, on_progress) as opened:
         weights = load_encoder_weights(model, opened.tensors, opened.target, on_progress)
@@ -91,19 +90,12 @@ def _check_settings(config: RunnerConfig, model: EncoderConfig) -> None:
     check(config.kv_cache_dtype == "auto", f"{cause}: it has no KV cache for --kv-cache-dtype")
 
 
-def _choose_pooling(
-    config: RunnerConfig, checkpoint: Checkpoint, model: EncoderConfig
-) -> Pooling | None:
-    classifier = model.classifier
-    if classifier is not None:
-        return Pooling(
-            classifier.pooling,
-            normalizes=False,
-            num_labels=classifier.num_labels,
-            gives_logits=classifier.gives_logits,
-        )
-    if config.pooling == "none":
+def _classifying(classifier: ClassifierConfig | None) -> Pooling | None:
+    if classifier is None:
         return None
-    if config.pooling != "auto":
-        return Pooling(PoolingKind(config.pooling))
-    return checkpoint.read_pooling()
+    return Pooling(
+        classifier.pooling,
+        normalizes=False,
+        num_labels=classifier.num_labels,
+        gives_logits=classifier.gives_logits,
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Generic, NamedTuple, TypeVar
@@ -13,7 +13,6 @@ import numpy as np
 from baton.core.units import format_bytes
 from baton.engine.runner.device.device import Device, Graph, GraphPool
 from baton.engine.runner.device.graphs import EagerCause, GraphSize, StepShape, choose_graph
-from baton.engine.runner.device.launch_count import LaunchCounter
 from baton.engine.runner.device.step_inputs import PackedInputs, StepInputs
 from baton.engine.runner.model.adapters import NO_TOKENS, Selection
 from baton.engine.runner.model.pass_layout import Ints, PassLayout
@@ -78,19 +77,11 @@ class DecodeGraphs(Generic[T]):
             self._captured[size] = self._capture(self._put(size, batch))
         self._device.drain()
         log.info(
-            "captured %d graphs of decode steps%s: %s; a pass of %d rows is %d launches without"
-            " them",
+            "captured %d graphs of decode steps%s: %s",
             len(sizes),
             kind,
             format_bytes(free_before - self._device.free_bytes()),
-            sizes[0].num_rows,
-            self.num_launches[sizes[0]],
         )
-
-    @property
-    def num_launches(self) -> Mapping[GraphSize, int]:
-        """Number of launches that each graph replaces."""
-        return {size: each.num_launches for size, each in self._captured.items()}
 
     def choose(self, step: StepShape) -> GraphSize | EagerCause:
         """Return the graph that fits, or the reason why none does."""
@@ -122,14 +113,12 @@ class DecodeGraphs(Generic[T]):
     def _capture(self, run: Callable[[], T]) -> _Captured[T]:
         self.inputs.send()
         outputs = [run()]  # what happens only once, such as compilation, is not captured
-        counter = LaunchCounter(self._device.place)
 
         def launch() -> None:
-            with counter:
-                outputs[:] = [run()]
+            outputs[:] = [run()]
 
         graph = self._pool.capture(launch)
-        return _Captured(graph, outputs[0], self.inputs.num_packed_bytes, counter.num_launches)
+        return _Captured(graph, outputs[0], self.inputs.num_packed_bytes)
 
 
 def _with_adapters(nothing: DecodeBatch, size: GraphSize) -> DecodeBatch:
@@ -141,4 +130,3 @@ class _Captured(Generic[T]):
     graph: Graph
     outputs: T  # in the memory of the graph
     num_packed_bytes: int
-    num_launches: int

@@ -6,15 +6,8 @@ from baton.checkpoint.checkpoint import Checkpoint
 from baton.core.pooling import Pooling, PoolingKind
 
 
-def choose_pooling(name: str, checkpoint: Checkpoint, num_labels: int) -> Pooling | None:
-    """Return the pooling that the settings name, or that of the files.
-
-    A classifier scores the last token.
-    """
-    if num_labels:
-        return Pooling(PoolingKind.LAST, normalizes=False, num_labels=num_labels)
-    if name == "none":
-        return None
-    if name == "auto":
-        return checkpoint.read_pooling()
-    return Pooling(PoolingKind(name))
+def choose_pooling(name: str, checkpoint: Checkpoint, own: Pooling | None) -> Pooling | None:
+    """Return the model's own pooling, as classifiers have, or that of the settings or the files."""
+    if own is not None or name == "none":
+        return own
+    return checkpoint.read_pooling() if name == "auto" else Pooling(PoolingKind(name))

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from baton.engine.runner.device import cuda
 from baton.engine.runner.device.device import on_device_of
-from baton.engine.runner.device.launch_count import count_kernel
 
 INTERPRETED_PROCESSORS = 132
 PIECE_COLUMNS = 1024  # of a row, that one program of an elementwise kernel computes
@@ -22,7 +21,6 @@ def launch(
 
     Multiplications and additions are not fused, so that numbers are rounded as in torch.
     """
-    count_kernel()
     with on_device_of(dst):
         kernel[grid](dst, *arguments, enable_fp_fusion=False, **options)
 

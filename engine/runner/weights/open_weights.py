@@ -26,7 +26,6 @@ class OpenWeights:
 
     tensors: Tensors
     target: LoadTarget
-    config: RunnerConfig
     model: Architecture
     quantize: Sequence[str]
 
@@ -55,7 +54,7 @@ def open_weights(
         quantize = [config.quantize, importance.digest, config.activation_dtype]
         with _open_cache(config, model, quantize, parts, tensors, on_progress) as cached:
             target = LoadTarget(dtype, place, parts, config.quantize, cached, importance.columns)
-            yield OpenWeights(tensors, target, config, model, quantize)
+            yield OpenWeights(tensors, target, model, quantize)
 
 
 @contextmanager

@@ -13,13 +13,14 @@ from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.device.device import MemoryProfile
 from baton.engine.runner.device.host_memory import free_host_bytes
 from baton.engine.runner.device.memory_profile import prompt_lengths
-from baton.engine.runner.kv_budget import auto_kv_bytes, profiled_kv_bytes
+from baton.engine.runner.kv_budget import CacheShape, auto_kv_bytes, profiled_kv_bytes
 
 GIB, MIB = 1 << 30, 1 << 20
 NODE = RunnerConfig("m", kv_cache_share=None, max_num_seqs=128)
 QWEN_BLOCK_BYTES = 28 * 2 * 8 * 128 * 2 * 16  # Qwen3-0.6B in bfloat16, 16 tokens
 QWEN_LEN = 40_960
 ONE_FULL = CacheLayout()
+QWEN = CacheShape(QWEN_BLOCK_BYTES, QWEN_LEN, ONE_FULL)
 
 
 @pytest.mark.parametrize(("nodes_per_machine", "share"), [(None, 1 / 4), (1, 1 / 2), (3, 1 / 6)])
@@ -28,7 +29,7 @@ def test_the_kv_cache_takes_its_share_of_free_memory(
 ) -> None:
     node = replace(NODE, nodes_per_machine=nodes_per_machine)
 
-    num_bytes = auto_kv_bytes(node, 24 * GIB, QWEN_BLOCK_BYTES, QWEN_LEN, ONE_FULL)
+    num_bytes = auto_kv_bytes(node, 24 * GIB, QWEN)
 
     assert num_bytes == int(24 * GIB * share)
 
@@ -37,13 +38,13 @@ def test_the_kv_cache_takes_its_share_of_free_memory(
 def test_adapters_of_all_nodes_are_left_free_and_the_rest_is_shared(num_nodes: int) -> None:
     node = replace(NODE, nodes_per_machine=num_nodes)
 
-    num_bytes = auto_kv_bytes(node, 24 * GIB, QWEN_BLOCK_BYTES, QWEN_LEN, ONE_FULL, 2 * GIB)
+    num_bytes = auto_kv_bytes(node, 24 * GIB, QWEN._replace(adapter_bytes=2 * GIB))
 
     assert num_bytes == (24 - num_nodes * 2) * GIB // 2 // num_nodes
 
 
 def test_adapters_without_room_leave_the_smallest_kv_cache() -> None:
-    num_bytes = auto_kv_bytes(NODE, 4 * GIB, QWEN_BLOCK_BYTES, QWEN_LEN, ONE_FULL, 9 * GIB)
+    num_bytes = auto_kv_bytes(NODE, 4 * GIB, QWEN._replace(adapter_bytes=9 * GIB))
 
     assert num_bytes == 256 * MIB
 
@@ -51,16 +52,18 @@ def test_adapters_without_room_leave_the_smallest_kv_cache() -> None:
 def test_on_a_small_machine_the_kv_cache_is_256_mib_or_half_of_free_memory() -> None:
     small = replace(NODE, nodes_per_machine=8)
 
-    assert auto_kv_bytes(small, GIB, QWEN_BLOCK_BYTES, QWEN_LEN, ONE_FULL) == 256 * MIB
-    assert auto_kv_bytes(small, 100 * MIB, QWEN_BLOCK_BYTES, QWEN_LEN, ONE_FULL) == 50 * MIB
+    assert auto_kv_bytes(small, GIB, QWEN) == 256 * MIB
+    assert auto_kv_bytes(small, 100 * MIB, QWEN) == 50 * MIB
 
 
 def test_the_kv_cache_is_limited_to_what_the_largest_batch_can_fill() -> None:
-    assert auto_kv_bytes(NODE, 24 * GIB, 32 << 10, 1000, ONE_FULL) == 128 * 63 * (32 << 10)
+    assert auto_kv_bytes(NODE, 24 * GIB, CacheShape(32 << 10, 1000, ONE_FULL)) == 128 * 63 * (
+        32 << 10
+    )
 
 
 def test_the_kv_cache_of_an_ordinary_machine_holds_a_full_context_of_a_small_model() -> None:
-    num_bytes = auto_kv_bytes(NODE, 20 * GIB, QWEN_BLOCK_BYTES, QWEN_LEN, ONE_FULL)
+    num_bytes = auto_kv_bytes(NODE, 20 * GIB, QWEN)
 
     assert num_bytes // QWEN_BLOCK_BYTES * 16 > QWEN_LEN
 
@@ -84,7 +87,7 @@ def test_the_kv_cache_of_a_gpu_gets_what_weights_and_the_largest_step_leave(
     node = replace(GPU, nodes_per_machine=nodes_per_machine)
     memory = MemoryProfile(80 * GIB, free_gib * GIB, 10 * GIB, 4 * GIB)
 
-    num_bytes = profiled_kv_bytes(node, memory, QWEN_BLOCK_BYTES, QWEN_LEN, ONE_FULL)
+    num_bytes = profiled_kv_bytes(node, memory, QWEN)
 
     assert num_bytes == expected_gib * GIB
 
@@ -92,24 +95,26 @@ def test_the_kv_cache_of_a_gpu_gets_what_weights_and_the_largest_step_leave(
 def test_the_kv_cache_of_a_gpu_leaves_room_for_adapters() -> None:
     memory = MemoryProfile(80 * GIB, 70 * GIB, 10 * GIB, 4 * GIB)
 
-    num_bytes = profiled_kv_bytes(GPU, memory, QWEN_BLOCK_BYTES, QWEN_LEN, ONE_FULL, 3 * GIB)
+    num_bytes = profiled_kv_bytes(GPU, memory, QWEN._replace(adapter_bytes=3 * GIB))
 
     assert num_bytes == (60 - 10 - 4 - 3) * GIB
     with pytest.raises(InvalidConfig, match=r"adapters 50\.0 GiB.*lower --max-cpu-loras, --max-lo"):
-        profiled_kv_bytes(GPU, memory, QWEN_BLOCK_BYTES, QWEN_LEN, ONE_FULL, 50 * GIB)
+        profiled_kv_bytes(GPU, memory, QWEN._replace(adapter_bytes=50 * GIB))
 
 
 def test_a_gpu_without_room_for_a_kv_cache_is_refused() -> None:
     memory = MemoryProfile(16 * GIB, 4 * GIB, 11 * GIB, 2 * GIB)
 
     with pytest.raises(InvalidConfig, match=r"weights take 11\.0 GiB.*raise --gpu-memory-util"):
-        profiled_kv_bytes(GPU, memory, QWEN_BLOCK_BYTES, QWEN_LEN, ONE_FULL)
+        profiled_kv_bytes(GPU, memory, QWEN)
 
 
 def test_the_kv_cache_of_a_gpu_is_limited_to_what_the_largest_batch_can_fill() -> None:
     memory = MemoryProfile(80 * GIB, 70 * GIB, 10 * GIB, 4 * GIB)
 
-    assert profiled_kv_bytes(GPU, memory, 32 << 10, 1000, ONE_FULL) == 128 * 63 * (32 << 10)
+    assert profiled_kv_bytes(GPU, memory, CacheShape(32 << 10, 1000, ONE_FULL)) == 128 * 63 * (
+        32 << 10
+    )
 
 
 @pytest.mark.parametrize(
