@@ -17,6 +17,11 @@ class Document:
     warnings: tuple[str, ...] = ()
 
     @property
+    def label(self) -> str:
+        """Field and name, for errors and warnings."""
+        return f"{self.where}: {self.name or 'the file'}"
+
+    @property
     def text(self) -> str:
         """Text as the model sees it."""
         if not isinstance(self.content, str):

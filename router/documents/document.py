@@ -1,8 +1,9 @@
-"""Documents that clients send in messages, and their form in a prompt. Pure."""
+"""Documents in files that clients send. Pure."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from baton.router.documents.encodings import decode_text, read_text
 from baton.router.parts import Document
@@ -18,9 +19,10 @@ def document_from(data: bytes, where: str, name: str, media_type: str = "") -> D
 
     Raises UnsupportedInput for anything but a PDF or text.
     """
+    document = Document(data, where, name)
     if media_type == PDF or _is_pdf(data):
-        return Document(data, where, name)
-    return Document(read_text(data, label_of(name, where), where), where, name)
+        return document
+    return replace(document, content=read_text(data, document.label, where))
 
 
 def _is_pdf(data: bytes) -> bool:
@@ -30,8 +32,3 @@ def _is_pdf(data: bytes) -> bool:
         return False
     has_end = PDF_END.search(data[-MAX_MARK_OFFSET:]) is not None
     return PDF_MARK.match(head) is not None or has_end or decode_text(data) is None
-
-
-def label_of(name: str, where: str) -> str:
-    """Return field and name of a document, for errors and warnings."""
-    return f"{where}: {name or 'the file'}"

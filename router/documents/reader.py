@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from baton.core.errors import InvalidRequest
-from baton.router.documents.document import label_of
 from baton.router.documents.pdf_process import PdfLimits, PdfText, read_pdfs
 from baton.router.fair_slots import FairSlots
 from baton.router.parts import Document
@@ -44,8 +43,7 @@ class DocumentReader:
 
 
 def _with_text(document: Document, pdf: PdfText) -> Document:
-    label = label_of(document.name, document.where)
     if pdf.problem:
-        raise InvalidRequest(f"{label} {pdf.problem}", document.where)
-    warnings = (f"{label}: images are left out",) if pdf.has_images else ()
+        raise InvalidRequest(f"{document.label} {pdf.problem}", document.where)
+    warnings = (f"{document.label}: images are left out",) if pdf.has_images else ()
     return replace(document, content=pdf.text, warnings=(*document.warnings, *warnings))

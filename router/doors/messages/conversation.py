@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from baton.core.errors import InvalidRequest
 from baton.router.doors.chats import ChatTurns
 from baton.router.doors.messages.bodies import (
     Block,
@@ -18,7 +17,7 @@ from baton.router.doors.messages.bodies import (
     ToolUseBlock,
 )
 from baton.router.doors.messages.documents import DocumentBlock, document_of_block
-from baton.router.doors.openai.request.bodies import validate_body
+from baton.router.doors.openai.request.bodies import validate_body, validate_by_type
 from baton.router.parts import Part
 from baton.router.values import ChatMessage
 from baton.rpc.errors import UnsupportedInput
@@ -91,7 +90,9 @@ class Conversation:
     ) -> list[Block]:
         if isinstance(content, str):
             return [TextBlock(type="text", text=content)]
-        blocks = [_block(each, kinds, f"{where}.{index}") for index, each in enumerate(content)]
+        blocks = [
+            validate_by_type(each, kinds, f"{where}.{index}") for index, each in enumerate(content)
+        ]
         for block in blocks:
             self.note_cache(block.cache_control)
         return blocks
@@ -113,15 +114,3 @@ class Conversation:
 
 def _without_header(text: str) -> list[str]:
     return text.split("\n", 1)[1:] if text.startswith(BILLING_HEADER) else [text]
-
-
-def _block(block: object, kinds: Mapping[str, type[Block]], where: str) -> Block:
-    kind = block.get("type") if isinstance(block, dict) else None
-    if not isinstance(kind, str):
-        raise InvalidRequest(f"{where} must be an object with a type", f"{where}.type")
-    if kind not in kinds:
-        raise UnsupportedInput(
-            f"{where}.type is {kind[:64]!r}: supported here are {', '.join(kinds)}",
-            f"{where}.type",
-        )
-    return validate_body(block, kinds[kind], where)

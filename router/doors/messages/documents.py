@@ -10,10 +10,9 @@ from baton.core.errors import InvalidRequest
 from baton.router.documents.document import document_from
 from baton.router.documents.encodings import read_base64
 from baton.router.doors.messages.bodies import Block, TextBlock
-from baton.router.doors.openai.request.bodies import Body, validate_body
+from baton.router.doors.openai.request.bodies import Body, validate_by_type
 from baton.router.input_processing.limits import check_file_name
 from baton.router.parts import Document
-from baton.rpc.errors import UnsupportedInput
 
 NO_CITATIONS = "citations: the answer has none"
 
@@ -68,7 +67,7 @@ def document_of_block(block: DocumentBlock, where: str) -> Document:
 
 def _document(block: DocumentBlock, where: str) -> Document:
     name, inside = block.title or "", f"{where}.source"
-    match _source(block.source, inside):
+    match validate_by_type(block.source, SOURCES, inside, NOT_HERE):
         case Base64Source(data=data, media_type=media_type):
             return document_from(read_base64(data, f"{inside}.data"), where, name, media_type)
         case TextSource(data=text):
@@ -78,26 +77,11 @@ def _document(block: DocumentBlock, where: str) -> Document:
     raise InvalidRequest(f"{inside} has no content", inside)
 
 
-def _source(source: Mapping[str, Any], where: str) -> Body:
-    kind = source.get("type")
-    if not isinstance(kind, str):
-        raise InvalidRequest(f"{where}.type must be a text", f"{where}.type")
-    if kind not in SOURCES:
-        reason = NOT_HERE.get(kind, f"supported here are {', '.join(SOURCES)}")
-        raise UnsupportedInput(f"{where}.type is {kind[:64]!r}: {reason}", f"{where}.type")
-    return validate_body(source, SOURCES[kind], where)
-
-
 def _text(content: str | list[Any], where: str) -> str:
     if isinstance(content, str):
         return content
-    texts = []
-    for index, block in enumerate(content):
-        kind = block.get("type") if isinstance(block, dict) else None
-        if isinstance(kind, str) and kind != "text":
-            raise UnsupportedInput(
-                f"{where}.{index}.type is {kind[:64]!r}: only text is supported here",
-                f"{where}.{index}.type",
-            )
-        texts.append(validate_body(block, TextBlock, f"{where}.{index}").text)
-    return "\n".join(texts)
+    kinds = {"text": TextBlock}
+    blocks = [
+        validate_by_type(each, kinds, f"{where}.{index}") for index, each in enumerate(content)
+    ]
+    return "\n".join(block.text for block in blocks)

@@ -7,7 +7,7 @@ from typing import Any
 
 from baton.core.errors import InvalidRequest
 from baton.router.doors.chats import ChatTurns
-from baton.router.doors.openai.request.bodies import validate_body
+from baton.router.doors.openai.request.bodies import validate_by_type
 from baton.router.doors.openai.request.prompts import parse_arguments
 from baton.router.doors.responses.bodies import (
     CallItem,
@@ -18,11 +18,10 @@ from baton.router.doors.responses.bodies import (
     ReasoningItem,
     TextPart,
 )
-from baton.router.doors.responses.files import document_of_part
+from baton.router.doors.responses.files import InputFile, document_of_part
 from baton.router.doors.responses.summaries import read_summary
 from baton.router.doors.responses.tools import joined_name
 from baton.router.parts import Part
-from baton.rpc.errors import UnsupportedInput
 
 ITEMS: Mapping[str, type[Item]] = {
     "message": MessageItem,
@@ -31,15 +30,19 @@ ITEMS: Mapping[str, type[Item]] = {
     "reasoning": ReasoningItem,
     "compaction": CompactionItem,
 }
-TEXTS = ("input_text", "output_text", "text")
+PARTS: Mapping[str, type[TextPart | InputFile]] = {
+    **dict.fromkeys(("input_text", "output_text", "text"), TextPart),
+    "input_file": InputFile,
+}
 # Few chat templates know OpenAI's name.
 ROLES = {"developer": "system"}
 
 
-def add_items(turns: ChatTurns, items: Sequence[Any], where: str = "input") -> None:
+def add_items(turns: ChatTurns, items: Sequence[Any]) -> None:
     """Raises InvalidRequest and UnsupportedInput, which name the field."""
     for index, value in enumerate(items):
-        _add_item(turns, _item(value, f"{where}.{index}"), f"{where}.{index}")
+        typed = {"type": "message", **value} if isinstance(value, dict) else value
+        _add_item(turns, validate_by_type(typed, ITEMS, f"input.{index}"), f"input.{index}")
 
 
 def _add_item(turns: ChatTurns, item: Item, where: str) -> None:
@@ -63,22 +66,10 @@ def _add_item(turns: ChatTurns, item: Item, where: str) -> None:
             summary = read_summary(item.encrypted_content, f"{where}.encrypted_content")
             turns.add("user", summary)
         case ReasoningItem():
-            kind, parts = "reasoning_text", item.content
-            if not parts:
-                kind, parts = "summary_text", item.summary
-            for index, part in enumerate(parts):
-                turns.add_reasoning(_text(part, f"{where}.content.{index}", (kind,)))
-
-
-def _item(value: object, where: str) -> Item:
-    kind = value.get("type", "message") if isinstance(value, dict) else None
-    if not isinstance(kind, str):
-        raise InvalidRequest(f"{where} must be an object with a type", where)
-    if kind not in ITEMS:
-        raise UnsupportedInput(
-            f"{where}.type is {kind[:64]!r}: supported here are {', '.join(ITEMS)}", f"{where}.type"
-        )
-    return validate_body(value, ITEMS[kind], where)
+            kind = "reasoning_text" if item.content else "summary_text"
+            for index, value in enumerate(item.content or item.summary):
+                read = validate_by_type(value, {kind: TextPart}, f"{where}.content.{index}")
+                turns.add_reasoning(read.text)
 
 
 def _parts(content: str | list[Any], where: str) -> list[Part]:
@@ -87,17 +78,6 @@ def _parts(content: str | list[Any], where: str) -> list[Part]:
     return [_part(part, f"{where}.{index}") for index, part in enumerate(content)]
 
 
-def _part(part: object, where: str) -> Part:
-    if isinstance(part, dict) and part.get("type") == "input_file":
-        return document_of_part(part, where)
-    return _text(part, where, TEXTS)
-
-
-def _text(part: object, where: str, kinds: Sequence[str]) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if isinstance(kind, str) and kind not in kinds:
-        raise UnsupportedInput(
-            f"{where}.type is {kind[:64]!r}: supported here are texts and files",
-            f"{where}.type",
-        )
-    return validate_body(part, TextPart, where).text
+def _part(value: object, where: str) -> Part:
+    part = validate_by_type(value, PARTS, where)
+    return part.text if isinstance(part, TextPart) else document_of_part(part, where)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from baton.core.errors import InvalidRequest
-from baton.router.doors.openai.request.bodies import validate_body
 from baton.router.doors.openai.request.files import FileBody, data_url_of, document_of_file
 from baton.router.parts import Document
 
@@ -19,9 +18,8 @@ class InputFile(FileBody):
     prompt_cache_breakpoint: Any = None
 
 
-def document_of_part(part: Mapping[str, Any], where: str) -> Document:
+def document_of_part(file: InputFile, where: str) -> Document:
     """Raises InvalidRequest and UnsupportedInput, which name the field."""
-    file = validate_body(part, InputFile, where)
     data, field = file.file_data, "file_data"
     if file.file_url is not None:
         if data is not None:

@@ -50,6 +50,7 @@ ACCEPTED_VALUES: Mapping[str, tuple[object, ...]] = {
     "add_special_tokens": (),  # supported for text prompts only
 }
 NONE_ACCEPTED: Mapping[str, tuple[object, ...]] = {}
+NO_REASONS: Mapping[str, str] = {}
 # Seconds for which KV is kept, as hints, by the values of fields.
 RETENTION_S = {"in_memory": 0, "24h": 86_400}
 TTL_S = {"30m": 1_800, "12h": 43_200}
@@ -241,6 +242,22 @@ def validate_body(fields: object, kind: type[B], where: str = "") -> B:
         return kind.model_validate(fields)
     except ValidationError as error:
         raise _invalid_request(error, where) from error
+
+
+def validate_by_type(
+    value: object, kinds: Mapping[str, type[B]], where: str, reasons: Mapping[str, str] = NO_REASONS
+) -> B:
+    """Validate an object by its `type`. Raises InvalidRequest and UnsupportedInput.
+
+    `reasons` say why some types are not supported.
+    """
+    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(kind, str):
+        raise InvalidRequest(f"{where} must be an object with a type", where)
+    if kind not in kinds:
+        reason = reasons.get(kind, f"supported here: only {', '.join(kinds)}")
+        raise UnsupportedInput(f"{where}.type is {kind[:64]!r}: {reason}", f"{where}.type")
+    return validate_body(value, kinds[kind], where)
 
 
 def _invalid_request(error: ValidationError, where: str) -> InvalidRequest:
