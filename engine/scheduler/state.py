@@ -17,7 +17,7 @@ from baton.engine.kv_cache.cache import KvCache
 from baton.engine.kv_cache.cache_group import PrefixHit
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.held_kv import HeldKv
-from baton.engine.scheduler.adapter_places import AdapterPlaces
+from baton.engine.scheduler.batch_adapters import BatchAdapters
 from baton.engine.scheduler.client_shares import ClientShares
 from baton.engine.scheduler.config import SchedulerConfig, SchedulingPolicy
 from baton.engine.scheduler.queues import WaitingQueue
@@ -48,7 +48,7 @@ class SchedulerState:
         self.waiting = WaitingQueue(self.clients.num_held)
         self.ready = RankedQueue()
         self.batch = RunningBatch(config.num_slots_per_decode)
-        self.adapters = AdapterPlaces(config.max_loras)
+        self.adapters = BatchAdapters(config.max_loras)
         self.num_waiting_for_remote_kvs = 0
         self.num_waiting_for_fsm = 0
         self.total_preemptions = 0

@@ -11,7 +11,7 @@ from baton.core.errors import InvalidRequest
 from baton.core.ids import AdapterRef
 from baton.router.routing.nodes import Node
 from baton.rpc.errors import NodeFailed, NotAnOperator
-from baton.rpc.node_info import ADAPTER
+from baton.rpc.node_info import ADAPTER, NameOrder
 from baton.rpc.security.operators import Operators
 from baton.rpc.status import RemoteError, remote_error
 from baton.v1 import node_pb2, node_pb2_grpc
@@ -37,42 +37,43 @@ class AdapterCalls:
         self._channel = channel
         self._operators = operators
 
-    async def load(
+    async def send(
         self,
         node: Node,
-        adapter: AdapterRef,
+        order: NameOrder,
         *,
-        can_replace: bool,
-        generation: int,
+        can_replace: bool = True,
         timeout_s: float = LOAD_TIMEOUT_S,
     ) -> Outcome:
-        """Load the adapter of a folder; with an id, only that one."""
-        request = node_pb2.LoadAdapterRequest(
-            name=adapter.name,
-            path=adapter.path,
-            can_replace=can_replace,
-            id=adapter.id,
-            generation=generation,
-        )
+        """Have a node load the adapter of a folder, with an id only that one, or unload a name."""
         try:
-            response = await self._stub(node).LoadAdapter(
-                request, timeout=timeout_s, metadata=self._operators.metadata
-            )
-        except RpcError as error:
-            return remote_error(error)
-        return ADAPTER.from_message(response.adapter)
-
-    async def unload(self, node: Node, name: str, generation: int) -> Outcome:
-        try:
+            if order.adapter is not None:
+                return await self._load(node, order, order.adapter, can_replace, timeout_s)
             await self._stub(node).UnloadAdapter(
-                node_pb2.UnloadAdapterRequest(name=name, generation=generation),
+                node_pb2.UnloadAdapterRequest(name=order.name, generation=order.generation),
                 timeout=UNLOAD_TIMEOUT_S,
                 metadata=self._operators.metadata,
             )
         except RpcError as error:
             remote = remote_error(error)
-            return None if remote.code is StatusCode.NOT_FOUND else remote
-        return AdapterRef(name)
+            is_unknown = order.adapter is None and remote.code is StatusCode.NOT_FOUND
+            return None if is_unknown else remote
+        return AdapterRef(order.name)
+
+    async def _load(
+        self, node: Node, order: NameOrder, adapter: AdapterRef, can_replace: bool, timeout_s: float
+    ) -> AdapterRef:
+        request = node_pb2.LoadAdapterRequest(
+            name=order.name,
+            path=adapter.path,
+            can_replace=can_replace,
+            id=adapter.id,
+            generation=order.generation,
+        )
+        response = await self._stub(node).LoadAdapter(
+            request, timeout=timeout_s, metadata=self._operators.metadata
+        )
+        return ADAPTER.from_message(response.adapter)
 
     def _stub(self, node: Node) -> node_pb2_grpc.NodeServiceAsyncStub:
         stub: node_pb2_grpc.NodeServiceAsyncStub = node_pb2_grpc.NodeServiceStub(

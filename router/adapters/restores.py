@@ -8,9 +8,9 @@ import logging
 from grpc import StatusCode
 
 from baton.router.adapters.calls import AdapterCalls, Outcome
-from baton.router.routing.adapter_table import NameOrder
 from baton.router.routing.node_table import NodeTable
 from baton.router.routing.nodes import Node
+from baton.rpc.node_info import NameOrder
 from baton.rpc.status import RemoteError
 
 log = logging.getLogger(__name__)
@@ -91,36 +91,25 @@ class AdapterRestores:
     async def _repeat(self, node: Node, order: NameOrder) -> Outcome:
         if self._table.node_at(node.address) is not node:
             return None
-        name, adapter = order.name, order.adapter
-        if adapter is None:
-            outcome = await self._calls.unload(node, name, order.generation)
-            done = "unloaded"
-        else:
-            outcome = await self._calls.load(
-                node,
-                adapter,
-                can_replace=True,
-                generation=order.generation,
-                timeout_s=TIMEOUT_S,
-            )
-            done = "loaded"
+        outcome = await self._calls.send(node, order, timeout_s=TIMEOUT_S)
+        done = "unloaded" if order.adapter is None else "loaded"
         if isinstance(outcome, RemoteError):
             log.warning(
                 "%s has missed that adapter %r was %s: %s",
-                *(node.card.node_id, name, done, outcome),
+                *(node.card.node_id, order.name, done, outcome),
             )
-            return outcome
-        log.info("%s has %s adapter %r, as ordered before", node.card.node_id, done, name)
+        else:
+            log.info("%s has %s adapter %r, as ordered before", node.card.node_id, done, order.name)
         return outcome
 
     async def _unload_older(self, node: Node, order: NameOrder) -> Outcome:
         """Unload what a node has under a name if it cannot load what the name means now."""
-        has_older = order.name in self._table.adapters.at(node.address).named
+        has_older = self._table.adapters.at(node.address).adapter(order.name) is not None
         is_missed = self._table.adapters.missed_order(node.address, order.name) == order
         if order.adapter is None or not has_older or not is_missed:
             return None
         # With the same generation: the load of this order outranks it.
-        outcome = await self._calls.unload(node, order.name, order.generation)
+        outcome = await self._calls.send(node, NameOrder(order.name, order.generation))
         if not isinstance(outcome, RemoteError):
             log.warning(
                 "%s has unloaded its older adapter %r: it cannot load %s",

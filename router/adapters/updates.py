@@ -21,6 +21,7 @@ from baton.router.input_processing.limits import check_name, is_valid_name
 from baton.router.routing.node_table import NodeTable
 from baton.router.routing.nodes import Node
 from baton.rpc.errors import NodeFailed, NoNodes, NotAnOperator, TooManyUpdates, UnknownModel
+from baton.rpc.node_info import NameOrder
 from baton.rpc.security.operators import NO_OPERATORS, Operators
 
 MAX_UPDATES = 32  # that run or wait for their turn
@@ -130,16 +131,13 @@ class AdapterUpdates:
         self._check_name_is_free(order)
         nodes = self._nodes_for(order)
         previous = {node: self._named_on(node, order.name) for node in nodes}
-        adapter = AdapterRef(order.name, path=order.path)
         generation = self._next_generation(order.name)
+        sent = NameOrder(order.name, generation, AdapterRef(order.name, path=order.path))
         outcomes = await _each(
             nodes,
             # The name is free, so a node that has it nevertheless has missed an unload.
-            lambda node: self._calls.load(
-                node,
-                adapter,
-                can_replace=order.can_replace or previous[node] is not None,
-                generation=generation,
+            lambda node: self._calls.send(
+                node, sent, can_replace=order.can_replace or previous[node] is not None
             ),
         )
         try:
@@ -151,17 +149,14 @@ class AdapterUpdates:
                 if isinstance(outcome, AdapterRef)
             ]
             await _each(
-                loaded, lambda node: self._undo(node, order.name, previous[node], generation + 1)
+                loaded,
+                lambda node: self._undo(
+                    node, NameOrder(order.name, generation + 1, previous[node])
+                ),
             )
             raise
-        await self._until_reported(
-            lambda: all(
-                self._named_on(node, order.name) == adapter
-                or self._is_overtaken(node, order.name, generation)
-                for node in self._reachable(nodes)
-            ),
-            f"adapter {order.name!r} is loaded",
-        )
+        done = f"adapter {order.name!r} is loaded"
+        await self._until_reported(nodes, NameOrder(order.name, generation, adapter), done)
         return ModelVariant(nodes[0].card.model, adapter), len(nodes)
 
     async def _unload_from_all(self, name: str) -> int:
@@ -177,17 +172,12 @@ class AdapterUpdates:
         generation = self._next_generation(name)
         for model in {node.card.model for node in nodes}:
             self._table.note_unload(model, name, generation)
-        outcomes = await _each(nodes, lambda node: self._calls.unload(node, name, generation))
+        order = NameOrder(name, generation)
+        outcomes = await _each(nodes, lambda node: self._calls.send(node, order))
         raise_failures(nodes, outcomes, f"did not unload adapter {name!r}")
         if variant is None and not any(isinstance(each, AdapterRef) for each in outcomes):
             raise UnknownModel(unknown)
-        await self._until_reported(
-            lambda: all(
-                self._named_on(node, name) is None or self._is_overtaken(node, name, generation)
-                for node in self._reachable(nodes)
-            ),
-            f"adapter {name!r} is unloaded",
-        )
+        await self._until_reported(nodes, order, f"adapter {name!r} is unloaded")
         return sum(isinstance(outcome, AdapterRef) for outcome in outcomes)
 
     def _check_has_nodes(self) -> None:
@@ -216,8 +206,7 @@ class AdapterUpdates:
             )
 
     def _named_on(self, node: Node, name: str) -> AdapterRef | None:
-        own = self._table.adapters.at(node.address).named.get(name)
-        return None if own is None else own[1]
+        return self._table.adapters.at(node.address).adapter(name)
 
     def _nodes_for(self, order: AdapterOrder) -> list[Node]:
         """Return the nodes that serve adapters of the model. Raises what names the remedy."""
@@ -239,19 +228,18 @@ class AdapterUpdates:
             )
         return by_model[able[0]]
 
-    def _is_overtaken(self, node: Node, name: str, generation: int) -> bool:
-        """Return whether a node reports a later order, perhaps by another router."""
-        return self._table.adapters.generation_at(node.address, name) > generation
+    def _has_reported(self, node: Node, order: NameOrder) -> bool:
+        """Return whether a node reports this order or a later one, or is not there any more."""
+        own = self._table.adapters.at(node.address).orders.get(order.name)
+        is_later = own is not None and own.generation > order.generation
+        is_done = (None if own is None else own.adapter) == order.adapter
+        return is_later or is_done or self._table.node_at(node.address) != node
 
-    def _reachable(self, nodes: Sequence[Node]) -> list[Node]:
-        """Return those of the nodes that are still there, as the same processes."""
-        return [node for node in nodes if self._table.node_at(node.address) == node]
-
-    async def _until_reported(self, is_reported: Callable[[], bool], done: str) -> None:
+    async def _until_reported(self, nodes: Sequence[Node], order: NameOrder, done: str) -> None:
         """Wait for the nodes' own reports: until then, the table has what they had before."""
         try:
             async with asyncio.timeout(REPORT_TIMEOUT_S):
-                while not is_reported():
+                while not all(self._has_reported(node, order) for node in nodes):
                     await self._reported.wait()
         except TimeoutError:
             raise NodeFailed(
@@ -259,18 +247,13 @@ class AdapterUpdates:
                 "`baton nodes`"
             ) from None
 
-    async def _undo(
-        self, node: Node, name: str, previous: AdapterRef | None, generation: int
-    ) -> Outcome:
+    async def _undo(self, node: Node, order: NameOrder) -> Outcome:
         """Give the name back to what the node had, or unload it if that is not there any more."""
-        if previous is not None:
-            outcome = await self._calls.load(
-                node, previous, can_replace=True, generation=generation
-            )
-            if isinstance(outcome, AdapterRef):
-                return outcome
-            log.warning("%s could not take adapter %r back: %s", node.address, name, outcome)
-        return await self._calls.unload(node, name, generation)
+        outcome = await self._calls.send(node, order)
+        if order.adapter is None or isinstance(outcome, AdapterRef):
+            return outcome
+        log.warning("%s could not take adapter %r back: %s", node.address, order.name, outcome)
+        return await self._calls.send(node, NameOrder(order.name, order.generation))
 
     def _known(self) -> str:
         served = self._table.served

@@ -9,7 +9,7 @@ from baton.core.ids import ANY_MODEL, AdapterRef, ModelVariant, NodeId
 from baton.core.legs import LegKind
 from baton.core.task import GENERATE, Task
 from baton.engine.kv_cache.block_hashes import PrefixNaming
-from baton.router.routing.adapter_table import AdapterTable
+from baton.router.routing.cluster_adapters import ClusterAdapters
 from baton.router.routing.load_estimate import LoadEstimate
 from baton.router.routing.nodes import KvKind, Node, NodeGroup, NodeKind, group_by_kind
 from baton.router.routing.prefix_index import NodePrefixes
@@ -40,7 +40,7 @@ class NodeTable:
         self.served = ServedModels(expected=expected_models)
         self._namings: Mapping[str, frozenset[PrefixNaming]] = {}  # by model
         self.prefixes = NodePrefixes()
-        self.adapters = AdapterTable()
+        self.adapters = ClusterAdapters()
         self._num_uses = 0
 
     def join(self, address: str, card: NodeCard) -> None:

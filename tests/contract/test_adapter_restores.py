@@ -91,7 +91,7 @@ def test_an_unload_holds_for_nodes_that_join_later_whatever_the_others_have() ->
             await until(lambda: later.adapters == {})
             # A report on its way would pass for one of the process that is started next.
             address = cluster.addresses["decode-0"]
-            await until(lambda: not cluster.table.adapters.at(address).named)
+            await until(lambda: not cluster.table.adapters.at(address).adapter("sql"))
 
             # Nodes have the name from their start: that is older than any order.
             cluster.lose("decode-0")

@@ -10,7 +10,7 @@ from baton.core.errors import InvalidRequest
 from baton.core.ids import AdapterRef, RequestId
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
-from baton.engine.scheduler.adapter_places import AdapterPlaces
+from baton.engine.scheduler.batch_adapters import BatchAdapters
 from baton.engine.scheduler.config import SchedulerConfig, SchedulingPolicy
 from tests.support.engine_world import EngineWorld
 
@@ -204,7 +204,7 @@ def test_an_unknown_adapter_is_refused() -> None:
 
 
 def test_places_are_counted_by_adapter() -> None:
-    places = AdapterPlaces(1)
+    places = BatchAdapters(1)
     requests = [
         EngineRequest(
             RequestId(name), (1,), SamplingParams(), 0, adapter=AdapterRef(adapter, adapter)

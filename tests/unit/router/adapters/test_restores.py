@@ -15,7 +15,7 @@ from baton.router.adapters.calls import LOAD_TIMEOUT_S, AdapterCalls, Outcome
 from baton.router.adapters.restores import NUM_TRIES, AdapterRestores
 from baton.router.routing.nodes import Node
 from baton.rpc.channel import open_channel
-from baton.rpc.node_info import LoadedAdapter, NodeAdapters
+from baton.rpc.node_info import LoadedAdapter, NameOrder, NodeAdapters
 from baton.rpc.security.operators import NO_OPERATORS
 from baton.rpc.status import RemoteError
 from tests.support.node_calls import a_node, a_table
@@ -32,16 +32,15 @@ class SilentCalls(AdapterCalls):
         self.asked: asyncio.Queue[tuple[str, float]] = asyncio.Queue()
         self.may_time_out = asyncio.Event()
 
-    async def load(
+    async def send(
         self,
         node: Node,
-        adapter: AdapterRef,
+        order: NameOrder,
         *,
-        can_replace: bool,
-        generation: int,
+        can_replace: bool = True,
         timeout_s: float = LOAD_TIMEOUT_S,
     ) -> Outcome:
-        self.asked.put_nowait((adapter.name, timeout_s))
+        self.asked.put_nowait((order.name, timeout_s))
         await self.may_time_out.wait()
         return RemoteError(StatusCode.DEADLINE_EXCEEDED, "no answer")
 

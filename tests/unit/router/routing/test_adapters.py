@@ -10,8 +10,7 @@ import pytest
 from baton.core.ids import AdapterRef, ModelVariant
 from baton.core.legs import LegKind
 from baton.core.task import EMBED
-from baton.router.routing import adapter_table
-from baton.router.routing.adapter_table import NameOrder
+from baton.router.routing import cluster_adapters
 from baton.router.routing.assignment import Assignment
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import NodeTable
@@ -19,7 +18,7 @@ from baton.router.routing.nodes import Node
 from baton.router.routing.policy import Route, choose
 from baton.router.routing.routing_view import ADAPTER_LOAD_COST, DECODE_COST_TOKENS, RoutingRequest
 from baton.rpc.errors import NoNodes
-from baton.rpc.node_info import LoadedAdapter, NodeAdapters, UnloadedAdapter
+from baton.rpc.node_info import LoadedAdapter, NameOrder, NodeAdapters, UnloadedAdapter
 from tests.support.node_calls import a_node, a_table
 
 PROMPT = tuple(range(100))
@@ -179,7 +178,7 @@ def test_a_name_with_a_generation_days_ahead_does_not_raise_those_of_others() ->
 def test_the_orders_are_remembered_of_a_limited_number_of_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(adapter_table, "MAX_PAST_NAMES", 1)
+    monkeypatch.setattr(cluster_adapters, "MAX_PAST_NAMES", 1)
     table = a_cluster()
     for name, generation in (("sql", 4), ("chat", 6)):
         table.note_unload("tiny", name, generation)

@@ -8,7 +8,7 @@ from baton.core.ids import RequestId
 from baton.core.request import EngineRequest
 
 
-class AdapterPlaces:
+class BatchAdapters:
     """Adapters of the requests that run, or hold blocks until they run: only so many at a time."""
 
     def __init__(self, num_places: int) -> None:
