@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+from baton.core.output import FinishReason
 from baton.core.task import TaskOutput
 from baton.engine.kv_arrival.kv_source import PrefixNeed
 from baton.engine.kv_cache.cache_group import PrefixHit
@@ -244,5 +245,8 @@ class AdmissionRules:
 
     def _end_prefetch(self, candidate: Candidate) -> None:
         """End a request that gets no token: its prefix is loaded as far as possible."""
-        self._budget.note_look_up(candidate.request)
-        self._state.end_prefetch(candidate.request, candidate.hit)
+        cache, request, hit = self._state.cache, candidate.request, candidate.hit
+        self._budget.note_look_up(request)
+        cache.keep(hit)
+        request.num_cached_tokens = hit.num_blocks * cache.block_size
+        self._state.end(request, FinishReason.LENGTH)

@@ -161,12 +161,6 @@ class SchedulerState:
         request.move(RequestStatus.FINISHED)
         del self.requests[request.request_id]
 
-    def end_prefetch(self, request: Request, hit: PrefixHit) -> None:
-        """End a request whose prefix has been loaded as far as possible. It gets no token."""
-        self.cache.keep(hit)
-        request.num_cached_tokens = hit.num_blocks * self.cache.block_size
-        self.end(request, FinishReason.LENGTH)
-
     def note_grant(self, handoff_id: HandoffId) -> None:
         """Let a request go first for whose KV a decode node has granted blocks."""
         request_id = self.arrivals.sends.note_grant(handoff_id)
