@@ -82,6 +82,7 @@ class EngineThread:
         # Not yet compiled grammars, and their callbacks.
         self._compilations: dict[RequestId, tuple[StructuredOutputs, OnCompiled]] = {}
         self._thread = threading.Thread(target=self._run, name=name)
+        self._awaited: list[tuple[Callable[[], bool], _Call[None]]] = []
         self._is_stopping = False
         self._failure: BaseException | None = None
         # Guards submitting against the engine's end: a request is either rejected or in the inbox.
@@ -140,6 +141,15 @@ class EngineThread:
             self.post(call)
         return call.result
 
+    def when(self, is_reached: Callable[[], bool]) -> Future[None]:
+        """Wait until a step has reached a state. Raises EngineGone, as the result may."""
+        reached: _Call[None] = _Call(lambda: None)
+        with self._submit_lock:
+            self._raise_if_stopped()
+            self._awaited.append((is_reached, reached))
+            self.post(lambda: None)
+        return reached.result
+
     def post_after_passes(self, action: Callable[[], None]) -> None:
         """Run `action` between two passes: after those that are launched by then."""
         self.post(lambda: self._core.call_after_passes(action))
@@ -178,6 +188,10 @@ class EngineThread:
         self._run_posted_actions()
         self.beat()
         self._pass_on(self._core.step())
+        for waiting in self._awaited[:]:
+            if waiting[0]():
+                self._awaited.remove(waiting)
+                waiting[1]()
 
     def _run_posted_actions(self) -> None:
         """Run all posted actions. Waits for the first one for as long as the engine may sleep."""
@@ -240,7 +254,7 @@ class EngineThread:
         pending = [action.request for action in actions if isinstance(action, _AddRequest)]
         failed = [*self._core.scheduler.requests(), *pending]
         self._pass_on([_failed_output(request, failure) for request in failed])
-        for action in actions:
+        for action in (*actions, *(call for _, call in self._awaited)):
             if isinstance(action, _Call) and action.result.set_running_or_notify_cancel():
                 action.result.set_exception(EngineGone(failure.reason))
 

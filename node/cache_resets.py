@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Collection
 from functools import partial
+from typing import Protocol
 
 from baton.engine.engine_thread import EngineThread
 from baton.engine.errors import EngineStopped
@@ -14,8 +15,12 @@ from baton.node.state import NodeState
 from baton.rpc.errors import NotAnOperator
 from baton.rpc.security.operators import OPTION, Operators
 
-# Clears the tiers of these names, or all. Returns how many blocks each had.
-ResetPrefixCache = Callable[[Collection[str]], Awaitable[dict[str, int]]]
+
+class ResetPrefixCache(Protocol):
+    async def __call__(
+        self, tiers: Collection[str], *, reset_running: bool = False
+    ) -> dict[str, int]:
+        """Clear the tiers of these names, or all. Returns how many blocks each had."""
 
 
 class CacheResets:
@@ -31,14 +36,16 @@ class CacheResets:
         self._operators = operators
         self._shared_tiers = shared_tiers
 
-    async def reset(self, tiers: Collection[str], shown: str | None) -> dict[str, int]:
+    async def reset(
+        self, tiers: Collection[str], shown: str | None, *, reset_running: bool = False
+    ) -> dict[str, int]:
         """Clear these tiers, or all. `shown` is the caller's authorization.
 
         Returns how many blocks each had. Raises NotAnOperator, InvalidRequest and EngineStopped.
         """
         check_tiers(tiers)
         self._check_right(tiers, shown)
-        num_blocks = await self._reset_prefix_cache(tiers)
+        num_blocks = await self._reset_prefix_cache(tiers, reset_running=reset_running)
         self._state.calls.changes.notify()  # routers and subscribers learn of it at once
         return num_blocks
 
@@ -55,9 +62,14 @@ class CacheResets:
 
 
 async def reset_prefix_cache(
-    engine: EngineThread, scheduler: Scheduler, tiers: Collection[str]
+    engine: EngineThread,
+    scheduler: Scheduler,
+    tiers: Collection[str],
+    *,
+    reset_running: bool = False,
 ) -> dict[str, int]:
     """Reset the prefix cache on the engine's thread, between steps."""
     if engine.failure is not None:
         raise EngineStopped("the engine of this node has stopped; its cache is gone with it")
-    return await run_on_engine(engine, partial(scheduler.reset_prefix_cache, tiers))
+    reset = partial(scheduler.reset_prefix_cache, tiers, reset_running=reset_running)
+    return await run_on_engine(engine, reset)

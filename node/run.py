@@ -33,6 +33,7 @@ from baton.node.kv.tiers import check_tiers
 from baton.node.kv.worker import NO_NODE_DECORATORS, Around
 from baton.node.observers.metrics import export_node_metrics
 from baton.node.options import NodeOptions
+from baton.node.pauses import set_pause
 from baton.node.servicer import KvLinkServicer, LegServicer, NodeServicer
 from baton.node.smg.service import smg_services
 from baton.node.state import NodeState
@@ -234,6 +235,7 @@ def _services(node: NodeComponents) -> tuple[Service, ...]:
     servicer = NodeServicer(
         node.state,
         partial(reset_prefix_cache, node.engine, node.scheduler),
+        partial(set_pause, node.engine, node.scheduler),
         Operators(node.options.operator_tokens),
         shared_tiers_of(node.connector),
     )

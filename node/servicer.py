@@ -14,9 +14,11 @@ from baton.node.adapters.registry import AdapterRegistry
 from baton.node.cache_resets import CacheResets, ResetPrefixCache
 from baton.node.call_server import CallServer
 from baton.node.kv.link import GrpcLinks
+from baton.node.pauses import SetPause
 from baton.node.state import NodeState
 from baton.rpc.errors import UnsupportedInput
 from baton.rpc.messages.calls import KIND, kind_of
+from baton.rpc.messages.pauses import pause_mode_of
 from baton.rpc.node_info import ADAPTER, card_to, check_api_version, update_to
 from baton.rpc.security.operators import NO_OPERATORS, Operators
 from baton.rpc.security.token_gate import sent_token
@@ -74,11 +76,13 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         self,
         state: NodeState,
         reset_prefix_cache: ResetPrefixCache,
+        set_pause: SetPause,
         operators: Operators = NO_OPERATORS,
         shared_tiers: frozenset[str] = frozenset(),  # of this node, which others use, too
     ) -> None:
         self._state = state
         self._resets = CacheResets(state, reset_prefix_cache, operators, shared_tiers)
+        self._set_pause = set_pause
         self._operators = operators
 
     async def GetNode(
@@ -112,12 +116,27 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
             offered = await self._state.legs.change(kinds, request.drain_timeout_s)
         return node_pb2.SetLegsResponse(legs=map(KIND.to_message, offered))
 
+    async def SetPause(
+        self, request: node_pb2.SetPauseRequest, context: aio.ServicerContext[Any, Any]
+    ) -> node_pb2.SetPauseResponse:
+        async with named_errors(context, node_id=self._state.card.node_id):
+            self._operators.check(sent_token(context.invocation_metadata()))
+            mode = pause_mode_of(request.mode)
+            if mode is not None:  # before the scheduler: no request comes in between
+                self._state.note_pause(is_paused=True)
+            await self._set_pause(mode)
+            if mode is None:
+                self._state.note_pause(is_paused=False)
+        return node_pb2.SetPauseResponse()
+
     async def ResetPrefixCache(
         self, request: node_pb2.ResetPrefixCacheRequest, context: aio.ServicerContext[Any, Any]
     ) -> node_pb2.ResetPrefixCacheResponse:
         async with named_errors(context, node_id=self._state.card.node_id):
             shown = sent_token(context.invocation_metadata())
-            num_blocks = await self._resets.reset(tuple(request.tiers), shown)
+            num_blocks = await self._resets.reset(
+                tuple(request.tiers), shown, reset_running=request.reset_running
+            )
         return node_pb2.ResetPrefixCacheResponse(
             num_blocks=num_blocks.get(KV, 0), num_blocks_by_tier=num_blocks
         )

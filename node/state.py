@@ -75,6 +75,7 @@ class NodeState:
         self._prefixes = CachedPrefixes()
         self._published = asyncio.Event()
         self._drain_requested = asyncio.Event()
+        self.is_paused = False
         self._num_calls = 0
         self._became_idle = asyncio.Event()
         self._became_idle.set()
@@ -86,6 +87,11 @@ class NodeState:
     def request_drain(self) -> None:
         """Refuse new calls from now on."""
         self._drain_requested.set()
+        self.calls.changes.notify()
+
+    def note_pause(self, *, is_paused: bool) -> None:
+        """Refuse new legs from now on, or accept them again."""
+        self.is_paused = is_paused
         self.calls.changes.notify()
 
     async def wait_for_drain_request(self) -> None:
@@ -111,7 +117,9 @@ class NodeState:
 
     @contextmanager
     def serving_leg(self, kind: LegKind) -> Iterator[None]:
-        """Count a leg until the block ends. Raises Draining, also if the node offers none."""
+        """Count a leg until the block ends. Raises Draining, also if paused or not offered."""
+        if self.is_paused:
+            raise Draining(f"node {self.card.node_id} is paused; use another node, or resume it")
         with self.count_call(), self.legs.serving(kind):
             yield
 
@@ -130,7 +138,12 @@ class NodeState:
             update = await self._read_update()
             self._prefixes.take(update.kv_events, update.host_changes)
             self._take_kv_events(update.kv_events)
-            self._load = replace(update.load, is_draining=self.is_draining, legs=self.card.legs)
+            self._load = replace(
+                update.load,
+                is_draining=self.is_draining,
+                is_paused=self.is_paused,
+                legs=self.card.legs,
+            )
             self._published.set()
             self._published = asyncio.Event()
             await asyncio.sleep(PACE_S)

@@ -42,7 +42,11 @@ class PrefixResets:
         self._operators = operators
 
     async def reset_all(
-        self, tiers: Collection[str] = (), shown: str | None = None
+        self,
+        tiers: Collection[str] = (),
+        shown: str | None = None,
+        *,
+        reset_running: bool = False,
     ) -> list[NodeReset]:
         """Reset these tiers of all nodes, or all tiers. `shown` is the caller's authorization.
 
@@ -51,8 +55,9 @@ class PrefixResets:
         """
         self._operators.check(shown)
         check_tiers(tiers)
+        request = node_pb2.ResetPrefixCacheRequest(tiers=tiers, reset_running=reset_running)
         nodes = sorted(self._table.nodes, key=lambda node: node.address)
-        outcomes = await asyncio.gather(*map(partial(self._reset, tiers), nodes))
+        outcomes = await asyncio.gather(*map(partial(self._reset, request), nodes))
         for outcome in outcomes:
             if isinstance(outcome, NotAnOperator):
                 raise outcome
@@ -64,14 +69,14 @@ class PrefixResets:
             )
         return [outcome for outcome in outcomes if isinstance(outcome, NodeReset)]
 
-    async def _reset(self, tiers: Collection[str], node: Node) -> NodeReset | NotAnOperator | str:
+    async def _reset(
+        self, request: node_pb2.ResetPrefixCacheRequest, node: Node
+    ) -> NodeReset | NotAnOperator | str:
         """Reset one node. Return the reason if it fails."""
         stub = node_pb2_grpc.NodeServiceStub(self._channel(node.address))
         try:
             response = await stub.ResetPrefixCache(
-                node_pb2.ResetPrefixCacheRequest(tiers=tiers),
-                timeout=TIMEOUT_S,
-                metadata=self._operators.metadata,
+                request, timeout=TIMEOUT_S, metadata=self._operators.metadata
             )
         except RpcError as error:
             remote = remote_error(error)

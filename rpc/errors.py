@@ -117,7 +117,7 @@ class NodeFailed(ServiceError):
 
 
 class NodeDraining(NodeFailed):
-    """A draining node rejected a request before it started any work."""
+    """A node that drains or pauses refused or ended a request. No request is at fault."""
 
 
 class AdapterNotLoaded(NodeFailed):

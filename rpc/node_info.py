@@ -111,9 +111,14 @@ class NodeLoad:
     num_waiting: int = 0
     num_free_blocks: int = 0
     is_draining: bool = False
+    is_paused: bool = False
     legs: Legs | None = None  # that it offers; None: as before
     # They change with each step: sent along with other changes, and alone once a second at most.
     totals: NodeTotals = field(default=NodeTotals(), compare=False)
+
+    @property
+    def refuses_requests(self) -> bool:
+        return self.is_draining or self.is_paused
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +182,7 @@ NO_ADAPTERS = NodeAdapters()
 class NodeAvailability(StrEnum):
     READY = "ready"
     DRAINING = "draining"
+    PAUSED = "paused"
     NOT_READY = "not ready"
     UNLISTED = "unlisted"
     REPLACED = "replaced"

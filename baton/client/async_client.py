@@ -159,16 +159,20 @@ class AsyncClient:
         )
 
     async def reset_prefix_caches(
-        self, tiers: Sequence[str] = (), operator_token: str | None = None
+        self,
+        tiers: Sequence[str] = (),
+        operator_token: str | None = None,
+        *,
+        reset_running: bool = False,
     ) -> dict[str, dict[str, int]]:
         """Clear these tiers (kv, host, file, object) of every node, or all.
 
         Return the number of KV blocks cleared, by node and tier. Tiers hold copies: while they are
         kept, prompts are loaded again. Files and objects are deleted for all hosts, which needs an
-        operator's token.
+        operator's token. With `reset_running`, running requests compute their KV again.
         """
         stub = cluster_pb2_grpc.ClusterServiceStub(self._channel)
-        request = cluster_pb2.ResetPrefixCachesRequest(tiers=tiers)
+        request = cluster_pb2.ResetPrefixCachesRequest(tiers=tiers, reset_running=reset_running)
         response = await self._unary(stub.ResetPrefixCaches, request, operator_token)
         return {node.node_id: dict(node.num_blocks_by_tier) for node in response.nodes}
 

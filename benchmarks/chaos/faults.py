@@ -15,6 +15,7 @@ class FaultKind(Enum):
     STOP = "stop"  # SIGSTOP, then SIGCONT after a while
     FREEZE = "freeze"  # the same, longer than all keepalive timeouts
     SLOW = "slow"  # stopped for a moment repeatedly
+    PAUSE = "pause"  # the scheduler of a node is paused by an operator, and resumed
     CUT = "cut"  # KV links of a prefill node are aborted, and new ones are refused
     STALL = "stall"  # KV links stay open but transfer nothing
     OVERLOAD = "overload"  # more clients than the KV caches can hold
@@ -64,6 +65,7 @@ ROLES_BY_FAULT_KIND = {
     FaultKind.STOP: tuple(TargetRole),
     FaultKind.FREEZE: (TargetRole.DECODE, TargetRole.VLLM),
     FaultKind.SLOW: tuple(TargetRole),
+    FaultKind.PAUSE: (TargetRole.PREFILL, TargetRole.DECODE, TargetRole.EMBED),
     FaultKind.CUT: (TargetRole.PREFILL,),
     FaultKind.STALL: (TargetRole.PREFILL,),
     FaultKind.OVERLOAD: (TargetRole.ROUTER,),

@@ -30,6 +30,7 @@ from benchmarks.chaos.faults import (
 )
 from benchmarks.chaos.hostile.processes import HostileProcesses
 from benchmarks.chaos.load import ChaosLoad
+from benchmarks.chaos.pauses import pause
 from benchmarks.chaos.report import Attempts
 from benchmarks.chaos.tier_load import TierLoad
 from benchmarks.chaos.tier_storage import TierStorage
@@ -160,6 +161,9 @@ class FaultInjector:
                 await self._until_ready(victim.name, victim.http_address)
             case FaultKind.SLOW:
                 await self._slow(victim, fault.lasts_s)
+            case FaultKind.PAUSE:
+                await pause(injected, victim)
+                await self._until_ready(victim.name)
             case FaultKind.CUT | FaultKind.STALL:
                 await self._block_links(victim, fault)
             case FaultKind.JUMP:

@@ -34,7 +34,7 @@ def chaos(
     kinds: Annotated[
         str,
         typer.Option(
-            help="kill, stop, freeze, slow, cut, stall, overload, drop, late, double, swap, "
+            help="kill, stop, freeze, slow, pause, cut, stall, overload, drop, late, double, swap, "
             "corrupt, jump, hostile, spoil, truncate, empty, block, down, silent, reset, loads, "
             "tenants, slow-disk, adapters; comma-separated. hostile: a client sends the most "
             "expensive requests that the limits allow, while the latency of other clients is "

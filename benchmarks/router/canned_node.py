@@ -112,6 +112,11 @@ class CannedState(node_pb2_grpc.NodeServiceServicer):
     ) -> node_pb2.SetLegsResponse:
         return node_pb2.SetLegsResponse()
 
+    async def SetPause(  # noqa: N802
+        self, request: node_pb2.SetPauseRequest, context: Context
+    ) -> node_pb2.SetPauseResponse:
+        return node_pb2.SetPauseResponse()
+
     async def ResetPrefixCache(  # noqa: N802
         self, request: node_pb2.ResetPrefixCacheRequest, context: Context
     ) -> node_pb2.ResetPrefixCacheResponse:

@@ -46,9 +46,11 @@ def _status(table: NodeTable, node: Node) -> NodeStatus:
 
 def _state(table: NodeTable, node: Node) -> NodeAvailability:
     """Return the first state that applies."""
+    load = table.node_load(node).reported
     reasons = {
-        NodeAvailability.DRAINING: table.node_load(node).reported.is_draining,
+        NodeAvailability.DRAINING: load.is_draining,
         NodeAvailability.NOT_READY: not table.is_ready(node),
+        NodeAvailability.PAUSED: load.is_paused,
         NodeAvailability.REPLACED: not table.is_latest_of_name(node),
         NodeAvailability.UNLISTED: not table.is_listed(node),
     }

@@ -180,5 +180,5 @@ def _parse_output(message: node_pb2.TokenOutput, request_id: RequestId) -> Outpu
     if output.finish_reason is FinishReason.ERROR:
         raise GenerationFailed(message.error or "the engine gave no reason")
     if output.finish_reason is FinishReason.ABORT:
-        raise NodeFailed("the node aborted the request")
+        raise NodeDraining("the node was paused and has aborted the request")
     return output

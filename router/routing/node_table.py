@@ -59,7 +59,7 @@ class NodeTable:
         node_load = self._loads.get(address)
         if node_load is None:
             return
-        if load.is_draining != node_load.reported.is_draining:
+        if load.refuses_requests != node_load.reported.refuses_requests:
             self._groups = None
         node_load.note_report(load)
         node = self._nodes[address]
@@ -156,9 +156,9 @@ class NodeTable:
 
     def is_open(self, node: Node) -> bool:
         """Return whether the node accepts new requests. Of equal names, the last to join does."""
-        is_draining = self.node_load(node).reported.is_draining
         is_current = self.is_listed(node) and self.is_latest_of_name(node)
-        return self.is_ready(node) and is_current and not is_draining
+        is_willing = not self.node_load(node).reported.refuses_requests
+        return self.is_ready(node) and is_current and is_willing
 
     def is_ready(self, node: Node) -> bool:
         return node.address not in self._unready

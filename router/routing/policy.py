@@ -293,7 +293,7 @@ def _unpaired_reason(table: NodeTable, groups: Sequence[NodeGroup], request: Rou
     if not prefills:
         return f"no prefill node has adapter {adapter.name!r}"
     if any(decode.takes_kv_of(node) for decode in decodes for node in prefills):
-        return "every compatible prefill node is draining, unhealthy or has just failed"
+        return "every compatible prefill node is draining, paused, unhealthy or has just failed"
     raise IncompatibleNodes(_mismatch(prefills[0], decodes[0]))
 
 

@@ -101,7 +101,7 @@ class AdapterNode:
         self.state = NodeState(
             card, calls, self._read_update, adapters=self.registry if card.max_loras else None
         )
-        self._servicer = NodeServicer(self.state, _reset_nothing, operators)
+        self._servicer = NodeServicer(self.state, _reset_nothing, _pause_nothing, operators)
 
     def write(self, path: str, weights: str) -> None:
         folder = self.root / path
@@ -146,8 +146,11 @@ class AdapterNode:
         return NodeUpdate(NodeLoad())
 
 
-async def _reset_nothing(_: object) -> dict[str, int]:
+async def _reset_nothing(tiers: object, *, reset_running: bool = False) -> dict[str, int]:
     return {}
+
+
+async def _pause_nothing(_: object) -> None: ...
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from baton.node.call_server import CallServer
 from baton.node.engine_calls import EngineCalls, NodeChanges
 from baton.node.observers.ledger import RequestLedger
 from baton.node.observers.tracing import NO_TRACING, NodeTracing
+from baton.node.pauses import set_pause
 from baton.node.servicer import LegServicer, NodeServicer
 from baton.node.state import NodeState, NodeUpdate
 from baton.prefill_node.leg import PrefillLegs
@@ -54,12 +55,19 @@ async def a_node_server(
 ) -> AsyncIterator[NodeServer]:
     """Serve a healthy idle node. An engine runs only if one is given."""
     card = replace(a_card(role, name), incarnation=Incarnation(incarnation))
-    engine = EngineThread(core or an_engine())
+    served = core or an_engine()
+    engine = EngineThread(served)
     calls = EngineCalls(engine, NodeChanges())
     state = NodeState(card, calls, _no_news)
     connected: asyncio.Queue[str] = asyncio.Queue()
     resets: list[int] = []
-    node = NodeServicer(state, partial(_reset, resets, num_cached_blocks), operators, shared_tiers)
+    node = NodeServicer(
+        state,
+        partial(_reset, resets, num_cached_blocks),
+        partial(set_pause, engine, served.scheduler),
+        operators,
+        shared_tiers,
+    )
     ledger = RequestLedger(on_change=lambda: None)
     prefills = PrefillLegs(lambda handoff_id: None)
     legs = LegServicer(CallServer(state, ledger, prefills, tracing), state, connected.put)
@@ -87,7 +95,11 @@ async def a_node_server(
 
 
 async def _reset(
-    resets: list[int], num_cached_blocks: int | None, tiers: Collection[str]
+    resets: list[int],
+    num_cached_blocks: int | None,
+    tiers: Collection[str],
+    *,
+    reset_running: bool = False,
 ) -> dict[str, int]:
     if num_cached_blocks is None:
         raise EngineStopped("the engine of this node has stopped")

@@ -9,9 +9,11 @@ import grpc
 
 from baton.cluster import Child, LocalCluster
 from baton.core.legs import LegKind, Legs
+from baton.core.pause_mode import PauseMode
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.rpc.cached_prefixes import unpack_names
 from baton.rpc.messages.calls import KIND
+from baton.rpc.messages.pauses import MODE
 from baton.rpc.node_info import (
     CARD,
     GET_NODE,
@@ -44,6 +46,13 @@ def set_legs(address: str, wanted: Sequence[LegKind], drain_timeout_s: float) ->
         kinds = [KIND.to_message(kind) for kind in wanted]
         request = node_pb2.SetLegsRequest(legs=kinds, drain_timeout_s=drain_timeout_s)
         return tuple(KIND.from_message(kind) for kind in stub.SetLegs(request).legs)
+
+
+def set_pause(address: str, mode: PauseMode | None) -> None:
+    """Pause the node, and return when it computes nothing, or resume it."""
+    with grpc.insecure_channel(address) as channel:
+        stub = node_pb2_grpc.NodeServiceStub(channel)
+        stub.SetPause(node_pb2.SetPauseRequest(mode=MODE.to_message(mode)))
 
 
 def legs_at(address: str) -> Legs:

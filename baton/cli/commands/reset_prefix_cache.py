@@ -24,17 +24,24 @@ def reset_prefix_cache(
             flags=("--tier",),
         ),
     ] = None,
+    reset_running: Annotated[
+        bool,
+        Option(
+            "Preempt running requests, which compute their KV again; hand-offs in flight keep it.",
+            flags=("--reset-running",),
+        ),
+    ] = False,
     operator_token_file: OperatorTokenFile = None,
     **given: Any,
 ) -> None:
-    """Clear the prefix cache of every node; running requests are not affected."""
+    """Clear the prefix cache of every node."""
     import asyncio
 
     async def reset() -> dict[str, dict[str, int]]:
         chosen = [] if not tiers or ALL in tiers else tiers
         token = operator_token(operator_token_file)
         async with connect(**given) as client:
-            return await client.reset_prefix_caches(chosen, token)
+            return await client.reset_prefix_caches(chosen, token, reset_running=reset_running)
 
     for node_id, num_blocks in asyncio.run(reset()).items():
         counts = ", ".join(f"{num_blocks[tier]} {tier}" for tier in TIERS if tier in num_blocks)

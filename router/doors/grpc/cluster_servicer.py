@@ -47,7 +47,9 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
     ) -> cluster_pb2.ResetPrefixCachesResponse:
         async with named_errors(context):
             resets = await self._resets.reset_all(
-                tuple(request.tiers), sent_token(context.invocation_metadata())
+                tuple(request.tiers),
+                sent_token(context.invocation_metadata()),
+                reset_running=request.reset_running,
             )
         return cluster_pb2.ResetPrefixCachesResponse(
             nodes=[cluster_pb2.NodeReset(**asdict(reset)) for reset in resets]

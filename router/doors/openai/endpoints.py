@@ -138,5 +138,5 @@ class PrefixCacheEndpoint:
         shown = request.headers.get(HEADER)
         async with self.bodies.receive(request) as received:
             body = openai_body(await received.fields() if received.raw else {}, ResetBody)
-        resets = await self.resets.reset_all(body.tiers, shown)
+        resets = await self.resets.reset_all(body.tiers, shown, reset_running=body.reset_running)
         return JSONResponse({"nodes": [asdict(reset) for reset in resets]})

@@ -220,3 +220,22 @@ def test_a_request_that_waits_for_its_grammar_can_be_aborted() -> None:
 def test_constraints_are_refused_on_the_thread_of_the_caller_without_a_compiler() -> None:
     with a_loop() as (loop, _), pytest.raises(InvalidRequest, match="not supported by this"):
         loop.submit(an_engine_request(form=GOOD))
+
+
+def test_a_wait_for_a_state_ends_with_the_step_that_reaches_it() -> None:
+    core = an_engine()
+    with a_loop(core) as (loop, client):
+        loop.submit(an_engine_request("a", max_tokens=3))
+
+        loop.when(lambda: not core.scheduler.request_ids()).result(PATIENCE_S)
+
+        assert client.last_output().finish_reason is FinishReason.LENGTH
+
+
+def test_a_wait_for_a_state_fails_if_the_engine_ends_before() -> None:
+    with a_loop(an_engine(runner=BrokenRunner())) as (loop, _):
+        reached = loop.when(lambda: False)
+        loop.submit(an_engine_request("a"))
+
+        with pytest.raises(EngineStopped):
+            reached.result(PATIENCE_S)

@@ -194,6 +194,7 @@ class DetokenizeBody(Body):
 
 class ResetBody(Body):
     tiers: Texts = Field(default_factory=list)  # empty: all
+    reset_running: bool = False
 
 
 B = TypeVar("B", bound=Body)

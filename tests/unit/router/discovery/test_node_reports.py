@@ -51,11 +51,12 @@ def test_prefill_nodes_are_listed_first_and_unreachable_nodes_are_included() -> 
 
 
 def test_each_reason_to_get_no_requests_is_a_separate_state() -> None:
-    table = a_table(**{f"up{number}": DECODE for number in range(5)})
+    table = a_table(**{f"up{number}": DECODE for number in (0, 1, 2, 3, 4, 6)})
     table.note_load("up1", NodeLoad(is_draining=True))
     table.note_ready("up2", is_ready=False)
     table.note_unlisted(frozenset({"up3"}))
     table.join("up5", a_card(DECODE, "name of up4"))
+    table.note_load("up6", NodeLoad(is_paused=True))
 
     assert states(table) == {
         "up0": NodeAvailability.READY,
@@ -64,6 +65,7 @@ def test_each_reason_to_get_no_requests_is_a_separate_state() -> None:
         "up3": NodeAvailability.UNLISTED,
         "up4": NodeAvailability.REPLACED,
         "up5": NodeAvailability.READY,
+        "up6": NodeAvailability.PAUSED,
     }
     open_addresses = {node.address for node in table.open_nodes(DECODE)}
     assert open_addresses == {
