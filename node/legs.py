@@ -22,6 +22,7 @@ class OfferedLegs:
         self._moved: set[asyncio.Task[object]] = set()
         self._ended = asyncio.Event()  # of any leg
         self._changing = asyncio.Lock()
+        self._changes: set[asyncio.Task[Legs]] = set()  # one after the other
 
     @contextmanager
     def serving(self, kind: LegKind) -> Iterator[None]:
@@ -57,6 +58,12 @@ class OfferedLegs:
             raise UnsupportedInput("name prefill legs, decode legs or both")
         if not self._generates:
             raise UnsupportedInput("the model of this node generates no text")
+        change = asyncio.ensure_future(self._change(wanted, drain_timeout_s))
+        self._changes.add(change)
+        change.add_done_callback(self._changes.discard)
+        return await asyncio.shield(change)  # half of one would leave a node without legs
+
+    async def _change(self, wanted: Collection[LegKind], drain_timeout_s: float) -> Legs:
         async with self._changing:
             kept = {*wanted} | ({*self.offered} - {*GENERATING})
             dropped = [kind for kind in self.offered if kind not in kept]

@@ -29,6 +29,7 @@ from baton.router.doors.grpc.servicer import InferenceServicer
 from baton.router.input_processing.form_checks import FormChecks
 from baton.router.input_processing.model_profiles import ModelProfile, ModelProfiles
 from baton.router.loading import load_profiles
+from baton.router.node_orders import NodeOrders
 from baton.router.options import RouterOptions
 from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.prefix_resets import PrefixResets
@@ -143,6 +144,7 @@ class RouterComponents:
             rate_limits=options.rate_limits,
         )
         self.resets = PrefixResets(self.table, self.node_calls.channel, options.operators)
+        self.orders = NodeOrders(self.table, self.node_calls.channel, options.operators)
         self.adapters = AdapterUpdates(self.table, self.node_calls.channel, options.operators)
 
     def report_nodes(self) -> tuple[NodeStatus, ...]:
@@ -152,7 +154,7 @@ class RouterComponents:
 
 def _services(router: RouterComponents) -> tuple[Service, ...]:
     inference = InferenceServicer(router.pipeline, router.scopes)
-    cluster = ClusterServicer(router.report_nodes, router.resets, router.adapters)
+    cluster = ClusterServicer(router.report_nodes, router.resets, router.orders, router.adapters)
     add_inference = partial(inference_pb2_grpc.add_InferenceServiceServicer_to_server, inference)
     add_cluster = partial(cluster_pb2_grpc.add_ClusterServiceServicer_to_server, cluster)
     return (

@@ -58,12 +58,13 @@ def _baton(
 ) -> None: ...
 
 
-for command in (up, demo, generate, chat, embed, nodes, run, health, doctor, reset_prefix_cache):
+for command in (up, demo, generate, chat, embed, run, health, doctor, reset_prefix_cache):
     app.command()(command)
 app.add_typer(serve, name="serve")
 app.add_typer(trace, name="trace")
 app.add_typer(bench, name="bench")
 app.add_typer(adapters, name="adapters")
+app.add_typer(nodes, name="nodes")
 use_command_class(app)
 
 

@@ -23,6 +23,7 @@ SETTINGS_PANEL = "Settings"
 ENVIRONMENT_PREFIX = "BATON"
 SHOW = "baton.show_config"
 FILE = "baton.config"
+DEFAULT_COMMAND = "show"
 SETTINGS = "baton.settings"
 SECRET_ENDINGS = ("token", "password")
 
@@ -125,6 +126,16 @@ class Group(TyperGroup):
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         if self.epilog:
             formatter.write(f"\n{self.epilog}\n")  # a wrapped command line cannot be copied
+
+
+class DefaultGroup(Group):
+    """Group whose command `show` runs when none is named."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or (args[0] not in self.commands and args[0] not in ctx.help_option_names):
+            args = [DEFAULT_COMMAND, *args]
+        parsed: list[str] = super().parse_args(ctx, args)
+        return parsed
 
 
 def use_command_class(app: typer.Typer, groups: tuple[str, ...] = ()) -> None:

@@ -17,7 +17,7 @@ EXAMPLES = {
         'baton embed "the quick brown fox" "a slow dog"',
         "baton embed --dimensions 256 < texts.txt > vectors.jsonl",
     ),
-    "nodes": ("baton nodes", "baton nodes --once --json | jq '.nodes[].state'"),
+    "nodes show": ("baton nodes", "baton nodes show --once --json | jq '.nodes[].state'"),
     "reset-prefix-cache": ("baton reset-prefix-cache --address 127.0.0.1:50051",),
     "run": (
         'baton run "import os" "import sys" --max-tokens 32',

@@ -31,7 +31,9 @@ from baton.client.messages import (
 )
 from baton.client.retries import DEFAULT_RETRIES, Access, Retries, Tries
 from baton.core.ids import AdapterRef
+from baton.core.legs import LegKind, Legs
 from baton.rpc.channel import open_channel
+from baton.rpc.messages.calls import KIND
 from baton.rpc.node_info import ADAPTER, STATUS, NodeStatus
 from baton.rpc.router_address import router_target
 from baton.rpc.security.tls import PLAIN, TlsConfig
@@ -175,6 +177,25 @@ class AsyncClient:
         request = cluster_pb2.ResetPrefixCachesRequest(tiers=tiers, reset_running=reset_running)
         response = await self._unary(stub.ResetPrefixCaches, request, operator_token)
         return {node.node_id: dict(node.num_blocks_by_tier) for node in response.nodes}
+
+    async def set_legs(
+        self,
+        node: str,
+        legs: Sequence[LegKind],
+        drain_timeout_s: float,
+        operator_token: str | None = None,
+    ) -> Legs:
+        """Have a node offer these legs instead of others, and return all that it then offers.
+
+        `node` is its name or address. Legs in progress may end for `drain_timeout_s`; then other
+        nodes go on with them.
+        """
+        stub = cluster_pb2_grpc.ClusterServiceStub(self._channel)
+        request = cluster_pb2.ClusterServiceSetLegsRequest(
+            node=node, legs=map(KIND.to_message, legs), drain_timeout_s=drain_timeout_s
+        )
+        response = await self._unary(stub.SetLegs, request, operator_token)
+        return tuple(map(KIND.from_message, response.legs))
 
     async def load_adapter(
         self,

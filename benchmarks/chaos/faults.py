@@ -36,6 +36,7 @@ class FaultKind(Enum):
     LOADS = "loads"  # second turns, whose KV must be loaded from the tiers
     TENANTS = "tenants"  # a tenant stores much more than its quota, next to second turns of others
     SLOW_DISK = "slow-disk"  # host memory fills with blocks that a slow disk lacks
+    LEND = "lend"  # a node offers the other kind of leg for a while
     ADAPTERS = "adapters"  # an adapter is loaded, replaced and unloaded while requests use it
 
 
@@ -86,6 +87,7 @@ ROLES_BY_FAULT_KIND = {
     FaultKind.LOADS: (TargetRole.ROUTER,),
     FaultKind.TENANTS: (TargetRole.ROUTER,),
     FaultKind.SLOW_DISK: (TargetRole.ROUTER,),
+    FaultKind.LEND: (TargetRole.PREFILL, TargetRole.DECODE),
     FaultKind.ADAPTERS: (TargetRole.ROUTER,),
 }
 # Faults of the KV transfer.

@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from baton.client import AsyncClient, BatonError
 from baton.cluster import Child, await_serving
+from baton.core.legs import LegKind
 from baton.kv_transfer.external_kv import TIERS
 from baton.rpc.channel import KEEPALIVE
 from baton.telemetry.metrics import names as metrics
@@ -39,6 +40,7 @@ PHASE_PATIENCE_S = 2.0
 MAX_DELAY_S = 20.0
 READY_WITHIN_S = 120.0
 LOOK_EVERY_S = 0.2
+LEND_DRAIN_S = 1.0
 OVERLOAD_FACTOR = 4
 SLOW_STOPPED_S, SLOW_RUNNING_S = 0.2, 0.1
 JUMP_S = 3600.0
@@ -168,8 +170,34 @@ class FaultInjector:
                 await self._block_links(victim, fault)
             case FaultKind.JUMP:
                 await self._jump(victim, fault)
+            case FaultKind.LEND:
+                await self._lend(victim, injected)
             case kind if kind in TRANSFER_FAULTS:
                 await self._disturb_transfers(victim, injected)
+
+    async def _lend(self, victim: Child, injected: InjectedFault) -> None:
+        """Let a node offer the other kind of leg, then its own again."""
+        fault = injected.fault
+        own, other = LegKind.PREFILL, LegKind.DECODE
+        if fault.role is TargetRole.DECODE:
+            own, other = other, own
+        took_s = [await self._set_legs(victim, other)]
+        await asyncio.sleep(fault.lasts_s)
+        took_s.append(await self._set_legs(victim, own))
+        injected.evidence = {"seconds beyond the drain": max(took_s) - LEND_DRAIN_S}
+
+    async def _set_legs(self, victim: Child, kind: LegKind) -> float:
+        """Return how many seconds the change took."""
+        began_s = time.monotonic()
+        while True:
+            try:
+                await self._client.set_legs(victim.name, [kind], LEND_DRAIN_S, OPERATOR_TOKEN)
+            except BatonError:
+                if time.monotonic() - began_s > READY_WITHIN_S:
+                    raise
+                await asyncio.sleep(LOOK_EVERY_S)  # the router is stopped or being replaced
+            else:
+                return time.monotonic() - began_s
 
     async def _num_foreign_blocks(self) -> float:
         scrapes = [await self._cluster.scrape(each) for each in self._cluster.decodes]

@@ -15,13 +15,14 @@ from grpc import StatusCode, aio
 
 from baton.client import AsyncClient, BatonError
 from baton.core.ids import NodeId
-from baton.core.legs import GENERATING
+from baton.core.legs import GENERATING, LegKind
 from baton.engine.engine_thread import EngineThread
 from baton.node.cache_resets import reset_prefix_cache
 from baton.node.engine_calls import EngineCalls, NodeChanges
 from baton.router.adapters.updates import AdapterUpdates
 from baton.router.discovery.node_reports import report_nodes
 from baton.router.doors.grpc.cluster_servicer import ClusterServicer
+from baton.router.node_orders import NodeOrders
 from baton.router.prefix_resets import PrefixResets
 from baton.router.routing.node_table import NodeTable
 from baton.rpc.channel import open_channel
@@ -172,8 +173,9 @@ def test_a_reset_over_grpc_requires_a_token() -> None:
 
 def cluster_service(table: NodeTable, operators: Operators) -> Service:
     resets = PrefixResets(table, open_channel, operators)
+    orders = NodeOrders(table, open_channel, operators)
     servicer = ClusterServicer(
-        partial(report_nodes, table), resets, AdapterUpdates(table, open_channel)
+        partial(report_nodes, table), resets, orders, AdapterUpdates(table, open_channel)
     )
     return Service(
         "baton.v1.ClusterService",
@@ -285,5 +287,29 @@ def test_an_engine_resets_between_two_steps_and_computes_again() -> None:
             assert await reset(()) == {"kv": 3}
             assert await reset(()) == {"kv": 0}
             assert [await num_cached(calls, name) for name in "cd"] == [0, 8]
+
+    run(scenario)
+
+
+def test_an_operator_changes_the_legs_of_a_node_by_its_name() -> None:
+    async def scenario() -> None:
+        async with (
+            two_nodes(operators=OPERATORS) as (table, servers),
+            serving("127.0.0.1", 0, [cluster_service(table, OPERATORS)]) as server,
+            AsyncClient(server.address, token="client") as client,
+        ):
+            with pytest.raises(BatonError, match="--operator-token-file"):
+                await client.set_legs("decode-0", [LegKind.PREFILL], 0.0)
+            with pytest.raises(BatonError, match=r"no node 'decode-1' .* decode-0, prefill-0"):
+                await client.set_legs("decode-1", [LegKind.PREFILL], 0.0, "secret")
+            with pytest.raises(BatonError, match="name prefill legs, decode legs or both"):
+                await client.set_legs("decode-0", [], 0.0, "secret")
+
+            assert await client.set_legs("decode-0", GENERATING, 0.0, "secret") == GENERATING
+            address = servers[0].address
+            assert await client.set_legs(address, [LegKind.DECODE], 0.0, "secret") == (
+                LegKind.DECODE,
+            )
+            assert [one.state.legs.offered for one in servers] == [(LegKind.DECODE,), GENERATING]
 
     run(scenario)

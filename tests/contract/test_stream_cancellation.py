@@ -46,6 +46,13 @@ class Flood(cluster_pb2_grpc.ClusterServiceServicer):
     ) -> cluster_pb2.AddAdapterResponse:
         return cluster_pb2.AddAdapterResponse()
 
+    async def SetLegs(  # noqa: N802
+        self,
+        request: cluster_pb2.ClusterServiceSetLegsRequest,
+        context: aio.ServicerContext[Any, Any],
+    ) -> cluster_pb2.ClusterServiceSetLegsResponse:
+        return cluster_pb2.ClusterServiceSetLegsResponse()
+
     async def RemoveAdapter(  # noqa: N802
         self, request: cluster_pb2.RemoveAdapterRequest, context: aio.ServicerContext[Any, Any]
     ) -> cluster_pb2.RemoveAdapterResponse:

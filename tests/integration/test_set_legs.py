@@ -11,6 +11,7 @@ from baton.client import Generation
 from baton.cluster import ClusterOptions, LocalCluster
 from baton.core.legs import LegKind
 from baton.core.sampling import SamplingParams
+from tests.support.baton_command import run_baton
 from tests.support.client_load import ClientRequest, Load
 from tests.support.models import prompt_of, reference_choices
 from tests.support.nodes import legs_at, set_legs
@@ -36,7 +37,10 @@ def test_a_decode_node_computes_prompts_for_a_while_and_loses_no_token(
                 assert offered == legs_at(node.address)
                 assert LegKind.DECODE not in offered
                 load.until(lambda answer: answer.finish.served.prefill_node == node.name)
-                set_legs(node.address, [LegKind.DECODE], drain_timeout_s)
+                run_baton(
+                    *("nodes", "set-legs", node.name, "decode", "--address", cluster.address),
+                    *("--drain-timeout-s", str(drain_timeout_s)),
+                )
                 assert LegKind.PREFILL not in legs_at(node.address)
             load.until(lambda answer: answer.finish.served.decode_node == node.name)
 

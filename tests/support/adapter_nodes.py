@@ -30,6 +30,7 @@ from baton.router.discovery.sources import DnsName, NodeSource
 from baton.router.discovery.watcher import NodeDiscovery, watching
 from baton.router.dispatch.node_calls import GrpcNodeCalls
 from baton.router.doors.grpc.cluster_servicer import ClusterServicer
+from baton.router.node_orders import NodeOrders
 from baton.router.prefix_resets import PrefixResets
 from baton.router.routing.node_table import NodeTable
 from baton.router.routing.nodes import Node
@@ -254,7 +255,12 @@ async def operator_client(
 ) -> AsyncIterator[AsyncClient]:
     """Serve the calls of operators, as a router does, and yield a client of them."""
     resets = PrefixResets(cluster.table, open_channel, operators)
-    servicer = ClusterServicer(partial(report_nodes, cluster.table), resets, cluster.updates)
+    servicer = ClusterServicer(
+        partial(report_nodes, cluster.table),
+        resets,
+        NodeOrders(cluster.table, open_channel, operators),
+        cluster.updates,
+    )
     service = Service(
         "baton.v1.ClusterService",
         lambda server: cluster_pb2_grpc.add_ClusterServiceServicer_to_server(servicer, server),

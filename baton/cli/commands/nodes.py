@@ -1,4 +1,4 @@
-"""`baton nodes`: live table of the nodes of a router."""
+"""`baton nodes`: live table of the nodes of a router, and orders to single ones."""
 
 from __future__ import annotations
 
@@ -9,10 +9,17 @@ from contextlib import aclosing, contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from baton.cli.command import DefaultGroup
+from baton.cli.examples import examples
 from baton.cli.options.connection import connect
+from baton.cli.options.operators import OperatorTokenFile, operator_token
 from baton.cli.show import console
-from baton.cli.signatures import inherit_options
-from baton.core.options import OUTPUT, Option
+from baton.cli.signatures import inherit_options, make
+from baton.core.errors import InvalidConfig
+from baton.core.legs import LegKind, role_of
+from baton.core.options import NETWORK, OUTPUT, Option
 from baton.core.units import format_bytes
 
 if TYPE_CHECKING:
@@ -32,8 +39,48 @@ TO_THE_RIGHT = {
 Draw = Callable[["Snapshot", Mapping[str, "NodeRates"]], None]
 
 
+nodes = typer.Typer(cls=DefaultGroup, help="Show the nodes of a cluster, or change what they do.")
+ROLES = {
+    "prefill": [LegKind.PREFILL],
+    "decode": [LegKind.DECODE],
+    "both": [LegKind.PREFILL, LegKind.DECODE],
+}
+
+
+@nodes.command(name="set-legs", epilog=examples("baton nodes set-legs decode-1 prefill"))
 @inherit_options(connect)
-def nodes(
+def set_legs(
+    node: Annotated[str, typer.Argument(help="Name or address of the node.")],
+    role: Annotated[str, typer.Argument(help="prefill, decode or both.")],
+    drain_timeout_s: Annotated[
+        float,
+        Option(
+            "Seconds in which requests in progress may end there; then other nodes go on with "
+            "them.",
+            NETWORK,
+            at_least=0,
+        ),
+    ] = 30.0,
+    operator_token_file: OperatorTokenFile = None,
+    **given: Any,
+) -> None:
+    """Let a node compute prompts, decode or both from now on, without a restart."""
+    import asyncio
+
+    if role not in ROLES:
+        raise InvalidConfig(f"a node cannot be {role!r}; give prefill, decode or both")
+    token = operator_token(operator_token_file)
+
+    async def run() -> str:
+        async with make(connect, given) as client:
+            return role_of(await client.set_legs(node, ROLES[role], drain_timeout_s, token))
+
+    print(f"{node} is a {asyncio.run(run())} node now")
+
+
+@nodes.command()
+@inherit_options(connect)
+def show(
     interval: Annotated[float, Option("Seconds between refreshes.", OUTPUT, at_least=0.1)] = 1.0,
     once: Annotated[bool, Option("Print once and exit.", OUTPUT, flags=("--once",))] = False,
     as_json: Annotated[
@@ -165,8 +212,6 @@ def _adapters(node: NodeStatus) -> str:
 
 def _row(node: NodeStatus, rates: NodeRates | None) -> dict[str, str | Text]:
     from rich.text import Text
-
-    from baton.core.legs import role_of
 
     is_known = bool(node.node_id)
     hit_rate, acceptance_rate = node.totals.hit_rate, node.totals.acceptance_rate

@@ -10,7 +10,9 @@ from typing import Any
 from grpc import aio
 
 from baton.router.adapters.updates import AdapterOrder, AdapterUpdates
+from baton.router.node_orders import NodeOrders
 from baton.router.prefix_resets import PrefixResets
+from baton.rpc.messages.calls import KIND, kind_of
 from baton.rpc.node_info import ADAPTER, STATUS, NodeStatus
 from baton.rpc.security.token_gate import sent_token
 from baton.rpc.status import named_errors
@@ -24,10 +26,12 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
         self,
         report_nodes: Callable[[], tuple[NodeStatus, ...]],
         resets: PrefixResets,
+        orders: NodeOrders,
         adapters: AdapterUpdates,
     ) -> None:
         self._report_nodes = report_nodes
         self._resets = resets
+        self._orders = orders
         self._adapters = adapters
 
     async def WatchNodes(
@@ -54,6 +58,20 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
         return cluster_pb2.ResetPrefixCachesResponse(
             nodes=[cluster_pb2.NodeReset(**asdict(reset)) for reset in resets]
         )
+
+    async def SetLegs(
+        self,
+        request: cluster_pb2.ClusterServiceSetLegsRequest,
+        context: aio.ServicerContext[Any, Any],
+    ) -> cluster_pb2.ClusterServiceSetLegsResponse:
+        async with named_errors(context):
+            offered = await self._orders.set_legs(
+                request.node,
+                [kind_of(number) for number in request.legs],
+                request.drain_timeout_s,
+                sent_token(context.invocation_metadata()),
+            )
+        return cluster_pb2.ClusterServiceSetLegsResponse(legs=map(KIND.to_message, offered))
 
     async def AddAdapter(
         self, request: cluster_pb2.AddAdapterRequest, context: aio.ServicerContext[Any, Any]

@@ -111,6 +111,22 @@ def test_changes_follow_each_other() -> None:
     run(scenario)
 
 
+def test_a_change_goes_on_when_its_caller_leaves() -> None:
+    async def scenario() -> None:
+        node = Node(PREFILL)
+        node.start(PREFILL)
+        await asyncio.sleep(0)
+        change = asyncio.ensure_future(node.legs.change([DECODE], PATIENCE_S))
+        await until(lambda: node.seen == [()])
+        change.cancel()
+        node.may_end.set()
+
+        await until(lambda: node.legs.offered == (DECODE,))
+        assert change.cancelled()
+
+    run(scenario)
+
+
 def test_a_leg_that_its_router_cancels_during_a_change_stays_cancelled() -> None:
     async def scenario() -> None:
         node = Node(DECODE)
