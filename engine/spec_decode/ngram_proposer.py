@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from baton.core.ids import RequestId
 from baton.engine.spec_decode.config import Speculation
 from baton.engine.spec_decode.ngram_index import NgramIndex
-from baton.engine.spec_decode.proposer import DraftRow, Drafts, TokensFrom
+from baton.engine.spec_decode.proposer import DraftRow, Drafts
 
 # A long prompt is indexed over several steps, since indexing it at once would delay all rows.
 MAX_TOKENS_INDEXED_PER_STEP = 4096
@@ -47,7 +50,7 @@ class NgramProposer:
         drafter = self._by_request.get(row.request_id)
         if drafter is None:
             drafter = self._by_request[row.request_id] = _SequenceDrafter(self._speculation)
-        return drafter.draft(row.tokens_from, max_tokens)
+        return drafter.draft(row.known_tokens, max_tokens)
 
 
 class _SequenceDrafter:
@@ -60,8 +63,9 @@ class _SequenceDrafter:
         self._num_failures = 0  # in a row
         self._pause = 0  # steps left without drafts
 
-    def draft(self, tokens_from: TokensFrom, max_tokens: int) -> list[int]:
-        new_tokens = tokens_from(self._index.num_tokens, MAX_TOKENS_INDEXED_PER_STEP)
+    def draft(self, known_tokens: npt.NDArray[np.int64], max_tokens: int) -> list[int]:
+        first = self._index.num_tokens
+        new_tokens = known_tokens[first : first + MAX_TOKENS_INDEXED_PER_STEP].tolist()
         self._index.extend(new_tokens)
         if self._pause:
             self._pause -= 1

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from baton.core.ids import RequestId
 
 Drafts = Mapping[RequestId, Sequence[int]]
-# Returns the tokens of a sequence from an index on, up to a limit.
-TokensFrom = Callable[[int, int], Sequence[int]]
 
 
 class DraftRow(NamedTuple):
     """A sequence whose newest token is computed in the next pass."""
 
     request_id: RequestId
-    tokens_from: TokensFrom
+    known_tokens: npt.NDArray[np.int64]  # a view: prompt and outputs
     max_tokens: int  # that can be drafted
 
 

@@ -39,7 +39,7 @@ class Observer:
     num_accepted: list[int] = field(default_factory=list)
 
     def propose(self, rows: Iterable[DraftRow], max_tokens: int) -> Drafts:
-        return {row.request_id: row.tokens_from(0, 100)[-1:] for row in rows}
+        return {row.request_id: row.known_tokens[-1:].tolist() for row in rows}
 
     def note_accepted(self, request_id: RequestId, num_proposed: int, num_accepted: int) -> None:
         self.num_accepted.append(num_accepted)

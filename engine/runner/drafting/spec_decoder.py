@@ -12,11 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.core.ids import RequestId
-from baton.engine.plan import Plan, PlanRow, RunResult
+from baton.engine.plan import Plan, RunResult
 from baton.engine.runner.batch.input_batch import NO_DRAFTS, PersistentBatch, Step
-from baton.engine.runner.model.pass_layout import Ints
 from baton.engine.spec_decode.config import Speculation
-from baton.engine.spec_decode.proposer import DraftRow, Drafts, Proposer, TokensFrom
+from baton.engine.spec_decode.proposer import DraftRow, Drafts, Proposer
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +63,5 @@ class SpecDecoder:
         for row in self.batch.decoding(num_scheduled_tokens):
             max_tokens = min(self.speculation.num_tokens, self.batch.max_draft_len(row))
             if max_tokens > 0:
-                yield DraftRow(row.request_id, self._tokens_from(row), max_tokens)
-
-    def _tokens_from(self, row: PlanRow) -> TokensFrom:
-        known: Ints = self.batch.known_tokens(row.request_id)
-        return lambda first, count: known[first : first + count].tolist()
+                known_tokens = self.batch.known_tokens(row.request_id)
+                yield DraftRow(row.request_id, known_tokens, max_tokens)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from triton import language
 from triton.runtime import interpreter
@@ -61,7 +60,3 @@ def speed_up_calls() -> None:
 def _widened(builder: Any, matrix: Any) -> Any:
     is_bfloat16 = matrix.dtype.scalar == language.bfloat16
     return builder.cast_impl(matrix, language.float32) if is_bfloat16 else matrix
-
-
-def _expanded(matrix: Any, axis: int) -> Any:
-    return interpreter.TensorHandle(np.expand_dims(matrix.data, axis), matrix.dtype.scalar)

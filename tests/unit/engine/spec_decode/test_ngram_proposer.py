@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from baton.core.errors import InvalidConfig
@@ -14,20 +15,16 @@ from baton.engine.spec_decode.ngram_proposer import (
     MAX_TOKENS_INDEXED_PER_STEP,
     NgramProposer,
 )
-from baton.engine.spec_decode.proposer import DraftRow, TokensFrom
+from baton.engine.spec_decode.proposer import DraftRow
 
 NAME = RequestId("r")
 REPEATING = [1, 2, 3, 4] * 4
 
 
-def known(tokens: Sequence[int]) -> TokensFrom:
-    return lambda first, most: tokens[first : first + most]
-
-
 def draft(
     proposer: NgramProposer, tokens: Sequence[int] = REPEATING, *, most: int = 8
 ) -> list[int]:
-    row = DraftRow(NAME, known(tokens), most)
+    row = DraftRow(NAME, np.array(tokens, dtype=np.int64), most)
     return list(proposer.propose([row], most).get(NAME, ()))
 
 
