@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar
 
 from baton.core.kv_hints import KvHints
 from baton.core.sampling import SamplingParams
@@ -27,16 +28,14 @@ class Task:
     # receive the KV and continue.
     has_decode_leg: bool
     sampling: SamplingParams | None = None  # of all its requests; None: their own
-
-    @property
-    def is_pooling(self) -> bool:
-        return self.output is TaskOutput.VECTOR
+    is_pooling: ClassVar[bool] = False  # runners ask for it once per row and pass
 
 
 @dataclass(frozen=True, slots=True)
 class EmbedTask(Task):
     """Task of a text, or of a pair of texts that are scored together."""
 
+    is_pooling: ClassVar[bool] = True
     second_text_start: int = 0  # index of the second text's first token; 0: it is no pair
 
 
