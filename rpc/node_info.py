@@ -140,8 +140,7 @@ class UnloadedAdapter(NamedTuple):
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class NameOrder:
+class NameOrder(NamedTuple):
     """Order of an operator: load an adapter under a name, or unload the name."""
 
     name: str

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from baton.core.ids import AdapterRef, ModelVariant
@@ -17,8 +17,6 @@ class AdapterReport:
     model: str
     reported: NodeAdapters = NO_ADAPTERS
     orders: Mapping[str, NameOrder] = field(default_factory=dict)  # the node's last, by name
-    # When the node first reported the adapter of a name, as a number.
-    since: Mapping[str, int] = field(default_factory=dict)
     known: frozenset[str] = frozenset()  # ids, also of those without a name
     in_memory: frozenset[str] = frozenset()
 
@@ -32,11 +30,13 @@ NO_REPORT = AdapterReport("")
 MAX_PAST_NAMES = 4096  # that no node has at present; those of the last orders are remembered
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class NameRecord:
-    """Last order about a name on the nodes of a model, and what the name means there."""
+    """Nodes of one model that have a name, the last order about it, and what it means there."""
 
     last: NameOrder
+    # What each node has, by address, and the number of the node's first report of it.
+    owners: dict[str, tuple[NameOrder, int]] = field(default_factory=dict)
     meaning: AdapterRef | None = None
     rank: tuple[int, int, int] = (0, 0, 0)  # among models: the highest has the name
 
@@ -44,10 +44,38 @@ class NameRecord:
     def is_unloaded(self) -> bool:
         return self.last.generation > 0 and self.last.adapter is None
 
-    def order_for(self, own: NameOrder | None) -> NameOrder | None:
-        """Return the order that a node has missed. `own` is the load that it has carried out."""
+    def note(self, order: NameOrder) -> None:
+        if order.rank > self.last.rank:
+            self.last = order
+
+    def resolve(self) -> None:
+        """Find what the name means: the last order, while a node has the name."""
+        self.meaning = None
+        if not self.owners or self.is_unloaded:
+            return
+        adapter_id, newest = self.last.adapter_id, 0
+        if not self.last.generation:
+            adapter_id, newest = self._resolve_starts()
+        owned = (order.adapter for order, _ in self.owners.values())
+        refs = (each for each in owned if each is not None and each.id == adapter_id)
+        # Nodes that lack the adapter can read it only with a path.
+        self.meaning = max(refs, key=lambda each: each.path, default=self.last.adapter)
+        self.rank = self.last.generation, len(self.owners), newest
+
+    def _resolve_starts(self) -> tuple[str, int]:
+        """Return the id of an adapter of nodes' starts, and the last first report of any."""
+        first: dict[str, int] = {}  # reports, by id
+        for order, number in self.owners.values():
+            first[order.adapter_id] = min(number, first.get(order.adapter_id, number))
+        counts = Counter(order.adapter_id for order, _ in self.owners.values())
+        adapter_id = max(counts, key=lambda each: (counts[each], first[each]))
+        return adapter_id, max(first.values())
+
+    def order_for(self, address: str) -> NameOrder | None:
+        """Return the order that a node has missed."""
         name, generation = self.last.name, self.last.generation
-        if own is not None and (own.rank >= self.last.rank or not generation):
+        own = self.owners.get(address)
+        if own is not None and (own[0].rank >= self.last.rank or not generation):
             return None
         if self.is_unloaded:
             return None if own is None else NameOrder(name, generation)
@@ -91,15 +119,10 @@ class ClusterAdapters:
 
     def note(self, address: str, reported: NodeAdapters) -> bool:
         """Record what a node has. Return whether it has gained or lost adapters."""
-        before, orders = self._reports[address], reported.orders()
-        since = {}
-        for name, order in orders.items():
-            is_known = name in before.since and before.orders[name].adapter_id == order.adapter_id
-            self._num_reported += not is_known
-            since[name] = before.since[name] if is_known else self._num_reported
-        ids = {each.adapter.id: each.is_in_memory for each in reported.adapters}
-        in_memory = frozenset(each for each, is_in_memory in ids.items() if is_in_memory)
-        report = AdapterReport(before.model, reported, orders, since, frozenset(ids), in_memory)
+        model = self._reports[address].model
+        ids = frozenset(each.adapter.id for each in reported.adapters)
+        in_memory = frozenset(each.adapter.id for each in reported.adapters if each.is_in_memory)
+        report = AdapterReport(model, reported, reported.orders(), ids, in_memory)
         return self._replace(address, report)
 
     def next_generation(self, name: str, now_ns: int) -> int:
@@ -115,7 +138,7 @@ class ClusterAdapters:
 
     def note_unload(self, model: str, name: str, generation: int) -> None:
         """Record an unload that is sent to all nodes of a model."""
-        self._note_order(model, NameOrder(name, generation))
+        self._record(model, name).note(NameOrder(name, generation))
         self._resolve(name)
         self.version += 1
 
@@ -126,14 +149,13 @@ class ClusterAdapters:
         """
         report = self.at(address)
         names = self._names if is_joining else filter(report.adapter, report.orders)
-        orders = [self.missed_order(address, name) for name in names]
+        records = [self._names.get(name, {}).get(report.model) for name in names]
+        orders = [record.order_for(address) for record in records if record is not None]
         return [order for order in orders if order is not None]
 
     def missed_order(self, address: str, name: str) -> NameOrder | None:
-        report = self.at(address)
-        record = self._names.get(name, {}).get(report.model)
-        own = report.orders[name] if report.adapter(name) is not None else None
-        return None if record is None else record.order_for(own)
+        record = self._names.get(name, {}).get(self.at(address).model)
+        return None if record is None else record.order_for(address)
 
     def _replace(self, address: str, report: AdapterReport) -> bool:
         before = self.at(address)
@@ -141,30 +163,40 @@ class ClusterAdapters:
         names = before.orders.keys() | report.orders.keys()
         changed = [name for name in names if before.orders.get(name) != report.orders.get(name)]
         for name in changed:
-            if name in report.orders:
-                self._note_order(report.model, report.orders[name])
-        for name in changed:
+            had = self._take(address, before.model, name)
+            order = report.orders.get(name)
+            if order is not None:
+                self._note(address, report.model, order, had)
             self._resolve(name)
         self.version += bool(changed)
         return bool(changed)
 
-    def _note_order(self, model: str, order: NameOrder) -> None:
-        records = self._names.setdefault(order.name, {})
-        record = records.get(model)
-        if record is None or order.rank > record.last.rank:
-            records[model] = NameRecord(order)
+    def _take(self, address: str, model: str, name: str) -> tuple[NameOrder, int] | None:
+        record = self._names.get(name, {}).get(model)
+        return None if record is None else record.owners.pop(address, None)
+
+    def _note(
+        self, address: str, model: str, order: NameOrder, had: tuple[NameOrder, int] | None
+    ) -> None:
+        record = self._record(model, order.name)
+        record.note(order)
+        if order.adapter is None:
+            return
+        number = self._num_reported = self._num_reported + 1
+        if had is not None and had[0].adapter_id == order.adapter_id:
+            number = had[1]
+        record.owners[address] = order, number
+
+    def _record(self, model: str, name: str) -> NameRecord:
+        return self._names.setdefault(name, {}).setdefault(model, NameRecord(NameOrder(name, 0)))
 
     def _resolve(self, name: str) -> None:
         """Find what a name means, in each model and in all."""
-        owners: defaultdict[str, list[tuple[NameOrder, int]]] = defaultdict(list)
-        for report in self._reports.values():
-            if report.adapter(name) is not None:
-                owners[report.model].append((report.orders[name], report.since[name]))
         records = self._names.get(name, {})
         for model, record in records.items():
-            records[model] = _resolved(record.last, owners[model])
+            record.resolve()
             self._past.pop((model, name), None)
-            if not owners[model]:
+            if not record.owners:
                 self._past[model, name] = None
         meant = [(one.rank, model) for model, one in records.items() if one.meaning is not None]
         self.variants.pop(name, None)
@@ -180,24 +212,3 @@ class ClusterAdapters:
         del self._names[name][model]
         if not self._names[name]:
             del self._names[name]
-
-
-def _resolved(last: NameOrder, owners: Sequence[tuple[NameOrder, int]]) -> NameRecord:
-    """Return what a name means: the last order, while a node has the name.
-
-    `owners` are the loads of nodes that have it, with the number of each node's first report.
-    """
-    record = NameRecord(last)
-    if not owners or record.is_unloaded:
-        return record
-    counts = Counter(order.adapter_id for order, _ in owners)
-    first = {
-        each: min(number for order, number in owners if order.adapter_id == each) for each in counts
-    }
-    adapter_id = last.adapter_id
-    if not last.generation:  # adapters of nodes' starts, which have no order
-        adapter_id = max(counts, key=lambda each: (counts[each], first[each]))
-    refs = [order.adapter for order, _ in owners if order.adapter_id == adapter_id]
-    # Nodes that lack the adapter can read it only with a path.
-    meaning = max(filter(None, refs), key=lambda each: each.path, default=last.adapter)
-    return NameRecord(last, meaning, (last.generation, len(owners), max(first.values())))
