@@ -115,7 +115,7 @@ def test_an_idle_cluster_has_every_block_free(counted: LocalCluster) -> None:
         await_load(child.address, lambda load: not is_busy(load))
 
     nodes = Scrape(counted.router).by_label("baton_nodes_open", "role")
-    assert nodes == {"prefill": 1, "decode": 1}
+    assert nodes == {"encode": 2, "prefill": 1, "decode": 1}
     for child in (*counted.prefills, *counted.decodes):
         node = Scrape(child)
         blocks = node.by_label("baton_kv_blocks", "state")
