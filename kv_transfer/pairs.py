@@ -15,7 +15,7 @@ from baton.core.ids import BlockId, Incarnation, NodeId
 from baton.kv_transfer.config import KvWorkerConfig
 from baton.kv_transfer.errors import DuplicateNodeId, PeerUnreachable
 from baton.kv_transfer.link import Link, LinkId
-from baton.kv_transfer.protocol.conversion import Conversion, is_convertible
+from baton.kv_transfer.protocol.conversion import Conversion
 from baton.kv_transfer.protocol.messages import Closed, Fingerprint, Hello, Region, find_mismatch
 from baton.kv_transfer.protocol.receiver import Receiver
 from baton.kv_transfer.protocol.sender import Sender
@@ -243,7 +243,7 @@ class Pairs:
         conversion = Conversion.between(sender, receiver)
         reason = find_mismatch(self._hello, theirs, is_converted=conversion is not None)
         if reason is not None:
-            if is_convertible(sender.fingerprint, receiver.fingerprint):
+            if sender.fingerprint.is_convertible_into(receiver.fingerprint):
                 reason += ", or decode nodes more --kv-staging-memory"
             raise PeerUnreachable(reason)
         if conversion is None and not sender.can_write(receiver):

@@ -83,7 +83,7 @@ class KvTransferWorker(KvDriver):
         self._receiver = Receiver(
             config.receiver, is_one_sided=transport.is_one_sided, staging=staging
         )
-        num_layers = identity.fingerprint.num_layers
+        num_layers = identity.fingerprint.layout.num_layers
         self._sender = Sender(region.block_bytes, config.sender, num_layers)
         self._has_whole_layers = region.block_bytes % num_layers == 0
         self._pairs = Pairs(

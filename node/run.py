@@ -277,7 +277,7 @@ def _log_start(state: NodeState, runner: LoadedRunner) -> None:
         "at most %d tokens a request, prompt and answer (the model: %d); KV over %s",
         card.node_id,
         card.model,
-        memory.dtype,
+        memory.blocks.cache_dtype,
         memory.device,
         memory.num_bytes / 2**20,
         memory.num_blocks,

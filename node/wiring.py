@@ -23,6 +23,7 @@ from baton.engine.scheduler.validation import max_sequence_length
 from baton.engine.structured_output.compiler import GrammarCompiler
 from baton.kv_transfer.driver import ExternalDriver, KvDriver
 from baton.kv_transfer.foreign.driver import ForeignDriver
+from baton.kv_transfer.layout import KvLayout
 from baton.kv_transfer.pairs import Identity
 from baton.kv_transfer.protocol.messages import Fingerprint
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
@@ -47,9 +48,6 @@ from baton.telemetry.metrics.instruments import NodeMetrics
 from baton.telemetry.tracing.node_timeline import NodeFacts
 from baton.telemetry.tracing.tracer import Tracer
 
-# The axes inside one block, outermost first, by the number of tensors per layer.
-KV_LAYOUTS = {1: "layer,latent,token,dim", 2: "layer,kv,head,token,dim"}
-NO_KV = "none"  # layout of a node without a KV cache
 ID_BYTES = 4
 MAX_ROOTS = 1024  # of adapters, that are remembered
 
@@ -182,18 +180,8 @@ def identify(options: NodeOptions, role: LegKind, runner: LoadedRunner) -> Ident
 
 def _fingerprint_of(runner: LoadedRunner) -> Fingerprint:
     memory = runner.kv_memory
-    if memory is None:
-        return Fingerprint(runner.info.fingerprint, runner.info.dtype, NO_KV, 0, 0, 0, 0)
-    return Fingerprint(
-        model=runner.info.fingerprint,
-        dtype=memory.dtype,
-        layout=KV_LAYOUTS[memory.num_tensors],
-        block_size=memory.block_size,
-        num_layers=memory.num_layers,
-        num_kv_heads=memory.num_kv_heads,
-        head_dim=memory.head_dim,
-        kv_groups=str(memory.layout),
-    )
+    layout = KvLayout(runner.info.dtype) if memory is None else memory.blocks
+    return Fingerprint(runner.info.fingerprint, layout)
 
 
 def _build_card(
@@ -258,11 +246,11 @@ def _build_kv_events(
     memory = runner.kv_memory
     if memory is None or not options.kv_events.is_on:
         return None
-    kind = spec_kind_of(memory.layout, is_latent=memory.num_tensors == 1)
+    kind = spec_kind_of(memory.layout, is_latent=memory.blocks.num_tensors == 1)
     window = memory.layout.groups[0].spec.window
     root_of = lru_cache(MAX_ROOTS)(partial(_unsalted_root, scheduler.cache_config.naming))
     facts = CacheFacts(
-        memory.block_size, root_of, kind, window, HashFormat(options.kv_events.hashes)
+        memory.blocks.block_size, root_of, kind, window, HashFormat(options.kv_events.hashes)
     )
     config = options.kv_events.for_node(identity.node_id, options.host)
     return KvEventPublisher(config, facts)

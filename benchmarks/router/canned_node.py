@@ -17,6 +17,7 @@ from grpc import aio
 from baton.core.ids import Incarnation, NodeId
 from baton.core.legs import LegKind
 from baton.engine.kv_cache.block_hashes import PrefixNaming
+from baton.kv_transfer.layout import KvLayout
 from baton.kv_transfer.protocol.messages import Fingerprint
 from baton.node.call_streams import CallContext, serve_calls
 from baton.rpc.cached_prefixes import PrefixChanges
@@ -149,7 +150,7 @@ def canned_card(role: LegKind) -> NodeCard:
         node_id=NodeId(f"canned-{role.value}"),
         incarnation=Incarnation("1"),
         legs=(role,),
-        fingerprint=Fingerprint("canned", "", "", 16, 1, 1, 1),
+        fingerprint=Fingerprint("canned", KvLayout("", 16, 1, 1, 1)),
         model="canned",
         max_model_len=2**20,
         vocab_size=2**15,

@@ -19,6 +19,7 @@ from functools import lru_cache
 from baton.core.ids import Incarnation, NodeId
 from baton.core.legs import LegKind
 from baton.engine.kv_cache.block_hashes import BlockHash, PrefixNaming
+from baton.kv_transfer.layout import KvLayout
 from baton.kv_transfer.protocol.messages import Fingerprint
 from baton.router.routing.assignment import Assignment
 from baton.router.routing.config import Routing
@@ -205,7 +206,7 @@ class Simulation:
             node_id=NodeId(name),
             incarnation=Incarnation(""),
             legs=(role,),
-            fingerprint=Fingerprint("sim", "", "", cluster.block_size, 1, 1, 1),
+            fingerprint=Fingerprint("sim", KvLayout("", cluster.block_size, 1, 1, 1)),
             model="sim",
             max_model_len=2**20,
             vocab_size=2**16,

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from baton.kv_transfer.layout import MemoryKind
+
 # A larger block wastes less on tables, but may leave room for layers that do not exist.
 MAX_WASTE = 0.1
 
@@ -50,9 +52,6 @@ class KvGroup:
 
     spec: KvCacheSpec = FULL
     layers: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        return f"{self.spec}: {','.join(map(str, self.layers))}"
 
 
 ONE_GROUP = (KvGroup(),)
@@ -102,9 +101,15 @@ class CacheLayout:
         num_state_blocks = self.max_state_blocks(is_caching=is_caching)
         return (num_blocks - num_state_blocks) // len(self.groups)
 
-    def __str__(self) -> str:
-        """Describe it for peers, whose blocks must mean the same."""
-        return " | ".join([*map(str, self.groups), *filter(None, [self.state_packing])])
+    @property
+    def kinds(self) -> tuple[MemoryKind, ...]:
+        """Return the kinds of memory as peers must have them, too."""
+        groups = [
+            MemoryKind(group.layers, group.spec.window or 0, group.spec.chunk or 0)
+            for group in self.groups
+        ]
+        states = [MemoryKind(state=self.state_packing)] if self.state_packing else []
+        return (*groups, *states)
 
 
 NO_MEMORY = CacheLayout(groups=())

@@ -10,6 +10,7 @@ from baton.checkpoint.checkpoint import Checkpoint, GenerationDefaults
 from baton.core.pooling import Pooling
 from baton.engine.kv_cache.groups import CacheLayout
 from baton.kv_transfer.fence import Fence
+from baton.kv_transfer.layout import KvLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,24 +61,19 @@ class KvMemory:
     device: str  # cpu or cuda:0
     num_blocks: int
     block_bytes: int
-    block_size: int  # tokens
-    num_layers: int  # for which a block has places
-    num_tensors: int  # per layer: keys and values, or 1 if the keys contain the values
-    num_kv_heads: int
-    head_dim: int
-    dtype: str  # float32, bfloat16 or float16, or int8/ and the one that is computed in
+    blocks: KvLayout
     layout: CacheLayout
 
     @property
     def num_tokens(self) -> int:
         """Tokens of one request that fit if all groups need all of them."""
         num_blocks = self.layout.max_token_blocks(self.num_blocks, is_caching=False)
-        return num_blocks * self.block_size
+        return num_blocks * self.blocks.block_size
 
     @property
     def layer_bytes(self) -> int:
         """Bytes of one layer in one block; layers are stored in order."""
-        return self.block_bytes // self.num_layers
+        return self.blocks.layer_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from urllib.parse import parse_qsl, urlsplit
 
 from baton.core.errors import InvalidConfig
+from baton.kv_transfer.layout import KvPacking
 
 SCHEME = "vllm"
 LEASE_S = 30.0  # vLLM's kv_lease_duration
 VERSION = "0.32.0"
 MAX_SOURCES = 64
-
-
-class KvPacking(Enum):
-    """Order of keys and values in a block of a layer, for each KV head."""
-
-    PLAIN = "plain"  # token by token: its key, then its value; all GPU back ends
-    VEC = "vec"  # keys [dim, tokens], then values [tokens, dim]; CPUs without AMX
-    # Keys and then values in pairs of numbers, 16 columns each; CPUs with AMX, and bfloat16 only.
-    AMX = "amx"
+PACKINGS = {"plain": KvPacking.VLLM, "vec": KvPacking.VLLM_VEC, "amx": KvPacking.VLLM_AMX}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +21,7 @@ class ForeignSource:
 
     host: str
     port: int
-    model: str = ""  # as the server was started with it; empty: the same text as the node
+    model: str = ""  # as the server was started with it; empty in a URL: as the node was
     packing: KvPacking | None = None  # None: plain, and a server on a CPU is refused
     version: str = VERSION  # of vLLM
     lease_s: float = LEASE_S  # for which the server holds the KV of a prompt
@@ -78,11 +70,10 @@ def _parse_source(url: str) -> ForeignSource:
 
 
 def _packing(url: str, name: str | None) -> KvPacking | None:
-    try:
-        return None if name is None else KvPacking(name)
-    except ValueError:
-        names = ", ".join(packing.value for packing in KvPacking)
-        raise InvalidConfig(f"--kv-sources {url}: packing must be one of {names}") from None
+    if name is not None and name not in PACKINGS:
+        names = ", ".join(PACKINGS)
+        raise InvalidConfig(f"--kv-sources {url}: packing must be one of {names}")
+    return None if name is None else PACKINGS[name]
 
 
 def _lease_s(url: str, written: str | None) -> float:

@@ -17,11 +17,12 @@ import zmq
 from baton.core.foreign_kv import ForeignKv
 from baton.kv_transfer.errors import PeerUnreachable
 from baton.kv_transfer.foreign.config import ForeignSource
-from baton.kv_transfer.foreign.metadata import KvShape, SourceRefused, read_reply
-from baton.kv_transfer.foreign.runs import Run, RunRead, find_excess, split_pull
+from baton.kv_transfer.foreign.metadata import SourceRefused, read_reply
+from baton.kv_transfer.foreign.runs import RunRead, find_excess
 from baton.kv_transfer.foreign.session import Session
 from baton.kv_transfer.foreign.side_channel import SideChannel
 from baton.kv_transfer.foreign.types import ForeignPull, ForeignPullId, ForeignRelease
+from baton.kv_transfer.layout import KvLayout, LayoutRun, layout_map
 from baton.kv_transfer.transports.base import UcxConfig
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class _Pull:
     order: ForeignPull
     give_up_s: float
     is_first_use: bool
-    runs: deque[Run] = field(default_factory=deque)
+    runs: deque[LayoutRun] = field(default_factory=deque)
     is_split: bool = False
 
 
@@ -67,8 +68,7 @@ class _Pull:
 class ReadSettings:
     """Settings that all connections of a node share."""
 
-    shape: KvShape
-    block_size: int
+    layout: KvLayout  # of the node's blocks
     ucx: UcxConfig
     allocate: Callable[[int], mmap]  # called on the reader's thread
     release: Callable[[mmap], None]  # likewise
@@ -194,22 +194,22 @@ class Connection:
         self._channel.close()
         self._channel = None
         settings = self._settings
-        blocks, clock_s = read_reply(parts, self.source, settings.shape)
+        blocks, clock_s = read_reply(parts, self.source, settings.layout)
         self._clock_offset_s = clock_s - self._asked_s
         if self._session is not None and self._session.blocks == blocks:
             return
         self._end_interrupted()
         self.close()
         self._session = Session(
-            blocks, settings.block_size, settings.ucx, settings.allocate, settings.release
+            blocks, settings.layout.block_size, settings.ucx, settings.allocate, settings.release
         )
         log.info(
             "reads KV from %s: engine %s, %d blocks of %d tokens, %s",
             self.source.address,
             blocks.engine_id,
             blocks.num_blocks,
-            blocks.block_size,
-            blocks.packing.value,
+            blocks.layout.block_size,
+            blocks.layout.packing.value,
         )
 
     def _end_interrupted(self) -> None:
@@ -244,8 +244,9 @@ class Connection:
                 self._end(pull, failure)
                 continue
             if not pull.is_split:
-                sizes = self._settings.block_size, session.blocks.block_size
-                pull.runs.extend(split_pull(pull.order, *sizes, session.max_run_blocks))
+                layouts = session.blocks.layout, self._settings.layout
+                places, max_blocks = pull.order.places, session.max_run_blocks
+                pull.runs.extend(layout_map(*layouts, places, max_blocks=max_blocks))
                 pull.is_split = True
             session.begin(pull.order, pull.runs.popleft())
 
@@ -256,7 +257,7 @@ class Connection:
         if not session.serves(kv):
             reason = f"it is engine {blocks.engine_id} now, not {kv.engine_id}"
         else:
-            num_tokens = (pull.order.places[-1] + 1) * self._settings.block_size
+            num_tokens = (pull.order.places[-1] + 1) * self._settings.layout.block_size
             reason = find_excess(kv, blocks, num_tokens)
         if not reason:
             return None

@@ -1,4 +1,4 @@
-"""Handshake of vLLM's NIXL connector: messages of its side channel, and what a server's KV is like.
+"""Handshake of vLLM's NIXL connector: messages of its side channel, and what they say of its KV.
 
 Nothing that a server sends is trusted. Its compatibility hash proves version, model, dtype and
 shape; everything else is checked by the sizes. Pure.
@@ -10,13 +10,14 @@ import hashlib
 import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from baton.core.errors import NamedError
 from baton.core.foreign_kv import MAX_INT32
-from baton.kv_transfer.foreign.config import ForeignSource, KvPacking
+from baton.kv_transfer.foreign.config import ForeignSource
+from baton.kv_transfer.layout import KvLayout, KvPacking
 
 GET_METADATA = b"get_meta_msg"
 CONNECTOR_VERSION = 14
@@ -39,18 +40,6 @@ class SourceRefused(NamedError):
 
 
 @dataclass(frozen=True, slots=True)
-class KvShape:
-    """Model and KV of this node, as far as a server must have the same."""
-
-    model: str  # as written on the command line
-    dtype: str  # that the model computes in, such as bfloat16
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    number_bytes: int = 2
-
-
-@dataclass(frozen=True, slots=True)
 class ForeignBlocks:
     """Blocks of one layer are in a region of their own, at equal distances."""
 
@@ -58,16 +47,10 @@ class ForeignBlocks:
     agent_metadata: bytes
     layer_addresses: tuple[int, ...]
     layer_strides: tuple[int, ...]
-    layer_bytes: int  # of a block
     num_blocks: int
-    block_size: int
-    packing: KvPacking
+    layout: KvLayout
     device_id: int
     is_on_cpu: bool
-
-    @property
-    def block_bytes(self) -> int:
-        return self.layer_bytes * len(self.layer_addresses)
 
 
 class _Payload(msgspec.Struct):
@@ -104,7 +87,7 @@ def metadata_request() -> bytes:
 
 
 def read_reply(
-    parts: list[bytes], source: ForeignSource, shape: KvShape
+    parts: list[bytes], source: ForeignSource, layout: KvLayout
 ) -> tuple[ForeignBlocks, float]:
     """Return the server's blocks and the time by its clock. Raises SourceRefused."""
     if len(parts) != 2 or sum(map(len, parts)) > MAX_REPLY_BYTES:
@@ -120,22 +103,22 @@ def read_reply(
         raise SourceRefused(f"{source.address}: its metadata cannot be read: {error}") from None
     if not math.isfinite(clock_s):
         raise SourceRefused(f"{source.address}: its clock is at {clock_s}")
-    _check_hash(payload.compatibility_hash, metadata.attn_backend_name, source, shape)
-    return _blocks_of(metadata, source, shape), clock_s
+    _check_hash(payload.compatibility_hash, metadata.attn_backend_name, source, layout)
+    return _blocks_of(metadata, source, layout), clock_s
 
 
 def compatibility_hash(
-    source: ForeignSource, shape: KvShape, backend: str, *, is_hybrid: bool
+    source: ForeignSource, layout: KvLayout, backend: str, *, is_hybrid: bool
 ) -> str:
     """Return vLLM's hash of a server that has this node's model and dtype."""
     factors = {
         "vllm_version": source.version,
         "nixl_connector_version": CONNECTOR_VERSION,
-        "model": source.model or shape.model,
-        "dtype": f"torch.{shape.dtype}",
-        "num_kv_heads": shape.num_kv_heads,
-        "head_size": shape.head_dim,
-        "num_hidden_layers": shape.num_layers,
+        "model": source.model,
+        "dtype": f"torch.{layout.dtype}",
+        "num_kv_heads": layout.num_kv_heads,
+        "head_size": layout.head_dim,
+        "num_hidden_layers": layout.num_layers,
         "attn_backend_name": backend,
         "cache_dtype": "auto",
         "is_hma_enabled": is_hybrid,
@@ -145,21 +128,22 @@ def compatibility_hash(
     return hashlib.sha256(json.dumps(factors, sort_keys=True).encode()).hexdigest()
 
 
-def _check_hash(given: str, backend: str, source: ForeignSource, shape: KvShape) -> None:
+def _check_hash(given: str, backend: str, source: ForeignSource, layout: KvLayout) -> None:
     # A server's memory allocator does not change the blocks of these models.
     for is_hybrid in (True, False):
-        if given == compatibility_hash(source, shape, backend, is_hybrid=is_hybrid):
+        if given == compatibility_hash(source, layout, backend, is_hybrid=is_hybrid):
             return
     raise SourceRefused(
         f"{source.address}: its compatibility hash is not that of vLLM {source.version} with "
-        f"NixlConnector (pull), model {source.model or shape.model!r} in {shape.dtype}, "
-        f"{shape.num_layers} layers, {shape.num_kv_heads} KV heads of {shape.head_dim} and "
+        f"NixlConnector (pull), model {source.model!r} in {layout.dtype}, "
+        f"{layout.num_layers} layers, {layout.num_kv_heads} KV heads of {layout.head_dim} and "
         "kv_cache_dtype auto; if only the model's path differs there, set ?model= in --kv-sources"
     )
 
 
-def _blocks_of(metadata: _AgentMetadata, source: ForeignSource, shape: KvShape) -> ForeignBlocks:
-    problem = _find_problem(metadata, shape)
+def _blocks_of(metadata: _AgentMetadata, source: ForeignSource, layout: KvLayout) -> ForeignBlocks:
+    theirs = replace(layout, block_size=metadata.block_size, packing=KvPacking.VLLM)
+    problem = _find_problem(metadata, theirs)
     if problem:
         raise SourceRefused(f"{source.address}: {problem}")
     types = set(metadata.region_mem_types or [DRAM])
@@ -168,18 +152,16 @@ def _blocks_of(metadata: _AgentMetadata, source: ForeignSource, shape: KvShape) 
         agent_metadata=metadata.agent_metadata,
         layer_addresses=tuple(metadata.kv_caches_base_addr),
         layer_strides=tuple(metadata.block_strides),
-        layer_bytes=metadata.block_lens[0],
         num_blocks=metadata.num_blocks,
-        block_size=metadata.block_size,
-        packing=_packing(metadata, source, shape),
+        layout=replace(theirs, packing=_packing(metadata, source, theirs)),
         device_id=metadata.device_id,
         is_on_cpu=types == {DRAM},
     )
 
 
-def _find_problem(metadata: _AgentMetadata, shape: KvShape) -> str:
-    """Return why blocks cannot be read; empty if they can."""
-    size, num_layers = metadata.block_size, shape.num_layers
+def _find_problem(metadata: _AgentMetadata, layout: KvLayout) -> str:
+    """Return why blocks, which should have this layout, cannot be read; empty if they can."""
+    size, num_layers = layout.block_size, layout.num_layers
     if not 1 <= size <= MAX_BLOCK_TOKENS or not 1 <= metadata.num_blocks <= MAX_INT32:
         return f"it has {metadata.num_blocks} blocks of {size} tokens"
     if metadata.kv_cache_layout != BLOCK_LAYOUT:
@@ -191,11 +173,11 @@ def _find_problem(metadata: _AgentMetadata, shape: KvShape) -> str:
     lists = metadata.kv_caches_base_addr, metadata.block_strides, metadata.block_lens
     if any(len(each) != num_layers for each in lists):
         return f"it has {len(lists[0])} KV regions; this model has {num_layers} layers"
-    layer_bytes = 2 * shape.num_kv_heads * size * shape.head_dim * shape.number_bytes
+    layer_bytes = layout.layer_bytes
     if any(each != layer_bytes for each in metadata.block_lens):
         return f"its blocks have {metadata.block_lens} bytes a layer; {layer_bytes} are expected"
-    if layer_bytes * num_layers > MAX_BLOCK_BYTES:
-        num_mib, max_mib = layer_bytes * num_layers >> 20, MAX_BLOCK_BYTES >> 20
+    if layout.block_bytes > MAX_BLOCK_BYTES:
+        num_mib, max_mib = layout.block_bytes >> 20, MAX_BLOCK_BYTES >> 20
         return f"its blocks of {size} tokens have {num_mib} MiB; the limit is {max_mib} MiB"
     return _find_region_problem(metadata, layer_bytes)
 
@@ -225,7 +207,7 @@ def _are_layers(names: list[str]) -> bool:
     return [found and int(found[1]) for found in numbers] == list(range(len(names)))
 
 
-def _packing(metadata: _AgentMetadata, source: ForeignSource, shape: KvShape) -> KvPacking:
+def _packing(metadata: _AgentMetadata, source: ForeignSource, layout: KvLayout) -> KvPacking:
     packing, is_cpu = source.packing, metadata.attn_backend_name == CPU_BACKEND
     if packing is None and is_cpu:
         raise SourceRefused(
@@ -234,16 +216,16 @@ def _packing(metadata: _AgentMetadata, source: ForeignSource, shape: KvShape) ->
             "otherwise ?packing=vec"
         )
     if packing is None or not is_cpu:
-        if packing not in (None, KvPacking.PLAIN):
+        if packing not in (None, KvPacking.VLLM):
             raise SourceRefused(f"{source.address}: it runs on no CPU, so its KV is plain")
-        return KvPacking.PLAIN
-    if packing is KvPacking.PLAIN:
+        return KvPacking.VLLM
+    if packing is KvPacking.VLLM:
         raise SourceRefused(f"{source.address}: it runs on a CPU, so its KV is packed")
-    is_amx = packing is KvPacking.AMX
+    is_amx = packing is KvPacking.VLLM_AMX
     if metadata.block_size % (2 * AMX_TOKENS if is_amx else VEC_TOKENS):
         raise SourceRefused(
             f"{source.address}: blocks of {metadata.block_size} tokens are not packed"
         )
-    if is_amx and (shape.dtype != "bfloat16" or shape.head_dim % AMX_COLUMNS):
+    if is_amx and (layout.dtype != "bfloat16" or layout.head_dim % AMX_COLUMNS):
         raise SourceRefused(f"{source.address}: AMX packs KV in bfloat16, in heads of 16 numbers")
     return packing

@@ -112,7 +112,7 @@ class NixlReads:
             return
 
     def _local(self, block_ids: Sequence[int], offset: int) -> Any:
-        size = self._blocks.layer_bytes
+        size = self._blocks.layout.layer_bytes
         num_parts = len(block_ids) * len(self._blocks.layer_addresses)
         addresses = self._address + offset + np.arange(num_parts, dtype=np.uint64) * size
         return _descriptors(addresses, size, 0)
@@ -122,7 +122,9 @@ class NixlReads:
         bases = np.array(blocks.layer_addresses, dtype=np.uint64)
         strides = np.array(blocks.layer_strides, dtype=np.uint64)
         ids = np.array(block_ids, dtype=np.uint64)[:, None]
-        return _descriptors((bases + ids * strides).ravel(), blocks.layer_bytes, blocks.device_id)
+        return _descriptors(
+            (bases + ids * strides).ravel(), blocks.layout.layer_bytes, blocks.device_id
+        )
 
 
 def _descriptors(addresses: Any, size: int, device: int) -> Any:

@@ -123,9 +123,9 @@ class VllmReader:
         fence = self._convert(read)
         # The bay is overwritten or freed next. On the CPU, the fence has passed.
         fence.wait()
-        first, count = read.run.first, len(read.run.block_ids)
-        self._filled[read.pull.pull_id][first : first + count] = [True] * count
-        self.num_bytes += len(read.run.remote_block_ids) * read.blocks.block_bytes
+        filled, run = self._filled[read.pull.pull_id], read.run
+        filled[run.target.start : run.target.stop] = [True] * len(run.target)
+        self.num_bytes += len(run.source) * read.blocks.layout.block_bytes
         self._orders.append(read)
         self._wake_thread()
 

@@ -1,26 +1,16 @@
-"""Runs of a pull, which are read one after the other, and how a pull is split into them. Pure."""
+"""Runs of a pull, which are read one after the other. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from mmap import mmap
 from typing import NamedTuple
 
 from baton.core.foreign_kv import ForeignKv
-from baton.core.ids import BlockId
 from baton.kv_transfer.foreign.metadata import ForeignBlocks
 from baton.kv_transfer.foreign.types import ForeignPull
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Consecutive blocks of a prompt on the server, and the blocks here that they fill."""
-
-    remote_block_ids: tuple[int, ...]
-    first_token: int  # in the first of them, of the first block to fill
-    first: int  # index in the pull of the first block to fill
-    block_ids: tuple[BlockId, ...]
+from baton.kv_transfer.layout import KvLayout, LayoutRun, StagedRun
 
 
 class Bay(NamedTuple):
@@ -38,18 +28,34 @@ class RunRead:
     """
 
     pull: ForeignPull
-    run: Run
+    run: LayoutRun
     blocks: ForeignBlocks
     bay: Bay
     give_back: Callable[[Bay], None]
 
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        """Return the blocks on the server."""
+        return remote_blocks(self.pull, self.run)
+
+    def staged_for(self, target: KvLayout) -> StagedRun:
+        layout, run = self.blocks.layout, self.run
+        block_ids = self.pull.block_ids[run.target.start : run.target.stop]
+        offset, num_blocks = self.bay.offset, len(run.source)
+        return StagedRun(layout, target, offset, num_blocks, run.first_token, block_ids)
+
+
+def remote_blocks(pull: ForeignPull, run: LayoutRun) -> tuple[int, ...]:
+    return pull.kv.block_ids[run.source.start : run.source.stop]
+
 
 def find_excess(kv: ForeignKv, blocks: ForeignBlocks, num_tokens: int) -> str:
     """Return why the server cannot have `num_tokens` of a prompt; empty if it can."""
-    num_needed = -(-num_tokens // blocks.block_size)
+    size = blocks.layout.block_size
+    num_needed = -(-num_tokens // size)
     if num_tokens > kv.num_tokens or num_needed > len(kv.block_ids):
         return (
-            f"{len(kv.block_ids)} blocks of {blocks.block_size} tokens do not hold {num_tokens} "
+            f"{len(kv.block_ids)} blocks of {size} tokens do not hold {num_tokens} "
             f"of {kv.num_tokens} tokens"
         )
     if max(kv.block_ids) >= blocks.num_blocks:
@@ -60,28 +66,3 @@ def find_excess(kv: ForeignKv, blocks: ForeignBlocks, num_tokens: int) -> str:
 def min_run_blocks(block_size: int, remote_size: int) -> int:
     """Return the blocks of the server that a run may need for a single block here."""
     return -(-block_size // remote_size) + 1
-
-
-def split_pull(pull: ForeignPull, block_size: int, remote_size: int, max_blocks: int) -> list[Run]:
-    """Return the runs of a pull, each of at most `max_blocks` blocks of the server."""
-    runs: list[Run] = []
-    places, first = pull.places, 0
-    while first < len(places):
-        begin = places[first] * block_size // remote_size
-        end = _end_of_run(places, first, block_size, (begin + max_blocks) * remote_size)
-        last_token = (places[end - 1] + 1) * block_size
-        remote = pull.kv.block_ids[begin : -(-last_token // remote_size)]
-        skipped = places[first] * block_size - begin * remote_size
-        runs.append(Run(remote, skipped, first, pull.block_ids[first:end]))
-        first = end
-    return runs
-
-
-def _end_of_run(places: Sequence[int], first: int, block_size: int, max_tokens: int) -> int:
-    """Return the index after the last place, from `first` on, that is consecutive and fits."""
-    end = first + 1
-    while end < len(places) and places[end] == places[end - 1] + 1:
-        if (places[end] + 1) * block_size > max_tokens:
-            break
-        end += 1
-    return end

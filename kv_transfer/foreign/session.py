@@ -13,8 +13,9 @@ from mmap import mmap
 from baton.core.foreign_kv import ForeignKv
 from baton.kv_transfer.foreign.metadata import ForeignBlocks
 from baton.kv_transfer.foreign.nixl_reads import NixlReads
-from baton.kv_transfer.foreign.runs import Bay, Run, RunRead, min_run_blocks
+from baton.kv_transfer.foreign.runs import Bay, RunRead, min_run_blocks, remote_blocks
 from baton.kv_transfer.foreign.types import ForeignPull
+from baton.kv_transfer.layout import LayoutRun
 from baton.kv_transfer.transports.base import UcxConfig
 
 NUM_BAYS = 2  # parts of the staging memory: one is read into while the other is converted
@@ -26,7 +27,7 @@ FLUSH_S = 5.0  # and then now and then: nothing confirms that it has left
 @dataclass(frozen=True, slots=True)
 class _Read:
     pull: ForeignPull
-    run: Run
+    run: LayoutRun
     bay: Bay
     handle: int
 
@@ -42,9 +43,10 @@ class Session:
     ) -> None:
         """The session owns the memory that it allocates, and releases it once nothing uses it."""
         self.blocks = blocks
-        num_needed = min_run_blocks(block_size, blocks.block_size)
-        self.max_run_blocks = max(num_needed, BAY_BYTES // blocks.block_bytes)
-        bay_bytes = self.max_run_blocks * blocks.block_bytes
+        layout = blocks.layout
+        num_needed = min_run_blocks(block_size, layout.block_size)
+        self.max_run_blocks = max(num_needed, BAY_BYTES // layout.block_bytes)
+        bay_bytes = self.max_run_blocks * layout.block_bytes
         self._memory = allocate(NUM_BAYS * bay_bytes)
         with ExitStack() as staging:
             staging.callback(release, self._memory)
@@ -75,10 +77,10 @@ class Session:
     def serves(self, kv: ForeignKv) -> bool:
         return kv.engine_id == self.blocks.engine_id
 
-    def begin(self, pull: ForeignPull, run: Run) -> None:
+    def begin(self, pull: ForeignPull, run: LayoutRun) -> None:
         """Begin to read a run. Call it only while `can_begin`."""
         bay = self._free_bays[-1]
-        handle = self._reads.read(run.remote_block_ids, bay.offset)
+        handle = self._reads.read(remote_blocks(pull, run), bay.offset)
         self._reading = _Read(pull, run, self._free_bays.pop(), handle)
 
     def take_read(self) -> RunRead | None:

@@ -1,4 +1,4 @@
-"""Pairs whose blocks differ: which of them fit, and which of the sender's blocks a receive needs.
+"""Pairs whose blocks differ: which of them fit, and where the sender's blocks are staged.
 
 The receiver takes the blocks in the sender's layout into a staging area and converts them. So does
 a receiver on a device that the data path cannot write, which only copies equal blocks. Pure.
@@ -7,75 +7,36 @@ a receiver on a device that the data path cannot write, which only copies equal 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from baton.core.ids import BlockId, HandoffId
 from baton.kv_transfer.fence import Fence
-from baton.kv_transfer.protocol.messages import MAX_REGION_BLOCKS, Fingerprint, Hello, Region
+from baton.kv_transfer.layout import NO_RUN, KvLayout, LayoutRun, StagedRun, layout_map
+from baton.kv_transfer.protocol.messages import MAX_REGION_BLOCKS, Hello, Region
 from baton.kv_transfer.types import Receive
-
-INT8 = "int8/"  # before the dtype of the model
-INT8_SCALE_BYTES = 2
-NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-def is_convertible(source: Fingerprint, target: Fingerprint) -> bool:
-    """Return whether blocks of `source` can be converted into different ones of `target`.
-
-    The receiver's KV can be int8 while the sender's is not. Block sizes can differ if all layers
-    attend to all tokens: otherwise the two sides would not agree on the blocks that are needed.
-    """
-    if source == target or target.dtype not in (source.dtype, f"{INT8}{source.dtype}"):
-        return False
-    is_one_group = "|" not in target.kv_groups and not _forgets(target.kv_groups)
-    if source.block_size != target.block_size and not is_one_group:
-        return False
-    return replace(source, dtype=target.dtype, block_size=target.block_size) == target
-
-
-def _token_bytes(layout: Fingerprint) -> int | None:
-    """Return the bytes of a token in one layer, tensor and KV head; None for an unknown dtype."""
-    if layout.dtype.startswith(INT8):
-        return layout.head_dim + INT8_SCALE_BYTES
-    number_bytes = NUMBER_BYTES.get(layout.dtype)
-    return None if number_bytes is None else number_bytes * layout.head_dim
-
-
-def _has_expected_size(sender: Hello, receiver: Hello) -> bool:
-    """Return whether the sender's blocks have the size that its fingerprint implies."""
-    # A peer is not trusted: the conversion reads blocks of this size out of the staging area.
-    source, target = sender.fingerprint, receiver.fingerprint
-    sent, kept = _token_bytes(source), _token_bytes(target)
-    if not sent or not kept or min(source.block_size, target.block_size) < 1:
-        return False
-    num_slots = receiver.region.block_bytes // (kept * target.block_size)
-    return sender.region.block_bytes == num_slots * sent * source.block_size
-
-
-def _forgets(kv_groups: str) -> bool:
-    return kv_groups.startswith(("window", "chunk"))
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
     """Conversion of the blocks of one sender into those of this node."""
 
-    source: Fingerprint
-    target: Fingerprint
+    source: KvLayout
+    target: KvLayout
     region: Region  # staging area, in blocks of the sender
     device: str = "cpu"  # of this node's blocks
 
     @classmethod
     def between(cls, sender: Hello, receiver: Hello) -> Conversion | None:
         """Return the conversion of a pair; None if it needs none or cannot have one."""
-        source, target, staging = sender.fingerprint, receiver.fingerprint, receiver.staging
-        block_bytes = sender.region.block_bytes
-        if source == target:
+        source, target = sender.fingerprint.layout, receiver.fingerprint.layout
+        staging, block_bytes = receiver.staging, sender.region.block_bytes
+        if sender.fingerprint == receiver.fingerprint:
             is_good = block_bytes == receiver.region.block_bytes
             is_needed = not sender.can_write(receiver)
         else:
-            is_good = _has_expected_size(sender, receiver)
-            is_needed = is_convertible(source, target)
+            # A peer is not trusted: blocks of this size are read out of the staging area.
+            is_good = block_bytes == source.block_bytes > 0
+            is_needed = sender.fingerprint.is_convertible_into(receiver.fingerprint)
         if staging is None or staging.num_bytes < block_bytes or not (is_needed and is_good):
             return None
         num_blocks = min(staging.num_bytes // block_bytes, MAX_REGION_BLOCKS)
@@ -91,29 +52,17 @@ class Conversion:
         names = []
         if self.device != self.region.device:
             names.append(describe_copy(self.region.device, self.device))
-        for name in ("dtype", "block_size"):
-            sent, kept = getattr(self.source, name), getattr(self.target, name)
-            if sent != kept:
-                names.append(f"{name} {sent} to {kept}")
+        if self.source.cache_dtype != self.target.cache_dtype:
+            names.append(f"dtype {self.source.cache_dtype} to {self.target.cache_dtype}")
+        if self.source.block_size != self.target.block_size:
+            names.append(f"block_size {self.source.block_size} to {self.target.block_size}")
         return ", ".join(names)
 
-    def blocks_needed(self, order: Receive) -> range:
-        """Return the places, in the sender's order, of the blocks that an order needs."""
-        size = self.source.block_size
-        if size == self.target.block_size:
-            return range(order.first_block, order.first_block + len(order.block_ids))
-        if not order.block_ids:
-            return range(0)
-        return range(self._first_token(order) // size, -(-order.num_tokens // size))
-
-    def num_skipped_tokens(self, order: Receive) -> int:
-        """Return the leading tokens of the sender's blocks that this node has already."""
-        if self.source.block_size == self.target.block_size:
-            return 0
-        return self._first_token(order) % self.source.block_size
-
-    def _first_token(self, order: Receive) -> int:
-        return order.first_block * self.target.block_size
+    def map(self, order: Receive) -> LayoutRun:
+        """Return the sender's blocks that an order needs."""
+        places = range(order.first_block, order.first_block + len(order.block_ids))
+        runs = layout_map(self.source, self.target, places, num_tokens=order.num_tokens)
+        return runs[0] if runs else NO_RUN
 
 
 def describe_copy(source: str, target: str) -> str:
@@ -127,8 +76,20 @@ class StagedBlocks:
 
     conversion: Conversion
     order: Receive
-    first_block: int  # place of block_ids[0] in the sender's order
-    block_ids: tuple[BlockId, ...]  # of the staging area, adjacent
+    run: LayoutRun
+    block_ids: tuple[BlockId, ...]  # of the staging area, adjacent, for the blocks of the run
+
+    @property
+    def staged_run(self) -> StagedRun:
+        conversion, run = self.conversion, self.run
+        return StagedRun(
+            conversion.source,
+            conversion.target,
+            offset=sum(self.block_ids[:1]) * conversion.region.block_bytes,
+            num_blocks=len(run.source),
+            first_token=run.first_token,
+            block_ids=self.order.block_ids,
+        )
 
 
 # Begins a conversion, which is done once the fence has passed.
@@ -148,17 +109,18 @@ class StagingArea:
         return None if lent is None else lent[1]
 
     def fits(self, conversion: Conversion, order: Receive) -> bool:
-        return len(conversion.blocks_needed(order)) <= conversion.region.num_blocks
+        return len(conversion.map(order).source) <= conversion.region.num_blocks
 
     def lend(self, conversion: Conversion, order: Receive) -> StagedBlocks | None:
         """Return blocks for an order, or None while the others leave no room."""
-        needed, size = conversion.blocks_needed(order), conversion.region.block_bytes
-        first = self._find_gap(len(needed), size)
+        run, size = conversion.map(order), conversion.region.block_bytes
+        num_blocks = len(run.source)
+        first = self._find_gap(num_blocks, size)
         if first is None:
             return None
-        block_ids = tuple(BlockId(block_id) for block_id in range(first, first + len(needed)))
-        staged = StagedBlocks(conversion, order, needed.start, block_ids)
-        taken = range(first * size, (first + len(needed)) * size)
+        block_ids = tuple(BlockId(block_id) for block_id in range(first, first + num_blocks))
+        staged = StagedBlocks(conversion, order, run, block_ids)
+        taken = range(first * size, (first + num_blocks) * size)
         self._lent[order.handoff_id] = taken, staged
         return staged
 

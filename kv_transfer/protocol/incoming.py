@@ -54,7 +54,7 @@ class IncomingHandoff:
     @property
     def first_block(self) -> int:
         """Place of the first of these blocks in P's order."""
-        return self.order.first_block if self.staged is None else self.staged.first_block
+        return self.order.first_block if self.staged is None else self.staged.run.source.start
 
     def move(self, state: IncomingState) -> None:
         if state not in _TRANSITIONS[self.state]:

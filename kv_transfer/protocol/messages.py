@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from baton.core.ids import BlockId, HandoffId, Incarnation, NodeId
 from baton.core.logprobs import FirstToken, TokenLogprobs
 from baton.kv_transfer.errors import InvalidMessage, PeerUnreachable
+from baton.kv_transfer.layout import KvLayout, is_convertible
 
 # Part of the fingerprint: a node of another version is refused before it can be misunderstood.
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 # A transport allocates descriptors in proportion to the number of blocks of the peer.
 MAX_REGION_BLOCKS = 1 << 24
 MAX_ADDRESS = 1 << 64
@@ -34,14 +35,20 @@ class Fingerprint:
     """Properties that must be equal on both sides for a block's bytes to mean the same."""
 
     model: str  # content hash of the weights and the config
-    dtype: str
-    layout: str  # order of the axes inside one block
-    block_size: int  # tokens
-    num_layers: int  # for which a block has places
-    num_kv_heads: int
-    head_dim: int
-    kv_groups: str = ""  # their specs and layers
+    layout: KvLayout
     wire_version: int = WIRE_VERSION
+
+    def is_convertible_into(self, target: Fingerprint) -> bool:
+        """Return whether blocks can be converted into the different ones of `target`."""
+        return replace(self, layout=target.layout) == target and is_convertible(
+            self.layout, target.layout
+        )
+
+    def settings(self) -> dict[str, object]:
+        """Return what must be equal, by name, to describe how two nodes differ."""
+        layout = {each.name: getattr(self.layout, each.name) for each in fields(self.layout)}
+        versions = {"wire_version": self.wire_version, "model": self.model}
+        return versions | layout | {"dtype": self.layout.cache_dtype}
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,18 +204,11 @@ def _check_lease(lease_s: float) -> None:
     _check(is_valid, f"a lease of {lease_s} s; it must be above 0 and at most {MAX_LEASE_S:g}")
 
 
-_ONE_VERSION = "run one version of baton on all nodes"
 _ONE_MODEL = "serve one model from all nodes"
 _ADVICE = {
-    "wire_version": _ONE_VERSION,
-    "model": _ONE_MODEL,
+    "wire_version": "run one version of baton on all nodes",
     "dtype": "give all nodes one --dtype and --kv-cache-dtype",
-    "layout": _ONE_VERSION,
     "block_size": "give all nodes one --block-size",
-    "num_layers": _ONE_MODEL,
-    "num_kv_heads": _ONE_MODEL,
-    "head_dim": _ONE_MODEL,
-    "kv_groups": _ONE_MODEL,
 }
 
 
@@ -218,8 +218,9 @@ def find_mismatch(ours: Hello, theirs: Hello, *, is_converted: bool = False) -> 
     `is_converted`: the receiver converts the sender's blocks, so that they can differ.
     """
     nodes = f"on {ours.node_id} and {theirs.node_id}"
-    for name, advice in () if is_converted else _ADVICE.items():
-        our_value, their_value = getattr(ours.fingerprint, name), getattr(theirs.fingerprint, name)
+    their_settings = theirs.fingerprint.settings()
+    for name, our_value in () if is_converted else ours.fingerprint.settings().items():
+        their_value, advice = their_settings[name], _ADVICE.get(name, _ONE_MODEL)
         if our_value != their_value:
             return f"{name} differs: {our_value} and {their_value} {nodes}; {advice}"
     our_bytes, their_bytes = ours.region.block_bytes, theirs.region.block_bytes

@@ -346,7 +346,7 @@ class Receiver:
         if staging is None:
             raise RuntimeError(f"{order.handoff_id} is to be converted without a staging area")
         if not staging.fits(conversion, order):
-            needed = len(conversion.blocks_needed(order)) * conversion.region.block_bytes
+            needed = len(conversion.map(order).source) * conversion.region.block_bytes
             self._refuse(
                 incoming,
                 f"its KV takes {needed} bytes before conversion, and --kv-staging-memory is"

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from importlib.util import find_spec
 from mmap import mmap
 from typing import TYPE_CHECKING
 
 from baton.core.errors import InvalidConfig
-from baton.engine.kv_cache.groups import FULL
 from baton.engine.runner.device.host_memory import huge_page_memory
 from baton.engine.runner.loaded_runner import CachingRunner, LoadedRunner, has_kv_cache
-from baton.engine.runner.model_info import KvMemory
 from baton.kv_transfer.errors import TransportMissing
-from baton.kv_transfer.foreign.metadata import KvShape
+from baton.kv_transfer.fence import Fence
+from baton.kv_transfer.layout import KvLayout
 from baton.kv_transfer.transports.base import UcxConfig
 from baton.kv_transfer.transports.nixl import import_nixl
 from baton.node.options import NodeOptions
 
 if TYPE_CHECKING:
     from baton.kv_transfer.foreign.reader import VllmReader
-
-NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def make_foreign_reader(
@@ -36,28 +33,22 @@ def make_foreign_reader(
     from baton.kv_transfer.foreign.reader import VllmReader
     from baton.kv_transfer.foreign.runs import RunRead
 
-    if not has_kv_cache(runner) or not _is_plain(runner.kv_memory):
+    if not has_kv_cache(runner) or not _can_read(runner.kv_memory.blocks):
         raise InvalidConfig(
             "--kv-sources needs a model whose layers all attend to all tokens, without latent "
             "attention and recurrent layers: leave the option out"
         )
-    memory = runner.kv_memory
-    dtype = memory.dtype.rpartition("/")[2]
-    shape = KvShape(
-        options.runner.model,
-        dtype,
-        memory.num_layers,
-        memory.num_kv_heads,
-        memory.head_dim,
-        NUMBER_BYTES[dtype],
-    )
+    layout, model = runner.kv_memory.blocks, options.runner.model
 
     def settings(note: Callable[[RunRead | PullEnded], None]) -> ReadSettings:
         ucx = UcxConfig(options.kv_tls, options.kv_device)
-        return ReadSettings(shape, memory.block_size, ucx, *_staging(runner), note)
+        return ReadSettings(layout, ucx, *_staging(runner), note)
 
-    convert = partial(runner.blocks.convert_foreign, dtype=dtype)
-    return VllmReader(options.kv_sources, settings, convert, wake)
+    def convert(read: RunRead) -> Fence:
+        return runner.blocks.convert(read.bay.memory, read.staged_for(layout))
+
+    sources = [replace(source, model=source.model or model) for source in options.kv_sources]
+    return VllmReader(sources, settings, convert, wake)
 
 
 def check_libraries() -> None:
@@ -67,10 +58,8 @@ def check_libraries() -> None:
     import_nixl()
 
 
-def _is_plain(memory: KvMemory) -> bool:
-    groups = memory.layout.groups
-    is_one_group = len(groups) == 1 and groups[0].spec == FULL and memory.num_tensors == 2
-    return is_one_group and not memory.layout.has_state
+def _can_read(layout: KvLayout) -> bool:
+    return layout.is_uniform and layout.num_tensors == 2
 
 
 def _staging(runner: CachingRunner) -> tuple[Callable[[int], mmap], Callable[[mmap], None]]:

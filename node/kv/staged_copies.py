@@ -11,7 +11,7 @@ from typing import Protocol
 from baton.core.ids import BlockId
 from baton.engine.runner.attention.kv_blocks import KvBlocks
 from baton.kv_transfer.fence import Fence
-from baton.kv_transfer.protocol.conversion import StagedBlocks
+from baton.kv_transfer.layout import StagedRun
 from baton.kv_transfer.protocol.messages import Region
 from baton.kv_transfer.records import TransferRole
 from baton.kv_transfer.transports.base import LayerRange
@@ -46,8 +46,8 @@ class StagedCopies:
         copied = self.blocks.copy_out(target, block_ids, layers, slots)
         return self._noted(copied, TransferRole.SENT, num_bytes, began_s)
 
-    def convert(self, memory: mmap, staged: StagedBlocks) -> Fence:
-        num_bytes = len(staged.block_ids) * staged.conversion.region.block_bytes
+    def convert(self, memory: mmap, staged: StagedRun) -> Fence:
+        num_bytes = staged.num_blocks * staged.source.block_bytes
         began_s = self.clock()
         copied = self.blocks.convert(memory, staged)
         return self._noted(copied, TransferRole.RECEIVED, num_bytes, began_s)

@@ -88,7 +88,7 @@ def _make_staging(num_bytes: int, runner: CachingRunner, copies: Copies) -> Stag
     if runner.kv_memory.device != "cpu":
         runner.blocks.pin(memory)
     region = Region(_address_of(memory), num_blocks=1, block_bytes=num_bytes)
-    return StagingArea(region, partial(copies.convert, memory))
+    return StagingArea(region, lambda staged: copies.convert(memory, staged.staged_run))
 
 
 def _open_transport(

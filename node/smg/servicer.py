@@ -161,9 +161,9 @@ class SmgNodeServicer(UnservedMethods, sglang_scheduler_pb2_grpc.SglangScheduler
                 "max_total_tokens": self._num_tokens,
                 "max_running_requests": card.max_num_seqs,
                 "disaggregation_mode": role_of(card.legs),
-                "page_size": card.fingerprint.block_size,
-                "kv_cache_dtype": card.fingerprint.dtype,
-                "dtype": card.fingerprint.dtype,
+                "page_size": card.fingerprint.layout.block_size,
+                "kv_cache_dtype": card.fingerprint.layout.cache_dtype,
+                "dtype": card.fingerprint.layout.cache_dtype,
                 "weight_version": card.fingerprint.model,
             }
         )
@@ -183,7 +183,7 @@ class SmgNodeServicer(UnservedMethods, sglang_scheduler_pb2_grpc.SglangScheduler
         card = self._state.card
         async with named_errors(context, node_id=card.node_id):
             stats = await self._read_stats()
-        num_used = (card.num_blocks - stats.num_free_blocks) * card.fingerprint.block_size
+        num_used = (card.num_blocks - stats.num_free_blocks) * card.fingerprint.layout.block_size
         usage = num_used / max(1, self._num_tokens)
         num_running = stats.num_running + stats.num_ready
         num_waiting = stats.num_waiting + stats.num_waiting_for_fsm
@@ -232,7 +232,7 @@ class SmgNodeServicer(UnservedMethods, sglang_scheduler_pb2_grpc.SglangScheduler
     @property
     def _num_tokens(self) -> int:
         """Tokens that the KV cache holds."""
-        return self._state.card.num_blocks * self._state.card.fingerprint.block_size
+        return self._state.card.num_blocks * self._state.card.fingerprint.layout.block_size
 
 
 def _is_last(reported: ReportedOutput) -> bool:

@@ -78,7 +78,7 @@ class RouteFinder:
         capacity = decode.card.max_num_seqs
         if capacity and self._table.node_load(decode).num_requests >= capacity:
             return None
-        block_size = decode.card.fingerprint.block_size
+        block_size = decode.card.fingerprint.layout.block_size
         num_missing = 1 + (len(request.prompt_token_ids) - 1) % block_size
         return Route(decoded_on(decode), "its prompt is there, for another answer", num_missing)
 

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from baton.core.legs import GENERATING, LegKind
 from baton.core.logprobs import RAW_LOGPROBS
-from baton.kv_transfer.protocol.conversion import is_convertible
 from baton.kv_transfer.protocol.messages import Fingerprint
 from baton.rpc.node_info import NodeCard
 
@@ -43,7 +42,7 @@ class Node:
     @property
     def revision(self) -> Revision:
         fingerprint = self.card.fingerprint
-        return Revision(fingerprint.model, fingerprint.dtype, self.card.logprobs_mode)
+        return Revision(fingerprint.model, fingerprint.layout.cache_dtype, self.card.logprobs_mode)
 
     @property
     def kind(self) -> NodeKind:
@@ -63,7 +62,7 @@ class Node:
         has_room = theirs.block_bytes <= ours.kv_staging_bytes
         is_one_path = ours.kv_transport == theirs.kv_transport
         are_alike = is_one_path and ours.logprobs_mode == theirs.logprobs_mode
-        return has_room and are_alike and is_convertible(theirs.fingerprint, ours.fingerprint)
+        return has_room and are_alike and theirs.fingerprint.is_convertible_into(ours.fingerprint)
 
 
 @dataclass(frozen=True, slots=True)

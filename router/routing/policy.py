@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from baton.core.ids import ANY_MODEL, ModelVariant
 from baton.core.legs import LegKind
@@ -141,7 +141,7 @@ def _choose_for_foreign_kv(
     decodes = _concatenate([group.decodes for group in groups])
     readers = [node for node in decodes if node.address in request.foreign_kv_readers]
     decode = pick(routing, view, LegKind.DECODE, readers or decodes)
-    num_missing = 1 + (request.num_tokens - 1) % decode.card.fingerprint.block_size
+    num_missing = 1 + (request.num_tokens - 1) % decode.card.fingerprint.layout.block_size
     return Route(decoded_on(decode), FOREIGN_KV, num_missing, is_paced=True)
 
 
@@ -299,11 +299,11 @@ def _unpaired_reason(table: NodeTable, groups: Sequence[NodeGroup], request: Rou
 
 def _mismatch(prefill: Node, decode: Node) -> str:
     """Describe the settings in which two nodes differ."""
+    on_prefill, on_decode = (node.card.fingerprint.settings() for node in (prefill, decode))
     differing = [
-        f"{name} {getattr(prefill.card.fingerprint, name)} and {getattr(on_decode, name)}"
-        for on_decode in (decode.card.fingerprint,)
-        for name in (field.name for field in fields(on_decode))
-        if getattr(prefill.card.fingerprint, name) != getattr(on_decode, name)
+        f"{name} {value} and {on_decode[name]}"
+        for name, value in on_prefill.items()
+        if value != on_decode[name]
     ]
     for name in ("block_bytes", "kv_transport", "logprobs_mode"):
         prefill_value, decode_value = getattr(prefill.card, name), getattr(decode.card, name)

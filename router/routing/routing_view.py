@@ -121,7 +121,7 @@ class RoutingView:
             num_evicted = num_tokens - num_cached
             num_blank = card.num_distinct_blocks - num_reported(node.address)
             if num_blank > 0:
-                num_evicted -= num_blank * card.fingerprint.block_size
+                num_evicted -= num_blank * card.fingerprint.layout.block_size
             if num_evicted > 0:
                 costs[index] += int(EVICTION_WEIGHT * num_evicted)
             num_held = held.get(kind_number(node.address), 0) if held else 0

@@ -100,13 +100,13 @@ def test_landed_kv_equals_the_computed_kv(waits_at_pass_end: bool) -> None:
 
 def test_layers_are_sent_at_the_end_of_a_pass_once_their_fences_have_passed() -> None:
     world, node, memory = in_a_pass()
-    for _ in range(FINGERPRINT.num_layers):
+    for _ in range(FINGERPRINT.layout.num_layers):
         world.end_layer(node)
     assert not world.wire.flights
 
     node.worker.pass_done(world.now)
 
-    assert len(world.wire.flights) == FINGERPRINT.num_layers
+    assert len(world.wire.flights) == FINGERPRINT.layout.num_layers
     assert memory.fence().is_passed
 
 

@@ -22,9 +22,8 @@ from baton.core.foreign_kv import ForeignKv
 from baton.core.ids import BlockId
 from baton.engine.runner.device.host_memory import huge_page_memory
 from baton.kv_transfer.fence import PASSED, Fence
-from baton.kv_transfer.foreign.config import ForeignSource, KvPacking
+from baton.kv_transfer.foreign.config import ForeignSource
 from baton.kv_transfer.foreign.connection import PullEnded, ReadSettings
-from baton.kv_transfer.foreign.metadata import KvShape
 from baton.kv_transfer.foreign.reader import VllmReader
 from baton.kv_transfer.foreign.runs import RunRead
 from baton.kv_transfer.foreign.types import (
@@ -33,12 +32,13 @@ from baton.kv_transfer.foreign.types import (
     ForeignPullId,
     ForeignRelease,
 )
+from baton.kv_transfer.layout import KvPacking
 from baton.kv_transfer.tiers.block_memory import BlockMemory
 from baton.kv_transfer.transports.base import UcxConfig
 from tests.support.device_kv import DeviceMemory
-from tests.support.fake_vllm import HOST, SHAPE, FakeGeometry, FakeVllm, on_engine
+from tests.support.fake_vllm import HOST, LAYOUT, FakeGeometry, FakeVllm, on_engine
 
-BLOCK_SIZE = 16
+BLOCK_SIZE = LAYOUT.block_size
 LOOPBACK = UcxConfig("tcp", "lo")
 END_S = 20.0
 
@@ -46,12 +46,11 @@ END_S = 20.0
 class Node:
     """A reader as a node uses it. What is converted is kept as bytes, by block of the server."""
 
-    def __init__(self, *sources: ForeignSource, shape: KvShape = SHAPE) -> None:
+    def __init__(self, *sources: ForeignSource) -> None:
         self.converted: list[tuple[RunRead, bytes]] = []
         self.woken = queue.SimpleQueue[None]()
         self._calls = queue.SimpleQueue[None]()  # of the clock
         self.late_s = 0.0  # by which the clock is ahead
-        self._shape = shape
         self.reader = VllmReader(
             sources, self._settings, self._convert, lambda: self.woken.put(None), self.clock
         )
@@ -88,15 +87,13 @@ class Node:
         return ended
 
     def _settings(self, note: Callable[[RunRead | PullEnded], None]) -> ReadSettings:
-        return ReadSettings(
-            self._shape, BLOCK_SIZE, LOOPBACK, huge_page_memory, self._release, note
-        )
+        return ReadSettings(LAYOUT, LOOPBACK, huge_page_memory, self._release, note)
 
     def _release(self, memory: mmap) -> None:
         """On a CPU the memory is freed with its last reference."""
 
     def _convert(self, read: RunRead) -> Fence:
-        count = len(read.run.remote_block_ids) * read.blocks.block_bytes
+        count = len(read.run.source) * read.blocks.layout.block_bytes
         memory, offset = read.bay
         self.converted.append((read, memory[offset : offset + count]))
         return PASSED
@@ -143,8 +140,8 @@ class DeviceNode(Node):
 
 
 @contextmanager
-def node(*sources: ForeignSource, shape: KvShape = SHAPE) -> Iterator[Node]:
-    it = Node(*sources, shape=shape)
+def node(*sources: ForeignSource) -> Iterator[Node]:
+    it = Node(*sources)
     with it.reader:
         yield it
 
@@ -182,7 +179,7 @@ def test_blocks_are_read_and_the_server_may_release_them(server: FakeVllm) -> No
         [(read, content)] = it.converted
         assert content == server.block(5) + server.block(3) + server.block(9)
         assert read.run.first_token == 0
-        assert read.run.block_ids == tuple(range(100, 105))
+        assert read.staged_for(LAYOUT).block_ids == tuple(range(100, 105))
         server.await_note(lambda note: note == "HB:cmpl-1")
         server.await_note(lambda note: note == "cmpl-1:1")
         assert it.reader.num_bytes == len(content)
@@ -192,7 +189,7 @@ def test_only_blocks_with_missing_tokens_are_read(server: FakeVllm) -> None:
     with node(server.source) as it:
         it.pull(server.kv((5, 3, 9, 4)), (3, 4, 7))
         it.await_end()
-        runs = [(read.run.remote_block_ids, read.run.first_token) for read, _ in it.converted]
+        runs = [(read.block_ids, read.run.first_token) for read, _ in it.converted]
         # A block of the server has two of this node.
         assert runs == [((3, 9), 16), ((4,), 16)]
 
@@ -205,7 +202,7 @@ def test_a_long_prompt_is_read_in_runs() -> None:
         it.pull(server.kv(tuple(range(12))), tuple(range(num_places)))
         [ended] = it.await_end()
         assert all(ended.are_filled)
-        assert [len(read.run.remote_block_ids) for read, _ in it.converted] == [5, 5, 2]
+        assert [len(read.run.source) for read, _ in it.converted] == [5, 5, 2]
         assert b"".join(content for _, content in it.converted) == b"".join(
             server.block(block_id) for block_id in range(12)
         )
@@ -399,7 +396,7 @@ def large_server() -> Iterator[tuple[subprocess.Popen[str], ForeignSource, Forei
     with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as process:
         assert process.stdout is not None
         port = json.loads(process.stdout.readline())["port"]
-        source = ForeignSource(HOST, port, packing=KvPacking.VEC)
+        source = ForeignSource(HOST, port, "models/demo", KvPacking.VLLM_VEC)
         yield process, source, ForeignKv(HOST, port, "engine-1", "cmpl-1", (0, 1), 2 << 14)
         os.kill(process.pid, signal.SIGKILL)
 

@@ -101,7 +101,7 @@ class SeenLayers:
         self._note("pass")
 
     def _note(self, what: str) -> None:
-        layers = range(self._memory.num_layers)
+        layers = range(self._memory.blocks.num_layers)
         written = [bool(layer_of(self._memory, self._block, each).all()) for each in layers]
         self.reported.append((what, written))
 

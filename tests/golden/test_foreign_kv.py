@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,20 +11,20 @@ from torch import Tensor
 
 from baton.core.foreign_kv import ForeignKv
 from baton.core.ids import BlockId
-from baton.engine.runner.attention.foreign_kv import unpack
 from baton.engine.runner.attention.int8_kv import dequantize
 from baton.engine.runner.attention.kv_blocks import KvBlocks
+from baton.engine.runner.attention.kv_conversion import view_blocks
 from baton.engine.runner.device.device import CpuDevice
 from baton.engine.runner.device.host_memory import huge_page_memory
-from baton.kv_transfer.foreign.config import KvPacking
 from baton.kv_transfer.foreign.metadata import ForeignBlocks
-from baton.kv_transfer.foreign.runs import Bay, RunRead, split_pull
+from baton.kv_transfer.foreign.runs import Bay, RunRead, min_run_blocks
 from baton.kv_transfer.foreign.types import ForeignPull, ForeignPullId
+from baton.kv_transfer.layout import KvLayout, KvPacking, layout_map
 from tools.vllm_kv_bytes import DIM, HEADS, NUM_BLOCKS, SIZE
 
 RECORDED = Path(__file__).parent / "vllm"
 NUM_TOKENS = NUM_BLOCKS * SIZE
-SHAPE = (1, HEADS, SIZE, DIM)
+LAYOUT = KvLayout("bfloat16", SIZE, 1, HEADS, DIM)  # of this node
 
 
 def tokens() -> Tensor:
@@ -38,18 +39,20 @@ def blocks_of(numbers: Tensor) -> Tensor:
     return blocks.permute(1, 0, 3, 2, 4).unsqueeze(1)
 
 
-@pytest.mark.parametrize("packing", [KvPacking.VEC, KvPacking.AMX])
+@pytest.mark.parametrize("packing", [KvPacking.VLLM_VEC, KvPacking.VLLM_AMX])
 def test_blocks_of_vllms_kernel_are_unpacked(packing: KvPacking) -> None:
     """`amx` is recorded from the same function, compiled from vLLM 0.32.0's sources."""
     recorded = bytearray((RECORDED / f"{packing.value}.bin").read_bytes())
-    memory = torch.frombuffer(recorded, dtype=torch.int16)
-    assert torch.equal(unpack(memory, packing, SHAPE), blocks_of(tokens()))
+    memory = torch.frombuffer(recorded, dtype=torch.uint8)
+    unpacked = view_blocks(memory, replace(LAYOUT, packing=packing))
+    assert torch.equal(unpacked.view(torch.int16), blocks_of(tokens()))
 
 
 def test_plain_blocks_are_unpacked() -> None:
     keys, values = blocks_of(tokens()).unbind(2)
-    memory = torch.cat((keys, values), dim=-1).flatten()
-    assert torch.equal(unpack(memory, KvPacking.PLAIN, SHAPE), blocks_of(tokens()))
+    memory = torch.cat((keys, values), dim=-1).flatten().view(torch.uint8)
+    unpacked = view_blocks(memory, replace(LAYOUT, packing=KvPacking.VLLM))
+    assert torch.equal(unpacked.view(torch.int16), blocks_of(tokens()))
 
 
 @pytest.mark.parametrize("size", [8, 16, 32, 48])
@@ -64,27 +67,28 @@ def test_blocks_of_another_size_enter_the_kv_cache(size: int, dtype: torch.dtype
         agent_metadata=b"",
         layer_addresses=(1,),
         layer_strides=(1,),
-        layer_bytes=2 * HEADS * SIZE * DIM * 2,
         num_blocks=NUM_BLOCKS,
-        block_size=SIZE,
-        packing=KvPacking.VEC,
+        layout=replace(LAYOUT, packing=KvPacking.VLLM_VEC),
         device_id=0,
         is_on_cpu=True,
     )
     source = ForeignKv("h", 1, "e", "r", tuple(range(NUM_BLOCKS)), NUM_TOKENS)
     pull = ForeignPull(ForeignPullId(1), source, 0.0, tuple(range(num_places)), target_ids)
-    memory = huge_page_memory(2 * NUM_BLOCKS * foreign.block_bytes)
+    memory = huge_page_memory(2 * NUM_BLOCKS * foreign.layout.block_bytes)
     recorded, blocks = (RECORDED / "vec.bin").read_bytes(), KvBlocks(kv, CpuDevice())
-    for run in split_pull(pull, size, SIZE, max_blocks=-(-size // SIZE) + 1):
-        offset = foreign.block_bytes  # not at the beginning
-        bytes_each = foreign.block_bytes
+    is_int8 = dtype is torch.int8
+    target = replace(
+        LAYOUT, block_size=size, packing=KvPacking.INT8 if is_int8 else KvPacking.PLAIN
+    )
+    max_blocks = min_run_blocks(size, SIZE)
+    for run in layout_map(foreign.layout, target, pull.places, max_blocks=max_blocks):
+        offset = bytes_each = foreign.layout.block_bytes  # not at the beginning
         content = b"".join(
-            recorded[index * bytes_each : (index + 1) * bytes_each]
-            for index in run.remote_block_ids
+            recorded[index * bytes_each : (index + 1) * bytes_each] for index in run.source
         )
         memory[offset : offset + len(content)] = content
         read = RunRead(pull, run, foreign, Bay(memory, offset), lambda _: None)
-        assert blocks.convert_foreign(read, "bfloat16").is_passed
+        assert blocks.convert(memory, read.staged_for(target)).is_passed
     expected = tokens()[:, : num_places * size].view(torch.bfloat16)
     landed = kv[list(target_ids)]
     if dtype is torch.int8:

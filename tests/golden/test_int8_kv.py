@@ -14,6 +14,7 @@ from torch import Tensor
 from baton.core.errors import InvalidConfig
 from baton.core.sampling import SamplingParams
 from baton.engine.runner.load import RunnerConfig, load_runner
+from baton.kv_transfer.layout import KvPacking
 from baton.llm import LLM
 from tests.support.kernels import kernels_by_variant
 from tests.support.models import prompt_of
@@ -75,7 +76,7 @@ def test_a_family_with_int8_kv_finds_a_prompt_about_as_likely(
         with LLM(folder, kv_cache_memory=BUDGET, kv_cache_dtype=kv_cache_dtype) as llm:
             [answer] = llm.generate(prompt_of(60), sampling)
             assert llm.kv_memory is not None
-            assert llm.kv_memory.dtype.startswith("int8") == (kv_cache_dtype == "int8")
+            assert (llm.kv_memory.blocks.packing is KvPacking.INT8) == (kv_cache_dtype == "int8")
         found.append(torch.tensor([one.logprob for one in answer.prompt_logprobs or () if one]))
 
     assert (found[0] - found[1]).abs().median() < 0.05
@@ -92,8 +93,8 @@ def test_an_int8_block_has_one_byte_per_number_and_two_per_scale() -> None:
 
     slots = 16 * 4 * 2 * 2  # tokens, layers, keys and values, heads
     assert [each.block_bytes for each in sizes] == [slots * 64 * 2, slots * (64 + 2)]
-    assert [each.dtype for each in sizes] == ["bfloat16", "int8/bfloat16"]
-    assert {(each.head_dim, each.layer_bytes * 4 == each.block_bytes) for each in sizes} == {
+    assert [each.blocks.cache_dtype for each in sizes] == ["bfloat16", "int8/bfloat16"]
+    assert {(each.blocks.head_dim, each.layer_bytes * 4 == each.block_bytes) for each in sizes} == {
         (64, True)
     }
     assert sizes[1].num_blocks == (1 << 20) // sizes[1].block_bytes

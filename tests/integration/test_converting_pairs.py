@@ -47,7 +47,7 @@ def test_tokens_with_different_block_sizes_equal_those_of_one_engine(
 
     assert answer.was_handed_over
     assert answer.token_ids == local.generate(prompt, greedy(NUM_TOKENS))[0].token_ids
-    p_size, d_size = (card.fingerprint.block_size for card in (pair.p_card, pair.d_card))
+    p_size, d_size = (card.fingerprint.layout.block_size for card in (pair.p_card, pair.d_card))
     summary = answer.decode.summary
     assert summary.kv_conversion == f"block_size {p_size} to {d_size}"
     assert summary.kv_blocks == -(-length // p_size)
@@ -64,7 +64,7 @@ def test_a_prefix_that_ends_within_a_block_of_the_sender_is_kept(
 
     answer = pair.answer(prompt, greedy(NUM_TOKENS))
 
-    p_size, d_size = (card.fingerprint.block_size for card in (pair.p_card, pair.d_card))
+    p_size, d_size = (card.fingerprint.layout.block_size for card in (pair.p_card, pair.d_card))
     num_cached = known // d_size * d_size
     assert answer.token_ids == local.generate(prompt, greedy(NUM_TOKENS))[0].token_ids
     assert answer.decode.summary.prompt_tokens_cached == num_cached

@@ -23,7 +23,7 @@ from baton.cluster import ClusterOptions, LocalCluster
 from baton.core.foreign_kv import ForeignKv
 from baton.core.sampling import SamplingParams
 from baton.engine.runner.load import RunnerConfig, load_runner
-from baton.kv_transfer.foreign.metadata import KvShape
+from baton.kv_transfer.layout import KvLayout
 from baton.rpc.node_info import NodeAvailability, NodeStatus
 from tests.support.fake_vllm import HOST, FakeGeometry, FakeVllm
 from tests.support.fake_vllm_server import FakeVllmServer
@@ -96,9 +96,9 @@ class World:
 
 @pytest.fixture(scope="module")
 def world(model_folder: Path, cluster_options: Callable[..., ClusterOptions]) -> Iterator[World]:
-    shape = KvShape(str(model_folder), "float32", 2, 2, 16, number_bytes=4)
+    layout = KvLayout("float32", 16, 2, 2, 16)
     with (
-        FakeVllm(FakeGeometry(shape)) as server,
+        FakeVllm(FakeGeometry(layout, str(model_folder))) as server,
         load_runner(RunnerConfig(str(model_folder), kv_cache_bytes=1 << 20)) as runner,
         FakeVllmServer(server, runner, str(model_folder)) as api,
     ):

@@ -27,7 +27,7 @@ NUM_STAGED_HISTORIES = num_examples(60)
 NUM_PROVING_HISTORIES = num_examples(150)
 QUIET_END_S = 25.0  # duration of a hold: decode gave up before it could report it
 NUM_STEPS = 120
-NUM_LAYERS = FINGERPRINT.num_layers
+NUM_LAYERS = FINGERPRINT.layout.num_layers
 NAMES = tuple(f"block {number}".encode() for number in range(5))  # of cached blocks
 PULLING_SHARE = 0.4  # of the histories
 

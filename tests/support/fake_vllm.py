@@ -22,27 +22,28 @@ import msgspec
 import zmq
 
 from baton.core.foreign_kv import ForeignKv
-from baton.kv_transfer.foreign.config import ForeignSource, KvPacking
-from baton.kv_transfer.foreign.metadata import CPU_BACKEND, KvShape, compatibility_hash
+from baton.kv_transfer.foreign.config import ForeignSource
+from baton.kv_transfer.foreign.metadata import CPU_BACKEND, compatibility_hash
+from baton.kv_transfer.layout import KvLayout, KvPacking
 from baton.kv_transfer.transports.nixl import agent_config, import_nixl
 
 HOST = "127.0.0.1"
-SHAPE = KvShape("models/demo", "bfloat16", num_layers=3, num_kv_heads=2, head_dim=16)
+LAYOUT = KvLayout("bfloat16", 16, num_layers=3, num_kv_heads=2, head_dim=16)  # of nodes
 POLL_MS = 1
 LOOPBACK = {"engine_config": "NET_DEVICES=lo,TLS=tcp"}
 
 
 @dataclass(frozen=True, slots=True)
 class FakeGeometry:
-    shape: KvShape = SHAPE
+    node: KvLayout = LAYOUT
+    model: str = "models/demo"
     num_blocks: int = 64
     block_size: int = 32
     backend: str = CPU_BACKEND
 
     @property
     def layer_bytes(self) -> int:
-        numbers = 2 * self.shape.num_kv_heads * self.block_size * self.shape.head_dim
-        return numbers * self.shape.number_bytes
+        return replace(self.node, block_size=self.block_size).layer_bytes
 
 
 class FakeVllm:
@@ -52,7 +53,7 @@ class FakeVllm:
         self.geometry = geometry = geometry or FakeGeometry()
         self.engine_id = engine_id
         num_bytes = geometry.num_blocks * geometry.layer_bytes
-        self.layers = [mmap.mmap(-1, num_bytes) for _ in range(geometry.shape.num_layers)]
+        self.layers = [mmap.mmap(-1, num_bytes) for _ in range(geometry.node.num_layers)]
         for layer in self.layers:
             layer.write(os.urandom(num_bytes))
         self.notes: list[str] = []
@@ -64,9 +65,7 @@ class FakeVllm:
         self._socket = self._context.socket(zmq.ROUTER)
         self.port = self._socket.bind_to_random_port(f"tcp://{HOST}")
         self.metadata = self._metadata()
-        self.hash = compatibility_hash(
-            self.source, geometry.shape, geometry.backend, is_hybrid=True
-        )
+        self.hash = compatibility_hash(self.source, geometry.node, geometry.backend, is_hybrid=True)
         self.change_reply: Callable[[list[bytes]], list[bytes]] = lambda parts: parts
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run)
@@ -83,8 +82,8 @@ class FakeVllm:
 
     @property
     def source(self) -> ForeignSource:
-        packing = KvPacking.VEC if self.geometry.backend == CPU_BACKEND else None
-        return ForeignSource(HOST, self.port, packing=packing)
+        packing = KvPacking.VLLM_VEC if self.geometry.backend == CPU_BACKEND else None
+        return ForeignSource(HOST, self.port, self.geometry.model, packing)
 
     def kv(self, block_ids: tuple[int, ...], request_id: str = "cmpl-1") -> ForeignKv:
         num_tokens = len(block_ids) * self.geometry.block_size
@@ -132,7 +131,7 @@ class FakeVllm:
         return agent
 
     def _metadata(self) -> dict[str, Any]:
-        geometry, num_layers = self.geometry, self.geometry.shape.num_layers
+        geometry, num_layers = self.geometry, self.geometry.node.num_layers
         return {
             "engine_id": self.engine_id,
             "agent_metadata": self._agent.getLocalMD(),

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from baton.core.ids import BlockId, HandoffId, Incarnation, NodeId, Peer
 from baton.core.logprobs import FirstToken
 from baton.kv_transfer.config import KvWorkerConfig, ReceiverConfig, SenderConfig
+from baton.kv_transfer.layout import KvLayout
 from baton.kv_transfer.pairs import Identity
 from baton.kv_transfer.protocol.messages import Fingerprint, Grant, LinkMessage
 from baton.kv_transfer.transports.base import Transport
@@ -39,7 +40,7 @@ from tests.support.memory_transport import MemoryChannel, MemoryTransport, Wire
 from tests.support.staged_memory import StagedMemory
 
 MAX_SETTLE_STEPS, SETTLE_STEP_S = 100, 2.0
-FINGERPRINT = Fingerprint("model", "float32", "layers-first", 16, 2, 2, 8)
+FINGERPRINT = Fingerprint("model", KvLayout("float32", 16, 2, 2, 8))
 CONFIG = KvWorkerConfig(
     receiver=ReceiverConfig(lease_s=3, silence_s=7, fence_age_s=7, give_up_s=60),
     sender=SenderConfig(
@@ -292,14 +293,14 @@ class World:
     def end_layer(self, node: Node) -> None:
         if node.num_layers_ended is None:
             return
-        layer, layer_bytes = node.num_layers_ended, BLOCK_BYTES // FINGERPRINT.num_layers
+        layer, layer_bytes = node.num_layers_ended, BLOCK_BYTES // FINGERPRINT.layout.num_layers
         part = slice(layer * layer_bytes, (layer + 1) * layer_bytes)
         for handoff_id, sending in self._in_pass(node).items():
             for place in range(sending.num_sent, sending.num_sent + sending.num_coming):
                 held = bytearray(node.memory.computed(sending.block_ids[place]))
                 held[part] = content_of(handoff_id, sending.labels[place])[part]
                 node.memory.put(sending.block_ids[place], bytes(held))
-            for place in sending.state_places if layer + 1 == FINGERPRINT.num_layers else ():
+            for place in sending.state_places if layer + 1 == FINGERPRINT.layout.num_layers else ():
                 state = content_of(handoff_id, sending.labels[place])
                 node.memory.put(sending.block_ids[place], state)
         node.num_layers_ended += 1
@@ -307,7 +308,10 @@ class World:
 
     def end_pass(self, node: Node) -> None:
         """Send the computed blocks."""
-        while node.num_layers_ended is not None and node.num_layers_ended < FINGERPRINT.num_layers:
+        while (
+            node.num_layers_ended is not None
+            and node.num_layers_ended < FINGERPRINT.layout.num_layers
+        ):
             self.end_layer(node)
         if node.num_layers_ended is not None and self.waits_at_pass_end:
             node.worker.pass_done(self.now)

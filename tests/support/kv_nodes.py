@@ -14,6 +14,7 @@ from typing import Any
 
 from baton.core.ids import BlockId, HandoffId, Incarnation, NodeId, Peer
 from baton.kv_transfer.config import KvWorkerConfig, ReceiverConfig, SenderConfig
+from baton.kv_transfer.layout import KvLayout
 from baton.kv_transfer.pairs import Identity
 from baton.kv_transfer.protocol.messages import Fingerprint, Region
 from baton.kv_transfer.records import TransferRecord
@@ -25,7 +26,7 @@ from tests.support.transport_endpoints import MAKERS
 from tests.support.waits import await_value
 
 WAIT_S = 60.0
-FINGERPRINT = Fingerprint("model", "float32", "layers-first", 16, 2, 2, 8)
+FINGERPRINT = Fingerprint("model", KvLayout("float32", 16, 2, 2, 8))
 BLOCK_BYTES = 65536
 SILENCE_S, HOLD_S = 600.0, 60.0
 # On a busy machine, seconds can pass before a process runs. Limits are therefore long, and a test

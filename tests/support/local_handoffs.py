@@ -214,14 +214,4 @@ class LocalHandoffs:
 
 
 def fingerprint_of(runner: TorchRunner) -> Fingerprint:
-    memory = runner.kv_memory
-    return Fingerprint(
-        runner.info.fingerprint,
-        memory.dtype,
-        "layers-first",
-        memory.block_size,
-        memory.num_layers,
-        memory.num_kv_heads,
-        memory.head_dim,
-        str(memory.layout),
-    )
+    return Fingerprint(runner.info.fingerprint, runner.kv_memory.blocks)

@@ -17,6 +17,7 @@ from baton.core.request import EngineRequest
 from baton.core.task import PREFETCH
 from baton.core.vectors import Floats
 from baton.engine.kv_cache.block_hashes import PrefixNaming
+from baton.kv_transfer.layout import KvLayout, MemoryKind
 from baton.kv_transfer.protocol.messages import Fingerprint
 from baton.router.dispatch.node_rpcs import Deliver, LegEvent, LegOutput
 from baton.router.routing.node_table import NodeTable
@@ -27,8 +28,13 @@ from baton.rpc.errors import NodeFailed
 from baton.rpc.messages.calls import CallReport, handoff_id_of
 from baton.rpc.node_info import NodeCard
 
-FINGERPRINT = Fingerprint("m", "float32", "l", 16, 2, 2, 16)
+FINGERPRINT = Fingerprint("m", KvLayout("float32", 16, 2, 2, 16, kinds=(MemoryKind((0, 1)),)))
 NAMING = PrefixNaming(16, "m")
+
+
+def other_layout(**changes: Any) -> Fingerprint:
+    """Return the fingerprint of nodes whose layout differs."""
+    return replace(FINGERPRINT, layout=replace(FINGERPRINT.layout, **changes))
 
 
 def a_card(role: LegKind, name: str = "", *, fingerprint: Fingerprint = FINGERPRINT) -> NodeCard:

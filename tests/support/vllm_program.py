@@ -10,7 +10,6 @@ import argparse
 import signal
 
 from baton.engine.runner.load import RunnerConfig, load_runner
-from baton.kv_transfer.foreign.metadata import KvShape
 from baton.rpc.process_end import end_with_parent
 from baton.rpc.server import READY_PREFIX
 from tests.support.fake_vllm import HOST, FakeGeometry, FakeVllm
@@ -30,10 +29,9 @@ def main() -> None:
     end_with_parent(given.parent_pid)
     config = RunnerConfig(given.model, dtype="float32", kv_cache_bytes=KV_CACHE_BYTES)
     with load_runner(config) as runner:
-        _, num_layers, _, num_heads, _, head_dim = runner.blocks.kv.shape
-        shape = KvShape(given.model, "float32", num_layers, num_heads, head_dim, number_bytes=4)
+        geometry = FakeGeometry(runner.kv_memory.blocks, given.model, NUM_BLOCKS)
         with (
-            FakeVllm(FakeGeometry(shape, num_blocks=NUM_BLOCKS)) as peer,
+            FakeVllm(geometry) as peer,
             FakeVllmServer(peer, runner, given.model) as api,
         ):
             api.is_healthy, api.refused_lengths = True, range(*given.refused_lengths)

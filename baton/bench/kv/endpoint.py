@@ -29,6 +29,7 @@ from baton.core.ids import BlockId, HandoffId, Incarnation, NodeId, Peer
 from baton.core.logprobs import FirstToken
 from baton.engine.runner.device.host_memory import huge_page_memory
 from baton.kv_transfer.config import KvWorkerConfig
+from baton.kv_transfer.layout import KvLayout
 from baton.kv_transfer.pairs import Identity
 from baton.kv_transfer.protocol.messages import Fingerprint, Region
 from baton.kv_transfer.records import TransferRecord, TransferRole
@@ -119,7 +120,7 @@ async def _station(
 ) -> AsyncIterator[_Station]:
     links = GrpcLinks()
     node_id = NodeId(f"{plan.name}-{verify}")
-    fingerprint = Fingerprint("bench", "uint8", "block", 1, plan.num_layers, 1, plan.block_bytes)
+    fingerprint = Fingerprint("bench", KvLayout("uint8", 1, plan.num_layers, 1, plan.block_bytes))
     identity = Identity(node_id, Incarnation(os.urandom(4).hex()), fingerprint)
     transport = open_transport(plan.transport, plan.tls, region)
     worker = KvTransferWorker(identity, region, transport, links, KvWorkerConfig(verify=verify))

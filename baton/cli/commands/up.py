@@ -263,7 +263,7 @@ def _rows(cluster: LocalCluster, options: ClusterOptions) -> list[dict[str, obje
         {**router, "model": models, "KV cache": "", "longest request": ""}
     ]
     for child, card in cards:
-        num_tokens = card.num_blocks * card.fingerprint.block_size
+        num_tokens = card.num_blocks * card.fingerprint.layout.block_size
         size = f"{format_bytes(card.num_blocks * card.block_bytes)}, {num_tokens} tokens"
         where = {"process": child.name, "pid": child.process.pid, "address": child.address}
         kv_cache = size if card.num_blocks else "none"

@@ -13,15 +13,12 @@ import xxhash
 from torch import Tensor
 
 from baton.core.ids import BlockId
-from baton.engine.runner.attention.foreign_kv import unpack
 from baton.engine.runner.attention.kv_conversion import view_blocks, write_converted
-from baton.engine.runner.attention.kv_tensor import scale_bytes
 from baton.engine.runner.device.block_copies import BlockCopies
 from baton.engine.runner.device.device import CopyStream, Device
 from baton.engine.runner.device.step_inputs import StepInputs, make_inputs
 from baton.kv_transfer.fence import PASSED, Fence
-from baton.kv_transfer.foreign.runs import RunRead
-from baton.kv_transfer.protocol.conversion import StagedBlocks
+from baton.kv_transfer.layout import StagedRun
 from baton.kv_transfer.protocol.digest import HASH_BYTES, AwaitHashes
 from baton.kv_transfer.protocol.messages import Region
 from baton.kv_transfer.tiers.block_memory import BlockMemory
@@ -119,45 +116,25 @@ class KvBlocks:
         into = layer_places(slots, layers).tolist()
         return self._copies(layers.of).copy_out(places, memory, into)
 
-    def convert(self, memory: mmap, staged: StagedBlocks) -> Fence:
-        """Convert blocks of a peer, in the staging area's memory, into those of an order.
+    def convert(self, memory: mmap, staged: StagedRun) -> Fence:
+        """Convert blocks of a peer, in staging memory, into those of this cache.
 
         The memory is read until the fence has passed.
         """
-        conversion, block_ids, order = staged.conversion, staged.block_ids, staged.order
-        if not block_ids:
+        if not staged.num_blocks:
             return PASSED
-        region = conversion.region
-        if not conversion.changes_layout:
-            area = BlockMemory(region.base, region.num_blocks, region.block_bytes)
-            return self._copies(num_parts=1).copy_in(area, block_ids, order.block_ids)
-        first, count = block_ids[0] * region.block_bytes, len(block_ids) * region.block_bytes
-        own = torch.frombuffer(memory, dtype=torch.uint8, offset=first, count=count)
-        blocks = view_blocks(self._send(own), self.kv, conversion.source)
+        source, count = staged.source, staged.num_blocks * staged.source.block_bytes
+        own = torch.frombuffer(memory, dtype=torch.uint8, offset=staged.offset, count=count)
+        if source == staged.target:
+            area = BlockMemory(own.data_ptr(), staged.num_blocks, source.block_bytes)
+            return self._copies(num_parts=1).copy_in(
+                area, range(staged.num_blocks), staged.block_ids
+            )
+        blocks = view_blocks(self._send(own), source)
         self._inputs.begin()
-        targets = self._inputs.put(np.array(order.block_ids, dtype=np.int64))
+        targets = self._inputs.put(np.array(staged.block_ids, dtype=np.int64))
         self._inputs.send()
-        write_converted(blocks, self.kv, targets, conversion.num_skipped_tokens(order))
-        return self._device.record()
-
-    def convert_foreign(self, read: RunRead, dtype: str) -> Fence:
-        """Convert blocks of a vLLM server, in staging memory, into those of its pull.
-
-        The memory is read until the fence has passed. `dtype` is that of the server's KV.
-        """
-        run, blocks = read.run, read.blocks
-        count = len(run.remote_block_ids) * blocks.block_bytes
-        memory, offset = read.bay
-        own = torch.frombuffer(memory, dtype=torch.uint8, offset=offset, count=count)
-        numbers = self._send(own).view(getattr(torch, dtype))
-        num_layers, heads, slot = self.kv.shape[1], self.kv.shape[3], self.kv.shape[5]
-        dim = slot - scale_bytes(self.kv.dtype)
-        shape = num_layers, heads, blocks.block_size, dim
-        self._inputs.begin()
-        targets = self._inputs.put(np.array(run.block_ids, dtype=np.int64))
-        self._inputs.send()
-        staged = unpack(numbers, blocks.packing, shape)
-        write_converted(staged, self.kv, targets, run.first_token)
+        write_converted(blocks, self.kv, targets, staged.first_token)
         return self._device.record()
 
     def _hash_copies(self, block_ids: Sequence[BlockId]) -> Iterator[bytes]:

@@ -1,23 +1,66 @@
-"""Conversion of KV blocks of another size or dtype into those of this node."""
+"""Conversion of KV blocks of another layout into those of this node.
+
+Blocks of vLLM on CPUs are packed for its kernels.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from baton.engine.runner.attention.int8_kv import quantize
 from baton.engine.runner.attention.kv_tensor import scale_bytes
-from baton.kv_transfer.protocol.messages import Fingerprint
+from baton.kv_transfer.layout import KvLayout, KvPacking
 
 # Tokens whose numbers are converted at a time, so that temporary tensors stay small.
 MAX_TOKENS_AT_ONCE = 512
+PAIR = 2  # numbers that one instruction of AMX multiplies and adds
+COLUMNS = 16  # of a tile
 
 
-def view_blocks(memory: Tensor, kv: Tensor, layout: Fingerprint) -> Tensor:
-    """View bytes as blocks of another layout, [blocks, layers, tensors, kv_heads, size, slot]."""
-    dtype = torch.int8 if layout.dtype.startswith("int8") else getattr(torch, layout.dtype)
-    shape = (*kv.shape[1:4], layout.block_size, layout.head_dim + scale_bytes(dtype))
-    return memory.view(dtype).view(-1, *shape)
+def view_blocks(memory: Tensor, layout: KvLayout) -> Tensor:
+    """Return bytes as blocks, [blocks, layers, tensors, kv_heads, tokens, slot]."""
+    is_int8 = layout.packing is KvPacking.INT8
+    numbers = memory.view(torch.int8 if is_int8 else getattr(torch, layout.dtype))
+    layers, heads = layout.num_layers, layout.num_kv_heads
+    size, dim = layout.block_size, layout.head_dim
+    if layout.packing in (KvPacking.PLAIN, KvPacking.INT8):
+        slot = dim + scale_bytes(numbers.dtype)
+        return numbers.view(-1, layers, layout.num_tensors, heads, size, slot)
+    if layout.packing is KvPacking.VLLM:
+        return numbers.view(-1, layers, heads, size, 2, dim).permute(0, 1, 4, 2, 3, 5)
+    halves = numbers.view(-1, layers, heads, 2, size * dim)
+    unpack_keys, unpack_values = UNPACK[layout.packing]
+    keys, values = halves[:, :, :, 0].flatten(0, 2), halves[:, :, :, 1].flatten(0, 2)
+    unpacked = unpack_keys(keys, size, dim), unpack_values(values, size, dim)
+    return torch.stack([each.reshape(-1, layers, heads, size, dim) for each in unpacked], dim=2)
+
+
+def _vec_keys(keys: Tensor, size: int, dim: int) -> Tensor:
+    return keys.view(-1, dim, size).transpose(1, 2)
+
+
+def _vec_values(values: Tensor, size: int, dim: int) -> Tensor:
+    return values.view(-1, size, dim)
+
+
+def _amx_keys(keys: Tensor, size: int, dim: int) -> Tensor:
+    tiles = keys.view(-1, size // COLUMNS, dim // PAIR, COLUMNS, PAIR)
+    return tiles.permute(0, 1, 3, 2, 4).reshape(-1, size, dim)
+
+
+def _amx_values(values: Tensor, size: int, dim: int) -> Tensor:
+    tiles = values.view(-1, dim // COLUMNS, size // PAIR, COLUMNS, PAIR)
+    return tiles.permute(0, 2, 4, 1, 3).reshape(-1, size, dim)
+
+
+Unpack = Callable[[Tensor, int, int], Tensor]
+UNPACK: Mapping[KvPacking, tuple[Unpack, Unpack]] = {
+    KvPacking.VLLM_VEC: (_vec_keys, _vec_values),
+    KvPacking.VLLM_AMX: (_amx_keys, _amx_values),
+}
 
 
 def write_converted(staged: Tensor, kv: Tensor, block_ids: Tensor, first_token: int) -> None:

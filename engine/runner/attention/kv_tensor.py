@@ -14,6 +14,7 @@ from baton.engine.runner.attention.int8_kv import SCALE_BYTES
 from baton.engine.runner.device.host_memory import huge_page_memory
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model_info import KvMemory
+from baton.kv_transfer.layout import KvLayout, KvPacking
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +69,23 @@ def scale_bytes(dtype: torch.dtype) -> int:
 def describe(kv: Tensor, layout: CacheLayout, dtype: str = "bfloat16") -> KvMemory:
     """Describe a KV tensor of a model that computes in `dtype`."""
     num_blocks, num_layers, num_tensors, num_kv_heads, block_size, slot_size = kv.shape
-    num_bytes = kv.numel() * kv.element_size()
+    num_bytes, is_int8 = kv.numel() * kv.element_size(), kv.dtype is torch.int8
     return KvMemory(
         address=kv.data_ptr(),
         num_bytes=num_bytes,
         device=str(kv.device),
         num_blocks=num_blocks,
         block_bytes=num_bytes // num_blocks,
-        block_size=block_size,
-        num_layers=num_layers,
-        num_tensors=num_tensors,
-        num_kv_heads=num_kv_heads,
-        head_dim=slot_size - scale_bytes(kv.dtype),
-        dtype=f"int8/{dtype}" if kv.dtype is torch.int8 else str(kv.dtype).removeprefix("torch."),
+        blocks=KvLayout(
+            dtype if is_int8 else str(kv.dtype).removeprefix("torch."),
+            block_size,
+            num_layers,
+            num_kv_heads,
+            head_dim=slot_size - scale_bytes(kv.dtype),
+            num_tensors=num_tensors,
+            packing=KvPacking.INT8 if is_int8 else KvPacking.PLAIN,
+            kinds=layout.kinds,
+        ),
         layout=layout,
     )
 

@@ -91,7 +91,7 @@ async def check_pair(
 
 def _find_misread(node: Node, computed: _Answer, read: _Answer, num_tokens: int) -> str:
     """Return why a node's reads from the server are of no use; empty if they are."""
-    block_size = node.card.fingerprint.block_size
+    block_size = node.card.fingerprint.layout.block_size
     if read.num_loaded != (num_tokens - 1) // block_size * block_size:
         return (
             f"the node read KV of {read.num_loaded} tokens of {num_tokens}: its log says why "

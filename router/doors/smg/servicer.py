@@ -145,9 +145,9 @@ class SmgServicer(UnservedMethods, vllm_engine_pb2_grpc.VllmEngineServicer):  # 
             uptime_seconds=time.monotonic() - self._started_s,
             server_type=f"baton-{version('baton')}",
             data_parallel_size=1,
-            kv_cache_dtype=fingerprint.dtype,
-            block_size=fingerprint.block_size,
-            model_dtype=fingerprint.dtype,
+            kv_cache_dtype=fingerprint.layout.cache_dtype,
+            block_size=fingerprint.layout.block_size,
+            model_dtype=fingerprint.layout.dtype,
             max_num_seqs=sum(node.card.max_num_seqs for node in nodes),
             constrained_decoding_start="first_token",
         )
@@ -169,7 +169,7 @@ class SmgServicer(UnservedMethods, vllm_engine_pb2_grpc.VllmEngineServicer):  # 
         )
         for node in nodes:
             card, reported = node.card, self._table.node_load(node).reported
-            block_size = card.fingerprint.block_size
+            block_size = card.fingerprint.layout.block_size
             load.max_total_num_tokens += card.num_blocks * block_size
             load.num_used_tokens += (card.num_blocks - reported.num_free_blocks) * block_size
         load.num_total_reqs = load.num_running_reqs + load.num_waiting_reqs

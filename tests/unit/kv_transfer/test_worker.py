@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from baton.core.ids import HandoffId, Incarnation, NodeId
+from baton.kv_transfer.layout import KvPacking
 from baton.kv_transfer.pairs import MAX_LINKS_WITHOUT_HELLO, Identity
 from baton.kv_transfer.process_identity import ProcessIdentity, current_process_mark
-from baton.kv_transfer.protocol.messages import WIRE_VERSION, Hello, find_mismatch
+from baton.kv_transfer.protocol.messages import WIRE_VERSION, Fingerprint, Hello, find_mismatch
 from baton.kv_transfer.records import TransferRole
 from baton.kv_transfer.worker import KvTransferWorker
 from tests.support.handoff_world import CONFIG, FINGERPRINT, Node, World
@@ -437,9 +439,13 @@ def test_an_unreadable_notification_closes_the_pair() -> None:
     world.check_all_free()
 
 
+def other_layout(**changes: Any) -> Fingerprint:
+    return replace(FINGERPRINT, layout=replace(FINGERPRINT.layout, **changes))
+
+
 def test_incompatible_peers_are_refused_by_name() -> None:
     world = World()
-    other = replace(FINGERPRINT, dtype="bfloat16")
+    other = other_layout(dtype="bfloat16")
     memory = Memory(8)
     link = world.hub.link("stranger")
     worker = KvTransferWorker(
@@ -467,7 +473,11 @@ def test_incompatible_peers_are_refused_by_name() -> None:
     [
         (
             # Blocks that hold two of ours each: refused, though they could be taken apart.
-            {"fingerprint": replace(FINGERPRINT, block_size=32)},
+            {
+                "fingerprint": replace(
+                    FINGERPRINT, layout=replace(FINGERPRINT.layout, block_size=32)
+                )
+            },
             "block_size differs: 16 and 32 on a and b; give all nodes one --block-size",
         ),
         (
@@ -478,7 +488,11 @@ def test_incompatible_peers_are_refused_by_name() -> None:
             ),
         ),
         (
-            {"fingerprint": replace(FINGERPRINT, dtype="int8/float32")},
+            {
+                "fingerprint": replace(
+                    FINGERPRINT, layout=replace(FINGERPRINT.layout, packing=KvPacking.INT8)
+                )
+            },
             (
                 "dtype differs: float32 and int8/float32 on a and b; "
                 "give all nodes one --dtype and --kv-cache-dtype"

@@ -15,6 +15,7 @@ from baton.engine.kv_cache.groups import (
     layers_per_block,
     places_done,
 )
+from baton.kv_transfer.layout import MemoryKind
 
 WINDOW = KvCacheSpec(window=512)
 CHUNK = KvCacheSpec(chunk=8192)
@@ -111,5 +112,9 @@ def test_the_longest_request_fits_and_a_longer_one_does_not(
 def test_a_layout_contains_everything_that_peers_must_agree_on() -> None:
     layout = CacheLayout((KvGroup(FULL, (0, 2)), KvGroup(WINDOW, (1,))), 3, "state: one layer")
 
-    assert str(layout) == "full: 0,2 | window 512: 1 | state: one layer"
-    assert str(CacheLayout()) == "full: "
+    assert layout.kinds == (
+        MemoryKind((0, 2)),
+        MemoryKind((1,), window=512),
+        MemoryKind(state="state: one layer"),
+    )
+    assert CacheLayout().kinds == (MemoryKind(),)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from baton.core.errors import InvalidConfig
-from baton.kv_transfer.foreign.config import ForeignSource, KvPacking, parse_sources
+from baton.kv_transfer.foreign.config import ForeignSource, parse_sources
+from baton.kv_transfer.layout import KvPacking
 
 
 def test_servers_are_parsed() -> None:
@@ -14,7 +15,7 @@ def test_servers_are_parsed() -> None:
     )
     assert parse_sources(written) == (
         ForeignSource("10.0.0.5", 5600),
-        ForeignSource("::1", 5601, "org/m", KvPacking.VEC, "0.32.1", 60.0),
+        ForeignSource("::1", 5601, "org/m", KvPacking.VLLM_VEC, "0.32.1", 60.0),
     )
     assert parse_sources("") == ()
 

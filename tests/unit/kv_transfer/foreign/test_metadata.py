@@ -10,24 +10,24 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.kv_transfer.foreign.config import ForeignSource, KvPacking
+from baton.kv_transfer.foreign.config import ForeignSource
 from baton.kv_transfer.foreign.metadata import (
     ForeignBlocks,
-    KvShape,
     SourceRefused,
     compatibility_hash,
     read_reply,
 )
+from baton.kv_transfer.layout import KvLayout, KvPacking
 from tests.support.fake_vllm import recorded_reply
 
-DEMO = KvShape("models/demo", "bfloat16", num_layers=4, num_kv_heads=2, head_dim=64)
-SOURCE = ForeignSource("localhost", 5600, packing=KvPacking.VEC)
+DEMO = KvLayout("bfloat16", 16, num_layers=4, num_kv_heads=2, head_dim=64)
+SOURCE = ForeignSource("localhost", 5600, "models/demo", KvPacking.VLLM_VEC)
 
 
 def read(
-    parts: list[bytes], source: ForeignSource = SOURCE, shape: KvShape = DEMO
+    parts: list[bytes], source: ForeignSource = SOURCE, layout: KvLayout = DEMO
 ) -> ForeignBlocks:
-    return read_reply(parts, source, shape)[0]
+    return read_reply(parts, source, layout)[0]
 
 
 def changed_reply(**changes: Any) -> list[bytes]:
@@ -45,30 +45,29 @@ def changed_reply(**changes: Any) -> list[bytes]:
 def test_a_handshake_of_vllm_is_read() -> None:
     blocks, clock_s = read_reply(recorded_reply(), SOURCE, DEMO)
     assert clock_s == 1999.25
-    assert blocks.block_size == 128
-    assert blocks.layer_bytes == 2 * 2 * 128 * 64 * 2
+    assert blocks.layout.block_size == 128
+    assert blocks.layout.layer_bytes == 2 * 2 * 128 * 64 * 2
     assert len(blocks.layer_addresses) == 4
-    assert blocks.packing is KvPacking.VEC
+    assert blocks.layout.packing is KvPacking.VLLM_VEC
     assert blocks.is_on_cpu
 
 
 @pytest.mark.parametrize(
-    "shape",
+    "layout",
     [
-        replace(DEMO, model="models/other"),
         replace(DEMO, dtype="float16"),
         replace(DEMO, num_kv_heads=4, head_dim=32),
         replace(DEMO, num_layers=5),
     ],
 )
-def test_other_models_are_refused(shape: KvShape) -> None:
+def test_other_models_are_refused(layout: KvLayout) -> None:
     with pytest.raises(SourceRefused, match="compatibility hash"):
-        read(recorded_reply(), shape=shape)
+        read(recorded_reply(), layout=layout)
 
 
-def test_a_model_at_another_path_can_be_named() -> None:
-    elsewhere = replace(DEMO, model="/srv/demo")
-    assert read(recorded_reply(), replace(SOURCE, model="models/demo"), elsewhere).num_blocks
+def test_a_model_of_another_name_is_refused() -> None:
+    with pytest.raises(SourceRefused, match="compatibility hash"):
+        read(recorded_reply(), replace(SOURCE, model="models/other"))
 
 
 def test_other_versions_are_refused() -> None:
@@ -118,7 +117,7 @@ def test_the_unchanged_metadata_pass() -> None:
     assert read(changed_reply()) == read(recorded_reply())
 
 
-@pytest.mark.parametrize("packing", [None, KvPacking.PLAIN])
+@pytest.mark.parametrize("packing", [None, KvPacking.VLLM])
 def test_the_packing_of_a_cpu_is_never_guessed(packing: KvPacking | None) -> None:
     with pytest.raises(SourceRefused, match=r"packing=amx|is packed"):
         read(recorded_reply(), replace(SOURCE, packing=packing))
@@ -127,7 +126,7 @@ def test_the_packing_of_a_cpu_is_never_guessed(packing: KvPacking | None) -> Non
 def test_servers_on_gpus_are_plain() -> None:
     reply = changed_reply(attn_backend_name="FLASH_ATTN", region_mem_types=["VRAM"] * 4)
     blocks = read(reply, replace(SOURCE, packing=None))
-    assert blocks.packing is KvPacking.PLAIN
+    assert blocks.layout.packing is KvPacking.VLLM
     assert not blocks.is_on_cpu
 
 

@@ -12,27 +12,26 @@ from baton.core.ids import BlockId, HandoffId, Incarnation, NodeId, Peer
 from baton.core.logprobs import FirstToken
 from baton.kv_transfer.config import ReceiverConfig
 from baton.kv_transfer.fence import PASSED
+from baton.kv_transfer.layout import KvLayout, KvPacking, MemoryKind, is_convertible
 from baton.kv_transfer.link import LinkId
 from baton.kv_transfer.protocol.actions import CheckDigest, ConvertStaged, SendMessage
-from baton.kv_transfer.protocol.conversion import Conversion, StagingArea, is_convertible
+from baton.kv_transfer.protocol.conversion import Conversion, StagingArea
 from baton.kv_transfer.protocol.incoming import IncomingState
 from baton.kv_transfer.protocol.messages import Done, Fingerprint, Grant, Hello, Region, Revoked
 from baton.kv_transfer.protocol.receiver import Receiver
 from baton.kv_transfer.types import Receive
 
-FULL = Fingerprint("m", "bfloat16", "layers", 16, 2, 2, 8, "full: 0,1")
-WINDOWED = replace(FULL, kv_groups="full: 0 | window 24: 1")
-INT8 = "int8/bfloat16"
-TOKEN_BYTES = {"bfloat16": 16, INT8: 10}
+FULL = KvLayout("bfloat16", 16, 2, 2, 8, kinds=(MemoryKind((0, 1)),))
+WINDOWED = replace(FULL, kinds=(MemoryKind((0,)), MemoryKind((1,), window=24)))
+INT8 = KvPacking.INT8
 LINK = LinkId(1)
 PEER = Peer(NodeId("p"), "p:1")
 
 
-def hello(layout: Fingerprint, staging_bytes: int = 0) -> Hello:
-    block_bytes = 8 * layout.block_size * TOKEN_BYTES[layout.dtype]  # 2 layers, tensors, heads
+def hello(layout: KvLayout, staging_bytes: int = 0) -> Hello:
     staging = Region(1 << 20, 1, staging_bytes) if staging_bytes else None
-    region = Region(0, 8, block_bytes)
-    return Hello(NodeId("n"), Incarnation("1"), layout, region, "memory", b"", staging)
+    region, fingerprint = Region(0, 8, layout.block_bytes), Fingerprint("m", layout)
+    return Hello(NodeId("n"), Incarnation("1"), fingerprint, region, "memory", b"", staging)
 
 
 def conversion(source_size: int = 16, target_size: int = 32, num_blocks: int = 8) -> Conversion:
@@ -52,20 +51,21 @@ def order(first_block: int, num_blocks: int, num_tokens: int, number: int = 0) -
     ("source", "target", "is_good"),
     [
         (FULL, replace(FULL, block_size=32), True),
-        (FULL, replace(FULL, dtype=INT8), True),
-        (FULL, replace(FULL, dtype=INT8, block_size=1), True),
-        (replace(FULL, dtype=INT8), replace(FULL, dtype=INT8, block_size=1), True),
-        (WINDOWED, replace(WINDOWED, dtype=INT8), True),
+        (FULL, replace(FULL, packing=INT8), True),
+        (FULL, replace(FULL, packing=INT8, block_size=1), True),
+        (replace(FULL, packing=INT8), replace(FULL, packing=INT8, block_size=1), True),
+        (WINDOWED, replace(WINDOWED, packing=INT8), True),
         (WINDOWED, replace(WINDOWED, block_size=32), False),
-        (replace(FULL, dtype=INT8), FULL, False),
-        (FULL, replace(FULL, dtype="int8/float32"), False),
-        (FULL, replace(FULL, dtype=INT8, model="other"), False),
-        (FULL, replace(WINDOWED, dtype=INT8), False),
+        (replace(FULL, packing=INT8), FULL, False),
+        (FULL, replace(FULL, packing=INT8, dtype="float32"), False),
+        (FULL, replace(FULL, packing=INT8, first_head=2), False),
+        (replace(FULL, packing=KvPacking.VLLM), replace(FULL, packing=INT8), False),
+        (FULL, replace(WINDOWED, packing=INT8), False),
         (FULL, FULL, False),
     ],
 )
 def test_convertible_layouts_are_recognised(
-    source: Fingerprint, target: Fingerprint, *, is_good: bool
+    source: KvLayout, target: KvLayout, *, is_good: bool
 ) -> None:
     assert is_convertible(source, target) is is_good
 
@@ -73,12 +73,15 @@ def test_convertible_layouts_are_recognised(
 @pytest.mark.parametrize(
     "change",
     [
-        {"fingerprint": replace(FULL, block_size=0)},
-        {"fingerprint": replace(FULL, block_size=24)},  # not what its blocks' bytes say
+        {"fingerprint": Fingerprint("m", replace(FULL, block_size=0))},
+        {
+            "fingerprint": Fingerprint("m", replace(FULL, block_size=24))
+        },  # not what its blocks' bytes say
+        {"fingerprint": Fingerprint("other", FULL)},
         {"region": Region(0, 8, 1)},
         {"region": Region(0, 8, 1 << 40)},
     ],
-    ids=["no tokens", "other tokens", "small", "large"],
+    ids=["no tokens", "other tokens", "other model", "small", "large"],
 )
 def test_a_sender_with_a_wrong_block_size_is_not_converted(
     change: dict[str, object],
@@ -121,7 +124,7 @@ def on_device(device: str, moves_device_memory: bool) -> Hello:
 
 def test_unequal_blocks_for_a_device_are_converted_there() -> None:
     receiver = on_device("cuda:0", False)
-    receiver = replace(receiver, fingerprint=replace(FULL, block_size=32))
+    receiver = replace(receiver, fingerprint=Fingerprint("m", replace(FULL, block_size=32)))
     receiver = replace(receiver, region=replace(receiver.region, block_bytes=8 * 32 * 16))
 
     found = Conversion.between(hello(FULL), receiver)
@@ -152,13 +155,15 @@ def test_sent_blocks_cover_all_missing_tokens_from_the_first(
     first_token = min(num_hits, num_tokens // target) * target
     missing = order(first_token // target, -(-(num_tokens - first_token) // target), num_tokens)
 
-    needed = converting.blocks_needed(missing)
+    run = converting.map(missing)
 
+    needed = run.source
     if not missing.block_ids:
         assert not needed
         return
-    assert needed.start * source + converting.num_skipped_tokens(missing) == first_token
-    assert converting.num_skipped_tokens(missing) < source
+    assert needed.start * source + run.first_token == first_token
+    assert run.first_token < source
+    assert run.target == range(len(missing.block_ids))
     assert (needed.stop - 1) * source < num_tokens <= needed.stop * source
 
 

@@ -8,21 +8,20 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from baton.core.ids import BlockId, HandoffId, NodeId, Peer
+from baton.core.ids import BlockId
 from baton.engine.runner.attention.kv_blocks import KvBlocks
 from baton.engine.runner.device.host_memory import huge_page_memory
 from baton.kv_transfer.fence import PASSED
-from baton.kv_transfer.protocol.conversion import Conversion, StagedBlocks
-from baton.kv_transfer.protocol.messages import Fingerprint, Region
+from baton.kv_transfer.layout import KvLayout, StagedRun
+from baton.kv_transfer.protocol.messages import Region
 from baton.kv_transfer.records import TransferRole
 from baton.kv_transfer.transports.base import LayerRange
-from baton.kv_transfer.types import Receive
 from baton.node.kv.staged_copies import StagedCopies
 from tests.support.fake_device import Costs, FakeDevice
 
 NUM_BLOCKS, NUM_LAYERS, BLOCK_BYTES = 8, 2, 128
 COPY_S = 1.0
-LAYOUT = Fingerprint("model", "float32", "layers", 2, NUM_LAYERS, 1, 4)
+LAYOUT = KvLayout("float32", 2, NUM_LAYERS, 1, 4)
 
 Noted = tuple[TransferRole, int, float]
 
@@ -42,12 +41,10 @@ class World:
             self.blocks, lambda *noted: self.noted.append(noted), lambda: device.now_s
         )
 
-    def staged(self, num_blocks: int) -> StagedBlocks:
+    def staged(self, num_blocks: int) -> StagedRun:
         """Return received blocks that the conversion copies to every second block."""
-        ids = tuple(map(BlockId, range(num_blocks)))
-        targets = tuple(BlockId(2 * block) for block in ids)
-        order = Receive(HandoffId("r", 1), Peer(NodeId("p"), ""), 0, targets, 2 * num_blocks)
-        return StagedBlocks(Conversion(LAYOUT, LAYOUT, self.region, "cuda:0"), order, 0, ids)
+        targets = tuple(BlockId(2 * block) for block in range(num_blocks))
+        return StagedRun(LAYOUT, LAYOUT, 0, num_blocks, 0, targets)
 
 
 @pytest.fixture

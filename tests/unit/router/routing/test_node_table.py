@@ -9,7 +9,7 @@ from baton.core.legs import LegKind
 from baton.core.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults
 from baton.router.routing.node_table import NodeTable
 from baton.router.routing.served_models import ServedModel
-from tests.support.node_calls import a_card
+from tests.support.node_calls import a_card, other_layout
 
 
 def test_limits_and_defaults_of_a_model_follow_its_nodes() -> None:
@@ -46,7 +46,7 @@ def test_limits_and_defaults_of_a_model_follow_its_nodes() -> None:
 def test_a_node_that_requires_block_conversion_is_paired_if_there_is_no_other() -> None:
     table = NodeTable()
     prefill, decode = a_card(LegKind.PREFILL, "p"), a_card(LegKind.DECODE, "d")
-    small = replace(decode.fingerprint, block_size=decode.fingerprint.block_size // 2)
+    small = other_layout(block_size=decode.fingerprint.layout.block_size // 2)
     other = replace(decode, fingerprint=small, block_bytes=decode.block_bytes // 2)
     table.join("p:1", prefill)
     table.join("d:1", other)

@@ -21,7 +21,7 @@ from baton.router.routing.routing_view import RoutingRequest
 from baton.rpc.cached_prefixes import PrefixChanges, pack_names
 from baton.rpc.errors import IncompatibleNodes, NoNodes
 from baton.rpc.node_info import LoadedAdapter, NodeAdapters, NodeLoad
-from tests.support.node_calls import FINGERPRINT, NAMING, a_node, a_table
+from tests.support.node_calls import FINGERPRINT, NAMING, a_node, a_table, other_layout
 
 PROMPT = tuple(range(100))  # six full blocks of 16, and 4 tokens
 REQUEST = RoutingRequest(PROMPT)
@@ -353,11 +353,11 @@ def test_only_reported_blocks_let_a_decode_node_compute_a_prompt() -> None:
 
 
 def test_only_nodes_with_compatible_kv_are_paired() -> None:
-    other = replace(FINGERPRINT, block_size=32)
+    other = other_layout(block_size=32)
     table = a_table(
         a_node(LegKind.PREFILL, "p-other", fingerprint=other),
         a_node(LegKind.PREFILL, "p-same"),
-        a_node(LegKind.DECODE, "d-alone", fingerprint=replace(FINGERPRINT, dtype="bfloat16")),
+        a_node(LegKind.DECODE, "d-alone", fingerprint=other_layout(dtype="bfloat16")),
         a_node(LegKind.DECODE, "d"),
     )
 
@@ -367,7 +367,7 @@ def test_only_nodes_with_compatible_kv_are_paired() -> None:
 
 
 def test_incompatible_prefill_and_decode_nodes_are_refused_with_the_reason() -> None:
-    other = a_node(LegKind.PREFILL, fingerprint=replace(FINGERPRINT, dtype="bfloat16"))
+    other = a_node(LegKind.PREFILL, fingerprint=other_layout(dtype="bfloat16"))
 
     with pytest.raises(IncompatibleNodes, match="dtype bfloat16 and float32"):
         choose(a_table(other, a_node(LegKind.DECODE)), Routing(), REQUEST)
@@ -397,7 +397,7 @@ def test_nodes_with_other_logprobs_do_not_serve_one_request() -> None:
 
 
 def test_a_decode_node_computes_the_prompt_if_its_compatible_prefill_node_failed() -> None:
-    other = a_node(LegKind.PREFILL, "p-other", fingerprint=replace(FINGERPRINT, dtype="else"))
+    other = a_node(LegKind.PREFILL, "p-other", fingerprint=other_layout(dtype="else"))
     fitting = a_node(LegKind.PREFILL, "p")
     table = a_table(other, fitting, a_node(LegKind.DECODE))
 

@@ -14,11 +14,11 @@ from baton.router.routing.policy import Route, choose, handed_over
 from baton.router.routing.routing_view import RoutingRequest
 from baton.rpc.cached_prefixes import PrefixChanges, pack_names
 from baton.rpc.node_info import NodeLoad
-from tests.support.node_calls import FINGERPRINT, NAMING, a_node, a_table
+from tests.support.node_calls import NAMING, a_node, a_table, other_layout
 
 PROMPT = tuple(range(1000))  # 62 full blocks of 16, and 8 tokens
 REQUEST = RoutingRequest(PROMPT)
-OTHER_LAYOUT = replace(FINGERPRINT, dtype="bfloat16")
+OTHER_LAYOUT = other_layout(dtype="bfloat16")
 
 
 def a_cluster(num_prefill: int = 2, num_decode: int = 1) -> NodeTable:

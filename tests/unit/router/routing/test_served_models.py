@@ -158,7 +158,7 @@ def test_prompts_are_named_only_as_the_nodes_of_their_model_do() -> None:
 
     routes = [choose(table, Routing(), RoutingRequest(PROMPT, model=model)) for model in (A, B)]
 
-    num_blocks = (len(PROMPT) - 1) // FINGERPRINT.block_size
+    num_blocks = (len(PROMPT) - 1) // FINGERPRINT.layout.block_size
     assert [len(route.block_names) for route in routes] == [num_blocks] * 2
     assert not set(routes[0].block_names) & set(routes[1].block_names)
 
