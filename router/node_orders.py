@@ -8,10 +8,12 @@ from grpc import RpcError, StatusCode, aio
 
 from baton.core.errors import InvalidRequest
 from baton.core.legs import LegKind, Legs
+from baton.core.pause_mode import PauseMode
 from baton.router.routing.node_table import NodeTable
 from baton.router.routing.nodes import Node
 from baton.rpc.errors import NodeFailed, NotAnOperator
 from baton.rpc.messages.calls import KIND
+from baton.rpc.messages.pauses import MODE
 from baton.rpc.security.operators import NO_OPERATORS, Operators
 from baton.rpc.status import invalid_request_in, remote_error
 from baton.v1 import node_pb2, node_pb2_grpc
@@ -51,6 +53,22 @@ class NodeOrders:
         except RpcError as error:
             raise _named_error(error, node) from error
         return tuple(map(KIND.from_message, response.legs))
+
+    async def set_pause(self, name: str, mode: PauseMode | None, shown: str | None) -> None:
+        """Pause a node, and return when it computes nothing, or resume it.
+
+        `name` is the node's name or address, `shown` the caller's authorization. Raises
+        NotAnOperator, InvalidRequest and NodeFailed.
+        """
+        self._operators.check(shown)
+        node = self._find(name)
+        stub = node_pb2_grpc.NodeServiceStub(self._channel(node.address))
+        # Without a time limit: in mode `wait`, the node waits for the longest of its answers.
+        request = node_pb2.SetPauseRequest(mode=MODE.to_message(mode))
+        try:
+            await stub.SetPause(request, metadata=self._operators.metadata)
+        except RpcError as error:
+            raise _named_error(error, node) from error
 
     def _find(self, name: str) -> Node:
         for node in self._table.nodes:

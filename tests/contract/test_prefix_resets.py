@@ -16,6 +16,7 @@ from grpc import StatusCode, aio
 from baton.client import AsyncClient, BatonError
 from baton.core.ids import NodeId
 from baton.core.legs import GENERATING, LegKind
+from baton.core.pause_mode import PauseMode
 from baton.engine.engine_thread import EngineThread
 from baton.node.cache_resets import reset_prefix_cache
 from baton.node.engine_calls import EngineCalls, NodeChanges
@@ -311,5 +312,21 @@ def test_an_operator_changes_the_legs_of_a_node_by_its_name() -> None:
                 LegKind.DECODE,
             )
             assert [one.state.legs.offered for one in servers] == [(LegKind.DECODE,), GENERATING]
+
+    run(scenario)
+
+
+def test_only_an_operator_pauses_a_node_by_its_name() -> None:
+    async def scenario() -> None:
+        async with (
+            two_nodes(operators=OPERATORS) as (table, servers),
+            serving("127.0.0.1", 0, [cluster_service(table, OPERATORS)]) as server,
+            AsyncClient(server.address, token="client") as client,
+        ):
+            with pytest.raises(BatonError, match="--operator-token-file"):
+                await client.set_pause("decode-0", PauseMode.KEEP)
+            with pytest.raises(BatonError, match=r"no node 'decode-1' .* decode-0, prefill-0"):
+                await client.set_pause("decode-1", PauseMode.KEEP, "secret")
+            assert not any(one.state.is_paused for one in servers)
 
     run(scenario)

@@ -46,6 +46,13 @@ class Flood(cluster_pb2_grpc.ClusterServiceServicer):
     ) -> cluster_pb2.AddAdapterResponse:
         return cluster_pb2.AddAdapterResponse()
 
+    async def SetPause(  # noqa: N802
+        self,
+        request: cluster_pb2.ClusterServiceSetPauseRequest,
+        context: aio.ServicerContext[Any, Any],
+    ) -> cluster_pb2.ClusterServiceSetPauseResponse:
+        return cluster_pb2.ClusterServiceSetPauseResponse()
+
     async def SetLegs(  # noqa: N802
         self,
         request: cluster_pb2.ClusterServiceSetLegsRequest,

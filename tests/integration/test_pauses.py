@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,9 +12,11 @@ from baton.client import Generation
 from baton.cluster import ClusterOptions, LocalCluster
 from baton.core.pause_mode import PauseMode
 from baton.core.sampling import SamplingParams
+from tests.support.baton_command import call_baton
 from tests.support.client_load import ClientAnswer, ClientRequest, Load
 from tests.support.models import prompt_of, reference_choices
-from tests.support.nodes import await_all_free, is_busy, load_at, set_pause
+from tests.support.nodes import await_all_free, load_at, set_pause
+from tests.support.waits import await_value
 
 NUM_TOKENS = 60
 SAMPLING = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
@@ -36,12 +39,17 @@ def test_streams_of_a_paused_decode_node_end_with_the_same_tokens_after_it(
     with Load(cluster.address, REQUESTS, num_clients=4) as load:
         for mode in PauseMode:
             load.until(is_any)
-            set_pause(decode.address, mode)
+            order(cluster, "pause", decode.name, "--mode", mode)
+            await_value(
+                lambda: states(cluster)[decode.name],
+                lambda state: state == "paused",
+                what="report of the pause",
+            )
             paused = load_at(decode.address)
             assert paused.is_paused
-            assert is_busy(paused) is (mode is PauseMode.KEEP)
+            assert mode is PauseMode.KEEP or paused.num_running == 0
             assert load_at(decode.address).totals == paused.totals
-            set_pause(decode.address, None)
+            order(cluster, "resume", decode.name)
         load.until(is_any)
     assert_right(load, model_folder)
     assert_all_free(cluster)
@@ -59,6 +67,17 @@ def test_decode_computes_the_prompts_while_the_prefill_node_is_paused(
             load.until(lambda answer: answer.finish.served.is_prefill_remote)
     assert_right(load, model_folder)
     assert_all_free(cluster)
+
+
+def order(cluster: LocalCluster, *arguments: str) -> str:
+    done = call_baton("nodes", *arguments, "--address", cluster.address)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def states(cluster: LocalCluster) -> dict[str, str]:
+    nodes = json.loads(order(cluster, "--once", "--json"))["nodes"]
+    return {node["node_id"]: node["state"] for node in nodes}
 
 
 def is_any(_: ClientAnswer) -> bool:

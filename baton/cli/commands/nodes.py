@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,6 +21,7 @@ from baton.cli.signatures import inherit_options, make
 from baton.core.errors import InvalidConfig
 from baton.core.legs import LegKind, role_of
 from baton.core.options import NETWORK, OUTPUT, Option
+from baton.core.pause_mode import PauseMode
 from baton.core.units import format_bytes
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ TO_THE_RIGHT = {
 Draw = Callable[["Snapshot", Mapping[str, "NodeRates"]], None]
 
 
+NodeName = Annotated[str, typer.Argument(help="Name or address of the node.")]
 nodes = typer.Typer(cls=DefaultGroup, help="Show the nodes of a cluster, or change what they do.")
 ROLES = {
     "prefill": [LegKind.PREFILL],
@@ -50,7 +53,7 @@ ROLES = {
 @nodes.command(name="set-legs", epilog=examples("baton nodes set-legs decode-1 prefill"))
 @inherit_options(connect)
 def set_legs(
-    node: Annotated[str, typer.Argument(help="Name or address of the node.")],
+    node: NodeName,
     role: Annotated[str, typer.Argument(help="prefill, decode or both.")],
     drain_timeout_s: Annotated[
         float,
@@ -76,6 +79,49 @@ def set_legs(
             return role_of(await client.set_legs(node, ROLES[role], drain_timeout_s, token))
 
     print(f"{node} is a {asyncio.run(run())} node now")
+
+
+@nodes.command(epilog=examples("baton nodes pause decode-1 --mode keep"))
+@inherit_options(connect)
+def pause(
+    node: NodeName,
+    mode: Annotated[
+        PauseMode,
+        Option(
+            "Of the requests in progress: abort ends them, so that other nodes go on with them; "
+            "wait lets those that hold KV blocks end; keep stops them until the node is resumed."
+        ),
+    ] = PauseMode.ABORT,
+    operator_token_file: OperatorTokenFile = None,
+    **given: Any,
+) -> None:
+    """Pause a node; it gets no new requests, and keeps weights and KV."""
+    _set_pause(node, mode, operator_token_file, given)
+    print(f"{node} is paused; resume it: baton nodes resume {node}")
+
+
+@nodes.command(epilog=examples("baton nodes resume decode-1"))
+@inherit_options(connect)
+def resume(
+    node: NodeName,
+    operator_token_file: OperatorTokenFile = None,
+    **given: Any,
+) -> None:
+    """Resume a paused node."""
+    _set_pause(node, None, operator_token_file, given)
+    print(f"{node} is resumed")
+
+
+def _set_pause(
+    node: str, mode: PauseMode | None, token_file: Path | None, given: dict[str, Any]
+) -> None:
+    import asyncio
+
+    async def run() -> None:
+        async with make(connect, given) as client:
+            await client.set_pause(node, mode, operator_token(token_file))
+
+    asyncio.run(run())
 
 
 @nodes.command()

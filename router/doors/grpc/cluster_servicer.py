@@ -13,6 +13,7 @@ from baton.router.adapters.updates import AdapterOrder, AdapterUpdates
 from baton.router.node_orders import NodeOrders
 from baton.router.prefix_resets import PrefixResets
 from baton.rpc.messages.calls import KIND, kind_of
+from baton.rpc.messages.pauses import pause_mode_of
 from baton.rpc.node_info import ADAPTER, STATUS, NodeStatus
 from baton.rpc.security.token_gate import sent_token
 from baton.rpc.status import named_errors
@@ -72,6 +73,16 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
                 sent_token(context.invocation_metadata()),
             )
         return cluster_pb2.ClusterServiceSetLegsResponse(legs=map(KIND.to_message, offered))
+
+    async def SetPause(
+        self,
+        request: cluster_pb2.ClusterServiceSetPauseRequest,
+        context: aio.ServicerContext[Any, Any],
+    ) -> cluster_pb2.ClusterServiceSetPauseResponse:
+        async with named_errors(context):
+            shown = sent_token(context.invocation_metadata())
+            await self._orders.set_pause(request.node, pause_mode_of(request.mode), shown)
+        return cluster_pb2.ClusterServiceSetPauseResponse()
 
     async def AddAdapter(
         self, request: cluster_pb2.AddAdapterRequest, context: aio.ServicerContext[Any, Any]
