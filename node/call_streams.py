@@ -19,7 +19,7 @@ from google.rpc import code_pb2, status_pb2
 from baton.core.errors import NamedError
 from baton.core.legs import LegKind
 from baton.rpc.errors import DeadlineExceeded, Draining, MessageTooLarge, UnsupportedInput
-from baton.rpc.messages.calls import kind_of
+from baton.rpc.messages.calls import KIND
 from baton.rpc.messages.limits import MAX_BATCH_BYTES, MAX_EVENT_BYTES
 from baton.rpc.status import TOO_LARGE, TOO_LARGE_ADVICE, status_of
 from baton.v1 import node_pb2
@@ -120,7 +120,7 @@ class _Calls:
 
     async def _run(self, call: int, order: Order) -> None:
         try:
-            kind = kind_of(order.kind)
+            kind = KIND.from_message(order.kind)
             with self._count(kind):
                 self._end(call, await self._serve_to_status(call, kind, order))
                 # The server can close as soon as the last call is no longer counted.

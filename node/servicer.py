@@ -17,8 +17,7 @@ from baton.node.kv.link import GrpcLinks
 from baton.node.pauses import SetPause
 from baton.node.state import NodeState
 from baton.rpc.errors import UnsupportedInput
-from baton.rpc.messages.calls import KIND, kind_of
-from baton.rpc.messages.pauses import pause_mode_of
+from baton.rpc.messages.calls import KIND, PAUSE_MODE
 from baton.rpc.node_info import ADAPTER, card_to, check_api_version, update_to
 from baton.rpc.security.operators import NO_OPERATORS, Operators
 from baton.rpc.security.token_gate import sent_token
@@ -112,7 +111,7 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
     ) -> node_pb2.SetLegsResponse:
         async with named_errors(context, node_id=self._state.card.node_id):
             self._operators.check(sent_token(context.invocation_metadata()))
-            kinds = [kind_of(number) for number in request.legs]
+            kinds = [KIND.from_message(number) for number in request.legs]
             offered = await self._state.legs.change(kinds, request.drain_timeout_s)
         return node_pb2.SetLegsResponse(legs=map(KIND.to_message, offered))
 
@@ -121,7 +120,7 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
     ) -> node_pb2.SetPauseResponse:
         async with named_errors(context, node_id=self._state.card.node_id):
             self._operators.check(sent_token(context.invocation_metadata()))
-            mode = pause_mode_of(request.mode)
+            mode = PAUSE_MODE.from_message(request.mode)
             if mode is not None:  # before the scheduler: no request comes in between
                 self._state.note_pause(is_paused=True)
             await self._set_pause(mode)

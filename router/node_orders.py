@@ -12,8 +12,7 @@ from baton.core.pause_mode import PauseMode
 from baton.router.routing.node_table import NodeTable
 from baton.router.routing.nodes import Node
 from baton.rpc.errors import NodeFailed, NotAnOperator
-from baton.rpc.messages.calls import KIND
-from baton.rpc.messages.pauses import MODE
+from baton.rpc.messages.calls import KIND, PAUSE_MODE
 from baton.rpc.security.operators import NO_OPERATORS, Operators
 from baton.rpc.status import invalid_request_in, remote_error
 from baton.v1 import node_pb2, node_pb2_grpc
@@ -64,7 +63,7 @@ class NodeOrders:
         node = self._find(name)
         stub = node_pb2_grpc.NodeServiceStub(self._channel(node.address))
         # Without a time limit: in mode `wait`, the node waits for the longest of its answers.
-        request = node_pb2.SetPauseRequest(mode=MODE.to_message(mode))
+        request = node_pb2.SetPauseRequest(mode=PAUSE_MODE.to_message(mode))
         try:
             await stub.SetPause(request, metadata=self._operators.metadata)
         except RpcError as error:

@@ -34,8 +34,7 @@ from baton.core.ids import AdapterRef
 from baton.core.legs import LegKind, Legs
 from baton.core.pause_mode import PauseMode
 from baton.rpc.channel import open_channel
-from baton.rpc.messages.calls import KIND
-from baton.rpc.messages.pauses import MODE
+from baton.rpc.messages.calls import KIND, PAUSE_MODE
 from baton.rpc.node_info import ADAPTER, STATUS, NodeStatus
 from baton.rpc.router_address import router_target
 from baton.rpc.security.tls import PLAIN, TlsConfig
@@ -204,7 +203,9 @@ class AsyncClient:
     ) -> None:
         """Pause the scheduler of a node, and return when it computes nothing; None: resume it."""
         stub = cluster_pb2_grpc.ClusterServiceStub(self._channel)
-        request = cluster_pb2.ClusterServiceSetPauseRequest(node=node, mode=MODE.to_message(mode))
+        request = cluster_pb2.ClusterServiceSetPauseRequest(
+            node=node, mode=PAUSE_MODE.to_message(mode)
+        )
         await self._unary(stub.SetPause, request, operator_token)
 
     async def load_adapter(

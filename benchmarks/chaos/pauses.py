@@ -7,7 +7,7 @@ import asyncio
 from baton.cluster import Child
 from baton.core.pause_mode import PauseMode
 from baton.rpc.channel import open_channel
-from baton.rpc.messages.pauses import MODE
+from baton.rpc.messages.calls import PAUSE_MODE
 from baton.rpc.security.token import authorization
 from baton.v1 import node_pb2, node_pb2_grpc
 from benchmarks.chaos.cluster_config import OPERATOR_TOKEN
@@ -29,5 +29,5 @@ async def pause(injected: InjectedFault, victim: Child) -> None:
 async def _set_pause(victim: Child, mode: PauseMode | None) -> None:
     async with open_channel(victim.address) as channel:
         stub = node_pb2_grpc.NodeServiceStub(channel)
-        request = node_pb2.SetPauseRequest(mode=MODE.to_message(mode))
+        request = node_pb2.SetPauseRequest(mode=PAUSE_MODE.to_message(mode))
         await stub.SetPause(request, timeout=PATIENCE_S, metadata=(authorization(OPERATOR_TOKEN),))

@@ -10,6 +10,7 @@ from baton.core.ids import HandoffId, RequestId
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
 from baton.core.legs import LegKind
 from baton.core.output import Output
+from baton.core.pause_mode import PauseMode
 from baton.core.request import EngineRequest, ReceiveKv
 from baton.core.task import EMBED, EmbedTask, Task, task_of
 from baton.rpc.errors import UnsupportedInput
@@ -18,6 +19,8 @@ from baton.rpc.messages.mapper import Converter, Mapper, enum_converter
 from baton.v1 import node_pb2
 
 KIND = enum_converter(LegKind, node_pb2.LegKind.DESCRIPTOR)
+# None: resume
+PAUSE_MODE = enum_converter(PauseMode, node_pb2.PauseMode.DESCRIPTOR, has_none=True)
 MAX_AGE_S = 1e9
 # Clients may use 256. Routers append the attempt, the answer's index and the client's token hash.
 MAX_NAME_CHARACTERS = 512
@@ -58,15 +61,6 @@ SEQUENCE = Mapper(
         "embed",
     ),
 )
-
-
-def kind_of(number: int) -> LegKind:
-    """Return the kind of leg. Raises UnsupportedInput."""
-    try:
-        kind: LegKind = KIND.from_message(number)
-    except KeyError:
-        raise UnsupportedInput(f"legs of kind {number} are unknown here") from None
-    return kind
 
 
 def engine_request(order: node_pb2.LegOrder, now: float) -> EngineRequest:

@@ -21,6 +21,8 @@ from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from baton.rpc.errors import UnsupportedInput
+
 Value = TypeVar("Value")
 Sent = TypeVar("Sent", bound=Message)
 Convert = Callable[[Any], Any]
@@ -190,8 +192,20 @@ def enum_converter(
     }
     if has_none:
         number_by_value[None] = 0
-    value_by_number = {number: value for value, number in number_by_value.items()}
+    value_by_number = _ValueByNumber(descriptor.name)
+    value_by_number.update({number: value for value, number in number_by_value.items()})
     return Converter(value_by_number.__getitem__, number_by_value.__getitem__)
+
+
+class _ValueByNumber(dict[int, Enum | None]):
+    """Values of an enum. Raises UnsupportedInput for other numbers, which a peer may send."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def __missing__(self, number: int) -> Enum | None:
+        raise UnsupportedInput(f"{self._name} {number} is unknown here")
 
 
 def _has_none(hint: Any) -> bool:

@@ -13,7 +13,7 @@ from baton.core.legs import LegKind
 from baton.core.pause_mode import PauseMode
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import Draining
-from baton.rpc.messages.pauses import MODE
+from baton.rpc.messages.calls import PAUSE_MODE
 from baton.rpc.security.operators import Operators
 from baton.rpc.security.token import AcceptedTokens, authorization
 from baton.v1 import node_pb2, node_pb2_grpc
@@ -51,7 +51,7 @@ def test_only_an_operator_pauses_a_node() -> None:
 def test_a_pause_mode_of_a_later_version_is_refused_by_name() -> None:
     async def scenario() -> None:
         async with a_node() as (node, stub):
-            with pytest.raises(aio.AioRpcError, match="pause mode 99 is unknown"):
+            with pytest.raises(aio.AioRpcError, match="PauseMode 99 is unknown"):
                 await stub.SetPause(
                     node_pb2.SetPauseRequest(mode=99),  # type: ignore[arg-type]
                     metadata=OPERATORS.metadata,
@@ -66,7 +66,8 @@ def test_a_paused_node_reports_it_and_refuses_legs_until_it_is_resumed(mode: Pau
     async def scenario() -> None:
         async with a_node() as (node, stub):
             await stub.SetPause(
-                node_pb2.SetPauseRequest(mode=MODE.to_message(mode)), metadata=OPERATORS.metadata
+                node_pb2.SetPauseRequest(mode=PAUSE_MODE.to_message(mode)),
+                metadata=OPERATORS.metadata,
             )
             watch = stub.Watch(node_pb2.WatchRequest())
             while not (await anext(aiter(watch))).is_paused:

@@ -12,8 +12,7 @@ from baton.core.legs import LegKind, Legs
 from baton.core.pause_mode import PauseMode
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.rpc.cached_prefixes import unpack_names
-from baton.rpc.messages.calls import KIND
-from baton.rpc.messages.pauses import MODE
+from baton.rpc.messages.calls import KIND, PAUSE_MODE
 from baton.rpc.node_info import (
     CARD,
     GET_NODE,
@@ -52,7 +51,7 @@ def set_pause(address: str, mode: PauseMode | None) -> None:
     """Pause the node, and return when it computes nothing, or resume it."""
     with grpc.insecure_channel(address) as channel:
         stub = node_pb2_grpc.NodeServiceStub(channel)
-        stub.SetPause(node_pb2.SetPauseRequest(mode=MODE.to_message(mode)))
+        stub.SetPause(node_pb2.SetPauseRequest(mode=PAUSE_MODE.to_message(mode)))
 
 
 def legs_at(address: str) -> Legs:

@@ -12,8 +12,7 @@ from grpc import aio
 from baton.router.adapters.updates import AdapterOrder, AdapterUpdates
 from baton.router.node_orders import NodeOrders
 from baton.router.prefix_resets import PrefixResets
-from baton.rpc.messages.calls import KIND, kind_of
-from baton.rpc.messages.pauses import pause_mode_of
+from baton.rpc.messages.calls import KIND, PAUSE_MODE
 from baton.rpc.node_info import ADAPTER, STATUS, NodeStatus
 from baton.rpc.security.token_gate import sent_token
 from baton.rpc.status import named_errors
@@ -68,7 +67,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
         async with named_errors(context):
             offered = await self._orders.set_legs(
                 request.node,
-                [kind_of(number) for number in request.legs],
+                [KIND.from_message(number) for number in request.legs],
                 request.drain_timeout_s,
                 sent_token(context.invocation_metadata()),
             )
@@ -81,7 +80,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
     ) -> cluster_pb2.ClusterServiceSetPauseResponse:
         async with named_errors(context):
             shown = sent_token(context.invocation_metadata())
-            await self._orders.set_pause(request.node, pause_mode_of(request.mode), shown)
+            await self._orders.set_pause(request.node, PAUSE_MODE.from_message(request.mode), shown)
         return cluster_pb2.ClusterServiceSetPauseResponse()
 
     async def AddAdapter(

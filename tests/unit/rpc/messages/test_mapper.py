@@ -9,6 +9,7 @@ import pytest
 
 from baton.core.ids import HandoffId
 from baton.core.legs import LegKind
+from baton.rpc.errors import UnsupportedInput
 from baton.rpc.messages.mapper import Converter, Mapper
 from baton.v1 import kv_link_pb2, node_pb2, sampling_pb2
 
@@ -81,7 +82,7 @@ def test_enums_are_mapped_by_their_names() -> None:
 
     assert mapper.to_message(Order(LegKind.DECODE)).kind == node_pb2.LEG_KIND_DECODE
     assert mapper.from_message(mapper.to_message(Order(LegKind.PREFILL))) == Order(LegKind.PREFILL)
-    with pytest.raises(KeyError):
+    with pytest.raises(UnsupportedInput, match="LegKind 0 is unknown here"):
         mapper.from_message(node_pb2.LegOrder())
 
 
