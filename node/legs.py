@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from baton.core.legs import GENERATING, LegKind, Legs
 from baton.rpc.errors import Draining, UnsupportedInput
 
+MAX_DRAIN_S = 86_400.0
+
 
 class OfferedLegs:
     """Legs of a node. `on_change` is called when it offers others."""
@@ -51,13 +53,18 @@ class OfferedLegs:
     async def change(self, wanted: Collection[LegKind], drain_timeout_s: float) -> Legs:
         """Offer these legs instead of others, when those in progress have ended or moved.
 
-        Legs that the node no longer offers may end for `drain_timeout_s`; then they go on on other
-        nodes. Weights and cached KV stay. Raises UnsupportedInput.
+        Legs that the node no longer offers may end for `drain_timeout_s`; then other nodes continue
+        them. Weights and cached KV stay. Raises UnsupportedInput.
         """
         if not wanted or LegKind.ENCODE in wanted:
             raise UnsupportedInput("name prefill legs, decode legs or both")
         if not self._generates:
             raise UnsupportedInput("the model of this node generates no text")
+        if not 0 <= drain_timeout_s <= MAX_DRAIN_S:  # also for NaN, which breaks timers
+            raise UnsupportedInput(
+                f"drain_timeout_s is {drain_timeout_s:g}; it must be from 0 to {MAX_DRAIN_S:g}",
+                "drain_timeout_s",
+            )
         change = asyncio.ensure_future(self._change(wanted, drain_timeout_s))
         self._changes.add(change)
         change.add_done_callback(self._changes.discard)

@@ -17,8 +17,6 @@ from baton.rpc.security.operators import NO_OPERATORS, Operators
 from baton.rpc.status import invalid_request_in, remote_error
 from baton.v1 import node_pb2, node_pb2_grpc
 
-ANSWER_S = 10.0  # beside the time that an order itself may take
-
 
 class NodeOrders:
     def __init__(
@@ -45,10 +43,8 @@ class NodeOrders:
         request = node_pb2.SetLegsRequest(
             legs=map(KIND.to_message, legs), drain_timeout_s=drain_timeout_s
         )
-        try:
-            response = await stub.SetLegs(
-                request, timeout=drain_timeout_s + ANSWER_S, metadata=self._operators.metadata
-            )
+        try:  # without a time limit: the node has one
+            response = await stub.SetLegs(request, metadata=self._operators.metadata)
         except RpcError as error:
             raise _named_error(error, node) from error
         return tuple(map(KIND.from_message, response.legs))

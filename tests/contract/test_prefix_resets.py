@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from functools import partial
@@ -305,6 +306,8 @@ def test_an_operator_changes_the_legs_of_a_node_by_its_name() -> None:
                 await client.set_legs("decode-1", [LegKind.PREFILL], 0.0, "secret")
             with pytest.raises(BatonError, match="name prefill legs, decode legs or both"):
                 await client.set_legs("decode-0", [], 0.0, "secret")
+            with pytest.raises(BatonError, match="drain_timeout_s is nan"):
+                await client.set_legs("decode-0", GENERATING, math.nan, "secret")
 
             assert await client.set_legs("decode-0", GENERATING, 0.0, "secret") == GENERATING
             address = servers[0].address

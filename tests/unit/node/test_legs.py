@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -137,6 +138,17 @@ def test_a_leg_that_its_router_cancels_during_a_change_stays_cancelled() -> None
 
         assert await change == (PREFILL,)
         assert decode.cancelled()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, math.inf, math.nan])
+def test_a_drain_without_a_sensible_end_is_refused(seconds: float) -> None:
+    async def scenario() -> None:
+        node = Node(PREFILL)
+        with pytest.raises(UnsupportedInput, match="must be from 0 to 86400"):
+            await node.legs.change([DECODE], seconds)
+        assert node.seen == []
 
     run(scenario)
 
