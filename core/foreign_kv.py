@@ -102,11 +102,11 @@ def foreign_kv_from(params: Mapping[str, object] | None) -> ForeignKv | None:
 
 
 def foreign_kv_from_json(written: str) -> ForeignKv | None:
-    """Read vLLM's parameters from a JSON object; None for an empty text. Raises InvalidRequest."""
+    """Read vLLM's parameters from a JSON object. Raises InvalidRequest."""
     if len(written) > MAX_JSON_CHARACTERS:
         raise InvalidRequest(f"{FIELD} has more than {MAX_JSON_CHARACTERS} characters", FIELD)
     try:
-        params = json.loads(written or "{}")
+        params = json.loads(written)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{FIELD} is not JSON: {error}", FIELD) from None
     if not isinstance(params, dict):

@@ -128,6 +128,11 @@ class SamplingParams:
         _check_count(name, sum(map(len, self.banned_sequences)), MAX_BANNED_SEQUENCE_TOKENS)
 
     @property
+    def has_penalty(self) -> bool:
+        has_added = self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return has_added or self.repetition_penalty != 1.0
+
+    @property
     def size(self) -> int:
         """Approximate cost of copying the lists and maps; a token id in a list costs 1."""
         lists = (self.stop_token_ids, self.banned_token_ids, self.allowed_token_ids or ())

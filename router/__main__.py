@@ -125,6 +125,7 @@ class RouterComponents:
         self.compiler = GrammarCompiler(validate_grammar)
         self.vllm_servers = PrefillServers(options.vllm_servers, self.table, time.monotonic)
         self.profiles = ModelProfiles(self.table, profiles, options.models.parsing_of())
+        prefills = VllmPrefills(self.vllm_servers, time.monotonic) if options.vllm_servers else None
         self.pipeline = Pipeline(
             table=self.table,
             node_calls=self.node_calls,
@@ -132,7 +133,7 @@ class RouterComponents:
             clock=time.monotonic,
             config=PipelineConfig(options.dispatch, options.admission_queue),
             forms=FormChecks(self.compiler),
-            vllm_prefills=VllmPrefills(self.vllm_servers, time.monotonic),
+            vllm_prefills=prefills,
         )
         # None: neither exported nor served over HTTP
         is_counted = options.telemetry.counts or options.http_port is not None

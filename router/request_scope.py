@@ -6,7 +6,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 
 from baton.core.kv_hints import RELEASED
@@ -37,10 +37,10 @@ class RequestScope:
         context: RequestContext,
         owner: str,
         call: HasDeadline | None,
-        usage: ClientUsage,
+        usage: ClientUsage | None,
         address: str = "",
     ) -> None:
-        self.usage = usage  # of the client
+        self.usage = usage  # of the client; None: nothing is limited
         self.context = context
         self._tracing = tracing
         self._trace = context.trace
@@ -77,7 +77,8 @@ class RequestScope:
         """Count the request in the client's limits until the block ends. Raises RateLimited."""
         with ExitStack() as admitted:
             with self.ending_on_error():
-                admitted.enter_context(self.usage.admitting())
+                if self.usage is not None:
+                    admitted.enter_context(self.usage.admitting())
             yield
 
     @contextmanager
@@ -125,7 +126,9 @@ class RequestScopes:
         rate_limits: RateLimitConfig = NO_RATE_LIMITS,
     ) -> None:
         self._tracing = tracing
-        self._limits = RateLimits(rate_limits, time.monotonic)
+        self._limits = None
+        if rate_limits != NO_RATE_LIMITS:
+            self._limits = RateLimits(rate_limits, time.monotonic)
         self._by_token = by_token
 
     def begin(
@@ -144,12 +147,18 @@ class RequestScopes:
         owner = "" if metadata is None else self.owner_of(metadata)
         trace = self._tracing.begin(metadata, request_id, now)
         deadline_s = None if remaining_s is None else now + remaining_s
-        usage = self.usage_of(owner)
-        context = RequestContext(now, deadline_s, trace, owner=owner, note_tokens=usage.note_tokens)
+        usage = None if self._limits is None else self._limits.of(owner)
+        context = RequestContext(now, deadline_s, trace, owner=owner)
+        if usage is not None:
+            context = replace(context, note_tokens=usage.note_tokens)
         return RequestScope(self._tracing, context, owner, call, usage, address)
 
-    def usage_of(self, owner: str) -> ClientUsage:
-        return self._limits.of(owner)
+    def admitting(self, owner: str) -> AbstractContextManager[None]:
+        """Count a request that generates nothing until the end of the block.
+
+        Entering raises RateLimited.
+        """
+        return nullcontext() if self._limits is None else self._limits.of(owner).admitting()
 
     def owner_of(self, metadata: Received) -> str:
         """Return the digest of the client's token; empty without authentication."""

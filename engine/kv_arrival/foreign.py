@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from baton.core.errors import InvalidRequest
-from baton.core.foreign_kv import FIELD
+from baton.core.foreign_kv import FIELD, ForeignKv
 from baton.core.request import EngineRequest
 from baton.engine.kv_arrival.arrival import Arrival
 from baton.engine.kv_arrival.fills import Fill, FillId, Fills
@@ -47,11 +47,9 @@ class ForeignPrefixes:
     def __len__(self) -> int:
         return len(self._pulling)
 
-    def validate(self, request: EngineRequest) -> None:
+    def check(self, request: EngineRequest, kv: ForeignKv) -> None:
         """Raise InvalidRequest if the request names a server that must not be dialled."""
-        kv, reader = request.foreign_kv, self._reader
-        if kv is None:
-            return
+        reader = self._reader
         # What the router has asked for is not read then: the client is not to blame.
         is_of_client = kv.age_s is None
         if is_of_client and (reader is None or not reader.allows(kv)):
@@ -86,9 +84,9 @@ class ForeignPrefixes:
 
     def let_go(self, arrival: Arrival) -> None:
         """Release the KV that a request was given, unless a pull does so."""
-        if arrival.foreign_kv is not None and self._reader is not None:
-            self._orders.foreign.append(ForeignRelease(*arrival.foreign_kv))
-        arrival.foreign_kv = None
+        given, arrival.foreign_kv = arrival.foreign_kv, None
+        if given is not None and self._reader is not None:
+            self._orders.foreign.append(ForeignRelease(*given))
 
     def settle(self, reports: KvReports, now: float) -> list[FillId]:
         return [self._end(pulled) for pulled in reports.foreign]

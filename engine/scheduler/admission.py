@@ -127,6 +127,8 @@ class AdmissionRules:
     def _require_adapter_place(self, candidate: Candidate) -> Refusal | None:
         """Set a request aside while other adapters take all places. Those that need none pass."""
         state, request = self._state, candidate.request
+        if not request.adapter_id:
+            return None
         if state.adapters.has_place(request.adapter_id) and not self._is_place_claimed(request):
             return None
         if request.adapter_wait_until_s is None:
@@ -217,7 +219,8 @@ class AdmissionRules:
         if cache.admit(request.kv, hit, spare=candidate.num_spare):
             request.note_admission()
             self._state.clients.hold(request)
-            self._state.adapters.take(request.submitted)
+            if request.adapter_id:
+                self._state.adapters.take(request.submitted)
             return None
         request.shortage = self._state.shortage_of(request, hit, candidate.max_num_hits)
         return Refusal.BLOCKS

@@ -9,7 +9,10 @@ from baton.core.request import EngineRequest
 
 
 class BatchAdapters:
-    """Adapters of the requests that run, or hold blocks until they run: only so many at a time."""
+    """Adapters of the requests that run, or hold blocks until they run: only so many at a time.
+
+    Requests without an adapter need no place, and are not noted here.
+    """
 
     def __init__(self, num_places: int) -> None:
         self._num_places = num_places
@@ -33,15 +36,14 @@ class BatchAdapters:
         return next(iter(self._ids_by_adapter), None)
 
     def has_place(self, adapter: str) -> bool:
-        return not adapter or adapter in self or self.num_free > 0
+        return adapter in self or self.num_free > 0
 
     def holders(self) -> Iterable[Collection[RequestId]]:
         """Return the requests that hold each place."""
         return self._ids_by_adapter.values()
 
     def take(self, request: EngineRequest) -> None:
-        if request.adapter.id:
-            self._ids_by_adapter.setdefault(request.adapter.id, set()).add(request.request_id)
+        self._ids_by_adapter.setdefault(request.adapter.id, set()).add(request.request_id)
 
     def release(self, request: EngineRequest) -> None:
         """Free the place with the last of its requests. Requests that took none are ignored."""

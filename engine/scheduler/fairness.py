@@ -43,7 +43,7 @@ def victims_over_share(state: SchedulerState, head: Request) -> list[Request]:
 
 def _can_start(state: SchedulerState, head: Request) -> bool:
     """Return whether blocks are all that it may lack."""
-    if not state.adapters.has_place(head.adapter_id):
+    if head.adapter_id and not state.adapters.has_place(head.adapter_id):
         return False
     if head.arrival.handoff is not None:
         return state.can_receive

@@ -59,7 +59,8 @@ class Scheduler:
     def validate(self, request: EngineRequest) -> None:
         """Raise InvalidRequest if it can never be served. Reads only settings: thread-safe."""
         validate_request(request, self.config, self.cache_config, self.adapters)
-        self._state.arrivals.foreign.validate(request)
+        if request.foreign_kv is not None:
+            self._state.arrivals.foreign.check(request, request.foreign_kv)
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises InvalidRequest, changing nothing, if it can never be served."""

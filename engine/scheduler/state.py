@@ -149,8 +149,10 @@ class SchedulerState:
         self.end_receive(request, revokes=True)
         self.arrivals.sends.withdraw(request.submitted.send_to, reason)
         is_written = self._dequeue(request)
-        self._release_adapter(request)
-        self.arrivals.foreign.let_go(request.arrival)
+        if request.adapter_id:
+            self._release_adapter(request)
+        if request.arrival.foreign_kv is not None:
+            self.arrivals.foreign.let_go(request.arrival)
         request.arrival.is_over = True  # others no longer wait behind it for room to load
         self.arrivals.stores.note_end(request.kv, request.num_cached_tokens)
         if is_written:
@@ -366,7 +368,8 @@ class SchedulerState:
     def _start_over(self, request: Request, status: RequestStatus) -> None:
         """Release the blocks of a request and queue it again."""
         self._dequeue(request)
-        self._release_adapter(request)
+        if request.adapter_id:
+            self._release_adapter(request)
         self.cache.release(request.kv, is_over=False)
         self.clients.release(request)
         self.waiting.note_release(request.client)

@@ -67,7 +67,7 @@ def _place_holders(state: SchedulerState, head: Request) -> set[Request] | None:
 
     None: each place is held by a request that is no candidate.
     """
-    if state.adapters.has_place(head.adapter_id):
+    if not head.adapter_id or state.adapters.has_place(head.adapter_id):
         return set()
     running = state.batch.running
     found = [

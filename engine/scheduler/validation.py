@@ -37,7 +37,8 @@ def validate_request(
             "the model has no EOS token: structured_outputs cannot be enforced, leave it out",
             FIELD,
         )
-    config.check_extra_args(request.sampling.extra_args)
+    if request.sampling.extra_args:
+        config.check_extra_args(request.sampling.extra_args)
     if request.receive_from is not None and request.send_to is not None:
         raise InvalidRequest("receive_from and send_to exclude each other: KV is passed on once")
 

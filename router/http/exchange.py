@@ -105,7 +105,7 @@ async def receiving(
     Raises RateLimited, and what `Bodies.receive` raises.
     """
     owner = scopes.owner_of(request.headers.items())
-    with scopes.usage_of(owner).admitting():
+    with scopes.admitting(owner):
         async with bodies.receive(request, owner) as received:
             yield received
 
@@ -144,7 +144,8 @@ class GenerationEndpoint:
                     check_name(REQUEST_ID, client_request_id)
                     session_id = request.headers.get(SESSION_ID, "")
                     check_name(SESSION_ID, session_id)
-                    receiving.enter_context(admitting(request_scope.usage, headers))
+                    if request_scope.usage is not None:
+                        receiving.enter_context(admitting(request_scope.usage, headers))
                     body = await receiving.enter_async_context(
                         self._bodies.receive(request, request_scope.owner)
                     )

@@ -178,7 +178,7 @@ class PersistentBatch:
         for request_id in request_ids:
             if self._rows.pop(request_id, None) is not None:
                 self._free_slots.append(self._slots.pop(request_id))
-                del self._counts[request_id]
+                self._counts.pop(request_id, None)
 
     def _start(self, row: PlanRow) -> None:
         num_tokens, room = len(row.token_ids), self._tokens.shape[1]
@@ -194,7 +194,8 @@ class PersistentBatch:
         self._rows[row.request_id] = row
         self._slots[row.request_id] = slot
         self._tokens[slot, :num_tokens] = row.token_ids
-        self._counts[row.request_id] = TokenCounts(row.num_prompt_tokens)
+        if row.sampling.has_penalty:
+            self._counts[row.request_id] = TokenCounts(row.num_prompt_tokens)
         self._num_tokens[slot] = num_tokens
         self._num_computed[slot] = row.num_computed_tokens
         self._num_blocks[slot] = 0
@@ -222,7 +223,7 @@ class PersistentBatch:
                 raise RowOverflow(
                     f"{request_id} is scheduled up to token {end}; its blocks hold {num_slots}"
                 )
-            tokens, counts = self._tokens_by_slot[slot], self._counts[request_id]
+            tokens, counts = self._tokens_by_slot[slot], self._counts.get(request_id)
             for ahead in range(1 + len(drafts.get(request_id, ()))):
                 yield TokenRun(row, slot, num_tokens, end + ahead, tokens, counts=counts)
 

@@ -98,7 +98,7 @@ class _FusedPasses:
         angles = [(cos.contiguous(), sin.contiguous()) for cos, sin in forward_pass.angles]
         pointers = [RopeAngles(cos.data_ptr(), sin.data_ptr()) for cos, sin in angles]
         by_rope = (RopeAngles * len(angles))(*pointers)
-        low_rank = FusedLowRank(forward_pass.groups or ())
+        low_rank = FusedLowRank(forward_pass.groups) if forward_pass.groups else None
         num_tokens = len(angles[0][0])
         buffers = [
             torch.empty(num_tokens, size, dtype=torch.bfloat16) for size in self._buffer_sizes
@@ -112,9 +112,8 @@ class _FusedPasses:
                 narrow_buf=buffers[0].data_ptr(),
                 wide_buf=buffers[1].data_ptr(),
                 heads_buf=buffers[2].data_ptr(),
-                groups=low_rank.groups,
-                hidden_buf=low_rank.hidden_buf,
                 num_threads=self.kernels.num_threads,
+                **({} if low_rank is None else low_rank.args),
             )
             for batch, params in zip(running.batches, attention.params, strict=True)
         ]

@@ -161,7 +161,7 @@ class GroupTokens:
 
 
 class FusedLowRank:
-    """Arguments of fused layers in a pass with adapters."""
+    """Arguments of fused layers that a pass with adapters has besides the others."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         adapters = [native_adapter(group) for group in groups]
@@ -172,8 +172,7 @@ class FusedLowRank:
             for adapter, group in zip(adapters, groups, strict=True)
         )
         buffer = torch.empty(size)
-        self.groups = tokens.struct(structs)
-        self.hidden_buf = buffer.data_ptr()
+        self.args = {"groups": tokens.struct(structs), "hidden_buf": buffer.data_ptr()}
         self._alive = (groups, tokens, structs, buffer)
 
 

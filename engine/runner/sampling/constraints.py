@@ -53,21 +53,13 @@ def is_constrained(run: TokenRun) -> bool:
         or sampling.banned_sequences
         or sampling.logit_bias
         or is_below_min_tokens(run)
-        or has_penalty(sampling)
+        or sampling.has_penalty
         or sampling.extra_args
     )
 
 
 def is_below_min_tokens(run: TokenRun) -> bool:
     return run.end - run.row.num_prompt_tokens < run.row.sampling.min_tokens
-
-
-def has_penalty(sampling: SamplingParams) -> bool:
-    return (
-        sampling.repetition_penalty != 1.0
-        or sampling.presence_penalty != 0.0
-        or sampling.frequency_penalty != 0.0
-    )
 
 
 def depends_on_tokens(row: PlanRow) -> bool:
@@ -77,7 +69,7 @@ def depends_on_tokens(row: PlanRow) -> bool:
         row.grammar is not None
         or sampling.banned_sequences
         or sampling.extra_args
-        or has_penalty(sampling)
+        or sampling.has_penalty
     )
 
 
@@ -167,7 +159,7 @@ class _RowEdits(NamedTuple):
             _token_ids(forbidden_tokens(run), inputs),
             None if stops is None else _Stops(stops, has_grammar=run.allowed is not None),
             _Bias.of(sampling, inputs) if sampling.logit_bias else None,
-            _Penalties.of(run, inputs) if has_penalty(sampling) else None,
+            _Penalties.of(run, inputs) if sampling.has_penalty else None,
         )
 
     def apply(self, scores: Tensor) -> None:

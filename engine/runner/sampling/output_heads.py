@@ -100,7 +100,7 @@ class SamplingHead:
         self.decoder = decoder
         self.sampler = sampler
         self.vocab_size = vocab_size
-        self.grammar_masks = GrammarMasks(vocab_size)
+        self._grammar_masks: GrammarMasks | None = None
         self._device = device
 
     @cached_property
@@ -111,8 +111,16 @@ class SamplingHead:
         """
         return make_inputs(self._device)
 
+    @property
+    def grammar_masks(self) -> GrammarMasks:
+        """Masks of grammars, from the first row with one on."""
+        if self._grammar_masks is None:
+            self._grammar_masks = GrammarMasks(self.vocab_size)
+        return self._grammar_masks
+
     def drop_rows(self, plan: Plan) -> None:
-        self.grammar_masks.forget(plan.dropped)
+        if self._grammar_masks is not None:
+            self._grammar_masks.forget(plan.dropped)
 
     def needs_all_tokens(self, step: Step) -> bool:
         return False

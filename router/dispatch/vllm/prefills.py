@@ -50,7 +50,7 @@ class VllmPrefills:
 
     async def compute_for(self, call: GenerateCall, context: RequestContext) -> ComputedKv | None:
         """Let a server compute the prompt of a call, if no prefill node of the model can."""
-        if not self.servers or call.foreign_kv is not None or context.placement is not None:
+        if call.foreign_kv is not None or context.placement is not None:
             return None
         is_plain = call.task is GENERATE and not call.model.adapter.id
         if not is_plain or call.sampling.prompt_logprobs is not None:

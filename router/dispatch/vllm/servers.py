@@ -113,9 +113,6 @@ class PrefillServers:
         self._breakers = CircuitBreakers(BREAKERS)
         self._last_failures: dict[str, str] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self.all)
-
     def choose(self, model: str, num_tokens: int) -> list[PrefillServer]:
         """Return the servers that can compute a prompt of a model, the best one first."""
         avoided = self._breakers.avoided_addresses(self._clock())

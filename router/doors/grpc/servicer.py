@@ -134,7 +134,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def _within_limits(self, context: aio.ServicerContext[Any, Any]) -> Iterator[str]:
         """Count a request that generates nothing, and yield its client. Raises RateLimited."""
         owner = self._scopes.owner_of(context.invocation_metadata() or ())
-        with self._scopes.usage_of(owner).admitting():
+        with self._scopes.admitting(owner):
             yield owner
 
     def _checked_model(self, name: str) -> ModelVariant:

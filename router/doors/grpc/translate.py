@@ -74,7 +74,7 @@ def calls_from(
     stop = StopRule(
         tuple(filter(None, params.stop)), params.include_stop_in_output, sampling.min_tokens
     )
-    hints = KV_HINTS.from_message(message.kv_hints)
+    hints, params_of_kv = KV_HINTS.from_message(message.kv_hints), message.kv_transfer_params
     call = GenerateCall(
         request_id=request_id,
         prompt=prompt_from(message),
@@ -86,7 +86,7 @@ def calls_from(
         cache_salt=message.cache_salt,
         kv_hints=hints,
         bad_words=tuple(params.bad_words),
-        foreign_kv=foreign_kv_from_json(message.kv_transfer_params),
+        foreign_kv=foreign_kv_from_json(params_of_kv) if params_of_kv else None,
     )
     return calls_for_answers(call, [call.prompt], message.n if message.HasField("n") else 1)
 

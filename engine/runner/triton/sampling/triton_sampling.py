@@ -13,7 +13,6 @@ from baton.engine.runner.device.step_inputs import StepInputs
 from baton.engine.runner.device.step_memory import NEW_MEMORY, Memory
 from baton.engine.runner.model.pass_layout import Ints, TokenRun
 from baton.engine.runner.sampling.constraints import (
-    has_penalty,
     is_constrained,
     token_mask,
 )
@@ -101,11 +100,11 @@ class _Constraints:
         runs, vocab_size = rows.runs, rows.vocab_size
         masks = [token_mask(run, rows.eos_token_ids, vocab_size) for run in runs]
         biased = [run for run in runs if run.row.sampling.logit_bias]
-        penalised = [run for run in runs if has_penalty(run.row.sampling)]
+        penalised = [run for run in runs if run.row.sampling.has_penalty]
         slots = [
             _slots([mask is not None for mask in masks]),
             _slots([bool(run.row.sampling.logit_bias) for run in runs]),
-            _slots([has_penalty(run.row.sampling) for run in runs]),
+            _slots([run.row.sampling.has_penalty for run in runs]),
         ]
         self._slots = inputs.put(np.stack(slots, axis=1))
         self._masks = inputs.put(_stacked([mask for mask in masks if mask is not None], vocab_size))

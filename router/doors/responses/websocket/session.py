@@ -151,7 +151,8 @@ class Session:
         headers, stream_id = {REQUEST_ID: request.id}, ""
         try:
             with request.scope.ending_on_error():
-                request.held.enter_context(admitting(request.scope.usage, headers))
+                if request.scope.usage is not None:
+                    request.held.enter_context(admitting(request.scope.usage, headers))
                 event = await request.body.fields()
                 stream_id = take_stream_id(event)
                 self._check_stream(stream_id)
