@@ -98,7 +98,7 @@ constraints: $(VENV)/.dev
 
 bench: $(VENV)/.runtime
 	$(BIN)/python -m benchmarks scheduler
-	$(BIN)/baton bench engine
+	$(BIN)/python -m benchmarks engine
 
 format: $(VENV)/.dev
 	$(BIN)/clang-format -i $(CPP_FILES)

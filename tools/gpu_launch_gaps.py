@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from baton.bench.engine.benchmark import EngineBench, engine_meter
 from baton.core.errors import NamedError
+from benchmarks.engine.throughput import EngineBench, engine_meter
 
 NUM_NAMED = 15  # kernels that take longest
 MAX_NAME = 60  # characters

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import torch
 
-from baton.bench.engine.benchmark import EngineBench, Rate, context_of
-from baton.bench.engine.benchmark import run as run_engine
 from baton.checkpoint.checkpoint import Checkpoint
 from baton.checkpoint.hub import open_checkpoint
 from baton.core.errors import NamedError
 from baton.engine.runner.families.read_config import read_model_config
+from benchmarks.engine.throughput import EngineBench, Rate, context_of
+from benchmarks.engine.throughput import run as run_engine
 from benchmarks.peers.peer import Comparison, PeerBench, PeerFailed
 from benchmarks.peers.peer import run as run_peers
 from tools.gpu_roofline import GPUS, make_rows

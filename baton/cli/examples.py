@@ -44,12 +44,6 @@ EXAMPLES = {
         "baton bench serve --address 127.0.0.1:50051 --rates 1,2,4,8 --plots plots",
         "baton bench serve --model models/demo --compare colocated --prompt-tokens mix:32x9,768x1",
     ),
-    "bench replay": (
-        "baton bench replay mooncake.jsonl.gz --block-tokens 16 --time-scale 0.1 --plot reuse.png",
-        "baton bench replay sessions.tar.gz --use-answers --json replay.json",
-    ),
-    "bench engine": ("baton bench engine --model models/demo --batches 1,8 --json engine.json",),
-    "bench kv": ("baton bench kv --paths nixl,nixl:tcp --sizes 8MiB,64MiB",),
 }
 
 

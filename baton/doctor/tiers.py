@@ -102,7 +102,7 @@ def rate_finding(check: str, found: str, bytes_per_s: float, kv: KvShapeFacts) -
         f"{PROMPT_TOKENS / tokens_per_s:.2g} s"
     )
     if bytes_per_s < SLOW_BYTES_PER_S:
-        advice = "nodes load from it only what they would compute more slowly (baton bench engine)"
+        advice = "nodes load from it only what they would compute more slowly"
         return warn(check, f"{found}: {meaning}", advice)
     return ok(check, f"{found}: {meaning}")
 

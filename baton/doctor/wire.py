@@ -45,7 +45,7 @@ def check_transfer_rate(transports: Sequence[str], patience_s: float) -> Iterato
 def speed_finding(way: MeasuredPath, gb_per_s: float) -> Finding:
     found = f"{gb_per_s:.2f} GB/s between two processes"
     if gb_per_s < SLOW_GB_PER_S:
-        return warn(way.name, found, "hand-offs will be slow; baton bench kv measures more")
+        return warn(way.name, found, "hand-offs will be slow: see docs/handoff-figures.md")
     return ok(way.name, found)
 
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 
-from baton.bench.serve.load import FIRST_PLAIN_TOKEN
+from baton.bench.load import FIRST_PLAIN_TOKEN
 from baton.client import Answer, AsyncClient, BatonError, Generation, Model
 from baton.core.sampling import SamplingParams
 from baton.kv_transfer.external_kv import FILE, HOST, KV

@@ -15,17 +15,20 @@ from benchmarks.cli.adapters import adapters
 from benchmarks.cli.chaos import chaos
 from benchmarks.cli.chart import chart
 from benchmarks.cli.embeddings import embeddings
+from benchmarks.cli.engine import engine
 from benchmarks.cli.forms import forms
 from benchmarks.cli.frontier import frontier
 from benchmarks.cli.handover import handover
 from benchmarks.cli.index import index
 from benchmarks.cli.interference import interference
+from benchmarks.cli.kv import kv
 from benchmarks.cli.memory import memory
 from benchmarks.cli.options import options
 from benchmarks.cli.overload import overload
 from benchmarks.cli.peer import peer
 from benchmarks.cli.perplexity import perplexity
 from benchmarks.cli.policies import policies
+from benchmarks.cli.replay import replay
 from benchmarks.cli.reuse import reuse
 from benchmarks.cli.router import router
 from benchmarks.cli.scheduler import scheduler
@@ -38,6 +41,12 @@ PROGRAM = "python -m benchmarks"
 VARIABLE_PREFIX = f"{ENVIRONMENT_PREFIX}_BENCH"
 EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
     scheduler: ("scheduler --running 256,1024",),
+    engine: ("engine --model models/demo --batches 1,8 --json engine.json",),
+    kv: ("kv --paths nixl,nixl:tcp --sizes 8MiB,64MiB",),
+    replay: (
+        "replay mooncake.jsonl.gz --block-tokens 16 --time-scale 0.1 --plot reuse.png",
+        "replay sessions.tar.gz --use-answers --json replay.json",
+    ),
     speculation: ("speculation --speculative ngram:6",),
     adapters: ("adapters --model ~/models/Qwen3-0.6B --batch 32 --adapters 8 --rank 16",),
     embeddings: (
@@ -80,8 +89,8 @@ app = typer.Typer(
     Research benchmarks of Baton, also against other engines.
 
     Options are read from a file (--config), the environment (BATON_BENCH_CHAOS_SEED is --seed of
-    `chaos`) and the command line; each source overrides the ones before it. `baton bench` has the
-    benchmarks of a running cluster, the engine and the KV transfer.
+    `chaos`) and the command line; each source overrides the ones before it. `baton bench
+    serve` sends a load to a running cluster.
     """)
 )
 def _benchmarks(config: ConfigFile = None) -> None: ...

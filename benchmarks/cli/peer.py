@@ -50,8 +50,8 @@ def peer(
     vLLM always uses bfloat16. Of a GGUF file, all use the weights that it has. A peer that cannot
     run the model is named and left out.
     """
-    from baton.bench.engine.benchmark import EngineBench
     from baton.cli.options.lists import parse_numbers
+    from benchmarks.engine.throughput import EngineBench
     from benchmarks.peers.peer import Comparison, PeerBench, PeerFailed, run
 
     if not any((vllm_venv, llamacpp_venv, openvino_venv)):

@@ -19,8 +19,8 @@ def reuse(
         typer.Option(
             exists=True,
             dir_okay=False,
-            help="Trace that `baton bench replay` reads, with a block of 16 tokens for each "
-            "recorded block. Default: chats, whose prompts contain the earlier answers.",
+            help="Trace that `replay` reads, with a block of 16 tokens for each recorded block. "
+            " Default: chats, whose prompts contain the earlier answers.",
         ),
     ] = None,
     requests: Annotated[int, typer.Option(min=10, help="Number of requests.")] = 1500,
@@ -42,8 +42,8 @@ def reuse(
     json_file: JsonFile = None,
 ) -> None:
     """Simulate the reuse of KV with host memory, files, pulls and two routers."""
-    from baton.bench.replay.formats import read_trace
     from baton.engine.kv_cache.block_hashes import PrefixNaming
+    from benchmarks.replay.formats import read_trace
     from benchmarks.router.reuse import ReuseBench, chats, ideal_reuse, run
     from benchmarks.router.simulation import SimCluster
     from benchmarks.router.workloads import recorded

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from baton.bench.serve.load import FIRST_PLAIN_TOKEN
+from baton.bench.load import FIRST_PLAIN_TOKEN
 from baton.client import AsyncClient, BatonError, Generation
 from baton.cluster import ClusterOptions, LocalCluster
 from baton.core.sampling import SamplingParams

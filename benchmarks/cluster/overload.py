@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequen
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 
-from baton.bench.serve.load import FIRST_PLAIN_TOKEN
+from baton.bench.load import FIRST_PLAIN_TOKEN
 from baton.client import AsyncClient, BatonError, Generation, Retries
 from baton.cluster import ClusterOptions, LocalCluster
 from baton.core.errors import InvalidConfig

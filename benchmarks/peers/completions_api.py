@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
-from baton.bench.serve.load import random_tokens
+from baton.bench.load import random_tokens
 from baton.core.errors import NamedError
 
 Stop = Callable[[], bool]

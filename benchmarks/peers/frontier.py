@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 from pathlib import Path
 
-from baton.bench.serve.figures import quantile
-from baton.bench.serve.load import Lengths, PlannedRequest, ServeLoad, plan, warm_up
+from baton.bench.figures import quantile
+from baton.bench.load import Lengths, PlannedRequest, ServeLoad, plan, warm_up
 from baton.core.errors import InvalidConfig
 from benchmarks.peers.completions_api import (
     VOCAB_SIZE,

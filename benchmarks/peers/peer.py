@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from baton.bench.engine.benchmark import EngineBench, engine_meter, longest
 from baton.core.errors import InvalidConfig, NamedError
+from benchmarks.engine.throughput import EngineBench, engine_meter, longest
 from benchmarks.peers.settings import (
     GPU_SHARE,
     PATIENT,

@@ -6,8 +6,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from baton.bench.replay.trace import ReplayTrace, TraceRequest
-from baton.bench.replay.workload import PromptBuilder, Scaling
+from benchmarks.replay.trace import ReplayTrace, TraceRequest
+from benchmarks.replay.workload import PromptBuilder, Scaling
 
 VOCAB_SIZE = 50_000
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from baton.bench.serve.load import FIRST_PLAIN_TOKEN
+from baton.bench.load import FIRST_PLAIN_TOKEN
 from baton.client import Client, Finish, Generation
 from baton.cluster import ClusterOptions, LocalCluster
 from baton.core.errors import InvalidConfig

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
-from baton.bench.serve.load import FIRST_PLAIN_TOKEN
+from baton.bench.load import FIRST_PLAIN_TOKEN
 from baton.client import Answer, AsyncClient, Generation
 from baton.cluster import ClusterOptions, LocalCluster
 from baton.core.sampling import SamplingParams

@@ -1,4 +1,4 @@
-"""`baton bench engine` on the demo model."""
+"""`python -m benchmarks engine` on the demo model."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.engine.benchmark import EngineBench, Rate, run
-from baton.bench.engine.step_cost import Spent, step_cost
+from benchmarks.engine.step_cost import Spent, step_cost
+from benchmarks.engine.throughput import EngineBench, Rate, run
 
 MODEL = str(Path(__file__).resolve().parents[2] / "models" / "demo")
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.engine.benchmark import EngineBench
 from baton.core.errors import InvalidConfig
 from benchmarks.cli.peer import peer
+from benchmarks.engine.throughput import EngineBench
 from benchmarks.peers.peer import Comparison, PeerBench, PeerFailed, run
 from benchmarks.plots.chart import read_peer
 

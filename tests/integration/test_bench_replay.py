@@ -1,4 +1,4 @@
-"""`baton bench replay` against real processes: reuse by source, sessions, Ctrl-C."""
+"""`python -m benchmarks replay` against real processes: reuse by source, sessions, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.replay.config import ReplayBench
-from baton.bench.replay.figures import ReplayFigures, summarise
-from baton.bench.replay.run import bench_router
-from baton.bench.replay.trace import ReplayTrace, TraceRequest, ordered_trace
-from baton.bench.serve.objectives import Slo
+from baton.bench.objectives import Slo
 from baton.client import AsyncClient, Retries
 from baton.cluster import LocalCluster
-from tests.support.baton_command import call_baton
+from benchmarks.replay.config import ReplayBench
+from benchmarks.replay.figures import ReplayFigures, summarise
+from benchmarks.replay.run import bench_router
+from benchmarks.replay.trace import ReplayTrace, TraceRequest, ordered_trace
+from tests.support.baton_command import run_benchmark
 
 BLOCK_SIZE = 16
 
@@ -127,8 +127,8 @@ def test_the_command_prints_tables_and_writes_figures(
     figures = tmp_path / "figures.json"
     address = ("--router", cluster.address)
 
-    done = call_baton(
-        "bench", "replay", str(trace), *address, "--block-tokens", "16", "--json", str(figures)
+    done = run_benchmark(
+        "replay", str(trace), *address, "--block-tokens", "16", "--json", str(figures)
     )
 
     assert done.returncode == 0, done.stderr

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from baton.bench.serve.benchmark import bench_clusters, bench_router
-from baton.bench.serve.client import Sample, send
-from baton.bench.serve.load import (
+from baton.bench.benchmark import bench_clusters, bench_router
+from baton.bench.client import Sample, send
+from baton.bench.load import (
     Arrivals,
     PlannedRequest,
     PromptLine,
@@ -21,7 +21,7 @@ from baton.bench.serve.load import (
     ServeLoad,
     parse_lengths,
 )
-from baton.bench.serve.plots import draw
+from baton.bench.plots import draw
 from baton.client import AsyncClient, Retries
 from baton.cluster import LocalCluster
 

@@ -16,7 +16,7 @@ from baton.engine.runner.model.mixers import Ends, ForwardPass
 from baton.engine.runner.model.ops import Norm, Ops
 
 
-@dataclass(eq=False)  # not frozen: `baton bench engine` wraps its methods
+@dataclass(eq=False)  # not frozen: `benchmarks/engine` wraps its methods
 class Decoder:
     """Model weights and the forward pass. Holds no request state."""
 

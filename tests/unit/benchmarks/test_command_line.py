@@ -12,6 +12,7 @@ from benchmarks.cli import VARIABLE_PREFIX, app
 from tests.support.command_lines import invoke
 
 
+@pytest.mark.parametrize("arguments", [["policies", "--plot"], ["engine", "--json"]])
 @pytest.mark.parametrize(
     ("path", "complaint"),
     [
@@ -21,12 +22,10 @@ from tests.support.command_lines import invoke
         (f"{'x' * 300}", "cannot be written to"),
     ],
 )
-def test_the_plot_file_is_checked_before_the_measurement(
-    path: str, complaint: str, tmp_path: Path
+def test_the_output_path_is_checked_before_the_measurement(
+    arguments: list[str], path: str, complaint: str, tmp_path: Path
 ) -> None:
-    arguments = ["policies", "--plot", str(tmp_path / path)]
-
-    ended = invoke(app, arguments, env={"COLUMNS": "1000"})
+    ended = invoke(app, [*arguments, str(tmp_path / path)], env={"COLUMNS": "1000"})
 
     assert ended.exit_code == 2
     assert complaint in ended.output

@@ -13,7 +13,7 @@ from typing import cast
 
 import pytest
 
-from baton.bench.serve.load import plan
+from baton.bench.load import plan
 from baton.core.errors import InvalidConfig
 from benchmarks.cli.frontier import measure
 from benchmarks.peers.completions_api import (

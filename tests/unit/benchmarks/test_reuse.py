@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from baton.bench.replay.trace import ReplayTrace, TraceRequest
 from baton.core.legs import LegKind
 from baton.engine.kv_cache.block_hashes import BlockHash, PrefixNaming
 from baton.router.routing.nodes import Node
 from baton.router.routing.prefix_index import NodePrefixes
+from benchmarks.replay.trace import ReplayTrace, TraceRequest
 from benchmarks.router.reuse import ReuseBench, Variant, chats, ideal_reuse, run
 from benchmarks.router.sim_node import LruBlocks, SimNode, Sources
 from benchmarks.router.workloads import SimRequest, recorded

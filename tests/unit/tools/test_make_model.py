@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from baton.bench.engine.roofline import expect_experts
-from baton.bench.engine.routing import RoutingMeter
 from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.checkpoint.weight_files import WeightFiles
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.engine.runner.weights.tensor_names import check_tensors
+from benchmarks.engine.roofline import expect_experts
+from benchmarks.engine.routing import RoutingMeter
 from tests.support.models import prompt_of
 from tests.support.random_folders import small_config, small_folder
 from tests.support.runner_drivers import Driver, drives_of

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.serve.benchmark import MeasuredRun, compare
-from baton.bench.serve.client import LoadRun, Sample
-from baton.bench.serve.figures import Quantiles, gaps_of, quantile, summarise
-from baton.bench.serve.objectives import Slo, parse_slo
-from baton.bench.serve.plots import draw
+from baton.bench.benchmark import MeasuredRun, compare
+from baton.bench.client import LoadRun, Sample
+from baton.bench.figures import Quantiles, gaps_of, quantile, summarise
+from baton.bench.objectives import Slo, parse_slo
+from baton.bench.plots import draw
 from baton.client import Finish, Served
 from baton.core.errors import InvalidConfig
 from baton.core.output import FinishReason

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.serve.load import (
+from baton.bench.load import (
     Arrivals,
     ServeLoad,
     parse_lengths,

@@ -47,7 +47,6 @@ def test_malformed_cpu_lists_are_refused(written: str) -> None:
     "arguments",
     [
         ["bench", "serve", "--router", "127.0.0.1:1", "--json"],
-        ["bench", "engine", "--json"],
         ["trace", "show", "--html"],
     ],
 )
