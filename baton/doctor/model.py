@@ -13,7 +13,6 @@ from baton.core.units import format_bytes
 from baton.doctor.findings import Finding, fail, ok, warn
 from baton.doctor.tiers import KvShapeFacts
 from baton.engine.runner.config import RunnerConfig
-from baton.engine.runner.encoders.read_config import is_encoder, read_encoder_config
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.kv_budget import CacheShape, auto_kv_bytes
 from baton.kv_transfer.tiers.host_size import auto_host_bytes
@@ -99,11 +98,13 @@ def _weights(
     checkpoint: Checkpoint, kv_bytes: int | None, kv_cache_dtype: str, adapters: AdapterRoom
 ) -> Iterator[Finding]:
     from baton.engine.runner.load import DTYPES
+    from baton.engine.runner.open_runner import kind_of
     from baton.engine.runner.weights.tensor_names import check_tensors, expected_tensors
 
     try:
-        if is_encoder(checkpoint):
-            yield _encoder_weights(checkpoint)
+        kind = kind_of(checkpoint)
+        if kind is not None:
+            yield ok("weights", kind.check_weights(checkpoint))
             return
         config = read_model_config(checkpoint)
         with checkpoint.open_tensors() as tensors:
@@ -117,19 +118,6 @@ def _weights(
     if config.quantization is not None:
         weight_bytes = checkpoint.num_weight_bytes()
     yield from _room(checkpoint, config, weight_bytes, kv_bytes, kv_cache_dtype, adapters)
-
-
-def _encoder_weights(checkpoint: Checkpoint) -> Finding:
-    """Check the weights of an encoder, which has no KV cache. Raises ModelError."""
-    from baton.engine.runner.encoders.tensor_names import EncoderTensors, check_encoder_tensors
-
-    config = read_encoder_config(checkpoint)
-    with checkpoint.open_tensors() as files:
-        tensors = EncoderTensors(config, files.shapes())
-        check_encoder_tensors(tensors, files)
-    num_parameters = sum(map(prod, tensors.shapes().values()))
-    found = f"{config.architecture}, {num_parameters:,} parameters in {config.dtype}"
-    return ok("weights", f"{found}; embeds or scores texts of up to {config.max_text_len} tokens")
 
 
 def _room(

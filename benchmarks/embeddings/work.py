@@ -12,8 +12,10 @@ from baton.checkpoint.checkpoint import Shape
 from baton.checkpoint.hub import open_checkpoint
 from baton.core.pooling import PoolingKind
 from baton.engine.runner.encoders.config import EncoderConfig
+from baton.engine.runner.encoders.read_config import is_encoder, read_encoder_config
 from baton.engine.runner.encoders.tensor_names import EncoderTensors
-from baton.engine.runner.open_runner import read_any_config
+from baton.engine.runner.families.read_config import read_model_config
+from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.weights.tensor_names import expected_tensors
 
 LAYER = re.compile(r"\blayers?\.(\d+)\.")
@@ -23,15 +25,16 @@ KEYS_AND_VALUES = re.compile(r"\b(k_proj|v_proj)\.")
 def products_of(model: Path, texts: Sequence[str]) -> int:
     """Return the products of the texts' tokens, in a dense model."""
     checkpoint = open_checkpoint(str(model))
-    config, tokenizer = read_any_config(checkpoint), checkpoint.load_tokenizer()
-    is_encoder = isinstance(config, EncoderConfig)
-    limit = config.max_text_len if isinstance(config, EncoderConfig) else None
+    tokenizer, limit = checkpoint.load_tokenizer(), None
+    config: EncoderConfig | ModelConfig
+    shapes: Mapping[str, Shape]
+    if is_encoder(checkpoint):
+        config = read_encoder_config(checkpoint)
+        limit, shapes = config.max_text_len, EncoderTensors(config, {}).shapes()
+    else:
+        config = read_model_config(checkpoint)
+        shapes = expected_tensors(config)
     lens = [len(tokenizer.encode(text)[:limit]) for text in texts]
-    shapes: Mapping[str, Shape] = (
-        EncoderTensors(config, {}).shapes()
-        if isinstance(config, EncoderConfig)
-        else expected_tensors(config)
-    )
     matrices = {
         name: torch.Size(shape).numel()
         for name, shape in shapes.items()
@@ -48,6 +51,8 @@ def products_of(model: Path, texts: Sequence[str]) -> int:
             if f".{num_layers - 1}." in name and not KEYS_AND_VALUES.search(name)
         )
         products -= (sum(lens) - len(lens)) * other
-    pairs = sum(length * length if is_encoder else length * (length + 1) // 2 for length in lens)
+    pairs = sum(
+        length * length if limit is not None else length * (length + 1) // 2 for length in lens
+    )
     size = config.num_heads * config.head_dim
     return products + 2 * pairs * size * num_layers

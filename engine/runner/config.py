@@ -256,6 +256,14 @@ class Architecture(Protocol):
         """Return how the files quantize matrices."""
         ...
 
+    @property
+    def can_generate(self) -> bool: ...
+
+    @property
+    def num_labels(self) -> int:
+        """Return the labels of a classifier of texts; 0: it is none."""
+        ...
+
 
 def dtype_name(config: RunnerConfig, model: Architecture) -> str:
     """Return the name of the dtype that the model computes in."""

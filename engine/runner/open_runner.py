@@ -1,20 +1,48 @@
-"""Opens the runner of any model: the only place that tells decoders and encoders apart."""
+"""Opens the runner of any model: the only place that tells kinds of models apart."""
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import torch
 
 from baton.checkpoint.checkpoint import Checkpoint
 from baton.checkpoint.hub import open_checkpoint
-from baton.engine.runner.config import RunnerConfig
-from baton.engine.runner.encoders.config import EncoderConfig
-from baton.engine.runner.encoders.load import load_encoder
-from baton.engine.runner.encoders.read_config import is_encoder, read_encoder_config
+from baton.engine.runner.config import Architecture, RunnerConfig
+from baton.engine.runner.encoders.encoder_models import EncoderModels
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.load import load_runner
 from baton.engine.runner.loaded_runner import LoadedRunner
-from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model_info import LoadProgressCallback
+
+
+class ModelKind(Protocol):
+    """Models that a runner of their own computes. Its methods raise ModelError."""
+
+    def has(self, checkpoint: Checkpoint) -> bool:
+        """Return whether the model is of this kind."""
+        ...
+
+    def read_config(self, checkpoint: Checkpoint) -> Architecture: ...
+
+    def load(
+        self,
+        config: RunnerConfig,
+        checkpoint: Checkpoint,
+        on_progress: LoadProgressCallback | None = None,
+    ) -> LoadedRunner: ...
+
+    def check_weights(self, checkpoint: Checkpoint) -> str:
+        """Check names and shapes of the weights, and describe the model in a line."""
+        ...
+
+
+KINDS: tuple[ModelKind, ...] = (EncoderModels(),)  # all other models are decoders
+
+
+def kind_of(checkpoint: Checkpoint) -> ModelKind | None:
+    """Return the kind of a model; None: a decoder. Raises ModelError without a config.json."""
+    return next((kind for kind in KINDS if kind.has(checkpoint)), None)
 
 
 def open_runner(
@@ -26,15 +54,15 @@ def open_runner(
     Sets the number of torch threads of the whole process if the settings name one.
     """
     checkpoint = open_checkpoint(config.model)
-    if not is_encoder(checkpoint):
+    kind = kind_of(checkpoint)
+    if kind is None:
         return load_runner(config, on_progress)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    return load_encoder(config, checkpoint, on_progress)
+    return kind.load(config, checkpoint, on_progress)
 
 
-def read_any_config(checkpoint: Checkpoint) -> ModelConfig | EncoderConfig:
+def read_any_config(checkpoint: Checkpoint) -> Architecture:
     """Read and check the configuration of a model. Raises ModelError."""
-    if is_encoder(checkpoint):
-        return read_encoder_config(checkpoint)
-    return read_model_config(checkpoint)
+    kind = kind_of(checkpoint)
+    return read_model_config(checkpoint) if kind is None else kind.read_config(checkpoint)

@@ -21,6 +21,7 @@ ROOMS = (
     "router/doors/smg",
     "node/smg",
     "engine/runner/triton",
+    "engine/runner/encoders",
 )
 # That other modules use outside of tables.
 NO_ROOMS_YET = (
@@ -28,7 +29,6 @@ NO_ROOMS_YET = (
     "router/dispatch/vllm",
     "kv_transfer/foreign",
     "node/kv/events",
-    "engine/runner/encoders",
     "engine/runner/adapters",
     "checkpoint/gguf",
     "kv_transfer/tiers/stores/object_store.py",

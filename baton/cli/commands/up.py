@@ -23,7 +23,6 @@ from baton.cluster import Child, ClusterFailed, ClusterOptions, LocalCluster
 from baton.core.errors import ModelError
 from baton.core.units import format_bytes
 from baton.engine.runner.config import RunnerConfig
-from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.open_runner import read_any_config
 from baton.interrupts import get_interruptibly
 from baton.kernels import build_missing_kernels
@@ -89,7 +88,7 @@ def _prepare(model: RunnerConfig, *, must_embed: bool) -> FirstRequest:
     tokenizer = checkpoint.load_tokenizer()  # the router needs it, and starts after the nodes
     build_missing_kernels(model, checkpoint, console(stderr=True))
     return first_request(
-        generates=isinstance(config, ModelConfig) and config.can_generate,
+        generates=config.can_generate,
         num_labels=config.num_labels,
         has_chat_template=tokenizer.has_chat_template,
     )

@@ -70,6 +70,10 @@ class EncoderConfig:
         return self.hidden_size // self.num_heads
 
     @property
+    def can_generate(self) -> bool:
+        return False
+
+    @property
     def num_labels(self) -> int:
         return 0 if self.classifier is None else self.classifier.num_labels
 

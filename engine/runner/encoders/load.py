@@ -64,7 +64,7 @@ def load_encoder(
         max_shareable_prompt_len=None,
         hidden_size=model.hidden_size,
         pooling=pooling,
-        can_generate=False,
+        can_generate=model.can_generate,
         kernels=parts.name if kernels is None else best_variant(cpu_features()).name,
     )
     dim = model.head_dim

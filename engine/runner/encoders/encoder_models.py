@@ -1,0 +1,41 @@
+"""Encoders as a kind of model: what recognises, checks and loads them."""
+
+from __future__ import annotations
+
+from math import prod
+
+from baton.checkpoint.checkpoint import Checkpoint
+from baton.engine.runner.config import RunnerConfig
+from baton.engine.runner.encoders.config import EncoderConfig
+from baton.engine.runner.encoders.encoder_runner import EncoderRunner
+from baton.engine.runner.encoders.load import load_encoder
+from baton.engine.runner.encoders.read_config import is_encoder, read_encoder_config
+from baton.engine.runner.encoders.tensor_names import EncoderTensors, check_encoder_tensors
+from baton.engine.runner.model_info import LoadProgressCallback
+
+
+class EncoderModels:
+    """Implements `ModelKind`."""
+
+    def has(self, checkpoint: Checkpoint) -> bool:
+        return is_encoder(checkpoint)
+
+    def read_config(self, checkpoint: Checkpoint) -> EncoderConfig:
+        return read_encoder_config(checkpoint)
+
+    def load(
+        self,
+        config: RunnerConfig,
+        checkpoint: Checkpoint,
+        on_progress: LoadProgressCallback | None = None,
+    ) -> EncoderRunner:
+        return load_encoder(config, checkpoint, on_progress)
+
+    def check_weights(self, checkpoint: Checkpoint) -> str:
+        config = read_encoder_config(checkpoint)
+        with checkpoint.open_tensors() as files:
+            tensors = EncoderTensors(config, files.shapes())
+            check_encoder_tensors(tensors, files)
+        num_parameters = sum(map(prod, tensors.shapes().values()))
+        found = f"{config.architecture}, {num_parameters:,} parameters in {config.dtype}"
+        return f"{found}; embeds or scores texts of up to {config.max_text_len} tokens"
