@@ -8,7 +8,7 @@ import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 
 from grpc import aio
@@ -20,8 +20,8 @@ from baton.router.adapters.updates import AdapterUpdates
 from baton.router.discovery.node_reports import report_nodes
 from baton.router.discovery.readiness import PATIENCE_S, Readiness
 from baton.router.discovery.watcher import NodeDiscovery, watching
+from baton.router.dispatch.foreign_prefills import ForeignPrefills
 from baton.router.dispatch.node_calls import GrpcNodeCalls
-from baton.router.dispatch.vllm.monitor import monitoring
 from baton.router.dispatch.vllm.prefills import VllmPrefills
 from baton.router.dispatch.vllm.servers import PrefillServers
 from baton.router.doors.grpc.cluster_servicer import ClusterServicer
@@ -106,8 +106,12 @@ async def _serve(
         async with (
             watching(node_discovery(options), router.table, router.node_calls, note_change),
             _call_later(PATIENCE_S, note_change),
-            monitoring(router.vllm_servers, router.profiles, router.node_calls),
+            AsyncExitStack() as watched,
         ):
+            for foreign in router.foreign_prefills:
+                await watched.enter_async_context(
+                    foreign.watching(router.profiles, router.node_calls)
+                )
             with router.compiler, _metrics(options, process, router):
                 async with _http_server(options, router, server.health):
                     await _until_drained(server, router.pipeline, deadline)
@@ -123,9 +127,13 @@ class RouterComponents:
         expected = [profile.name for profile in profiles] if len(profiles) > 1 else ()
         self.table, self.node_calls = NodeTable(expected), GrpcNodeCalls(options.tls)
         self.compiler = GrammarCompiler(validate_grammar)
-        self.vllm_servers = PrefillServers(options.vllm_servers, self.table, time.monotonic)
+        servers: tuple[ForeignPrefills, ...] = (
+            VllmPrefills(
+                PrefillServers(options.vllm_servers, self.table, time.monotonic), time.monotonic
+            ),
+        )
+        self.foreign_prefills = tuple(each for each in servers if each.has_servers)
         self.profiles = ModelProfiles(self.table, profiles, options.models.parsing_of())
-        prefills = VllmPrefills(self.vllm_servers, time.monotonic) if options.vllm_servers else None
         self.pipeline = Pipeline(
             table=self.table,
             node_calls=self.node_calls,
@@ -133,7 +141,7 @@ class RouterComponents:
             clock=time.monotonic,
             config=PipelineConfig(options.dispatch, options.admission_queue),
             forms=FormChecks(self.compiler),
-            vllm_prefills=prefills,
+            foreign_prefills=self.foreign_prefills,
         )
         # None: neither exported nor served over HTTP
         is_counted = options.telemetry.counts or options.http_port is not None
@@ -149,8 +157,9 @@ class RouterComponents:
         self.adapters = AdapterUpdates(self.table, self.node_calls.channel, options.operators)
 
     def report_nodes(self) -> tuple[NodeStatus, ...]:
-        """Return the status of all nodes, vLLM's servers first."""
-        return self.vllm_servers.report() + report_nodes(self.table)
+        """Return the status of all nodes, servers that are not Baton's first."""
+        foreign = (status for each in self.foreign_prefills for status in each.report())
+        return (*foreign, *report_nodes(self.table))
 
 
 def _services(router: RouterComponents) -> tuple[Service, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -13,8 +13,8 @@ from baton.router.admission.model_traffic import TrafficByModel
 from baton.router.context import RequestContext
 from baton.router.dispatch.config import DispatchConfig
 from baton.router.dispatch.dispatcher import Dispatcher
+from baton.router.dispatch.foreign_prefills import ForeignPrefills
 from baton.router.dispatch.node_rpcs import NodeCalls
-from baton.router.dispatch.vllm.prefills import VllmPrefills
 from baton.router.documents.reader import DocumentReader
 from baton.router.input_processing.form_checks import FormChecks
 from baton.router.input_processing.input_processor import InputProcessor
@@ -40,7 +40,7 @@ class Pipeline:
         clock: Callable[[], float],
         config: PipelineConfig,
         forms: FormChecks | None = None,
-        vllm_prefills: VllmPrefills | None = None,
+        foreign_prefills: Sequence[ForeignPrefills] = (),
     ) -> None:
         self.table = table
         self.profiles = profiles
@@ -53,7 +53,7 @@ class Pipeline:
             profiles=profiles,
             clock=clock,
             config=config.dispatch,
-            vllm_prefills=vllm_prefills,
+            foreign_prefills=foreign_prefills,
         )
         self._ids_in_use: set[tuple[str, bool]] = set()
         self._became_idle = asyncio.Event()

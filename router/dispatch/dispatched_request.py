@@ -9,9 +9,9 @@ from baton.core.ids import HandoffId
 from baton.core.request import EngineRequest
 from baton.router.answer import AnswerAssembler
 from baton.router.context import RequestContext
+from baton.router.dispatch.foreign_prefills import ComputedKv
 from baton.router.dispatch.quarantine import Suspicion
 from baton.router.dispatch.retries import AttemptFailures
-from baton.router.dispatch.vllm.prefills import ComputedKv
 from baton.router.routing.nodes import Revision
 from baton.router.values import GenerateCall
 from baton.rpc.messages.calls import node_request_id

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,6 +14,7 @@ from baton.router.context import PromptPlacement, RequestContext
 from baton.router.dispatch.attempt import Attempt
 from baton.router.dispatch.config import DispatchConfig
 from baton.router.dispatch.dispatched_request import DispatchedRequest
+from baton.router.dispatch.foreign_prefills import ForeignPrefills
 from baton.router.dispatch.node_rpcs import NodeCalls
 from baton.router.dispatch.quarantine import (
     Quarantine,
@@ -22,7 +23,6 @@ from baton.router.dispatch.quarantine import (
 )
 from baton.router.dispatch.retries import AttemptFailures, CircuitBreakers, RetryBudget
 from baton.router.dispatch.route_finder import RouteFinder
-from baton.router.dispatch.vllm.prefills import VllmPrefills
 from baton.router.input_processing.model_profiles import ModelProfiles
 from baton.router.routing.assignment import Assignment
 from baton.router.routing.node_table import NodeTable
@@ -50,14 +50,14 @@ class Dispatcher:
         profiles: ModelProfiles,
         clock: Callable[[], float],
         config: DispatchConfig,
-        vllm_prefills: VllmPrefills | None = None,
+        foreign_prefills: Sequence[ForeignPrefills] = (),
     ) -> None:
         self._table = table
         self._node_calls = node_calls
         self._profiles = profiles
         self._clock = clock
         self._config = config
-        self._vllm_prefills = vllm_prefills
+        self._foreign_prefills = foreign_prefills
         self._breakers = CircuitBreakers(config.breakers)
         self._quarantine = Quarantine(self.wake)
         self._routes = RouteFinder(table, config, self._breakers, self._quarantine, clock)
@@ -71,8 +71,8 @@ class Dispatcher:
         """Run attempts until one completes. Each continues the answer where the last one failed."""
         retry_budget.note_request()
         request = DispatchedRequest(call, context, self._create_answer(call))
-        if self._vllm_prefills is not None:
-            request.computed = await self._vllm_prefills.compute_for(call, context)
+        for prefills in self._foreign_prefills:
+            request.computed = request.computed or await prefills.compute_for(call, context)
         for number in itertools.count(1):
             context.trace.note_attempt_began(number, len(request.answer.token_ids))
             route = await self._find_route(request, number)

@@ -22,11 +22,11 @@ ROOMS = (
     "node/smg",
     "engine/runner/triton",
     "engine/runner/encoders",
+    "router/dispatch/vllm",
 )
 # That other modules use outside of tables.
 NO_ROOMS_YET = (
     "router/documents",
-    "router/dispatch/vllm",
     "kv_transfer/foreign",
     "node/kv/events",
     "engine/runner/adapters",

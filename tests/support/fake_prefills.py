@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from baton.core.foreign_kv import ForeignKv
 from baton.router.discovery.sources import VllmServer
-from baton.router.dispatch.vllm.prefills import ComputedKv, VllmPrefills
+from baton.router.dispatch.foreign_prefills import ComputedKv
+from baton.router.dispatch.vllm.prefills import VllmPrefills
 from baton.router.dispatch.vllm.servers import PrefillServers
 from baton.router.routing.node_table import NodeTable
 from baton.router.tracing import UNTRACED, RequestTrace

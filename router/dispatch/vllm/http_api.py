@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from baton.core.errors import InvalidRequest
+from baton.core.foreign_kv import ForeignKv, foreign_kv_from
 from baton.router.discovery.sources import VLLM, join_address
 
 MAX_REPLY_BYTES = 1 << 22
 MAX_LINE_BYTES = 1 << 16
 ERROR_CHARACTERS = 200
+ASK = {"do_remote_decode": True, "do_remote_prefill": False}
+COMPLETIONS = "/v1/completions"
 # Of a request that no server of this model would take, such as one of too many tokens.
 REFUSALS = frozenset({b"400", b"413", b"422"})
 
@@ -100,3 +104,35 @@ def _json_object(content: bytes) -> Mapping[str, Any]:
     if not isinstance(answer, dict):
         raise ServerFailed("its reply is no JSON object")
     return answer
+
+
+async def ask(
+    api: VllmApi,
+    model: str,
+    token_ids: Sequence[int],
+    headers: Mapping[str, str] = {},
+    **more: object,
+) -> Mapping[str, Any]:
+    """Have a server compute a prompt and hold its KV. Raises ServerFailed and OSError."""
+    body = {
+        "model": model,
+        "prompt": list(token_ids),
+        "max_tokens": 1,
+        "temperature": 0,
+        "stream": False,
+        "kv_transfer_params": ASK,
+        **more,
+    }
+    return await api.post(COMPLETIONS, body, headers)
+
+
+def kv_of(answer: Mapping[str, Any]) -> ForeignKv:
+    """Return the KV that an answer names. Raises ServerFailed."""
+    try:
+        params = answer.get("kv_transfer_params")
+        kv = foreign_kv_from(params if isinstance(params, dict) else None)
+    except InvalidRequest as error:
+        raise ServerFailed(str(error)) from None
+    if kv is None:
+        raise ServerFailed("its answer names no KV; start it with NixlConnector")
+    return kv

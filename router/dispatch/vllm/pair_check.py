@@ -29,8 +29,7 @@ from baton.core.legs import LegKind
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
 from baton.router.dispatch.node_rpcs import LegEvent, LegOutput, NodeCalls
-from baton.router.dispatch.vllm.http_api import ServerFailed, VllmApi
-from baton.router.dispatch.vllm.prefills import ask, kv_of
+from baton.router.dispatch.vllm.http_api import ServerFailed, VllmApi, ask, kv_of
 from baton.router.routing.nodes import Node
 from baton.router.routing.policy import Leg
 from baton.rpc.messages.calls import node_request_id

@@ -7,49 +7,40 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 
-from baton.core.errors import InvalidRequest
-from baton.core.foreign_kv import ForeignKv, foreign_kv_from
 from baton.core.legs import LegKind
 from baton.core.task import GENERATE
 from baton.router.context import RequestContext
-from baton.router.dispatch.vllm.http_api import RequestRefused, ServerFailed, VllmApi
+from baton.router.dispatch.foreign_prefills import ComputedKv
+from baton.router.dispatch.node_rpcs import NodeCalls
+from baton.router.dispatch.vllm.http_api import RequestRefused, ServerFailed, ask, kv_of
+from baton.router.dispatch.vllm.monitor import monitoring
 from baton.router.dispatch.vllm.servers import PrefillServer, PrefillServers
+from baton.router.input_processing.model_profiles import ModelProfiles
 from baton.router.tracing import UNTRACED, RequestTrace
 from baton.router.values import GenerateCall
+from baton.rpc.node_info import NodeStatus
 
 log = logging.getLogger(__name__)
 
 MIN_TOKENS = 64  # of a prompt; shorter ones are computed sooner than asked for
 PREFILL_S = 120.0
-ASK = {"do_remote_decode": True, "do_remote_prefill": False}
-COMPLETIONS = "/v1/completions"
-
-
-@dataclass(frozen=True, slots=True)
-class ComputedKv:
-    """KV of a prompt on a server."""
-
-    kv: ForeignKv
-    server: str
-    answered_s: float  # when its lease had just begun
-    readers: frozenset[str]  # addresses of the decode nodes that can use it
-
-    def aged(self, now: float) -> ForeignKv:
-        return replace(self.kv, age_s=now - self.answered_s)
 
 
 class VllmPrefills:
+    """Implements `ForeignPrefills`."""
+
     def __init__(self, servers: PrefillServers, clock: Callable[[], float]) -> None:
         self.servers = servers
         self._clock = clock
 
+    @property
+    def has_servers(self) -> bool:
+        return bool(self.servers.all)
+
     async def compute_for(self, call: GenerateCall, context: RequestContext) -> ComputedKv | None:
-        """Let a server compute the prompt of a call, if no prefill node of the model can."""
         if call.foreign_kv is not None or context.placement is not None:
             return None
         is_plain = call.task is GENERATE and not call.model.adapter.id
@@ -64,6 +55,14 @@ class VllmPrefills:
             return None
         timeout_s = context.remaining_s(self._clock())
         return await self.compute(base, call.prompt_token_ids, timeout_s, context.trace)
+
+    def watching(
+        self, profiles: ModelProfiles, node_calls: NodeCalls
+    ) -> AbstractAsyncContextManager[None]:
+        return monitoring(self.servers, profiles, node_calls)
+
+    def report(self) -> tuple[NodeStatus, ...]:
+        return self.servers.report()
 
     async def compute(
         self,
@@ -125,38 +124,6 @@ async def _limited(server: PrefillServer, limit_s: float) -> AsyncIterator[None]
             yield
         finally:
             server.timers.discard(timer)
-
-
-async def ask(
-    api: VllmApi,
-    model: str,
-    token_ids: Sequence[int],
-    headers: Mapping[str, str] = {},
-    **more: object,
-) -> Mapping[str, Any]:
-    """Have a server compute a prompt and hold its KV. Raises ServerFailed and OSError."""
-    body = {
-        "model": model,
-        "prompt": list(token_ids),
-        "max_tokens": 1,
-        "temperature": 0,
-        "stream": False,
-        "kv_transfer_params": ASK,
-        **more,
-    }
-    return await api.post(COMPLETIONS, body, headers)
-
-
-def kv_of(answer: Mapping[str, Any]) -> ForeignKv:
-    """Return the KV that an answer names. Raises ServerFailed."""
-    try:
-        params = answer.get("kv_transfer_params")
-        kv = foreign_kv_from(params if isinstance(params, dict) else None)
-    except InvalidRequest as error:
-        raise ServerFailed(str(error)) from None
-    if kv is None:
-        raise ServerFailed("its answer names no KV; start it with NixlConnector")
-    return kv
 
 
 def _earlier(limit_s: float, timeout_s: float | None) -> float:

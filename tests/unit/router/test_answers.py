@@ -75,7 +75,7 @@ def a_pipeline(
         profiles=profiles_of(table),
         clock=lambda: float(next(ticks)),
         config=PipelineConfig(dispatch),
-        vllm_prefills=vllm,
+        foreign_prefills=() if vllm is None else (vllm,),
     )
 
 

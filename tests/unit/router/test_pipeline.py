@@ -102,7 +102,7 @@ def a_pipeline(
             ),
             AdmissionQueueConfig(max_in_flight),
         ),
-        vllm_prefills=vllm,
+        foreign_prefills=() if vllm is None else (vllm,),
     )
 
 

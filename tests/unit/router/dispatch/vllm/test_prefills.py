@@ -10,7 +10,8 @@ import pytest
 
 from baton.core.legs import LegKind
 from baton.router.discovery.sources import VllmServer
-from baton.router.dispatch.vllm.prefills import ComputedKv, VllmPrefills
+from baton.router.dispatch.foreign_prefills import ComputedKv
+from baton.router.dispatch.vllm.prefills import VllmPrefills
 from baton.router.dispatch.vllm.servers import PrefillServers, ServerLoad, key_of
 from baton.router.routing.node_table import NodeTable
 from baton.rpc.node_info import NodeAvailability
