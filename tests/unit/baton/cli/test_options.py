@@ -206,19 +206,6 @@ def test_graphs_are_captured_unless_eager_steps_are_enforced() -> None:
     assert node_options("m", enforce_eager=True).runner.enforce_eager
 
 
-@pytest.mark.parametrize(
-    "settings", [{"kernels": "torch"}, {"device": "cuda"}, {"device": "cuda:1", "kernels": "torch"}]
-)
-def test_torch_cannot_be_batch_invariant(settings: dict[str, str]) -> None:
-    with pytest.raises(InvalidConfig, match="--batch-invariant: plain torch"):
-        node_options("m", batch_invariant=True, **settings)
-
-
-@pytest.mark.parametrize("settings", [{}, {"device": "cuda", "kernels": "triton"}])
-def test_own_kernels_can_be_batch_invariant(settings: dict[str, str]) -> None:
-    assert node_options("m", batch_invariant=True, **settings).runner.batch_invariant
-
-
 def test_nodes_schedule_by_priority_by_default() -> None:
     assert node_options("m").scheduling.policy is SchedulingPolicy.PRIORITY
     assert node_options("m", scheduling_policy="fcfs").scheduling.policy is SchedulingPolicy.FCFS
