@@ -44,13 +44,6 @@ def test_malformed_cpu_lists_are_refused(written: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        ["bench", "serve", "--router", "127.0.0.1:1", "--json"],
-        ["trace", "show", "--html"],
-    ],
-)
-@pytest.mark.parametrize(
     ("path", "complaint"),
     [
         ("nowhere/file", "there is no folder"),
@@ -60,9 +53,11 @@ def test_malformed_cpu_lists_are_refused(written: str) -> None:
     ],
 )
 def test_the_output_path_is_checked_before_the_benchmark(
-    arguments: list[str], path: str, complaint: str, tmp_path: Path
+    path: str, complaint: str, tmp_path: Path
 ) -> None:
-    ended = invoke(app, [*arguments, str(tmp_path / path)], env={"COLUMNS": "1000"})
+    arguments = ["bench", "serve", "--router", "127.0.0.1:1", "--json", str(tmp_path / path)]
+
+    ended = invoke(app, arguments, env={"COLUMNS": "1000"})
 
     assert ended.exit_code == 2
     assert complaint in ended.output
