@@ -97,16 +97,6 @@ def test_tracing_is_disabled_by_off_and_by_none(written: str) -> None:
     assert "keeps no traces" in str(ended.exception)
 
 
-def test_the_plot_folder_is_checked_before_the_load(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for folder in ("file", "file/below"):
-        load = ["bench", "serve", "--router", "127.0.0.1:1", "--plots", str(tmp_path / folder)]
-        ended = invoke(app, load, env={"COLUMNS": "1000"})
-
-        assert ended.exit_code == 2
-        assert f"{tmp_path / 'file'} is not a folder" in ended.output
-
-
 @pytest.mark.parametrize("written", ["x", "99999", "-1", "1,,70000"])
 def test_the_doctor_refuses_invalid_ports(written: str) -> None:
     ended = invoke(app, ["doctor", "--ports", written])
