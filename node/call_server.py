@@ -22,8 +22,6 @@ from baton.rpc.messages.calls import CallReport, engine_request, event_to
 from baton.rpc.status import named_errors
 from baton.v1 import node_pb2
 
-ReportedOutput = tuple[Output, CallReport | None]
-
 
 class CallServer:
     """Serves legs. Each is counted by the ledger until its end.
@@ -55,18 +53,11 @@ class CallServer:
     async def _serve_call(
         self, kind: LegKind, order: node_pb2.LegOrder, context: CallContext
     ) -> AsyncGenerator[node_pb2.CallEvent, None]:
-        request = engine_request(order, time.monotonic())
-        async with aclosing(self.serve_request(kind, request, context)) as outputs:
-            async for output, report in outputs:
-                yield event_to(output, report)
-
-    async def serve_request(
-        self, kind: LegKind, request: EngineRequest, context: CallContext
-    ) -> AsyncGenerator[ReportedOutput, None]:
         """Yield the outputs of a request, some with a report, and end after its last KV write.
 
         Closing the generator early aborts the request.
         """
+        request = engine_request(order, time.monotonic())
         is_first, reason = True, None
         with (
             self._tracing.record_call(context, kind, request) as timeline,
@@ -84,7 +75,7 @@ class CallServer:
                         report = self._report(request, entry, output)
                         if timeline is not None:
                             timeline.note_output(output)
-                    yield output, report
+                    yield event_to(output, report)
                     is_first = False
             if request.send_to is not None:
                 await self._prefills.until_sent(request.send_to, reason)

@@ -140,14 +140,6 @@ class NodeOptions:
     kv_worker: KvWorkerConfig = field(default_factory=KvWorkerConfig)
     host: ListenHost = "127.0.0.1"
     port: ListenPort = 0
-    smg: Annotated[
-        bool,
-        Option(
-            "Serve the gRPC service of SMG's SGLang workers on --port, so that an SMG gateway can "
-            "use this node without Baton's router.",
-            NETWORK,
-        ),
-    ] = False
     node_id: Annotated[str, Option("Name of the node. Default: a random name.", NETWORK)] = ""
     # The engine's heart beats with each step and each layer, so a step can take longer than this.
     # It also beats while the engine is idle.

@@ -35,7 +35,6 @@ from baton.node.observers.metrics import export_node_metrics
 from baton.node.options import NodeOptions
 from baton.node.pauses import set_pause
 from baton.node.servicer import KvLinkServicer, LegServicer, NodeServicer
-from baton.node.smg.service import smg_services
 from baton.node.state import NodeState
 from baton.node.wiring import NodeComponents, identify
 from baton.prefill_node.leg import PrefillLegs
@@ -44,7 +43,6 @@ from baton.rpc.listening import check_port
 from baton.rpc.process_end import ShutdownDeadline
 from baton.rpc.security.operators import Operators
 from baton.rpc.server import Running, Service, announce, freeze_heap, serving, stop_signal
-from baton.rpc.smg.installed import check_installed
 from baton.telemetry.resource import Process
 from baton.telemetry.tracing.tracer import Tracer, tracing
 from baton.v1 import kv_link_pb2_grpc, node_pb2_grpc
@@ -99,8 +97,6 @@ def _check_start(options: NodeOptions) -> None:
             check_tiers(connector.config)
     if options.kv_sources:
         check_libraries()
-    if options.smg:
-        check_installed()
     if options.kv_transport == "nixl":
         import_nixl()
     if options.telemetry.metrics_port is not None:
@@ -245,7 +241,6 @@ def _services(node: NodeComponents) -> tuple[Service, ...]:
         Service("baton.v1.LegService", add_legs),
         Service("baton.v1.NodeService", add_node),
         *_link_services(node),
-        *smg_services(node, calls),
     )
 
 

@@ -26,6 +26,7 @@ from baton.router.dispatch.vllm.prefills import VllmPrefills
 from baton.router.dispatch.vllm.servers import PrefillServers
 from baton.router.doors.grpc.cluster_servicer import ClusterServicer
 from baton.router.doors.grpc.servicer import InferenceServicer
+from baton.router.doors.smg.service import smg_services
 from baton.router.input_processing.form_checks import FormChecks
 from baton.router.input_processing.model_profiles import ModelProfile, ModelProfiles
 from baton.router.loading import load_profiles
@@ -41,8 +42,6 @@ from baton.rpc.node_info import NodeStatus
 from baton.rpc.process_end import ShutdownDeadline
 from baton.rpc.security.token_gate import TokenInterceptor, ignore_refusal
 from baton.rpc.server import Running, Service, announce, freeze_heap, serving, stop_signal
-from baton.rpc.smg.installed import check_installed
-from baton.rpc.smg.model_facts import read_model_facts
 from baton.telemetry.metrics import names as metric_names
 from baton.telemetry.metrics.instruments import Reading, RouterMetrics, exposition
 from baton.telemetry.metrics.readers import export_metrics
@@ -58,8 +57,6 @@ log = logging.getLogger(__name__)
 
 def main(options: RouterOptions) -> None:
     """Serve until SIGTERM. Raises named errors for options that cannot work."""
-    if options.smg:
-        check_installed()
     profiles = load_profiles(options.models)
     process = Process("router", f"router-{os.getpid()}", secrets.token_hex(ID_BYTES))
     with tracing(options.telemetry, process) as tracer:
@@ -84,7 +81,7 @@ async def _serve(
         serving(
             options.host,
             options.port,
-            (*_services(router), *_smg_services(options, router)),
+            _services(options, router),
             tls=options.tls,
             interceptors=_interceptors(options, router.metrics),
             for_clients=True,
@@ -162,7 +159,7 @@ class RouterComponents:
         return (*foreign, *report_nodes(self.table))
 
 
-def _services(router: RouterComponents) -> tuple[Service, ...]:
+def _services(options: RouterOptions, router: RouterComponents) -> tuple[Service, ...]:
     inference = InferenceServicer(router.pipeline, router.scopes)
     cluster = ClusterServicer(router.report_nodes, router.resets, router.orders, router.adapters)
     add_inference = partial(inference_pb2_grpc.add_InferenceServiceServicer_to_server, inference)
@@ -170,22 +167,14 @@ def _services(router: RouterComponents) -> tuple[Service, ...]:
     return (
         Service("baton.v1.InferenceService", add_inference),
         Service("baton.v1.ClusterService", add_cluster),
+        *smg_services(
+            router.pipeline,
+            router.scopes,
+            router.resets,
+            next((each.value for each in options.models.folders), ""),
+            is_on=options.smg,
+        ),
     )
-
-
-def _smg_services(options: RouterOptions, router: RouterComponents) -> Sequence[Service]:
-    """Return the service for SMG gateways, if the options want it."""
-    if not options.smg:
-        return ()
-    # Imported late: their messages are in a package of an extra.
-    from smg_grpc_proto.generated import vllm_engine_pb2_grpc
-
-    from baton.router.doors.smg.servicer import SERVICE, SmgServicer
-
-    model = next((each.value for each in options.models.folders), "")
-    servicer = SmgServicer(router.pipeline, router.scopes, router.resets, read_model_facts(model))
-    add = partial(vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server, servicer)
-    return (Service(SERVICE, add),)
 
 
 def node_discovery(options: RouterOptions) -> NodeDiscovery:

@@ -19,7 +19,6 @@ ROOMS = (
     "router/doors/messages",
     "router/doors/responses",
     "router/doors/smg",
-    "node/smg",
     "engine/runner/triton",
     "engine/runner/encoders",
     "router/dispatch/vllm",

@@ -14,10 +14,12 @@ from typing import Any
 import grpc
 import pytest
 
+from baton.core.errors import InvalidConfig
 from baton.core.legs import GENERATING, LegKind
 from baton.core.output import FinishReason
 from baton.core.sampling import SamplingDefaults
 from baton.core.structured_outputs import StructuredOutputs
+from baton.router.doors.smg import service
 from baton.rpc.node_info import NodeLoad
 from baton.rpc.security.token import AcceptedTokens
 from baton.rpc.security.token_gate import TokenInterceptor
@@ -226,3 +228,14 @@ def test_calls_need_a_token_where_baton_needs_one() -> None:
             await router.stub.FlushCache(flush)
 
     run(scenario, interceptors=[TokenInterceptor(AcceptedTokens(("secret",)))])
+
+
+def test_the_option_needs_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "find_spec", lambda name: None)
+
+    async def start() -> None:
+        async with an_smg_router():
+            pass
+
+    with pytest.raises(InvalidConfig, match=r"pip install 'baton\[smg\]'"):
+        asyncio.run(start())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -71,7 +70,6 @@ def cluster_options(model_folder: Path) -> Callable[..., ClusterOptions]:
 def cluster(cluster_options: Callable[..., ClusterOptions]) -> Iterator[LocalCluster]:
     """Run one prefill node, one decode node and one router. Every process must exit with code 0."""
     options = cluster_options(router_arguments=("--http-port", "0", *SMG))
-    options = replace(options, node_arguments=(*options.node_arguments, *SMG))
     with LocalCluster(options) as running:
         yield running
     codes = {child.name: child.process.returncode for child in running.children}

@@ -1,6 +1,6 @@
-"""SMG's own gateway in front of Baton: `pytest tests/real/test_smg.py --smg-venv VENV -s`.
+"""SMG's own gateway in front of Baton's router: `pytest tests/real/test_smg.py --smg-venv VENV -s`.
 
-VENV has smg 1.13. The gateway is in front of the router, and of nodes without a router.
+VENV has smg 1.13.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RESTARTS = {200: "prefill", 400: "decode"}
 MAX_HOLD_S = SenderConfig().hold_s + 30
 PROMPT_CHARACTERS = 600
 KV_BYTES = "baton_kv_bytes_total"
-NODE_ARGUMENTS = ("--kv-cache-memory", "64MiB", "--threads", "1", "--metrics-port", "0", "--smg")
+NODE_ARGUMENTS = ("--kv-cache-memory", "64MiB", "--threads", "1", "--metrics-port", "0")
 
 
 @dataclass(frozen=True)
@@ -144,44 +144,22 @@ def world(pytestconfig: pytest.Config) -> Iterator[World]:
 
 
 @pytest.fixture(scope="module")
-def over_router(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def gateway(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     workers = ("--worker-urls", f"grpc://{world.cluster.router.address}")
     log = tmp_path_factory.mktemp("smg") / "router.log"
-    with smg_gateway(world.venv, workers, 1, log) as url:
+    with smg_gateway(world.venv, workers, log) as url:
         yield url
 
 
-@pytest.fixture(scope="module")
-def over_nodes(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    arguments = ["--pd-disaggregation"]
-    for node in world.cluster.prefills:
-        arguments += ["--prefill", f"grpc://{node.address}", node.address.rpartition(":")[2]]
-    for node in world.cluster.decodes:
-        arguments += ["--decode", f"grpc://{node.address}"]
-    log = tmp_path_factory.mktemp("smg") / "nodes.log"
-    with smg_gateway(world.venv, arguments, 4, log) as url:
-        yield url
-
-
-def test_answers_over_the_router_are_those_of_baton(world: World, over_router: str) -> None:
-    outcomes = world.run(over_router)
+def test_answers_are_those_of_baton(world: World, gateway: str) -> None:
+    outcomes = world.run(gateway)
     assert not outcomes.refused  # Baton's router retries
 
 
-def test_answers_over_nodes_are_those_of_baton(world: World, over_nodes: str) -> None:
-    outcomes = world.run(over_nodes)
-    for number, _, reason in outcomes.refused:
-        assert number > min(DEATHS) - 20, reason
-
-
-@pytest.mark.parametrize("gateway", ["over_router", "over_nodes"])
-def test_chats_have_logprobs_and_structured_output(
-    request: pytest.FixtureRequest, world: World, gateway: str
-) -> None:
-    url = request.getfixturevalue(gateway)
+def test_chats_have_logprobs_and_structured_output(gateway: str) -> None:
     messages = [{"role": "user", "content": "Name a city."}]
     chat = {"model": "demo", "messages": messages, "temperature": 0, "max_tokens": 40}
-    counted = post(url, "/v1/chat/completions", **chat, logprobs=True, top_logprobs=2)
+    counted = post(gateway, "/v1/chat/completions", **chat, logprobs=True, top_logprobs=2)
     [choice] = counted["choices"]
     entries = choice["logprobs"]["content"]
     assert len(entries) == counted["usage"]["completion_tokens"]
@@ -194,5 +172,5 @@ def test_chats_have_logprobs_and_structured_output(
         "additionalProperties": False,
     }
     form = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema}}
-    formed = post(url, "/v1/chat/completions", **chat, response_format=form)
+    formed = post(gateway, "/v1/chat/completions", **chat, response_format=form)
     assert set(json.loads(formed["choices"][0]["message"]["content"])) == {"is_large"}

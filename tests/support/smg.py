@@ -6,20 +6,18 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from grpc import aio
 from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
 
-from baton.router.doors.smg.servicer import SERVICE, SmgServicer
+from baton.router.doors.smg.service import smg_services
 from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.prefix_resets import PrefixResets
 from baton.router.request_scope import RequestScopes
 from baton.router.routing.node_table import NodeTable
 from baton.rpc.channel import open_channel
-from baton.rpc.server import Service, serving
-from baton.rpc.smg.model_facts import read_model_facts
+from baton.rpc.server import serving
 from tests.support.node_calls import FakeNodeCalls, a_table
 from tests.support.profiles import profiles_of
 
@@ -52,9 +50,7 @@ async def an_smg_router(
         config=PipelineConfig(),
     )
     resets = PrefixResets(table, open_channel)
-    servicer = SmgServicer(pipeline, RequestScopes(), resets, read_model_facts(model))
-    add = partial(vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server, servicer)
-    services = [Service(SERVICE, add)]
+    services = smg_services(pipeline, RequestScopes(), resets, model, is_on=True)
     async with (
         serving("127.0.0.1", 0, services, interceptors=interceptors, for_clients=True) as server,
         open_channel(server.address) as channel,

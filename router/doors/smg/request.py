@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from smg_grpc_proto.generated import vllm_engine_pb2
@@ -10,6 +11,7 @@ from baton.core.errors import InvalidRequest
 from baton.core.ids import ModelVariant
 from baton.core.sampling import MAX_LOGIT_BIASES
 from baton.core.stop_strings import StopRule
+from baton.core.structured_outputs import StructuredOutputs
 from baton.router.input_processing.answer_calls import calls_for_answers
 from baton.router.input_processing.limits import (
     MAX_ANSWERS,
@@ -19,8 +21,7 @@ from baton.router.input_processing.limits import (
 )
 from baton.router.routing.served_models import ServedModel
 from baton.router.values import GenerateCall, Prompt, TextPrompt, TokenPrompt
-from baton.rpc.errors import EmptyPrompt
-from baton.rpc.smg.sampling import common_fields, num_answers_of, refuse_fields, seed_from
+from baton.rpc.errors import EmptyPrompt, UnsupportedInput
 
 MAX_INT32 = (1 << 31) - 1
 NO_MEDIA = "no model here takes images, video or audio; send text alone"
@@ -34,6 +35,16 @@ UNSUPPORTED = {
     "data_parallel_rank": "the router is one rank; start the gateway without --dp-aware",
 }
 UNSUPPORTED_SAMPLING = {"truncate_prompt_tokens": "shorten the prompt instead"}
+NUM_SEEDS = 1 << 64
+# Constraints by the name of their field, with the field of StructuredOutputs.
+CONSTRAINTS = {
+    "json_schema": "json",
+    "json_object": "json_object",
+    "regex": "regex",
+    "grammar": "grammar",
+    "ebnf_grammar": "grammar",
+    "structural_tag": "structural_tag",
+}
 
 
 def calls_from(
@@ -98,4 +109,52 @@ def _num_logprobs(name: str, count: int) -> int:
             f"{name} is {count}: logprobs of the whole vocabulary are not served; ask for a number",
             name,
         )
+    return count
+
+
+def common_fields(message: Any) -> dict[str, Any]:
+    """Return fields of SamplingParams. A number that is not set is 0 in these messages."""
+    return {
+        "top_p": message.top_p or 1.0,
+        "top_k": max(0, message.top_k),
+        "min_p": message.min_p,
+        "frequency_penalty": message.frequency_penalty,
+        "presence_penalty": message.presence_penalty,
+        "repetition_penalty": message.repetition_penalty or 1.0,
+        "stop_token_ids": tuple(message.stop_token_ids),
+        "ignore_eos": message.ignore_eos,
+        "structured_outputs": _structured_outputs(message),
+    }
+
+
+def _structured_outputs(message: Any) -> StructuredOutputs | None:
+    name = message.WhichOneof("constraint")
+    if name is None:
+        return None
+    if name == "choice":
+        return StructuredOutputs(choice=tuple(message.choice.choices))
+    constraint = getattr(message, name)
+    if not constraint:
+        raise InvalidRequest(f"{name} is empty: leave it out", name)
+    return StructuredOutputs(**{CONSTRAINTS[name]: constraint})
+
+
+def refuse_fields(message: Any, unsupported: Mapping[str, str]) -> None:
+    """Raise UnsupportedInput if a field is set that is not supported; with what to do instead."""
+    for descriptor, _ in message.ListFields():
+        advice = unsupported.get(descriptor.name)
+        if advice is not None:
+            raise UnsupportedInput(f"{descriptor.name} is not supported here: {advice}")
+
+
+def seed_from(seed: int) -> int:
+    """Return the seed of a signed number."""
+    return seed % NUM_SEEDS
+
+
+def num_answers_of(message: Any, limit: int) -> int:
+    """Return the number of answers; 0 stands for one. Raises InvalidRequest."""
+    count: int = message.n or 1
+    if count > limit:
+        raise InvalidRequest(f"n is {count}; it must be from 1 to {limit}", "n")
     return count

@@ -23,7 +23,12 @@ from baton.core.ids import ModelVariant
 from baton.core.legs import LegKind
 from baton.core.output import FinishReason
 from baton.router.answers import generate_answers
+from baton.router.doors.smg.abortable_streams import AbortableStreams
+from baton.router.doors.smg.answers import AnswerEnd, AnswerMessages
+from baton.router.doors.smg.model_facts import ModelFacts, sampling_defaults_json
 from baton.router.doors.smg.request import calls_from
+from baton.router.doors.smg.tokenizer_bundle import TokenizerBundle
+from baton.router.doors.smg.unserved import UnservedMethods
 from baton.router.input_processing.limits import is_valid_name
 from baton.router.pipeline import Pipeline
 from baton.router.prefix_resets import PrefixResets
@@ -32,16 +37,10 @@ from baton.router.routing.nodes import Node
 from baton.router.values import AnswerPart, TokenChunk, TokenPrompt
 from baton.rpc.errors import Draining, NoNodes, UnsupportedInput
 from baton.rpc.security.token_gate import sent_token
-from baton.rpc.smg.answers import AnswerEnd, AnswerFormat, AnswerMessages
-from baton.rpc.smg.call_streams import CallStreams
-from baton.rpc.smg.model_facts import ModelFacts, sampling_defaults_json
-from baton.rpc.smg.tokenizer_bundle import TokenizerBundle
-from baton.rpc.smg.unserved import UnservedMethods
 from baton.rpc.status import named_errors
 
 SERVICE = "vllm.grpc.engine.VllmEngine"
 ID_BYTES = 12
-FORMAT = AnswerFormat(vllm_engine_pb2, counts_deltas=True)
 Context = aio.ServicerContext[Any, Any]
 
 
@@ -56,8 +55,7 @@ class SmgServicer(UnservedMethods, vllm_engine_pb2_grpc.VllmEngineServicer):  # 
         self._facts = facts
         self._tokenizer = TokenizerBundle(facts.path)
         self._started_s = time.monotonic()
-        # A stream has the parts of all answers, and ends by itself.
-        self._streams: CallStreams[tuple[int, AnswerPart]] = CallStreams(lambda _: False)
+        self._streams = AbortableStreams[tuple[int, AnswerPart]]()
 
     async def Generate(
         self, request: vllm_engine_pb2.GenerateRequest, context: Context
@@ -75,15 +73,14 @@ class SmgServicer(UnservedMethods, vllm_engine_pb2_grpc.VllmEngineServicer):  # 
                 )
             calls = [replace(call, prompt=TokenPrompt(token_ids)) for call in calls]
             answers = [
-                AnswerMessages(FORMAT, index, token_ids, is_streamed=request.stream)
+                AnswerMessages(index, token_ids, is_streamed=request.stream)
                 for index in range(len(calls))
             ]
             parts = generate_answers(self._pipeline, scope, calls, len(calls))
             with scope.within_limits():
-                async with aclosing(
-                    self._streams.merge(request_id, [parts], scope.owner)
-                ) as merged:
-                    async for _, (index, part) in merged:
+                stream = self._streams.run(request_id, parts, scope.owner)
+                async with aclosing(stream) as indexed_parts:
+                    async for index, part in indexed_parts:
                         response = await _response_to(answers[index], part)
                         if response is not None:
                             yield response

@@ -1,11 +1,13 @@
-"""Answers in the messages of SMG's services, which have the same fields."""
+"""Answers in the messages of SMG's service."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+from smg_grpc_proto.generated import vllm_engine_pb2
 
 from baton.core.logprobs import TokenLogprobs
 from baton.core.output import FinishReason
@@ -14,18 +16,6 @@ from baton.rpc.messages.limits import MAX_MESSAGE_BYTES
 from baton.rpc.status import TOO_LARGE, TOO_LARGE_ADVICE
 
 POSITIONS_PER_SLICE = 256  # with logprobs, between which the event loop runs other requests
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerFormat:
-    """Messages of a service, and what differs between the services."""
-
-    messages: Any  # module of the service's messages
-    counts_deltas: bool  # chunks count their own tokens, and not those of the answer so far
-    envelope: dict[str, Any] = field(default_factory=dict)  # fields of each response
-
-    def response(self, **variant: Any) -> Any:
-        return self.messages.GenerateResponse(**self.envelope, **variant)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +31,13 @@ class AnswerEnd:
 
     @property
     def fields(self) -> dict[str, Any]:
-        # A prefill node hands over after one token, which is what the gateway expects of it.
-        is_handed_off = self.reason is FinishReason.HANDED_OFF
         stop: dict[str, Any] = {}
         if self.stop_string is not None:
             stop["matched_stop_str"] = self.stop_string
         elif self.stop_token_id is not None:
             stop["matched_token_id"] = self.stop_token_id
         return {
-            "finish_reason": "length" if is_handed_off else self.reason.value,
+            "finish_reason": self.reason.value,
             "cached_tokens": self.num_cached_tokens,
             "spec_accepted_tokens": self.num_accepted_tokens,
             "spec_draft_tokens": self.num_proposed_tokens,
@@ -60,20 +48,12 @@ class AnswerEnd:
 class AnswerMessages:
     """Builds the responses of one answer: chunks of a stream, and a last one, or only the last."""
 
-    def __init__(
-        self,
-        answer_format: AnswerFormat,
-        index: int,
-        prompt_token_ids: Sequence[int],
-        *,
-        is_streamed: bool,
-    ) -> None:
-        self._format = answer_format
+    def __init__(self, index: int, prompt_token_ids: Sequence[int], *, is_streamed: bool) -> None:
         self._index = index
         self._prompt = prompt_token_ids
         self._is_streamed = is_streamed
         self._num_tokens = 0
-        self._whole = answer_format.messages.GenerateComplete(
+        self._whole = vllm_engine_pb2.GenerateComplete(
             index=index, prompt_tokens=len(prompt_token_ids)
         )
         self.is_finished = False
@@ -83,27 +63,26 @@ class AnswerMessages:
         token_ids: Sequence[int],
         logprobs: Sequence[TokenLogprobs] = (),
         prompt_logprobs: Sequence[TokenLogprobs | None] = (),
-    ) -> Any | None:
+    ) -> vllm_engine_pb2.GenerateResponse | None:
         """Add new tokens. Returns the chunk to send, if the answer is streamed."""
         self._num_tokens += len(token_ids)
         if not self._is_streamed:
             self._whole.output_ids.extend(token_ids)
             await self._fill(self._whole, logprobs, prompt_logprobs)
             return None
-        num_counted = len(token_ids) if self._format.counts_deltas else self._num_tokens
-        chunk = self._format.messages.GenerateStreamChunk(
+        chunk = vllm_engine_pb2.GenerateStreamChunk(
             token_ids=token_ids,
             prompt_tokens=len(self._prompt),
-            completion_tokens=num_counted,
+            completion_tokens=len(token_ids),
             index=self._index,
         )
         await self._fill(chunk, logprobs, prompt_logprobs)
-        return self._format.response(chunk=chunk)
+        return vllm_engine_pb2.GenerateResponse(chunk=chunk)
 
-    def finish(self, end: AnswerEnd) -> Any:
+    def finish(self, end: AnswerEnd) -> vllm_engine_pb2.GenerateResponse:
         """Return the last response. Raises MessageTooLarge."""
         self.is_finished = True
-        complete = self._format.messages.GenerateComplete(
+        complete = vllm_engine_pb2.GenerateComplete(
             completion_tokens=self._num_tokens, **end.fields
         )
         complete.MergeFrom(self._whole)
@@ -112,7 +91,7 @@ class AnswerMessages:
             raise MessageTooLarge(
                 f"{TOO_LARGE} ({num_bytes} vs. {MAX_MESSAGE_BYTES}); {TOO_LARGE_ADVICE}"
             )
-        return self._format.response(complete=complete)
+        return vllm_engine_pb2.GenerateResponse(complete=complete)
 
     async def _fill(
         self,
