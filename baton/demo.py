@@ -65,7 +65,9 @@ def _show_trace(console: Console, trace_dir: Path, trace_id: str) -> None:
         return
     console.print("\n[bold]Where the time of the last request went[/]")
     show_waterfall(console, trace)
-    console.print(f"Show it again: baton trace show {trace_id[:8]}\n")
+    console.print(
+        f"Show it again: baton trace show {trace_id[:8]}, with --html FILE as an HTML page.\n"
+    )
 
 
 def _run_prompt(console: Console, client: Client, prompt: str) -> Finish:

@@ -16,6 +16,8 @@ from baton.core.errors import InvalidConfig
 class Feature(Enum):
     """Feature that is in use, or an expected one that is not (NO_...)."""
 
+    BATCH_INVARIANT = auto()
+    TORCH_KERNELS = auto()
     RECURRENT_LAYERS = auto()
     ADAPTERS = auto()
     NO_ADAPTABLE_LAYERS = auto()
@@ -57,6 +59,12 @@ EXCLUSIONS = (
         Feature.NO_ADAPTABLE_LAYERS,
         "--lora and --lora-root cannot be used with this model: it has no linear layers that "
         "adapters can change",
+    ),
+    Exclusion(
+        Feature.BATCH_INVARIANT,
+        Feature.TORCH_KERNELS,
+        "--batch-invariant: plain torch rounds sums by the size of the batch; use --kernels triton "
+        "on a GPU, or native on a CPU",
     ),
     Exclusion(
         Feature.LONG_PREFILL_THRESHOLD,

@@ -55,7 +55,7 @@ def _caching_for(runner: LoadedRunner, options: EngineOptions) -> CacheConfig:
         block_size=memory.blocks.block_size,
         layout=memory.layout,
         enable_prefix_caching=options.enable_prefix_caching,
-        model_salt=f"{runner.info.fingerprint}:{memory.blocks.cache_dtype}",
+        model_salt=f"{runner.info.cache_salt}:{memory.blocks.cache_dtype}",
         max_shareable_prompt_len=runner.info.max_shareable_prompt_len,
         collect_events=options.collect_kv_events,
         collect_token_ids=options.collect_token_ids,

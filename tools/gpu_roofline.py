@@ -90,7 +90,7 @@ def all_rows(options: argparse.Namespace) -> list[Row]:
         for gpu in options.gpu or DEFAULT_GPUS
         for step in STEPS
         if not options.step or step.name in options.step
-        for row in make_rows(model, gpu, step, measured)
+        for row in make_rows(model, gpu, step, measured, splits=not options.batch_invariant)
     ]
 
 
@@ -100,6 +100,8 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", action="append", help=help_text)
     parser.add_argument("--gpu", action="append", choices=GPUS)
     parser.add_argument("--step", action="append", choices=[step.name for step in STEPS])
+    help_text = "count the launches of --batch-invariant, which splits no context"
+    parser.add_argument("--batch-invariant", action="store_true", help=help_text)
     parser.add_argument("--summary", action="store_true", help="one line per step")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     parser.add_argument("--measured", type=Path, help="JSON rows of a run, with measured_s")
@@ -117,11 +119,17 @@ def read_measured(path: Path) -> Mapping[tuple[str, ...], float]:
 
 
 def make_rows(
-    model: str, gpu: str, step: Step, measured: Mapping[tuple[str, ...], float]
+    model: str,
+    gpu: str,
+    step: Step,
+    measured: Mapping[tuple[str, ...], float],
+    *,
+    splits: bool = True,
 ) -> list[Row]:
     """Return the rows of a step, in the order of the kernels' first launches."""
     by_kernel: dict[str, list[Work]] = {}
-    for work in step_works(read_config(model), step, GPUS[gpu].num_processors):
+    num_processors = GPUS[gpu].num_processors if splits else 1
+    for work in step_works(read_config(model), step, num_processors):
         by_kernel.setdefault(work.kernel, []).append(work)
     return [
         Row(

@@ -43,6 +43,7 @@ from tools.triton_compilation import (
 from tools.triton_product_launches import (
     expert_launches,
     low_rank_launches,
+    plain_launches,
     product_launches,
     routing_launches,
 )
@@ -106,6 +107,7 @@ def all_launches() -> dict[str, Launch]:
         suffix = str(dtype).removeprefix("torch.")
         launches |= {f"{name} {suffix}": each for name, each in ops_launches(dtype)}
         launches |= {f"{name} {suffix}": each for name, each in product_launches(dtype)}
+        launches |= {f"{name} {suffix}": each for name, each in plain_launches(dtype)}
         launches |= {f"{name} {suffix}": each for name, each in expert_launches(dtype)}
         launches |= {f"{name} {suffix}": each for name, each in low_rank_launches(dtype)}
         for head_dim in HEAD_DIMS:

@@ -145,3 +145,8 @@ def recorded_launches() -> Iterator[list[Launch]]:
 @cache
 def parts() -> Parts:
     return triton_parts(torch.bfloat16, torch.device("cpu"))
+
+
+@cache
+def batch_invariant_parts() -> Parts:
+    return triton_parts(torch.bfloat16, torch.device("cpu"), batch_invariant=True)

@@ -1,4 +1,7 @@
-"""Launches of the Triton kernels of linear layers and experts, in the formats of weights."""
+"""Launches of the Triton kernels of linear layers and experts, in the formats of weights.
+
+Those of plain matrices are launched with `--batch-invariant`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from baton.engine.runner.model.adapters import Group, Part, Place
 from baton.engine.runner.model.config import MoeConfig, Scoring
 from baton.engine.runner.model.linear import ExpertChoice, Linear, Mlp, Moe, Router
 from baton.engine.runner.model.ops import MlpGate
-from tools.triton_compilation import Launch, parts, recorded_launches
+from tools.triton_compilation import Launch, batch_invariant_parts, parts, recorded_launches
 
 HIDDEN_SIZE = 4096
 # Bits, columns of a group and dtype of the scales of quantized matrices.
@@ -27,7 +30,7 @@ FORMATS = {
 }
 EXPERT_FORMATS = ("plain", "int4 group 128", "q4_k", "mxfp4")
 NUM_EXPERTS, TOP_K, EXPERT_SIZE = 8, 2, 256
-HEAD_DIM, LATENT_DIM = 128, 512
+NUM_HEADS, HEAD_DIM, LATENT_DIM = 8, 128, 512
 
 
 def product_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
@@ -49,6 +52,19 @@ def product_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
     with recorded_launches() as launches:
         parts().ops.linear(ordered, None)(src)
     yield f"linear {name} ordered", launches[0]
+
+
+def plain_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
+    """Yield the launches of linear layers of plain matrices, and of one matrix for each head."""
+    ops = batch_invariant_parts().ops
+    linear = ops.linear(torch.zeros(512, HIDDEN_SIZE, dtype=dtype), torch.zeros(512, dtype=dtype))
+    heads = ops.head_linears(torch.zeros(NUM_HEADS, LATENT_DIM, HEAD_DIM, dtype=dtype))
+    for num_tokens in (1, 64):
+        with recorded_launches() as launches:
+            linear(torch.zeros(num_tokens, HIDDEN_SIZE, dtype=dtype))
+            heads(torch.zeros(num_tokens, NUM_HEADS, HEAD_DIM, dtype=dtype))
+        yield f"linear plain tokens {num_tokens}", launches[0]
+        yield f"heads plain tokens {num_tokens}", launches[1]
 
 
 def low_rank_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:

@@ -41,7 +41,7 @@ EXAMPLES = {
         "baton serve router --model models/demo --decode-nodes dns:///decode:50071",
     ),
     "bench serve": (
-        "baton bench serve --address 127.0.0.1:50051 --rates 1,2,4,8",
+        "baton bench serve --address 127.0.0.1:50051 --rates 1,2,4,8 --plots plots",
         "baton bench serve --model models/demo --compare colocated --prompt-tokens mix:32x9,768x1",
     ),
 }

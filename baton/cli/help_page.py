@@ -37,7 +37,7 @@ FIRST_OPTIONS = {
     ),
     "bench serve": (
         "address", "model", "requests", "rates", "prompt_tokens", "output_tokens", "compare",
-        "json_file", "seed",
+        "plots", "json_file", "seed",
     ),
 }  # fmt: skip
 ALWAYS = ("help", "config")  # on each first page

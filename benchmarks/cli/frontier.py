@@ -67,8 +67,8 @@ def frontier(
     Each engine gets the same requests over HTTP at increasing rates, until it misses even the
     widest limits. One sweep serves all limits; --json keeps every request.
     """
+    from baton.bench.plotting import need_matplotlib
     from benchmarks.peers.frontier import Sweep, read_sweep
-    from benchmarks.plots.plotting import need_matplotlib
 
     limits: dict[str, Any] = {
         "first_token_limits_s": _decimals(ttft),

@@ -63,8 +63,8 @@ def interference(
     The engines alternate on the same cores under the same load over HTTP. A ratio is the figure of
     an engine divided by that of Baton's prefill and decode nodes.
     """
+    from baton.bench.plotting import need_matplotlib
     from benchmarks.peers.interference import Interference
-    from benchmarks.plots.plotting import need_matplotlib
 
     bench = Interference(
         num_streams=streams,

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from baton.bench.objectives import Slo
+from baton.bench.plotting import need_matplotlib
 from baton.cli.options.connection import connect_to_measure
 from baton.cli.options.output import JsonFile, check_writable_file
 from baton.cli.show import console, requests_bar, show_table, write_json
 from baton.cli.signatures import inherit_options, make
 from baton.core.options import OUTPUT, Option
-from benchmarks.plots.plotting import need_matplotlib
 from benchmarks.replay.config import TRACE, ReplayBench
 
 if TYPE_CHECKING:

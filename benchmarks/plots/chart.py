@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from baton.bench.plotting import drawn
 from baton.core.errors import InvalidConfig
 from benchmarks.peers.interference import FigureRow, Figures
 from benchmarks.peers.peer import Comparison
 from benchmarks.plots.interference import draw_gaps
-from benchmarks.plots.plotting import drawn
 
 COLOURS = {
     "baton": "tab:blue",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from baton.bench.plotting import picture
 from benchmarks.peers.frontier import Goodput, Sweep
-from benchmarks.plots.plotting import picture
 
 STYLES = ("-", "--", ":", "-.")
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from baton.bench.plotting import picture
 from benchmarks.peers.interference import FigureRow, Interference
-from benchmarks.plots.plotting import picture
 
 OWN, OTHER = "tab:blue", "tab:grey"
 SMALL = {"fontsize": 8}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.plots.plotting import picture
+from baton.bench.plotting import picture
 from benchmarks.router.policies import PolicyFigures
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Protocol
 
 from baton.checkpoint.user_cache import user_cache_folder
 from baton.core.errors import InvalidConfig
+from baton.core.exclusions import Feature, check_exclusions
 from baton.core.logprobs import LOGPROBS_MODES, RAW_LOGPROBS
 from baton.core.options import BATCHING, KV_CACHE, MACHINE, MODEL, Option, check_options
 from baton.core.pooling import PoolingKind
@@ -72,6 +73,15 @@ class RunnerConfig:
             choices=KERNEL_NAMES,
         ),
     ] = "auto"  # native if available for this dtype and device, else torch
+    batch_invariant: Annotated[
+        bool,
+        Option(
+            "Compute each token with the same bits in any batch, or refuse to start. Native "
+            "kernels always do; on a GPU, it needs --kernels triton, which then multiplies plain "
+            "matrices with slower kernels of its own; the same on all nodes.",
+            MODEL,
+        ),
+    ] = False
     enforce_eager: Annotated[
         bool,
         Option(
@@ -219,6 +229,10 @@ class RunnerConfig:
         check(limit >= 0, f"--weight-cache-limit {limit}: at least 0")
         is_used = self.quantize == "int4" or not self.quantize_importance
         check(is_used, "--quantize-importance is for --quantize int4")
+        uses_torch = self.kernels == "torch" or (self.kernels == "auto" and self.device != "cpu")
+        check_exclusions(
+            {Feature.BATCH_INVARIANT: self.batch_invariant, Feature.TORCH_KERNELS: uses_torch}
+        )
         is_device = DEVICE_NAME.fullmatch(self.device) is not None
         check(is_device, f"--device {self.device!r}: cpu, cuda or cuda:N")
 

@@ -130,6 +130,7 @@ def _open(
         dtype,
         device.place,
         int8_activations=config.activation_dtype == "int8",
+        batch_invariant=config.batch_invariant,
     )
     return _Opened(config, checkpoint, model, dtype, device, kernels)
 
@@ -181,6 +182,7 @@ def _describe(
         hidden_size=model.hidden_size,
         can_generate=model.can_generate,
         pooling=choose_pooling(config.pooling, checkpoint, own_pooling),
+        numerics=kernels.numerics,
         kernels=kernels.name,
     )
 

@@ -30,7 +30,15 @@ class ModelInfo:
     hidden_size: int = 0
     pooling: Pooling | None = None  # None: the model embeds nothing
     can_generate: bool = True
+    # Names an option of the kernels that changes the bits of KV, but not its meaning: nodes hand
+    # requests over, and find no cached blocks of each other.
+    numerics: str = ""
     kernels: str = ""  # that compute it, such as avx512bf16 or torch: others can give other tokens
+
+    @property
+    def cache_salt(self) -> str:
+        """Return what the bits of cached KV depend on, besides its dtype and its tokens."""
+        return f"{self.fingerprint}:{self.numerics}" if self.numerics else self.fingerprint
 
     @property
     def vector_size(self) -> int:

@@ -1,11 +1,11 @@
 """Model runner: turns plans into tokens. Owns the weights, the KV tensor and the batch.
 
 Sampling is batch-invariant: random numbers are keyed by (seed, position, token), and no row of
-logits depends on another. The native kernels are batch-invariant too: a request's logits,
-and so its tokens, are bit-identical alone, in a batch, after preemption, with a prefix hit and on
-another node with the same kernels. Torch sums in an order that depends on the number of rows. There
-the tokens are the same unless two logits differ by no more than rounding: almost never in float32,
-occasionally in half precision.
+logits depends on another. The native kernels are batch-invariant too, and those in Triton with
+`--batch-invariant`: a request's logits, and so its tokens, are bit-identical alone, in a batch,
+after preemption, with a prefix hit and on another node with the same kernels. Torch sums in an
+order that depends on the number of rows. There the tokens are the same unless two logits differ by
+no more than rounding: almost never in float32, occasionally in half precision.
 """
 
 from __future__ import annotations

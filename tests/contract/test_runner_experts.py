@@ -30,6 +30,7 @@ from baton.engine.runner.weights.quantize import Quantize, to_int4, to_int8
 from tests.support.hypothesis_profiles import num_examples
 from tests.support.kernels import kernels_by_variant
 from tests.support.triton_parts import (
+    batch_invariant_ops,
     interpreted_parts,
     launched_kernels,
     triton_ops,
@@ -437,7 +438,7 @@ def test_triton_kernels_merge_no_routers_as_their_name_says() -> None:
 
 
 def triton() -> tuple[Ops, LowRankProducts]:
-    return triton_ops(), interpreted_parts().low_rank
+    return batch_invariant_ops(), interpreted_parts().low_rank
 
 
 @pytest.mark.parametrize("scales_input", [False, True])

@@ -35,7 +35,7 @@ from tests.support.hypothesis_profiles import num_examples
 from tests.support.kernels import kernels_by_variant
 from tests.support.random_mxfp4 import random_mxfp4
 from tests.support.random_quantized import random_quantized, with_offsets
-from tests.support.triton_parts import triton_ops
+from tests.support.triton_parts import batch_invariant_ops, triton_ops
 
 EPSILON = 1e-6
 REFERENCE = TorchOps()
@@ -132,6 +132,40 @@ def test_a_product_equals_float64_except_for_the_last_rounding(
 
     wanted = activations.double() @ weight.double().T + (0 if bias is None else bias.double())
     assert is_near(linear(activations), wanted)
+    every_row = torch.arange(num_rows).flip(0)
+    assert torch.equal(linear.rows(every_row), weight[every_row])
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_rows", "columns", "dtype"),
+    [
+        (17, 33, 64, torch.bfloat16),
+        *(
+            pytest.param(*sizes, dtype, marks=pytest.mark.triton)
+            for sizes in ((1, 70, 130), (41, 1, 7))
+            for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        ),
+    ],
+)
+def test_batch_invariant_products_equal_float64(
+    num_tokens: int, num_rows: int, columns: int, dtype: torch.dtype
+) -> None:
+    """Sizes are no multiples of tiles."""
+    tokens, weight = drawn(1, num_tokens, columns).to(dtype), drawn(2, num_rows, columns).to(dtype)
+    heads, head_weights = drawn(3, num_tokens, 3, columns), drawn(4, 3, columns, num_rows)
+    heads, head_weights = heads.to(dtype)[:, 1:], head_weights.to(dtype)[1:].mT
+    bias, ops = drawn(5, num_rows).to(dtype), batch_invariant_ops()
+
+    linear = ops.linear(weight, bias)
+    found = linear(tokens), ops.head_linears(head_weights)(heads)
+
+    wanted = (
+        tokens.double() @ weight.double().T + bias.double(),
+        torch.einsum("thc,hrc->thr", heads.double(), head_weights.double()),
+    )
+    for one, exact in zip(found, wanted, strict=True):
+        tolerance = torch.finfo(dtype).eps * exact.abs().max().item()
+        assert torch.allclose(one.double(), exact, rtol=0, atol=tolerance)
     every_row = torch.arange(num_rows).flip(0)
     assert torch.equal(linear.rows(every_row), weight[every_row])
 

@@ -36,6 +36,8 @@ from tests.support.fake_device import FakeDevice
 from tests.support.random_mxfp4 import random_mxfp4
 from tests.support.random_quantized import random_quantized, with_offsets
 from tests.support.triton_parts import (
+    batch_invariant_ops,
+    batch_invariant_parts,
     interpreted_parts,
     kernels_on_copies,
     launched_kernels,
@@ -243,6 +245,52 @@ def test_products_have_the_same_bits_in_a_batch_and_alone(
 
     for part in (slice(40, 41), slice(3, 10), slice(24, 40), slice(9, 26)):
         assert torch.equal(linear(tokens[part]), together[part])
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.triton)]
+)
+def test_plain_products_have_the_same_bits_alone_in_a_batch_and_in_chunks(
+    dtype: torch.dtype,
+) -> None:
+    """Batches of more than 16 tokens use another tile. No size is a multiple of one."""
+    ops, tokens = batch_invariant_ops(), drawn(41, 130).to(dtype)
+    linear = ops.linear(drawn(33, 130).to(dtype), drawn(33).to(dtype))
+    by_head = ops.head_linears(drawn(2, 33, 65).to(dtype))
+
+    together, heads_together = linear(tokens), by_head(tokens.view(41, 2, 65))
+
+    for size, rows in ((1, slice(39, 41)), (9, slice(23, 41)), (18, slice(9, 27))):
+        parts = tokens[rows].split(size)
+        assert torch.equal(torch.cat([linear(part) for part in parts]), together[rows])
+        heads = [by_head(part.view(-1, 2, 65)) for part in parts]
+        assert torch.equal(torch.cat(heads), heads_together[rows])
+
+
+def test_routing_has_the_same_bits_in_a_batch_and_alone() -> None:
+    config = MoeConfig(21, 4, 48, normalizes=True, num_groups=3, top_groups=2)
+    router = Router(config, drawn(21, 70), None, drawn(21))
+    ops, tokens = batch_invariant_ops(), drawn(5, 70).bfloat16()
+
+    together = ops.route(tokens, router)
+
+    for part in (slice(4, 5), slice(1, 3)):
+        for one, all_ in zip(ops.route(tokens[part], router), together, strict=True):
+            assert torch.equal(one, all_[part])
+
+
+def test_batch_invariant_attention_does_not_split_contexts() -> None:
+    """A split depends on the tiles of the batch."""
+    require_triton()
+    layers = [LayerAttention(1.0)]
+    names = []
+    for parts in (interpreted_parts(), batch_invariant_parts()):
+        world = World(ONE_LAYER, [Part(530, 1)], seed=8)
+        with launched_kernels() as launched:
+            parts.make_attention(world.kv, layers).begin(world.layout()).attend(0, world.queries[0])
+        names.append(launched)
+
+    assert names == [["segments_kernel", "merge_kernel"], ["attention_kernel"]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

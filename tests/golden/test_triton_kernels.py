@@ -10,10 +10,15 @@ import torch
 from torch import Tensor
 
 from baton.core.ids import RequestId
+from baton.core.legs import LegKind
 from baton.core.sampling import SamplingParams
+from baton.engine.config import EngineOptions
+from baton.engine.factory import build_scheduler
 from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.engine.runner.model_runner import TorchRunner
 from baton.llm import LLM
+from baton.node.options import NodeOptions
+from baton.node.wiring import identify
 from tests.support.families import FAMILY_VARIANTS, RECURRENT
 from tests.support.gguf_files import write_gguf
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
@@ -99,6 +104,67 @@ def test_tokens_of_each_family_equal_those_of_torch_on_the_cpu(
     torch_runner = family_runner(name, dtype="float32", kernels="torch")
 
     assert family_tokens(triton) == family_tokens(torch_runner)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("name", ["gemma3", "deepseek-v3", "granite-4-moe"])
+def test_batch_invariant_tokens_equal_those_of_torch(name: str, family_runner: LoadRunner) -> None:
+    invariant = family_runner(name, dtype="float32", kernels="triton", batch_invariant=True)
+    torch_runner = family_runner(name, dtype="float32", kernels="torch")
+
+    found, wanted = (
+        family_driver(runner, chunk=5).run(*drives_of([prompt_of(8), prompt_of(1)], num_tokens=3))
+        for runner in (invariant, torch_runner)
+    )
+
+    assert found == wanted
+
+
+@pytest.mark.parametrize(
+    ("kernels", "dtype", "has_other_bits"),
+    [("triton", "float32", True), ("native", "bfloat16", False)],
+)
+def test_batch_invariant_nodes_hand_over_to_others_but_share_no_cached_blocks_of_other_bits(
+    kernels: str, dtype: str, has_other_bits: bool, family_runner: LoadRunner
+) -> None:
+    both = [
+        family_runner("gemma3", dtype=dtype, kernels=kernels, batch_invariant=batch_invariant)
+        for batch_invariant in (False, True)
+    ]
+    options = NodeOptions(RunnerConfig("any"))
+    fingerprints = {identify(options, LegKind.DECODE, runner).fingerprint for runner in both}
+    plain, invariant = (
+        build_scheduler(runner, EngineOptions()).cache_config.naming.names(prompt_of(40), 40)
+        for runner in both
+    )
+
+    assert len(fingerprints) == 1
+    assert len(plain) == len(invariant) == 2
+    assert set(plain).isdisjoint(invariant) if has_other_bits else plain == invariant
+
+
+@each_device
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["gemma3", "deepseek-v3"])
+def test_with_batch_invariance_logprobs_have_the_same_bits_alone_in_a_batch_and_in_chunks(
+    name: str, dtype: str, device: str, family_runner: LoadRunner
+) -> None:
+    settings = {"dtype": dtype, "kernels": "triton", "device": device}
+    runner = family_runner(name, **settings, batch_invariant=True)
+    sampling = SamplingParams(temperature=0.0, logprobs=2, prompt_logprobs=2)
+
+    def logprobs(chunk: int, *lengths: int) -> list[object]:
+        drives = [
+            Drive(RequestId(f"r{length}"), prompt_of(length), sampling, num_tokens=2)
+            for length in lengths
+        ]
+        family_driver(runner, chunk).run(*drives)
+        return [drives[0].prompt_logprobs, drives[0].logprobs]
+
+    alone = logprobs(64, 9)
+
+    assert logprobs(64, 9, 8, 1) == alone
+    assert logprobs(4, 9) == alone
 
 
 @pytest.mark.triton

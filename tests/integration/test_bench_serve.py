@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from baton.bench.load import (
     ServeLoad,
     parse_lengths,
 )
+from baton.bench.plots import draw
 from baton.client import AsyncClient, Retries
 from baton.cluster import LocalCluster
 
@@ -107,13 +109,17 @@ def test_the_rate_of_timed_prompts_is_reported(cluster: LocalCluster) -> None:
     assert [one.prompt for one in measured.requests] == ["a", (1, 2, 3)]
 
 
-def test_rates_are_run_in_sequence(cluster: LocalCluster) -> None:
+def test_rates_are_run_in_sequence_and_plotted(cluster: LocalCluster, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     what = ServeBench(LOAD, rates=(20, 40))
 
     measured = bench_router(what, cluster.address, connect, lambda *_: None)
 
     assert [one.rate for one in measured] == [20, 40]
     assert measured[0].requests[0].prompt != measured[1].requests[0].prompt
+    paths = draw(measured, tmp_path / "plots")
+    assert [path.name for path in paths] == ["latency.png", "timeline.png", "goodput.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
 
 
 @pytest.mark.slow

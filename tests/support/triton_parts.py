@@ -46,6 +46,17 @@ def interpreted_parts() -> Parts:
     return triton_parts(torch.float32, torch.device("cpu"))
 
 
+@cache
+def batch_invariant_parts() -> Parts:
+    return triton_parts(torch.float32, torch.device("cpu"), batch_invariant=True)
+
+
+def batch_invariant_ops() -> Ops:
+    """Return operations that multiply plain matrices in Triton, too."""
+    require_triton()
+    return batch_invariant_parts().ops
+
+
 def triton_ops() -> Ops:
     require_triton()
     return interpreted_parts().ops

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from baton.bench.load import TARGET, ServeBench
+from baton.bench.plotting import need_matplotlib
 from baton.cli.command import Group, unwrap
 from baton.cli.commands.cluster import SET_PER_PROCESS, ClusterSize, cluster_options
 from baton.cli.options.connection import client_tls, connect_to_measure
-from baton.cli.options.output import JsonFile
+from baton.cli.options.output import JsonFile, check_creatable_folder
 from baton.cli.show import console, requests_bar, show_table, write_json
 from baton.cli.signatures import inherit_options, make, parameters_of
 from baton.core.errors import InvalidConfig
-from baton.core.options import Option
+from baton.core.options import OUTPUT, Option
 from baton.core.units import format_bytes
 from baton.node.options import NodeOptions
 from baton.router.options import RouterOptions
@@ -75,6 +76,14 @@ def serve(
         str, Option("colocated: compare with a cluster of such nodes, alternately.", TARGET)
     ] = "",
     json_file: JsonFile = None,
+    plots: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw plots to this folder.",
+            callback=check_creatable_folder,
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
     **given: Any,
 ) -> None:
     """Send an open-loop load at given rates and report latency, throughput and goodput.
@@ -85,6 +94,8 @@ def serve(
     from baton.bench.benchmark import bench_clusters, bench_router
 
     _check_target(address, model, compare)
+    if plots is not None:
+        need_matplotlib()
     what = make(ServeBench, given)
     if not compare:
         what = replace(what, num_rounds=1)
@@ -95,7 +106,7 @@ def serve(
             measured = bench_router(what, address, clients, update)
         else:
             measured = bench_clusters(what, clusters, clients, update)
-    _report(measured, what, is_comparison=bool(compare), json_file=json_file)
+    _report(measured, what, is_comparison=bool(compare), json_file=json_file, plots=plots)
 
 
 def _check_target(address: str, model: str, compare: str) -> None:
@@ -130,8 +141,10 @@ def _report(
     *,
     is_comparison: bool,
     json_file: Path | None,
+    plots: Path | None,
 ) -> None:
     from baton.bench.benchmark import compare
+    from baton.bench.plots import draw
 
     if any(one.figures.is_cut_short for one in measured) or not measured:
         console(stderr=True).print("interrupted: these are the requests completed so far")
@@ -148,6 +161,8 @@ def _report(
         "ratios": [asdict(one) for one in ratios],
     }
     write_json(json_file, values)
+    for path in draw(measured, plots) if plots is not None else ():
+        print(path)
 
 
 def show_runs(measured: Sequence[MeasuredRun]) -> None:

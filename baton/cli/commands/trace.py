@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
+import webbrowser
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from baton.cli.command import Group
+from baton.cli.command import Command, Group
 from baton.cli.examples import examples
+from baton.cli.options.output import check_writable_file
 from baton.cli.show import console
 from baton.core.errors import InvalidConfig, NamedError
 from baton.core.options import Option
@@ -18,6 +23,7 @@ from baton.telemetry.options import TRACE_DIR_VARIABLE, trace_folder
 from baton.telemetry.tracing.store import read_spans
 from baton.telemetry.tracing.traces import Trace, find_trace, traces_of
 
+OPENS_PAGE = "baton.opens_page"
 UNCUT = 160  # columns if there is no terminal
 
 trace = typer.Typer(cls=Group, help="Show the timeline of requests.", no_args_is_help=True)
@@ -67,16 +73,60 @@ def list_traces(
     screen.print(table_of(found, screen.width))
 
 
-@trace.command(epilog=examples("baton trace show", "baton trace show 4bf92f35"))
-def show(wanted: Wanted = "", trace_dir: Folder = "") -> None:
+class ShowCommand(Command):
+    """Command whose --html needs no file. Typer cannot declare such options."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        pairs = pairwise([*args, "-"])
+        others = [one for one, after in pairs if one != "--html" or not after.startswith("-")]
+        ctx.meta[OPENS_PAGE] = others != args
+        rest: list[str] = super().parse_args(ctx, others)
+        return rest
+
+
+def _new_page() -> Path:
+    """Create an empty file for a page, which only this user can read."""
+    descriptor, path = tempfile.mkstemp(prefix="baton-trace-", suffix=".html")
+    os.close(descriptor)
+    return Path(path)
+
+
+@trace.command(
+    cls=ShowCommand,
+    epilog=examples(
+        "baton trace show", "baton trace show 4bf92f35 --html", "baton trace show --html trace.html"
+    ),
+)
+def show(
+    context: typer.Context,
+    wanted: Wanted = "",
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write a self-contained HTML page to this file instead; without a file, open "
+            "the page in a browser.",
+            callback=check_writable_file,
+        ),
+    ] = None,
+    trace_dir: Folder = "",
+) -> None:
     """Draw a trace as a waterfall."""
+    from baton.traces.page import render_page
     from baton.traces.terminal import show_related, show_waterfall
 
     kept = _kept(trace_dir)
     found = _find_trace(kept, trace_dir, wanted)
-    screen = console(wide=UNCUT)
-    show_waterfall(screen, found)
-    show_related(screen, found, kept)
+    opens_page = context.meta[OPENS_PAGE]
+    if html is None and not opens_page:
+        screen = console(wide=UNCUT)
+        show_waterfall(screen, found)
+        show_related(screen, found, kept)
+        return
+    page = html or _new_page()
+    page.write_text(render_page(found, kept), encoding="utf-8")
+    print(f"wrote {page}")
+    if opens_page:
+        webbrowser.open(page.as_uri())
 
 
 @trace.command(epilog=examples("baton trace export --otlp-endpoint http://127.0.0.1:4317"))

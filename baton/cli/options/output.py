@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from baton.core.options import OUTPUT
-from baton.writable import file_error
+from baton.writable import file_error, folder_error
 
 
 def check_writable_file(path: Path | None) -> Path | None:
@@ -17,6 +17,14 @@ def check_writable_file(path: Path | None) -> Path | None:
     if trouble is not None:
         raise typer.BadParameter(trouble)
     return path
+
+
+def check_creatable_folder(folder: Path | None) -> Path | None:
+    """Reject a folder that cannot be created, with its parents, when it is first written to."""
+    trouble = None if folder is None else folder_error(folder)
+    if trouble is not None:
+        raise typer.BadParameter(trouble)
+    return folder
 
 
 JsonFile = Annotated[

@@ -35,7 +35,7 @@ from baton.engine.runner.model.layer_weights import Layer
 from baton.engine.runner.model.layers import DecoderLayer, unfused_layers
 from baton.engine.runner.model.linear import Moe
 from baton.engine.runner.model.ops import Ops
-from baton.engine.runner.model.torch_ops import TorchOps
+from baton.engine.runner.model.torch_ops import TorchLinear, TorchOps
 from baton.engine.runner.sampling.sampling import Sampling
 from baton.engine.runner.sampling.torch_sampling import TORCH_SAMPLING
 from baton.engine.runner.state.linear_attention import LinearAttention, TorchLinearAttention
@@ -67,6 +67,8 @@ class Parts:
     # Whether the CPU reads which experts of a mixture are chosen. Called once they are loaded.
     waits_for_experts: Callable[[Moe], bool] = _wait_always
     make_block_hashes: MakeBlockHashes = no_block_hashes
+    # Names an option that changes the bits of KV. See ModelInfo.
+    numerics: str = ""
 
 
 _TORCH_OPS = TorchOps()
@@ -79,6 +81,7 @@ def choose_parts(
     device: torch.device,
     *,
     int8_activations: bool = False,
+    batch_invariant: bool = False,
 ) -> Parts:
     """Select the implementation by `name`: auto, native, triton or torch.
 
@@ -96,13 +99,18 @@ def choose_parts(
             f"not {dtype} on {device} with kernels {name!r}"
         )
     if name in MAKERS:
-        return MAKERS[name](dtype, device)
+        return MAKERS[name](dtype, device, batch_invariant=batch_invariant)
+    if batch_invariant and not is_native:
+        raise InvalidConfig(
+            "--batch-invariant needs the native kernels, which compute bfloat16 on the CPU, or "
+            f"--kernels triton, not {dtype} on {device} with kernels {name!r}"
+        )
     if not is_native:
         return TORCH
     try:
         return native_parts(int8_activations=int8_activations)
     except KernelsUnavailable as error:
-        if name == "native" or int8_activations:
+        if name == "native" or int8_activations or batch_invariant:
             raise InvalidConfig(f"kernels 'native' are not available: {error}") from error
         log.warning(
             "Using plain torch, which is two to three times slower, and gives other tokens than "
@@ -153,40 +161,47 @@ def native_parts(*, int8_activations: bool = False) -> Parts:
     )
 
 
-def triton_parts(dtype: torch.dtype, device: torch.device) -> Parts:
+def triton_parts(
+    dtype: torch.dtype, device: torch.device, *, batch_invariant: bool = False
+) -> Parts:
     """Import the Triton kernels, which takes a second."""
     from baton.engine.runner.triton.adapters.triton_low_rank import TritonLowRankProducts
     from baton.engine.runner.triton.attention.triton_attention import TritonPagedAttention
     from baton.engine.runner.triton.hashes.triton_hashes import make_block_hashes
+    from baton.engine.runner.triton.products.plain_linear import PlainLinear
     from baton.engine.runner.triton.products.triton_linear import TritonPacker
     from baton.engine.runner.triton.recurrent.triton_linear_attention import TritonLinearAttention
     from baton.engine.runner.triton.sampling.triton_sampling import TritonSampling
-    from baton.engine.runner.triton.triton_ops import TritonOps
+    from baton.engine.runner.triton.triton_ops import BatchInvariantOps, TritonOps
 
     if uses_interpreter():
         from baton.engine.runner.triton.interpreter import correct_interpreter, speed_up_calls
 
         correct_interpreter()
         speed_up_calls()
-    ops = TritonOps()
+    ops = BatchInvariantOps() if batch_invariant else TritonOps()
     return Parts(
         "triton",
         ops,
-        TritonPagedAttention,
+        # One processor is never idle: contexts are not split, which would depend on the batch.
+        partial(TritonPagedAttention, num_processors=1 if batch_invariant else None),
         partial(unfused_layers, ops),
         TritonLinearAttention,
-        TritonPacker(dtype, device),
+        TritonPacker(dtype, device, PlainLinear if batch_invariant else TorchLinear),
         sampling=TritonSampling(),
         low_rank=TritonLowRankProducts(),
         has_static_launches=True,
         waits_for_experts=ops.waits_for_experts,
         make_block_hashes=make_block_hashes,
+        numerics="batch-invariant" if batch_invariant else "",
     )
 
 
-def _required_triton_parts(dtype: torch.dtype, device: torch.device) -> Parts:
+def _required_triton_parts(
+    dtype: torch.dtype, device: torch.device, *, batch_invariant: bool
+) -> Parts:
     require_triton(device)
-    return triton_parts(dtype, device)
+    return triton_parts(dtype, device, batch_invariant=batch_invariant)
 
 
 # Kernels that are chosen by their name only.

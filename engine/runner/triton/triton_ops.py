@@ -1,4 +1,4 @@
-"""Operations of a decoder in Triton. Products of plain matrices are torch's."""
+"""Operations of a decoder in Triton. Products of plain matrices are torch's, or batch-invariant."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from baton.checkpoint.quantized import Quantized
-from baton.engine.runner.model.linear import ExpertChoice, Linear, Moe, Router
+from baton.engine.runner.model.linear import ExpertChoice, HeadLinears, Linear, Moe, Router
 from baton.engine.runner.model.mlp import mix_experts
 from baton.engine.runner.model.ops import MlpGate, Norm, Peaks
 from baton.engine.runner.model.rope import Angles
@@ -25,6 +25,7 @@ from baton.engine.runner.triton.elementwise_kernels import (
 )
 from baton.engine.runner.triton.launching import PIECE_COLUMNS, launch, pieces, row_contiguous
 from baton.engine.runner.triton.products.matrix_layout import pack
+from baton.engine.runner.triton.products.plain_linear import PlainHeadLinears, PlainLinear
 from baton.engine.runner.triton.products.triton_experts import (
     AddToExperts,
     Experts,
@@ -221,6 +222,18 @@ class TritonOps(TorchOps):
             num_columns=PEAK_COLUMNS,
         )
         return Peaks(token_ids, are_finite)
+
+
+class BatchInvariantOps(TritonOps):
+    """Implements `Ops` with products whose bits do not depend on the other tokens."""
+
+    def linear(self, weight: Tensor | Quantized, bias: Tensor | None) -> Linear:
+        if isinstance(weight, Tensor):
+            return PlainLinear(weight.contiguous(), bias)
+        return super().linear(weight, bias)
+
+    def head_linears(self, weights: Tensor) -> HeadLinears:
+        return PlainHeadLinears(weights.contiguous())
 
 
 def _are_alike(one: Norm | None, other: Norm | None) -> bool:

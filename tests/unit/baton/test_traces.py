@@ -1,8 +1,9 @@
-"""`baton trace`: its waterfalls and exports."""
+"""`baton trace`: its waterfalls, pages and exports."""
 
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from baton.telemetry.tracing.spans import Span
 from baton.telemetry.tracing.store import TraceWriter
 from baton.telemetry.tracing.traces import Trace, find_trace, note_of, traces_of
 from baton.traces.lists import request_table
+from baton.traces.page import render_page
 from baton.traces.terminal import WIDE, show_related, show_waterfall
+from tests.support.baton_command import run_baton
 from tests.support.collector import collecting
 from tests.support.traces import STEP_TRACE_ID, TRACE_ID, an_exported_step, an_exported_trace
 
@@ -90,6 +93,18 @@ def test_a_failed_attempt_names_the_node_and_the_reason(width: int) -> None:
     assert "UNAVAILABLE: <gone> & away" in note_of(the(trace, names.MIGRATE))
 
 
+def test_a_failed_node_without_spans_has_a_lane_on_the_page() -> None:
+    reported = an_exported_trace(has_failed_try=True)
+    [trace] = traces_of(one for one in reported if one.resource["baton.role"] == "router")
+
+    page = render_page(trace)
+
+    head, lanes = page.split("<h2>")[0], page[: page.index("Every span")]
+    assert "✗ decode on d0: UNAVAILABLE: &lt;gone&gt; &amp; away" in head
+    assert "<div class=who>d0</div>" in lanes
+    assert "UNAVAILABLE: &lt;gone&gt; &amp; away" in lanes
+
+
 def test_a_long_note_does_not_shrink_the_bars() -> None:
     reported = an_exported_trace(has_failed_try=True)
     long = [replace(one, span=replace(one.span, status_message="why " * 50)) for one in reported]
@@ -116,6 +131,29 @@ def test_bars_are_positioned_by_the_times_of_their_spans() -> None:
     assert "180.0" in push
 
 
+def test_the_page_is_self_contained_and_shows_every_span() -> None:
+    trace = a_trace(has_failed_try=True)
+
+    page = render_page(trace)
+
+    assert not re.search(r"https?://|<script|<link|src=|@import|url\(", page)
+    assert page.count("<details") == len(trace.rows)
+    assert "&lt;gone&gt; &amp; away" in page
+    assert "<gone>" not in page
+
+
+def test_the_page_fits_a_narrow_screen() -> None:
+    """Labels stay within the page, and a row of the waterfall takes two lines."""
+    page = render_page(a_trace())
+
+    marks = re.findall(r'<div class="mark (flip)?" style="left:([\d.]+)%"', page)
+    [narrow] = re.findall(r"@media \(max-width: 600px\) \{(.*?)</style>", page, re.DOTALL)
+    assert marks
+    assert all((side == "flip") == (float(left) > 50) for side, left in marks)
+    assert '"track track track"' in narrow
+    assert ".ticks span:not(:first-child, :last-child) { display: none }" in narrow
+
+
 def test_a_trace_is_found_by_trace_id_and_by_request_id() -> None:
     trace = a_trace()
 
@@ -130,10 +168,24 @@ def test_list_and_show_read_the_span_files_of_processes(
 ) -> None:
     assert baton(monkeypatch, "trace", "list") == 0
     assert "r1" in capsys.readouterr().out
-    assert baton(monkeypatch, "trace", "show", "r1") == 0
-    assert "kv_push" in capsys.readouterr().out
+    assert baton(monkeypatch, "trace", "show", "--html", str(folder / "page.html")) == 0
+    assert (folder / "page.html").read_text().startswith("<!doctype html>")
     assert baton(monkeypatch, "trace", "show", "beef") == 1
     assert "baton trace list" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [("--html",), ("r1", "--html"), ("--html", "--trace-dir")])
+def test_an_html_page_without_a_file_is_opened_in_the_browser(
+    folder: Path, arguments: tuple[str, ...]
+) -> None:
+    named = (*arguments, str(folder)) if arguments[-1] == "--trace-dir" else arguments
+    variables = {"BROWSER": "echo opened %s", "TMPDIR": str(folder), "BATON_TRACE_DIR": str(folder)}
+
+    done = run_baton("trace", "show", *named, **variables)
+
+    [page] = folder.glob("baton-trace-*.html")
+    assert page.read_text().startswith("<!doctype html>")
+    assert {f"wrote {page}", f"opened {page.as_uri()}"} == {*done.stdout.splitlines()}
 
 
 def test_steps_are_listed_apart_from_requests(
@@ -171,6 +223,7 @@ def test_a_step_and_its_requests_refer_to_each_other() -> None:
         f"  {0xDEAD:032x}  its trace is not stored here",
     ]
     assert of_request == ["its traced steps", f"  {STEP_TRACE_ID:032x}  step 12 of d0, 6.0 ms"]
+    assert f"<th>{TRACE_ID:032x}<td>request r1" in render_page(step, kept)
     assert related_lines(request, [request]) == []
 
 

@@ -53,6 +53,18 @@ def of_kernel(rows: Sequence[Row], kernel: str) -> Row:
     return next(row for row in rows if row.kernel == kernel)
 
 
+def test_without_splits_one_kernel_reads_the_whole_context() -> None:
+    split, whole = (
+        make_rows(LLAMA, "h100-sxm", STEP["decode-1"], {}, splits=splits)
+        for splits in (True, False)
+    )
+
+    assert of_kernel(split, "merge").launches == 32
+    assert sum(row.launches for row in split) - sum(row.launches for row in whole) == 32
+    products = [[row for row in rows if row.kind == Kind.PRODUCT.value] for rows in (split, whole)]
+    assert products[0] == products[1]
+
+
 @pytest.mark.parametrize("step", STEP)
 def test_a_step_reads_each_weight_once(step: str) -> None:
     embedding = 128_256 * 4096

@@ -14,6 +14,7 @@ from baton.engine.runner.model.linear import ExpertChoice, Linear, Mlp, Router
 from baton.engine.runner.model.torch_ops import TorchLinear
 from baton.engine.runner.triton.launching import PIECE_COLUMNS, launch, pieces, row_contiguous
 from baton.engine.runner.triton.products.matrix_layout import MatrixLayout, plain_layout
+from baton.engine.runner.triton.products.plain_linear import PlainLinear
 from baton.engine.runner.triton.products.product_kernels import (
     experts_kernel,
     plan_tiles_kernel,
@@ -211,7 +212,7 @@ def _join(linears: Sequence[Linear]) -> ExpertMatrices | None:
 
 def _matrix(linear: Linear) -> tuple[MatrixLayout, Tensor, Tensor | None, Tensor | None] | None:
     """Return layout, memory, bias and column order, None for other implementations."""
-    if isinstance(linear, TorchLinear):
+    if isinstance(linear, TorchLinear | PlainLinear):
         return plain_layout(*linear.weight.shape), linear.weight.contiguous(), linear.bias, None
     if isinstance(linear, TritonLinear):
         return linear.layout, linear.packed, linear.bias, linear.column_order

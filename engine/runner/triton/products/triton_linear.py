@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +23,8 @@ from baton.engine.runner.triton.products.matrix_layout import (
 )
 from baton.engine.runner.triton.products.product_kernels import linear_kernel, rows_kernel
 from baton.engine.runner.weights.packed_weight import PackedWeight
+
+MakeLinear = Callable[[Tensor, Tensor | None], Linear]  # from weight and bias
 
 NUM_STAGES = 3  # steps that a program loads ahead
 
@@ -111,9 +114,13 @@ class TritonLinear:
 class TritonPacker:
     """Implements `Packer` for matrices on a device."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, make_plain: MakeLinear = TorchLinear
+    ) -> None:
+        """`make_plain` makes the linear layers of matrices that are not quantized."""
         self._dtype = dtype
         self._device = device
+        self._make_plain = make_plain
 
     @property
     def layout(self) -> str:
@@ -125,13 +132,18 @@ class TritonPacker:
 
     def packed_linear(self, packed: PackedWeight, bias: Tensor | None) -> Linear:
         """Copy the matrix to the device, unless it is there."""
-        return make_linear(packed, bias, self._device)
+        return make_linear(packed, bias, self._device, self._make_plain)
 
 
-def make_linear(packed: PackedWeight, bias: Tensor | None, device: torch.device) -> Linear:
+def make_linear(
+    packed: PackedWeight,
+    bias: Tensor | None,
+    device: torch.device,
+    make_plain: MakeLinear = TorchLinear,
+) -> Linear:
     data, dtype, layout = packed.data.to(device), dtype_of(packed.fields), layout_of(packed.fields)
     if layout.kind == Kind.PLAIN.value:
-        return TorchLinear(data.view(dtype).view(layout.num_rows, layout.num_columns), bias)
+        return make_plain(data.view(dtype).view(layout.num_rows, layout.num_columns), bias)
     order = packed.column_order
     if order is not None:
         order = order.to(device, torch.int32)

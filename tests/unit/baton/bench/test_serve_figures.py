@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from baton.bench.benchmark import MeasuredRun, compare
 from baton.bench.client import LoadRun, Sample
 from baton.bench.figures import Quantiles, gaps_of, quantile, summarise
 from baton.bench.objectives import Slo, parse_slo
+from baton.bench.plots import draw
 from baton.client import Finish, Served
 from baton.core.errors import InvalidConfig
 from baton.core.output import FinishReason
@@ -91,6 +93,20 @@ def test_objectives_have_units() -> None:
 def test_invalid_objectives_are_refused(written: str) -> None:
     with pytest.raises(InvalidConfig, match="write it like"):
         parse_slo(written)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arrivals", [[(0.5, 1)], [(0.5, 4)], [(0.5, 1), (0.6, 1)]])
+def test_charts_are_drawn_even_of_single_token_answers(
+    tmp_path: Path, arrivals: list[tuple[float, int]]
+) -> None:
+    pytest.importorskip("matplotlib")
+    run = LoadRun([a_sample(arrivals)], 1, 1.0)
+
+    paths = draw([MeasuredRun("a", 1.0, [], run, summarise(run))], tmp_path)
+
+    assert [path.name for path in paths] == ["latency.png", "timeline.png"]
+    assert all(path.exists() for path in paths)
 
 
 def test_a_comparison_pairs_rounds_and_leaves_out_interrupted_rounds() -> None:

@@ -44,6 +44,13 @@ def test_malformed_cpu_lists_are_refused(written: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [
+        ["bench", "serve", "--router", "127.0.0.1:1", "--json"],
+        ["trace", "show", "--html"],
+    ],
+)
+@pytest.mark.parametrize(
     ("path", "complaint"),
     [
         ("nowhere/file", "there is no folder"),
@@ -53,11 +60,9 @@ def test_malformed_cpu_lists_are_refused(written: str) -> None:
     ],
 )
 def test_the_output_path_is_checked_before_the_benchmark(
-    path: str, complaint: str, tmp_path: Path
+    arguments: list[str], path: str, complaint: str, tmp_path: Path
 ) -> None:
-    arguments = ["bench", "serve", "--router", "127.0.0.1:1", "--json", str(tmp_path / path)]
-
-    ended = invoke(app, arguments, env={"COLUMNS": "1000"})
+    ended = invoke(app, [*arguments, str(tmp_path / path)], env={"COLUMNS": "1000"})
 
     assert ended.exit_code == 2
     assert complaint in ended.output
@@ -95,6 +100,16 @@ def test_tracing_is_disabled_by_off_and_by_none(written: str) -> None:
 
     assert isinstance(ended.exception, InvalidConfig)
     assert "keeps no traces" in str(ended.exception)
+
+
+def test_the_plot_folder_is_checked_before_the_load(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in ("file", "file/below"):
+        load = ["bench", "serve", "--router", "127.0.0.1:1", "--plots", str(tmp_path / folder)]
+        ended = invoke(app, load, env={"COLUMNS": "1000"})
+
+        assert ended.exit_code == 2
+        assert f"{tmp_path / 'file'} is not a folder" in ended.output
 
 
 @pytest.mark.parametrize("written", ["x", "99999", "-1", "1,,70000"])
@@ -189,6 +204,19 @@ def test_the_kv_cache_is_sized_by_free_memory_by_default(device: str) -> None:
 def test_graphs_are_captured_unless_eager_steps_are_enforced() -> None:
     assert not node_options("m").runner.enforce_eager
     assert node_options("m", enforce_eager=True).runner.enforce_eager
+
+
+@pytest.mark.parametrize(
+    "settings", [{"kernels": "torch"}, {"device": "cuda"}, {"device": "cuda:1", "kernels": "torch"}]
+)
+def test_torch_cannot_be_batch_invariant(settings: dict[str, str]) -> None:
+    with pytest.raises(InvalidConfig, match="--batch-invariant: plain torch"):
+        node_options("m", batch_invariant=True, **settings)
+
+
+@pytest.mark.parametrize("settings", [{}, {"device": "cuda", "kernels": "triton"}])
+def test_own_kernels_can_be_batch_invariant(settings: dict[str, str]) -> None:
+    assert node_options("m", batch_invariant=True, **settings).runner.batch_invariant
 
 
 def test_nodes_schedule_by_priority_by_default() -> None:

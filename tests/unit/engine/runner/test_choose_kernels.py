@@ -42,6 +42,22 @@ def test_models_that_do_not_use_kernels_cause_no_warning(
     assert not caplog.messages
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype", "place", "message"),
+    [
+        ("auto", torch.float32, "cpu", "needs the native kernels, which compute bfloat16"),
+        ("torch", torch.bfloat16, "cpu", "not torch.bfloat16 on cpu with kernels 'torch'"),
+        ("auto", torch.bfloat16, "cuda", "or --kernels triton, not torch.bfloat16 on cuda"),
+        ("auto", torch.bfloat16, "cpu", "not available: there is no C"),
+    ],
+)
+def test_torch_is_refused_where_a_token_may_not_depend_on_its_batch(
+    name: str, dtype: torch.dtype, place: str, message: str
+) -> None:
+    with pytest.raises(InvalidConfig, match=message):
+        choose.choose_parts(name, dtype, torch.device(place), batch_invariant=True)
+
+
 def test_native_kernels_without_a_compiler_are_refused_with_the_reason() -> None:
     with pytest.raises(InvalidConfig, match="not available: there is no C"):
         choose.choose_parts("native", torch.bfloat16, CPU)

@@ -128,11 +128,11 @@ def test_kv_of_another_layout_is_not_pulled() -> None:
 
 
 def test_kv_under_other_names_is_not_pulled() -> None:
-    naming = replace(NAMING, model_salt=f"{NAMING.model_salt}:int8")
-    other = with_room(a_node(LegKind.DECODE, "d-int8"))
-    other = replace(other, card=replace(other.card, prefix_naming=naming))
-    table = a_table(with_room(a_node(LegKind.PREFILL, "p0")), other)
-    report(table, "d-int8", 50, naming)
+    naming = replace(NAMING, model_salt=f"{NAMING.model_salt}:batch-invariant")
+    invariant = with_room(a_node(LegKind.DECODE, "d-invariant"))
+    invariant = replace(invariant, card=replace(invariant.card, prefix_naming=naming))
+    table = a_table(with_room(a_node(LegKind.PREFILL, "p0")), invariant)
+    report(table, "d-invariant", 50, naming)
 
     route = choose(table, Routing(), REQUEST)
 

@@ -15,7 +15,7 @@ def need_matplotlib() -> Any:
     try:
         import matplotlib.pyplot as plt
     except ModuleNotFoundError as missing:
-        raise InvalidConfig("plots need matplotlib: pip install matplotlib") from missing
+        raise InvalidConfig("plots need matplotlib: pip install 'baton[plots]'") from missing
     plt.switch_backend("agg")  # no display needed
     return plt
 
