@@ -43,7 +43,7 @@ CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterConfig:
+class PeftAdapterConfig:
     """Ranks and scales of an adapter's matrices."""
 
     rank: int
@@ -54,7 +54,7 @@ class AdapterConfig:
     target_parameters: Sequence[str] = ()
 
     @classmethod
-    def read(cls, folder: Path) -> AdapterConfig:
+    def read(cls, folder: Path) -> PeftAdapterConfig:
         """Raises ModelError for what is not supported."""
         fields = JsonFields.read(folder / CONFIG, MAX_CONFIG_BYTES)
         for name, values in SUPPORTED.items():

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from baton.checkpoint.json_fields import shorten
-from baton.checkpoint.peft_config import CONFIG, AdapterConfig
+from baton.checkpoint.peft_config import CONFIG, PeftAdapterConfig
 from baton.core.errors import ModelError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class PeftFolder:
 
     def __init__(self, folder: Path, limits: WeightLimits = ANY_MODEL) -> None:
         self.path = folder
-        self.config = AdapterConfig.read(folder)
+        self.config = PeftAdapterConfig.read(folder)
         self._weights = folder / WEIGHTS
         if not self._weights.is_file():
             raise ModelError(

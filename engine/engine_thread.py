@@ -45,7 +45,7 @@ class _AddRequest:
         self.add(self.request)
 
 
-class _Call(Generic[Result]):
+class _EngineCall(Generic[Result]):
     """Action whose caller waits for the result. If the engine ends before, it gets an error."""
 
     def __init__(self, function: Callable[[], Result]) -> None:
@@ -82,7 +82,7 @@ class EngineThread:
         # Not yet compiled grammars, and their callbacks.
         self._compilations: dict[RequestId, tuple[StructuredOutputs, OnCompiled]] = {}
         self._thread = threading.Thread(target=self._run, name=name)
-        self._awaited: list[tuple[Callable[[], bool], _Call[None]]] = []
+        self._awaited: list[tuple[Callable[[], bool], _EngineCall[None]]] = []
         self._is_stopping = False
         self._failure: BaseException | None = None
         # Guards submitting against the engine's end: a request is either rejected or in the inbox.
@@ -135,7 +135,7 @@ class EngineThread:
 
     def call(self, function: Callable[[], Result]) -> Future[Result]:
         """Run `function` as `post` does, for its result. Raises EngineGone, as the result may."""
-        call = _Call(function)
+        call = _EngineCall(function)
         with self._submit_lock:
             self._raise_if_stopped()
             self.post(call)
@@ -143,7 +143,7 @@ class EngineThread:
 
     def when(self, is_reached: Callable[[], bool]) -> Future[None]:
         """Wait until a step has reached a state. Raises EngineGone, as the result may."""
-        reached: _Call[None] = _Call(lambda: None)
+        reached: _EngineCall[None] = _EngineCall(lambda: None)
         with self._submit_lock:
             self._raise_if_stopped()
             self._awaited.append((is_reached, reached))
@@ -255,7 +255,7 @@ class EngineThread:
         failed = [*self._core.scheduler.requests(), *pending]
         self._pass_on([_failed_output(request, failure) for request in failed])
         for action in (*actions, *(call for _, call in self._awaited)):
-            if isinstance(action, _Call) and action.result.set_running_or_notify_cancel():
+            if isinstance(action, _EngineCall) and action.result.set_running_or_notify_cancel():
                 action.result.set_exception(EngineGone(failure.reason))
 
     def _pending_actions(self) -> Iterator[Callable[[], None]]:

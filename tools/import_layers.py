@@ -20,8 +20,8 @@ GENERATED = ("_pb2", "_pb2_grpc")
 # Libraries that take long to import. A function may import a module of ours for their sake.
 HEAVY = {
     "grpc", "google", "llguidance", "matplotlib", "nixl", "numpy", "opentelemetry", "pydantic",
-    "prometheus_client", "rich", "starlette", "tokenizers", "torch", "transformers", "ucxx",
-    "uvicorn", "websockets",
+    "prometheus_client", "rich", "smg_grpc_proto", "starlette", "tokenizers", "torch",
+    "transformers", "triton", "ucxx", "uvicorn", "websockets", "zmq",
 }  # fmt: skip
 
 

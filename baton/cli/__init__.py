@@ -7,7 +7,13 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.command import ENVIRONMENT_PREFIX, ConfigFile, Group, unwrap, use_command_class
+from baton.cli.command import (
+    ENVIRONMENT_PREFIX,
+    CommandGroup,
+    ConfigFile,
+    unwrap,
+    use_command_class,
+)
 from baton.cli.commands.adapters import adapters
 from baton.cli.commands.bench import bench
 from baton.cli.commands.chat import chat
@@ -26,7 +32,7 @@ from baton.cli.program import prepare, run_program
 
 app = typer.Typer(
     name="baton",
-    cls=Group,
+    cls=CommandGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )

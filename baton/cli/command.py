@@ -116,7 +116,7 @@ class Command(TyperCommand):
         return super().invoke(ctx)
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """Group whose help page has whole summaries and examples."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -128,7 +128,7 @@ class Group(TyperGroup):
             formatter.write(f"\n{self.epilog}\n")  # a wrapped command line cannot be copied
 
 
-class DefaultGroup(Group):
+class DefaultGroup(CommandGroup):
     """Group whose command `show` runs when none is named."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -7,7 +7,13 @@ from collections.abc import Callable
 
 import typer
 
-from baton.cli.command import ENVIRONMENT_PREFIX, ConfigFile, Group, unwrap, use_command_class
+from baton.cli.command import (
+    ENVIRONMENT_PREFIX,
+    CommandGroup,
+    ConfigFile,
+    unwrap,
+    use_command_class,
+)
 from baton.cli.examples import examples
 from baton.cli.program import prepare, run_program
 from baton.rpc.process_end import exit_on_sigterm
@@ -77,7 +83,7 @@ EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
 
 app = typer.Typer(
     name="benchmarks",
-    cls=Group,
+    cls=CommandGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,

@@ -57,7 +57,7 @@ NO_CHANGES: Changes = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Architecture:
+class GgufArchitecture:
     """Entry of an architecture: its name on the hub, metadata fields and tensor names."""
 
     hub_name: str
@@ -83,7 +83,7 @@ class Architecture:
         return NameRules(self.layer_names, changes, joined, self.norm_offset, ignored)
 
 
-def find_architecture(file: GgufFile) -> Architecture:
+def find_architecture(file: GgufFile) -> GgufArchitecture:
     name = file.architecture
     variant, field_name = VARIANTS.get(name, ("", ""))
     if variant and file.has(f"{name}.{field_name}"):
@@ -329,18 +329,18 @@ MAMBA_CHANGES = {
     "ssm_d": Change(shape=flat),
     "ssm_norm": Change(shape=flat),
 }
-QWEN3_MOE = Architecture(
+QWEN3_MOE = GgufArchitecture(
     "Qwen3MoeForCausalLM", EXPERTS, fixed={"norm_topk_prob": True}, more=qkv_bias
 )
-ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture("LlamaForCausalLM", has_paired_heads=True, more=qkv_bias),
-    "qwen2": Architecture("Qwen2ForCausalLM"),
-    "qwen3": Architecture("Qwen3ForCausalLM", more=qkv_bias),
+ARCHITECTURES: Mapping[str, GgufArchitecture] = {
+    "llama": GgufArchitecture("LlamaForCausalLM", has_paired_heads=True, more=qkv_bias),
+    "qwen2": GgufArchitecture("Qwen2ForCausalLM"),
+    "qwen3": GgufArchitecture("Qwen3ForCausalLM", more=qkv_bias),
     "qwen3moe": QWEN3_MOE,
-    "qwen2vl": Architecture("Qwen2ForCausalLM"),  # the text models of Qwen2.5-VL and Qwen3-VL
-    "qwen3vl": Architecture("Qwen3ForCausalLM", more=qkv_bias),
+    "qwen2vl": GgufArchitecture("Qwen2ForCausalLM"),  # the text models of Qwen2.5-VL and Qwen3-VL
+    "qwen3vl": GgufArchitecture("Qwen3ForCausalLM", more=qkv_bias),
     "qwen3vlmoe": QWEN3_MOE,
-    "gemma2": Architecture(
+    "gemma2": GgufArchitecture(
         "Gemma2ForCausalLM",
         WINDOW,
         SOFT_CAPS,
@@ -349,7 +349,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         layer_names=SANDWICH_NAMES,
         norm_offset=1.0,
     ),
-    "gemma3": Architecture(
+    "gemma3": GgufArchitecture(
         "Gemma3ForCausalLM",
         WINDOW,
         SOFT_CAPS,
@@ -358,7 +358,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         layer_names=SANDWICH_NAMES,
         norm_offset=1.0,
     ),
-    "mixtral": Architecture(
+    "mixtral": GgufArchitecture(
         "MixtralForCausalLM",
         LOCAL_EXPERTS,
         fixed={"sliding_window": None},
@@ -371,14 +371,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         },
         has_paired_heads=True,
     ),
-    "mistral3": Architecture(
+    "mistral3": GgufArchitecture(
         "MistralForCausalLM", fixed={"sliding_window": None}, has_paired_heads=True
     ),
-    "ministral3": Architecture("Ministral3ForCausalLM", more=mistral3, has_paired_heads=True),
-    "granite": Architecture(
+    "ministral3": GgufArchitecture("Ministral3ForCausalLM", more=mistral3, has_paired_heads=True),
+    "granite": GgufArchitecture(
         "GraniteForCausalLM", floats=GRANITE, more=granite, has_paired_heads=True
     ),
-    "granitemoe": Architecture(
+    "granitemoe": GgufArchitecture(
         "GraniteMoeForCausalLM",
         LOCAL_EXPERTS,
         GRANITE,
@@ -386,7 +386,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         layer_names=GRANITE_NAMES,
         has_paired_heads=True,
     ),
-    "granitehybrid": Architecture(
+    "granitehybrid": GgufArchitecture(
         "GraniteMoeHybridForCausalLM",
         {**LOCAL_EXPERTS, **MAMBA},
         GRANITE,
@@ -395,13 +395,13 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         has_paired_heads=True,
         changes=MAMBA_CHANGES,
     ),
-    "smollm3": Architecture("SmolLM3ForCausalLM", more=qkv_bias, has_paired_heads=True),
-    "olmo2": Architecture("Olmo2ForCausalLM", layer_names=POST_NORMS),
-    "olmo3": Architecture("Olmo3ForCausalLM", WINDOW, layer_names=POST_NORMS),
-    "olmoe": Architecture("OlmoeForCausalLM", EXPERTS),
-    "seed_oss": Architecture("SeedOssForCausalLM", more=biases, layer_names=POST_ATTENTION),
-    "chatglm": Architecture("GlmForCausalLM", more=glm, layer_names=FUSED_MLP),  # GLM-4 9B
-    "glm4": Architecture(
+    "smollm3": GgufArchitecture("SmolLM3ForCausalLM", more=qkv_bias, has_paired_heads=True),
+    "olmo2": GgufArchitecture("Olmo2ForCausalLM", layer_names=POST_NORMS),
+    "olmo3": GgufArchitecture("Olmo3ForCausalLM", WINDOW, layer_names=POST_NORMS),
+    "olmoe": GgufArchitecture("OlmoeForCausalLM", EXPERTS),
+    "seed_oss": GgufArchitecture("SeedOssForCausalLM", more=biases, layer_names=POST_ATTENTION),
+    "chatglm": GgufArchitecture("GlmForCausalLM", more=glm, layer_names=FUSED_MLP),  # GLM-4 9B
+    "glm4": GgufArchitecture(
         "Glm4ForCausalLM",
         more=glm4,
         layer_names={
@@ -410,14 +410,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "post_ffw_norm": "post_mlp_layernorm",
         },
     ),
-    "glm4moe": Architecture(
+    "glm4moe": GgufArchitecture(
         "Glm4MoeForCausalLM",
         ROUTED_EXPERTS,
         EXPERT_SCALE,
         more=glm4_moe,
         layer_names={**POST_ATTENTION, **SHARED_EXPERTS_NAMES},
     ),
-    "deepseek2": Architecture(
+    "deepseek2": GgufArchitecture(
         "DeepseekV2ForCausalLM",
         {**ROUTED_EXPERTS, **LATENT},
         EXPERT_SCALE,
@@ -425,7 +425,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         layer_names={**LAYER_NAMES, **LATENT_NAMES, **SHARED_EXPERTS_NAMES},
         changes=BY_HEAD,
     ),
-    "gpt-oss": Architecture(
+    "gpt-oss": GgufArchitecture(
         "GptOssForCausalLM",
         {**LOCAL_EXPERTS, **WINDOW},
         more=gpt_oss,
@@ -435,7 +435,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "ffn_gate_inp": "mlp.router",
         },
     ),
-    "llama4": Architecture(
+    "llama4": GgufArchitecture(
         "Llama4ForCausalLM",
         {
             **LOCAL_EXPERTS,
@@ -446,13 +446,13 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         more=llama4,
         layer_names=LLAMA4_NAMES,
     ),
-    "qwen2moe": Architecture(
+    "qwen2moe": GgufArchitecture(
         "Qwen2MoeForCausalLM",
         SHARED_EXPERT,
         layer_names={**LAYER_NAMES, **SHARED_EXPERT_NAMES},
         changes=SHARED_GATE,
     ),
-    "qwen3next": Architecture(
+    "qwen3next": GgufArchitecture(
         "Qwen3NextForCausalLM",
         {**SHARED_EXPERT, **LINEAR},
         more=qwen3_linear,
@@ -460,7 +460,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         norm_offset=1.0,
         changes=_delta_changes,
     ),
-    "qwen35": Architecture(
+    "qwen35": GgufArchitecture(
         "Qwen3_5ForCausalLM",
         LINEAR,
         more=qwen3_linear,
@@ -468,7 +468,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         norm_offset=1.0,
         changes=_tiled_changes,
     ),
-    "qwen35moe": Architecture(
+    "qwen35moe": GgufArchitecture(
         "Qwen3_5MoeForCausalLM",
         {**SHARED_EXPERT, **LINEAR},
         more=qwen3_linear,
@@ -476,5 +476,5 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         norm_offset=1.0,
         changes=_tiled_changes,
     ),
-    "phi3": Architecture("Phi3ForCausalLM", more=phi3, layer_names=FUSED),
+    "phi3": GgufArchitecture("Phi3ForCausalLM", more=phi3, layer_names=FUSED),
 }

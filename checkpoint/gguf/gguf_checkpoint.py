@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from baton.checkpoint.checkpoint import GenerationDefaults, Tensors
 from baton.checkpoint.gguf.architectures import read_config, read_tensors
+from baton.checkpoint.gguf.generation import read_generation_defaults, read_pooling
 from baton.checkpoint.gguf.gguf_file import GgufFile
 from baton.checkpoint.json_fields import JsonFields
 from baton.core.pooling import Pooling
@@ -28,13 +29,9 @@ class GgufCheckpoint:
         return read_config(self._file)
 
     def read_generation_defaults(self) -> GenerationDefaults:
-        from baton.checkpoint.gguf.generation import read_generation_defaults
-
         return read_generation_defaults(self._file)
 
     def read_pooling(self) -> Pooling | None:
-        from baton.checkpoint.gguf.generation import read_pooling
-
         return read_pooling(self._file)
 
     def read_max_text_len(self) -> None:

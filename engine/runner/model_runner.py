@@ -41,7 +41,7 @@ from baton.engine.runner.model.rope import Ropes
 from baton.engine.runner.model_info import KvMemory, ModelInfo, PassHook
 from baton.engine.runner.passes.decode_graphs import DecodeBatch, DecodeGraphs
 from baton.engine.runner.passes.forward_passes import ForwardPasses
-from baton.engine.runner.passes.launched_pass import DrainedPass, LaunchedPass
+from baton.engine.runner.passes.pending_pass import DrainedPass, PendingPass
 from baton.engine.runner.pooling.pooling_head import PoolingHead
 from baton.engine.runner.sampling.logits_processors import Processors
 from baton.engine.runner.sampling.output_heads import (
@@ -126,7 +126,7 @@ class TorchRunner:
             heads += () if head is None else (head,)
             self._spec_decoder = SpecDecoder(self._batch, self.speculation, proposer)
         self._heads = tuple(heads)
-        self._open: LaunchedPass | None = None  # that is not collected, and can be followed
+        self._open: PendingPass | None = None  # that is not collected, and can be followed
         self._gatherer = TokenGatherer(self.device.place)
         # Rows that have ended with the last pass, which a plan made before its end contains.
         self._ended: frozenset[RequestId] = frozenset()
@@ -198,7 +198,7 @@ class TorchRunner:
             return NO_DRAFTS
         return self._spec_decoder.drafts(plan.num_scheduled_tokens, plan.max_draft_tokens)
 
-    def _follow_open_pass(self, plan: Plan) -> LaunchedPass | None:
+    def _follow_open_pass(self, plan: Plan) -> PendingPass | None:
         """Return the pass that is not collected, if there is one, after which this one runs."""
         before, self._open = self._open, None
         if before is None or plan.is_retry:
@@ -223,7 +223,7 @@ class TorchRunner:
     def _fenced_hook(self, plan: Plan) -> FencedHook | None:
         return None if self.hook is None else FencedHook(self.hook, self.device, plan.is_retry)
 
-    def _launch(self, step: Step, plan: Plan) -> LaunchedPass:
+    def _launch(self, step: Step, plan: Plan) -> PendingPass:
         """Launch the decoder, as a graph if one fits, and the heads."""
         inputs, forward = self._prepare(step, plan)
         begun = [head.begin(step, inputs) for head in self._heads]
@@ -238,7 +238,7 @@ class TorchRunner:
         for head in heads:
             head.launch(hidden_states)
         launched = step, heads, self.device.record(), self._collect
-        return LaunchedPass(*launched, self._can_be_followed(step, heads), self._spec_decoder)
+        return PendingPass(*launched, self._can_be_followed(step, heads), self._spec_decoder)
 
     def _can_be_followed(self, step: Step, heads: Sequence[HeadPass]) -> bool:
         """Return whether the next pass can be launched before the result of this one is known.
@@ -275,7 +275,7 @@ class TorchRunner:
             hook.pass_done()
         return hidden_states
 
-    def _collect(self, launched: LaunchedPass) -> RunResult:
+    def _collect(self, launched: PendingPass) -> RunResult:
         result, sampled = launched.read(), launched.sampled
         if not launched.is_followed:
             for request_id, token_ids in result.token_ids.items():

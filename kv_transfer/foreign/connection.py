@@ -19,7 +19,7 @@ from baton.kv_transfer.errors import PeerUnreachable
 from baton.kv_transfer.foreign.config import ForeignSource
 from baton.kv_transfer.foreign.metadata import SourceRefused, read_reply
 from baton.kv_transfer.foreign.runs import RunRead, find_excess
-from baton.kv_transfer.foreign.session import Session
+from baton.kv_transfer.foreign.session import ForeignSession
 from baton.kv_transfer.foreign.side_channel import SideChannel
 from baton.kv_transfer.foreign.types import ForeignPull, ForeignPullId, ForeignRelease
 from baton.kv_transfer.layout import KvLayout, LayoutRun, layout_map
@@ -37,7 +37,7 @@ MAX_USED = 10_000
 MAX_RELEASED = 1024
 
 
-class Failure(Enum):
+class PullFailure(Enum):
     """Reason of a failed pull, in metrics."""
 
     UNREACHABLE = "unreachable"  # no handshake
@@ -52,7 +52,7 @@ class PullEnded:
     """No run of the pull follows."""
 
     pull_id: ForeignPullId
-    failure: Failure | None
+    failure: PullFailure | None
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +75,7 @@ class ReadSettings:
     note: Callable[[RunRead | PullEnded], None]
 
 
-class Connection:
+class ServerConnection:
     def __init__(
         self,
         source: ForeignSource,
@@ -97,7 +97,7 @@ class Connection:
         self._channel: SideChannel | None = None
         self._asked_s = 0.0
         self._clock_offset_s = 0.0  # of the server's clock, at most
-        self._session: Session | None = None
+        self._session: ForeignSession | None = None
 
     # --- orders -------------------------------------------------------------------
 
@@ -105,7 +105,7 @@ class Connection:
         pull = _Pull(order, now + PULL_S, self._note_use(order.kv))
         self._pulls.append(pull)
         if not pull.is_first_use:
-            self._end(pull, Failure.EXPIRED)
+            self._end(pull, PullFailure.EXPIRED)
             return
         if self._session is not None:
             self._session.beat_soon()
@@ -153,12 +153,12 @@ class Connection:
                 self._session.beat(held, HEARTBEAT_SHARE * self.source.lease_s, now)
                 self._send_releases(self._session, now)
         except SourceRefused as error:
-            self.fail(Failure.REFUSED, str(error), now)
+            self.fail(PullFailure.REFUSED, str(error), now)
         except PeerUnreachable as error:
-            self.fail(Failure.READ, str(error), now)
+            self.fail(PullFailure.READ, str(error), now)
         self._expire(now)
 
-    def fail(self, failure: Failure, reason: str, now: float) -> None:
+    def fail(self, failure: PullFailure, reason: str, now: float) -> None:
         """Close the session, and end all pulls as failed."""
         log.warning("no KV from %s: %s", self.source.address, reason)
         self.avoided_until_s = now + AVOID_S
@@ -185,7 +185,7 @@ class Connection:
         try:
             self._channel = SideChannel(self._context, self.source.host, self.source.port)
         except zmq.ZMQError as error:
-            self.fail(Failure.UNREACHABLE, str(error), now)
+            self.fail(PullFailure.UNREACHABLE, str(error), now)
 
     def _take_handshake(self) -> None:
         parts = None if self._channel is None else self._channel.take_reply()
@@ -200,7 +200,7 @@ class Connection:
             return
         self._end_interrupted()
         self.close()
-        self._session = Session(
+        self._session = ForeignSession(
             blocks, settings.layout.block_size, settings.ucx, settings.allocate, settings.release
         )
         log.info(
@@ -216,11 +216,11 @@ class Connection:
         """End the pull that is being read from another engine, which is gone."""
         reading = self._session and self._session.reading
         for pull in [pull for pull in self._pulls if pull.order is reading]:
-            self._end(pull, Failure.READ)
+            self._end(pull, PullFailure.READ)
 
     # --- reads --------------------------------------------------------------------
 
-    def _take_read(self, session: Session) -> None:
+    def _take_read(self, session: ForeignSession) -> None:
         read = session.take_read()
         if read is None:
             return
@@ -228,13 +228,13 @@ class Connection:
         # Asked now: the thread may have stood still since the turn began, longer than the lease.
         if self._clock() > self._usable_until_s(read.pull):
             read.give_back(read.bay)
-            self._end(pull, Failure.EXPIRED)
+            self._end(pull, PullFailure.EXPIRED)
             return
         self._settings.note(read)
         if not pull.runs:
             self._end(pull, None)
 
-    def _begin_read(self, session: Session, now: float) -> None:
+    def _begin_read(self, session: ForeignSession, now: float) -> None:
         while session.can_begin and self._pulls:
             pull = self._pulls[0]
             if self._channel is not None and not session.serves(pull.order.kv):
@@ -250,10 +250,10 @@ class Connection:
                 pull.is_split = True
             session.begin(pull.order, pull.runs.popleft())
 
-    def _find_failure(self, pull: _Pull, session: Session, now: float) -> Failure | None:
+    def _find_failure(self, pull: _Pull, session: ForeignSession, now: float) -> PullFailure | None:
         kv, blocks = pull.order.kv, session.blocks
         if now > self._usable_until_s(pull.order):
-            return Failure.EXPIRED
+            return PullFailure.EXPIRED
         if not session.serves(kv):
             reason = f"it is engine {blocks.engine_id} now, not {kv.engine_id}"
         else:
@@ -262,7 +262,7 @@ class Connection:
         if not reason:
             return None
         log.warning("no KV from %s: %s", self.source.address, reason)
-        return Failure.REFUSED
+        return PullFailure.REFUSED
 
     def _usable_until_s(self, order: ForeignPull) -> float:
         """Return when the KV may be gone: only the lease it began with counts, no heartbeat."""
@@ -274,16 +274,16 @@ class Connection:
     def _expire(self, now: float) -> None:
         reading = None if self._session is None else self._session.reading
         if self._channel is not None and now > self._asked_s + HANDSHAKE_S:
-            self.fail(Failure.UNREACHABLE, f"no handshake within {HANDSHAKE_S:.0f} s", now)
+            self.fail(PullFailure.UNREACHABLE, f"no handshake within {HANDSHAKE_S:.0f} s", now)
         elif self._channel is None and self._session is None and self._pulls:
-            self.fail(Failure.UNREACHABLE, "its last handshake has failed", now)
+            self.fail(PullFailure.UNREACHABLE, "its last handshake has failed", now)
         for pull in [pull for pull in self._pulls if now > pull.give_up_s]:
             if pull.order is reading:  # nothing else ends the read
-                self.fail(Failure.LATE, f"a pull took more than {PULL_S:.0f} s", now)
+                self.fail(PullFailure.LATE, f"a pull took more than {PULL_S:.0f} s", now)
                 return
-            self._end(pull, Failure.LATE)
+            self._end(pull, PullFailure.LATE)
 
-    def _end(self, pull: _Pull, failure: Failure | None) -> None:
+    def _end(self, pull: _Pull, failure: PullFailure | None) -> None:
         """End a pull and let the server release its blocks."""
         self._pulls.remove(pull)
         if failure is not None:
@@ -292,7 +292,7 @@ class Connection:
         if pull.is_first_use:
             self._released.append(pull.order.kv)
 
-    def _send_releases(self, session: Session, now: float) -> None:
+    def _send_releases(self, session: ForeignSession, now: float) -> None:
         while self._released:
             kv = self._released.popleft()
             if session.serves(kv):

@@ -21,10 +21,10 @@ from baton.kv_transfer.fence import Fence
 from baton.kv_transfer.foreign.config import ForeignSource
 from baton.kv_transfer.foreign.connection import (
     LEASE_SHARE,
-    Connection,
-    Failure,
     PullEnded,
+    PullFailure,
     ReadSettings,
+    ServerConnection,
 )
 from baton.kv_transfer.foreign.runs import RunRead
 from baton.kv_transfer.foreign.types import (
@@ -56,11 +56,11 @@ class VllmReader:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.failures: Counter[str] = Counter({failure.value: 0 for failure in Failure})
+        self.failures: Counter[str] = Counter({failure.value: 0 for failure in PullFailure})
         self.num_bytes = 0  # read since the start
         shared = settings(self._note)
         self._connections = {
-            source.address: Connection(source, shared, self._context, self.failures, clock)
+            source.address: ServerConnection(source, shared, self._context, self.failures, clock)
             for source in sources
         }
         self._convert = convert
@@ -161,14 +161,14 @@ class VllmReader:
             else:
                 self._guard(connection, partial(connection.release, order))
 
-    def _guard(self, connection: Connection, call: Callable[[float], None]) -> None:
+    def _guard(self, connection: ServerConnection, call: Callable[[float], None]) -> None:
         """Make a call. A bug costs the pulls of one server only."""
         now = self._clock()
         try:
             call(now)
         except Exception as error:
             log.exception("reading KV from %s failed", connection.source.address)
-            connection.fail(Failure.READ, repr(error), now)
+            connection.fail(PullFailure.READ, repr(error), now)
 
     def _wait(self) -> None:
         """Wait for orders, handshakes, or the time of the next look at a read."""

@@ -32,7 +32,7 @@ class _Read:
     handle: int
 
 
-class Session:
+class ForeignSession:
     def __init__(
         self,
         blocks: ForeignBlocks,

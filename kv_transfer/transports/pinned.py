@@ -94,7 +94,7 @@ class _Posted:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Part:
+class _CopiedPart:
     """Blocks of a write that are in slots."""
 
     posted: _Posted
@@ -108,8 +108,8 @@ class PinnedChannel:
         self._slots = slots
         self._copy_out = copy_out
         self._waiting: deque[_Posted] = deque()  # of which blocks have no slots yet
-        self._copying: deque[_Part] = deque()
-        self._part_by_write: dict[int, _Part] = {}  # posted parts
+        self._copying: deque[_CopiedPart] = deque()
+        self._part_by_write: dict[int, _CopiedPart] = {}  # posted parts
         self._num_held = 0  # slots
         self._num_parts = 0
 
@@ -184,7 +184,7 @@ class PinnedChannel:
     def _room(self) -> int:
         return self._slots.num_for(self._num_held)
 
-    def _give_back(self, part: _Part) -> None:
+    def _give_back(self, part: _CopiedPart) -> None:
         self._slots.give_back(part.write.sources)
         self._num_held -= len(part.write.sources)
 
@@ -203,7 +203,7 @@ class PinnedChannel:
             sources=slots,
             targets=write.targets[first:end],
         )
-        self._copying.append(_Part(posted, from_slots, copied))
+        self._copying.append(_CopiedPart(posted, from_slots, copied))
 
     def _end_part(self, write_id: int) -> list[ChannelEvent]:
         part = self._part_by_write.pop(write_id)

@@ -18,7 +18,7 @@ THINKING_VARIABLES = ("enable_thinking", "thinking")
 
 
 @dataclass(slots=True)
-class _Turn:
+class _OpenTurn:
     role: str
     parts: list[Part] = field(default_factory=list)
     others: dict[str, Any] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class ChatTurns:
     """Builds the messages of a chat. Successive messages of one role become one message."""
 
     def __init__(self) -> None:
-        self._turns: list[_Turn] = []
+        self._turns: list[_OpenTurn] = []
         self._name_by_call: dict[str, str] = {}
 
     @property
@@ -62,12 +62,12 @@ class ChatTurns:
             **({} if name is None else {"name": name}),
             **({"is_error": True} if is_error else {}),
         }
-        self._turns.append(_Turn("tool", parts, others))
+        self._turns.append(_OpenTurn("tool", parts, others))
 
-    def _turn(self, role: str) -> _Turn:
+    def _turn(self, role: str) -> _OpenTurn:
         """Return the last message, or a new one if it is of another role."""
         if not self._turns or self._turns[-1].role != role:
-            self._turns.append(_Turn(role))
+            self._turns.append(_OpenTurn(role))
         return self._turns[-1]
 
 

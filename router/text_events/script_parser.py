@@ -19,7 +19,7 @@ Waiting = Generator[None, None, Result]  # yields while it waits for more text
 PIECE_CHARACTERS = 1 << 10
 
 
-class TextSource:
+class TextBuffer:
     """Text of one answer that has arrived and is not read yet.
 
     Scripts see it in pieces: reading a part of the buffer copies the rest.
@@ -132,9 +132,9 @@ class ScriptParser:
     """Implements `OutputParser` by a script."""
 
     def __init__(
-        self, script: Callable[[TextSource, CallWriter], Waiting[None]], writer: CallWriter
+        self, script: Callable[[TextBuffer, CallWriter], Waiting[None]], writer: CallWriter
     ) -> None:
-        self._source = TextSource()
+        self._source = TextBuffer()
         self._writer = writer
         self._steps = script(self._source, writer)
 

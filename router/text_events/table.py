@@ -20,10 +20,10 @@ from baton.router.text_events.formats.json_calls import (
 )
 from baton.router.text_events.formats.mistral import read_mistral_calls
 from baton.router.text_events.formats.named_calls import NamedCalls
-from baton.router.text_events.script_parser import TextSource, Waiting
+from baton.router.text_events.script_parser import TextBuffer, Waiting
 from baton.router.values import Parsing, ReasoningMarks
 
-Script = Callable[[TextSource, CallWriter], Waiting[None]]
+Script = Callable[[TextBuffer, CallWriter], Waiting[None]]
 NONE, AUTO = "none", "auto"  # names of options: no parser, and the one of the chat template
 
 

@@ -163,7 +163,7 @@ def test_random_rows_take_one_copy_each_way_in_each_step(folder: Path, parts: Pa
     assert len(device.counts.copies_in) == NUM_TOKENS
     assert len(device.counts.copies_out) == NUM_TOKENS
     waits = ["runner/device/step_outputs.py:read"] * NUM_TOKENS
-    assert device.counts.synchronizations == [*waits, "runner/passes/launched_pass.py:collect"]
+    assert device.counts.synchronizations == [*waits, "runner/passes/pending_pass.py:collect"]
 
 
 def test_a_chunk_that_samples_nothing_is_waited_for_once(folder: Path) -> None:

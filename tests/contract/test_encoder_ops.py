@@ -14,7 +14,7 @@ from baton.core.ids import RequestId
 from baton.core.sampling import SamplingParams
 from baton.engine.plan import PlanRow
 from baton.engine.runner.encoders.config import EncoderConfig, EncoderLayerConfig, Gelu
-from baton.engine.runner.encoders.layer import Layer, UnfusedLayer
+from baton.engine.runner.encoders.layer import EncodingLayer, UnfusedEncoderLayer
 from baton.engine.runner.encoders.native_encoder import (
     NativeEncoderOps,
     NativeLayer,
@@ -135,7 +135,9 @@ ENCODER = EncoderConfig(
 )
 
 
-def layers(kernels: Kernels, dtype: torch.dtype, config: EncoderConfig) -> tuple[Layer, Layer]:
+def layers(
+    kernels: Kernels, dtype: torch.dtype, config: EncoderConfig
+) -> tuple[EncodingLayer, EncodingLayer]:
     """Return a layer that calls torch's operations in this dtype, and the native one."""
     sizes = {
         "qkv": (3 * SIZE, SIZE),
@@ -157,7 +159,7 @@ def layers(kernels: Kernels, dtype: torch.dtype, config: EncoderConfig) -> tuple
 
     plain = EncoderWeights(object(), [weights(torch.float32)], None, None)  # type: ignore[arg-type]
     [native] = native_layers(config, with_packed_layers(plain, kernels), kernels)
-    return UnfusedLayer(config, 0, TorchEncoderOps(), weights(dtype)), native
+    return UnfusedEncoderLayer(config, 0, TorchEncoderOps(), weights(dtype)), native
 
 
 def packed_texts(lens: Sequence[int]) -> PackedTexts:
@@ -186,7 +188,7 @@ def test_whole_layers(kernels: Kernels, kind: Gelu) -> None:
 def test_layers_that_one_call_does_not_compute_call_operations(kernels: Kernels) -> None:
     for other in ({"is_pre_norm": True}, {"layers": (EncoderLayerConfig(window=8),)}):
         _, layer = layers(kernels, torch.float32, replace(ENCODER, **other))
-        assert isinstance(layer, UnfusedLayer)
+        assert isinstance(layer, UnfusedEncoderLayer)
 
 
 def test_a_token_has_the_same_bits_in_any_batch(kernels: Kernels) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.checkpoint.peft_config import CONFIG, AdapterConfig
+from baton.checkpoint.peft_config import CONFIG, PeftAdapterConfig
 from baton.checkpoint.peft_folder import WEIGHTS, PeftFolder
 from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.core.errors import ModelError
@@ -293,7 +293,7 @@ def test_patterns_of_ranks_and_scales(base: Path, tmp_path: Path) -> None:
         rank_pattern={"q_proj": 2, "layers.1.mlp.down_proj": 8, "(": 3},
         alpha_pattern={r".*\.v_proj": 32},
     )
-    config = AdapterConfig.read(adapter)
+    config = PeftAdapterConfig.read(adapter)
     assert config.rank_of("model.layers.0.self_attn.q_proj") == 2
     assert config.rank_of("model.layers.1.mlp.down_proj") == 8
     assert config.rank_of("model.layers.0.mlp.down_proj") == 4

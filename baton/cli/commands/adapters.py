@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from baton.cli.command import Group
+from baton.cli.command import CommandGroup
 from baton.cli.examples import examples
 from baton.cli.options.connection import connect
 from baton.cli.options.operators import OperatorTokenFile, operator_token
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 MAX_ID_CHARACTERS = 12
 TO_THE_RIGHT = {"in memory", "size"}
 
-adapters = typer.Typer(cls=Group, help="List, load and unload LoRA adapters.", no_args_is_help=True)
+adapters = typer.Typer(
+    cls=CommandGroup, help="List, load and unload LoRA adapters.", no_args_is_help=True
+)
 Name = Annotated[str, typer.Argument(help="Name of the adapter, which requests send as model.")]
 
 

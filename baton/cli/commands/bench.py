@@ -11,7 +11,7 @@ import typer
 
 from baton.bench.load import TARGET, ServeBench
 from baton.bench.plotting import need_matplotlib
-from baton.cli.command import Group, unwrap
+from baton.cli.command import CommandGroup, unwrap
 from baton.cli.commands.cluster import SET_PER_PROCESS, ClusterSize, cluster_options
 from baton.cli.options.connection import client_tls, connect_to_measure
 from baton.cli.options.output import JsonFile, check_creatable_folder
@@ -33,7 +33,7 @@ DISAGGREGATED, COLOCATED = "disaggregated", "colocated"
 UNFIT = {*SET_PER_PROCESS, "served_model_name", "tls_client_ca"}
 
 
-class BenchGroup(Group):
+class BenchGroup(CommandGroup):
     """Group whose refusal of an unknown command names the benchmarks of the repository."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

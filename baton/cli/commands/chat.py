@@ -74,7 +74,7 @@ def chat(
         client = runner.run(_open_client(given))
         try:
             talk = ChatSession(
-                runner, client, generation, max_tokens, Conversation(system), plain, timings
+                runner, client, generation, max_tokens, ChatHistory(system), plain, timings
             )
             if sys.stdin.isatty():
                 talk.in_terminal()
@@ -91,7 +91,7 @@ async def _open_client(given: dict[str, Any]) -> AsyncClient:
 
 
 @dataclass(slots=True)
-class Conversation:
+class ChatHistory:
     system: str = ""
     turns: list[Message] = field(default_factory=list)
 
@@ -133,7 +133,7 @@ class ChatSession:
     client: AsyncClient
     generation: Generation
     max_tokens: int
-    conversation: Conversation
+    conversation: ChatHistory
     is_plain: bool
     timings: bool
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from baton.cli.command import Group
+from baton.cli.command import CommandGroup
 from baton.cli.signatures import inherit_options
 from baton.core.legs import LegKind
 from baton.core.options import OUTPUT, Config, Option, build_config
@@ -21,7 +21,7 @@ from baton.rpc.listening import check_port, raise_descriptor_limit
 from baton.rpc.process_end import end_with_parent, exit_on_sigterm
 from baton.telemetry.logs import configure_logging
 
-serve = typer.Typer(cls=Group, help="Run one process of a cluster.", no_args_is_help=True)
+serve = typer.Typer(cls=CommandGroup, help="Run one process of a cluster.", no_args_is_help=True)
 
 
 def node_command(role: str, run: Callable[[NodeOptions], None]) -> Callable[..., None]:

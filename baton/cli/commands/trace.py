@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from baton.cli.command import Command, Group
+from baton.cli.command import Command, CommandGroup
 from baton.cli.examples import examples
 from baton.cli.options.output import check_writable_file
 from baton.cli.show import console
@@ -26,7 +26,7 @@ from baton.telemetry.tracing.traces import Trace, find_trace, traces_of
 OPENS_PAGE = "baton.opens_page"
 UNCUT = 160  # columns if there is no terminal
 
-trace = typer.Typer(cls=Group, help="Show the timeline of requests.", no_args_is_help=True)
+trace = typer.Typer(cls=CommandGroup, help="Show the timeline of requests.", no_args_is_help=True)
 
 Folder = Annotated[
     str,

@@ -14,7 +14,7 @@ from baton.engine.runner.adapters.targets import (
     DOWN,
     GATE_UP,
     STACKED,
-    Heads,
+    HeadRows,
     Target,
     expert_name,
     find_targets,
@@ -164,7 +164,7 @@ def _parts(target: Target, matrices: LowRank) -> Iterator[tuple[Place, Part]]:
             yield place, Part(matrices.down, matrices.up[[*rows]].T.contiguous(), first_row)
 
 
-def _head_parts(heads: Heads, matrices: LowRank) -> Iterator[tuple[Place, Part]]:
+def _head_parts(heads: HeadRows, matrices: LowRank) -> Iterator[tuple[Place, Part]]:
     for head, rows in enumerate(matrices.up.unflatten(0, (heads.count, -1))):
         key, value = rows[: heads.key_dim], rows[heads.key_dim :]
         # Queries are multiplied by keys that are transposed.

@@ -44,7 +44,7 @@ class Target:
     num_rows: int
     num_columns: int
     pieces: Sequence[Piece] = ()
-    heads: Heads | None = None
+    heads: HeadRows | None = None
     form: int = 0  # a folder names the matrices of experts in one of several
 
     @property
@@ -54,7 +54,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class HeadRows:
     """Rows of a matrix that are split by head: keys, which are used transposed, then values."""
 
     layer: int
@@ -128,7 +128,7 @@ class _Targets:
             yield from self._joined(Place(index, "query_up"), [names.query_up], query_order)
         order = [*order, *(len(order) + row for row in key_order)]
         yield from self._joined(Place(index, "qkv"), [query, names.key_down], order)
-        heads = Heads(index, config.num_heads, latent.nope_dim)
+        heads = HeadRows(index, config.num_heads, latent.nope_dim)
         yield names.key_up, Target(*self._shape(index, names.key_up), heads=heads)
         yield from self._joined(Place(index, "output"), [self._names.output])
 

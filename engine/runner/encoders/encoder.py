@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.engine.runner.encoders.config import EncoderConfig
-from baton.engine.runner.encoders.layer import Layer
+from baton.engine.runner.encoders.layer import EncodingLayer
 from baton.engine.runner.encoders.ops import EncoderOps
 from baton.engine.runner.encoders.packed_texts import PackedTexts
 from baton.engine.runner.encoders.weights import EncoderWeights
@@ -26,7 +26,7 @@ class Encoder:
     config: EncoderConfig
     ops: EncoderOps
     weights: EncoderWeights
-    layers: Sequence[Layer]
+    layers: Sequence[EncodingLayer]
     ropes: tuple[Rope, ...]
 
     def forward(self, texts: PackedTexts, layer_done: LayerDone | None) -> Tensor:

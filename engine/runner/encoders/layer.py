@@ -14,7 +14,7 @@ from baton.engine.runner.encoders.weights import EncoderLayer
 from baton.engine.runner.model.rope import Angles, rotate
 
 
-class Layer(Protocol):
+class EncodingLayer(Protocol):
     """Attention and MLP of one layer."""
 
     def __call__(self, hidden_states: Tensor, texts: PackedTexts, angles: Angles | None) -> Tensor:
@@ -23,8 +23,8 @@ class Layer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class UnfusedLayer:
-    """Implements `Layer` with a call for each operation."""
+class UnfusedEncoderLayer:
+    """Implements `EncodingLayer` with a call for each operation."""
 
     config: EncoderConfig
     index: int

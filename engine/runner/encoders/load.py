@@ -13,7 +13,7 @@ from baton.engine.runner.config import RunnerConfig, check, dtype_name
 from baton.engine.runner.encoders.config import ClassifierConfig, EncoderConfig
 from baton.engine.runner.encoders.encoder import Encoder
 from baton.engine.runner.encoders.encoder_runner import EncoderRunner
-from baton.engine.runner.encoders.layer import Layer, UnfusedLayer
+from baton.engine.runner.encoders.layer import EncodingLayer, UnfusedEncoderLayer
 from baton.engine.runner.encoders.native_encoder import (
     NativeEncoderOps,
     native_layers,
@@ -71,8 +71,9 @@ def load_encoder(
     ropes = [Rope(rope, dim, dim, model.max_text_len, place, dtype) for rope in model.ropes]
     ops = TorchEncoderOps()
     if kernels is None:
-        layers: Sequence[Layer] = [
-            UnfusedLayer(model, index, ops, layer) for index, layer in enumerate(weights.layers)
+        layers: Sequence[EncodingLayer] = [
+            UnfusedEncoderLayer(model, index, ops, layer)
+            for index, layer in enumerate(weights.layers)
         ]
     else:
         ops, weights = NativeEncoderOps(kernels), with_packed_layers(weights, kernels)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from baton.engine.runner.device.host_memory import huge_page_memory
 from baton.engine.runner.encoders.config import EncoderConfig, Gelu
-from baton.engine.runner.encoders.layer import Layer, UnfusedLayer
+from baton.engine.runner.encoders.layer import EncodingLayer, UnfusedEncoderLayer
 from baton.engine.runner.encoders.ops import TorchEncoderOps
 from baton.engine.runner.encoders.packed_texts import EqualTexts, PackedTexts
 from baton.engine.runner.encoders.weights import EncoderLayer, EncoderWeights, LayerNorm
@@ -97,7 +97,7 @@ class NativeFloat32Linear:
 
 
 class NativeLayer:
-    """Implements `Layer` in one call, for a layer that norms its sums, as those of BERT."""
+    """Implements `EncodingLayer` in one call, for a layer that norms its sums, as those of BERT."""
 
     def __init__(
         self, config: EncoderConfig, weights: EncoderLayer, kernels: Kernels, workspace: Workspace
@@ -132,10 +132,12 @@ class NativeLayer:
         return hidden_states
 
 
-def native_layers(config: EncoderConfig, weights: EncoderWeights, kernels: Kernels) -> list[Layer]:
+def native_layers(
+    config: EncoderConfig, weights: EncoderWeights, kernels: Kernels
+) -> list[EncodingLayer]:
     """Return the layers, as one call each where it computes everything that the layer has."""
     ops, workspace = NativeEncoderOps(kernels), Workspace()
-    layers: list[Layer] = []
+    layers: list[EncodingLayer] = []
     for index, layer in enumerate(weights.layers):
         own = config.layers[index]
         is_plain = not config.is_pre_norm and not config.is_gated
@@ -144,7 +146,7 @@ def native_layers(config: EncoderConfig, weights: EncoderWeights, kernels: Kerne
         if is_plain and all(isinstance(matrix, NativeFloat32Linear) for matrix in matrices):
             layers.append(NativeLayer(config, layer, kernels, workspace))
         else:
-            layers.append(UnfusedLayer(config, index, ops, layer))
+            layers.append(UnfusedEncoderLayer(config, index, ops, layer))
     return layers
 
 

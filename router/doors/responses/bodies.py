@@ -123,7 +123,7 @@ class TextOptions(Body):
     verbosity: str | None = None  # ignored, as in chats
 
 
-class StreamOptions(Body):
+class ResponsesStreamOptions(Body):
     include_obfuscation: bool | None = None  # ignored: no padding is added
 
 
@@ -141,4 +141,4 @@ class ResponsesBody(Body):
     reasoning: ReasoningOptions = ReasoningOptions()
     text: TextOptions = TextOptions()
     include: Texts = Field(default_factory=list)
-    stream_options: StreamOptions | None = None
+    stream_options: ResponsesStreamOptions | None = None

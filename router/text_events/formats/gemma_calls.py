@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from baton.router.text_events.call_writer import CallWriter
-from baton.router.text_events.script_parser import TextSource, Waiting
+from baton.router.text_events.script_parser import TextBuffer, Waiting
 
 WORDS = ("true", "false", "null")
 MAX_DEPTH = 64
@@ -26,7 +26,7 @@ class GemmaCalls:
     def marks(self) -> tuple[str, ...]:
         return self.begin, self.end, self.quote
 
-    def __call__(self, source: TextSource, writer: CallWriter) -> Waiting[None]:
+    def __call__(self, source: TextBuffer, writer: CallWriter) -> Waiting[None]:
         while not source.is_at_end:
             found = yield from source.read_to((self.begin,), writer.text)
             if not found:
@@ -39,7 +39,7 @@ class GemmaCalls:
             else:
                 writer.fail_call(self.begin, source)
 
-    def _text_of_call(self, source: TextSource) -> Waiting[str | None]:
+    def _text_of_call(self, source: TextBuffer) -> Waiting[str | None]:
         """Read to the end mark, which counts outside of strings only."""
         parts: list[str] = []
         while True:

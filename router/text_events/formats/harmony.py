@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from baton.router.text_events.call_writer import CallWriter
 from baton.router.text_events.formats.named_calls import Arguments
-from baton.router.text_events.script_parser import TextSource, Waiting
+from baton.router.text_events.script_parser import TextBuffer, Waiting
 
 CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -22,7 +22,7 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 FUNCTIONS = "functions."
 
 
-def read_harmony(source: TextSource, writer: CallWriter) -> Waiting[None]:
+def read_harmony(source: TextBuffer, writer: CallWriter) -> Waiting[None]:
     """Read messages. The first one's header began in the prompt."""
     while not source.is_at_end:
         source.mark()
@@ -35,7 +35,7 @@ def read_harmony(source: TextSource, writer: CallWriter) -> Waiting[None]:
             writer.text(header)  # of a model that does not write Harmony
 
 
-def _read_message(source: TextSource, writer: CallWriter, header: str) -> Waiting[None]:
+def _read_message(source: TextBuffer, writer: CallWriter, header: str) -> Waiting[None]:
     recipient = _RECIPIENT.search(header)
     channels = _CHANNEL.findall(header)
     if recipient is not None and recipient[1].startswith(FUNCTIONS):
@@ -48,7 +48,7 @@ def _read_message(source: TextSource, writer: CallWriter, header: str) -> Waitin
         yield from _read_text(source, writer.text)
 
 
-def _read_text(source: TextSource, add: Callable[[str], None]) -> Waiting[None]:
+def _read_text(source: TextBuffer, add: Callable[[str], None]) -> Waiting[None]:
     """Read a text to its end mark. Other marks in it are part of it."""
     while True:
         found = yield from source.read_to(ENDS, add)
@@ -59,7 +59,7 @@ def _read_text(source: TextSource, add: Callable[[str], None]) -> Waiting[None]:
         add(found)
 
 
-def _read_call(source: TextSource, writer: CallWriter, name: str) -> Waiting[None]:
+def _read_call(source: TextBuffer, writer: CallWriter, name: str) -> Waiting[None]:
     arguments = Arguments(writer, name)
     source.mark()
     yield from arguments.read(source)

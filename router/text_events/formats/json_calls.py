@@ -13,7 +13,7 @@ from typing import Any
 from baton.router.text_events.call_writer import CallWriter
 from baton.router.text_events.formats.strict_json import strict_loads
 from baton.router.text_events.scanning import JsonScan, find_first, held_length
-from baton.router.text_events.script_parser import TextSource, Waiting
+from baton.router.text_events.script_parser import TextBuffer, Waiting
 
 MAX_HEAD_CHARACTERS = 1 << 10  # of a call whose arguments are written as they arrive
 NO_JSON = (ValueError, RecursionError)
@@ -67,7 +67,7 @@ class ObjectCall:
         self._has_begun = False
         self.is_whole = False
 
-    def read(self, source: TextSource, *, counts_marks: bool = False) -> Waiting[None]:
+    def read(self, source: TextBuffer, *, counts_marks: bool = False) -> Waiting[None]:
         """Read the object. `counts_marks`: an end mark inside a string ends it, too."""
         while True:
             index, found = find_first(source.buffer, self._ends)
@@ -144,7 +144,7 @@ class MarkedObjects:
     begins: tuple[str, ...]
     end: str = ""
 
-    def __call__(self, source: TextSource, writer: CallWriter) -> Waiting[None]:
+    def __call__(self, source: TextBuffer, writer: CallWriter) -> Waiting[None]:
         counts_marks = False
         while not source.is_at_end:
             found = yield from source.read_to(self.begins, writer.text)
@@ -164,7 +164,7 @@ class MarkedObjects:
 
 
 def read_objects(
-    source: TextSource, writer: CallWriter, end: str = "", *, counts_marks: bool = False
+    source: TextBuffer, writer: CallWriter, end: str = "", *, counts_marks: bool = False
 ) -> Waiting[bool]:
     """Read an object or a list of them. Returns False if what is read since a mark is no call."""
     is_list = bool((yield from source.accept("[")))
@@ -184,7 +184,7 @@ def read_objects(
 PYTHON_TAG = "<|python_tag|>"
 
 
-def read_llama_calls(source: TextSource, writer: CallWriter) -> Waiting[None]:
+def read_llama_calls(source: TextBuffer, writer: CallWriter) -> Waiting[None]:
     """Read calls that are the whole answer, or follow `<|python_tag|>`, with `;` between."""
     found = ""
     while True:
@@ -199,7 +199,7 @@ def read_llama_calls(source: TextSource, writer: CallWriter) -> Waiting[None]:
             return
 
 
-def _read_row(source: TextSource, writer: CallWriter, tag: str) -> Waiting[None]:
+def _read_row(source: TextBuffer, writer: CallWriter, tag: str) -> Waiting[None]:
     while True:
         call = ObjectCall(writer, needs_known_name=True)
         yield from call.read(source)

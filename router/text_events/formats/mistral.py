@@ -5,13 +5,13 @@ from __future__ import annotations
 from baton.router.text_events.call_writer import CallWriter
 from baton.router.text_events.formats.json_calls import read_objects
 from baton.router.text_events.formats.named_calls import Arguments
-from baton.router.text_events.script_parser import TextSource, Waiting
+from baton.router.text_events.script_parser import TextBuffer, Waiting
 
 BEGIN, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 MAX_NAME_CHARACTERS = 256
 
 
-def read_mistral_calls(source: TextSource, writer: CallWriter) -> Waiting[None]:
+def read_mistral_calls(source: TextBuffer, writer: CallWriter) -> Waiting[None]:
     while not source.is_at_end:
         if not (yield from source.read_to((BEGIN,), writer.text)):
             continue
@@ -24,7 +24,7 @@ def read_mistral_calls(source: TextSource, writer: CallWriter) -> Waiting[None]:
             writer.fail_call(BEGIN, source)
 
 
-def _read_named(source: TextSource, writer: CallWriter) -> Waiting[bool]:
+def _read_named(source: TextBuffer, writer: CallWriter) -> Waiting[bool]:
     parts: list[str] = []
     found = yield from source.read_to((ARGUMENTS, CALL_ID, "{", BEGIN), parts.append)
     name = "".join(parts).strip()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from baton.router.text_events.call_writer import CallWriter
 from baton.router.text_events.formats.json_calls import parse_object
 from baton.router.text_events.scanning import JsonScan
-from baton.router.text_events.script_parser import TextSource, Waiting
+from baton.router.text_events.script_parser import TextBuffer, Waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class NamedCalls:
     section: tuple[str, str] | None = None  # marks around all calls
     name: Callable[[str], str] = str.strip  # from the text between the marks
 
-    def __call__(self, source: TextSource, writer: CallWriter) -> Waiting[None]:
+    def __call__(self, source: TextBuffer, writer: CallWriter) -> Waiting[None]:
         opening = self.begin if self.section is None else self.section[0]
         while not source.is_at_end:
             found = yield from source.read_to((opening,), writer.text)
@@ -31,7 +31,7 @@ class NamedCalls:
                 if not is_whole:
                     writer.fail_call(found, source)
 
-    def _calls(self, source: TextSource, writer: CallWriter) -> Waiting[bool]:
+    def _calls(self, source: TextBuffer, writer: CallWriter) -> Waiting[bool]:
         """Read the calls of a section, and drop what is between them."""
         if self.section is None:
             return (yield from self._call(source, writer))
@@ -46,7 +46,7 @@ class NamedCalls:
             has_call = True
             source.mark()
 
-    def _call(self, source: TextSource, writer: CallWriter) -> Waiting[bool]:
+    def _call(self, source: TextBuffer, writer: CallWriter) -> Waiting[bool]:
         """Read a call after its begin mark. Returns whether it is whole."""
         name = yield from source.read_until(*self.separators)
         if name is None:
@@ -75,7 +75,7 @@ class Arguments:
         self._parts: list[str] = []
         self.is_whole = False
 
-    def read(self, source: TextSource) -> Waiting[None]:
+    def read(self, source: TextBuffer) -> Waiting[None]:
         if not (yield from source.choose("{")):
             return
         source.skip_space()

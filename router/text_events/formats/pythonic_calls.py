@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from baton.router.text_events.call_writer import CallWriter
-from baton.router.text_events.script_parser import TextSource, Waiting
+from baton.router.text_events.script_parser import TextBuffer, Waiting
 
 MARKS = ("<|python_start|>", "<|python_end|>")
 # Up to the first arguments, or to the end of a text that may get some.
@@ -22,7 +22,7 @@ MAX_CHARACTERS = 1 << 16
 MAX_SIGNS = 1 << 12
 
 
-def read_pythonic_calls(source: TextSource, writer: CallWriter) -> Waiting[None]:
+def read_pythonic_calls(source: TextBuffer, writer: CallWriter) -> Waiting[None]:
     """Read a list that is the whole answer. Calls are written at its end."""
     source.mark()
     yield from source.accept(MARKS[0])
@@ -37,7 +37,7 @@ def read_pythonic_calls(source: TextSource, writer: CallWriter) -> Waiting[None]
     yield from source.read_to((), writer.text)
 
 
-def _read_list(source: TextSource) -> Waiting[str]:
+def _read_list(source: TextBuffer) -> Waiting[str]:
     """Read the whole answer, while it can be a list of calls. Returns "" if it cannot."""
     parts: list[str] = []
     num_characters, has_begun = 0, False

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from baton.router.text_events.call_writer import CallWriter
 from baton.router.text_events.formats.argument_types import ArgumentTypes, typed_json
-from baton.router.text_events.script_parser import TextSource, Waiting
+from baton.router.text_events.script_parser import TextBuffer, Waiting
 
 STRING = frozenset({"string"})
 ANY_JSON = frozenset({"any"})  # as it is written
@@ -64,7 +64,7 @@ class TaggedCalls:
     def __init__(self, tags: CallTags, types: ArgumentTypes) -> None:
         self._tags, self._types = tags, types
 
-    def __call__(self, source: TextSource, writer: CallWriter) -> Waiting[None]:
+    def __call__(self, source: TextBuffer, writer: CallWriter) -> Waiting[None]:
         tags = self._tags
         openings = (tags.begin,) if tags.section is None else (tags.section[0], tags.begin)
         while not source.is_at_end:
@@ -82,7 +82,7 @@ class TaggedCalls:
             else:
                 writer.fail_call(found, source)
 
-    def _others(self, source: TextSource, writer: CallWriter) -> Waiting[None]:
+    def _others(self, source: TextBuffer, writer: CallWriter) -> Waiting[None]:
         """Read the other calls of a section, and its end."""
         tags = self._tags
         while tags.section is not None:
@@ -94,7 +94,7 @@ class TaggedCalls:
                 writer.fail_call("", source)
                 return
 
-    def _call(self, source: TextSource, writer: CallWriter) -> Waiting[bool]:
+    def _call(self, source: TextBuffer, writer: CallWriter) -> Waiting[bool]:
         tags = self._tags
         parts: list[str] = []
         ended = yield from source.read_to(tags.name_ends, parts.append)
@@ -117,7 +117,7 @@ class TaggedCalls:
         return True
 
     def _parameter(
-        self, source: TextSource, writer: CallWriter, function: str, opening: str
+        self, source: TextBuffer, writer: CallWriter, function: str, opening: str
     ) -> Waiting[bool]:
         tags = self._tags
         text = yield from source.read_until(*tags.parameter_ends)
@@ -130,7 +130,7 @@ class TaggedCalls:
         return (yield from self._value(source, writer, types or self._types.of(function, name)))
 
     def _value(
-        self, source: TextSource, writer: CallWriter, types: frozenset[str]
+        self, source: TextBuffer, writer: CallWriter, types: frozenset[str]
     ) -> Waiting[bool]:
         """Read a value and its end. Text is written as it arrives, others at their end."""
         tags = self._tags

@@ -147,7 +147,7 @@ class TritonPass:
         num_tokens, num_heads, head_dim = query.shape
         tile = attention_tile(head_dim, num_heads // self.kv.shape[3], self.kv.dtype)
         sizes = self._sizes(own, tile, query)
-        call = _Call(
+        call = _AttentionCall(
             query,
             query if own.sinks is None else own.sinks,
             Batch(*self._sequences(own), self.block_tables.stride(1)),
@@ -207,7 +207,7 @@ class TritonPass:
         return layer.index_in_block * self.kv.stride(1) + tensor * self.kv.stride(2)
 
 
-class _Call(NamedTuple):
+class _AttentionCall(NamedTuple):
     """Arguments of the kernels for one layer."""
 
     queries: Tensor

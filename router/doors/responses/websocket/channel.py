@@ -14,7 +14,7 @@ from baton.router.http.websocket_connection import note_answering
 UNSUPPORTED_DATA, GOING_AWAY, INTERNAL_ERROR, NORMAL = 1003, 1001, 1011, 1000
 
 
-class Channel:
+class MessageChannel:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope = scope
         self._receive = receive
@@ -61,7 +61,7 @@ class Channel:
 class ChannelEvents:
     """Events of one response."""
 
-    channel: Channel
+    channel: MessageChannel
     stream_id: str
 
     def frame(self, event: Json) -> bytes:

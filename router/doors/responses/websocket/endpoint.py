@@ -9,7 +9,7 @@ from starlette.types import Receive, Scope, Send
 
 from baton.core.errors import NamedError
 from baton.router.doors.openai.errors import OPENAI_ERRORS
-from baton.router.doors.responses.websocket.channel import INTERNAL_ERROR, Channel
+from baton.router.doors.responses.websocket.channel import INTERNAL_ERROR, MessageChannel
 from baton.router.doors.responses.websocket.session import Services, Session
 from baton.router.http.errors import failure_of
 from baton.router.http.middleware import REQUEST_ID, SESSION_ID, request_id_of
@@ -33,7 +33,7 @@ class WebSocketEndpoint:
         if (await receive())["type"] != "websocket.connect":
             return
         await send({"type": "websocket.accept"})
-        channel = Channel(scope, receive, send)
+        channel = MessageChannel(scope, receive, send)
         owner = self.services.scopes.owner_of(headers.items())
         address, _ = scope.get("client") or ("", 0)
         session = Session(self.services, channel, headers, request_id_of(scope), owner, address)

@@ -17,8 +17,8 @@ from baton.router.doors.responses.turns import begin_turn
 from baton.router.doors.responses.websocket.channel import (
     GOING_AWAY,
     NORMAL,
-    Channel,
     ChannelEvents,
+    MessageChannel,
 )
 from baton.router.doors.responses.websocket.events import (
     create_event_from,
@@ -73,7 +73,7 @@ class Session:
     def __init__(
         self,
         services: Services,
-        channel: Channel,
+        channel: MessageChannel,
         headers: Headers,
         request_id: str,
         owner: str,

@@ -15,13 +15,13 @@ from baton.kv_transfer.fence import Fence
 
 
 @dataclass(slots=True, eq=False)
-class LaunchedPass:
+class PendingPass:
     """Implements `Pending`. Its result is computed once, by `finish`."""
 
     step: Step
     heads: Sequence[HeadPass]
     fence: Fence  # after all that was launched
-    finish: Callable[[LaunchedPass], RunResult]
+    finish: Callable[[PendingPass], RunResult]
     can_be_followed: bool  # before it is collected, by passes that can have no drafts
     spec_decoder: SpecDecoder | None = None
     is_followed: bool = False
