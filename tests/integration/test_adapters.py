@@ -26,6 +26,7 @@ from tests.support.adapters import merge, write_adapter
 from tests.support.baton_command import call_baton
 from tests.support.models import prompt_of
 from tests.support.nodes import await_all_free, kill_the_writer
+from tests.support.suspended_processes import suspended
 
 NUM_TOKENS = 16
 PROMPT = prompt_of(87, seed=700)
@@ -362,13 +363,13 @@ def test_an_answer_continues_with_its_adapter_on_another_node_when_its_node_dies
         api_of(cluster) as api,
     ):
         load(api, "sql", "sql")
-        token_ids: list[int] = []
-        for chunk in client.stream(PROMPT, long):
-            if not token_ids:
-                dead = kill_the_writer(cluster)
-            token_ids += chunk.token_ids
-            finish = chunk.finish
-        assert token_ids == expected
+        with suspended(*cluster.decodes):  # or the answer may be whole before that
+            stream = client.stream(PROMPT, long)
+            chunks = [next(stream)]  # sampled on prefill
+            dead = kill_the_writer(cluster)
+        chunks += stream
+        finish = chunks[-1].finish
+        assert [token_id for chunk in chunks for token_id in chunk.token_ids] == expected
         assert finish is not None
         assert finish.served.attempts == 2
 

@@ -216,9 +216,10 @@ def test_layers_are_sent_while_a_device_computes(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO), pair(folder, *sides("gpu", "cpu")) as engines:
-        tokens_of(engines, (100,))
+        # The first hand-off connects UCX's endpoints, which takes as long as the system lets it.
+        tokens_of(engines, (1, 100))
 
-        [record] = engines.prefill.take_records()
+        _, record = engines.prefill.take_records()
 
     assert record.overlap > 0
     assert "pinned host memory: UCX has no CUDA, so nixl cannot" in caplog.text

@@ -16,10 +16,11 @@ import pytest
 from baton.core.ids import HandoffId
 from baton.core.sampling import SamplingParams
 from tests.support.engine_nodes import EngineNode
-from tests.support.engine_pair import LEASE_S, Call, Pair, PairOptions, greedy
+from tests.support.engine_pair import Call, Pair, PairOptions, greedy
 from tests.support.models import prompt_of, reference_greedy
 
 LENGTH, NUM_TOKENS = 200, 24  # 9 chunks
+LEASE_S = 1.0
 FREE_WITHIN_S = 2 * LEASE_S + 1
 
 pytestmark = pytest.mark.slow
@@ -70,7 +71,9 @@ def fault(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def lasting_pair(model_folder: Path, kind: str, fault: str) -> Iterator[Pair]:
     lease_s, silence_s = PATIENCE_S[fault]
-    options = PairOptions(model_folder, kind, lease_s=lease_s, silence_s=silence_s)
+    options = PairOptions(
+        model_folder, kind, lease_s=lease_s, silence_s=silence_s, write_timeout_s=2.0
+    )
     with Pair(options) as running:
         yield running
 

@@ -57,6 +57,7 @@ def options(model: Path, kind: str, *, has_fence: bool) -> PairOptions:
         decode_bytes=NUM_DECODE_BLOCKS * MIB,
         lease_s=15.0,  # more than a layer takes on a slow machine
         silence_s=5.0,
+        write_timeout_s=2.0,
         has_fence=has_fence,
     )
 

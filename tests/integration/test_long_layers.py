@@ -34,7 +34,6 @@ def pair(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[Pair]:
         lease_s=LIMIT_S,
         silence_s=LIMIT_S,
         fence_age_s=60.0,
-        write_timeout_s=60.0,
         async_scheduling=async_scheduling,
     )
     with Pair(options) as running:
