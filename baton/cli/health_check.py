@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.rpc.channel import open_blocking_channel
 from baton.rpc.router_address import HTTP1_ERROR_FRAGMENT, router_target, unreachable
 from baton.rpc.security.tls import TlsConfig
-from baton.rpc.security.tls_diagnosis import tls_trouble
+from baton.rpc.security.tls_trouble import connection_trouble
 
 Status = health_pb2.HealthCheckResponse
 
@@ -32,16 +32,16 @@ def ask(address: str, timeout_s: float, tls: TlsConfig, service: str = "") -> He
         try:
             response = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
         except grpc.RpcError as error:
-            return HealthVerdict(False, _failure_message(address, timeout_s, tls, error))
+            return HealthVerdict(False, _failure_message(address, tls, error))
     if response.status != Status.SERVING:
         status = Status.ServingStatus.Name(response.status)
         return HealthVerdict(False, f"{address} is not {'alive' if service else 'ready'}: {status}")
     return HealthVerdict(True, f"{address} is serving")
 
 
-def _failure_message(address: str, timeout_s: float, tls: TlsConfig, error: grpc.RpcError) -> str:
+def _failure_message(address: str, tls: TlsConfig, error: grpc.RpcError) -> str:
     code, details = error.code(), error.details() or ""
-    tls_error = tls_trouble(address, tls, timeout_s)
-    if tls_error is None and HTTP1_ERROR_FRAGMENT in details:
+    if HTTP1_ERROR_FRAGMENT in details:
         return unreachable(address, details)
-    return f"{address} did not answer: {code.name}: {tls_error or details}"
+    trouble = connection_trouble(address, tls, details)
+    return f"{address} did not answer: {code.name}: {trouble or details}"

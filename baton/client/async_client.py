@@ -258,7 +258,7 @@ class AsyncClient:
                     yield convert(response)
                 return
             except grpc.RpcError as error:
-                pause_s = await asyncio.to_thread(tries.failed, error)
+                pause_s = tries.failed(error)
             finally:
                 self._has_cancelled_calls |= call.cancel()
             await asyncio.sleep(pause_s)
@@ -276,7 +276,7 @@ class AsyncClient:
             try:
                 return await method(request, timeout=tries.remaining_s, metadata=access.metadata)
             except grpc.RpcError as error:
-                pause_s = await asyncio.to_thread(tries.failed, error)
+                pause_s = tries.failed(error)
             await asyncio.sleep(pause_s)
 
 

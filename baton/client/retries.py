@@ -13,7 +13,7 @@ from grpc import StatusCode
 from baton.core.errors import InvalidConfig, NamedError
 from baton.rpc.router_address import unreachable
 from baton.rpc.security.tls import TlsConfig
-from baton.rpc.security.tls_diagnosis import PROBE_TIMEOUT_S, tls_trouble
+from baton.rpc.security.tls_trouble import closed_connection, tls_trouble
 from baton.rpc.security.token import authorization, check_token
 from baton.rpc.status import RemoteError, remote_error
 
@@ -116,15 +116,9 @@ class Tries:
         return None if self._end_s is None else max(0.0, self._end_s - time.monotonic())
 
     def failed(self, error: grpc.RpcError) -> float:
-        """Return the pause before the next attempt. Raises BatonError if there is none.
-
-        May block: it probes the server to diagnose TLS failures.
-        """
+        """Return the pause before the next attempt. Raises BatonError if there is none."""
         self._num_failed += 1
         failure = remote_error(error)
-        tls_error = self._diagnose_tls(failure)
-        if tls_error is not None:
-            raise BatonError(failure.code, "TLS_FAILED", tls_error) from error
         pause_s = self._access.retries.pause_s(failure, self._num_failed, random.random())
         remaining_s = self.remaining_s
         is_too_late = remaining_s is not None and pause_s is not None and pause_s >= remaining_s
@@ -136,8 +130,7 @@ class Tries:
         if failure.reason is not None:
             return BatonError(failure.code, failure.reason, failure.message, failure.retry_after_s)
         if failure.code is StatusCode.UNAVAILABLE:
-            message = unreachable(self._access.address, failure.message)
-            return BatonError(failure.code, "UNREACHABLE", message)
+            return self._connection_error(failure)
         if failure.code is StatusCode.UNIMPLEMENTED:
             message = (
                 f"{self._access.address} has no such RPC ({failure.message}); if it is a node, "
@@ -149,11 +142,10 @@ class Tries:
             return BatonError(failure.code, "DEADLINE_EXCEEDED", message)
         return BatonError(failure.code, failure.code.name, failure.message)
 
-    def _diagnose_tls(self, failure: RemoteError) -> str | None:
-        """Diagnose a TLS failure. Only broken connections are probed: rejections state a reason."""
-        is_rejection = failure.code is not StatusCode.UNAVAILABLE or failure.reason is not None
-        if is_rejection or self.is_begun:
-            return None
-        remaining_s = self.remaining_s
-        limit_s = PROBE_TIMEOUT_S if remaining_s is None else min(PROBE_TIMEOUT_S, remaining_s)
-        return tls_trouble(self._access.address, self._access.tls, limit_s) if limit_s > 0 else None
+    def _connection_error(self, failure: RemoteError) -> BatonError:
+        address, tls, details = self._access.address, self._access.tls, failure.message
+        trouble = tls_trouble(address, tls, details)
+        if trouble is not None:
+            return BatonError(failure.code, "TLS_FAILED", trouble)
+        message = closed_connection(address, tls, details) or unreachable(address, details)
+        return BatonError(failure.code, "UNREACHABLE", message)

@@ -17,7 +17,7 @@ from baton.cluster.child import Child, ChildOptions, ClusterFailed
 from baton.core.options import options_of
 from baton.rpc.channel import open_blocking_channel
 from baton.rpc.security.tls import PLAIN, TlsConfig
-from baton.rpc.security.tls_diagnosis import tls_trouble
+from baton.rpc.security.tls_trouble import connection_trouble
 from baton.rpc.status import remote_error
 
 TEXT_LOGS = ("--log-format", "text")  # shown, or part of the error when a process fails
@@ -277,7 +277,8 @@ def await_serving(address: str, timeout_s: float, tls: TlsConfig = PLAIN) -> Non
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise ClusterFailed(f"{address} was not ready within {timeout_s:.0f} s") from error
-            reason = tls_trouble(address, tls) or remote_error(error).message
+            details = remote_error(error).message
+            reason = connection_trouble(address, tls, details) or details
             raise ClusterFailed(f"the health check of {address} failed: {reason}") from error
         finally:
             watch.cancel()

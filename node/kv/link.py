@@ -13,7 +13,7 @@ import itertools
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable
 from typing import Any
 
-from grpc import RpcError, StatusCode
+from grpc import RpcError
 
 from baton.core.errors import NamedError
 from baton.core.logprobs import FirstToken
@@ -35,7 +35,7 @@ from baton.rpc.channel import open_channel
 from baton.rpc.messages.conversion import logprobs_from, logprobs_to
 from baton.rpc.messages.mapper import Mapper
 from baton.rpc.security.tls import PLAIN, TlsConfig
-from baton.rpc.security.tls_diagnosis import tls_trouble
+from baton.rpc.security.tls_trouble import connection_trouble
 from baton.rpc.status import remote_error
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc
 
@@ -153,20 +153,16 @@ class GrpcLinks:
         self, link_id: LinkId, incoming: AsyncIterable[Any], dialled: str | None = None
     ) -> None:
         reason = "the peer closed the link"
-        is_made = False
         try:
             async for envelope in incoming:
-                is_made = True
                 message = link_message_from(envelope.message)
                 if message is not None:
                     self._events.deliver(link_id, message)
                     self._wake()
         except RpcError as error:
             reason = remote_error(error).message
-            # The loss of an established link is reported at once: requests wait to be retried.
-            if not is_made and dialled is not None and error.code() is StatusCode.UNAVAILABLE:
-                trouble = await asyncio.to_thread(tls_trouble, dialled, self._tls)
-                reason = trouble or reason
+            if dialled is not None:
+                reason = connection_trouble(dialled, self._tls, reason) or reason
         except NamedError as error:
             reason = str(error)
             if dialled is None:

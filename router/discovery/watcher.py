@@ -202,9 +202,10 @@ class NodeWatcher:
         try:
             return card_from(await stub.GetNode(GET_NODE))
         except RpcError as error:
-            if remote_error(error).code is not StatusCode.UNAVAILABLE:
+            failure = remote_error(error)
+            if failure.code is not StatusCode.UNAVAILABLE:
                 raise
-        trouble = await self._node_calls.trouble(address)
+        trouble = self._node_calls.connection_trouble(address, failure.message)
         if trouble is not None:
             log.error("%s node: %s", self._leg_by_address[address].value, trouble)
         return card_from(await stub.GetNode(GET_NODE, wait_for_ready=True))

@@ -35,7 +35,7 @@ from baton.rpc.errors import (
 from baton.rpc.messages.calls import leg_order, report_from
 from baton.rpc.messages.conversion import output_from
 from baton.rpc.security.tls import PLAIN, TlsConfig
-from baton.rpc.security.tls_diagnosis import tls_trouble
+from baton.rpc.security.tls_trouble import connection_trouble
 from baton.rpc.status import RemoteError, RemoteFailure, invalid_request_in, reason_of, remote_error
 from baton.v1 import node_pb2, node_pb2_grpc
 
@@ -100,9 +100,9 @@ class GrpcNodeCalls:
     def addresses(self) -> frozenset[str]:
         return frozenset(self._connection_by_address)
 
-    async def trouble(self, address: str) -> str | None:
-        """Return the TLS problem that makes the address unreachable, if there is one."""
-        return await asyncio.to_thread(tls_trouble, address, self._tls)
+    def connection_trouble(self, address: str, details: str) -> str | None:
+        """Return a cause of gRPC's failure that has to do with TLS, or may have."""
+        return connection_trouble(address, self._tls, details)
 
     def forget(self, address: str) -> None:
         """Drop the connection to an address. Calls in flight may end first."""

@@ -188,7 +188,7 @@ def test_dialling_without_the_required_certificate_loses_the_link_with_the_reaso
                 lost, reason = await d.received.next()
 
                 assert lost == link_id
-                assert "wants a client certificate" in str(reason)
+                assert "if it wants a client certificate, give --tls-cert" in str(reason)
             async with a_side(both) as d:
                 link_id = d.links.dial(address)
                 d.links.send(link_id, a_message(1))

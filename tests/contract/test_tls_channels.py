@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import grpc
@@ -17,6 +18,7 @@ from tests.support.certificates import Authority, make_authority
 from tests.support.routers import a_router
 
 PATIENCE_S = 30
+EXPIRED_FOR = timedelta(hours=1)
 
 
 @pytest.fixture(scope="module")
@@ -96,17 +98,23 @@ def refusals(server: TlsConfig, client: TlsConfig) -> set[tuple[grpc.StatusCode,
     return {(one.code, one.reason, one.message.partition(" ")[2]) for one in errors}
 
 
-def the_refusal(server: TlsConfig, client: TlsConfig) -> str:
-    [(code, reason, message)] = {
-        (code, reason, message) for code, reason, message in refusals(server, client)
-    }
-    assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "TLS_FAILED")
+def the_refusal(server: TlsConfig, client: TlsConfig, reason: str = "TLS_FAILED") -> str:
+    [(code, found, message)] = refusals(server, client)
+    assert (code, found) == (grpc.StatusCode.UNAVAILABLE, reason)
+    return message
+
+
+def the_closed_connection(server: TlsConfig, client: TlsConfig) -> str:
+    """Return the text for a connection that the server closed, which does not say why."""
+    message = the_refusal(server, client, "UNREACHABLE")
+    assert "closed the connection" in message
     return message
 
 
 def test_a_plain_text_client_of_a_tls_server_gets_the_advice_to_use_tls(mutual: TlsConfig) -> None:
-    assert "speaks TLS only; give --tls-ca" in the_refusal(replace(mutual, client_ca=None), PLAIN)
-    assert "speaks TLS only; give --tls-ca" in the_refusal(mutual, PLAIN)
+    for server in (mutual, replace(mutual, client_ca=None)):
+        reported = the_closed_connection(server, PLAIN)
+        assert "if it speaks TLS only, give --tls-ca" in reported
 
 
 def test_a_tls_client_of_a_plain_text_server_gets_the_advice_to_use_no_tls(
@@ -128,19 +136,19 @@ def test_a_client_with_another_authority_gets_the_missing_authority(
 def test_a_client_without_a_certificate_gets_the_advice_to_present_one(
     mutual: TlsConfig, authority: Authority
 ) -> None:
-    reported = the_refusal(mutual, TlsConfig(ca=authority.ca))
+    reported = the_closed_connection(mutual, TlsConfig(ca=authority.ca))
 
-    assert "wants a client certificate; give --tls-cert and --tls-key" in reported
+    assert "if it wants a client certificate, give --tls-cert and --tls-key" in reported
 
 
-def test_a_client_with_an_untrusted_certificate_gets_the_reason(
+def test_a_client_with_an_untrusted_certificate_gets_the_possible_reason(
     mutual: TlsConfig, authority: Authority, stranger: Authority
 ) -> None:
     cert, key = stranger.issue("client", "client.example")
 
-    reported = the_refusal(mutual, TlsConfig(cert, key, authority.ca))
+    reported = the_closed_connection(mutual, TlsConfig(cert, key, authority.ca))
 
-    assert f"does not take the certificate {cert}" in reported
+    assert f"{cert} must be signed by an authority of its --tls-client-ca" in reported
 
 
 def test_a_certificate_for_another_host_is_reported_with_the_remedy(
@@ -150,11 +158,17 @@ def test_a_certificate_for_another_host_is_reported_with_the_remedy(
 
     reported = the_refusal(TlsConfig(cert, key), TlsConfig(ca=authority.ca))
 
-    assert "is not for 127.0.0.1" in reported
+    assert "is not for that host" in reported
     assert "--tls-server-name" in reported
 
 
-def test_an_address_without_a_server_gives_no_tls_diagnosis(mutual: TlsConfig) -> None:
+def test_an_expired_certificate_is_reported(authority: Authority) -> None:
+    cert, key = authority.issue("expired", "127.0.0.1", lifetime=-EXPIRED_FOR)
+
+    assert "has expired" in the_refusal(TlsConfig(cert, key), TlsConfig(ca=authority.ca))
+
+
+def test_an_address_without_a_server_gives_no_advice_about_tls(mutual: TlsConfig) -> None:
     async def scenario() -> BatonError:
         async with a_router() as (_, address):
             pass  # the port is free again

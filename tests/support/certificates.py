@@ -30,12 +30,14 @@ class Authority:
     def ca(self) -> Path:
         return self.folder / f"{self.name}.pem"
 
-    def issue(self, name: str, *subjects: str) -> tuple[Path, Path]:
+    def issue(
+        self, name: str, *subjects: str, lifetime: dt.timedelta = LIFETIME
+    ) -> tuple[Path, Path]:
         """Return a certificate and its key for these host names and addresses."""
         key = ec.generate_private_key(ec.SECP256R1())
         alternatives = x509.SubjectAlternativeName([_general_name(one) for one in subjects])
         signed = (
-            _builder(name, self.certificate.subject, key)
+            _builder(name, self.certificate.subject, key, lifetime)
             .add_extension(alternatives, critical=False)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .sign(self.key, hashes.SHA256())
@@ -76,7 +78,10 @@ def lock_key(key: Path, locked: Path, password: str) -> None:
 
 
 def _builder(
-    subject: str, issuer: x509.Name, key: ec.EllipticCurvePrivateKey
+    subject: str,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    lifetime: dt.timedelta = LIFETIME,
 ) -> x509.CertificateBuilder:
     now = dt.datetime.now(dt.UTC)
     return (
@@ -86,7 +91,7 @@ def _builder(
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - LIFETIME)
-        .not_valid_after(now + LIFETIME)
+        .not_valid_after(now + lifetime)
     )
 
 
