@@ -33,7 +33,6 @@ from baton.router.loading import load_profiles
 from baton.router.node_orders import NodeOrders
 from baton.router.options import RouterOptions
 from baton.router.pipeline import Pipeline, PipelineConfig
-from baton.router.prefix_resets import PrefixResets
 from baton.router.request_scope import RequestScopes
 from baton.router.routing.node_table import NodeTable
 from baton.router.tracing import Tracing
@@ -149,7 +148,6 @@ class RouterComponents:
             by_token=options.tokens is not None,
             rate_limits=options.rate_limits,
         )
-        self.resets = PrefixResets(self.table, self.node_calls.channel, options.operators)
         self.orders = NodeOrders(self.table, self.node_calls.channel, options.operators)
         self.adapters = AdapterUpdates(self.table, self.node_calls.channel, options.operators)
 
@@ -161,7 +159,7 @@ class RouterComponents:
 
 def _services(options: RouterOptions, router: RouterComponents) -> tuple[Service, ...]:
     inference = InferenceServicer(router.pipeline, router.scopes)
-    cluster = ClusterServicer(router.report_nodes, router.resets, router.orders, router.adapters)
+    cluster = ClusterServicer(router.report_nodes, router.orders, router.adapters)
     add_inference = partial(inference_pb2_grpc.add_InferenceServiceServicer_to_server, inference)
     add_cluster = partial(cluster_pb2_grpc.add_ClusterServiceServicer_to_server, cluster)
     return (
@@ -170,7 +168,7 @@ def _services(options: RouterOptions, router: RouterComponents) -> tuple[Service
         *smg_services(
             router.pipeline,
             router.scopes,
-            router.resets,
+            router.orders,
             next((each.value for each in options.models.folders), ""),
             is_on=options.smg,
         ),
@@ -227,7 +225,7 @@ async def _http_server(
         pipeline=router.pipeline,
         scopes=router.scopes,
         health=health,
-        resets=router.resets,
+        orders=router.orders,
         adapters=router.adapters,
         scrape=partial(exposition, metrics.registry),
         tokens=options.client_tokens,

@@ -1,14 +1,19 @@
-"""Orders of operators to single nodes, passed on by the router."""
+"""Orders of operators to nodes, passed on by the router."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 from grpc import RpcError, StatusCode, aio
 
 from baton.core.errors import InvalidRequest
 from baton.core.legs import LegKind, Legs
 from baton.core.pause_mode import PauseMode
+from baton.kv_transfer.external_kv import check_tiers
 from baton.router.routing.node_table import NodeTable
 from baton.router.routing.nodes import Node
 from baton.rpc.errors import NodeFailed, NotAnOperator
@@ -17,8 +22,28 @@ from baton.rpc.security.operators import NO_OPERATORS, Operators
 from baton.rpc.status import invalid_request_in, remote_error
 from baton.v1 import node_pb2, node_pb2_grpc
 
+RESET_TIMEOUT_S = 10.0  # a node answers between two steps of its engine
+
+Response = TypeVar("Response")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReset:
+    """Blocks that a node has dropped from its prefix cache."""
+
+    address: str
+    node_id: str
+    num_blocks: int  # of the KV cache
+    num_blocks_by_tier: Mapping[str, int] = field(default_factory=dict)
+
 
 class NodeOrders:
+    """Orders to one node, by its name or address, or to all.
+
+    `shown` is the caller's authorization. Each order raises NotAnOperator if the router or a node
+    does not take it, InvalidRequest if it cannot be followed, and NodeFailed.
+    """
+
     def __init__(
         self,
         table: NodeTable,
@@ -32,38 +57,68 @@ class NodeOrders:
     async def set_legs(
         self, name: str, legs: Collection[LegKind], drain_timeout_s: float, shown: str | None
     ) -> Legs:
-        """Have a node offer these legs instead of others, and return all that it then offers.
-
-        `name` is the node's name or address, `shown` the caller's authorization. Raises
-        NotAnOperator, InvalidRequest and NodeFailed.
-        """
+        """Have a node offer these legs instead of others, and return all that it then offers."""
         self._operators.check(shown)
         node = self._find(name)
-        stub = node_pb2_grpc.NodeServiceStub(self._channel(node.address))
         request = node_pb2.SetLegsRequest(
             legs=map(KIND.to_message, legs), drain_timeout_s=drain_timeout_s
         )
-        try:  # without a time limit: the node has one
-            response = await stub.SetLegs(request, metadata=self._operators.metadata)
-        except RpcError as error:
-            raise _named_error(error, node) from error
-        return tuple(map(KIND.from_message, response.legs))
+        # Without a time limit: the node has one.
+        call = self._stub(node).SetLegs(request, metadata=self._operators.metadata)
+        return tuple(map(KIND.from_message, (await _answer(call, node)).legs))
 
     async def set_pause(self, name: str, mode: PauseMode | None, shown: str | None) -> None:
-        """Pause a node, and return when it computes nothing, or resume it.
-
-        `name` is the node's name or address, `shown` the caller's authorization. Raises
-        NotAnOperator, InvalidRequest and NodeFailed.
-        """
+        """Pause a node, and return when it computes nothing, or resume it."""
         self._operators.check(shown)
         node = self._find(name)
-        stub = node_pb2_grpc.NodeServiceStub(self._channel(node.address))
-        # Without a time limit: in mode `wait`, the node waits for the longest of its answers.
         request = node_pb2.SetPauseRequest(mode=PAUSE_MODE.to_message(mode))
+        # Without a time limit: in mode `wait`, the node waits for the longest of its answers.
+        await _answer(self._stub(node).SetPause(request, metadata=self._operators.metadata), node)
+
+    async def reset_prefix_caches(
+        self, tiers: Collection[str] = (), shown: str | None = None, *, reset_running: bool = False
+    ) -> list[NodeReset]:
+        """Reset these tiers of every node, or all tiers, whether it accepts requests or not.
+
+        Other nodes are reset if one fails.
+        """
+        self._operators.check(shown)
+        check_tiers(tiers)
+        request = node_pb2.ResetPrefixCacheRequest(tiers=tiers, reset_running=reset_running)
+        nodes = sorted(self._table.nodes, key=lambda node: node.address)
+        outcomes = await asyncio.gather(*map(partial(self._reset, request), nodes))
+        for outcome in outcomes:
+            if isinstance(outcome, NotAnOperator):
+                raise outcome
+        failures = [outcome for outcome in outcomes if isinstance(outcome, str)]
+        if failures:
+            raise NodeFailed(
+                f"{len(failures)} of {len(nodes)} nodes did not reset their prefix cache "
+                f"({'; '.join(failures)}); try again"
+            )
+        return [outcome for outcome in outcomes if isinstance(outcome, NodeReset)]
+
+    async def _reset(
+        self, request: node_pb2.ResetPrefixCacheRequest, node: Node
+    ) -> NodeReset | NotAnOperator | str:
+        """Reset one node. Return the reason if it fails."""
         try:
-            await stub.SetPause(request, metadata=self._operators.metadata)
+            response = await self._stub(node).ResetPrefixCache(
+                request, timeout=RESET_TIMEOUT_S, metadata=self._operators.metadata
+            )
         except RpcError as error:
-            raise _named_error(error, node) from error
+            remote = remote_error(error)
+            if remote.code is StatusCode.PERMISSION_DENIED:
+                return NotAnOperator(f"{node.card.node_id}: {remote.message}")
+            return f"{node.card.node_id}: {remote.code.name}: {remote.message}"
+        num_blocks_by_tier = dict(response.num_blocks_by_tier)
+        return NodeReset(node.address, node.card.node_id, response.num_blocks, num_blocks_by_tier)
+
+    def _stub(self, node: Node) -> node_pb2_grpc.NodeServiceAsyncStub:
+        stub: node_pb2_grpc.NodeServiceAsyncStub = node_pb2_grpc.NodeServiceStub(
+            self._channel(node.address)
+        )
+        return stub
 
     def _find(self, name: str) -> Node:
         for node in self._table.nodes:
@@ -73,11 +128,15 @@ class NodeOrders:
         raise InvalidRequest(f"no node {name!r} is reachable; there are: {known or 'none'}", "node")
 
 
-def _named_error(error: RpcError, node: Node) -> NotAnOperator | InvalidRequest | NodeFailed:
-    remote = remote_error(error)
-    message = f"{node.card.node_id}: {remote.message}"
-    if remote.code is StatusCode.PERMISSION_DENIED:
-        return NotAnOperator(message)
-    if remote.code in (StatusCode.INVALID_ARGUMENT, StatusCode.UNIMPLEMENTED):
-        return invalid_request_in(remote)
-    return NodeFailed(message)
+async def _answer(call: Awaitable[Response], node: Node) -> Response:
+    """Wait for a node's answer. Raises NotAnOperator, InvalidRequest and NodeFailed."""
+    try:
+        return await call
+    except RpcError as error:
+        remote = remote_error(error)
+        message = f"{node.card.node_id}: {remote.message}"
+        if remote.code is StatusCode.PERMISSION_DENIED:
+            raise NotAnOperator(message) from error
+        if remote.code in (StatusCode.INVALID_ARGUMENT, StatusCode.UNIMPLEMENTED):
+            raise invalid_request_in(remote) from error
+        raise NodeFailed(message) from error

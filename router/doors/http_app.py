@@ -20,8 +20,8 @@ from baton.router.http.app import Probes, Scrape, asgi_app
 from baton.router.http.bodies import Bodies
 from baton.router.http.config import NO_CORS, CorsConfig
 from baton.router.http.documentation import documentation
+from baton.router.node_orders import NodeOrders
 from baton.router.pipeline import Pipeline
-from baton.router.prefix_resets import PrefixResets
 from baton.router.request_scope import RequestScopes
 from baton.rpc.health import Health
 from baton.rpc.security.token import AcceptedTokens
@@ -39,7 +39,7 @@ def http_app(
     pipeline: Pipeline,
     scopes: RequestScopes,
     health: Health,
-    resets: PrefixResets,
+    orders: NodeOrders,
     adapters: AdapterUpdates,
     scrape: Scrape,
     tokens: AcceptedTokens | None = None,
@@ -50,7 +50,7 @@ def http_app(
 ) -> ASGIApp:
     bodies = Bodies(pipeline.table)
     routes: list[BaseRoute] = [
-        *openai_routes(pipeline, scopes, bodies, resets, adapters, embed_truncate=embed_truncate),
+        *openai_routes(pipeline, scopes, bodies, orders, adapters, embed_truncate=embed_truncate),
         *(route for door in doors for route in door(pipeline, scopes, bodies)),
         *Probes(health, pipeline, scrape).routes,
     ]

@@ -25,7 +25,6 @@ from baton.router.adapters.updates import AdapterUpdates
 from baton.router.discovery.node_reports import report_nodes
 from baton.router.doors.grpc.cluster_servicer import ClusterServicer
 from baton.router.node_orders import NodeOrders
-from baton.router.prefix_resets import PrefixResets
 from baton.router.routing.node_table import NodeTable
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import NodeFailed
@@ -86,7 +85,7 @@ def send_http(url: str, method: str, token: str, body: bytes | None = None) -> t
 def test_a_reset_clears_the_prefixes_of_every_node() -> None:
     async def scenario() -> None:
         async with two_nodes() as (table, servers):
-            done = await PrefixResets(table, open_channel).reset_all()
+            done = await NodeOrders(table, open_channel).reset_prefix_caches()
 
             assert {(one.node_id, one.num_blocks) for one in done} == {
                 (NodeId("prefill-0"), 7),
@@ -101,7 +100,7 @@ def test_a_node_that_fails_to_reset_is_named_and_the_others_are_reset() -> None:
     async def scenario() -> None:
         async with two_nodes(num_cached=(None, 9)) as (table, servers):
             with pytest.raises(NodeFailed, match=r"1 of 2 nodes .*prefill-0: UNAVAILABLE.*again"):
-                await PrefixResets(table, open_channel).reset_all()
+                await NodeOrders(table, open_channel).reset_prefix_caches()
 
             assert servers[1].resets == [9]
 
@@ -174,10 +173,9 @@ def test_a_reset_over_grpc_requires_a_token() -> None:
 
 
 def cluster_service(table: NodeTable, operators: Operators) -> Service:
-    resets = PrefixResets(table, open_channel, operators)
     orders = NodeOrders(table, open_channel, operators)
     servicer = ClusterServicer(
-        partial(report_nodes, table), resets, orders, AdapterUpdates(table, open_channel)
+        partial(report_nodes, table), orders, AdapterUpdates(table, open_channel)
     )
     return Service(
         "baton.v1.ClusterService",

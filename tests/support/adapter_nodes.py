@@ -31,7 +31,6 @@ from baton.router.discovery.watcher import NodeDiscovery, watching
 from baton.router.dispatch.node_calls import GrpcNodeCalls
 from baton.router.doors.grpc.cluster_servicer import ClusterServicer
 from baton.router.node_orders import NodeOrders
-from baton.router.prefix_resets import PrefixResets
 from baton.router.routing.node_table import NodeTable
 from baton.router.routing.nodes import Node
 from baton.rpc.channel import open_channel
@@ -254,10 +253,8 @@ async def operator_client(
     cluster: AdapterCluster, operators: Operators = OPERATORS, token: str = "operator"
 ) -> AsyncIterator[AsyncClient]:
     """Serve the calls of operators, as a router does, and yield a client of them."""
-    resets = PrefixResets(cluster.table, open_channel, operators)
     servicer = ClusterServicer(
         partial(report_nodes, cluster.table),
-        resets,
         NodeOrders(cluster.table, open_channel, operators),
         cluster.updates,
     )

@@ -25,8 +25,8 @@ from baton.router.http.connection_slots import ConnectionLimits
 from baton.router.http.server import http_serving
 from baton.router.input_processing.model_profiles import ModelProfiles
 from baton.router.input_processing.tokenization import TextBoundary
+from baton.router.node_orders import NodeOrders
 from baton.router.pipeline import Pipeline, PipelineConfig
-from baton.router.prefix_resets import PrefixResets
 from baton.router.request_scope import RequestScopes
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import NodeTable
@@ -92,7 +92,7 @@ async def an_http_router(
         pipeline=pipeline,
         scopes=RequestScopes(tracing, by_token=tokens is not None, rate_limits=rate_limits),
         health=health,
-        resets=PrefixResets(table, channel or open_channel, operators),
+        orders=NodeOrders(table, channel or open_channel, operators),
         adapters=adapters or AdapterUpdates(table, channel or open_channel, operators),
         scrape=partial(exposition, CollectorRegistry()),
         tokens=tokens,

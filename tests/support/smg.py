@@ -12,8 +12,8 @@ from grpc import aio
 from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from baton.router.doors.smg.service import smg_services
+from baton.router.node_orders import NodeOrders
 from baton.router.pipeline import Pipeline, PipelineConfig
-from baton.router.prefix_resets import PrefixResets
 from baton.router.request_scope import RequestScopes
 from baton.router.routing.node_table import NodeTable
 from baton.rpc.channel import open_channel
@@ -49,8 +49,8 @@ async def an_smg_router(
         clock=time.monotonic,
         config=PipelineConfig(),
     )
-    resets = PrefixResets(table, open_channel)
-    services = smg_services(pipeline, RequestScopes(), resets, model, is_on=True)
+    orders = NodeOrders(table, open_channel)
+    services = smg_services(pipeline, RequestScopes(), orders, model, is_on=True)
     async with (
         serving("127.0.0.1", 0, services, interceptors=interceptors, for_clients=True) as server,
         open_channel(server.address) as channel,

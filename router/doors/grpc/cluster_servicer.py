@@ -11,7 +11,6 @@ from grpc import aio
 
 from baton.router.adapters.updates import AdapterOrder, AdapterUpdates
 from baton.router.node_orders import NodeOrders
-from baton.router.prefix_resets import PrefixResets
 from baton.rpc.messages.calls import KIND, PAUSE_MODE
 from baton.rpc.node_info import ADAPTER, STATUS, NodeStatus
 from baton.rpc.security.token_gate import sent_token
@@ -25,12 +24,10 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
     def __init__(
         self,
         report_nodes: Callable[[], tuple[NodeStatus, ...]],
-        resets: PrefixResets,
         orders: NodeOrders,
         adapters: AdapterUpdates,
     ) -> None:
         self._report_nodes = report_nodes
-        self._resets = resets
         self._orders = orders
         self._adapters = adapters
 
@@ -50,7 +47,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
         context: aio.ServicerContext[Any, Any],
     ) -> cluster_pb2.ResetPrefixCachesResponse:
         async with named_errors(context):
-            resets = await self._resets.reset_all(
+            resets = await self._orders.reset_prefix_caches(
                 tuple(request.tiers),
                 sent_token(context.invocation_metadata()),
                 reset_running=request.reset_running,

@@ -24,8 +24,8 @@ from baton.router.doors.openai.request.prompts import chat_from, messages_from
 from baton.router.http.bodies import Bodies, ReceivedBody, result_while_connected
 from baton.router.http.exchange import receiving
 from baton.router.http.json_encoding import Json, as_json
+from baton.router.node_orders import NodeOrders
 from baton.router.pipeline import Pipeline
-from baton.router.prefix_resets import PrefixResets
 from baton.router.request_scope import RequestScopes
 from baton.router.values import ChatPrompt, Prompt, TextPrompt
 from baton.rpc.errors import UnknownModel
@@ -130,7 +130,7 @@ async def _response(received: ReceivedBody, response: Json) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class PrefixCacheEndpoint:
-    resets: PrefixResets
+    orders: NodeOrders
     bodies: Bodies
 
     async def reset(self, request: Request) -> Response:
@@ -138,5 +138,7 @@ class PrefixCacheEndpoint:
         shown = request.headers.get(HEADER)
         async with self.bodies.receive(request) as received:
             body = openai_body(await received.fields() if received.raw else {}, ResetBody)
-        resets = await self.resets.reset_all(body.tiers, shown, reset_running=body.reset_running)
+        resets = await self.orders.reset_prefix_caches(
+            body.tiers, shown, reset_running=body.reset_running
+        )
         return JSONResponse({"nodes": [asdict(reset) for reset in resets]})

@@ -15,8 +15,8 @@ from baton.router.doors.openai.lora import LoraEndpoints
 from baton.router.doors.openai.request.parsed_request import chat_completion_from, completion_from
 from baton.router.http.bodies import Bodies
 from baton.router.http.exchange import Answer, GenerationEndpoint
+from baton.router.node_orders import NodeOrders
 from baton.router.pipeline import Pipeline
-from baton.router.prefix_resets import PrefixResets
 from baton.router.request_scope import RequestScopes
 
 RERANK_PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")  # of vLLM, and of Cohere's API
@@ -26,7 +26,7 @@ def openai_routes(
     pipeline: Pipeline,
     scopes: RequestScopes,
     bodies: Bodies,
-    resets: PrefixResets,
+    orders: NodeOrders,
     adapters: AdapterUpdates,
     *,
     embed_truncate: bool,
@@ -51,7 +51,7 @@ def openai_routes(
         _post("/detokenize", texts.detokenize),
         _post("/v1/load_lora_adapter", loras.load),
         _post("/v1/unload_lora_adapter", loras.unload),
-        _post("/reset_prefix_cache", PrefixCacheEndpoint(resets, bodies).reset),
+        _post("/reset_prefix_cache", PrefixCacheEndpoint(orders, bodies).reset),
     ]
 
 

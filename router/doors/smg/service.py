@@ -7,14 +7,14 @@ from importlib.util import find_spec
 
 from baton.core.errors import InvalidConfig
 from baton.router.doors.smg.model_facts import read_model_facts
+from baton.router.node_orders import NodeOrders
 from baton.router.pipeline import Pipeline
-from baton.router.prefix_resets import PrefixResets
 from baton.router.request_scope import RequestScopes
 from baton.rpc.server import Service
 
 
 def smg_services(
-    pipeline: Pipeline, scopes: RequestScopes, resets: PrefixResets, model: str, *, is_on: bool
+    pipeline: Pipeline, scopes: RequestScopes, orders: NodeOrders, model: str, *, is_on: bool
 ) -> tuple[Service, ...]:
     """`model` is the folder, or the name of the hub. Raises InvalidConfig without the package."""
     if not is_on:
@@ -26,6 +26,6 @@ def smg_services(
 
     from baton.router.doors.smg.servicer import SERVICE, SmgServicer
 
-    servicer = SmgServicer(pipeline, scopes, resets, read_model_facts(model))
+    servicer = SmgServicer(pipeline, scopes, orders, read_model_facts(model))
     add = partial(vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server, servicer)
     return (Service(SERVICE, add),)

@@ -30,8 +30,8 @@ from baton.router.doors.smg.request import calls_from
 from baton.router.doors.smg.tokenizer_bundle import TokenizerBundle
 from baton.router.doors.smg.unserved import UnservedMethods
 from baton.router.input_processing.limits import is_valid_name
+from baton.router.node_orders import NodeOrders
 from baton.router.pipeline import Pipeline
-from baton.router.prefix_resets import PrefixResets
 from baton.router.request_scope import RequestScopes, host_of_peer
 from baton.router.routing.nodes import Node
 from baton.router.values import AnswerPart, TokenChunk, TokenPrompt
@@ -46,12 +46,12 @@ Context = aio.ServicerContext[Any, Any]
 
 class SmgServicer(UnservedMethods, vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
     def __init__(
-        self, pipeline: Pipeline, scopes: RequestScopes, resets: PrefixResets, facts: ModelFacts
+        self, pipeline: Pipeline, scopes: RequestScopes, orders: NodeOrders, facts: ModelFacts
     ) -> None:
         self._pipeline = pipeline
         self._table = pipeline.table
         self._scopes = scopes
-        self._resets = resets
+        self._orders = orders
         self._facts = facts
         self._tokenizer = TokenizerBundle(facts.path)
         self._started_s = time.monotonic()
@@ -183,7 +183,7 @@ class SmgServicer(UnservedMethods, vllm_engine_pb2_grpc.VllmEngineServicer):  # 
     ) -> common_pb2.FlushCacheResponse:
         """Clear the caches of all nodes at once. Requests in progress are not affected."""
         async with named_errors(context):
-            resets = await self._resets.reset_all(
+            resets = await self._orders.reset_prefix_caches(
                 (), sent_token(context.invocation_metadata() or ())
             )
         num_blocks = sum(reset.num_blocks for reset in resets)
