@@ -24,10 +24,10 @@ from baton.engine.config import EngineOptions
 from baton.engine.core import EngineCore
 from baton.engine.factory import build_engine
 from baton.engine.runner.kernels.build import KernelsUnavailable
-from baton.engine.runner.kernels.limits import LimitMeter
 from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.scheduler.config import SchedulerConfig
+from benchmarks.engine.limits import LimitMeter
 from benchmarks.engine.roofline import Work, batch_of, expect_experts, prompt_of, work_of
 from benchmarks.engine.routing import RoutingMeter
 from benchmarks.engine.step_cost import Spent, StepCost, StepMeter, step_cost

@@ -78,7 +78,6 @@ LAYER_NAMES = {
     "ffn_up_exps": "mlp.experts.{expert}.up_proj",
     "ffn_down_exps": "mlp.experts.{expert}.down_proj",
 }
-SHARED_ROW = {"ffn_gate_inp_shexp": Change(shape=as_row)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from baton.core.ids import HandoffId, Peer, RequestId
 from baton.core.kv_hints import KvHints
 from baton.core.logprobs import TokenLogprobs
 from baton.core.output import Failure, FinishReason, Output
-from baton.core.reasoning import ReasoningSection
 from baton.core.sampling import NO_SAMPLING_DEFAULTS, Argument, SamplingDefaults, SamplingParams
 from baton.core.structured_outputs import StructuredOutputs
 from baton.rpc.messages.mapper import Converter, Mapper, enum_converter
@@ -21,7 +20,6 @@ HANDOFF = Mapper(HandoffId, node_pb2.HandoffId)
 PEER = Mapper(Peer, node_pb2.Peer)
 KV_HINTS = Mapper(KvHints, kv_hints_pb2.KvHints)
 SAMPLING_DEFAULTS = Mapper(SamplingDefaults, sampling_pb2.SamplingDefaults)
-REASONING = Mapper(ReasoningSection, sampling_pb2.ReasoningSection)
 STRUCTURED_OUTPUTS = Mapper(StructuredOutputs, sampling_pb2.StructuredOutputs)
 
 

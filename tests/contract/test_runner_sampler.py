@@ -27,7 +27,7 @@ from baton.engine.runner.sampling.sampler import (
     Choice,
     Sampler,
 )
-from baton.engine.runner.sampling.sampling import SampledRows, Sampling
+from baton.engine.runner.sampling.sampling import SampledRows, SamplingBackend
 from baton.engine.runner.sampling.torch_sampling import TOP_P_CANDIDATES, TORCH_SAMPLING
 from tests.support.hypothesis_profiles import num_examples
 from tests.support.token_runs import allow_only, make_run, sample
@@ -48,17 +48,17 @@ def row(
 
 
 @pytest.fixture(scope="module", params=["torch", "triton"])
-def sampling(request: pytest.FixtureRequest) -> Sampling:
+def sampling(request: pytest.FixtureRequest) -> SamplingBackend:
     return TORCH_SAMPLING if request.param == "torch" else triton_sampling()
 
 
 @pytest.fixture(scope="module", params=["torch", pytest.param("triton", marks=pytest.mark.triton)])
-def sampling_at_length(request: pytest.FixtureRequest) -> Sampling:
+def sampling_at_length(request: pytest.FixtureRequest) -> SamplingBackend:
     """Return each implementation, for tests that take Triton's interpreter long."""
     return TORCH_SAMPLING if request.param == "torch" else triton_sampling()
 
 
-def constrained_logits(sampling: Sampling, logits: Tensor, *rows: TokenRun) -> Tensor:
+def constrained_logits(sampling: SamplingBackend, logits: Tensor, *rows: TokenRun) -> Tensor:
     sampled = SampledRows(rows, EOS, logits.shape[1], logits.device)
     return sampling.begin(sampled, SHARED_INPUTS).constrain(logits)
 
@@ -68,7 +68,9 @@ def random_logits(*shape: int, seed: int = 0, spread: float = 2.0) -> Tensor:
     return torch.randn(*shape, generator=generator) * spread
 
 
-def choose(logits: Tensor, *rows: TokenRun, sampling: Sampling = TORCH_SAMPLING) -> list[Choice]:
+def choose(
+    logits: Tensor, *rows: TokenRun, sampling: SamplingBackend = TORCH_SAMPLING
+) -> list[Choice]:
     return sample(Sampler(EOS, sampling=sampling), logits, rows).choices
 
 
@@ -97,7 +99,7 @@ def assert_drawn_by(probabilities: Tensor, drawn: Counter[int]) -> None:
 # --- the draw ---------------------------------------------------------------------------
 
 
-def test_greedy_sampling_takes_the_most_likely_token(sampling: Sampling) -> None:
+def test_greedy_sampling_takes_the_most_likely_token(sampling: SamplingBackend) -> None:
     logits = random_logits(4, VOCAB_SIZE)
 
     tokens = choose(logits, *[row(temperature=0.0)] * 4, sampling=sampling)
@@ -182,7 +184,7 @@ def test_ties_at_the_top_k_limit_are_all_kept() -> None:
 
 
 def test_equal_tokens_at_the_top_p_limit_are_kept_in_the_order_of_their_ids(
-    sampling: Sampling,
+    sampling: SamplingBackend,
 ) -> None:
     seeds = range(28, 33)  # which draw different tokens
     rows = [row(seed=seed, top_p=0.55) for seed in seeds]
@@ -193,7 +195,7 @@ def test_equal_tokens_at_the_top_p_limit_are_kept_in_the_order_of_their_ids(
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 1e-40, 5e-324])
-def test_a_tiny_temperature_is_greedy(sampling: Sampling, temperature: float) -> None:
+def test_a_tiny_temperature_is_greedy(sampling: SamplingBackend, temperature: float) -> None:
     logits = random_logits(6, VOCAB_SIZE)
 
     tokens = choose(
@@ -377,7 +379,7 @@ def test_allowed_and_banned_tokens_mask_only_the_excluded_tokens() -> None:
     assert set(allowed) == {3, 11}
 
 
-def test_a_request_that_allows_no_token_fails_alone(sampling: Sampling) -> None:
+def test_a_request_that_allows_no_token_fails_alone(sampling: SamplingBackend) -> None:
     logits = random_logits(2, VOCAB_SIZE)
     nothing = row(allowed_token_ids=(4,), banned_token_ids=(4,))
 
@@ -389,7 +391,7 @@ def test_a_request_that_allows_no_token_fails_alone(sampling: Sampling) -> None:
     ]
 
 
-def test_logit_bias_is_added(sampling: Sampling) -> None:
+def test_logit_bias_is_added(sampling: SamplingBackend) -> None:
     logits = random_logits(1, VOCAB_SIZE)
 
     constrained = constrained_logits(sampling, logits, row(logit_bias={4: 2.5, 6: -3.0}))
@@ -405,7 +407,7 @@ def test_logit_bias_is_added(sampling: Sampling) -> None:
     [(0, False, {7, 8, 20}), (2, False, {7, 8, 20}), (3, False, set()), (0, True, {20})],
 )
 def test_end_tokens_are_masked_until_min_tokens(
-    sampling: Sampling, num_outputs: int, ignore_eos: bool, masked: set[int]
+    sampling: SamplingBackend, num_outputs: int, ignore_eos: bool, masked: set[int]
 ) -> None:
     requested = row(
         [1] * (2 + num_outputs),
@@ -426,7 +428,7 @@ def test_end_tokens_are_masked_until_min_tokens(
 )
 @settings(max_examples=num_examples(60))
 def test_the_repetition_penalty_equals_that_of_transformers(
-    sampling_at_length: Sampling, tokens: list[int], penalty: float
+    sampling_at_length: SamplingBackend, tokens: list[int], penalty: float
 ) -> None:
     logits = random_logits(1, VOCAB_SIZE, seed=len(tokens))
     theirs = generation.RepetitionPenaltyLogitsProcessor(penalty)
@@ -446,7 +448,7 @@ def test_the_repetition_penalty_equals_that_of_transformers(
 )
 @settings(max_examples=num_examples(60))
 def test_presence_and_frequency_penalties_count_output_tokens_only(
-    sampling_at_length: Sampling,
+    sampling_at_length: SamplingBackend,
     tokens: list[int],
     num_prompt: int,
     presence: float,
@@ -472,7 +474,7 @@ def test_presence_and_frequency_penalties_count_output_tokens_only(
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_non_finite_row_is_an_error_and_the_other_rows_are_not(
-    sampling: Sampling, poison: float, temperature: float
+    sampling: SamplingBackend, poison: float, temperature: float
 ) -> None:
     logits = random_logits(3, VOCAB_SIZE)
     rows = [row(temperature=temperature, seed=i) for i in range(3)]
@@ -484,7 +486,7 @@ def test_a_non_finite_row_is_an_error_and_the_other_rows_are_not(
     assert choices == [sound[0], Failure(NOT_FINITE), sound[2]]
 
 
-def test_a_batch_of_non_finite_rows_yields_only_errors(sampling: Sampling) -> None:
+def test_a_batch_of_non_finite_rows_yields_only_errors(sampling: SamplingBackend) -> None:
     logits = torch.full((2, VOCAB_SIZE), math.nan)
 
     choices = choose(logits, row(), row(temperature=0.0), sampling=sampling)
@@ -496,13 +498,13 @@ def test_a_batch_of_non_finite_rows_yields_only_errors(sampling: Sampling) -> No
 
 
 def token_logprobs(
-    sampling: Sampling, logits: Tensor, token_ids: Sequence[int], num_tops: Sequence[int]
+    sampling: SamplingBackend, logits: Tensor, token_ids: Sequence[int], num_tops: Sequence[int]
 ) -> list[TokenLogprobs]:
     computed = sampling.compute_logprobs(logits, torch.tensor(token_ids), max(num_tops))
     return read_logprobs([tensor.numpy() for tensor in computed], num_tops)
 
 
-def test_logprobs_ranks_and_top_tokens_are_computed_by_row(sampling: Sampling) -> None:
+def test_logprobs_ranks_and_top_tokens_are_computed_by_row(sampling: SamplingBackend) -> None:
     logits = random_logits(2, VOCAB_SIZE)
     least = int(logits[1].argmin())
 
@@ -514,7 +516,7 @@ def test_logprobs_ranks_and_top_tokens_are_computed_by_row(sampling: Sampling) -
     assert [token for token, _ in second.top] == logits[1].topk(3).indices.tolist()
 
 
-def test_equal_logprobs_share_the_better_rank(sampling: Sampling) -> None:
+def test_equal_logprobs_share_the_better_rank(sampling: SamplingBackend) -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 0.0]])
 
     ranks = [token_logprobs(sampling, logits, [t], [0])[0].rank for t in range(4)]
@@ -522,7 +524,7 @@ def test_equal_logprobs_share_the_better_rank(sampling: Sampling) -> None:
     assert ranks == [3, 1, 1, 4]
 
 
-def test_logprobs_of_a_vocabulary_in_pieces_equal_float64(sampling: Sampling) -> None:
+def test_logprobs_of_a_vocabulary_in_pieces_equal_float64(sampling: SamplingBackend) -> None:
     logits = random_logits(3, 5003, spread=8.0)
     logits[1] -= 1e4
     logits[2, 7] = 1e4
@@ -538,7 +540,7 @@ def test_logprobs_of_a_vocabulary_in_pieces_equal_float64(sampling: Sampling) ->
     assert computed.ranks.tolist() == (1 + (wanted > own[:, None]).sum(dim=1)).tolist()
 
 
-def test_logprobs_of_some_rows_are_those_of_all(sampling: Sampling) -> None:
+def test_logprobs_of_some_rows_are_those_of_all(sampling: SamplingBackend) -> None:
     logits, chosen = random_logits(5, VOCAB_SIZE), torch.arange(5)
     rows = torch.tensor([1, 4])
 
@@ -575,7 +577,7 @@ def test_equal_top_tokens_are_listed_by_id_and_a_row_has_the_same_bits_alone() -
 )
 @settings(max_examples=num_examples(200))
 def test_banned_sequences_equal_the_bad_words_of_transformers(
-    sampling_at_length: Sampling, tokens: list[int], sequences: list[tuple[int, ...]]
+    sampling_at_length: SamplingBackend, tokens: list[int], sequences: list[tuple[int, ...]]
 ) -> None:
     logits = random_logits(1, VOCAB_SIZE, seed=len(tokens))
     theirs = generation.NoBadWordsLogitsProcessor([list(one) for one in sequences])
@@ -590,7 +592,7 @@ def test_banned_sequences_equal_the_bad_words_of_transformers(
 @given(num_outputs=st.integers(0, 6), min_tokens=st.integers(0, 6))
 @settings(max_examples=num_examples(40))
 def test_min_tokens_equal_the_min_new_tokens_of_transformers(
-    sampling_at_length: Sampling, num_outputs: int, min_tokens: int
+    sampling_at_length: SamplingBackend, num_outputs: int, min_tokens: int
 ) -> None:
     logits = random_logits(1, VOCAB_SIZE)
     tokens = [1] * (3 + num_outputs)
@@ -603,7 +605,7 @@ def test_min_tokens_equal_the_min_new_tokens_of_transformers(
     assert torch.equal(constrained, theirs(torch.tensor([tokens]), logits.clone()))
 
 
-def test_logit_bias_equals_the_sequence_bias_of_transformers(sampling: Sampling) -> None:
+def test_logit_bias_equals_the_sequence_bias_of_transformers(sampling: SamplingBackend) -> None:
     logits = random_logits(1, VOCAB_SIZE)
     bias = {4: 2.5, 6: -3.0, 9: 100.0}
     theirs = generation.SequenceBiasLogitsProcessor([[[token], by] for token, by in bias.items()])
@@ -613,7 +615,7 @@ def test_logit_bias_equals_the_sequence_bias_of_transformers(sampling: Sampling)
     assert torch.equal(constrained, theirs(torch.tensor([[1, 2, 3]]), logits.clone()))
 
 
-def test_without_a_grammar_min_tokens_always_applies(sampling: Sampling) -> None:
+def test_without_a_grammar_min_tokens_always_applies(sampling: SamplingBackend) -> None:
     requested = row(allowed_token_ids=EOS, min_tokens=2, max_tokens=4)
 
     assert choose(random_logits(1, VOCAB_SIZE), requested, sampling=sampling) == [
@@ -622,7 +624,7 @@ def test_without_a_grammar_min_tokens_always_applies(sampling: Sampling) -> None
 
 
 def test_with_a_grammar_min_tokens_is_ignored_if_only_an_end_token_is_allowed(
-    sampling: Sampling,
+    sampling: SamplingBackend,
 ) -> None:
     requested = allow_only(row(min_tokens=2, max_tokens=4), EOS[:1], VOCAB_SIZE)
 
@@ -669,7 +671,7 @@ def expected_distribution(
     return batch.log_softmax(dim=-1)[0]
 
 
-def test_processed_logprobs_are_those_of_what_is_drawn_from(sampling: Sampling) -> None:
+def test_processed_logprobs_are_those_of_what_is_drawn_from(sampling: SamplingBackend) -> None:
     sampler = Sampler(EOS, sampling=sampling, logprobs_mode=PROCESSED_LOGPROBS)
     known = (1, 2, 3, 9, 9, 4)
     rows = [

@@ -23,7 +23,7 @@ from baton.engine.runner.sampling.output_heads import HiddenStates
 from baton.engine.runner.sampling.packed_peaks import PackedPeaks
 from baton.engine.runner.sampling.prompt_logprobs import LOGITS_CHUNK_ROWS, PromptLogprobs
 from baton.engine.runner.sampling.sampler import NOT_FINITE, Sampler, Samples
-from baton.engine.runner.sampling.sampling import Sampling
+from baton.engine.runner.sampling.sampling import SamplingBackend
 from baton.engine.runner.sampling.torch_sampling import TORCH_SAMPLING
 from tests.support.fake_device import Counts, FakeDevice
 from tests.support.token_runs import allow_only, make_run, sample
@@ -58,12 +58,12 @@ def random_logits(num_rows: int) -> Tensor:
 
 
 @pytest.fixture(params=["torch", pytest.param("triton", marks=pytest.mark.triton)])
-def sampling(request: pytest.FixtureRequest) -> Sampling:
+def sampling(request: pytest.FixtureRequest) -> SamplingBackend:
     return TORCH_SAMPLING if request.param == "torch" else triton_sampling()
 
 
 @contextmanager
-def device_for(sampling: Sampling) -> Iterator[FakeDevice]:
+def device_for(sampling: SamplingBackend) -> Iterator[FakeDevice]:
     device = FakeDevice()
     with device, nullcontext() if sampling is TORCH_SAMPLING else kernels_on(device):
         yield device
@@ -77,7 +77,7 @@ def check_copies(device: FakeDevice, num_to_device: int) -> None:
 
 
 def check(
-    sampling: Sampling, logits: Tensor, runs: Sequence[TokenRun], num_to_device: int = 1
+    sampling: SamplingBackend, logits: Tensor, runs: Sequence[TokenRun], num_to_device: int = 1
 ) -> None:
     """Check the copies of a step, and that its samples are those of the CPU."""
     expected = sample(Sampler(EOS), logits, runs)
@@ -103,18 +103,18 @@ def check_samples(samples: Samples, expected: Samples) -> None:
         assert values == pytest.approx([wanted.logprob, *dict(wanted.top).values()], abs=1e-5)
 
 
-def test_a_greedy_step_copies_nothing_to_the_device(sampling: Sampling) -> None:
+def test_a_greedy_step_copies_nothing_to_the_device(sampling: SamplingBackend) -> None:
     check(sampling, random_logits(3), [row(temperature=0.0)] * 3, num_to_device=0)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_row_takes_one_copy_each_way(sampling: Sampling, name: str) -> None:
+def test_a_row_takes_one_copy_each_way(sampling: SamplingBackend, name: str) -> None:
     runs = [row(1, **SETTINGS[name]), row(temperature=0.0), row(2, **SETTINGS[name])]
 
     check(sampling, random_logits(3), runs)
 
 
-def test_rows_of_all_kinds_take_one_copy_each_way_together(sampling: Sampling) -> None:
+def test_rows_of_all_kinds_take_one_copy_each_way_together(sampling: SamplingBackend) -> None:
     runs = [row(seed, **each) for seed, each in enumerate(SETTINGS.values())]
     runs += [allow_only(run, (2, 7, 40), VOCAB_SIZE) for run in runs]
     logits = random_logits(len(runs))
@@ -124,7 +124,7 @@ def test_rows_of_all_kinds_take_one_copy_each_way_together(sampling: Sampling) -
 
 
 def test_a_grammar_that_allows_only_an_end_token_takes_one_copy_each_way(
-    sampling: Sampling,
+    sampling: SamplingBackend,
 ) -> None:
     check(sampling, random_logits(2), [allow_only(row(min_tokens=9), EOS, VOCAB_SIZE), row()])
 

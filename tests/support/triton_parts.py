@@ -17,7 +17,7 @@ from torch import Tensor
 from baton.engine.runner.attention.paged_attention import LayerAttention, PagedAttention
 from baton.engine.runner.kernels.choose import Parts, triton_parts
 from baton.engine.runner.model.ops import Ops
-from baton.engine.runner.sampling.sampling import Sampling
+from baton.engine.runner.sampling.sampling import SamplingBackend
 from baton.engine.runner.state.linear_attention import LinearAttention
 from baton.engine.runner.state.state_shape import StateShape
 from baton.engine.runner.triton.availability import uses_interpreter
@@ -72,7 +72,7 @@ def triton_linear_attention(kv: Tensor, shape: StateShape) -> LinearAttention:
     return interpreted_parts().make_linear_attention(kv, shape)
 
 
-def triton_sampling() -> Sampling:
+def triton_sampling() -> SamplingBackend:
     require_triton()
     return interpreted_parts().sampling
 

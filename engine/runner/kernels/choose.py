@@ -36,7 +36,7 @@ from baton.engine.runner.model.layers import DecoderLayer, unfused_layers
 from baton.engine.runner.model.linear import Moe
 from baton.engine.runner.model.ops import Ops
 from baton.engine.runner.model.torch_ops import TorchLinear, TorchOps
-from baton.engine.runner.sampling.sampling import Sampling
+from baton.engine.runner.sampling.sampling import SamplingBackend
 from baton.engine.runner.sampling.torch_sampling import TORCH_SAMPLING
 from baton.engine.runner.state.linear_attention import LinearAttention, TorchLinearAttention
 from baton.engine.runner.state.state_shape import StateShape
@@ -60,7 +60,7 @@ class Parts:
     make_layers: Callable[[ModelConfig, Sequence[Layer]], Sequence[DecoderLayer]]
     make_linear_attention: Callable[[Tensor, StateShape], LinearAttention] = TorchLinearAttention
     packer: Packer | None = None  # None: matrices are used as they are loaded
-    sampling: Sampling = TORCH_SAMPLING
+    sampling: SamplingBackend = TORCH_SAMPLING
     low_rank: LowRankProducts = TORCH_LOW_RANK
     # Whether a decode's launches depend on its numbers of rows and blocks only, as graphs need.
     has_static_launches: bool = False

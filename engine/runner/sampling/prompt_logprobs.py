@@ -22,7 +22,7 @@ from baton.engine.runner.model.pass_layout import Ints
 from baton.engine.runner.sampling.logprobs import LogprobTensors, read_logprobs
 from baton.engine.runner.sampling.output_heads import HeadPass, HiddenStates
 from baton.engine.runner.sampling.sampler import NOT_FINITE
-from baton.engine.runner.sampling.sampling import Sampling
+from baton.engine.runner.sampling.sampling import SamplingBackend
 from baton.engine.runner.sampling.torch_sampling import TORCH_SAMPLING
 
 # Rows of logits that are in memory at once, whatever the chunk's length.
@@ -37,7 +37,7 @@ class PromptLogprobs:
     """
 
     def __init__(
-        self, decoder: Decoder, device: Device = CPU, sampling: Sampling = TORCH_SAMPLING
+        self, decoder: Decoder, device: Device = CPU, sampling: SamplingBackend = TORCH_SAMPLING
     ) -> None:
         self.decoder = decoder
         self.sampling = sampling

@@ -30,7 +30,7 @@ from baton.engine.runner.sampling.logits_processors import NEVER, NO_PROCESSORS,
 from baton.engine.runner.sampling.logprobs import read_logprobs
 from baton.engine.runner.sampling.packed_peaks import PackedPeaks
 from baton.engine.runner.sampling.processed_logits import ProcessedLogits
-from baton.engine.runner.sampling.sampling import SampledRows, Sampling, SamplingPass
+from baton.engine.runner.sampling.sampling import SampledRows, SamplingBackend, SamplingPass
 from baton.engine.runner.sampling.torch_sampling import TORCH_SAMPLING
 
 TORCH = TorchOps()
@@ -86,7 +86,7 @@ class Sampler:
         eos_token_ids: tuple[int, ...],
         processors: Processors = NO_PROCESSORS,
         find_peaks: Callable[[Tensor], Peaks] = TORCH.find_peaks,
-        sampling: Sampling = TORCH_SAMPLING,
+        sampling: SamplingBackend = TORCH_SAMPLING,
         device: Device = CPU,
         logprobs_mode: str = RAW_LOGPROBS,
     ) -> None:
@@ -195,7 +195,7 @@ class _RequestedLogprobs(NamedTuple):
         return cls(indices, num_tops, rows)
 
     def compute(
-        self, logits: Tensor, token_ids: Tensor, sampling: Sampling, memory: Memory
+        self, logits: Tensor, token_ids: Tensor, sampling: SamplingBackend, memory: Memory
     ) -> Sequence[Tensor]:
         return sampling.compute_logprobs(logits, token_ids, max(self.num_tops), self.rows, memory)
 

@@ -56,7 +56,7 @@ class SamplingPass(Protocol):
         ...
 
 
-class Sampling(Protocol):
+class SamplingBackend(Protocol):
     def begin(self, rows: SampledRows, inputs: StepInputs) -> SamplingPass:
         """Put the arrays of a step. The pass can be used once the inputs have been sent."""
         ...

@@ -31,7 +31,7 @@ MIN_TEMPERATURE = 1e-30  # smaller ones can underflow to zero in float32
 
 
 class TorchSampling:
-    """Implements `Sampling`."""
+    """Implements `SamplingBackend`."""
 
     def begin(self, rows: SampledRows, inputs: StepInputs) -> SamplingPass:
         return TorchSamplingPass(rows, inputs)

@@ -39,7 +39,7 @@ PIECE_COLUMNS = 1024  # of a row or a list, that one program computes
 
 
 class TritonSampling:
-    """Implements `Sampling`."""
+    """Implements `SamplingBackend`."""
 
     def begin(self, rows: SampledRows, inputs: StepInputs) -> SamplingPass:
         return TritonSamplingPass(rows, inputs)
