@@ -48,7 +48,7 @@ def test_parameters_of_vllm_are_read() -> None:
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": False}])
 def test_parameters_without_kv_are_none(params: dict[str, Any] | None) -> None:
     assert foreign_kv_from(params) is None
-    assert foreign_kv_from_json("") is None
+    assert foreign_kv_from_json(json.dumps(params or {})) is None
 
 
 INVALID = {
