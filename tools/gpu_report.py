@@ -90,16 +90,17 @@ def tests(device: str, kernels: str) -> list[Check]:
 def benchmarks(device: str, model: str, kernels: str) -> list[Check]:
     """Return the benchmarks of Baton alone, and the limits on paper."""
     python, on_device = sys.executable, ("--device", device)
-    bench = (python, "-m", "baton", "bench")
+    engine = (python, "-m", "benchmarks", "engine")
+    bench_serve = (python, "-m", "baton", "bench", "serve")
     settings = ("--model", model, *on_device, "--kernels", names_of(kernels))
     serve = ("--model", model, *on_device, "--kernels", kernels, "--requests", "32", "--rates", "8")
     return [
-        Check("engine", (*bench, "engine", *settings, "--runs", "3"), 1800),
+        Check("engine", (*engine, *settings, "--runs", "3"), 1800),
         Check("limits on paper", (python, "-m", "tools.gpu_roofline"), 120),
         Check("gaps between launches", (python, "-m", "tools.gpu_launch_gaps", *settings), 600),
         Check("gaps between passes", (python, "-m", "benchmarks", "scheduler"), 600),
-        Check("1P1D", (*bench, "serve", *serve), 900),
-        Check("1P1D, asynchronous", (*bench, "serve", *serve, "--async-scheduling"), 900),
+        Check("1P1D", (*bench_serve, *serve), 900),
+        Check("1P1D, asynchronous", (*bench_serve, *serve, "--async-scheduling"), 900),
     ]
 
 

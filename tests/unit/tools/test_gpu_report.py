@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from baton.cli import app as baton_app
+from benchmarks.cli import app as benchmarks_app
+from tests.support.command_lines import invoke
 from tools.gpu_report import MAX_SHOWN_LINES, Check, checks, report, run, vllm_outcome
 
 
@@ -52,6 +55,19 @@ def test_each_check_names_the_device_and_the_model_where_it_can() -> None:
     assert sum("--device cuda:1" in command for command in commands) == 7
     assert sum("--model some/model" in command for command in commands) == 6
     assert not [command for command in commands if "vllm-venv" in command]
+
+
+def test_the_commands_of_baton_and_its_benchmarks_exist_with_their_options() -> None:
+    apps = {"baton": baton_app, "benchmarks": benchmarks_app}
+    found = []
+    for check in checks("cuda:1", "some/model"):
+        name = check.command[2] if check.command[1:2] == ("-m",) else ""
+        if name in apps:
+            ended = invoke(apps[name], [*check.command[3:], "--show-config"])
+            assert ended.exit_code == 0, ended.output
+            found.append(check.name)
+
+    assert {"engine", "1P1D", "1P1D beside vLLM"} <= set(found)
 
 
 def test_vllm_is_measured_where_it_is_installed(tmp_path: Path) -> None:
