@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import llguidance
@@ -25,21 +24,9 @@ from baton.engine.structured_output.compiler_errors import (
 from baton.engine.structured_output.lark_text import LarkRefused, rewrite_lark
 from baton.engine.structured_output.schemas.cost import expense_reason
 from baton.engine.structured_output.schemas.ends import check_grammar_ends, check_schema_ends
-from baton.engine.structured_output.schemas.merging import (
-    has_many_name_patterns,
-    merges_too_much,
-)
-from baton.engine.structured_output.schemas.proof_steps import ProofSteps
 from baton.engine.structured_output.schemas.rewrite import prepare_schema
 from baton.engine.structured_output.schemas.unique_arrays import Place, unique_arrays
-from baton.engine.structured_output.schemas.width import (
-    MAX_JOINED_PATTERNS,
-    MAX_NEGATED_PATTERNS,
-    is_too_wide,
-    joins_large_patterns,
-    joins_many_negations,
-    joins_many_patterns,
-)
+from baton.engine.structured_output.schemas.work import TooMuchWork, Work
 from baton.engine.structured_output.tags.structural_tag import parse_structural_tag
 from baton.engine.structured_output.tags.tag_grammar import lark_of_structural_tag
 
@@ -51,26 +38,10 @@ WHITESPACE = r"( |\n[ \t]{0,16})?"
 # they would allow only the tokenizer's canonical tokenization of a text.
 HEADER = '%llguidance {"no_forcing": true}'
 GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
-TOO_WIDE = (
-    "it combines too many alternatives: use fewer anyOf, oneOf, not and dependencies in one object"
+TOO_MUCH_WORK = (
+    "it combines too much: use fewer alternatives, values of enum and patterns in parts of allOf, "
+    "next to $ref, anyOf and oneOf, and in patternProperties"
 )
-TOO_MANY_PATTERNS = f"more than {MAX_JOINED_PATTERNS} patterns apply to one string: join them"
-TOO_MANY_NEGATIONS = (
-    f"more than {MAX_NEGATED_PATTERNS} patterns and negations, of not, if and oneOf, apply to one "
-    "string: use fewer branches"
-)
-TOO_LARGE_PATTERNS = (
-    "the patterns that apply to one string are too large together: use one pattern, or shorter "
-    "ones with fewer repetitions"
-)
-TOO_MANY_NAME_PATTERNS = (
-    "patternProperties has too many patterns: use fewer, or additionalProperties"
-)
-TOO_MUCH_MERGING = (
-    "merging what applies to the same value takes too long: use fewer alternatives and values of "
-    "enum in parts of allOf, next to $ref and next to additionalProperties"
-)
-MAX_REWRITTEN_CHARACTERS = 1 << 19  # twice that of a client's schema
 NO_SPECIAL_TOKENS: Mapping[str, int] = {}
 
 
@@ -92,16 +63,16 @@ def _lark(params: StructuredOutputs, special_ids: Mapping[str, int]) -> str:
     if params.structural_tag is not None:
         return _lark_of_structural_tag(params, params.structural_tag, special_ids)
     text = ANY_OBJECT if params.json is None else params.json
-    return f"start: %json {_schema(params, text, Proofs())}"
+    return f"start: %json {_schema(params, text, Work())}"
 
 
 def _lark_of_structural_tag(
     params: StructuredOutputs, text: str, special_ids: Mapping[str, int]
 ) -> str:
-    proofs = Proofs()
+    work = Work()
 
     def schema_of(schema: Any, *, escapes: str = "") -> str:
-        return _schema(params, json.dumps(schema), proofs, escapes)
+        return _schema(params, json.dumps(schema), work, escapes)
 
     try:
         return lark_of_structural_tag(parse_structural_tag(text), schema_of, special_ids)
@@ -116,9 +87,9 @@ def _lark_of_grammar(params: StructuredOutputs, text: str) -> str:
         raise refusal(params, "%llguidance is not allowed: leave it out")
     check_grammar_ends(text)
     lark = _lark_of_gbnf(params, text) if GBNF_RULE.search(text) else text
-    proofs = Proofs()
+    work = Work()
     try:
-        return rewrite_lark(lark, lambda schema: _schema(params, schema, proofs))
+        return rewrite_lark(lark, lambda schema: _schema(params, schema, work))
     except LarkRefused as error:
         raise refusal(params, str(error)) from None
 
@@ -132,7 +103,7 @@ def _lark_of_gbnf(params: StructuredOutputs, text: str) -> str:
         raise refusal(params, f"it is not GBNF: {error}") from error
 
 
-def _schema(params: StructuredOutputs, text: str, proofs: Proofs, escapes: str = "") -> str:
+def _schema(params: StructuredOutputs, text: str, work: Work, escapes: str = "") -> str:
     """Return the rewritten schema with Baton's llguidance settings, which replace the client's.
 
     `escapes` are the letters that can follow a backslash in strings, instead of all.
@@ -143,46 +114,21 @@ def _schema(params: StructuredOutputs, text: str, proofs: Proofs, escapes: str =
         _check_schema_cost(params, schema)
         if schema is False:
             raise refusal(params, "no value matches the schema false")
-        fields = {} if schema is True else _rewritten(params, schema, proofs)
-        if joins_many_patterns(schema):
-            raise refusal(params, TOO_MANY_PATTERNS)
-        if joins_many_negations(fields):
-            raise refusal(params, TOO_MANY_NEGATIONS)
-        if joins_large_patterns(schema, fields):
-            raise refusal(params, TOO_LARGE_PATTERNS)
-        if has_many_name_patterns(schema):
-            raise refusal(params, TOO_MANY_NAME_PATTERNS)
-        if merges_too_much(fields):
-            raise refusal(params, TOO_MUCH_MERGING)
+        fields = {} if schema is True else _rewritten(params, schema, work)
         settings = _json_settings(params, escapes)
-        ready = json.dumps({**fields, "x-guidance": settings}, allow_nan=False)
-        if len(ready) > MAX_REWRITTEN_CHARACTERS:
-            raise refusal(params, TOO_WIDE)
-        return ready
+        return json.dumps({**fields, "x-guidance": settings}, allow_nan=False)
+    except TooMuchWork:
+        raise refusal(params, TOO_MUCH_WORK) from None
     except RecursionError:
         raise refusal(params, TOO_DEEP) from None
     except ValueError as error:
         raise refusal(params, f"a number is out of range: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class Proofs:
-    """Steps of the proofs about all schemas of one text, which can have hundreds."""
-
-    first: ProofSteps = field(default_factory=ProofSteps)
-    second: ProofSteps = field(default_factory=ProofSteps)  # without splitting oneOf
-
-
-def _rewritten(params: StructuredOutputs, schema: dict[str, Any], proofs: Proofs) -> dict[str, Any]:
+def _rewritten(params: StructuredOutputs, schema: dict[str, Any], work: Work) -> dict[str, Any]:
     are_compared = params.json is not None and unique_arrays(schema) is not None
-    fields = prepare_schema(schema, proofs.first, are_items_compared=are_compared)
-    if is_too_wide(fields):
-        # llguidance can prove more branches of oneOf disjoint, since it merges allOf before.
-        fields = prepare_schema(
-            schema, proofs.second, are_items_compared=are_compared, splits_one_of=False
-        )
-        if is_too_wide(fields):
-            raise refusal(params, TOO_WIDE)
+    fields = prepare_schema(schema, work, are_items_compared=are_compared)
+    work.spend_on_merging(fields)
     return fields
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from baton.engine.structured_output.schemas.disjointness import Disjointness
+from baton.engine.structured_output.schemas.work import Work
 
 names = st.sampled_from(["a", "b"])
 scalars = st.sampled_from([None, True, False, 0, 1, 1.0, 1.5, "", "a", "b"])
@@ -58,7 +59,7 @@ def test_schemas_proven_disjoint_are_disjoint(
     one: Any, other: Any, also: Any, definitions: dict[str, Any], candidates: list[Any]
 ) -> None:
     root = {"$defs": {"a": {"const": "a"}, "b": True, **definitions}, "oneOf": [one, other]}
-    if not Disjointness(root).at_most_one_matches([one, other], also):
+    if not Disjointness(root, Work()).at_most_one_matches([one, other], also):
         return
 
     def matches(schema: Any, value: Any) -> bool:

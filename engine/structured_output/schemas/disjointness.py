@@ -1,7 +1,7 @@
 """Proof that no value can match two schemas. Pure and conservative: it can miss disjointness.
 
-Schemas are distinguished by type, by `const` and `enum`, and for objects by a required property
-that the other schema excludes or constrains differently. Lengths, ranges and patterns are ignored.
+Schemas are distinguished by type, by `const` and `enum`, and for objects by a property that both
+require and constrain differently. All other keywords are ignored.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from itertools import combinations, product
 from typing import Any
 
-from baton.engine.structured_output.schemas.proof_steps import ProofSteps
 from baton.engine.structured_output.schemas.subschemas import (
     changes_base,
     kind_of,
@@ -19,11 +18,11 @@ from baton.engine.structured_output.schemas.subschemas import (
     read_list,
     resolve_pointer,
 )
+from baton.engine.structured_output.schemas.work import Work
 
 KINDS = frozenset({"null", "boolean", "integer", "fraction", "string", "array", "object"})
 KINDS_OF_TYPE = {kind: frozenset({kind}) for kind in KINDS - {"fraction"}}
 KINDS_OF_TYPE["number"] = frozenset({"integer", "fraction"})
-MAX_ALTERNATIVES = 32  # per schema
 MAX_DEPTH = 12  # references and properties
 WITHOUT_CONST = ("/draft-03/", "/draft-04/")
 
@@ -36,153 +35,138 @@ class _Facts:
     values: Mapping[Hashable, str] | None = None  # values to kinds; None: any value
     required: frozenset[str] = frozenset()
     properties: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # names to schemas
-    closed: tuple[frozenset[str], ...] = ()  # a property must be in each of these sets
 
     def and_(self, other: _Facts) -> _Facts:
-        values = self.values if other.values is None else other.values
-        if self.values is not None and other.values is not None:
-            values = {each: self.values[each] for each in self.values.keys() & other.values.keys()}
         properties = dict(self.properties)
         for name, schemas in other.properties.items():
             properties[name] = properties.get(name, ()) + schemas
         return _Facts(
             self.kinds & other.kinds,
-            values,
+            self.common_values(other),
             self.required | other.required,
             properties,
-            self.closed + other.closed,
         )
 
-    @property
-    def possible_kinds(self) -> frozenset[str]:
-        return self.kinds if self.values is None else self.kinds & frozenset(self.values.values())
+    def common_values(self, other: _Facts) -> Mapping[Hashable, str] | None:
+        if self.values is None or other.values is None:
+            return self.values if other.values is None else other.values
+        return {each: self.values[each] for each in self.values.keys() & other.values.keys()}
+
+    def common_kinds(self, other: _Facts) -> frozenset[str]:
+        values = self.common_values(other)
+        kinds = self.kinds & other.kinds
+        return kinds if values is None else kinds & frozenset(values.values())
 
     @property
     def size(self) -> int:
         return len(self.properties) + len(self.values or ()) + len(self.required)
 
-    def allows(self, name: str) -> bool:
-        return all(name in names for names in self.closed)
-
-
-ANY = (_Facts(),)
-
-
-class _LimitExceeded(Exception):
-    """The proof exceeds its limits."""
-
 
 class Disjointness:
-    """Proofs about parts of one schema."""
+    """Proofs about parts of one schema. Raises TooMuchWork."""
 
-    def __init__(self, root: Any, steps: ProofSteps | None = None) -> None:
+    def __init__(self, root: Any, work: Work) -> None:
         self._root = root
-        self._steps = steps or ProofSteps()
+        self._work = work
+        self._known: dict[tuple[int, ...], Sequence[_Facts]] = {}  # of properties
         parts = (part for part in list_objects(root) if part is not root)
         self._follows_refs = not any(map(changes_base, parts))
-        self._has_const = not is_old_draft(root)
+        draft = root.get("$schema") if isinstance(root, dict) else None
+        self._has_const = not any(old in str(draft) for old in WITHOUT_CONST)
 
     def at_most_one_matches(self, schemas: Sequence[Any], also: Any = True) -> bool:
         """Return True if it is proven that no value that matches `also` matches two schemas."""
-        try:
-            facts = [self._alternatives((also, each), MAX_DEPTH) for each in schemas]
-            return all(
-                self._exclude(one, other, MAX_DEPTH) for one, other in combinations(facts, 2)
-            )
-        except (_LimitExceeded, RecursionError):
-            return False
+        parts = [self._alternatives((also, each), MAX_DEPTH) for each in schemas]
+        return self._exclude(parts, MAX_DEPTH)
 
-    def _exclude(self, some: Sequence[_Facts], others: Sequence[_Facts], depth: int) -> bool:
-        both = (self._join_facts(one, other) for one, other in product(some, others))
-        return all(self._is_empty(facts, depth) for facts in both)
+    def resolve(self, schema: Any) -> Any:
+        """Return the schema that references lead to, or None if they are not understood.
 
-    def _is_empty(self, facts: _Facts, depth: int) -> bool:
-        """Return True if no value meets the conditions."""
-        self._spend(1)
-        kinds = facts.possible_kinds
-        if not kinds:
-            return True
-        return kinds == {"object"} and any(
-            not facts.allows(name) or (depth > 0 and self._is_impossible(facts, name, depth))
-            for name in facts.required
+        What is next to them is left out: older drafts ignore it.
+        """
+        for _ in range(MAX_DEPTH):
+            if not isinstance(schema, dict) or "$ref" not in schema:
+                return schema
+            is_followed = self._follows_refs and isinstance(schema["$ref"], str)
+            schema = resolve_pointer(self._root, schema["$ref"]) if is_followed else None
+        return None
+
+    def _exclude(self, parts: Sequence[Sequence[_Facts]], depth: int) -> bool:
+        """Return True if no value meets conditions of two parts."""
+        return all(
+            self._differ(one, other, depth)
+            for some, others in combinations(parts, 2)
+            for one, other in product(some, others)
         )
 
-    def _is_impossible(self, facts: _Facts, name: str, depth: int) -> bool:
-        """Return True if no value of a required property matches all its schemas."""
-        schemas = facts.properties.get(name, ())
-        alternatives = self._alternatives(schemas, depth - 1)
-        return all(self._is_empty(each, depth - 1) for each in alternatives)
+    def _differ(self, one: _Facts, other: _Facts, depth: int) -> bool:
+        """Return True if no value meets the conditions of both."""
+        self._work.spend(1 + min(len(one.values or ()), len(other.values or ())))
+        kinds = one.common_kinds(other)
+        if not kinds or kinds != {"object"} or depth <= 0:
+            return not kinds
+        required = one.required | other.required
+        return any(
+            self._exclude(
+                [self._of_property(each, name, depth - 1) for each in (one, other)], depth - 1
+            )
+            for name in one.properties
+            if name in required and name in other.properties
+        )
+
+    def _of_property(self, facts: _Facts, name: str, depth: int) -> Sequence[_Facts]:
+        schemas = facts.properties[name]
+        key = (depth, *map(id, schemas))  # of parts of the root, which live as long
+        if key not in self._known:
+            self._known[key] = self._alternatives(schemas, depth)
+        return self._known[key]
 
     def _alternatives(self, schemas: Sequence[Any], depth: int) -> Sequence[_Facts]:
         """Return conditions of which each value that matches all schemas meets at least one."""
-        found: Sequence[_Facts] = ANY
+        found: Sequence[_Facts] = [_Facts()]
         for schema in schemas:
             found = self._combine(found, self._of_one(schema, depth))
         return found
 
     def _of_one(self, schema: Any, depth: int) -> Sequence[_Facts]:
-        self._spend(1)
-        if schema is False:
-            return ()
+        schema = self.resolve(schema)
         if not isinstance(schema, dict) or depth <= 0:
-            return ANY
-        ref = schema.get("$ref")
-        if ref is not None:  # older drafts ignore keywords next to it
-            return self._of_one(self._resolve(ref), depth - 1)
-        found: Sequence[_Facts] = self._alternatives(read_list(schema, "allOf"), depth - 1)
+            return [] if schema is False else [_Facts()]
+        found = self._combine(
+            [self._own(schema)], self._alternatives(read_list(schema, "allOf"), depth - 1)
+        )
         for name in ("anyOf", "oneOf"):
             branches = read_list(schema, name)
             if branches:
                 some = [each for one in branches for each in self._of_one(one, depth - 1)]
                 found = self._combine(found, some)
-        own = self._own(schema)
-        return [self._join_facts(each, own) for each in found]
+        return found
 
     def _own(self, schema: Mapping[str, Any]) -> _Facts:
         properties = schema.get("properties")
         properties = properties if isinstance(properties, dict) else {}
-        is_closed = schema.get("additionalProperties") is False
-        is_closed = is_closed and not schema.get("patternProperties")
         return _Facts(
             _kinds(schema.get("type")),
             self._values(schema),
             frozenset(name for name in read_list(schema, "required") if isinstance(name, str)),
             {name: (value,) for name, value in properties.items()},
-            (frozenset(properties),) if is_closed else (),
         )
 
     def _values(self, schema: Mapping[str, Any]) -> Mapping[Hashable, str] | None:
-        values: dict[Hashable, str] | None = None
-        if "enum" in schema:
-            listed = read_list(schema, "enum")
-            self._spend(len(listed))
-            values = {json_key(value): kind_of(value) for value in listed}
+        listed = [read_list(schema, "enum")] if "enum" in schema else []
         if "const" in schema and self._has_const:
-            key = json_key(schema["const"])
-            if values is None or key in values:
-                return {key: kind_of(schema["const"])}
-            return {}
-        return values
-
-    def _resolve(self, ref: object) -> Any:
-        """Return the schema of a local reference. One that is not understood allows any value."""
-        is_followed = self._follows_refs and isinstance(ref, str)
-        return resolve_pointer(self._root, str(ref)) if is_followed else True
+            listed.append([schema["const"]])
+        found = [{json_key(value): kind_of(value) for value in values} for values in listed]
+        if len(found) == 2:
+            return {key: kind for key, kind in found[1].items() if key in found[0]}
+        return found[0] if found else None
 
     def _combine(self, some: Sequence[_Facts], others: Sequence[_Facts]) -> Sequence[_Facts]:
-        found = [self._join_facts(one, other) for one, other in product(some, others)]
-        if len(found) > MAX_ALTERNATIVES:
-            raise _LimitExceeded
-        return found
+        return [self._join(one, other) for one, other in product(some, others)]
 
-    def _join_facts(self, one: _Facts, other: _Facts) -> _Facts:
-        self._spend(1 + one.size + other.size)
+    def _join(self, one: _Facts, other: _Facts) -> _Facts:
+        self._work.spend(1 + one.size + other.size)
         return one.and_(other)
-
-    def _spend(self, steps: int) -> None:
-        self._steps.disjointness -= steps
-        if self._steps.disjointness < 0:
-            raise _LimitExceeded
 
 
 def _kinds(given: Any) -> frozenset[str]:
@@ -200,9 +184,3 @@ def json_key(value: Any) -> Hashable:
         case list():
             return "array", tuple(map(json_key, value))
     return kind_of(value), value
-
-
-def is_old_draft(root: Any) -> bool:
-    """Return whether a schema is of a draft that does not know `const`."""
-    draft = root.get("$schema") if isinstance(root, dict) else None
-    return isinstance(draft, str) and any(old in draft for old in WITHOUT_CONST)

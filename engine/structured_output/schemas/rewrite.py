@@ -1,42 +1,24 @@
 """Rewriting of JSON schemas into the subset that llguidance supports. Pure.
 
-A rewritten schema allows no value that the original forbids. It is equivalent where possible, and
-narrower where the grammar would have to count or compare: see docs/structured-output.md. Keywords
-that cannot be rewritten stay, and llguidance refuses them by name.
+A rewritten schema allows no value that the original forbids. Keywords without a rule stay, and
+llguidance refuses them by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from baton.engine.structured_output.schemas.disjointness import Disjointness
-from baton.engine.structured_output.schemas.negation import (
-    Negation,
-    NegationLimitExceeded,
-    any_of,
-)
-from baton.engine.structured_output.schemas.object_rules import (
-    DEPENDENCIES,
-    dependencies,
-    property_counts,
-    property_names,
-)
 from baton.engine.structured_output.schemas.patterns import without_zero
-from baton.engine.structured_output.schemas.proof_steps import ProofSteps
 from baton.engine.structured_output.schemas.subschemas import (
     CONSTRAINTS,
-    allows_anything,
     read_list,
     rewrite_subschemas,
-    rewrite_with_originals,
 )
-from baton.engine.structured_output.schemas.unique_items import (
-    is_unique_anyway,
-    item_values,
-    unique_lists,
-)
-from baton.engine.structured_output.schemas.width import MAX_WIDTH
+from baton.engine.structured_output.schemas.unique_items import is_unique_anyway, item_values
+from baton.engine.structured_output.schemas.work import Work
 
 Schema = dict[str, Any]
 
@@ -46,155 +28,162 @@ KNOWN_FORMATS = frozenset(
         *("uri", "unknown"),
     }
 )
-NEGATED = frozenset({"not"})  # a narrower schema there would widen the whole
 NEXT_TO_REFS = frozenset({"description", "title", "default", "examples", "$comment"})
 IGNORE_NEXT_TO_REFS = ("/draft-03/", "/draft-04/", "/draft-06/", "/draft-07/")
+# Keywords that leave names as they are. By the standard, `format` is an annotation.
+NAME_ANNOTATIONS = frozenset({"type", "format", "description", "title", "$comment", "examples"})
 
 
-def prepare_schema(
-    schema: Schema,
-    steps: ProofSteps | None = None,
-    *,
-    are_items_compared: bool = False,
-    splits_one_of: bool = True,
-) -> Schema:
-    """Return the rewritten schema. llguidance rejects the keywords that remain unsupported.
+def prepare_schema(schema: Schema, work: Work, *, are_items_compared: bool = False) -> Schema:
+    """Return the rewritten schema. Raises TooMuchWork.
 
     `are_items_compared`: the matcher keeps items unique, so that the grammar need not.
-    `splits_one_of`: branches that overlap are narrowed, which multiplies alternatives.
     """
-    rewriting = _Rewriting(schema, steps or ProofSteps(), are_items_compared, splits_one_of)
-    ready = rewriting.rewrite(schema)
-    exact: Schema = rewrite_subschemas(ready, without_zero)
-    return exact
+    rewriting = _Rewriting(schema, work, are_items_compared)
+    ready: Schema = rewrite_subschemas(schema, rewriting.change)
+    if rewriting.narrows and rewriting.leaves_one_of:
+        # llguidance would compare narrower branches than those that have to exclude each other.
+        rewriting.narrows = False
+        ready = rewrite_subschemas(schema, rewriting.change)
+    return ready
 
 
 class _Rewriting:
-    """Rules for the parts of one schema.
+    """Rules for the parts of one schema, whose subschemas are still the original ones."""
 
-    A rule takes a part whose subschemas are rewritten, and the original part, since only originals
-    can be negated. It returns schemas that replace its keywords, or None if it cannot.
-    """
-
-    def __init__(
-        self, root: Schema, steps: ProofSteps, are_items_compared: bool, splits_one_of: bool
-    ) -> None:
+    def __init__(self, root: Schema, work: Work, are_items_compared: bool) -> None:
         self._root = root
         self._are_items_compared = are_items_compared
-        self._splits_one_of = splits_one_of
         draft = root.get("$schema")
         self._ignores_next_to_refs = isinstance(draft, str) and any(
             old in draft for old in IGNORE_NEXT_TO_REFS
         )
-        self._disjointness = Disjointness(root, steps)
-        self._negation = Negation(root, self.rewrite, steps)
-        self._rules: Mapping[tuple[str, ...], Callable[[Schema, Schema], list[Any] | None]] = {
-            ("oneOf",): self._one_of,
-            ("not",): self._not,
-            ("if", "then", "else"): self._if,
-            DEPENDENCIES: lambda part, _: dependencies(part),
-            ("propertyNames",): lambda part, _: property_names(part, self._root),
-            ("minProperties", "maxProperties"): lambda part, _: property_counts(part),
-            ("uniqueItems",): self._unique_items,
-        }
+        self._disjointness = Disjointness(root, work)
 
-    def rewrite(self, schema: Any) -> Any:
-        return rewrite_with_originals(schema, self._change, kept=NEGATED)
+        self.narrows, self.leaves_one_of = True, False
 
-    def _change(self, part: Schema, original: Schema) -> Schema:
+    def change(self, part: Schema) -> Schema:
         name = part.get("format")
         if isinstance(name, str) and name not in KNOWN_FORMATS:
-            del part["format"]
+            part = _without(part, ("format",))
         if isinstance(part.get("$ref"), str):
             # Annotations next to a reference count as constraints where it refers to itself.
-            part = {name: value for name, value in part.items() if name not in NEXT_TO_REFS}
-            if self._ignores_next_to_refs:
-                ignored = CONSTRAINTS - {"$ref"}
-                part = {name: value for name, value in part.items() if name not in ignored}
-        for keywords, rule in self._rules.items():
-            if part.keys().isdisjoint(keywords):
-                continue
-            try:
-                clauses = rule(part, original)
-            except NegationLimitExceeded:
-                clauses = None
-            if clauses is not None:
-                rest = {name: value for name, value in part.items() if name not in keywords}
-                part = _with_clauses(rest, clauses)
-        return part
+            ignored = CONSTRAINTS - {"$ref"} if self._ignores_next_to_refs else frozenset()
+            part = _without(part, NEXT_TO_REFS | ignored)
+        for keyword, rule in (
+            ("oneOf", self._one_of),
+            ("not", _never),
+            ("propertyNames", self._property_names),
+            ("uniqueItems", self._unique_items),
+        ):
+            if keyword in part:
+                part = rule(part)
+        return without_zero(part)
 
-    def _one_of(self, part: Schema, original: Schema) -> list[Schema] | None:
-        branches, originals = read_list(part, "oneOf"), read_list(original, "oneOf")
-        if not branches or len(branches) > MAX_WIDTH:
-            return None
-        rest = {name: value for name, value in part.items() if name != "oneOf"}
+    def _one_of(self, part: Schema) -> Schema:
+        """Replace branches that exclude each other, or do so with a property or without others."""
+        branches, rest = read_list(part, "oneOf"), _without(part, ("oneOf",))
         # Older drafts ignore keywords next to a reference.
-        also = True if "$ref" in rest else rest
-        if self._disjointness.at_most_one_matches(originals, also):
-            return [{"anyOf": list(branches)}]
-        if not self._splits_one_of:
-            return None
+        also = {} if "$ref" in rest else rest
+        if branches and self._disjointness.at_most_one_matches(branches, also):
+            return _with_clause(rest, {"anyOf": branches})
+        tag = _tag_of(part)
+        required = {"required": [*read_list(also, "required"), tag]}
+        if (
+            tag
+            and self.narrows
+            and self._disjointness.at_most_one_matches(branches, {**also, **required})
+        ):
+            return _with_clause({**rest, **required}, {"anyOf": branches})
+        alternatives = self._alternatives(branches, also) if self.narrows else []
+        self.leaves_one_of |= not alternatives
+        return _with_clause(rest, {"anyOf": alternatives}) if alternatives else part
+
+    def _alternatives(self, branches: Sequence[Any], also: Schema) -> list[Any]:
+        """Return the branches without a property that each other one requires, if they can be.
+
+        Narrow: the properties are absent, though one with another value would suffice.
+        """
         alternatives: list[Any] = []
         for index, branch in enumerate(branches):
-            conditions = [branch]
-            for other, schema in enumerate(originals):
-                pair = (originals[index], schema)
-                if other == index or self._disjointness.at_most_one_matches(pair, also):
-                    continue
-                if allows_anything(schema):
-                    conditions.append(False)
-                    continue
-                forbidden = self._negation.alternatives(schema)
-                if not forbidden:
-                    return None
-                conditions.append(self._any_possible(forbidden, originals[index], also))
-            if False not in conditions:
-                alternatives.append(branch if len(conditions) == 1 else {"allOf": conditions})
-        return [{"anyOf": alternatives}] if alternatives else None
+            absent = self._absent_names(branches, index, also)
+            if None in absent:
+                return []
+            clause = {"type": "object", "properties": dict.fromkeys(absent, False)}
+            alternatives.append({"allOf": [branch, clause]} if absent else branch)
+        return alternatives
 
-    def _not(self, part: Schema, original: Schema) -> list[Any] | None:
-        if allows_anything(original["not"]):
-            return [False]
-        forbidden = self._negation.alternatives(original["not"])
-        rest = {name: value for name, value in part.items() if name != "not"}
-        return [self._any_possible(forbidden, rest)] if forbidden else None
-
-    def _if(self, part: Schema, original: Schema) -> list[Schema] | None:
-        if "if" not in part or not {"then", "else"} & part.keys():
-            return []  # without effect
-        rest = {name: value for name, value in part.items() if name not in ("if", "then", "else")}
-        met = {"allOf": [part["if"], part.get("then", True)]}
-        forbidden = self._negation.alternatives(original["if"])
-        if not forbidden and original["if"] not in (True, {}):
-            return None
-        otherwise = self._any_possible(forbidden, rest)
-        unmet = [{"allOf": [otherwise, part["else"]]} if "else" in part else otherwise]
-        return [{"anyOf": [met, *(each for each in unmet if each is not False)]}]
-
-    def _any_possible(self, schemas: Sequence[Schema], *also: Any) -> Any:
-        """Return a schema of any of `schemas`, without those that exclude one of `also`."""
-        possible = [
-            schema
-            for schema in schemas
-            if not any(self._disjointness.at_most_one_matches((schema, each)) for each in also)
+    def _absent_names(self, branches: Sequence[Any], index: int, also: Schema) -> list[str | None]:
+        """Return a property of each branch that can match with this one; None if it has none."""
+        own = self._required(branches[index]) | self._required(also)
+        others = [*branches[:index], *branches[index + 1 :]]
+        return [
+            min(self._required(other) - own, default=None)
+            for other in others
+            if not self._disjointness.at_most_one_matches((branches[index], other), also)
         ]
-        return any_of(possible) or False
 
-    def _unique_items(self, part: Schema, original: Schema) -> list[Schema] | None:
-        if is_unique_anyway(part):
-            return []
-        if self._are_items_compared:
-            values = item_values(original.get("items"), self._root)
-            return [] if values is None else [{"maxItems": len(values)}]
-        lists = unique_lists(original, self._root)
-        return None if lists is None else [lists]
+    def _required(self, schema: Any) -> set[str]:
+        schema = self._disjointness.resolve(schema)
+        names = read_list(schema, "required") if isinstance(schema, dict) else ()
+        return {name for name in names if isinstance(name, str)}
 
-
-def _with_clauses(part: Schema, clauses: Sequence[Any]) -> Schema:
-    """Return the part with schemas, booleans included, that must hold next to it."""
-    match clauses:
-        case []:
+    def _property_names(self, part: Schema) -> Schema:
+        names = self._disjointness.resolve(part["propertyNames"])
+        rest = _without(part, ("propertyNames",))
+        given = _without(names, NAME_ANNOTATIONS) if isinstance(names, dict) else names
+        if given is True or given == {}:
+            return rest
+        pattern = _pattern_of(given) if isinstance(given, dict) and len(given) == 1 else None
+        if pattern is None or part.get("properties") or part.get("patternProperties"):
             return part
-        case [{"anyOf": branches, **others}] if not others and "anyOf" not in part:
-            return {**part, "anyOf": branches}
-    return {**part, "allOf": [*read_list(part, "allOf"), *clauses]}
+        of_names = {pattern: part.get("additionalProperties", True)}
+        return {**rest, "patternProperties": of_names, "additionalProperties": False}
+
+    def _unique_items(self, part: Schema) -> Schema:
+        rest = _without(part, ("uniqueItems",))
+        if is_unique_anyway(part):
+            return rest
+        if not self._are_items_compared:
+            return part
+        values = item_values(part.get("items"), self._root)
+        return rest if values is None else _with_clause(rest, {"maxItems": len(values)})
+
+
+def _without(part: Schema, names: Iterable[str]) -> Schema:
+    return {name: value for name, value in part.items() if name not in names}
+
+
+def _tag_of(part: Schema) -> str | None:
+    """Return the property by which the branches of a discriminated union differ."""
+    discriminator = part.get("discriminator")
+    tag = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
+    return tag if isinstance(tag, str) else None
+
+
+def _never(part: Schema) -> Schema:
+    """Replace `not` of anything, by which generators write what cannot be."""
+    if part["not"] is not True and part["not"] != {}:
+        return part
+    return _with_clause(_without(part, ("not",)), False)
+
+
+def _pattern_of(names: Schema) -> str | None:
+    match names:
+        case {"pattern": str(pattern)}:
+            return pattern
+        case {"enum": [*values]}:
+            texts = [each for each in values if isinstance(each, str)]
+            return f"^({'|'.join(map(_escape, texts))})$" if texts else None
+    return None
+
+
+def _escape(text: str) -> str:
+    return re.sub(r"\W", lambda found: rf"\x{{{ord(found[0]):x}}}", text)
+
+
+def _with_clause(part: Schema, clause: Any) -> Schema:
+    """Return the part with a schema that must hold next to it."""
+    if isinstance(clause, dict) and part.keys().isdisjoint(clause):
+        return {**part, **clause}
+    return {**part, "allOf": [*read_list(part, "allOf"), clause]}

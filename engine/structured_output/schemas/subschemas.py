@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
@@ -30,37 +30,23 @@ TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 
 
 def rewrite_subschemas(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """Return a copy of `schema` with `change` applied to each subschema, the innermost first.
+    """Return a copy of `schema` with `change` applied to each subschema, the outermost first.
 
     Unknown keywords can contain schemas, too, since references can point anywhere.
     """
-    return rewrite_with_originals(schema, lambda copied, _original: change(copied))
-
-
-def rewrite_with_originals(
-    schema: Any,
-    change: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]],
-    kept: Set[str] = frozenset(),
-) -> Any:
-    """Rewrite with a `change` that takes a copy whose subschemas are changed, and the original.
-
-    The values of the keywords in `kept` are not changed.
-    """
     if isinstance(schema, list):
-        return [rewrite_with_originals(each, change, kept) for each in schema]
+        return [rewrite_subschemas(each, change) for each in schema]
     if not isinstance(schema, dict):
         return schema
     copied: dict[str, Any] = {}
-    for name, value in schema.items():
-        if name in DATA or name in kept:
+    for name, value in change(schema).items():
+        if name in DATA:
             copied[name] = value
         elif name in BY_NAME and isinstance(value, dict):
-            copied[name] = {
-                each: rewrite_with_originals(value[each], change, kept) for each in value
-            }
+            copied[name] = {each: rewrite_subschemas(value[each], change) for each in value}
         else:
-            copied[name] = rewrite_with_originals(value, change, kept)
-    return change(copied, schema)
+            copied[name] = rewrite_subschemas(value, change)
+    return copied
 
 
 def list_subschemas(schema: Any) -> Iterator[dict[str, Any]]:
@@ -113,17 +99,6 @@ def changes_base(part: Mapping[str, Any]) -> bool:
     """Return whether the part changes the base URI of the references inside it."""
     ids = (part.get(name) for name in ("$id", "id"))
     return any(isinstance(each, str) and not each.startswith("#") for each in ids)
-
-
-def allows_anything(schema: Any) -> bool:
-    """Return whether a schema allows every value. Conservative: False where that is not plain."""
-    if not isinstance(schema, dict):
-        return schema is True
-    constraints = schema.keys() & CONSTRAINTS
-    if constraints == {"type"} and isinstance(schema["type"], list):
-        # Integers are numbers.
-        return set(TYPES) - {"integer"} <= set(map(str, schema["type"]))
-    return not constraints
 
 
 def kind_of(value: Any) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import string
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -14,22 +13,24 @@ from baton.core.structured_outputs import StructuredOutputs
 from baton.engine.structured_output.grammar_text import grammar_text
 from baton.engine.structured_output.llguidance_backend import validate_grammar
 from baton.engine.structured_output.schemas.pattern_size import pattern_size
-from baton.engine.structured_output.schemas.proof_steps import MAX_DISJOINTNESS_STEPS, ProofSteps
 from baton.engine.structured_output.schemas.rewrite import prepare_schema
-
-MANY = "more than 8 patterns apply to one string"
-NEGATED = "more than 16 patterns and negations"
-LARGE = "patterns that apply to one string are too large together"
-NAMES = "patternProperties has too many patterns"
-MERGING = "merging what applies to the same value takes too long"
-WIDE = "too many alternatives"
-NO_OPERATOR = "the operator {} of expressions is not supported"
+from baton.engine.structured_output.schemas.work import TooMuchWork, Work
 
 
 def each(number: int, around: Any = lambda schema: schema) -> dict[str, Any]:
     """Return a schema of several patterns that match far apart, each inside of `around`."""
     patterns = [{"pattern": f"(p{index}|.{{9}}){{9}}x"} for index in range(number)]
     return {"allOf": [around(pattern) for pattern in patterns]}
+
+
+def alternatives(number: int, size: int, branch: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    """Return a schema of several anyOf, each with branches made of names of its own."""
+    return {
+        "allOf": [
+            {"anyOf": [branch(f"{clause}_{index}") for index in range(size)]}
+            for clause in range(number)
+        ]
+    }
 
 
 def disjoint_names(number: int) -> dict[str, Any]:
@@ -47,84 +48,66 @@ INSIDE: Mapping[str, Any] = {
     "first items": lambda schema: {"prefixItems": [schema]},
     "an alternative": lambda schema: {"anyOf": [schema]},
 }
-UNBOUNDED: dict[str, tuple[Any, str]] = {
-    **{f"patterns of {name}": (each(9, around), MANY) for name, around in INSIDE.items()},
-    "patterns of a name and of all": (
-        {
-            "allOf": [
-                each(5, lambda schema: {"properties": {"a": schema}}),
-                each(4, lambda schema: {"additionalProperties": schema}),
-            ]
+UNBOUNDED: dict[str, Any] = {
+    **{f"patterns of {name}": each(9, around) for name, around in INSIDE.items()},
+    "patterns of a name and of all": {
+        "allOf": [
+            each(5, lambda schema: {"properties": {"a": schema}}),
+            each(4, lambda schema: {"additionalProperties": schema}),
+        ]
+    },
+    "alternatives of 8 patterns": {"allOf": [{"pattern": f"^({OVERLAPPING})$"}] * 8},
+    "repetitions of 3 patterns": {"allOf": [{"pattern": "^(a|bc){40}$"}] * 3},
+    "patterns in a cycle": {
+        "$defs": {
+            "x": {"properties": {"a": {"$ref": "#/$defs/y"}}},
+            "y": {"allOf": [{"$ref": "#/$defs/x"}, each(9, INSIDE["a property"])]},
         },
-        MANY,
-    ),
-    "negated patterns": (
-        {"allOf": [{"not": {"pattern": f"^[^{letter}]*$"}} for letter in string.ascii_letters]},
-        NEGATED,
-    ),
-    "alternatives of 8 patterns": ({"allOf": [{"pattern": f"^({OVERLAPPING})$"}] * 8}, LARGE),
-    "repetitions of 3 patterns": ({"allOf": [{"pattern": "^(a|bc){40}$"}] * 3}, LARGE),
-    "a large pattern next to negations": (
-        {
-            "allOf": [
-                {"pattern": "^(a|bc){60}(?s:.)*$"},
-                {"pattern": "^(a|b)[^c]$"},
-                *({"not": {"pattern": f"^[^{letter}]*$"}} for letter in "abcdef"),
-            ]
+        "$ref": "#/$defs/x",
+    },
+    "patterns of names": disjoint_names(200),
+    "patterns of names in many places": {
+        "$defs": {"names": disjoint_names(30)},
+        "properties": {
+            f"p{index}": {"allOf": [{"$ref": "#/$defs/names"}, {"required": ["a"]}]}
+            for index in range(80)
         },
-        LARGE,
-    ),
-    "patterns in a cycle": (
-        {
-            "$defs": {
-                "x": {"properties": {"a": {"$ref": "#/$defs/y"}}},
-                "y": {"allOf": [{"$ref": "#/$defs/x"}, each(9, INSIDE["a property"])]},
-            },
-            "$ref": "#/$defs/x",
+    },
+    "values of joined enums": {"allOf": [{"enum": [*range(200)]}, {"enum": [*range(100, 300)]}]},
+    "values next to a property without a name": {
+        "allOf": [{"enum": [*range(200)], "properties": {"": {}}}] * 2
+    },
+    "a large object next to alternatives": {
+        "$defs": {
+            "large": {"properties": {f"p{index}": {} for index in range(400)}},
+            "any": {"enum": [*range(300)]},
         },
-        MANY,
-    ),
-    "patterns of names": (disjoint_names(200), NAMES),
-    "patterns of names in many places": (
-        {
-            "$defs": {"names": disjoint_names(30)},
-            "properties": {
-                f"p{index}": {"allOf": [{"$ref": "#/$defs/names"}, {"required": ["a"]}]}
-                for index in range(80)
-            },
+        "properties": {
+            f"q{index}": {"allOf": [{"$ref": "#/$defs/large"}, {"$ref": "#/$defs/any"}]}
+            for index in range(30)
         },
-        NAMES,
+    },
+    "branches of oneOf": {"oneOf": [{"required": [f"p{index}"]} for index in range(401)]},
+    "products": alternatives(3, 30, lambda name: {"required": [name]}),
+    "products of objects": alternatives(
+        2, 50, lambda name: {"properties": {f"{name}{letter}": {} for letter in "abcde"}}
     ),
-    "values of joined enums": (
-        {"allOf": [{"enum": [*range(200)]}, {"enum": [*range(100, 300)]}]},
-        MERGING,
-    ),
-    "a large object next to alternatives": (
-        {
-            "$defs": {
-                "large": {"properties": {f"p{index}": {} for index in range(400)}},
-                "any": {"enum": [*range(300)]},
-            },
-            "properties": {
-                f"q{index}": {"allOf": [{"$ref": "#/$defs/large"}, {"$ref": "#/$defs/any"}]}
-                for index in range(30)
-            },
-        },
-        MERGING,
-    ),
-    "branches of oneOf": ({"oneOf": [True] * 401}, WIDE),
+    "products of a property": {
+        "allOf": [
+            {"properties": {"a": each}}
+            for each in alternatives(2, 200, lambda name: {"required": [name]})["allOf"]
+        ]
+    },
 }
 
 
-@pytest.mark.parametrize(("schema", "reason"), UNBOUNDED.values(), ids=UNBOUNDED.keys())
-def test_a_schema_of_unbounded_cost_is_refused_before_it_is_compiled(
-    schema: Any, reason: str
-) -> None:
+@pytest.mark.parametrize("schema", UNBOUNDED.values(), ids=UNBOUNDED.keys())
+def test_a_schema_of_unbounded_cost_is_refused_before_it_is_compiled(schema: Any) -> None:
     for params in (
         StructuredOutputs(json=json.dumps(schema)),
         StructuredOutputs(grammar=f"start: %json {json.dumps(schema)}"),
     ):
-        with pytest.raises(InvalidRequest, match=reason):
+        with pytest.raises(InvalidRequest, match="it combines too much: use fewer"):
             grammar_text(params)
 
 
@@ -135,9 +118,14 @@ BOUNDED: dict[str, Any] = {
     "patterns of other properties": {
         "allOf": [{"properties": {f"p{index}": {"pattern": "^a{9}$"}}} for index in range(20)]
     },
-    "branches of oneOf that overlap": {
+    "branches of a tagged union": {
         "oneOf": [
-            {"enum": [f"v{value}" for value in range(first, first + 5)]} for first in range(9)
+            {
+                "properties": {"id": {"type": "string"}, "kind": {"const": index}},
+                "required": ["id", "kind"],
+                "type": "object",
+            }
+            for index in range(150)
         ]
     },
     "a recursive schema": {
@@ -164,17 +152,22 @@ def test_a_schema_of_bounded_cost_is_accepted(schema: Any) -> None:
     validate_grammar(StructuredOutputs(json=json.dumps(schema)))
 
 
-def test_the_schemas_of_one_text_share_their_proof_steps() -> None:
-    """Each of the 256 structures of a tag took as many steps as a single schema may."""
+def test_the_schemas_of_one_text_share_their_work() -> None:
+    """Each of the 256 structures of a tag took as much as a single schema may."""
     schema = {"oneOf": [{"const": 1}, {"const": "a"}]}
-    full = ProofSteps()
-    prepare_schema(schema, full)
-    shared = ProofSteps(MAX_DISJOINTNESS_STEPS - full.disjointness, negation=0)
+    needed = next(limit for limit in range(99) if is_enough(schema, Work(limit)))
+    shared = Work(2 * needed - 1)
 
-    first, second = (prepare_schema(schema, shared) for _ in range(2))
+    assert is_enough(schema, shared)
+    assert not is_enough(schema, shared)
 
-    assert "anyOf" in first
-    assert "oneOf" in second  # no step is left for its proof
+
+def is_enough(schema: dict[str, Any], work: Work) -> bool:
+    try:
+        prepare_schema(schema, work)
+    except TooMuchWork:
+        return False
+    return True
 
 
 @pytest.mark.parametrize(

@@ -44,11 +44,19 @@ def nested(num_levels: int) -> dict[str, Any]:
     return schema
 
 
+def named(num_levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = TEXT
+    for _ in range(num_levels):
+        schema = {"propertyNames": {"enum": ["a", "b", "c"]}, "additionalProperties": schema}
+    return schema
+
+
 BOMBS: dict[str, Any] = {
     "anyOf doubled": doubling("anyOf", 30),
     "allOf doubled": doubling("allOf", 30),
     "oneOf doubled": doubling("oneOf", 30),
     "deep unique lists": nested(300),
+    "deep names of an enum": named(40),
     "products": {"allOf": [{"anyOf": [{"required": [name]} for name in NAMES]} for _ in range(9)]},
     "negations of negations": {"not": {"not": {"not": {"not": EITHER}}}},
     "overlapping branches": {

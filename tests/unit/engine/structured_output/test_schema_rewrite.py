@@ -13,6 +13,7 @@ from baton.core.errors import InvalidRequest
 from baton.core.structured_outputs import MAX_CHARACTERS, StructuredOutputs
 from baton.engine.structured_output.llguidance_backend import validate_grammar
 from baton.engine.structured_output.schemas.rewrite import KNOWN_FORMATS, prepare_schema
+from baton.engine.structured_output.schemas.work import TooMuchWork, Work
 
 
 def kind(name: str, **more: Any) -> dict[str, Any]:
@@ -48,7 +49,6 @@ EXCLUSIVE: dict[str, dict[str, Any]] = {
         "$defs": {"some": {"oneOf": [kind("a"), kind("b")]}},
         "oneOf": [{"$ref": "#/$defs/some"}, kind("c")],
     },
-    "properties that the other excludes": {"oneOf": [only("a"), only("b"), only("b", "c")]},
     "all of several": {"oneOf": [{"allOf": [LINK, {}]}, {"type": "array"}], **DEFS},
     "inside a property": {
         "oneOf": [
@@ -66,7 +66,6 @@ OVERLAPPING: dict[str, dict[str, Any]] = {
         "type": "object",
         "oneOf": [{"properties": {"kind": {"const": one}}} for one in "ab"],
     },
-    "either property": {"type": "object", "oneOf": [{"required": [one]} for one in "ab"]},
     "patterns": {"type": "string", "oneOf": [{"pattern": "^a+$"}, {"pattern": "^b+$"}]},
     "a pattern of names": {"oneOf": [only("a"), {**only(), "patternProperties": {"a": {}}}]},
     "const that draft 4 does not know": {
@@ -83,19 +82,28 @@ OVERLAPPING: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("schema", EXCLUSIVE.values(), ids=EXCLUSIVE.keys())
 def test_one_of_with_disjoint_branches_becomes_any_of(schema: dict[str, Any]) -> None:
-    assert "oneOf" not in prepare_schema(schema)
+    assert "oneOf" not in prepare_schema(schema, Work())
 
     validate_grammar(StructuredOutputs(json=json.dumps(schema)))
 
 
 @pytest.mark.parametrize("schema", OVERLAPPING.values(), ids=OVERLAPPING.keys())
-def test_one_of_with_overlapping_branches_is_not_just_any_of_them(schema: dict[str, Any]) -> None:
-    assert prepare_schema(schema).get("anyOf") != schema["oneOf"]
+def test_one_of_with_overlapping_branches_is_refused_by_name(schema: dict[str, Any]) -> None:
+    assert "oneOf" in prepare_schema(schema, Work())
+
+    with pytest.raises(InvalidRequest, match=r"oneOf is supported only if|\$ref|http://"):
+        validate_grammar(StructuredOutputs(json=json.dumps(schema)))
 
 
-def test_one_of_whose_branches_cannot_be_told_apart_is_refused_by_name() -> None:
-    schema = {"type": "string", "oneOf": [{"pattern": "a.b"}, {"pattern": "c.d"}]}
-    with pytest.raises(InvalidRequest, match="oneOf"):
+def test_branches_of_a_one_of_that_stays_are_not_narrowed() -> None:
+    """llguidance would find them exclusive, although both allow {"x": 1, "p": ""}."""
+    tags = [kind(name, p={"type": "string"}) for name in ("a", "b")]
+    tagged = {"discriminator": {"propertyName": "kind"}, "oneOf": tags}
+    for each, needed in zip(tags, ("p", "q"), strict=True):
+        each["required"] = [needed]
+    schema = {"oneOf": [only("x", "p"), tagged]}
+
+    with pytest.raises(InvalidRequest, match="oneOf is supported only if"):
         validate_grammar(StructuredOutputs(json=json.dumps(schema)))
 
 
@@ -108,7 +116,7 @@ def test_an_unknown_format_is_an_annotation() -> None:
         "components": {"a": {"items": [{"format": "path"}]}},
     }
 
-    assert prepare_schema(schema) == {
+    assert prepare_schema(schema, Work()) == {
         **schema,
         "$defs": {"format": {"type": "string", "maxLength": 3}},
         "components": {"a": {"items": [{}]}},
@@ -127,7 +135,7 @@ def test_enforced_formats_are_those_of_the_library(name: str) -> None:
     "given", [{"maxItems": 1}, {"type": ["string", "null"]}, {"uniqueItems": False}]
 )
 def test_redundant_unique_items_are_removed(given: dict[str, Any]) -> None:
-    assert "uniqueItems" not in prepare_schema({"uniqueItems": True, **given})
+    assert "uniqueItems" not in prepare_schema({"uniqueItems": True, **given}, Work())
 
 
 def test_a_schema_of_200_kib_is_accepted() -> None:
@@ -147,4 +155,5 @@ def test_disjointness_proofs_terminate_for_adversarial_schemas() -> None:
     }
     schema = {"$defs": {**ways, names[-1]: {"type": "string"}}, "$ref": "#/$defs/d0"}
 
-    assert "oneOf" in prepare_schema(schema)["$defs"]["d0"]
+    with pytest.raises(TooMuchWork):
+        prepare_schema(schema, Work())
