@@ -114,7 +114,6 @@ class TorchRunner:
             parts.logprobs_mode,
         )
         heads: list[OutputHead] = [
-            PromptLogprobs(decoder, self.device, kernels.sampling),
             SamplingHead(decoder, self.sampler, info.vocab_size, self.device),
         ]
         if info.pooling is not None:
@@ -126,6 +125,8 @@ class TorchRunner:
             heads += () if head is None else (head,)
             self._spec_decoder = SpecDecoder(self._batch, self.speculation, proposer)
         self._heads = tuple(heads)
+        self._prompt_head: OutputHead | None = None  # until a row wants prompt logprobs
+        self._sampling = kernels.sampling
         self._open: PendingPass | None = None  # that is not collected, and can be followed
         self._gatherer = TokenGatherer(self.device.place)
         # Rows that have ended with the last pass, which a plan made before its end contains.
@@ -138,6 +139,7 @@ class TorchRunner:
         self.blocks.close()
         # A reference to the runner that outlives the block must not keep the memory alive.
         del self.decoder, self.blocks, self._passes, self._batch, self._heads
+        del self._prompt_head
         del self.sampler, self._inputs, self.graphs, self._open, self._gatherer
 
     def capture_graphs(self, pool: GraphPool, sizes: Sequence[GraphSize]) -> None:
@@ -167,6 +169,9 @@ class TorchRunner:
         If the pass before is not collected, its tokens are the inputs of this one on the device.
         """
         before = self._follow_open_pass(plan)
+        if self._prompt_head is None and any(row.wants_prompt_logprobs for row in plan.started):
+            self._prompt_head = PromptLogprobs(self.decoder, self.device, self._sampling)
+            self._heads = (self._prompt_head, *self._heads)
         for head in self._heads:
             head.drop_rows(plan)
         if self._spec_decoder is not None:
