@@ -79,7 +79,7 @@ class LLM:
         max_lora_rank: int = 64,
         speculative: str = "",
         logprobs_mode: str = RAW_LOGPROBS,
-        weight_cache_dir: str = "",  # as --weight-cache-dir
+        weight_cache_dir: str = "",  # as weight-cache-dir
         show_progress: bool | None = None,
         tokenizer: Tokenizer | None = None,  # None: that of the model folder
     ) -> None:

@@ -99,32 +99,32 @@ EXCLUSIONS = (
     Exclusion(
         Feature.KV_CONNECTOR_CONFIG,
         Feature.NO_KV_CONNECTOR,
-        "--kv-connector-config needs --kv-connector",
+        "kv-connector-config needs --kv-connector",
     ),
     Exclusion(
         Feature.KV_EVENTS_REPLAY,
         Feature.NO_KV_EVENTS,
-        "--kv-events-replay-endpoint needs --kv-events-endpoint",
+        "kv-events-replay-endpoint needs --kv-events-endpoint",
     ),
     Exclusion(
         Feature.KV_EVENTS,
         Feature.NO_PREFIX_CACHING,
-        "--kv-events-endpoint cannot be used with --no-prefix-caching",
+        "--kv-events-endpoint cannot be used with prefix-caching = false",
     ),
     Exclusion(
         Feature.KV_CONNECTOR,
         Feature.NO_PREFIX_CACHING,
-        "--kv-connector cannot be used with --no-prefix-caching",
+        "--kv-connector cannot be used with prefix-caching = false",
     ),
     Exclusion(
         Feature.HOST_MEMORY_TIER,
         Feature.NO_PREFIX_CACHING,
-        "--kv-host-memory cannot be used with --no-prefix-caching",
+        "--kv-host-memory cannot be used with prefix-caching = false",
     ),
     Exclusion(
         Feature.KV_SOURCES,
         Feature.NO_PREFIX_CACHING,
-        "--kv-sources cannot be used with --no-prefix-caching",
+        "--kv-sources cannot be used with prefix-caching = false",
     ),
 )
 

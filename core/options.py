@@ -11,7 +11,8 @@
 
 Commands take their options from these fields (`baton.cli.signatures`) and make the configs by
 `build_config`. A field that holds another such config adds the options of that one. Parameters of a
-command declare the options that no config has in the same way.
+command declare the options that no config has in the same way. Options that are settings
+(`is_setting`) are read from files and the environment only, and are not in the help pages.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class Option:
     # Makes the field's value from the other options if this one is not given.
     default_from: Callable[[Mapping[str, Any]], Any] | None = None
     variable: str | None = None  # environment variable, in addition to that of the command
+    is_setting: bool = False  # not on the command line
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,12 @@ class OptionField:
 
     @property
     def flag(self) -> str:
-        return _flag(self.name)
+        return f"--{_key(self.name)}"
+
+    @property
+    def title(self) -> str:
+        """Return the name in messages."""
+        return _title(self.name, self.option)
 
     def value_in(self, given: Mapping[str, Any]) -> Any:
         """Return the value of the field for the given options. Raises InvalidConfig."""
@@ -99,7 +106,7 @@ class OptionField:
         if value is None:
             return
         if option.choices and value not in (*option.choices, self.default):
-            raise _unknown_choice(self.flag, value, option.choices)
+            raise _unknown_choice(self.title, value, option.choices)
         bounds = (option.above, option.at_least, option.at_most)
         limits = [
             (words, fits, bound)
@@ -108,7 +115,7 @@ class OptionField:
         ]
         if not all(fits(value, bound) for _, fits, bound in limits):
             expected = " and ".join(f"{words} {bound}" for words, _, bound in limits)
-            raise InvalidConfig(f"{self.flag} is {value}; it must be {expected}")
+            raise InvalidConfig(f"{self.title} is {value}; it must be {expected}")
 
 
 @cache
@@ -177,7 +184,7 @@ def _option_field(field: Field[Any], kind: Any, option: Option) -> OptionField:
     if parse is not None:
         kind = option.kind
     elif isinstance(kind, type) and issubclass(kind, Enum):
-        kind, parse = str, partial(_parse_choice, kind, _flag(name))
+        kind, parse = str, partial(_parse_choice, kind, _title(name, option))
         default = default.value if isinstance(default, Enum) else default
     if option.default_from is not None:
         kind, default = kind | None, None
@@ -185,16 +192,20 @@ def _option_field(field: Field[Any], kind: Any, option: Option) -> OptionField:
     return OptionField(option, field.name, name, kind, default, parse, is_required)
 
 
-def _parse_choice(kind: type[Enum], flag: str, value: str) -> Enum:
+def _parse_choice(kind: type[Enum], title: str, value: str) -> Enum:
     known = {choice.value: choice for choice in kind}
     if value not in known:
-        raise _unknown_choice(flag, value, known)
+        raise _unknown_choice(title, value, known)
     return known[value]
 
 
-def _unknown_choice(flag: str, value: object, known: Iterable[str]) -> InvalidConfig:
-    return InvalidConfig(f"{flag} {value!r}: choose one of {', '.join(known)}")
+def _unknown_choice(title: str, value: object, known: Iterable[str]) -> InvalidConfig:
+    return InvalidConfig(f"{title} {value!r}: choose one of {', '.join(known)}")
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+def _title(name: str, option: Option) -> str:
+    return _key(name) if option.is_setting else f"--{_key(name)}"
+
+
+def _key(name: str) -> str:
+    return name.replace("_", "-")

@@ -8,5 +8,5 @@
 3. Blocks land while the prompt is still computed. With the last one comes the first token: the
    request joins the batch and decodes (`engine/scheduler`, `engine/runner`).
 4. If the KV does not arrive, the node computes the prompt itself, or the call fails and the router
-   tries other nodes (`--kv-load-failure-policy`).
+   tries other nodes (`kv-load-failure-policy`).
 """

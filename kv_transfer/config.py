@@ -20,16 +20,18 @@ class ReceiverConfig:
             KV_CACHE,
             name="kv_lease_s",
             above=0,
+            is_setting=True,
         ),
     ] = 5.0
     silence_s: Annotated[  # with receives outstanding
         float,
         Option(
             "Seconds without an answer after which a peer is given up. Nodes in a long forward "
-            "pass keep sending heartbeats, up to --stuck-after-s.",
+            "pass keep sending heartbeats, up to stuck-after-s.",
             KV_CACHE,
             name="kv_silence_s",
             above=0,
+            is_setting=True,
         ),
     ] = 10.0
     # If a revoke or a Hello is not answered for so long, the pair is cut although P is alive. Must
@@ -69,6 +71,7 @@ class KvWorkerConfig:
             "for that.",
             KV_CACHE,
             name="kv_verify",
+            is_setting=True,
         ),
     ] = True
     receiver: ReceiverConfig = field(default_factory=ReceiverConfig)

@@ -43,7 +43,7 @@ class KvConnectorContext:
     # Equal on all nodes whose blocks of one name have the same bytes. Keep others apart.
     fingerprint: str
     wake: Callable[[], None]  # lets the engine poll soon; from any thread
-    config: Mapping[str, object]  # the object in --kv-connector-config
+    config: Mapping[str, object]  # the object in kv-connector-config
     spare_bytes: int = 0  # of the node's part of host memory, which others share, besides the KV
 
 

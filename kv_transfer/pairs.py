@@ -244,11 +244,11 @@ class Pairs:
         reason = find_mismatch(self._hello, theirs, is_converted=conversion is not None)
         if reason is not None:
             if sender.fingerprint.is_convertible_into(receiver.fingerprint):
-                reason += ", or decode nodes more --kv-staging-memory"
+                reason += ", or decode nodes more kv-staging-memory"
             raise PeerUnreachable(reason)
         if conversion is None and not sender.can_write(receiver):
             raise PeerUnreachable(
                 f"{sender.node_id} cannot write to {receiver.region.device} of "
-                f"{receiver.node_id}, whose --kv-staging-memory has no room for a block"
+                f"{receiver.node_id}, whose kv-staging-memory has no room for a block"
             )
         return conversion

@@ -35,9 +35,9 @@ def _parse_connector_config(written: str) -> dict[str, object]:
     try:
         config = json.loads(written or "{}")
     except ValueError as error:
-        raise InvalidConfig(f"--kv-connector-config is not JSON: {error}") from None
+        raise InvalidConfig(f"kv-connector-config is not JSON: {error}") from None
     if not isinstance(config, dict):
-        raise InvalidConfig(f"--kv-connector-config {written}: it must be a JSON object")
+        raise InvalidConfig(f"kv-connector-config {written}: it must be a JSON object")
     return config
 
 
@@ -74,13 +74,14 @@ class NodeOptions:
         int,
         Option(
             "Memory in which a decode node takes the KV of prefill nodes with another "
-            "--block-size, or without --kv-cache-dtype int8, to convert it; 0: such nodes are "
+            "block-size, or without --kv-cache-dtype int8, to convert it; 0: such nodes are "
             "refused. A node on a GPU takes all KV there that cannot be written to the GPU, and "
             "has 1 GiB by default.",
             KV_CACHE,
             name="kv_staging_memory",
             default="0",
             parse=parse_bytes,
+            is_setting=True,
         ),
     ] = 0
     tiers: TiersConfig = field(default_factory=TiersConfig)
@@ -100,6 +101,7 @@ class NodeOptions:
             KV_CACHE,
             default="",
             parse=_parse_connector_config,
+            is_setting=True,
         ),
     ] = field(default_factory=dict)
     enable_prefix_caching: Annotated[
@@ -108,6 +110,7 @@ class NodeOptions:
             "Reuse the cached KV of earlier requests with the same prefix.",
             KV_CACHE,
             name="prefix_caching",
+            is_setting=True,
         ),
     ] = True
     kv_sources: Annotated[
@@ -149,6 +152,7 @@ class NodeOptions:
             "Seconds without a finished step or layer after which the node is not ready.",
             NETWORK,
             above=HEARTBEAT_S,
+            is_setting=True,
         ),
     ] = 60.0
     drain_timeout_s: DrainTimeout = DRAIN_TIMEOUT_S

@@ -109,7 +109,7 @@ def _check_start(options: NodeOptions) -> None:
 
 def _check_endpoints(config: KvEventsConfig) -> None:
     """Listen for a moment. A path would be taken from a node that listens on it."""
-    bound = {"--kv-events-replay-endpoint": config.replay_endpoint}
+    bound = {"kv-events-replay-endpoint": config.replay_endpoint}
     if is_bound(config.endpoint):
         bound["--kv-events-endpoint"] = config.endpoint
     else:

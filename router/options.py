@@ -55,7 +55,12 @@ class RouterOptions:
     ] = ()
     find_every_s: Annotated[
         float,
-        Option("Seconds between two resolutions of names and reads of lists.", NETWORK, above=0),
+        Option(
+            "Seconds between two resolutions of names and reads of lists.",
+            NETWORK,
+            above=0,
+            is_setting=True,
+        ),
     ] = 5.0
     drain_timeout_s: DrainTimeout = DRAIN_TIMEOUT_S
     models: ModelOptions = ModelOptions()
@@ -71,7 +76,7 @@ class RouterOptions:
         ),
     ] = None
     http_host: Annotated[
-        str, Option("Address to serve HTTP on. Default: that of --host.", NETWORK)
+        str, Option("Address to serve HTTP on. Default: that of --host.", NETWORK, is_setting=True)
     ] = ""
     cors: CorsConfig = NO_CORS
     embed_truncate: Annotated[
@@ -80,6 +85,7 @@ class RouterOptions:
             "Over HTTP, cut texts that exceed what a model takes, with a warning in the answer, if "
             "it generates no text; otherwise they are refused.",
             MODEL,
+            is_setting=True,
         ),
     ] = True
     smg: Annotated[

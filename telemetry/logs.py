@@ -44,7 +44,7 @@ def configure_logging(
 ) -> None:
     """Set up logging, once per process. Raises InvalidConfig."""
     if written_as not in FORMATS:
-        raise InvalidConfig(f"--log-format {written_as!r}: choose one of {', '.join(FORMATS)}")
+        raise InvalidConfig(f"log-format {written_as!r}: choose one of {', '.join(FORMATS)}")
     if level not in LEVELS:
         raise InvalidConfig(f"--log-level {level!r}: choose one of {', '.join(LEVELS)}")
     handler = logging.StreamHandler(stream or sys.stderr)

@@ -47,6 +47,7 @@ class TelemetryOptions:
             TELEMETRY,
             at_least=0,
             at_most=1,
+            is_setting=True,
         ),
     ] = 1.0
     trace_dir: Annotated[
@@ -68,6 +69,7 @@ class TelemetryOptions:
             name="trace_limit",
             default="64MiB",
             parse=parse_bytes,
+            is_setting=True,
         ),
     ] = 64 * MIB
     otlp_endpoint: Annotated[
@@ -98,13 +100,14 @@ class TelemetryOptions:
             "Seconds between exports of metrics to the OTLP collector; 0: never.",
             TELEMETRY,
             at_least=0,
+            is_setting=True,
         ),
     ] = 15.0
 
     def __post_init__(self) -> None:
         check_options(self)
         if self.trace_dir_bytes < MIB:
-            raise InvalidConfig("the limit of the trace folder is below 1 MiB; raise --trace-limit")
+            raise InvalidConfig("the limit of the trace folder is below 1 MiB; raise trace-limit")
 
     @property
     def sends_metrics(self) -> bool:

@@ -1,4 +1,4 @@
-"""Effect of --long-prefill-token-threshold on short prompts among long ones, on a prefill node.
+"""Effect of long-prefill-token-threshold on short prompts among long ones, on a prefill node.
 
 One engine gets prompts at random times and computes the first token of each, like a prefill node.
 Time is the CPU time of this process and idle time is skipped, so that other load on the machine

@@ -1,4 +1,4 @@
-"""Measures the importance of a model's columns for --quantize-importance.
+"""Measures the importance of a model's columns for quantize-importance.
 
     python -m tools.measure_importance MODEL --text FILE --output importance.safetensors
 

@@ -92,7 +92,7 @@ class ServeLoad:
         Arrivals.POISSON
     )
     burst_size: Annotated[
-        int, Option("Requests per burst, with --arrivals burst.", LOAD, at_least=1)
+        int, Option("Requests per burst, with --arrivals burst.", LOAD, at_least=1, is_setting=True)
     ] = 8
     prompt: Annotated[
         Lengths,
@@ -120,7 +120,14 @@ class ServeLoad:
     ] = 0
     prefix_groups: Annotated[int, Option("Number of such groups.", LOAD, at_least=1)] = 1
     num_warm_up: Annotated[
-        int, Option("Requests sent before the measurement.", LOAD, name="warm_up", at_least=0)
+        int,
+        Option(
+            "Requests sent before the measurement.",
+            LOAD,
+            name="warm_up",
+            at_least=0,
+            is_setting=True,
+        ),
     ] = 2
     seed: Annotated[int, Option("Seed of the requests and their arrival times.", LOAD)] = 0
 

@@ -18,6 +18,7 @@ from baton.cli.help_page import show_help_all, write_commands, write_options
 from baton.cli.settings_file import CommandOptions, FileOption, GroupOptions, Node, read_settings
 from baton.cli.show import show_table
 from baton.cli.signatures import inherit_options
+from baton.core.errors import InvalidConfig
 
 SETTINGS_PANEL = "Settings"
 ENVIRONMENT_PREFIX = "BATON"
@@ -25,6 +26,7 @@ SHOW = "baton.show_config"
 FILE = "baton.config"
 DEFAULT_COMMAND = "show"
 SETTINGS = "baton.settings"
+PARENT = "parent_pid"  # of a process that another one starts, and passes settings to
 SECRET_ENDINGS = ("token", "password")
 
 
@@ -101,6 +103,12 @@ class Command(TyperCommand):
         super().__init__(*args, params=[*(params or ()), *_options_of_every_command()], **given)
         self.help = unwrap(self.help or "")
         hide_variables(self)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        rest: list[str] = super().parse_args(ctx, args)
+        if not ctx.resilient_parsing and not ctx.params.get(PARENT):
+            _refuse_settings(ctx)
+        return rest
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         write_options(ctx, formatter, " ".join(_path(ctx)))
@@ -183,8 +191,24 @@ def _options_of(command: Any) -> Node:
 
 
 def _is_settable(param: Any) -> bool:
-    is_own = param.expose_value and not param.is_eager
-    return param.param_type_name == "option" and is_own and not param.hidden
+    return param.param_type_name == "option" and _is_own(param)
+
+
+def _is_own(param: Any) -> bool:
+    return bool(param.expose_value) and not param.is_eager
+
+
+def _refuse_settings(context: Any) -> None:
+    """Refuse settings on the command line. Raises InvalidConfig."""
+    for param in context.command.params:
+        source = context.get_parameter_source(param.name)
+        is_setting = param.param_type_name == "option" and _is_own(param) and param.hidden
+        if is_setting and source is not None and source.name == "COMMANDLINE":
+            key, table = param.name.replace("_", "-"), ".".join(_path(context))
+            raise InvalidConfig(
+                f"{key} is not an option of the command line: set it in a file (--config FILE), "
+                f"as {key} = … below [{table}], or as {_variable(context, param.name)}"
+            )
 
 
 def _option(param: Any) -> FileOption:
@@ -210,7 +234,7 @@ def _warn_of_unknown_variables(context: Any) -> None:
 
 
 def _show_settings(context: Any) -> None:
-    params = [param for param in context.command.params if param.expose_value and not param.hidden]
+    params = [param for param in context.command.params if _is_own(param)]
     rows = [
         {"option": param.name, "value": _shown(param, context), "from": _source(param, context)}
         for param in params

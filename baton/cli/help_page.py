@@ -42,6 +42,7 @@ FIRST_OPTIONS = {
 }  # fmt: skip
 ALWAYS = ("help", "config")  # on each first page
 SHOWS_ALL = "baton.help_all"
+SETTINGS_LINE = "--show-config also lists settings, which only files and the environment set."
 MAX_NAME_WIDTH = 28  # of an option; a longer one has its own line
 
 
@@ -63,6 +64,8 @@ def write_options(context: Any, formatter: Any, command: str) -> None:
         for panel in dict.fromkeys(map(_panel, options)):
             in_panel = [one for one in options if _panel(one) == panel]
             _write_params(context, formatter, panel, in_panel)
+        if any(one.hidden and not one.is_eager for one in params):
+            formatter.write(f"\n  {SETTINGS_LINE}\n")
         return
     by_name = {one.name: one for one in options}
     first = [by_name[name] for name in (*FIRST_OPTIONS[command], *ALWAYS)]

@@ -70,6 +70,7 @@ def _typer_option(option: Option) -> Any:
         min=option.at_least,
         max=option.at_most if shows_range else None,
         envvar=option.variable,
+        hidden=option.is_setting,
     )
 
 

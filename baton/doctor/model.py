@@ -185,7 +185,7 @@ def room_finding(
     weights, smaller = f"{format_bytes(weight_bytes)} of weights", "a smaller --kv-cache-memory"
     if adapter_bytes:
         weights += f", up to {format_bytes(adapter_bytes)} of LoRA adapters"
-        smaller += ", --max-cpu-loras or --max-lora-rank"
+        smaller += ", max-cpu-loras or max-lora-rank"
     host_bytes = auto_host_bytes(max(0, free_bytes - needed), kv_bytes)
     found = (
         f"a node needs {weights} and {format_bytes(kv_bytes)} of KV "

@@ -108,7 +108,7 @@ def _torch() -> Iterator[Finding]:
 def gpu_finding(names: list[str], *, has_driver: bool, torch_cuda: str | None) -> Finding:
     if names:
         share = RunnerConfig("").gpu_memory_utilization
-        return ok("GPU", f"{'; '.join(names)}; a node uses {share:.0%} (--gpu-memory-utilization)")
+        return ok("GPU", f"{'; '.join(names)}; a node uses {share:.0%} (gpu-memory-utilization)")
     if not has_driver:
         return ok("GPU", "none; nodes compute on the CPU")
     if torch_cuda is None:

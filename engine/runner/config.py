@@ -88,6 +88,7 @@ class RunnerConfig:
             "Launch every operation of a decode step instead of replaying graphs, which GPUs "
             "capture at start.",
             MACHINE,
+            is_setting=True,
         ),
     ] = False
     quantize: Annotated[
@@ -100,6 +101,7 @@ class RunnerConfig:
             "File of tools.measure_importance, by which --quantize int4 rounds important columns "
             "more exactly; the same on all nodes.",
             MODEL,
+            is_setting=True,
         ),
     ] = ""
     activation_dtype: Annotated[
@@ -120,6 +122,7 @@ class RunnerConfig:
             default="",
             parse=weight_cache_folder,
             variable=WEIGHT_CACHE_VARIABLE,
+            is_setting=True,
         ),
     ] = None
     weight_cache_bytes: Annotated[
@@ -130,13 +133,14 @@ class RunnerConfig:
             name="weight_cache_limit",
             default="32GiB",
             parse=parse_bytes,
+            is_setting=True,
         ),
     ] = 32 * GIB
     kv_cache_bytes: Annotated[
         int | None,
         Option(
             "Size of the KV cache, such as 512MiB. auto: half of the CPU's free memory, divided by "
-            "--nodes-per-machine, or what --gpu-memory-utilization leaves of the GPU's; at most "
+            "--nodes-per-machine, or what gpu-memory-utilization leaves of the GPU's; at most "
             "what full batches need.",
             KV_CACHE,
             name="kv_cache_memory",
@@ -152,6 +156,7 @@ class RunnerConfig:
             KV_CACHE,
             above=0,
             at_most=1,
+            is_setting=True,
         ),
     ] = 0.9
     nodes_per_machine: Annotated[
@@ -164,7 +169,10 @@ class RunnerConfig:
         ),
     ] = None
     block_size: Annotated[
-        int, Option("Tokens per KV block; the same on all nodes.", KV_CACHE, at_least=1)
+        int,
+        Option(
+            "Tokens per KV block; the same on all nodes.", KV_CACHE, at_least=1, is_setting=True
+        ),
     ] = 16
     kv_cache_dtype: Annotated[
         str,
@@ -195,6 +203,7 @@ class RunnerConfig:
             "tokens are drawn with; the same on all nodes.",
             BATCHING,
             choices=LOGPROBS_MODES,
+            is_setting=True,
         ),
     ] = RAW_LOGPROBS
     logits_processors: Annotated[  # entry points; see engine.runner.sampling.logits_processors
@@ -226,9 +235,9 @@ class RunnerConfig:
         check(share is None or 0 < share < 1, f"kv_cache_share {share}: from 0 to 1")
         check(num_bytes is None or num_bytes >= 1, f"kv_cache_bytes {num_bytes}: at least 1")
         limit = self.weight_cache_bytes
-        check(limit >= 0, f"--weight-cache-limit {limit}: at least 0")
+        check(limit >= 0, f"weight-cache-limit {limit}: at least 0")
         is_used = self.quantize == "int4" or not self.quantize_importance
-        check(is_used, "--quantize-importance is for --quantize int4")
+        check(is_used, "quantize-importance is for --quantize int4")
         uses_torch = self.kernels == "torch" or (self.kernels == "auto" and self.device != "cpu")
         check_exclusions(
             {Feature.BATCH_INVARIANT: self.batch_invariant, Feature.TORCH_KERNELS: uses_torch}

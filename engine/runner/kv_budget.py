@@ -60,13 +60,13 @@ def profiled_kv_bytes(config: RunnerConfig, memory: MemoryProfile, cache: CacheS
         of_adapters, remedy = "", ""
         if cache.adapter_bytes:
             of_adapters = f"its adapters {format_bytes(cache.adapter_bytes)}, "
-            remedy = "--max-cpu-loras, --max-lora-rank, "
+            remedy = "max-cpu-loras, max-lora-rank, "
         raise InvalidConfig(
             f"no memory is left for the KV cache: the node may use {format_bytes(share_bytes)} of "
             f"the GPU, its weights take {format_bytes(memory.own_bytes)}, {of_adapters}its "
             f"largest step and graphs {format_bytes(memory.run_bytes)}, and "
             f"{format_bytes(memory.free_bytes)} are free: lower {remedy}--max-num-batched-tokens "
-            "or --max-num-seqs, or raise --gpu-memory-utilization"
+            "or --max-num-seqs, or raise gpu-memory-utilization"
         )
     return min(left_bytes, _most_bytes(config, cache))
 

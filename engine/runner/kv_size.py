@@ -63,7 +63,7 @@ def _check_room(kv_bytes: int, cache: CacheShape, device: Device) -> None:
     if cache.adapter_bytes + kv_bytes <= free_bytes:
         log.info(text, *sizes)
     else:
-        remedy = ": lower --kv-cache-memory, --max-cpu-loras or --max-lora-rank"
+        remedy = ": lower --kv-cache-memory, max-cpu-loras or max-lora-rank"
         log.warning(text + remedy, *sizes)
 
 

@@ -241,7 +241,7 @@ def _can_capture(opened: _Opened, decoder: Decoder) -> bool:
     """Return whether decode steps can be graphs; if the device has them, log why they cannot."""
     kernels, cause = opened.kernels, ""
     if opened.config.enforce_eager:
-        cause = "--enforce-eager"
+        cause = "enforce-eager"
     elif not kernels.has_static_launches:
         cause = f"launches of the kernels {kernels.name!r} depend on the lengths of sequences"
     elif decoder.config.depends_on_length:
@@ -268,7 +268,7 @@ def _capture_graphs(
     except torch.OutOfMemoryError as error:
         raise InvalidConfig(
             "no memory for graphs of decode steps: lower --kv-cache-memory or --max-num-seqs, or "
-            f"use --enforce-eager: {error}"
+            f"use enforce-eager: {error}"
         ) from error
     except RuntimeError as error:
         # The error of what cannot be captured comes before that of ending the capture.

@@ -33,12 +33,12 @@ class LoadFailurePolicy(Enum):
 
 
 def default_threshold(given: Mapping[str, Any]) -> int:
-    """Return the default of --long-prefill-token-threshold for these options."""
+    """Return the default of long-prefill-token-threshold for these options."""
     return DEFAULT_LONG_PREFILL_THRESHOLD if given.get("chunked_prefill", True) else 0
 
 
 def default_long_prefills(given: Mapping[str, Any]) -> int | None:
-    """Return the default of --max-long-partial-prefills for these options."""
+    """Return the default of max-long-partial-prefills for these options."""
     threshold = given.get("long_prefill_token_threshold")
     return 1 if (default_threshold(given) if threshold is None else threshold) else None
 
@@ -61,6 +61,7 @@ class SchedulerConfig:
             BATCHING,
             name="scheduling_policy",
             default=SchedulingPolicy.PRIORITY,
+            is_setting=True,
         ),
     ] = SchedulingPolicy.FCFS
     enable_chunked_prefill: Annotated[
@@ -70,6 +71,7 @@ class SchedulerConfig:
             "--max-num-batched-tokens is refused.",
             BATCHING,
             name="chunked_prefill",
+            is_setting=True,
         ),
     ] = True
     # Prompts with more tokens are long.
@@ -77,35 +79,38 @@ class SchedulerConfig:
         int,
         Option(
             "Maximum tokens of one prompt in a step while short prompts arrive, so that they are "
-            "not delayed by long ones; 0: no limit. Default: 512, or 0 with --no-chunked-prefill.",
+            "not delayed by long ones; 0: no limit. Default: 512, or 0 without chunked-prefill.",
             BATCHING,
             at_least=0,
             default_from=default_threshold,
+            is_setting=True,
         ),
     ] = 0
     max_num_partial_prefills: Annotated[  # incomplete prefills after a step
         int | None,
         Option(
             "Maximum number of partially computed prompts, counted apart for those longer than "
-            "--long-prefill-token-threshold; more urgent ones start all the same; 0: no limit.",
+            "long-prefill-token-threshold; more urgent ones start all the same; 0: no limit.",
             BATCHING,
             at_least=0,
             default=0,
             kind=int,
             parse=lambda limit: limit or None,
+            is_setting=True,
         ),
     ] = None
     max_long_partial_prefills: Annotated[  # long ones among them; short ones overtake
         int | None,
         Option(
             "Maximum number of partially computed prompts longer than "
-            "--long-prefill-token-threshold, so that shorter ones overtake them; 0: no limit. "
+            "long-prefill-token-threshold, so that shorter ones overtake them; 0: no limit. "
             "Default: 1 if there is a threshold.",
             BATCHING,
             at_least=0,
             default_from=default_long_prefills,
             kind=int,
             parse=lambda limit: limit or None,
+            is_setting=True,
         ),
     ] = None
     target_step_s: Annotated[
@@ -119,6 +124,7 @@ class SchedulerConfig:
             default=0.0,
             kind=float,
             parse=lambda step_ms: step_ms / 1e3 if step_ms else None,
+            is_setting=True,
         ),
     ] = None
     async_scheduling: Annotated[
@@ -136,6 +142,7 @@ class SchedulerConfig:
             "Action of a decode node when a request's KV does not arrive. recompute: compute the "
             "prompt locally; fail: end the request, and the router retries it on another node.",
             KV_CACHE,
+            is_setting=True,
         ),
     ] = LoadFailurePolicy.RECOMPUTE
     # Of each KV group.
@@ -146,6 +153,7 @@ class SchedulerConfig:
             "it grants blocks to prefill nodes; with 0 it grants more and preempts more often.",
             KV_CACHE,
             at_least=0,
+            is_setting=True,
         ),
     ] = 1
     # Limit of a request's wait for loads, pulls and hand-offs of other requests, in sum; with 0, it
@@ -160,6 +168,7 @@ class SchedulerConfig:
             default=LAYER,
             choices=(LAYER, "chunk"),
             parse=lambda unit: unit == LAYER,
+            is_setting=True,
         ),
     ] = False
     max_loras: int = 0  # different adapters in a batch

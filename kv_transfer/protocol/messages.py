@@ -208,7 +208,7 @@ _ONE_MODEL = "serve one model from all nodes"
 _ADVICE = {
     "wire_version": "run one version of baton on all nodes",
     "dtype": "give all nodes one --dtype and --kv-cache-dtype",
-    "block_size": "give all nodes one --block-size",
+    "block_size": "give all nodes one block-size",
 }
 
 

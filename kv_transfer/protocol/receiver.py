@@ -257,7 +257,7 @@ class Receiver:
         for incoming in list(self._waiting_for_room()):
             # Room that an earlier one leaves may have gone to this one.
             if incoming.state is IncomingState.WAITING and now >= incoming.began_s + wait_s:
-                self._report_failed(incoming, f"no room in --kv-staging-memory within {wait_s:g} s")
+                self._report_failed(incoming, f"no room in kv-staging-memory within {wait_s:g} s")
                 self._release(incoming)
         for link_id, link in self._links.items():
             if not link.awaits_peer:
@@ -349,7 +349,7 @@ class Receiver:
             needed = len(conversion.map(order).source) * conversion.region.block_bytes
             self._refuse(
                 incoming,
-                f"its KV takes {needed} bytes before conversion, and --kv-staging-memory is"
+                f"its KV takes {needed} bytes before conversion, and kv-staging-memory is"
                 f" {staging.region.num_bytes} bytes",
             )
             return False

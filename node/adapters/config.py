@@ -11,7 +11,7 @@ from baton.core.errors import InvalidConfig, InvalidRequest
 from baton.core.options import ADAPTERS, Option, check_options
 
 MAX_NAME_CHARACTERS, MAX_ID_CHARACTERS = 256, 128
-PLACES_IN_MEMORY = 4  # by default, for each of --max-loras
+PLACES_IN_MEMORY = 4  # by default, for each of max-loras
 
 
 class AdapterFolder(NamedTuple):
@@ -82,18 +82,25 @@ class AdapterConfig:
         ),
     ] = None
     max_loras: Annotated[
-        int, Option("Maximum number of different adapters in a batch.", ADAPTERS, at_least=1)
+        int,
+        Option(
+            "Maximum number of different adapters in a batch.",
+            ADAPTERS,
+            at_least=1,
+            is_setting=True,
+        ),
     ] = 8
     max_lora_rank: Annotated[
-        int, Option("Maximum rank of an adapter's matrices.", ADAPTERS, at_least=1)
+        int, Option("Maximum rank of an adapter's matrices.", ADAPTERS, at_least=1, is_setting=True)
     ] = 64
     max_cpu_loras: Annotated[
         int | None,
         Option(
-            "Maximum number of adapters in memory, at least --max-loras; the least recently used "
-            "are evicted, and read again when a request needs them. Default: 4 times --max-loras.",
+            "Maximum number of adapters in memory, at least max-loras; the least recently used "
+            "are evicted, and read again when a request needs them. Default: 4 times max-loras.",
             ADAPTERS,
             at_least=1,
+            is_setting=True,
         ),
     ] = None
 
@@ -101,7 +108,7 @@ class AdapterConfig:
         check_options(self)
         if self.num_places < self.max_loras:
             raise InvalidConfig(
-                f"--max-cpu-loras is {self.num_places}; it must be at least --max-loras, which is "
+                f"max-cpu-loras is {self.num_places}; it must be at least max-loras, which is "
                 f"{self.max_loras}"
             )
 

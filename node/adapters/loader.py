@@ -278,7 +278,7 @@ class AdapterLoader(Generic[Loaded]):
                 await asyncio.wait([place], timeout=self._max_claim_s - self._max_wait_s)
             if not place.done():
                 raise AdaptersBusy(
-                    "requests use all places for adapters in memory (--max-cpu-loras); none "
+                    "requests use all places for adapters in memory (max-cpu-loras); none "
                     f"became free within {self._clock() - load.waits_since_s:.2g} s"
                 )
         finally:

@@ -45,6 +45,7 @@ class TiersConfig:
             name="kv_folder_size",
             default="10GiB",
             parse=parse_bytes,
+            is_setting=True,
         ),
     ] = 10 << 30
     object_store: Annotated[
@@ -66,17 +67,19 @@ class TiersConfig:
             name="kv_object_store_size",
             default="1TiB",
             parse=parse_bytes,
+            is_setting=True,
         ),
     ] = 1 << 40
     tenant_share: Annotated[
         float,
         Option(
-            "Share of --kv-host-memory and of --kv-folder-size that the KV of one tenant (a cache "
+            "Share of --kv-host-memory and of kv-folder-size that the KV of one tenant (a cache "
             "salt, or the owner of a token and all its salts) can take. 1: no limit.",
             KV_CACHE,
             name="kv_tenant_share",
             above=0,
             at_most=1,
+            is_setting=True,
         ),
     ] = 1.0
 
@@ -96,4 +99,4 @@ def parse_tiers(given: Mapping[str, Any]) -> TiersConfig:
     try:
         return TiersConfig(**given)
     except TypeError as error:
-        raise InvalidConfig(f"--kv-connector-config of the tiers: {error}") from error
+        raise InvalidConfig(f"kv-connector-config of the tiers: {error}") from error

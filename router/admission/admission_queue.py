@@ -32,6 +32,7 @@ class AdmissionQueueConfig:
             "decode nodes' batches hold.",
             ROUTING,
             at_least=1,
+            is_setting=True,
         ),
     ] = None
     max_queue: Annotated[
@@ -40,6 +41,7 @@ class AdmissionQueueConfig:
             "Maximum number of queued requests for a model; more are refused (QUEUE_FULL).",
             ROUTING,
             at_least=0,
+            is_setting=True,
         ),
     ] = 1024
 

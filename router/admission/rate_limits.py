@@ -27,11 +27,21 @@ class RateLimitConfig:
 
     client_max_requests: Annotated[
         int | None,
-        Option("Maximum number of requests in progress per client token.", SECURITY, at_least=1),
+        Option(
+            "Maximum number of requests in progress per client token.",
+            SECURITY,
+            at_least=1,
+            is_setting=True,
+        ),
     ] = None
     client_requests_per_minute: Annotated[
         int | None,
-        Option("Maximum number of requests per client token and minute.", SECURITY, at_least=1),
+        Option(
+            "Maximum number of requests per client token and minute.",
+            SECURITY,
+            at_least=1,
+            is_setting=True,
+        ),
     ] = None
     client_tokens_per_minute: Annotated[
         int | None,
@@ -39,6 +49,7 @@ class RateLimitConfig:
             "Maximum number of prompt and answer tokens per client token and minute.",
             SECURITY,
             at_least=1,
+            is_setting=True,
         ),
     ] = None
 

@@ -20,6 +20,7 @@ class DispatchConfig:
             NETWORK,
             default=5.0,
             at_least=0,
+            is_setting=True,
         ),
     ] = 0.0
     quarantine_patience_s: float = 10.0  # how long it waits for nodes that are in quarantine

@@ -15,7 +15,7 @@ from baton.router.http.errors import HttpFailure
 MAX_SHOWN_PATH_CHARACTERS = 200
 USE_CHAT = "use /v1/chat/completions"
 NO_CORS = (
-    "cross-origin requests are off (CORS): start the router with --allowed-origins, or call this "
+    "cross-origin requests are off (CORS): start the router with allowed-origins, or call this "
     "server from a program"
 )
 # Parts of OpenAI's, Anthropic's and vLLM's APIs that clients look for here, by path prefix.

@@ -20,7 +20,7 @@ def parse_origins(written: str) -> tuple[str, ...]:
         is_origin = parts.scheme in ("http", "https") and bool(parts.netloc)
         if origin != ANY_ORIGIN and (not is_origin or origin != f"{parts.scheme}://{parts.netloc}"):
             raise InvalidConfig(
-                f"--allowed-origins: {origin!r} is not an origin; give scheme://host:port without "
+                f"allowed-origins: {origin!r} is not an origin; give scheme://host:port without "
                 "a path, or *"
             )
     return origins
@@ -37,11 +37,16 @@ class CorsConfig:
             SECURITY,
             default="",
             parse=parse_origins,
+            is_setting=True,
         ),
     ] = ()
     allow_credentials: Annotated[
         bool,
-        Option("Allow web pages of --allowed-origins to send cookies and certificates.", SECURITY),
+        Option(
+            "Allow web pages of allowed-origins to send cookies and certificates.",
+            SECURITY,
+            is_setting=True,
+        ),
     ] = False
 
     def __post_init__(self) -> None:
@@ -50,7 +55,7 @@ class CorsConfig:
             not self.allowed_origins or ANY_ORIGIN in self.allowed_origins
         ):
             raise InvalidConfig(
-                "--allow-credentials needs --allowed-origins with the origins by name, not *"
+                "allow-credentials needs allowed-origins with the origins by name, not *"
             )
 
 

@@ -27,7 +27,7 @@ CONNECTS = ("http", "websocket")  # types of scopes
 HEAD_MESSAGES = ("http.response.start", "websocket.accept", "websocket.http.response.start")
 FOREIGN_PAGE = HttpFailure(
     403,
-    "WebSocket connections of web pages are refused: start the router with --allowed-origins, or "
+    "WebSocket connections of web pages are refused: start the router with allowed-origins, or "
     "call this server from a program",
     "ORIGIN_NOT_ALLOWED",
 )

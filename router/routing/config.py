@@ -32,6 +32,7 @@ class Routing:
             ROUTING,
             default=256,
             at_least=0,
+            is_setting=True,
         ),
     ] = 0
     seed: int = 0  # of the random draws
@@ -41,6 +42,7 @@ class Routing:
             "Name a node that has more of a prompt's KV than the node that computes it, which "
             "then pulls the KV from there.",
             ROUTING,
+            is_setting=True,
         ),
     ] = True
 

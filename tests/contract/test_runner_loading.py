@@ -428,7 +428,7 @@ def test_the_kv_cache_takes_the_configured_share_of_free_memory(folder: Path) ->
         ({"dtype": "int8"}, "dtype 'int8'"),
         ({"device": "abacus"}, "device 'abacus'"),
         ({"device": "meta"}, "device 'meta'"),
-        ({"block_size": 0}, "--block-size"),
+        ({"block_size": 0}, "block-size"),
         ({"max_num_seqs": 0}, "--max-num-seqs"),
         ({"max_model_len": 513}, "max_model_len 513: at most 512"),
         ({"num_threads": 0}, "--threads"),

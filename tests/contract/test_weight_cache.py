@@ -374,7 +374,7 @@ def test_a_folder_that_cannot_be_used_means_a_warning(
     assert answers(folder, cache) == answers(folder, None)
 
     [warning] = [each for each in caplog.records if each.levelno == logging.WARNING]
-    assert "--weight-cache-dir" in warning.message
+    assert "weight-cache-dir" in warning.message
 
 
 def test_the_least_recently_used_entry_is_deleted(models: dict[str, Path], cache: Path) -> None:

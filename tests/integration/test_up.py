@@ -62,15 +62,15 @@ def is_gone(pid: int) -> bool:
 
 @pytest.mark.slow
 def test_up_shows_its_processes_and_ends_them_on_ctrl_c(up: Callable[..., Terminal]) -> None:
-    with up("--policy", "round_robin", "--kv-lease-s", "2", is_forked=False) as screen:
+    with up("--policy", "round_robin", "--max-num-seqs", "7", is_forked=False) as screen:
         screen.await_text("processes are up")
         shown = processes(screen)
         assert set(shown) == {"router", "prefill-0", "decode-0"}
         router = Path(f"/proc/{shown['router'][0]}/cmdline").read_bytes().split(b"\0")
         decode = Path(f"/proc/{shown['decode-0'][0]}/cmdline").read_bytes().split(b"\0")
         assert b"--policy=round_robin" in router
-        assert b"--kv-lease-s=2.0" in decode
-        assert b"--kv-lease-s=2.0" not in router
+        assert b"--max-num-seqs=7" in decode
+        assert b"--max-num-seqs=7" not in router
         with Client(shown["router"][1], timeout_s=60) as client:
             client.generate(prompt_of(20), Generation(SamplingParams(max_tokens=2)))
 
@@ -348,8 +348,8 @@ def test_the_settings_file_may_set_the_http_port_for_routers_alone(
     ("arguments", "complaint"),
     [
         (["--policy", "luck"], "luck"),
-        (["--kv-lease-s", "0"], "--kv-lease-s is 0.0"),
-        (["--push", "byte"], "--push 'byte'"),
+        (["--kv-lease-s", "3"], "kv-lease-s is not an option of the command line"),
+        (["--kv-transport", "byte"], "--kv-transport 'byte'"),
         (["--tool-parser", "other"], "--tool-parser 'other'"),
     ],
 )

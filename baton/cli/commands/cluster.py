@@ -83,7 +83,8 @@ class UpOptions:
         ),
     ] = False
     start_timeout_s: Annotated[
-        float, Option("Seconds that each process may take to load.", CLUSTER, at_least=1)
+        float,
+        Option("Seconds that each process may take to load.", CLUSTER, at_least=1, is_setting=True),
     ] = 600.0
     drain_timeout_s: Annotated[
         float,

@@ -39,10 +39,15 @@ def _command(role: str, config: type[Config], run: Callable[[Config], None]) -> 
     @inherit_options(config)
     def command(
         parent_pid: Annotated[
-            int, typer.Option(hidden=True, help="End when this process ends.")
+            int, typer.Option(hidden=True, is_eager=True, help="End when this process ends.")
         ] = 0,
         log_format: Annotated[
-            str, Option("auto, text or json; auto: text on a terminal, JSON elsewhere.", OUTPUT)
+            str,
+            Option(
+                "auto, text or json; auto: text on a terminal, JSON elsewhere.",
+                OUTPUT,
+                is_setting=True,
+            ),
         ] = "auto",
         log_level: Annotated[
             str, Option("debug, info or warning; debug also logs each successful request.", OUTPUT)

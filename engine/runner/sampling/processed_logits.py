@@ -1,4 +1,4 @@
-"""Logits after all sampling settings, for `--logprobs-mode processed_logprobs`.
+"""Logits after all sampling settings, for `logprobs-mode processed_logprobs`.
 
 Greedy rows have the constrained logits, as in vLLM. Random rows also have their temperature, min-p,
 top-k and top-p; tokens that cannot be drawn have -inf.

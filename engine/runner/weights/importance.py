@@ -38,7 +38,7 @@ def read_importance(path: str, shapes: Mapping[str, Shape]) -> Importance:
         content = Path(path).expanduser().read_bytes()
         columns = load(content)
     except (OSError, SafetensorError) as error:
-        raise InvalidConfig(f"--quantize-importance {path} cannot be read: {error}") from None
+        raise InvalidConfig(f"quantize-importance {path} cannot be read: {error}") from None
     for name, values in columns.items():
         shape = shapes.get(f"{name}.weight", ())
         if len(shape) != 2:

@@ -117,7 +117,7 @@ class WeightCache:
         num_bytes = num_packed_bytes(weights)
         if num_bytes > self._max_bytes:
             log.info(
-                "The packed weights take %s, more than --weight-cache-limit: not cached",
+                "The packed weights take %s, more than weight-cache-limit: not cached",
                 format_bytes(num_bytes),
             )
             return
@@ -154,7 +154,7 @@ class WeightCache:
     def _warn(self, error: OSError) -> None:
         log.warning(
             "Packed weights are not cached in %s, so that starts are slow: %s; choose another "
-            "folder by --weight-cache-dir, or none",
+            "folder by weight-cache-dir, or none",
             self._folder,
             error,
         )

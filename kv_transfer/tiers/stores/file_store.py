@@ -68,7 +68,7 @@ class FileStore(BlockStore):
 
         One that does not work yet is no error: `scan` tries it again.
         """
-        super().__init__("--kv-folder-size", block_bytes, max_bytes, tenant_share, clock)
+        super().__init__("kv-folder-size", block_bytes, max_bytes, tenant_share, clock)
         self._folder = Path(folder).expanduser() / namespace_of(fingerprint)
         self._journals = JournalFiles(self._folder / JOURNALS, clock)
         self._max_bytes = max_bytes

@@ -51,7 +51,7 @@ class ObjectStore(BlockStore):
         tenant_share: float = 1.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        super().__init__("--kv-object-store-size", block_bytes, max_bytes, tenant_share, clock)
+        super().__init__("kv-object-store-size", block_bytes, max_bytes, tenant_share, clock)
         self._objects = objects
         namespace = namespace_of(fingerprint)
         self._blocks = f"{namespace}/blocks/"

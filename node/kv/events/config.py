@@ -39,6 +39,7 @@ class KvEventsConfig:
             "ZeroMQ endpoint that answers requests for missed KV events, such as tcp://*:5558.",
             KV_EVENTS,
             name="kv_events_replay_endpoint",
+            is_setting=True,
         ),
     ] = ""
     topic: Annotated[  # first frame of each message
@@ -47,6 +48,7 @@ class KvEventsConfig:
             "Topic of the KV events, such as kv@POD@MODEL for llm-d.",
             KV_EVENTS,
             name="kv_events_topic",
+            is_setting=True,
         ),
     ] = ""
     buffer_steps: Annotated[
@@ -56,6 +58,7 @@ class KvEventsConfig:
             KV_EVENTS,
             name="kv_events_buffer_steps",
             at_least=1,
+            is_setting=True,
         ),
     ] = BUFFER_STEPS
     hwm: Annotated[
@@ -65,6 +68,7 @@ class KvEventsConfig:
             KV_EVENTS,
             name="kv_events_hwm",
             at_least=1,
+            is_setting=True,
         ),
     ] = MAX_QUEUED
     max_queue_size: Annotated[  # for the publishing thread
@@ -74,6 +78,7 @@ class KvEventsConfig:
             KV_EVENTS,
             name="kv_events_max_queue_size",
             at_least=1,
+            is_setting=True,
         ),
     ] = MAX_QUEUED
     hashes: Annotated[
@@ -83,6 +88,7 @@ class KvEventsConfig:
             KV_EVENTS,
             name="kv_events_hashes",
             choices=tuple(each.value for each in HashFormat),
+            is_setting=True,
         ),
     ] = HashFormat.INT.value
     host: str = LOOPBACK  # where an endpoint with `*` listens
@@ -98,7 +104,7 @@ class KvEventsConfig:
         if self.endpoint:
             self._check_endpoint("--kv-events-endpoint", self.endpoint)
         if self.replay_endpoint:
-            self._check_endpoint("--kv-events-replay-endpoint", self.replay_endpoint)
+            self._check_endpoint("kv-events-replay-endpoint", self.replay_endpoint)
 
     @property
     def is_on(self) -> bool:

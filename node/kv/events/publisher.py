@@ -90,7 +90,7 @@ class KvEventPublisher:
         with ExitStack() as opened:
             self._open("--kv-events-endpoint", config.endpoint, SocketType.PUB, opened)
             if config.replay_endpoint:
-                option = "--kv-events-replay-endpoint"
+                option = "kv-events-replay-endpoint"
                 self._open(option, config.replay_endpoint, SocketType.ROUTER, opened)
             self._sockets = opened.pop_all()
         self._loop = asyncio.new_event_loop()

@@ -478,7 +478,7 @@ def test_incompatible_peers_are_refused_by_name() -> None:
                     FINGERPRINT, layout=replace(FINGERPRINT.layout, block_size=32)
                 )
             },
-            "block_size differs: 16 and 32 on a and b; give all nodes one --block-size",
+            "block_size differs: 16 and 32 on a and b; give all nodes one block-size",
         ),
         (
             {"fingerprint": replace(FINGERPRINT, wire_version=1)},

@@ -38,15 +38,15 @@ def test_ucx_is_limited_to_loopback_if_the_node_listens_there(
 
 @pytest.mark.parametrize("share", [0.0, -0.5, 1.5])
 def test_an_invalid_tenant_share_is_refused(share: float) -> None:
-    with pytest.raises(InvalidConfig, match=r"--kv-tenant-share is .*; it must be above 0"):
+    with pytest.raises(InvalidConfig, match=r"kv-tenant-share is .*; it must be above 0"):
         TiersConfig(tenant_share=share)
 
 
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"tiers": TiersConfig(1)}, "--kv-host-memory cannot be used with --no-prefix-caching"),
-        ({"kv_connector": "a"}, "--kv-connector cannot be used with --no-prefix-caching"),
+        ({"tiers": TiersConfig(1)}, "--kv-host-memory cannot be used with prefix-caching = false"),
+        ({"kv_connector": "a"}, "--kv-connector cannot be used with prefix-caching = false"),
     ],
 )
 def test_kv_tiers_require_prefix_caching(settings: dict[str, Any], named: str) -> None:
@@ -115,8 +115,8 @@ def test_adapters_are_named_folders() -> None:
         (("a=",), {}, "write NAME=FOLDER"),
         (("=a",), {}, "1 to 256 printable"),
         (("a=b", "a=c"), {}, "--lora is given twice for a"),
-        ((), {"max_loras": 4, "max_cpu_loras": 3}, "--max-cpu-loras is 3; it must be at least"),
-        ((), {"max_loras": 0}, "--max-loras is 0"),
+        ((), {"max_loras": 4, "max_cpu_loras": 3}, "max-cpu-loras is 3; it must be at least"),
+        ((), {"max_loras": 0}, "max-loras is 0"),
     ],
 )
 def test_bad_settings_of_adapters_are_refused(

@@ -72,7 +72,7 @@ def test_a_connector_that_is_not_installed_is_refused(tmp_path: Path) -> None:
 def test_settings_unknown_to_the_tiers_are_refused(tmp_path: Path) -> None:
     settings = {"kv_connector": "tiers", "kv_connector_config": {"riddle": 1}}
 
-    assert_refused(tmp_path / "model", InvalidConfig, "--kv-connector-config.*riddle", settings)
+    assert_refused(tmp_path / "model", InvalidConfig, "kv-connector-config.*riddle", settings)
 
 
 def test_a_metrics_port_in_use_is_refused(tmp_path: Path, port: int) -> None:
@@ -90,7 +90,7 @@ def test_a_kv_event_endpoint_in_use_is_refused(tmp_path: Path, port: int) -> Non
 def test_a_replay_endpoint_in_use_is_refused(tmp_path: Path, port: int) -> None:
     settings = {"kv_events": KvEventsConfig("tcp://*:0", f"tcp://127.0.0.1:{port}")}
 
-    assert_refused(tmp_path / "model", InvalidConfig, "--kv-events-replay-endpoint", settings)
+    assert_refused(tmp_path / "model", InvalidConfig, "kv-events-replay-endpoint", settings)
 
 
 def test_a_kv_event_endpoint_without_a_port_is_refused(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_an_event_omits_unknown_fields(caplog: pytest.LogCaptureFixture) -> None
 
 @pytest.mark.parametrize(
     ("written_as", "level", "named"),
-    [("xml", "info", "--log-format"), ("json", "loud", "--log-level")],
+    [("xml", "info", "log-format"), ("json", "loud", "--log-level")],
 )
 def test_unknown_settings_are_refused_by_name(written_as: str, level: str, named: str) -> None:
     with pytest.raises(InvalidConfig, match=named):

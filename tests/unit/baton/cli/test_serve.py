@@ -82,7 +82,7 @@ def test_kv_events_and_connectors_are_set_by_options() -> None:
     ("arguments", "word"),
     [
         (["--kv-events-replay-endpoint", "tcp://*:1"], "needs --kv-events-endpoint"),
-        (["--kv-events-endpoint", "tcp://*:1", "--no-prefix-caching"], "--no-prefix-caching"),
+        (["--kv-events-endpoint", "tcp://*:1", "--no-prefix-caching"], "prefix-caching"),
         (["--kv-connector", "a", "--kv-host-memory", "1MiB"], "leave out"),
         (["--kv-connector-config", '{"a": 1}'], "needs --kv-connector"),
         (["--kv-connector", "a", "--kv-connector-config", "{"], "is not JSON"),

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from baton.cli import app
+from baton.cli.program import command_of
 from baton.cli.settings_file import CommandOptions, FileOption, GroupOptions, Node, read_settings
 from baton.core.errors import InvalidConfig
 from tests.support.baton_command import call_baton
 
+ROOT = Path(__file__).parents[4]
 PORT = FileOption("port", int)
 MEMORY = FileOption("kv_cache_memory", str)
 NODES = FileOption("decode_nodes", str)
@@ -168,6 +173,9 @@ def test_a_settings_file_of_the_command_replaces_the_global_settings_file(tmp_pa
         (["up", "--model", "m"], {"BATON_UP_PORT": "x"}, "BATON_UP_PORT: Invalid value"),
         (["serve", "decode", "--model", "m", "--dtype", "int3"], {}, "dtype 'int3'"),
         (["up", "--model", "m", "--config", "/no-such"], {}, "/no-such cannot be read"),
+        (["serve", "decode", "--model", "m", "--push", "layer"], {}, "below [serve.decode], or as"),
+        (["up", "--no-kv-verify"], {}, "or as BATON_UP_KV_VERIFY"),
+        (["up", "--model", "m"], {"BATON_UP_KV_LEASE_S": "0"}, "kv-lease-s is 0.0"),
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_code_2(
@@ -179,6 +187,33 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
     assert line.startswith("baton: error: ")
     assert complaint in line
     assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_a_process_that_another_one_starts_takes_settings_as_arguments() -> None:
+    arguments = ("serve", "decode", "--model", "m", "--kv-lease-s", "2", "--parent-pid", "1")
+
+    done = call_baton(*arguments, "--show-config")
+
+    assert shown(done.stdout)["kv_lease_s"] == ("2.0", "command line")
+
+
+def test_every_setting_is_documented() -> None:
+    page = (ROOT / "docs/configuration.md").read_text("utf-8").partition("## Table of settings")[2]
+
+    documented = re.findall(r"^\| `([a-z-]+)` \|", page, re.MULTILINE)
+    assert sorted(documented) == sorted(settings_of(command_of(app)))
+
+
+def settings_of(command: Any) -> dict[str, None]:
+    """Return the settings of a command, or of those in a group, once each in order."""
+    if hasattr(command, "commands"):
+        found = [settings_of(one) for one in command.commands.values()]
+        return {name: None for names in found for name in names}
+    return {
+        param.name.replace("_", "-"): None
+        for param in command.params
+        if param.hidden and not param.is_eager
+    }
 
 
 def test_an_unknown_variable_is_reported_with_similar_names() -> None:

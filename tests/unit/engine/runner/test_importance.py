@@ -123,7 +123,7 @@ def test_files_that_cannot_be_read_are_named(
 ) -> None:
     write(tmp_path / "file")
 
-    with pytest.raises(InvalidConfig, match=r"--quantize-importance .*file cannot be read"):
+    with pytest.raises(InvalidConfig, match=r"quantize-importance .*file cannot be read"):
         load_runner(config(tmp_path / "file"))
 
 

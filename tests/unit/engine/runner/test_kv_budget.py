@@ -98,14 +98,14 @@ def test_the_kv_cache_of_a_gpu_leaves_room_for_adapters() -> None:
     num_bytes = profiled_kv_bytes(GPU, memory, QWEN._replace(adapter_bytes=3 * GIB))
 
     assert num_bytes == (60 - 10 - 4 - 3) * GIB
-    with pytest.raises(InvalidConfig, match=r"adapters 50\.0 GiB.*lower --max-cpu-loras, --max-lo"):
+    with pytest.raises(InvalidConfig, match=r"adapters 50\.0 GiB.*lower max-cpu-loras, max-lo"):
         profiled_kv_bytes(GPU, memory, QWEN._replace(adapter_bytes=50 * GIB))
 
 
 def test_a_gpu_without_room_for_a_kv_cache_is_refused() -> None:
     memory = MemoryProfile(16 * GIB, 4 * GIB, 11 * GIB, 2 * GIB)
 
-    with pytest.raises(InvalidConfig, match=r"weights take 11\.0 GiB.*raise --gpu-memory-util"):
+    with pytest.raises(InvalidConfig, match=r"weights take 11\.0 GiB.*raise gpu-memory-util"):
         profiled_kv_bytes(GPU, memory, QWEN)
 
 

@@ -271,7 +271,7 @@ def test_a_receive_without_staging_blocks_in_time_is_lost_and_releases_its_block
     assert before.failed_recving == ()
     [lost] = reports.failed_recving
     assert lost.handoff_id == third
-    assert "--kv-staging-memory" in lost.reason
+    assert "kv-staging-memory" in lost.reason
     assert reports.released == (third,)
     assert world.granted() == {}  # nor is a grant revoked that was never sent
 
@@ -347,7 +347,7 @@ def test_an_order_larger_than_the_staging_area_fails_with_a_named_error() -> Non
     world.receiver.receive(order(0, 8, 256, 9), LINK, 1.0)
 
     [lost] = world.receiver.take_reports().failed_recving
-    assert "--kv-staging-memory is 16384 bytes" in lost.reason
+    assert "kv-staging-memory is 16384 bytes" in lost.reason
 
 
 def test_an_order_that_never_fits_does_not_block_the_next_once_the_link_is_up() -> None:

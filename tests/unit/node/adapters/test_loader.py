@@ -155,7 +155,7 @@ def test_a_request_waits_for_a_place_in_its_turn() -> None:
 def test_a_request_without_a_place_is_refused_after_a_while() -> None:
     async def scenario(world: World) -> None:
         async with world.held("a"):
-            with pytest.raises(AdaptersBusy, match="--max-cpu-loras"):
+            with pytest.raises(AdaptersBusy, match="max-cpu-loras"):
                 await world.use("b")
         await world.use("b")
 

@@ -190,7 +190,7 @@ def test_an_endpoint_in_use_is_named(make_config: MakeConfig, tmp_path: Path) ->
     (tmp_path / "replay").mkdir()
     config = make_config()
 
-    with pytest.raises(InvalidConfig, match=f"--kv-events-replay-endpoint ipc://{tmp_path}/replay"):
+    with pytest.raises(InvalidConfig, match=f"kv-events-replay-endpoint ipc://{tmp_path}/replay"):
         KvEventPublisher(config, FACTS).__enter__()
 
 
@@ -280,9 +280,9 @@ def test_closing_the_publisher_closes_pending_connections() -> None:
     ("endpoint", "options", "word"),
     [
         ("5557", {}, "tcp://"),
-        ("tcp://*:5557", {"replay_endpoint": "*:5558"}, "--kv-events-replay-endpoint"),
-        ("tcp://*:5557", {"hashes": "hex"}, "--kv-events-hashes"),
-        ("tcp://*:5557", {"buffer_steps": 0}, "--kv-events-buffer-steps is 0"),
+        ("tcp://*:5557", {"replay_endpoint": "*:5558"}, "kv-events-replay-endpoint"),
+        ("tcp://*:5557", {"hashes": "hex"}, "kv-events-hashes"),
+        ("tcp://*:5557", {"buffer_steps": 0}, "kv-events-buffer-steps is 0"),
     ],
 )
 def test_invalid_settings_are_refused_by_name(
