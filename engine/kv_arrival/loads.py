@@ -18,29 +18,6 @@ from baton.kv_transfer.types import KvReports
 
 MAX_LOADING_SHARE = 0.5  # of all blocks, for several loads together
 MIN_LOADING_BLOCKS = 8  # however small the pool is
-SMOOTHING = 0.25  # weight of the newest load in LoadDelays
-MAX_DELAY_S = 1.0  # that one load can show: one that hangs must not prevent others for long
-HALF_LIFE_S = 5.0  # of what was learnt, without loads
-
-
-class LoadDelays:
-    """Moving average of the time that loads take beyond that of their copies.
-
-    Loads wait for their turn, for a thread and for the next step, and copies pause while requests
-    decode. The average returns to zero, so that loads are tried again. Pure.
-    """
-
-    def __init__(self) -> None:
-        self._learnt = (0.0, 0.0)  # the average, and when
-
-    def delay_s(self, now: float) -> float:
-        delay_s, learnt_s = self._learnt
-        return delay_s * float(0.5 ** (max(0.0, now - learnt_s) / HALF_LIFE_S))
-
-    def learn(self, delay_s: float, now: float) -> None:
-        before_s = self.delay_s(now)
-        observed_s = min(max(0.0, delay_s), MAX_DELAY_S)
-        self._learnt = before_s + SMOOTHING * (observed_s - before_s), now
 
 
 class ExternalLoads:
@@ -58,7 +35,6 @@ class ExternalLoads:
         num_blocks = cache.pool.num_blocks
         self._max_blocks = max(MIN_LOADING_BLOCKS, int(num_blocks * MAX_LOADING_SHARE))
         self._loading: dict[LoadId, Fill] = {}
-        self.delays = LoadDelays()
         self._num_blocks = 0
         self._first_for_room: Arrival | None = None  # by rank, of those that found too little
         self.total_tokens: Counter[str] = Counter()  # of prompts, by source
@@ -76,8 +52,7 @@ class ExternalLoads:
         saved_s = math.inf
         if need.token_s is not None:
             other_s = prefix.num_gained * self._cache.block_size * need.token_s
-            load_s = external.load_s(prefix.names) + self.delays.delay_s(need.now_s)
-            saved_s = other_s - load_s
+            saved_s = other_s - external.load_s(prefix.names)
         if not prefix.names or saved_s <= 0:
             arrival.asked.add(self.name)
             return None
@@ -124,13 +99,10 @@ class ExternalLoads:
         return fill.fill_id
 
     def settle(self, reports: KvReports, now: float) -> list[FillId]:
-        return [self._end(loaded, now) for loaded in reports.external.loaded]
+        return [self._end(loaded) for loaded in reports.external.loaded]
 
-    def _end(self, loaded: Loaded, now: float) -> FillId:
+    def _end(self, loaded: Loaded) -> FillId:
         fill = self._loading.pop(loaded.load_id)
-        if self._external is not None:
-            copy_s = self._external.load_s(fill.prefix.names)
-            self.delays.learn(now - fill.since_s - copy_s, now)
         self._num_blocks -= len(fill.block_ids)
         self._fills.note_filled(fill, 0, loaded.sources)
         self._fills.end(fill)

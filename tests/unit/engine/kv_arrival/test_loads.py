@@ -661,23 +661,3 @@ def steps(it: EngineWorld, count: int) -> None:
 
 def _never() -> ExternalReports:
     return NO_EXTERNAL_REPORTS
-
-
-def test_loads_that_wait_are_avoided_until_that_is_forgotten() -> None:
-    it = world()
-    it.price(token_s=0.03, block_s=0.0)  # computing the prefix again takes 0.36 s
-    it.let_loads_take(lambda: 2.0)
-    cached_outside(it)
-    loaded = []
-    for _ in range(3):
-        again = it.add(14)
-        it.run_to_end()
-        loaded.append(served_tokens(it, again))
-        it.evict_cached()
-        it.step()
-    it.wait(30.0)
-    again = it.add(14)
-    it.run_to_end()
-
-    assert loaded == [{"host": 12}, {"host": 12}, {}]
-    assert served_tokens(it, again) == {"host": 12}
