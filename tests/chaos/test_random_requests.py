@@ -26,9 +26,9 @@ from baton.llm import LLM
 from tests.support.hypothesis_profiles import num_examples
 
 MODEL = str(Path(__file__).resolve().parents[2] / "models" / "demo")
-NUM_REQUESTS = num_examples(60)
+NUM_REQUESTS = num_examples(40)
 NUM_CLIENTS = 8
-ANSWERS_PER_KILL = 12
+ANSWERS_PER_KILL = 8
 MAX_MODEL_LEN = 1024
 SPECULATION = ("--speculative", "ngram:4")
 ASYNC = ("--async-scheduling",)

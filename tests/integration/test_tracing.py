@@ -272,7 +272,7 @@ def fail_over(cluster: LocalCluster, client: Client, trace_id: str) -> None:
 LOCAL_BELOW = 8
 LONG_CONTEXT = 4096  # fits into the KV cache of a node
 LONG_ANSWER = 4000
-NUM_MIXED = 60  # a fourth of each kind
+NUM_MIXED = 24  # a fourth of each kind
 
 
 def sending_to(
