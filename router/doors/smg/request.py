@@ -24,6 +24,7 @@ from baton.router.values import GenerateCall, Prompt, TextPrompt, TokenPrompt
 from baton.rpc.errors import EmptyPrompt, UnsupportedInput
 
 MAX_INT32 = (1 << 31) - 1
+NUM_SEEDS = 1 << 64
 NO_MEDIA = "no model here takes images, video or audio; send text alone"
 NO_TRANSFER = "the router transfers KV itself; start the gateway without --pd-disaggregation"
 UNSUPPORTED = {
@@ -35,16 +36,6 @@ UNSUPPORTED = {
     "data_parallel_rank": "the router is one rank; start the gateway without --dp-aware",
 }
 UNSUPPORTED_SAMPLING = {"truncate_prompt_tokens": "shorten the prompt instead"}
-NUM_SEEDS = 1 << 64
-# Constraints by the name of their field, with the field of StructuredOutputs.
-CONSTRAINTS = {
-    "json_schema": "json",
-    "json_object": "json_object",
-    "regex": "regex",
-    "grammar": "grammar",
-    "ebnf_grammar": "grammar",
-    "structural_tag": "structural_tag",
-}
 
 
 def calls_from(
@@ -55,8 +46,8 @@ def calls_from(
 ) -> list[GenerateCall]:
     """Return one call for each answer. Raises InvalidRequest, UnsupportedInput and EmptyPrompt."""
     params = message.sampling_params
-    refuse_fields(message, UNSUPPORTED)
-    refuse_fields(params, UNSUPPORTED_SAMPLING)
+    _refuse_fields(message, UNSUPPORTED)
+    _refuse_fields(params, UNSUPPORTED_SAMPLING)
     check_texts("", "", params.stop, ())
     sampling = served.sampling_defaults.params(**_sampling_fields(params, served))
     stop = StopRule(
@@ -70,7 +61,7 @@ def calls_from(
         model=model,
         fills_context=not params.HasField("max_tokens"),
     )
-    return calls_for_answers(call, [call.prompt], num_answers_of(params, MAX_ANSWERS))
+    return calls_for_answers(call, [call.prompt], _num_answers_of(params))
 
 
 def _prompt_from(message: vllm_engine_pb2.GenerateRequest, served: ServedModel) -> Prompt:
@@ -89,18 +80,41 @@ def _sampling_fields(params: vllm_engine_pb2.SamplingParams, served: ServedModel
     It has applied the defaults of the model, which GetModelInfo reports.
     """
     check_count("logit_bias", len(params.logit_bias), MAX_LOGIT_BIASES)
-    fields = common_fields(params)
-    fields["temperature"] = params.temperature if params.HasField("temperature") else 1.0
     longest = served.max_model_len or MAX_INT32
-    fields["max_tokens"] = params.max_tokens if params.HasField("max_tokens") else longest
-    fields["min_tokens"] = params.min_tokens
-    fields["logit_bias"] = dict(params.logit_bias)
+    fields: dict[str, Any] = {
+        "temperature": params.temperature if params.HasField("temperature") else 1.0,
+        # A number that is not set is 0 in these messages.
+        "top_p": params.top_p or 1.0,
+        "top_k": max(0, params.top_k),
+        "min_p": params.min_p,
+        "frequency_penalty": params.frequency_penalty,
+        "presence_penalty": params.presence_penalty,
+        "repetition_penalty": params.repetition_penalty or 1.0,
+        "max_tokens": params.max_tokens if params.HasField("max_tokens") else longest,
+        "min_tokens": params.min_tokens,
+        "stop_token_ids": tuple(params.stop_token_ids),
+        "ignore_eos": params.ignore_eos,
+        "logit_bias": dict(params.logit_bias),
+        "structured_outputs": _structured_outputs(params),
+    }
     if params.HasField("seed"):
-        fields["seed"] = seed_from(params.seed)
+        fields["seed"] = params.seed % NUM_SEEDS  # it is signed
     for name in ("logprobs", "prompt_logprobs"):
         if params.HasField(name):
             fields[name] = _num_logprobs(name, getattr(params, name))
     return fields
+
+
+def _structured_outputs(params: vllm_engine_pb2.SamplingParams) -> StructuredOutputs | None:
+    name = params.WhichOneof("constraint")
+    if name is None:
+        return None
+    if name == "choice":
+        return StructuredOutputs(choice=tuple(params.choice.choices))
+    constraint = getattr(params, name)
+    if not constraint:
+        raise InvalidRequest(f"{name} is empty: leave it out", name)
+    return StructuredOutputs(**{"json" if name == "json_schema" else name: constraint})
 
 
 def _num_logprobs(name: str, count: int) -> int:
@@ -112,49 +126,17 @@ def _num_logprobs(name: str, count: int) -> int:
     return count
 
 
-def common_fields(message: Any) -> dict[str, Any]:
-    """Return fields of SamplingParams. A number that is not set is 0 in these messages."""
-    return {
-        "top_p": message.top_p or 1.0,
-        "top_k": max(0, message.top_k),
-        "min_p": message.min_p,
-        "frequency_penalty": message.frequency_penalty,
-        "presence_penalty": message.presence_penalty,
-        "repetition_penalty": message.repetition_penalty or 1.0,
-        "stop_token_ids": tuple(message.stop_token_ids),
-        "ignore_eos": message.ignore_eos,
-        "structured_outputs": _structured_outputs(message),
-    }
+def _num_answers_of(params: vllm_engine_pb2.SamplingParams) -> int:
+    """Return the number of answers; 0 stands for one. Raises InvalidRequest."""
+    count: int = params.n or 1
+    if count > MAX_ANSWERS:
+        raise InvalidRequest(f"n is {count}; it must be from 1 to {MAX_ANSWERS}", "n")
+    return count
 
 
-def _structured_outputs(message: Any) -> StructuredOutputs | None:
-    name = message.WhichOneof("constraint")
-    if name is None:
-        return None
-    if name == "choice":
-        return StructuredOutputs(choice=tuple(message.choice.choices))
-    constraint = getattr(message, name)
-    if not constraint:
-        raise InvalidRequest(f"{name} is empty: leave it out", name)
-    return StructuredOutputs(**{CONSTRAINTS[name]: constraint})
-
-
-def refuse_fields(message: Any, unsupported: Mapping[str, str]) -> None:
+def _refuse_fields(message: Any, unsupported: Mapping[str, str]) -> None:
     """Raise UnsupportedInput if a field is set that is not supported; with what to do instead."""
     for descriptor, _ in message.ListFields():
         advice = unsupported.get(descriptor.name)
         if advice is not None:
             raise UnsupportedInput(f"{descriptor.name} is not supported here: {advice}")
-
-
-def seed_from(seed: int) -> int:
-    """Return the seed of a signed number."""
-    return seed % NUM_SEEDS
-
-
-def num_answers_of(message: Any, limit: int) -> int:
-    """Return the number of answers; 0 stands for one. Raises InvalidRequest."""
-    count: int = message.n or 1
-    if count > limit:
-        raise InvalidRequest(f"n is {count}; it must be from 1 to {limit}", "n")
-    return count

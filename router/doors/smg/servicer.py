@@ -18,15 +18,13 @@ from grpc import aio
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from baton.core.errors import InvalidRequest
-from baton.core.finish import Finish
 from baton.core.ids import ModelVariant
 from baton.core.legs import LegKind
-from baton.core.output import FinishReason
 from baton.router.answers import generate_answers
-from baton.router.doors.smg.abortable_streams import AbortableStreams
-from baton.router.doors.smg.answers import AnswerEnd, AnswerMessages
+from baton.router.doors.smg.answers import AnswerMessages
 from baton.router.doors.smg.model_facts import ModelFacts, sampling_defaults_json
 from baton.router.doors.smg.request import calls_from
+from baton.router.doors.smg.running_calls import RunningCalls
 from baton.router.doors.smg.tokenizer_bundle import TokenizerBundle
 from baton.router.doors.smg.unserved import UnservedMethods
 from baton.router.input_processing.limits import is_valid_name
@@ -34,7 +32,7 @@ from baton.router.node_orders import NodeOrders
 from baton.router.pipeline import Pipeline
 from baton.router.request_scope import RequestScopes, host_of_peer
 from baton.router.routing.nodes import Node
-from baton.router.values import AnswerPart, TokenChunk, TokenPrompt
+from baton.router.values import TokenChunk, TokenPrompt
 from baton.rpc.errors import Draining, NoNodes, UnsupportedInput
 from baton.rpc.security.token_gate import sent_token
 from baton.rpc.status import named_errors
@@ -55,7 +53,7 @@ class SmgServicer(UnservedMethods, vllm_engine_pb2_grpc.VllmEngineServicer):  # 
         self._facts = facts
         self._tokenizer = TokenizerBundle(facts.path)
         self._started_s = time.monotonic()
-        self._streams = AbortableStreams[tuple[int, AnswerPart]]()
+        self._running = RunningCalls()
 
     async def Generate(
         self, request: vllm_engine_pb2.GenerateRequest, context: Context
@@ -76,17 +74,18 @@ class SmgServicer(UnservedMethods, vllm_engine_pb2_grpc.VllmEngineServicer):  # 
                 AnswerMessages(index, token_ids, is_streamed=request.stream)
                 for index in range(len(calls))
             ]
-            parts = generate_answers(self._pipeline, scope, calls, len(calls))
+            generated = generate_answers(self._pipeline, scope, calls, len(calls))
+            running = self._running.until_aborted(request_id, scope.owner, generated)
             with scope.within_limits():
-                stream = self._streams.run(request_id, parts, scope.owner)
-                async with aclosing(stream) as indexed_parts:
-                    async for index, part in indexed_parts:
-                        response = await _response_to(answers[index], part)
-                        if response is not None:
-                            yield response
+                async with aclosing(running) as parts:
+                    async for index, part in parts:
+                        if not isinstance(part, TokenChunk):
+                            yield answers[index].finish(part)
+                        elif (chunk := await answers[index].add(part)) is not None:
+                            yield chunk
             for answer in answers:
                 if not answer.is_finished:
-                    yield answer.finish(AnswerEnd(FinishReason.ABORT))
+                    yield answer.finish(None)
 
     async def Abort(
         self, request: vllm_engine_pb2.AbortRequest, context: Context
@@ -94,7 +93,7 @@ class SmgServicer(UnservedMethods, vllm_engine_pb2_grpc.VllmEngineServicer):  # 
         """End requests of this client. Ids of others are ignored, as those that have ended."""
         owner = self._scopes.owner_of(context.invocation_metadata() or ())
         for request_id in request.request_ids:
-            self._streams.abort(request_id, owner)
+            self._running.abort(request_id, owner)
         return vllm_engine_pb2.AbortResponse()
 
     async def HealthCheck(
@@ -214,22 +213,3 @@ class SmgServicer(UnservedMethods, vllm_engine_pb2_grpc.VllmEngineServicer):  # 
         if not nodes:
             raise NoNodes("no decode node is reachable; try again when one is")
         return nodes
-
-
-async def _response_to(
-    answer: AnswerMessages, part: AnswerPart
-) -> vllm_engine_pb2.GenerateResponse | None:
-    if isinstance(part, TokenChunk):
-        return await answer.add(part.token_ids, part.logprobs, part.prompt_logprobs)
-    return answer.finish(_end_of(part))
-
-
-def _end_of(finish: Finish) -> AnswerEnd:
-    return AnswerEnd(
-        finish.reason,
-        finish.stop_token_id,
-        finish.stop_string,
-        finish.num_cached_prompt_tokens or 0,
-        finish.served.tokens_accepted,
-        finish.served.tokens_proposed,
-    )

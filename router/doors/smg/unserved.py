@@ -1,4 +1,4 @@
-"""Methods of SMG's services that Baton does not serve: each says what to use instead."""
+"""Methods of SMG's VllmEngine that Baton does not serve: each says what to use instead."""
 
 from __future__ import annotations
 
@@ -19,16 +19,11 @@ def _unserved(name: str, advice: str) -> Method:
 
 
 class UnservedMethods:
-    """Base class of the servicers. Their generated base would log each call as a failure."""
+    """Base class of the servicer. Its generated base would log each call as a failure."""
 
     Embed = _unserved("Embed", "use /v1/embeddings or Embed of Baton's router")
     StartProfile = _unserved("StartProfile", "use Baton's traces (docs/observability.md)")
     StopProfile = _unserved("StopProfile", "use Baton's traces (docs/observability.md)")
     SubscribeKvEvents = _unserved(
         "SubscribeKvEvents", "nodes publish events by --kv-events-endpoint"
-    )
-    LoadLoRAAdapter = _unserved("LoadLoRAAdapter", "use `baton adapters` with Baton's router")
-    UnloadLoRAAdapter = _unserved("UnloadLoRAAdapter", "use `baton adapters` with Baton's router")
-    ListLoadedLoRAAdapters = _unserved(
-        "ListLoadedLoRAAdapters", "use `baton nodes` with Baton's router"
     )
