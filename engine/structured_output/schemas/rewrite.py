@@ -17,7 +17,10 @@ from baton.engine.structured_output.schemas.subschemas import (
     read_list,
     rewrite_subschemas,
 )
-from baton.engine.structured_output.schemas.unique_items import is_unique_anyway, item_values
+from baton.engine.structured_output.schemas.unique_arrays import (
+    is_unique_anyway,
+    num_different_items,
+)
 from baton.engine.structured_output.schemas.work import Work
 
 Schema = dict[str, Any]
@@ -146,8 +149,8 @@ class _Rewriting:
             return rest
         if not self._are_items_compared:
             return part
-        values = item_values(part.get("items"), self._root)
-        return rest if values is None else _with_clause(rest, {"maxItems": len(values)})
+        most = num_different_items(part, self._root)
+        return rest if most is None else _with_clause(rest, {"maxItems": most})
 
 
 def _without(part: Schema, names: Iterable[str]) -> Schema:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
+from baton.engine.structured_output.schemas.disjointness import json_key
 from baton.engine.structured_output.schemas.subschemas import (
     changes_base,
     list_objects,
@@ -17,13 +18,12 @@ from baton.engine.structured_output.schemas.subschemas import (
     read_list,
     resolve_pointer,
 )
-from baton.engine.structured_output.schemas.unique_items import is_unique_anyway
 
-# Keywords whose schemas apply to the same value.
-IN_PLACE = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else")
-IN_PLACE_BY_NAME = ("dependentSchemas", "dependencies")
+IN_PLACE = ("allOf", "anyOf", "oneOf")  # keywords whose schemas apply to the same value
 OF_MEMBERS = ("additionalProperties", "unevaluatedProperties")
 OF_ITEMS = ("items", "additionalItems", "unevaluatedItems", "contains")
+ITEM_LISTS = ("prefixItems", "items")
+MAX_REFERENCES = 8
 
 
 def unique_arrays(root: Any) -> Place | None:
@@ -96,9 +96,6 @@ class Place:
                 yield from read_list(schema, name)[index : index + 1]
 
 
-ITEM_LISTS = ("prefixItems", "items")
-
-
 def _all_in_place(schemas: Iterable[Any], root: Any) -> Iterator[dict[str, Any]]:
     """Yield the schemas and those that they apply to the same value, each once."""
     seen: set[int] = set()
@@ -112,8 +109,22 @@ def _all_in_place(schemas: Iterable[Any], root: Any) -> Iterator[dict[str, Any]]
         if isinstance(schema.get("$ref"), str):
             pending.append(resolve_pointer(root, schema["$ref"]))
         for name in IN_PLACE:
-            value = schema.get(name)
-            pending += value if isinstance(value, list) else [value]
-        for name in IN_PLACE_BY_NAME:
-            value = schema.get(name)
-            pending += value.values() if isinstance(value, Mapping) else ()
+            pending += read_list(schema, name)
+
+
+def is_unique_anyway(part: Mapping[str, Any]) -> bool:
+    max_items, types = part.get("maxItems"), part.get("type")
+    is_short = isinstance(max_items, int | float) and max_items <= 1
+    names = types if isinstance(types, list) else [types]
+    is_no_array = all(isinstance(name, str) and name != "array" for name in names)
+    return part["uniqueItems"] is False or is_short or is_no_array
+
+
+def num_different_items(part: Mapping[str, Any], root: Any) -> int | None:
+    """Return the number of values that items can have, or None without an enum of them."""
+    items = part.get("items")
+    for _ in range(MAX_REFERENCES):
+        if isinstance(items, dict) and isinstance(items.get("$ref"), str):
+            items = resolve_pointer(root, items["$ref"])
+    values = items.get("enum") if isinstance(items, dict) else None
+    return len(set(map(json_key, values))) if isinstance(values, list) else None
