@@ -21,7 +21,7 @@ from baton.engine.structured_output.compiler_errors import (
     TemporaryRefusal,
     reason_of,
 )
-from baton.engine.structured_output.lark_text import LarkRefused, rewrite_lark
+from baton.engine.structured_output.lark_text import reason_to_refuse
 from baton.engine.structured_output.schemas.cost import expense_reason
 from baton.engine.structured_output.schemas.ends import check_grammar_ends, check_schema_ends
 from baton.engine.structured_output.schemas.rewrite import prepare_schema
@@ -87,11 +87,10 @@ def _lark_of_grammar(params: StructuredOutputs, text: str) -> str:
         raise refusal(params, "%llguidance is not allowed: leave it out")
     check_grammar_ends(text)
     lark = _lark_of_gbnf(params, text) if GBNF_RULE.search(text) else text
-    work = Work()
-    try:
-        return rewrite_lark(lark, lambda schema: _schema(params, schema, work))
-    except LarkRefused as error:
-        raise refusal(params, str(error)) from None
+    reason = reason_to_refuse(lark)
+    if reason is not None:
+        raise refusal(params, reason)
+    return lark
 
 
 def _lark_of_gbnf(params: StructuredOutputs, text: str) -> str:
@@ -111,9 +110,11 @@ def _schema(params: StructuredOutputs, text: str, work: Work, escapes: str = "")
     try:
         schema = _parse_schema(params, text)
         check_schema_ends(schema)
-        _check_schema_cost(params, schema)
         if schema is False:
             raise refusal(params, "no value matches the schema false")
+        reason = expense_reason(schema)
+        if reason is not None:
+            raise refusal(params, reason)
         fields = {} if schema is True else _rewritten(params, schema, work)
         settings = _json_settings(params, escapes)
         return json.dumps({**fields, "x-guidance": settings}, allow_nan=False)
@@ -155,12 +156,6 @@ def _parse_schema(params: StructuredOutputs, text: str) -> dict[str, Any] | bool
         kind = "a list" if isinstance(schema, list) else type(schema).__name__
         raise refusal(params, f"a JSON schema is an object or a boolean; this is {kind}")
     return schema
-
-
-def _check_schema_cost(params: StructuredOutputs, schema: Any) -> None:
-    reason = expense_reason(schema)
-    if reason is not None:
-        raise refusal(params, reason)
 
 
 def _refuse_constant(constant: str) -> NoReturn:

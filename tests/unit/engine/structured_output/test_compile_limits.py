@@ -103,9 +103,10 @@ UNBOUNDED: dict[str, Any] = {
 
 @pytest.mark.parametrize("schema", UNBOUNDED.values(), ids=UNBOUNDED.keys())
 def test_a_schema_of_unbounded_cost_is_refused_before_it_is_compiled(schema: Any) -> None:
+    tag = {"structures": [{"begin": "<f>", "schema": schema}], "triggers": ["<f>"]}
     for params in (
         StructuredOutputs(json=json.dumps(schema)),
-        StructuredOutputs(grammar=f"start: %json {json.dumps(schema)}"),
+        StructuredOutputs(structural_tag=json.dumps(tag)),
     ):
         with pytest.raises(InvalidRequest, match="it combines too much: use fewer"):
             grammar_text(params)

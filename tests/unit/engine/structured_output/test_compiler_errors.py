@@ -55,7 +55,7 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
     "grammar": ({"grammar": 'start: a\na: "a" b'}, 'line 2, column 4: unknown name: "b"'),
     "schema in a grammar": (
         {"grammar": 'start: a\na: %json {"not": {"pattern": "a.b"}}'},
-        "line 2, column 4: the keyword not is not supported",
+        "line 2: a schema in a grammar is not supported: send it as json",
     ),
     "GBNF": ({"grammar": "root ::= a"}, "it is not GBNF: Rule 'a' not found"),
 }
