@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from decimal import Decimal
 from math import lcm
 from typing import Any
 
 from baton.core.structured_outputs import MAX_CHARACTERS
-from baton.engine.structured_output.schemas.patterns import has_range_from_zero
+from baton.engine.structured_output.schemas.patterns import has_range_from_zero, list_patterns
 from baton.engine.structured_output.schemas.subschemas import list_objects
 
 MAX_PATTERN_CHARACTERS = MAX_CHARACTERS["regex"]
@@ -24,14 +24,14 @@ def expense_reason(schema: Any) -> str | None:
     """
     steps, num_pairs = 1, 0
     for part in list_objects(schema):
-        for pattern in _patterns(part):
+        for pattern in list_patterns(part):
             if len(pattern) > MAX_PATTERN_CHARACTERS:
                 return (
                     f"it has a pattern of {len(pattern)} characters; at most "
                     f"{MAX_PATTERN_CHARACTERS} are allowed"
                 )
-        if has_range_from_zero(part):
-            return "its pattern has a range that begins with U+0000: begin it with a later one"
+            if has_range_from_zero(pattern):
+                return "its pattern has a range that begins with U+0000: begin it with a later one"
         # If subschemas are combined, a number must be a multiple of all their multipleOf.
         steps = lcm(steps, _remainders(part.get("multipleOf")))
         if steps > MAX_REMAINDERS:
@@ -43,13 +43,6 @@ def expense_reason(schema: Any) -> str | None:
         if num_pairs > MAX_OPTIONAL_PAIRS:
             return "it has objects with thousands of optional properties; require some, or split it"
     return None
-
-
-def _patterns(part: Mapping[str, Any]) -> Iterator[str]:
-    of_names = part.get("patternProperties")
-    for pattern in (part.get("pattern"), *(of_names if isinstance(of_names, dict) else ())):
-        if isinstance(pattern, str):
-            yield pattern
 
 
 def _num_optional(part: Mapping[str, Any]) -> int:

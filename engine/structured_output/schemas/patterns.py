@@ -32,11 +32,16 @@ def exclude_zero(pattern: str) -> str:
     return _NEGATION.sub(_exclude, pattern)
 
 
-def has_range_from_zero(schema: Mapping[str, Any]) -> bool:
-    """Return whether a pattern has a range that begins with U+0000, which cannot be enforced."""
+def list_patterns(schema: Mapping[str, Any]) -> list[str]:
+    """Return the patterns of the value and of the names of its properties."""
     by_pattern = schema.get("patternProperties")
     patterns = [schema.get("pattern"), *(by_pattern if isinstance(by_pattern, Mapping) else ())]
-    return any(isinstance(each, str) and _RANGE_FROM_ZERO.search(each) for each in patterns)
+    return [each for each in patterns if isinstance(each, str)]
+
+
+def has_range_from_zero(pattern: str) -> bool:
+    """Return whether the pattern has a range that begins with U+0000, which cannot be enforced."""
+    return _RANGE_FROM_ZERO.search(pattern) is not None
 
 
 def _exclude(found: re.Match[str]) -> str:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from baton.engine.structured_output.schemas.pattern_size import pattern_size
 from baton.engine.structured_output.schemas.subschemas import (
     CONSTRAINTS,
     list_subschemas,
@@ -23,6 +22,7 @@ from baton.engine.structured_output.schemas.subschemas import (
 # Of about 1 µs. JSONSchemaBench's accepted schemas take up to 200,000.
 MAX_WORK = 300_000
 MERGING_WORK = 10  # of one part
+MIN_PATTERN_STATES = 3  # one that may match anywhere in a text has two, and intersections more
 _IN_PLACE = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
 _OWN = CONSTRAINTS - _IN_PLACE
 _OF_MEMBERS = ("additionalProperties", "unevaluatedProperties")
@@ -149,7 +149,7 @@ def _own_sizes(schema: Mapping[str, Any]) -> Sizes:
     pattern, by_pattern = schema.get("pattern"), schema.get("patternProperties")
     names = tuple(by_pattern) if isinstance(by_pattern, dict) else ()
     values = len(read_list(schema, "enum"))
-    states = pattern_size(pattern) + 2 if isinstance(pattern, str) else 1
+    states = max(len(pattern), MIN_PATTERN_STATES) if isinstance(pattern, str) else 1
     inner = [value for name, value in schema.items() if name in _OWN]
     return {
         _VALUE: max(values, 1) * states,

@@ -77,6 +77,10 @@ BOMBS: dict[str, Any] = {
         "items": {"enum": list(range(20_000))},
     },
     "patterns": {"allOf": [{"pattern": f"({name}|.{{9}}){{9,99}}x"} for name in NAMES]},
+    "repetitions of patterns": {
+        "type": "string",
+        "allOf": [{"pattern": f"^(a|bc){{{times}}}{times}?$"} for times in (40, 60, 99)],
+    },
     "lengths": {"type": "string", "minLength": 10**9},
     "list lengths": {"type": "array", "items": TEXT, "minItems": 10**6},
     "remainders": {"type": "integer", "multipleOf": 9973, "minimum": -(10**18)},
