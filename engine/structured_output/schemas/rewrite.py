@@ -10,17 +10,14 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from baton.engine.structured_output.schemas.disjointness import Disjointness
+from baton.engine.structured_output.schemas.disjointness import Disjointness, json_key
 from baton.engine.structured_output.schemas.patterns import without_zero
 from baton.engine.structured_output.schemas.subschemas import (
     CONSTRAINTS,
     read_list,
     rewrite_subschemas,
 )
-from baton.engine.structured_output.schemas.unique_arrays import (
-    is_unique_anyway,
-    num_different_items,
-)
+from baton.engine.structured_output.schemas.unique_arrays import is_unique_anyway
 from baton.engine.structured_output.schemas.work import Work
 
 Schema = dict[str, Any]
@@ -55,7 +52,6 @@ class _Rewriting:
     """Rules for the parts of one schema, whose subschemas are still the original ones."""
 
     def __init__(self, root: Schema, work: Work, are_items_compared: bool) -> None:
-        self._root = root
         self._are_items_compared = are_items_compared
         draft = root.get("$schema")
         self._ignores_next_to_refs = isinstance(draft, str) and any(
@@ -149,8 +145,11 @@ class _Rewriting:
             return rest
         if not self._are_items_compared:
             return part
-        most = num_different_items(part, self._root)
-        return rest if most is None else _with_clause(rest, {"maxItems": most})
+        items = self._disjointness.resolve(part.get("items"))
+        if not isinstance(items, dict) or "enum" not in items:
+            return rest
+        values = set(map(json_key, read_list(items, "enum")))
+        return _with_clause(rest, {"maxItems": len(values)})
 
 
 def _without(part: Schema, names: Iterable[str]) -> Schema:

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
-from baton.engine.structured_output.schemas.disjointness import json_key
 from baton.engine.structured_output.schemas.subschemas import (
     changes_base,
     list_objects,
@@ -23,7 +22,6 @@ IN_PLACE = ("allOf", "anyOf", "oneOf")  # keywords whose schemas apply to the sa
 OF_MEMBERS = ("additionalProperties", "unevaluatedProperties")
 OF_ITEMS = ("items", "additionalItems", "unevaluatedItems", "contains")
 ITEM_LISTS = ("prefixItems", "items")
-MAX_REFERENCES = 8
 
 
 def unique_arrays(root: Any) -> Place | None:
@@ -118,13 +116,3 @@ def is_unique_anyway(part: Mapping[str, Any]) -> bool:
     names = types if isinstance(types, list) else [types]
     is_no_array = all(isinstance(name, str) and name != "array" for name in names)
     return part["uniqueItems"] is False or is_short or is_no_array
-
-
-def num_different_items(part: Mapping[str, Any], root: Any) -> int | None:
-    """Return the number of values that items can have, or None without an enum of them."""
-    items = part.get("items")
-    for _ in range(MAX_REFERENCES):
-        if isinstance(items, dict) and isinstance(items.get("$ref"), str):
-            items = resolve_pointer(root, items["$ref"])
-    values = items.get("enum") if isinstance(items, dict) else None
-    return len(set(map(json_key, values))) if isinstance(values, list) else None
