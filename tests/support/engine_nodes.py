@@ -40,7 +40,7 @@ from baton.node.run import serve
 from baton.node.wiring import identify
 from baton.telemetry.resource import Process
 from baton.telemetry.tracing.tracer import NO_TRACER
-from tests.support.fork_server import fork_context
+from tests.support.forked_forkserver import fork_context
 from tests.support.ports import free_port
 
 WAIT_S = 30.0  # for what must come

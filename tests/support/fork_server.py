@@ -14,7 +14,6 @@ import ctypes
 import fcntl
 import gc
 import json
-import multiprocessing
 import os
 import socket
 import subprocess
@@ -28,7 +27,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from io import TextIOWrapper
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,7 +34,6 @@ import baton.cluster.child
 from baton.cli.program import prepare
 
 NODES = "tests.support.preloaded_nodes"
-ENDPOINTS = "tests.support.preloaded_endpoints"
 PRELOADED = (
     NODES,
     "baton.router.__main__",
@@ -63,6 +60,7 @@ WORKERS = "tests.support.forked_workers"
 CLUSTER_COMMANDS = {("baton", "up"), ("baton", "demo"), ("benchmarks", "tiers"), (WORKERS,)}
 PR_SET_CHILD_SUBREAPER = 36
 MAX_REQUEST_BYTES = 1 << 17
+NUM_STREAMS, MAX_FDS = 3, 5
 REPARENT_POLL_S = 0.0005
 
 
@@ -99,6 +97,8 @@ class ForkServers:
 
     def fork(self, command: Sequence[str], environment: dict[str, str], fds: list[int]) -> int:
         """Fork a process with these standard streams. Return its pid.
+
+        Further descriptors become its last arguments, with the numbers that they have there.
 
         Raises ChildProcessError if the server has ended.
         """
@@ -165,13 +165,6 @@ def start_process(command: Sequence[str], environment: dict[str, str]) -> subpro
 
 
 START_PROCESS = baton.cluster.child.start_process
-
-
-def fork_context() -> ForkServerContext:
-    """Return a multiprocessing context whose server has imported what its processes need."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([ENDPOINTS])
-    return context
 
 
 def can_fork(command: Sequence[str]) -> bool:
@@ -242,7 +235,7 @@ class QuickExit:
 def serve(connection: socket.socket) -> ForkOrder | None:
     """Fork for each request. Return the order of a fork in the fork, else None."""
     while True:
-        request, fds, _, _ = socket.recv_fds(connection, MAX_REQUEST_BYTES, 3)
+        request, fds, _, _ = socket.recv_fds(connection, MAX_REQUEST_BYTES, MAX_FDS)
         if not request:
             return None
         parent_pid, folder, program, arguments, environment = json.loads(request)
@@ -297,8 +290,8 @@ def serve_and_run(connection: socket.socket) -> None:
         _close_all(order.fds)
         order = serve(theirs)
     if order is not None:
-        _adopt_streams(order.fds)
-        sys.argv[1:] = order.arguments
+        _adopt_streams(order.fds[:NUM_STREAMS])
+        sys.argv[1:] = [*order.arguments, *map(str, order.fds[NUM_STREAMS:])]
         import_module(PROGRAMS.get(order.program, order.program)).main()
 
 

@@ -20,7 +20,7 @@ from baton.kv_transfer.protocol.messages import Fingerprint, Region
 from baton.kv_transfer.records import TransferRecord
 from baton.kv_transfer.types import KvOrders, KvReports
 from baton.kv_transfer.worker import KvCounters, KvTransferWorker
-from tests.support.fork_server import fork_context
+from tests.support.forked_forkserver import fork_context
 from tests.support.kv_links import SocketLink
 from tests.support.transport_endpoints import MAKERS
 from tests.support.waits import await_value

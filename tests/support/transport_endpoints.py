@@ -33,7 +33,7 @@ from baton.kv_transfer.transports.base import (
 from baton.kv_transfer.transports.nixl import NixlTransport
 from baton.kv_transfer.transports.pinned import PinnedTransport
 from baton.kv_transfer.transports.ucxx import UcxxTransport
-from tests.support.fork_server import fork_context
+from tests.support.forked_forkserver import fork_context
 from tests.support.lagging_memory import Memory
 from tests.support.memory_transport import MemoryTransport, Wire
 
