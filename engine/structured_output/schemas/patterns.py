@@ -1,4 +1,4 @@
-r"""Patterns without U+0000, which llguidance 1.9 mistranslates to JSON. Pure.
+r"""Patterns without what llguidance 1.9 cannot translate to JSON: U+0000, look-around. Pure.
 
 A set of characters that has all control characters also matches the escapes `\"` and `\\`, although
 `"` or `\` is not in the set: `^[^"]*$` matched a quotation mark. Without U+0000 it is exact.
@@ -11,15 +11,23 @@ from collections.abc import Mapping
 from typing import Any
 
 _NEGATION = re.compile(r"\[\^|\\P(\{[^}]*\}|[A-Z])|\\.", re.DOTALL)
+_DOMAIN = r"@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+# Patterns of client libraries, with those of the same texts without look-around.
+_LOOKING_AROUND = {
+    # `z.email()` of zod 4.0 and 4.1. Later ones have the other pattern themselves.
+    rf"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]{_DOMAIN}": (
+        rf"^([A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+-]{_DOMAIN}"
+    )
+}
 _RANGE_FROM_ZERO = re.compile(r"(?<!\^)\\(?:x00|x\{0+\}|u0000|u\{0+\}|0)-|\x00-")
 
 
-def without_zero(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a part of a schema whose patterns do not match U+0000."""
+def translatable(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a part of a schema whose patterns do not match U+0000, and look around if unknown."""
     pattern, by_pattern = schema.get("pattern"), schema.get("patternProperties")
     changed = dict(schema)
     if isinstance(pattern, str):
-        changed["pattern"] = exclude_zero(pattern)
+        changed["pattern"] = exclude_zero(_LOOKING_AROUND.get(pattern, pattern))
     if isinstance(by_pattern, Mapping):
         changed["patternProperties"] = {
             exclude_zero(each): value for each, value in by_pattern.items()

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from baton.engine.structured_output.schemas.disjointness import Disjointness, json_key
-from baton.engine.structured_output.schemas.patterns import without_zero
+from baton.engine.structured_output.schemas.patterns import translatable
 from baton.engine.structured_output.schemas.subschemas import (
     CONSTRAINTS,
     read_list,
@@ -77,7 +77,7 @@ class _Rewriting:
         ):
             if keyword in part:
                 part = rule(part)
-        return without_zero(part)
+        return translatable(part)
 
     def _one_of(self, part: Schema) -> Schema:
         """Replace branches that exclude each other, or do so with a property or without others."""
