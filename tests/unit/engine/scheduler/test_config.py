@@ -29,7 +29,7 @@ def test_the_default_config_is_valid() -> None:
     ],
 )
 def test_an_out_of_range_setting_is_named(setting: str, value: int) -> None:
-    named = f"({setting}|--{setting.replace('_', '-')}) is {value}"
+    named = f"({setting}|{setting.replace('_', '-')}) is {value}"
     with pytest.raises(InvalidConfig, match=named):
         SchedulerConfig(**{"max_num_seqs": 128, setting: value})  # type: ignore[arg-type]
 
