@@ -53,7 +53,7 @@ class CallServer:
     async def _serve_call(
         self, kind: LegKind, order: node_pb2.LegOrder, context: CallContext
     ) -> AsyncGenerator[node_pb2.CallEvent, None]:
-        """Yield the outputs of a request, some with a report, and end after its last KV write.
+        """Yield an event for each output, some with a report, and end after the last KV write.
 
         Closing the generator early aborts the request.
         """

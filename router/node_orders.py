@@ -63,7 +63,7 @@ class NodeOrders:
         request = node_pb2.SetLegsRequest(
             legs=map(KIND.to_message, legs), drain_timeout_s=drain_timeout_s
         )
-        # Without a time limit: the node has one.
+        # Without a time limit: the node has one, and keepalive ends a call to one that hangs.
         call = self._stub(node).SetLegs(request, metadata=self._operators.metadata)
         return tuple(map(KIND.from_message, (await _answer(call, node)).legs))
 

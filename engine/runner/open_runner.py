@@ -17,7 +17,7 @@ from baton.engine.runner.model_info import LoadProgressCallback
 
 
 class ModelKind(Protocol):
-    """Models that a runner of their own computes. Its methods raise ModelError."""
+    """Kind of models with a runner of its own. All methods raise ModelError."""
 
     def has(self, checkpoint: Checkpoint) -> bool:
         """Return whether the model is of this kind."""

@@ -28,6 +28,8 @@ class ComputedKv:
 
 
 class ForeignPrefills(Protocol):
+    """Servers of one kind, such as vLLM's. Their failures cost time, and raise nothing."""
+
     @property
     def has_servers(self) -> bool:
         """Return whether any server is configured."""

@@ -23,7 +23,10 @@ _RANGE_FROM_ZERO = re.compile(r"(?<!\^)\\(?:x00|x\{0+\}|u0000|u\{0+\}|0)-|\x00-"
 
 
 def translatable(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a part of a schema whose patterns do not match U+0000, and look around if unknown."""
+    """Return a part of a schema with patterns that llguidance can translate, as far as known.
+
+    They do not match U+0000. Other patterns with look-around stay, and are refused by llguidance.
+    """
     pattern, by_pattern = schema.get("pattern"), schema.get("patternProperties")
     changed = dict(schema)
     if isinstance(pattern, str):

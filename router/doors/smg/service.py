@@ -16,7 +16,10 @@ from baton.rpc.server import Service
 def smg_services(
     pipeline: Pipeline, scopes: RequestScopes, orders: NodeOrders, model: str, *, is_on: bool
 ) -> tuple[Service, ...]:
-    """`model` is the folder, or the name of the hub. Raises InvalidConfig without the package."""
+    """Return the service; nothing unless it is on. `model` is a folder or a name of the hub.
+
+    Raises InvalidConfig if the package of its messages is not installed.
+    """
     if not is_on:
         return ()
     if find_spec("smg_grpc_proto") is None:
