@@ -10,7 +10,7 @@ from baton.rpc.errors import OutdatedOrder
 from baton.rpc.node_info import NameOrder
 
 MAX_UNLOADED = 1_024  # names remembered
-MAX_AHEAD_NS = 24 * 3600 * 10**9  # of the node's clock
+MAX_GENERATION = 2**62  # in the year 2116, and far from the end of an int64
 
 
 class AdapterNames:
@@ -43,14 +43,15 @@ class AdapterNames:
     def number(self, name: str, generation: int | None, now_ns: int) -> int:
         """Return the generation of an order; without one, it is the last of the name.
 
-        Raises InvalidRequest for one that would outrank all orders of the next days.
+        One from a clock that is days ahead is taken, like all that follow it: refusing the latter
+        would keep the name as it is for days. Raises InvalidRequest for what no clock can show.
         """
         if generation is None:
             return max(now_ns, self.last(name).generation + 1)
-        if not 0 <= generation <= now_ns + MAX_AHEAD_NS:
+        if not 0 <= generation <= MAX_GENERATION:
             raise InvalidRequest(
-                "generation must be a time in nanoseconds since 1970, not later than tomorrow: "
-                "compare the clocks of router and node",
+                "generation must be a time in nanoseconds since 1970, at most 2**62: correct the "
+                "clock of the router",
                 "generation",
             )
         return generation

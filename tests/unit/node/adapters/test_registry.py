@@ -13,7 +13,7 @@ from baton.core.errors import InvalidConfig, InvalidRequest, NamedError
 from baton.core.ids import NO_ADAPTER, AdapterRef
 from baton.node.adapters.config import AdapterFolder
 from baton.node.adapters.loader import AdapterCounts, AdapterLoader
-from baton.node.adapters.names import MAX_AHEAD_NS, AdapterNames
+from baton.node.adapters.names import MAX_GENERATION, AdapterNames
 from baton.node.adapters.registry import AdapterRegistry
 from baton.rpc.errors import (
     AdapterExists,
@@ -231,9 +231,22 @@ def test_orders_that_come_too_late_are_refused(root: Path) -> None:
         [found] = registry.report().adapters
         assert found.generation == NOW_NS
         assert registry.report().unloaded == (UnloadedAdapter("chat", 9),)
-        for generation in (-1, NOW_NS + 2 * MAX_AHEAD_NS):
-            with pytest.raises(InvalidRequest, match="clocks"):
+        for generation in (-1, MAX_GENERATION + 1):
+            with pytest.raises(InvalidRequest, match="clock"):
                 registry.unload("sql", generation)
+
+    run(scenario, root)
+
+
+def test_orders_after_one_with_a_clock_that_was_days_ahead_are_followed(root: Path) -> None:
+    async def scenario(registry: AdapterRegistry, memory: FakeMemory) -> None:
+        days_ahead = NOW_NS + 30 * 24 * 3600 * 10**9
+        await registry.load("sql", "folder-1", generation=days_ahead)
+
+        await registry.load("sql", "folder-2", can_replace=True, generation=days_ahead + 2)
+        assert names_in(registry)["sql"] == "2"
+        registry.unload("sql", days_ahead + 4)
+        assert "sql" not in names_in(registry)
 
     run(scenario, root)
 
