@@ -68,6 +68,15 @@ def read_block(path: Path, name: BlockName, memory: BlockMemory, block: int) -> 
     return ReadBlock(digest if is_valid else None, BlockTime.from_ns(facts.st_mtime_ns))
 
 
+def can_read(path: Path) -> bool:
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.read(1)
+    except OSError:
+        return False
+    return True
+
+
 def write_block(
     path: Path, part: Path, name: BlockName, memory: BlockMemory, block: int, digest: bytes
 ) -> None:

@@ -23,7 +23,7 @@ from baton.core.errors import InvalidConfig
 from baton.core.ids import BlockName
 from baton.core.kv_hints import NO_HINTS, SHARED, BlockHints, Tenant
 from baton.kv_transfer.tiers.block_memory import BlockMemory
-from baton.kv_transfer.tiers.stores.block_file import BlockTime, read_block, write_block
+from baton.kv_transfer.tiers.stores.block_file import BlockTime, can_read, read_block, write_block
 from baton.kv_transfer.tiers.stores.block_store import BlockStore, BlockUnusable
 from baton.kv_transfer.tiers.stores.folder_checks import (
     FOLDER_MODE,
@@ -48,6 +48,7 @@ from baton.kv_transfer.tiers.stores.stored_blocks import (
 )
 
 DISK_FULL = (ENOSPC, EDQUOT)
+NUM_PROBES = 8  # other files that are tried after one that cannot be read
 MAX_WRITES = 8  # of a block, while the disk is full: before each one but the first, room is made
 PART_AGE_S = 3600.0  # of what processes left that were killed while they wrote a block
 
@@ -74,7 +75,6 @@ class FileStore(BlockStore):
         self._max_bytes = max_bytes
         self._others = OtherNamespaces(self._folder, self._journals.now)
         self._is_open = False
-        self._is_unreadable = False  # the last file that was read
         with suppress(OSError):
             self._open()
 
@@ -118,11 +118,9 @@ class FileStore(BlockStore):
             return None
         except OSError as error:
             self._forget(name)  # so that one bad file fails only once
-            if self._is_unreadable:  # two in a row: it is the folder
+            if not self._can_read_others():  # it is the folder
                 raise
-            self._is_unreadable = True
             raise BlockUnusable(*error.args, str(path)) from error
-        self._is_unreadable = False
         if digest is None:
             self._remove_damaged(name)
             return None
@@ -175,6 +173,12 @@ class FileStore(BlockStore):
 
     def close(self) -> None:
         """Leave the journal to those who have not read its end. It is deleted once it is old."""
+
+    def _can_read_others(self) -> bool:
+        """Return whether any of a sample of the other files can be read; True if there is none."""
+        names = self.order.names
+        sample = names[:: len(names) // NUM_PROBES + 1]
+        return not sample or any(can_read(self._path_of(name)) for name in sample)
 
     def _must_be_open(self) -> None:
         """Open the folder if that has failed so far. Raises OSError if it fails again."""

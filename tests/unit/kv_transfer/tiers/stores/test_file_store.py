@@ -353,24 +353,32 @@ def test_an_unreadable_file_fails_only_once(tmp_path: Path) -> None:
     assert not files.holds(name_of(1))
 
 
-def test_unreadable_files_in_a_row_are_an_error_of_the_folder(tmp_path: Path) -> None:
+def test_unreadable_files_in_a_row_cost_only_their_blocks(tmp_path: Path) -> None:
     memory = OwnedMemory(7)
     files = tier(tmp_path)
     for number in range(1, 7):
         write(files, memory, number)
-    for number in (1, 3, 4, 5):
+    for number in (1, 2, 3, 5, 6):
         make_unreadable(file_of(tmp_path, number))
 
-    seen: list[type[Exception] | None] = []
-    for number in range(1, 7):
-        try:
-            assert files.read(name_of(number), memory.blocks, 0) is not None
-            seen.append(None)
-        except OSError as error:
-            seen.append(type(error))
+    for number in (1, 2, 3, 5, 6):
+        with pytest.raises(BlockUnusable):
+            files.read(name_of(number), memory.blocks, 0)
+    assert files.read(name_of(4), memory.blocks, 0) is not None
 
-    others = [BlockUnusable, IsADirectoryError, IsADirectoryError, None]
-    assert seen == [BlockUnusable, None, *others]
+
+def test_an_error_of_all_files_is_one_of_the_folder(tmp_path: Path) -> None:
+    memory = OwnedMemory(4)
+    files = tier(tmp_path)
+    for number in range(1, 4):
+        write(files, memory, number)
+        path = file_of(tmp_path, number)
+        path.unlink()
+        path.symlink_to("/proc/self/mem")  # reads of its start fail with EIO
+
+    with pytest.raises(OSError, match="Input/output error") as raised:
+        files.read(name_of(1), memory.blocks, 0)
+    assert not isinstance(raised.value, BlockUnusable)
 
 
 def test_a_file_in_place_of_a_subfolder_only_costs_the_blocks_of_that(tmp_path: Path) -> None:
