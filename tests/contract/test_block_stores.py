@@ -134,6 +134,31 @@ def test_blocks_removed_before_a_start_are_not_found_by_old_journals(stores: Sto
     assert not third.holds(name_of(1))
 
 
+@pytest.mark.parametrize("operation", ["remove", "clear"])
+def test_a_block_that_was_written_again_is_kept_when_its_removal_is_read(
+    stores: StoreWorld, operation: str
+) -> None:
+    memory = OwnedMemory(2)
+    one, other, third = opened(stores), opened(stores), opened(stores)
+    write(one, memory, 1)
+    for each in (one, other, third):
+        each.refresh()
+    if operation == "clear":
+        other.clear()
+    else:
+        other.remove(name_of(1))
+    write(one, memory, 1)
+
+    for each in (one, other, one, third):  # some publish their changes at a refresh
+        each.refresh()
+
+    assert [held(each, 1) for each in (one, other, third)] == [[True]] * 3
+    other.remove(name_of(1))
+    for each in (other, one, third):
+        each.refresh()
+    assert [held(each, 1) for each in (one, other, third)] == [[False]] * 3
+
+
 @pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "grow", "header", "other name"])
 def test_a_damaged_block_is_a_miss_and_is_removed(stores: StoreWorld, damage: str) -> None:
     memory = OwnedMemory(4)

@@ -35,6 +35,7 @@ from baton.kv_transfer.tiers.stores.stored_blocks import (
 )
 
 DELETE_OBJECTS = 1000  # at a time
+RECENT_S = 60.0  # since a write: a removal that is read so soon after it may be older
 
 _Victim = tuple[BlockName, Tenant]
 
@@ -59,6 +60,7 @@ class ObjectStore(BlockStore):
         self._pages: Iterator[list[ObjectInfo]] | None = None  # while names are listed
         self._found: list[tuple[float, BlockName, Tenant]] = []
         self._is_cleared = False  # by another process; not listed since
+        self._written_s: dict[BlockName, float] = {}  # times of recent writes, the oldest first
 
     # --- blocks ----------------------------------------------------------------------------
 
@@ -98,6 +100,7 @@ class ObjectStore(BlockStore):
         self._journals.note(WRITTEN, stem)
         with self._lock:
             self.order.add(name, hints, self._clock())
+            self._note_written(name)
 
     def use(self, names: Iterable[BlockName], hints: BlockHints) -> None:
         """Uses and hints are forgotten at a restart."""
@@ -144,11 +147,41 @@ class ObjectStore(BlockStore):
             if sign == CLEARED:
                 self._is_cleared = True
             else:
-                self._apply_change(sign, stem)
+                self._apply_unless_outdated(sign, stem)
         if self._is_cleared:
             self._list_again()
         order = self.order
         self._evict(self._take_victims(SHARED, lambda: len(order) > order.max_blocks))
+
+    def _apply_unless_outdated(self, sign: str, stem: str) -> None:
+        """Apply a change by another process, unless it removed what has been written again since.
+
+        Journals are read one after the other, and published after the changes.
+        """
+        with suppress(ValueError):  # not ours
+            name, _ = block_of(stem)
+            if sign == REMOVED and name in self._written_s and self._is_stored(name):
+                return
+            self._apply_change(sign, stem)
+            if sign == WRITTEN:
+                with self._lock:
+                    self._note_written(name)
+
+    def _note_written(self, name: BlockName) -> None:
+        now_s = self._clock()
+        self._written_s.pop(name, None)
+        self._written_s[name] = now_s
+        while self._written_s[oldest := next(iter(self._written_s))] < now_s - RECENT_S:
+            del self._written_s[oldest]
+
+    def _is_stored(self, name: BlockName) -> bool:
+        try:
+            self._objects.get(self._key_of(name), 0)  # reads no bytes
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True  # or the next read shows that it is not
+        return True
 
     def _list_again(self) -> None:
         """Forget what another process has cleared. What was written since is known or listed."""

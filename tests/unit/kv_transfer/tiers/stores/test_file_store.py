@@ -304,26 +304,6 @@ def test_the_file_of_an_interrupted_write_is_not_a_block_and_is_deleted_later(
     assert [path.name for path in folder.glob("*.part")] == ["2-writing.part"]
 
 
-@pytest.mark.parametrize("operation", ["remove", "clear"])
-def test_a_block_that_was_written_again_is_kept_when_its_removal_is_read(
-    tmp_path: Path, operation: str
-) -> None:
-    memory = OwnedMemory(2)
-    one, other = tier(tmp_path), tier(tmp_path)
-    write(one, memory, 1)
-    other.refresh()
-    if operation == "clear":
-        other.clear()
-    else:
-        other.remove(name_of(1))
-    write(one, memory, 1)
-
-    one.refresh()
-    other.refresh()
-
-    assert held(one, 1) == held(other, 1) == [True]
-
-
 def test_an_emptied_folder_is_used_again(tmp_path: Path) -> None:
     memory = OwnedMemory(3)
     files = tier(tmp_path)
