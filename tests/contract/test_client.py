@@ -139,6 +139,24 @@ def test_a_request_with_a_started_answer_is_never_retried(generate: Generate) ->
 
 
 @both_clients
+def test_a_call_that_a_closing_router_leaves_without_an_answer_is_retried(
+    generate: Generate,
+) -> None:
+    """Such a call ends without the reason DRAINING, which only answers have."""
+    until_it_returns = Retries(max_attempts=1000, first_pause_s=0.02, max_pause_s=0.02)
+    silent = FakeNodeCalls(is_prefill_late=True, may_prefill_report=asyncio.Event())
+
+    async def scenario() -> None:
+        async with a_router(node_calls=silent) as (closing, address):
+            answer = asyncio.ensure_future(generate(address, until_it_returns))
+            await closing.text.read.get()
+        async with a_router(port=int(address.rpartition(":")[2])) as (_, _):
+            assert len((await answer).token_ids) == 6
+
+    run(scenario())
+
+
+@both_clients
 def test_a_backoff_beyond_the_timeout_is_not_started(generate: Generate) -> None:
     slow = Retries(first_pause_s=10 * PATIENCE_S, max_pause_s=10 * PATIENCE_S)
 
