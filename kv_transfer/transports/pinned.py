@@ -38,19 +38,26 @@ class CopyOut(Protocol):
         ...
 
 
+NUM_SHARES = 16  # of the reserved slots
+
+
 class PinnedSlots:
     """Slots of pinned memory, each for a block, that all channels share.
 
-    A channel takes no more than it leaves free: a peer that is frozen, or several, keep its slots
-    until the pair is cut, and others need some meanwhile.
+    A channel takes no more than it leaves free, and of the last quarter only a share: frozen peers
+    keep their slots until their pairs are cut, and others need some meanwhile.
     """
 
     def __init__(self, num_slots: int) -> None:
         self._free = [BlockId(slot) for slot in range(num_slots)]
+        self._num_reserved = num_slots // 4
+        self._share = max(1, self._num_reserved // NUM_SHARES)
 
     def num_for(self, num_held: int) -> int:
         """Return how many more slots a channel may take that holds so many."""
-        return max(0, (len(self._free) - num_held + 1) // 2)
+        num_free = len(self._free)
+        num_common = min((num_free - num_held + 1) // 2, num_free - self._num_reserved)
+        return max(0, num_common, min(self._share - num_held, num_free))
 
     def take(self, number: int) -> tuple[BlockId, ...]:
         """Take the first free slots, which are neighbours if few are in use."""

@@ -17,7 +17,7 @@ from baton.kv_transfer.transports.base import (
     Write,
     Written,
 )
-from baton.kv_transfer.transports.pinned import PinnedChannel, PinnedTransport
+from baton.kv_transfer.transports.pinned import NUM_SHARES, PinnedChannel, PinnedTransport
 from baton.node.kv.worker import SLOT_BYTES
 from tests.support.lagging_memory import Memory
 from tests.support.memory_transport import MemoryChannel, MemoryTransport, Wire
@@ -88,6 +88,18 @@ def test_frozen_peers_leave_slots_for_others(num_slots: int, posted: list[tuple[
         events += channel.poll()
         sender.deliver(peer)
     assert events == [Written(write_id)]
+
+
+@given(num_slots=st.integers(64, 2048))
+def test_a_frozen_peer_takes_only_a_share_of_the_last_slots(num_slots: int) -> None:
+    sender = Sender(num_slots)
+    for _ in range(NUM_SHARES):
+        sender.post(sender.connect()[0], num_slots)
+
+    channel, peer = sender.connect()
+    write_id = sender.post(channel, 1)
+    sender.deliver(peer)
+    assert channel.poll() == [Written(write_id)]
 
 
 def test_a_peer_alone_may_have_as_much_in_flight_as_a_pair_allows() -> None:
