@@ -16,9 +16,10 @@ from baton.node.call_server import CallServer
 from baton.node.kv.link import GrpcLinks
 from baton.node.pauses import SetPause
 from baton.node.state import NodeState
+from baton.rpc.adapters import ADAPTER, ORDER
 from baton.rpc.errors import UnsupportedInput
 from baton.rpc.messages.calls import KIND, PAUSE_MODE
-from baton.rpc.node_info import ADAPTER, card_to, check_api_version, update_to
+from baton.rpc.node_info import card_to, check_api_version, update_to
 from baton.rpc.security.operators import NO_OPERATORS, Operators
 from baton.rpc.security.token_gate import sent_token
 from baton.rpc.status import named_errors
@@ -140,27 +141,22 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
             num_blocks=num_blocks.get(KV, 0), num_blocks_by_tier=num_blocks
         )
 
-    async def LoadAdapter(
-        self, request: node_pb2.LoadAdapterRequest, context: aio.ServicerContext[Any, Any]
-    ) -> node_pb2.LoadAdapterResponse:
+    async def ReadAdapter(
+        self, request: node_pb2.ReadAdapterRequest, context: aio.ServicerContext[Any, Any]
+    ) -> node_pb2.ReadAdapterResponse:
         async with named_errors(context, node_id=self._state.card.node_id):
             adapters = self._adapters_for(context)
             with self._state.count_call():
-                adapter = await adapters.load(
-                    request.name,
-                    request.path,
-                    can_replace=request.can_replace,
-                    adapter_id=request.id,
-                    generation=_generation_of(request),
-                )
-        return node_pb2.LoadAdapterResponse(adapter=ADAPTER.to_message(adapter))
+                adapter = await adapters.read(request.path, request.name)
+        return node_pb2.ReadAdapterResponse(adapter=ADAPTER.to_message(adapter))
 
-    async def UnloadAdapter(
-        self, request: node_pb2.UnloadAdapterRequest, context: aio.ServicerContext[Any, Any]
-    ) -> node_pb2.UnloadAdapterResponse:
+    async def SetAdapterNames(
+        self, request: node_pb2.SetAdapterNamesRequest, context: aio.ServicerContext[Any, Any]
+    ) -> node_pb2.SetAdapterNamesResponse:
         async with named_errors(context, node_id=self._state.card.node_id):
-            self._adapters_for(context).unload(request.name, _generation_of(request))
-        return node_pb2.UnloadAdapterResponse()
+            orders = [ORDER.from_message(each) for each in request.names]
+            self._adapters_for(context).set_names(orders)
+        return node_pb2.SetAdapterNamesResponse()
 
     def _adapters_for(self, context: aio.ServicerContext[Any, Any]) -> AdapterRegistry:
         """Raises NotAnOperator, also without operators: adapters change answers of all clients."""
@@ -171,9 +167,3 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
                 "this node serves no adapters: start it with --lora-root, or --lora NAME=FOLDER"
             )
         return self._state.adapters
-
-
-def _generation_of(
-    request: node_pb2.LoadAdapterRequest | node_pb2.UnloadAdapterRequest,
-) -> int | None:
-    return request.generation if request.HasField("generation") else None

@@ -19,9 +19,10 @@ from baton.kv_transfer.tiers.tiered_kv import TieredKv
 from baton.node.adapters.registry import AdapterRegistry
 from baton.node.engine_calls import EngineCalls, run_on_engine
 from baton.node.legs import OfferedLegs
+from baton.rpc.adapters import NodeAdapters
 from baton.rpc.cached_prefixes import CachedPrefixes, PrefixChanges, PrefixWatcher
 from baton.rpc.errors import Draining
-from baton.rpc.node_info import NodeAdapters, NodeCard, NodeLoad, NodeTotals, TierReport
+from baton.rpc.node_info import NodeCard, NodeLoad, NodeTotals, TierReport
 
 # Minimum interval between updates. Changes within it are sent as one.
 PACE_S = 0.01
@@ -213,9 +214,7 @@ class _AdapterWatcher:
             return None
         self._version = self._registry.version
         report = self._registry.report()
-        self._next_s = loop.time() + PACE_PER_ADAPTER_S * (
-            len(report.adapters) + len(report.unloaded)
-        )
+        self._next_s = loop.time() + PACE_PER_ADAPTER_S * len(report.names)
         return report
 
     def _end_waiting(self) -> None:

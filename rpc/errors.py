@@ -132,20 +132,8 @@ class PoisonedRequest(ServiceError):
     """The request has ended engines or failed passes twice. It is not retried again."""
 
 
-class UnknownAdapter(ServiceError):
-    """The node has no adapter of this name, or cannot find its files."""
-
-
-class AdapterExists(ServiceError):
-    """Another adapter has this name."""
-
-
-class OutdatedOrder(ServiceError):
-    """A later order of an operator has changed what the name of an adapter means."""
-
-
 class AdapterUnreadable(ServiceError):
-    """The files of an adapter have changed or cannot be read."""
+    """The files of an adapter have changed, or cannot be found or read."""
 
 
 class AdaptersBusy(ServiceError):
@@ -153,11 +141,11 @@ class AdaptersBusy(ServiceError):
 
 
 class TooManyAdapters(ServiceError):
-    """The node has as many adapters as it can list."""
+    """As many adapters have names as nodes can list."""
 
 
 class TooManyUpdates(ServiceError):
-    """As many loads and unloads of adapters as the router takes wait for their turn."""
+    """As many loads and unloads of adapters are in progress as the router takes."""
 
 
 class Draining(ServiceError):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
 
-from baton.core.ids import AdapterRef, Incarnation, NodeId
+from baton.core.ids import Incarnation, NodeId
 from baton.core.legs import Legs
 from baton.core.logprobs import RAW_LOGPROBS
 from baton.core.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults
 from baton.engine.kv_cache.block_hashes import PrefixNaming
 from baton.kv_transfer.protocol.messages import Fingerprint
+from baton.rpc.adapters import ADAPTERS, NO_ADAPTERS, NodeAdapters
 from baton.rpc.cached_prefixes import PrefixChanges
 from baton.rpc.errors import OtherVersion
 from baton.rpc.messages.mapper import Mapper
@@ -121,63 +121,6 @@ class NodeLoad:
         return self.is_draining or self.is_paused
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedAdapter:
-    """An adapter of a node."""
-
-    adapter: AdapterRef
-    is_in_memory: bool = False
-    num_bytes: int = 0  # in memory
-    # In progress. Sent along with other changes, as it changes with each request.
-    num_requests: int = field(default=0, compare=False)
-    generation: int = 0  # of the order that loaded it; 0: given at the start, or without a name
-
-
-class UnloadedAdapter(NamedTuple):
-    """Name that a node has been ordered to forget."""
-
-    name: str
-    generation: int
-
-
-class NameOrder(NamedTuple):
-    """Order of an operator: load an adapter under a name, or unload the name."""
-
-    name: str
-    generation: int  # the highest wins; 0: the adapter was given at a node's start
-    adapter: AdapterRef | None = None  # None: unload
-
-    @property
-    def adapter_id(self) -> str:
-        return "" if self.adapter is None else self.adapter.id
-
-    @property
-    def rank(self) -> tuple[int, str]:
-        """Order among those of the name."""
-        return self.generation, self.adapter_id
-
-
-@dataclass(frozen=True, slots=True)
-class NodeAdapters:
-    """Adapters of a node: those with a name, and those in memory without one, sorted by it."""
-
-    adapters: tuple[LoadedAdapter, ...] = ()
-    unloaded: tuple[UnloadedAdapter, ...] = ()
-
-    def orders(self) -> dict[str, NameOrder]:
-        """Return the last order of each name."""
-        unloads = [NameOrder(*each) for each in self.unloaded]
-        loads = [
-            NameOrder(each.adapter.name, each.generation, each.adapter)
-            for each in self.adapters
-            if each.adapter.name
-        ]
-        return {order.name: order for order in (*unloads, *loads)}
-
-
-NO_ADAPTERS = NodeAdapters()
-
-
 class NodeAvailability(StrEnum):
     READY = "ready"
     DRAINING = "draining"
@@ -217,8 +160,6 @@ CARD = Mapper(NodeCard, node_pb2.GetNodeResponse, unmapped=("api_version",))
 STATUS = Mapper(NodeStatus, cluster_pb2.NodeReport)
 LOAD = Mapper(NodeLoad, node_pb2.WatchResponse, unmapped=("prefixes", "adapters"))
 CHANGES = Mapper(PrefixChanges, node_pb2.PrefixChanges)
-ADAPTER = Mapper(AdapterRef, node_pb2.Adapter)
-ADAPTERS = Mapper(NodeAdapters, node_pb2.NodeAdapters)
 
 
 def card_to(card: NodeCard) -> node_pb2.GetNodeResponse:

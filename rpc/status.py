@@ -18,7 +18,6 @@ from baton.core.errors import ContextLengthExceeded, InvalidRequest, NamedError
 from baton.engine.errors import EngineGone, EngineStopped, PassFailed
 from baton.kv_transfer.errors import InvalidMessage, PeerUnreachable
 from baton.rpc.errors import (
-    AdapterExists,
     AdapterNotLoaded,
     AdaptersBusy,
     AdapterUnreadable,
@@ -37,7 +36,6 @@ from baton.rpc.errors import (
     NoNodes,
     NotAnOperator,
     OtherVersion,
-    OutdatedOrder,
     PoisonedRequest,
     QueueFull,
     RateLimited,
@@ -47,7 +45,6 @@ from baton.rpc.errors import (
     TooManyConnects,
     TooManyUpdates,
     Unauthenticated,
-    UnknownAdapter,
     UnknownModel,
     UnknownResponse,
     Unreadable,
@@ -70,9 +67,6 @@ CODE_AND_REASON: dict[type[Exception], tuple[StatusCode, str]] = {
     InvalidMessage: (StatusCode.INVALID_ARGUMENT, "INVALID_MESSAGE"),
     UnknownModel: (StatusCode.NOT_FOUND, "UNKNOWN_MODEL"),
     UnknownResponse: (StatusCode.NOT_FOUND, "UNKNOWN_RESPONSE"),
-    UnknownAdapter: (StatusCode.NOT_FOUND, "UNKNOWN_ADAPTER"),
-    AdapterExists: (StatusCode.ALREADY_EXISTS, "ADAPTER_EXISTS"),
-    OutdatedOrder: (StatusCode.FAILED_PRECONDITION, "OUTDATED_ORDER"),
     AdapterUnreadable: (StatusCode.FAILED_PRECONDITION, "ADAPTER_UNREADABLE"),
     AdaptersBusy: (StatusCode.UNAVAILABLE, "ADAPTERS_BUSY"),
     TooManyAdapters: (StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_ADAPTERS"),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from baton.core.ids import AdapterRef
-from baton.rpc.node_info import LoadedAdapter, NodeStatus
+from baton.rpc.adapters import NodeAdapters
+from baton.rpc.node_info import NodeStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,31 +25,24 @@ class AdapterStatus:
 def adapters_of(nodes: Iterable[NodeStatus]) -> list[AdapterStatus]:
     """Return the adapters by model and name. A name has several while nodes have unlike ones.
 
-    Nodes that have one only for requests do not know its name.
+    Those that only requests have named have an empty name.
     """
-    nodes = tuple(nodes)
-    named = {
-        (node.model, each.adapter.id): each.adapter
-        for node in nodes
-        for each in node.adapters.adapters
-        if each.adapter.name
-    }
-    found: defaultdict[tuple[str, AdapterRef], list[LoadedAdapter]] = defaultdict(list)
+    by_model: defaultdict[str, list[NodeAdapters]] = defaultdict(list)
     for node in nodes:
-        for each in node.adapters.adapters:
-            adapter = each.adapter
-            if not adapter.name:
-                adapter = named.get((node.model, adapter.id), adapter)
-            found[node.model, adapter].append(each)
-    listed = [_status(model, adapter, each) for (model, adapter), each in found.items()]
+        by_model[node.model].append(node.adapters)
+    listed = [one for model, each in by_model.items() for one in _adapters_of_model(model, each)]
     return sorted(listed, key=lambda one: (one.model, one.adapter.name, one.adapter.id))
 
 
-def _status(model: str, adapter: AdapterRef, each: list[LoadedAdapter]) -> AdapterStatus:
-    return AdapterStatus(
-        adapter,
-        model,
-        num_nodes=len(each),
-        num_in_memory=sum(one.is_in_memory for one in each),
-        num_bytes=max(one.num_bytes for one in each),
-    )
+def _adapters_of_model(model: str, nodes: list[NodeAdapters]) -> Iterator[AdapterStatus]:
+    named = [frozenset(node.named) for node in nodes]
+    in_memory = [{each.id: each for each in node.in_memory} for node in nodes]
+    refs = frozenset[AdapterRef]().union(*named)
+    ids = {ref.id for ref in refs}
+    unnamed = {each for held in in_memory for each in held.values() if each.id not in ids}
+    for ref in refs | {AdapterRef("", each.id, each.path) for each in unnamed}:
+        sizes = [held[ref.id].num_bytes for held in in_memory if ref.id in held]
+        num_nodes = sum(
+            ref in names or ref.id in held for names, held in zip(named, in_memory, strict=True)
+        )
+        yield AdapterStatus(ref, model, num_nodes, len(sizes), max(sizes, default=0))

@@ -33,9 +33,10 @@ from baton.client.retries import DEFAULT_RETRIES, Access, Retries, Tries
 from baton.core.ids import AdapterRef
 from baton.core.legs import LegKind, Legs
 from baton.core.pause_mode import PauseMode
+from baton.rpc.adapters import ADAPTER
 from baton.rpc.channel import open_channel
 from baton.rpc.messages.calls import KIND, PAUSE_MODE
-from baton.rpc.node_info import ADAPTER, STATUS, NodeStatus
+from baton.rpc.node_info import STATUS, NodeStatus
 from baton.rpc.router_address import router_target
 from baton.rpc.security.tls import PLAIN, TlsConfig
 from baton.telemetry.tracing.spans import Metadata

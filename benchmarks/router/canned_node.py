@@ -123,15 +123,15 @@ class CannedState(node_pb2_grpc.NodeServiceServicer):
     ) -> node_pb2.ResetPrefixCacheResponse:
         return node_pb2.ResetPrefixCacheResponse()
 
-    async def LoadAdapter(  # noqa: N802
-        self, request: node_pb2.LoadAdapterRequest, context: Context
-    ) -> node_pb2.LoadAdapterResponse:
-        return node_pb2.LoadAdapterResponse()
+    async def ReadAdapter(  # noqa: N802
+        self, request: node_pb2.ReadAdapterRequest, context: Context
+    ) -> node_pb2.ReadAdapterResponse:
+        return node_pb2.ReadAdapterResponse()
 
-    async def UnloadAdapter(  # noqa: N802
-        self, request: node_pb2.UnloadAdapterRequest, context: Context
-    ) -> node_pb2.UnloadAdapterResponse:
-        return node_pb2.UnloadAdapterResponse()
+    async def SetAdapterNames(  # noqa: N802
+        self, request: node_pb2.SetAdapterNamesRequest, context: Context
+    ) -> node_pb2.SetAdapterNamesResponse:
+        return node_pb2.SetAdapterNamesResponse()
 
 
 def _uncounted(_: LegKind) -> AbstractContextManager[None]:

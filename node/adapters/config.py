@@ -30,10 +30,10 @@ def check_name(name: str) -> None:
 
 
 def check_id(adapter_id: str) -> None:
-    """Raise InvalidRequest unless this can be the digest of an adapter; it may be missing."""
-    if adapter_id and not (len(adapter_id) <= MAX_ID_CHARACTERS and adapter_id.isalnum()):
+    """Raise InvalidRequest unless this can be the digest of an adapter."""
+    if len(adapter_id) > MAX_ID_CHARACTERS or not adapter_id.isalnum():
         raise InvalidRequest(
-            f"an adapter's id must have at most {MAX_ID_CHARACTERS} letters and digits", "id"
+            f"an adapter's id must have 1 to {MAX_ID_CHARACTERS} letters and digits", "id"
         )
 
 

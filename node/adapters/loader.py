@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from baton.node.adapters.folder_threads import FolderThreads
+from baton.rpc.adapters import LoadedAdapter
 from baton.rpc.errors import AdaptersBusy
 
 log = logging.getLogger(__name__)
@@ -135,6 +136,13 @@ class AdapterLoader(Generic[Loaded]):
     def in_memory(self) -> list[HeldAdapter]:
         """Return the adapters in memory. For any thread."""
         return [each for each in tuple(self._places.values()) if each.stage is Stage.IN_MEMORY]
+
+    def report(self) -> tuple[LoadedAdapter, ...]:
+        """Return the adapters in memory, for routers."""
+        return tuple(
+            LoadedAdapter(each.id, each.path, each.num_bytes, each.num_users)
+            for each in self.in_memory()
+        )
 
     def num_users(self, adapter_id: str) -> int:
         """Return the number of requests that use an adapter, or wait for it. For any thread."""

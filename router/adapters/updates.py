@@ -5,31 +5,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, TypeVar
 
-from grpc import aio
+from grpc import StatusCode, aio
 
 from baton.core.errors import InvalidRequest
 from baton.core.ids import AdapterRef, ModelVariant
-from baton.router.adapters.calls import AdapterCalls, Outcome, only_adapter, raise_failures
-from baton.router.adapters.restores import AdapterRestores
+from baton.router.adapters.calls import AdapterCalls, only_adapter, raise_failures
 from baton.router.input_processing.limits import check_name, is_valid_name
 from baton.router.routing.node_table import NodeTable
 from baton.router.routing.nodes import Node
-from baton.rpc.errors import NodeFailed, NoNodes, NotAnOperator, TooManyUpdates, UnknownModel
-from baton.rpc.node_info import NameOrder
+from baton.rpc.adapters import MAX_NAMES, NameOrder
+from baton.rpc.errors import NoNodes, TooManyAdapters, TooManyUpdates, UnknownModel
 from baton.rpc.security.operators import NO_OPERATORS, Operators
+from baton.rpc.status import RemoteError
 
-MAX_UPDATES = 32  # that run or wait for their turn
+MAX_UPDATES = 32  # at a time
 REFUSAL_PAUSE_S = 0.5
-REPORT_TIMEOUT_S = 10.0  # in which nodes report what they have done
+NAMES_TIMEOUT_S = 10.0  # in which nodes take names, before an update ends without them
+FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 60.0  # before another try to send names to a node
+# Codes of calls that another try may get through.
+UNANSWERED = {StatusCode.UNAVAILABLE, StatusCode.DEADLINE_EXCEEDED}
 log = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,11 @@ class AdapterOrder:
 
 
 class AdapterUpdates:
-    """Loads an adapter on every open node of its model, or on none; one update at a time."""
+    """Has all open nodes of a model read an adapter, and then gives it its name, or else does not.
+
+    A name is an order about it, which nodes merge: the last one holds. So orders are never undone,
+    and nodes that lack some, since they were away or did not answer, get them when they can.
+    """
 
     def __init__(
         self,
@@ -57,138 +60,127 @@ class AdapterUpdates:
         self._clock_ns = clock_ns
         self._operators = replace(operators, is_open=False)  # they change answers of all clients
         self._calls = AdapterCalls(channel, self._operators)
-        self._turn = asyncio.Lock()
-        # Without operators of its own, the router cannot load anything.
-        self._restores = AdapterRestores(table, self._calls, self._turn)
-        self._can_restore = operators.tokens is not None
+        self._can_send = operators.tokens is not None  # those of the nodes
         self._num_updates = 0
-        self._running: set[asyncio.Future[Any]] = set()  # at most one, so that it is not collected
-        self._reported = asyncio.Event()
+        self._sending: dict[Node, asyncio.Task[RemoteError | None]] = {}
+        self._version: int | None = None  # of the adapters, at the last look
 
     def handle_reports(self) -> None:
-        """Look again for what nodes have reported: the table has changed."""
-        if self._can_restore:
-            self._restores.handle_reports()
-        self._reported.set()
-        self._reported = asyncio.Event()
+        """Send nodes the orders that they lack: the table has changed."""
+        if self._can_send and self._version != self._table.adapters.version:
+            self._version = self._table.adapters.version
+            for node in self._table.nodes:
+                self._start_sending(node)
 
     async def load(self, order: AdapterOrder, shown: str | None = None) -> tuple[ModelVariant, int]:
         """Return the adapter and the number of its nodes. `shown` is the caller's authorization.
 
         When it returns, requests of this router can use the adapter. Raises NotAnOperator,
-        TooManyUpdates, and InvalidRequest and NodeFailed if a node has not loaded it; then no node
-        has.
+        TooManyUpdates, TooManyAdapters, and InvalidRequest and NodeFailed if a node cannot read it;
+        then nothing has changed.
         """
-        await self._check_right(shown)
-        _check_order(order)
-        return await self._complete(partial(self._load_on_all, order))
+        async with self._admitted(shown):
+            nodes = self._nodes_for(order)
+            outcomes = await asyncio.gather(
+                *(self._calls.read(node, order.name, order.path) for node in nodes)
+            )
+            adapter = only_adapter(order.name, order.path, dict(zip(nodes, outcomes, strict=True)))
+            model = nodes[0].card.model
+            self._check_name(order)  # others may have taken it meanwhile
+            await self._set_name(model, order.name, adapter)
+            return ModelVariant(model, adapter), len(nodes)
 
     async def unload(self, name: str, shown: str | None = None) -> int:
         """Return the number of nodes that had the adapter. Requests in progress keep it.
 
-        Raises NotAnOperator, TooManyUpdates, UnknownModel, and NodeFailed if a node has not
-        unloaded it.
+        An unknown name is removed as well: nodes that join later may have it. Raises NotAnOperator,
+        TooManyUpdates, NoNodes and UnknownModel.
         """
-        await self._check_right(shown)
-        return await self._complete(partial(self._unload_from_all, name))
+        async with self._admitted(shown):
+            self._check_has_nodes()
+            variant = self._table.served.variants.get(name)
+            unknown = f"there is no adapter {_quoted(name)}; {self._known()}"
+            if not is_valid_name(name) or (variant is not None and not variant.adapter.name):
+                raise UnknownModel(unknown)
+            num_nodes = self._table.adapters.nodes_with(name)
+            models = {node.card.model for node in self._table.nodes if node.card.max_loras}
+            for model in models if variant is None else {variant.base}:
+                await self._set_name(model, name, None)
+            if variant is None:
+                raise UnknownModel(unknown)
+            return num_nodes
 
-    async def _check_right(self, shown: str | None) -> None:
+    @asynccontextmanager
+    async def _admitted(self, shown: str | None) -> AsyncGenerator[None]:
         """Raises NotAnOperator, and TooManyUpdates after a pause."""
         self._operators.check(shown)
         if self._num_updates >= MAX_UPDATES:
             await asyncio.sleep(REFUSAL_PAUSE_S)  # a client that repeats it at once is slowed down
             raise TooManyUpdates(
-                f"{MAX_UPDATES} loads and unloads of adapters wait for their turn; send this one "
-                "again later"
+                f"{MAX_UPDATES} loads and unloads of adapters are in progress; send this one again "
+                "later"
             )
-
-    async def _complete(self, update: Callable[[], Coroutine[None, None, Result]]) -> Result:
-        """Wait for this update's turn, and run it.
-
-        If its caller disconnects before that, it is forgotten. An update that has begun runs to its
-        end: nodes must not differ.
-        """
         self._num_updates += 1
         try:
-            await self._turn.acquire()
-        except BaseException:
+            yield
+        finally:
             self._num_updates -= 1
-            raise
-        task = asyncio.ensure_future(update())
-        self._running.add(task)
-        task.add_done_callback(self._note_end)
-        return await asyncio.shield(task)
 
-    def _note_end(self, task: asyncio.Future[Any]) -> None:
-        self._num_updates -= 1
-        self._running.discard(task)
-        self._turn.release()
-        if not task.cancelled():
-            task.exception()  # its caller may have disconnected
+    # --- orders -----------------------------------------------------------------------
 
-    async def _load_on_all(self, order: AdapterOrder) -> tuple[ModelVariant, int]:
-        self._check_has_nodes()
-        self._check_name_is_free(order)
-        nodes = self._nodes_for(order)
-        previous = {node: self._named_on(node, order.name) for node in nodes}
-        generation = self._next_generation(order.name)
-        sent = NameOrder(order.name, generation, AdapterRef(order.name, path=order.path))
-        outcomes = await _each(
-            nodes,
-            # The name is free, so a node that has it nevertheless has missed an unload.
-            lambda node: self._calls.send(
-                node, sent, can_replace=order.can_replace or previous[node] is not None
-            ),
-        )
+    async def _set_name(self, model: str, name: str, adapter: AdapterRef | None) -> None:
+        """Order what a name means, and wait until nodes know it, or do not answer.
+
+        Raises what names nodes that refuse it.
+        """
+        number = self._table.adapters.next_number(name, self._clock_ns())
+        self._table.note_name(model, NameOrder(name, number, adapter))
+        nodes = [node for node in self._table.nodes if node.card.model == model]
+        sending = {node: task for node in nodes if (task := self._start_sending(node))}
+        if sending:
+            await asyncio.wait(sending.values(), timeout=NAMES_TIMEOUT_S)
+        outcomes = {node: task.result() for node, task in sending.items() if task.done()}
+        raise_failures(outcomes, f"refuse orders about {name!r}")
+
+    def _start_sending(self, node: Node) -> asyncio.Task[RemoteError | None] | None:
+        """Send a node what it lacks, unless that is in progress. None: it lacks nothing."""
+        task = self._sending.get(node)
+        if task is None and self._lacking(node):
+            task = self._sending[node] = asyncio.ensure_future(self._send(node))
+        return task
+
+    async def _send(self, node: Node) -> RemoteError | None:
+        """Send a node the orders that it lacks, until it has all of them, refuses or is lost."""
+        pause_s = FIRST_PAUSE_S
         try:
-            adapter = only_adapter(order.name, order.path, nodes, outcomes)
-        except (InvalidRequest, NodeFailed, NotAnOperator):
-            loaded = [
-                node
-                for node, outcome in zip(nodes, outcomes, strict=True)
-                if isinstance(outcome, AdapterRef)
-            ]
-            await _each(
-                loaded,
-                lambda node: self._undo(
-                    node, NameOrder(order.name, generation + 1, previous[node])
-                ),
-            )
-            raise
-        done = f"adapter {order.name!r} is loaded"
-        await self._until_reported(nodes, NameOrder(order.name, generation, adapter), done)
-        return ModelVariant(nodes[0].card.model, adapter), len(nodes)
+            while orders := self._lacking(node):
+                error = await self._calls.set_names(node, orders)
+                if error is None:
+                    if self._lacking(node):
+                        self._table.adapters.note_sent(node.address, orders)
+                    continue
+                log.warning("%s does not take names of adapters: %s", node.card.node_id, error)
+                if error.code not in UNANSWERED:
+                    return error
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+        finally:
+            del self._sending[node]
+        return None
 
-    async def _unload_from_all(self, name: str) -> int:
-        self._check_has_nodes()
-        variant = self._table.served.variants.get(name)
-        unknown = f"there is no adapter {_quoted(name)}; {self._known()}"
-        if not is_valid_name(name) or (variant is not None and not variant.adapter.name):
-            raise UnknownModel(unknown)
-        # Nodes remember names that they do not have, for those that join later with them.
-        nodes = [node for node in self._table.nodes if node.card.max_loras]
-        if variant is not None:
-            nodes = [node for node in nodes if node.card.model == variant.base]
-        generation = self._next_generation(name)
-        for model in {node.card.model for node in nodes}:
-            self._table.note_unload(model, name, generation)
-        order = NameOrder(name, generation)
-        outcomes = await _each(nodes, lambda node: self._calls.send(node, order))
-        raise_failures(nodes, outcomes, f"did not unload adapter {name!r}")
-        if variant is None and not any(isinstance(each, AdapterRef) for each in outcomes):
-            raise UnknownModel(unknown)
-        await self._until_reported(nodes, order, f"adapter {name!r} is unloaded")
-        return sum(isinstance(outcome, AdapterRef) for outcome in outcomes)
+    def _lacking(self, node: Node) -> list[NameOrder]:
+        """Return the orders that a node does not have, unless it is lost."""
+        is_there = self._table.node_at(node.address) == node and node.card.max_loras
+        return self._table.adapters.lacking(node.address) if is_there else []
+
+    # --- checks -----------------------------------------------------------------------
 
     def _check_has_nodes(self) -> None:
         """Raise NoNodes while no node is known, as after a restart: any may have the name."""
         if not self._table.nodes:
             raise NoNodes("no node has joined this router yet; send this again")
 
-    def _next_generation(self, name: str) -> int:
-        return self._table.adapters.next_generation(name, self._clock_ns())
-
-    def _check_name_is_free(self, order: AdapterOrder) -> None:
+    def _check_name(self, order: AdapterOrder) -> None:
         """Raises InvalidRequest if the name is taken."""
         taken = self._table.served.variants.get(order.name)
         if taken is None:
@@ -205,64 +197,39 @@ class AdapterUpdates:
                 "it: --replace, load_inplace over HTTP"
             )
 
-    def _named_on(self, node: Node, name: str) -> AdapterRef | None:
-        return self._table.adapters.at(node.address).adapter(name)
-
     def _nodes_for(self, order: AdapterOrder) -> list[Node]:
-        """Return the nodes that serve adapters of the model. Raises what names the remedy."""
-        by_model: defaultdict[str, list[Node]] = defaultdict(list)
-        for node in sorted(self._table.nodes, key=lambda node: node.card.node_id):
-            if node.card.max_loras and self._table.is_open(node):
-                by_model[node.card.model].append(node)
+        """Return the nodes that are to read an adapter. Raises what names the remedy."""
+        _check_order(order)
+        self._check_has_nodes()
+        self._check_name(order)
         served = self._table.served
         taken = served.variants.get(order.name)
         model = order.model or ("" if taken is None else taken.base)
         if model and model not in served.bases:
             raise UnknownModel(f"model {_quoted(model)} is not served here: {served.listed()}")
-        able = [model] if model else sorted(by_model)
-        if len(able) > 1:
-            raise InvalidRequest(f"set model to that of the adapter: {', '.join(able)}", "model")
-        if not able or not by_model[able[0]]:
+        able = [
+            node
+            for node in sorted(self._table.nodes, key=lambda node: node.card.node_id)
+            if node.card.max_loras and self._table.is_open(node)
+        ]
+        models = sorted({model} if model else {node.card.model for node in able})
+        if len(models) > 1:
+            raise InvalidRequest(f"set model to that of the adapter: {', '.join(models)}", "model")
+        nodes = [node for node in able if node.card.model in models]
+        if not nodes:
             raise InvalidRequest(
                 "no open node takes adapters of this model: start the nodes with --lora-root"
             )
-        return by_model[able[0]]
-
-    def _has_reported(self, node: Node, order: NameOrder) -> bool:
-        """Return whether a node reports this order or a later one, or is not there any more."""
-        own = self._table.adapters.at(node.address).orders.get(order.name)
-        is_later = own is not None and own.generation > order.generation
-        is_done = (None if own is None else own.adapter) == order.adapter
-        return is_later or is_done or self._table.node_at(node.address) != node
-
-    async def _until_reported(self, nodes: Sequence[Node], order: NameOrder, done: str) -> None:
-        """Wait for the nodes' own reports: until then, the table has what they had before."""
-        try:
-            async with asyncio.timeout(REPORT_TIMEOUT_S):
-                while not all(self._has_reported(node, order) for node in nodes):
-                    await self._reported.wait()
-        except TimeoutError:
-            raise NodeFailed(
-                f"{done}, but not all nodes have reported it within {REPORT_TIMEOUT_S:.0f} s; see "
-                "`baton nodes`"
-            ) from None
-
-    async def _undo(self, node: Node, order: NameOrder) -> Outcome:
-        """Give the name back to what the node had, or unload it if that is not there any more."""
-        outcome = await self._calls.send(node, order)
-        if order.adapter is None or isinstance(outcome, AdapterRef):
-            return outcome
-        log.warning("%s could not take adapter %r back: %s", node.address, order.name, outcome)
-        return await self._calls.send(node, NameOrder(order.name, order.generation))
+        if taken is None and self._table.adapters.num_named(models[0]) >= MAX_NAMES:
+            raise TooManyAdapters(
+                f"{MAX_NAMES} adapters of {models[0]} have names, which is the limit: unload one"
+            )
+        return nodes
 
     def _known(self) -> str:
         served = self._table.served
         names = [name for name in served.names if name not in served.bases]
         return f"loaded: {', '.join(names)}" if names else "none is loaded"
-
-
-async def _each(nodes: Sequence[Node], do: Callable[[Node], Awaitable[Outcome]]) -> list[Outcome]:
-    return list(await asyncio.gather(*map(do, nodes)))
 
 
 def _check_order(order: AdapterOrder) -> None:

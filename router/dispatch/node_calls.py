@@ -30,7 +30,6 @@ from baton.rpc.errors import (
     MessageTooLarge,
     NodeDraining,
     NodeFailed,
-    UnknownAdapter,
 )
 from baton.rpc.messages.calls import leg_order, report_from
 from baton.rpc.messages.conversion import output_from
@@ -48,9 +47,7 @@ CLIENT_ERROR_CODES = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCod
 BROKEN = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL})
 NEVER_CONNECTED = "failed to connect"
 NOT_STARTED_REASONS = frozenset({reason_of(Draining), reason_of(EngineGone)})
-NOT_LOADED_REASONS = frozenset(
-    {reason_of(AdaptersBusy), reason_of(AdapterUnreadable), reason_of(UnknownAdapter)}
-)
+NOT_LOADED_REASONS = frozenset({reason_of(AdaptersBusy), reason_of(AdapterUnreadable)})
 KINDS = {
     reason_of(EngineStopped): FailureKind.ENGINE_FAILED,
     reason_of(PassFailed): FailureKind.PASS_FAILED,

@@ -1,13 +1,13 @@
-"""Adapters that nodes report, and the one that a name means where nodes differ. Pure."""
+"""Adapters that nodes report, and the one that each name means. Pure."""
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from baton.core.ids import AdapterRef, ModelVariant
-from baton.rpc.node_info import NO_ADAPTERS, NameOrder, NodeAdapters
+from baton.core.ids import NO_ADAPTER, ModelVariant
+from baton.rpc.adapters import NO_ADAPTERS, AdapterNames, NameOrder, NodeAdapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,199 +16,125 @@ class AdapterReport:
 
     model: str
     reported: NodeAdapters = NO_ADAPTERS
-    orders: Mapping[str, NameOrder] = field(default_factory=dict)  # the node's last, by name
-    known: frozenset[str] = frozenset()  # ids, also of those without a name
-    in_memory: frozenset[str] = frozenset()
-
-    def adapter(self, name: str) -> AdapterRef | None:
-        """Return what the node has under a name."""
-        order = self.orders.get(name)
-        return None if order is None else order.adapter
+    orders: Mapping[str, NameOrder] = field(default_factory=dict)  # by name
+    in_memory: frozenset[str] = frozenset()  # ids
+    known: frozenset[str] = frozenset()  # ids, also of those that are not in memory
 
 
 NO_REPORT = AdapterReport("")
-MAX_PAST_NAMES = 4096  # that no node has at present; those of the last orders are remembered
-
-
-@dataclass(slots=True)
-class NameRecord:
-    """Nodes of one model that have a name, the last order about it, and what it means there."""
-
-    last: NameOrder
-    # What each node has, by address, and the number of the node's first report of it.
-    owners: dict[str, tuple[NameOrder, int]] = field(default_factory=dict)
-    meaning: AdapterRef | None = None
-    rank: tuple[int, int, int] = (0, 0, 0)  # among models: the highest has the name
-
-    @property
-    def is_unloaded(self) -> bool:
-        return self.last.generation > 0 and self.last.adapter is None
-
-    def note(self, order: NameOrder) -> None:
-        if order.rank > self.last.rank:
-            self.last = order
-
-    def resolve(self) -> None:
-        """Find what the name means: the last order, while a node has the name."""
-        self.meaning = None
-        if not self.owners or self.is_unloaded:
-            return
-        adapter_id, newest = self.last.adapter_id, 0
-        if not self.last.generation:
-            adapter_id, newest = self._resolve_starts()
-        owned = (order.adapter for order, _ in self.owners.values())
-        refs = (each for each in owned if each is not None and each.id == adapter_id)
-        # Nodes that lack the adapter can read it only with a path.
-        self.meaning = max(refs, key=lambda each: each.path, default=self.last.adapter)
-        self.rank = self.last.generation, len(self.owners), newest
-
-    def _resolve_starts(self) -> tuple[str, int]:
-        """Return the id of an adapter of nodes' starts, and the last first report of any."""
-        first: dict[str, int] = {}  # reports, by id
-        for order, number in self.owners.values():
-            first[order.adapter_id] = min(number, first.get(order.adapter_id, number))
-        counts = Counter(order.adapter_id for order, _ in self.owners.values())
-        adapter_id = max(counts, key=lambda each: (counts[each], first[each]))
-        return adapter_id, max(first.values())
-
-    def order_for(self, address: str) -> NameOrder | None:
-        """Return the order that a node has missed."""
-        name, generation = self.last.name, self.last.generation
-        own = self.owners.get(address)
-        if own is not None and (own[0].rank >= self.last.rank or not generation):
-            return None
-        if self.is_unloaded:
-            return None if own is None else NameOrder(name, generation)
-        can_load = self.meaning is not None and self.meaning.path
-        return NameOrder(name, generation, self.meaning) if can_load else None
 
 
 class ClusterAdapters:
-    """Reports of all nodes by address, and the adapters that names mean.
+    """Reports of all nodes by address, and the last order about each name of a model.
 
-    Orders of operators are numbered: nodes report the last one of each name. Where nodes differ, a
-    name means the adapter of the last order, whatever the others have; after an unload it means
-    nothing, although a node may still have it. Adapters that nodes have from their start, by
-    `--lora`, are older than any order; of these, a name means the one that most nodes have, or else
-    the one that was reported last for the first time.
+    Orders of operators are numbered, and the last one of a name holds, whatever nodes have: those
+    that report an older one lack it. A router knows the orders that nodes have reported to it, and
+    its own, also after the last node with them is gone.
 
-    Orders outlive the last node that has the name, so a node that returns with an older one does
-    not revive it.
+    Names that nodes have from their start, by `--lora`, are those of their nodes alone, and older
+    than any order. Such a name means the adapter that most nodes have under it.
     """
 
     def __init__(self) -> None:
-        self.version = 0  # changes with names and orders
+        self.version = 0  # changes with nodes and names
         self.variants: dict[str, ModelVariant] = {}  # the adapter that each name means
         self._reports: dict[str, AdapterReport] = {}
-        self._num_reported = self._last_generation = 0
-        self._names: dict[str, dict[str, NameRecord]] = {}  # by name and model
-        self._past: OrderedDict[tuple[str, str], None] = OrderedDict()  # lost last at the end
+        self._orders: dict[str, AdapterNames] = {}  # of operators, by model
 
     def at(self, address: str) -> AdapterReport:
         return self._reports.get(address, NO_REPORT)
 
-    def has_report_of(self, address: str) -> bool:
-        return self.at(address).reported is not NO_ADAPTERS
-
     def join(self, address: str, model: str) -> None:
+        self._orders.setdefault(model, AdapterNames())
         self._replace(address, AdapterReport(model))
+        self.version += 1
 
     def lose(self, address: str) -> None:
         self._replace(address, NO_REPORT)
         self._reports.pop(address, None)
 
     def note(self, address: str, reported: NodeAdapters) -> bool:
-        """Record what a node has. Return whether it has gained or lost adapters."""
-        model = self._reports[address].model
-        ids = frozenset(each.adapter.id for each in reported.adapters)
-        in_memory = frozenset(each.adapter.id for each in reported.adapters if each.is_in_memory)
-        report = AdapterReport(model, reported, reported.orders(), ids, in_memory)
-        return self._replace(address, report)
+        """Record what a node has. Return whether its names have changed."""
+        is_changed = self._note(address, reported)
+        self.version += is_changed
+        return is_changed
 
-    def next_generation(self, name: str, now_ns: int) -> int:
-        """Return a generation for an order, higher than all that nodes have reported of its name.
+    def note_sent(self, address: str, orders: Sequence[NameOrder]) -> None:
+        """Record orders that a node has taken, before it reports them."""
+        before = self.at(address)
+        names = {**before.orders, **{order.name: order for order in orders}}
+        self._note(address, NodeAdapters(tuple(names.values()), before.reported.in_memory))
 
-        It is even; the odd one above it is for undoing the order. Other names do not count: a node
-        whose clock is days ahead must not have all orders refused.
+    def merge(self, model: str, order: NameOrder) -> None:
+        """Note an order for all nodes of a model."""
+        if order.number and self._orders[model].merge(order):
+            self.version += 1
+        self._resolve(order.name)
+
+    def next_number(self, name: str, now_ns: int) -> int:
+        """Return a number for an order, higher than those of all orders about the name.
+
+        Clocks decide between routers only while none has heard of the other's order.
         """
-        self._last_generation = max(now_ns, self._last_generation + 2) & ~1
-        records = self._names.get(name, {}).values()
-        last = max((record.last.generation for record in records), default=0)
-        return max(self._last_generation, last + 2) & ~1
+        last = [names.orders.get(name, NameOrder(name)) for names in self._orders.values()]
+        return max(now_ns, 1 + max((order.number for order in last), default=0))
 
-    def note_unload(self, model: str, name: str, generation: int) -> None:
-        """Record an unload that is sent to all nodes of a model."""
-        self._record(model, name).note(NameOrder(name, generation))
-        self._resolve(name)
-        self.version += 1
-
-    def missed_by(self, address: str, *, is_joining: bool) -> list[NameOrder]:
-        """Return the orders whose names are older on a node, or which it lacks when it joins.
-
-        A node that lacks a name later has been ordered to.
-        """
+    def lacking(self, address: str) -> list[NameOrder]:
+        """Return the orders that a node does not have."""
         report = self.at(address)
-        names = self._names if is_joining else filter(report.adapter, report.orders)
-        records = [self._names.get(name, {}).get(report.model) for name in names]
-        orders = [record.order_for(address) for record in records if record is not None]
-        return [order for order in orders if order is not None]
+        names = self._orders.get(report.model)
+        return [
+            order
+            for order in (names.orders.values() if names else ())
+            if order.rank > report.orders.get(order.name, NameOrder(order.name)).rank
+        ]
 
-    def missed_order(self, address: str, name: str) -> NameOrder | None:
-        record = self._names.get(name, {}).get(self.at(address).model)
-        return None if record is None else record.order_for(address)
+    def num_named(self, model: str) -> int:
+        return len(self._orders[model].named)
+
+    def nodes_with(self, name: str) -> int:
+        """Return the number of nodes that have an adapter under a name."""
+        own = [report.orders.get(name) for report in self._reports.values()]
+        return sum(order is not None and order.adapter is not None for order in own)
+
+    def _note(self, address: str, reported: NodeAdapters) -> bool:
+        in_memory = frozenset(each.id for each in reported.in_memory)
+        report = AdapterReport(
+            self.at(address).model,
+            reported,
+            {order.name: order for order in reported.names},
+            in_memory,
+            in_memory | {adapter.id for adapter in reported.named},
+        )
+        return self._replace(address, report)
 
     def _replace(self, address: str, report: AdapterReport) -> bool:
         before = self.at(address)
         self._reports[address] = report
-        names = before.orders.keys() | report.orders.keys()
-        changed = [name for name in names if before.orders.get(name) != report.orders.get(name)]
+        changed = {order.name for _, order in before.orders.items() ^ report.orders.items()}
         for name in changed:
-            had = self._take(address, before.model, name)
-            order = report.orders.get(name)
-            if order is not None:
-                self._note(address, report.model, order, had)
-            self._resolve(name)
-        self.version += bool(changed)
+            self.merge(report.model, report.orders.get(name) or NameOrder(name))
         return bool(changed)
 
-    def _take(self, address: str, model: str, name: str) -> tuple[NameOrder, int] | None:
-        record = self._names.get(name, {}).get(model)
-        return None if record is None else record.owners.pop(address, None)
-
-    def _note(
-        self, address: str, model: str, order: NameOrder, had: tuple[NameOrder, int] | None
-    ) -> None:
-        record = self._record(model, order.name)
-        record.note(order)
-        if order.adapter is None:
-            return
-        number = self._num_reported = self._num_reported + 1
-        if had is not None and had[0].adapter_id == order.adapter_id:
-            number = had[1]
-        record.owners[address] = order, number
-
-    def _record(self, model: str, name: str) -> NameRecord:
-        return self._names.setdefault(name, {}).setdefault(model, NameRecord(NameOrder(name, 0)))
-
     def _resolve(self, name: str) -> None:
-        """Find what a name means, in each model and in all."""
-        records = self._names.get(name, {})
-        for model, record in records.items():
-            record.resolve()
-            self._past.pop((model, name), None)
-            if not record.owners:
-                self._past[model, name] = None
-        meant = [(one.rank, model) for model, one in records.items() if one.meaning is not None]
+        """Find what a name means. If it has a meaning in several models, the last order holds."""
+        found = [(self._meaning(model, name), model) for model in self._orders]
+        meant = [(order.rank, model, order.adapter) for order, model in found if order.adapter]
         self.variants.pop(name, None)
         if meant:
-            _, model = max(meant)
-            adapter = records[model].meaning
-            assert adapter is not None
+            _, model, adapter = max(meant)
             self.variants[name] = ModelVariant(model, adapter)
-        while len(self._past) > MAX_PAST_NAMES:
-            self._forget(*self._past.popitem(last=False)[0])
 
-    def _forget(self, model: str, name: str) -> None:
-        del self._names[name][model]
-        if not self._names[name]:
-            del self._names[name]
+    def _meaning(self, model: str, name: str) -> NameOrder:
+        order = self._orders[model].orders.get(name)
+        if order is not None:
+            return order
+        given = [
+            report.orders[name].adapter or NO_ADAPTER
+            for report in self._reports.values()
+            if report.model == model and name in report.orders
+        ]
+        counts = Counter(adapter.id for adapter in given)
+        # Nodes that lack the adapter can read it only with a path.
+        adapter = max(given, key=lambda each: (counts[each.id], each.id, each.path), default=None)
+        return NameOrder(name, 0, adapter)

@@ -14,8 +14,9 @@ from baton.router.routing.load_estimate import LoadEstimate
 from baton.router.routing.nodes import KvKind, Node, NodeGroup, NodeKind, group_by_kind
 from baton.router.routing.prefix_index import NodePrefixes
 from baton.router.routing.served_models import ServedModel, ServedModels
+from baton.rpc.adapters import NameOrder, NodeAdapters
 from baton.rpc.cached_prefixes import PrefixChanges
-from baton.rpc.node_info import NodeAdapters, NodeCard, NodeLoad
+from baton.rpc.node_info import NodeCard, NodeLoad
 
 
 class NodeTable:
@@ -88,9 +89,9 @@ class NodeTable:
         if address in self._nodes and self.adapters.note(address, adapters):
             self._rebuild_served()
 
-    def note_unload(self, model: str, name: str, generation: int) -> None:
-        """Record that an adapter is unloaded from all nodes of a model, also from absent ones."""
-        self.adapters.note_unload(model, name, generation)
+    def note_name(self, model: str, order: NameOrder) -> None:
+        """Record an order about the name of an adapter, before nodes report it."""
+        self.adapters.merge(model, order)
         self._rebuild_served()
 
     def lose(self, address: str) -> None:

@@ -62,7 +62,10 @@ class ServedModels:
         }  # by name
         self._missing = sorted({*expected} - self.bases.keys())
         # An adapter cannot take the name of a model.
-        self.variants: Mapping[str, ModelVariant] = {**adapters, **self.bases}
+        self.variants: Mapping[str, ModelVariant] = {
+            **{name: each for name, each in adapters.items() if each.base in self.bases},
+            **self.bases,
+        }
         self._served = {
             model.base: _served_model(
                 [card for card in cards if model.base in ("", card.model)],

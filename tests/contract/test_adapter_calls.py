@@ -35,10 +35,9 @@ def test_calls_of_a_node_without_adapters_are_refused(
             open_channel(node.address) as channel,
         ):
             stub = node_pb2_grpc.NodeServiceStub(channel)
-            load = node_pb2.LoadAdapterRequest(name="a", path="a")
             for call in (
-                stub.LoadAdapter(load, metadata=metadata),
-                stub.UnloadAdapter(node_pb2.UnloadAdapterRequest(name="a"), metadata=metadata),
+                stub.ReadAdapter(node_pb2.ReadAdapterRequest(path="a"), metadata=metadata),
+                stub.SetAdapterNames(node_pb2.SetAdapterNamesRequest(), metadata=metadata),
             ):
                 with pytest.raises(aio.AioRpcError) as refused:
                     await call

@@ -38,7 +38,7 @@ def test_a_name_is_served_while_a_node_has_it() -> None:
 def test_a_new_router_learns_the_adapters_from_its_nodes() -> None:
     async def scenario() -> None:
         async with adapter_cluster(FILES) as cluster:
-            await cluster.nodes[0].registry.load("sql", "tenants/sql")
+            await cluster.nodes[0].load("sql", "tenants/sql")
 
             await cluster.until(lambda: cluster.table.find_model("sql").adapter == SQL)
 
@@ -84,14 +84,14 @@ def test_an_unload_holds_for_nodes_that_join_later_whatever_the_others_have() ->
     async def scenario() -> None:
         async with adapter_cluster(FILES) as cluster, operator_client(cluster) as client:
             later = cluster.lose("decode-0")
-            await later.registry.load("sql", "tenants/sql")
+            await later.load("sql", "tenants/sql")
             with pytest.raises(BatonError, match="no adapter 'sql'"):  # none that is known
                 await client.unload_adapter("sql")
             cluster.join(later)
             await until(lambda: later.adapters == {})
             # A report on its way would pass for one of the process that is started next.
             address = cluster.addresses["decode-0"]
-            await until(lambda: not cluster.table.adapters.at(address).adapter("sql"))
+            await until(lambda: not cluster.table.adapters.at(address).reported.named)
 
             # Nodes have the name from their start: that is older than any order.
             cluster.lose("decode-0")

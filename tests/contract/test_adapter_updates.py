@@ -13,7 +13,6 @@ from grpc import StatusCode
 from baton.client import BatonError
 from baton.core.ids import AdapterRef, ModelVariant, NodeId
 from baton.router.adapters import updates
-from baton.router.adapters.updates import AdapterOrder
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import AdapterUnreadable, NodeFailed
 from baton.rpc.node_info import GET_NODE, NodeAvailability
@@ -30,6 +29,7 @@ from tests.support.adapter_nodes import (
     operator_client,
     run_scenario,
 )
+from tests.support.waits import until
 
 FILES = {"tenants/sql": "old", "tenants/new": "new"}
 SQL = AdapterRef("sql", adapter_id("old"), "tenants/sql")
@@ -45,27 +45,12 @@ def test_an_adapter_is_served_by_all_nodes_when_the_load_returns() -> None:
             assert cluster.held == BOTH
             assert cluster.table.find_model("sql") == ModelVariant("tiny", SQL)
             async for [first, *_] in client.nodes():
-                assert [one.adapter for one in first.adapters.adapters] == [SQL]
+                assert first.adapters.named == (SQL,)
                 assert (first.state, first.max_loras) == (NodeAvailability.READY, 4)
 
             assert await client.unload_adapter("sql") == 2
             assert cluster.held == NONE
             assert cluster.table.find_model("sql") == ModelVariant("sql")
-
-    run_scenario(scenario)
-
-
-def test_the_load_returns_after_the_reports_of_all_nodes() -> None:
-    async def scenario() -> None:
-        async with adapter_cluster(FILES) as cluster, operator_client(cluster) as client:
-            cluster.nodes[1].may_report.clear()
-            loading = asyncio.ensure_future(client.load_adapter("sql", "tenants/sql"))
-            await cluster.until(lambda: "sql" in cluster.table.served.variants)
-            assert not loading.done()
-
-            cluster.nodes[1].may_report.set()
-
-            await loading
 
     run_scenario(scenario)
 
@@ -144,51 +129,117 @@ async def use(node: AdapterNode, adapter: AdapterRef) -> None:
         pass
 
 
-def test_an_update_is_completed_or_undone_after_its_client_has_disconnected(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_load_whose_client_disconnects_while_nodes_read_changes_nothing() -> None:
+    async def scenario() -> None:
+        async with adapter_cluster(FILES) as cluster, operator_client(cluster) as client:
+            first, last = cluster.nodes
+            last.memory.may_read.clear()
+            loading = asyncio.ensure_future(client.load_adapter("sql", "tenants/sql"))
+            await until(lambda: SQL.id in first.memory.loaded)
+
+            loading.cancel()
+            await asyncio.wait([loading])
+            last.memory.may_read.set()
+
+            await client.load_adapter("chat", "tenants/sql")
+            assert {name for held in cluster.held.values() for name in held} == {"chat"}
+
+    run_scenario(scenario)
+
+
+def test_a_load_that_takes_long_does_not_hold_up_others() -> None:
+    async def scenario() -> None:
+        async with adapter_cluster(FILES) as cluster, operator_client(cluster) as client:
+            await client.load_adapter("chat", "tenants/sql")
+            cluster.nodes[1].memory.may_read.clear()
+            loading = asyncio.ensure_future(client.load_adapter("sql", "tenants/new"))
+            await until(lambda: adapter_id("new") in cluster.nodes[0].memory.loaded)
+
+            await client.load_adapter("again", "tenants/sql")
+            await client.unload_adapter("chat")
+            assert not loading.done()
+            cluster.nodes[1].memory.may_read.set()
+
+            await loading
+            assert {name for held in cluster.held.values() for name in held} == {"again", "sql"}
+
+    run_scenario(scenario)
+
+
+def test_more_updates_than_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(updates, "MAX_UPDATES", 1)
     monkeypatch.setattr(updates, "REFUSAL_PAUSE_S", 0)
 
     async def scenario() -> None:
         async with adapter_cluster(FILES) as cluster, operator_client(cluster) as client:
-            first, last = cluster.nodes
-            last.memory.may_read.clear()
-            last.memory.faults = [NodeFailed("the disk is gone")]
+            cluster.nodes[1].memory.may_read.clear()
             loading = asyncio.ensure_future(client.load_adapter("sql", "tenants/sql"))
-            await cluster.until(lambda: "sql" in cluster.table.served.variants)
-            assert "sql" in first.adapters
+            await until(lambda: SQL.id in cluster.nodes[0].memory.loaded)
 
-            loading.cancel()
-            await asyncio.wait([loading])
-            with pytest.raises(BatonError, match="wait for their turn") as refused:
+            with pytest.raises(BatonError, match="are in progress") as refused:
                 await client.unload_adapter("sql")
             assert refused.value.reason == "TOO_MANY_UPDATES"
-            last.memory.may_read.set()
+            cluster.nodes[1].memory.may_read.set()
+            await loading
 
-            await cluster.until(lambda: "sql" not in cluster.table.served.variants)
-            assert cluster.held == NONE
+            await client.unload_adapter("sql")
 
     run_scenario(scenario)
 
 
-def test_an_update_whose_caller_leaves_before_its_turn_is_not_begun() -> None:
+def test_of_loads_of_one_name_at_once_one_is_refused() -> None:
     async def scenario() -> None:
         async with adapter_cluster(FILES) as cluster, operator_client(cluster) as client:
-            cluster.nodes[1].memory.may_read.clear()
-            loading = asyncio.ensure_future(client.load_adapter("sql", "tenants/sql"))
-            await cluster.until(lambda: "sql" in cluster.table.served.variants)
-            order = AdapterOrder("other", "tenants/new")
-            waiting = asyncio.ensure_future(cluster.updates.load(order, "Bearer operator"))
-            await asyncio.sleep(0)
+            for node in cluster.nodes:
+                node.memory.may_read.clear()
+            loads = [
+                asyncio.ensure_future(client.load_adapter("sql", path))
+                for path in ("tenants/sql", "tenants/new")
+            ]
+            await until(lambda: cluster.nodes[0].registry.counts().num_reading == len(loads))
+            for node in cluster.nodes:
+                node.memory.may_read.set()
 
-            waiting.cancel()
-            await asyncio.wait([waiting])
-            cluster.nodes[1].memory.may_read.set()
+            outcomes = await asyncio.gather(*loads, return_exceptions=True)
+            [loaded] = [each[0] for each in outcomes if not isinstance(each, BaseException)]
+            [refused] = [each for each in outcomes if isinstance(each, BaseException)]
+            assert "already been loaded" in str(refused)
+            assert [node.adapters["sql"] for node in cluster.nodes] == [loaded, loaded]
 
-            await loading
-            assert await client.load_adapter("new", "tenants/new")
-            assert {name for held in cluster.held.values() for name in held} == {"sql", "new"}
+    run_scenario(scenario)
+
+
+def test_a_node_that_does_not_take_a_name_gets_it_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(updates, "NAMES_TIMEOUT_S", 0)
+    monkeypatch.setattr(updates, "FIRST_PAUSE_S", 0)
+
+    async def scenario() -> None:
+        async with adapter_cluster(FILES) as cluster, operator_client(cluster) as client:
+            last = cluster.nodes[1]
+            last.name_faults += [NodeFailed("not now")] * 3
+
+            assert await client.load_adapter("sql", "tenants/sql") == (SQL, 2)
+
+            assert cluster.table.find_model("sql").adapter == SQL
+            await until(lambda: cluster.held == BOTH)
+            assert not last.name_faults
+
+    run_scenario(scenario)
+
+
+def test_more_names_than_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(updates, "MAX_NAMES", 1)
+
+    async def scenario() -> None:
+        async with adapter_cluster(FILES) as cluster, operator_client(cluster) as client:
+            await client.load_adapter("sql", "tenants/sql")
+            with pytest.raises(BatonError, match="1 adapters of tiny have names") as refused:
+                await client.load_adapter("chat", "tenants/new")
+            assert refused.value.reason == "TOO_MANY_ADAPTERS"
+
+            await client.load_adapter("sql", "tenants/new", can_replace=True)
+            await client.unload_adapter("sql")
+            await client.load_adapter("chat", "tenants/new")
 
     run_scenario(scenario)
 

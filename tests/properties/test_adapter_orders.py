@@ -18,28 +18,21 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from baton.core.errors import NamedError
-from baton.core.ids import AdapterRef, Incarnation, NodeId
+from baton.core.ids import NO_ADAPTER, AdapterRef, Incarnation, NodeId
 from baton.core.legs import LegKind
-from baton.node.adapters.names import AdapterNames
-from baton.router.adapters import restores
+from baton.router.adapters import updates
 from baton.router.adapters.updates import AdapterOrder, AdapterUpdates
 from baton.router.routing.node_table import NodeTable
-from baton.rpc.node_info import (
-    ADAPTER,
-    LoadedAdapter,
-    NameOrder,
-    NodeAdapters,
-    UnloadedAdapter,
-)
+from baton.rpc.adapters import ADAPTER, ORDER, AdapterNames, NameOrder, NodeAdapters
 from baton.rpc.security.operators import Operators
 from baton.rpc.security.token import AcceptedTokens
 from baton.v1 import node_pb2
 from tests.support.node_calls import a_card
 
 OPERATORS, TOKEN = Operators(AcceptedTokens(("operator",))), "Bearer operator"
-NAMES, PATHS = ("sql", "chat"), ("old", "new", "bad", "missing")
-BAD, AT_START = "bad", "start"  # a folder that one node gets late; that of `--lora`
-MISSING = "missing"  # a folder that one node never gets
+NAMES, PATHS = ("sql", "chat"), ("old", "new", "missing")
+AT_START = "start"  # folder of `--lora`
+MISSING = "missing"  # a folder that one node does not have
 NUM_NODES, NUM_ROUTERS, NUM_ROUNDS = 3, 2, 100
 NUM_DELAYS = NUM_NODES * NUM_ROUTERS
 
@@ -53,63 +46,36 @@ class SimulatedNode:
         self.is_failing = False
         self.delays: deque[int] = deque()  # of the next calls, in turns of the event loop
         self.report: Callable[[SimulatedNode], None] = lambda _: None
-        self.content: dict[tuple[str, int], str] = {}  # that each order gave to a name
         self.start()
 
     def start(self, *names: str) -> None:
         self.num_starts += 1
         self.names = AdapterNames()
         for name in names:
-            self.names.note(NameOrder(name, 0, AdapterRef(name, f"id-{AT_START}", AT_START)))
+            self.names.merge(NameOrder(name, 0, AdapterRef(name, f"id-{AT_START}", AT_START)))
 
     @property
     def reported(self) -> NodeAdapters:
-        listed = [
-            LoadedAdapter(order.adapter, True, generation=order.generation)
-            for _, order in sorted(self.names.loaded.items())
-            if order.adapter is not None
-        ]
-        unloads = self.names.unloaded.values()
-        return NodeAdapters(
-            tuple(listed), tuple(UnloadedAdapter(each.name, each.generation) for each in unloads)
-        )
+        return NodeAdapters(tuple(self.names.orders.values()))
 
-    async def load(self, request: node_pb2.LoadAdapterRequest) -> node_pb2.LoadAdapterResponse:
+    async def read(self, request: node_pb2.ReadAdapterRequest) -> node_pb2.ReadAdapterResponse:
         await self._begin()
-        if request.path == BAD and self.number == 0 and not request.id:
-            raise _error(StatusCode.INVALID_ARGUMENT)
         if request.path == MISSING and self.number == 0:
             raise _error(StatusCode.INVALID_ARGUMENT)
-        adapter = AdapterRef(request.name, request.id or f"id-{request.path}", request.path)
-        taken = self.names.find(request.name)
-        if taken is not None and taken.id != adapter.id and not request.can_replace:
-            raise _error(StatusCode.ALREADY_EXISTS)
-        self._note(NameOrder(request.name, request.generation, adapter))
-        self.content[request.name, request.generation] = adapter.id
-        self.report(self)
-        return node_pb2.LoadAdapterResponse(adapter=ADAPTER.to_message(adapter))
+        adapter = AdapterRef(request.name, f"id-{request.path}", request.path)
+        return node_pb2.ReadAdapterResponse(adapter=ADAPTER.to_message(adapter))
 
-    async def unload(self, request: node_pb2.UnloadAdapterRequest) -> None:
+    async def set_names(self, request: node_pb2.SetAdapterNamesRequest) -> None:
         await self._begin()
-        found = self.names.find(request.name)
-        self._note(NameOrder(request.name, request.generation))
-        self.content[request.name, request.generation] = ""
+        for order in request.names:
+            self.names.merge(ORDER.from_message(order))
         self.report(self)
-        if found is None:
-            raise _error(StatusCode.NOT_FOUND)
 
     async def _begin(self) -> None:
         for _ in range(self.delays.popleft() if self.delays else 1):
             await asyncio.sleep(0)
         if self.is_failing:
             raise _error(StatusCode.UNAVAILABLE)
-
-    def _note(self, order: NameOrder) -> None:
-        try:
-            self.names.check(order)
-        except NamedError:
-            raise _error(StatusCode.FAILED_PRECONDITION) from None
-        self.names.note(order)
 
 
 def _error(code: StatusCode) -> AioRpcError:
@@ -120,7 +86,10 @@ class SimulatedChannel:
     """Implements the part of `aio.Channel` that stubs use."""
 
     def __init__(self, node: SimulatedNode) -> None:
-        self._calls: dict[str, Any] = {"LoadAdapter": node.load, "UnloadAdapter": node.unload}
+        self._calls: dict[str, Any] = {
+            "ReadAdapter": node.read,
+            "SetAdapterNames": node.set_names,
+        }
 
     def unary_unary(self, path: str, **_: Any) -> Callable[..., Any]:
         call = self._calls.get(path.rpartition("/")[2])
@@ -141,7 +110,7 @@ class World:
             node.report = self._report
         self.tables: list[NodeTable] = []
         self.updates: list[AdapterUpdates] = []
-        self.known: list[dict[str, int]] = []  # last order of each name, by router
+        self.known: list[AdapterNames] = []  # by routers
         self.tasks: list[asyncio.Task[object]] = []
         for _ in range(NUM_ROUTERS):
             self._start_router(len(self.tables))
@@ -205,32 +174,28 @@ class World:
                     await self.join(router, number)
         await self.settle()
 
-    def last_orders(self) -> dict[str, tuple[int, str]]:
-        """Return generation and content of the last order that a process knows, by name."""
-        content: dict[tuple[str, int], str] = {}
-        for node in self.nodes:
-            for order, given_id in node.content.items():  # an undone order can differ by node
-                content[order] = max(content.get(order, ""), given_id)
-        found = {}
-        for name in NAMES:
-            known = [each.get(name, 0) for each in self.known]
-            last = max(*known, *(node.names.last(name).generation for node in self.nodes))
-            found[name] = last, content.get((name, last), "")
-        return found
+    def last_order(self, name: str) -> NameOrder:
+        """Return the last order about a name that a process knows."""
+        known = [*self.known, *(node.names for node in self.nodes)]
+        orders = [each.orders.get(name, NameOrder(name)) for each in known]
+        return max(orders, key=_rank)
 
     async def _send(self, order: Any) -> None:
         with suppress(NamedError):  # a node that refuses or fails, or none
             await order
 
     def _start_router(self, router: int) -> None:
-        table, known = NodeTable(), cast("dict[str, int]", {})
-        note_unload = table.note_unload
+        if router < len(self.tables):
+            for node in self.nodes:  # the process that has ended sends nothing any more
+                self.tables[router].lose(node.address)
+        table, known = NodeTable(), AdapterNames()
+        note_name = table.note_name
 
-        def observe_unload(model: str, name: str, generation: int) -> None:
-            known[name] = max(known.get(name, 0), generation)
-            note_unload(model, name, generation)
+        def observe(model: str, order: NameOrder) -> None:
+            known.merge(order)
+            note_name(model, order)
 
-        cast("Any", table).note_unload = observe_unload
+        cast("Any", table).note_name = observe
         channels = {node.address: SimulatedChannel(node) for node in self.nodes}
         updates = AdapterUpdates(
             table,
@@ -260,10 +225,13 @@ class World:
 
     def _note(self, router: int, node: SimulatedNode) -> None:
         self.tables[router].note_adapters(node.address, node.reported)
-        for name in NAMES:
-            known = self.known[router]
-            known[name] = max(known.get(name, 0), node.names.last(name).generation)
+        for order in node.names.orders.values():
+            self.known[router].merge(order)
         self.updates[router].handle_reports()
+
+
+def _rank(order: NameOrder) -> tuple[int, str, str]:
+    return order.rank
 
 
 def steps() -> Iterator[st.SearchStrategy[tuple[Any, ...]]]:
@@ -283,7 +251,7 @@ def steps() -> Iterator[st.SearchStrategy[tuple[Any, ...]]]:
     yield st.tuples(st.just(World.settle))
 
 
-# A node that was away cannot read what has replaced its adapter.
+# Node 0 was away, and cannot read what has replaced its adapter.
 REPLACED_WITHOUT_NODE_0 = [
     (World.load, 0, "sql", "old"),
     (World.lose, 0, 0),
@@ -303,18 +271,18 @@ def test_when_all_is_quiet_the_last_order_of_each_name_holds(history: list[Any])
         for do, *values in history:
             await do(world, *values)
         await world.settle()
-        last = world.last_orders()
+        last = {name: world.last_order(name) for name in NAMES}
         await world.connect_all()
 
         assert all(task.done() for task in world.tasks)
-        for name, (generation, content) in last.items():
-            found = [node.names.find(name) for node in world.nodes]
-            held = {adapter.id for adapter in found if adapter is not None}
-            served = [table.adapters.variants.get(name) for table in world.tables]
-            assert held <= ({content} - {""} if generation else {f"id-{AT_START}"})
-            for each in served:
-                assert (each is not None) is bool(held)
-                assert each is None or {each.adapter.id} == held
+        for name, order in last.items():
+            held = {node.names.find(name) for node in world.nodes}
+            served = {table.find_model(name).adapter for table in world.tables}
+            if order.number:
+                assert held == {order.adapter}
+            else:  # nodes keep the names of their starts to themselves
+                assert held <= {order.adapter, None}
+            assert served == {max(held, key=bool) or NO_ADAPTER}
 
-    with patch.object(restores, "PAUSE_S", 0):
+    with patch.multiple(updates, FIRST_PAUSE_S=0, NAMES_TIMEOUT_S=0):
         asyncio.run(scenario())

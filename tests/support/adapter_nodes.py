@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,6 +33,7 @@ from baton.router.doors.grpc.cluster_servicer import ClusterServicer
 from baton.router.node_orders import NodeOrders
 from baton.router.routing.node_table import NodeTable
 from baton.router.routing.nodes import Node
+from baton.rpc.adapters import NameOrder
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import AdapterUnreadable
 from baton.rpc.node_info import NodeCard, NodeLoad
@@ -85,6 +86,17 @@ class TextMemory:
         del self.loaded[adapter_id]
 
 
+class FailingRegistry(AdapterRegistry):
+    """Registry that can fail to take names."""
+
+    faults: list[Exception]  # of the next orders
+
+    def set_names(self, orders: Sequence[NameOrder]) -> None:
+        if self.faults:
+            raise self.faults.pop(0)
+        super().set_names(orders)
+
+
 class AdapterNode:
     """Node without an engine."""
 
@@ -96,7 +108,9 @@ class AdapterNode:
         self.may_report.set()
         loader = AdapterLoader(self.memory, NUM_PLACES)
         changes = NodeChanges()
-        self.registry = AdapterRegistry(loader, root, card.model, changes.notify)
+        self.name_faults: list[Exception] = []  # of the next orders about names
+        self.registry = FailingRegistry(loader, root, card.model, changes.notify)
+        self.registry.faults = self.name_faults
         calls = EngineCalls(EngineThread(an_engine()), changes)
         self.state = NodeState(
             card, calls, self._read_update, adapters=self.registry if card.max_loras else None
@@ -115,15 +129,21 @@ class AdapterNode:
     def restart(self, *folders: AdapterFolder) -> None:
         """Forget all adapters, as a new process, which gets some at its start."""
         self.memory.loaded.clear()
-        self.registry = self.state.adapters = AdapterRegistry(
+        self.registry = self.state.adapters = FailingRegistry(
             AdapterLoader(self.memory, NUM_PLACES), self.root, self.card.model
         )
+        self.registry.faults = self.name_faults
         self.registry.read_at_start(folders)
 
     @property
     def adapters(self) -> dict[str, AdapterRef]:
         """Adapters by name."""
-        return {each.adapter.name: each.adapter for each in self.registry.report().adapters}
+        return {adapter.name: adapter for adapter in self.registry.report().named}
+
+    async def load(self, name: str, path: str) -> None:
+        """Give a name to an adapter, as an operator of this node alone long ago."""
+        adapter = await self.registry.read(path, name)
+        self.registry.set_names([NameOrder(name, 1, adapter)])
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:

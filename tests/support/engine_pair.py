@@ -6,6 +6,7 @@ A test can add a second prefill node.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,10 +30,11 @@ from baton.node.adapters.config import AdapterConfig
 from baton.node.kv.tiers_config import TiersConfig
 from baton.node.options import NodeOptions
 from baton.prefill_node.leg import FINISHED_WITH_FIRST_TOKEN
+from baton.rpc.adapters import ADAPTER, ORDER, NameOrder
 from baton.rpc.channel import open_blocking_channel
 from baton.rpc.messages.calls import leg_order, node_request_id
 from baton.rpc.messages.conversion import FINISH_REASON
-from baton.rpc.node_info import ADAPTER, NodeCard, NodeLoad
+from baton.rpc.node_info import NodeCard, NodeLoad
 from baton.rpc.security.token import AcceptedTokens, authorization
 from baton.rpc.status import RemoteError, remote_error_in
 from baton.telemetry.options import TelemetryOptions
@@ -319,18 +321,21 @@ class Pair:
 
     # --- Calls of an operator ---------------------------------------------------------------
 
-    def load_adapter(
-        self, node: EngineNode, name: str, path: str, *, can_replace: bool = False
-    ) -> AdapterRef:
-        request = node_pb2.LoadAdapterRequest(name=name, path=path, can_replace=can_replace)
+    def load_adapter(self, node: EngineNode, name: str, path: str) -> AdapterRef:
         stub = node_pb2_grpc.NodeServiceStub(self._channel(node))
-        response = stub.LoadAdapter(request, metadata=(authorization(OPERATOR),), timeout=CALL_S)
-        return ADAPTER.from_message(response.adapter)
+        read = node_pb2.ReadAdapterRequest(name=name, path=path)
+        response = stub.ReadAdapter(read, metadata=(authorization(OPERATOR),), timeout=CALL_S)
+        adapter = ADAPTER.from_message(response.adapter)
+        self._name_adapter(node, NameOrder(name, time.time_ns(), adapter))
+        return adapter
 
     def unload_adapter(self, node: EngineNode, name: str) -> None:
-        request = node_pb2.UnloadAdapterRequest(name=name)
+        self._name_adapter(node, NameOrder(name, time.time_ns()))
+
+    def _name_adapter(self, node: EngineNode, order: NameOrder) -> None:
         stub = node_pb2_grpc.NodeServiceStub(self._channel(node))
-        stub.UnloadAdapter(request, metadata=(authorization(OPERATOR),), timeout=CALL_S)
+        request = node_pb2.SetAdapterNamesRequest(names=[ORDER.to_message(order)])
+        stub.SetAdapterNames(request, metadata=(authorization(OPERATOR),), timeout=CALL_S)
 
     def heal(self) -> None:
         """Cancel all calls, and resume or restart both nodes."""

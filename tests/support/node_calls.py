@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from baton.core.ids import HandoffId, Incarnation, NodeId
+from baton.core.ids import AdapterRef, HandoffId, Incarnation, NodeId
 from baton.core.legs import GENERATING, LegKind
 from baton.core.logprobs import TokenLogprobs
 from baton.core.output import FinishReason, Output
@@ -24,12 +24,14 @@ from baton.router.routing.node_table import NodeTable
 from baton.router.routing.nodes import Node
 from baton.router.routing.policy import Leg
 from baton.router.tracing import UNTRACED, RequestTrace
+from baton.rpc.adapters import LoadedAdapter, NameOrder, NodeAdapters
 from baton.rpc.errors import NodeFailed
 from baton.rpc.messages.calls import CallReport, handoff_id_of
 from baton.rpc.node_info import NodeCard
 
 FINGERPRINT = Fingerprint("m", KvLayout("float32", 16, 2, 2, 16, kinds=(MemoryKind((0, 1)),)))
 NAMING = PrefixNaming(16, "m")
+NOTHING: Mapping[str, int] = {}
 
 
 def other_layout(**changes: Any) -> Fingerprint:
@@ -86,6 +88,20 @@ def a_table(*nodes: Node) -> NodeTable:
     for node in nodes or (a_node(LegKind.PREFILL), a_node(LegKind.DECODE)):
         table.join(node.address, node.card)
     return table
+
+
+def reported_adapters(
+    *adapters: AdapterRef,
+    on_disk: Iterable[AdapterRef] = (),
+    number: int = 0,
+    removed: Mapping[str, int] = NOTHING,
+) -> NodeAdapters:
+    """Return the report of a node that has adapters in memory or on disk, by orders of a number."""
+    orders = [NameOrder(each.name, number, each) for each in (*adapters, *on_disk) if each.name]
+    orders += [NameOrder(*each) for each in removed.items()]
+    return NodeAdapters(
+        tuple(orders), tuple(LoadedAdapter(each.id, each.path, 10) for each in adapters)
+    )
 
 
 def token_at(request: EngineRequest, index: int) -> int:

@@ -11,13 +11,13 @@ from baton.cluster import Child, LocalCluster
 from baton.core.legs import LegKind, Legs
 from baton.core.pause_mode import PauseMode
 from baton.engine.kv_cache.block_hashes import BlockHash
+from baton.rpc.adapters import NodeAdapters
 from baton.rpc.cached_prefixes import unpack_names
 from baton.rpc.messages.calls import KIND, PAUSE_MODE
 from baton.rpc.node_info import (
     CARD,
     GET_NODE,
     LOAD,
-    LoadedAdapter,
     NodeCard,
     NodeLoad,
     adapters_from,
@@ -76,13 +76,13 @@ def prefixes_at(address: str) -> frozenset[BlockHash]:
     return unpack_names(changes.stored)
 
 
-def adapters_at(address: str) -> tuple[LoadedAdapter, ...]:
+def adapters_at(address: str) -> NodeAdapters:
     with grpc.insecure_channel(address) as channel:
         watch = node_pb2_grpc.NodeServiceStub(channel).Watch(node_pb2.WatchRequest())
         adapters = adapters_from(next(watch))
         watch.cancel()
     assert adapters is not None
-    return adapters.adapters
+    return adapters
 
 
 def await_reported(router_address: str, node_address: str) -> None:

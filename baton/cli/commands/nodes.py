@@ -252,8 +252,9 @@ def _adapters(node: NodeStatus) -> str:
     """Return how many adapters are in memory and known, and how many fit into a batch."""
     if not node.max_loras:
         return ""
-    known = node.adapters.adapters
-    return f"{sum(each.is_in_memory for each in known)}/{len(known)} (batch: {node.max_loras})"
+    in_memory = {each.id for each in node.adapters.in_memory}
+    num_known = len(in_memory | {adapter.id for adapter in node.adapters.named})
+    return f"{len(in_memory)}/{num_known} (batch: {node.max_loras})"
 
 
 def _row(node: NodeStatus, rates: NodeRates | None) -> dict[str, str | Text]:

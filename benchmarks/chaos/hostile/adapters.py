@@ -15,9 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import grpc
+from google.protobuf.message import Message
 
 from baton.rpc.channel import open_blocking_channel
 from baton.rpc.security.token import authorization
@@ -52,7 +53,9 @@ NAMES = ("", "x" * 300, "a\nb", "a\0b", "é" * 257, None, 7, ["a"], {"a": 1})
 BAD_TOKENS = ("", "wrong", "x" * 4000)
 MIB = 1 << 20
 
+ID = "0" * 32  # that no adapter has
 Metadata = tuple[tuple[str, str], ...]
+SetNames = node_pb2.SetAdapterNamesRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,19 +111,18 @@ def _bad_loads(access: OperatorAccess, model: str, end_s: float) -> Outcomes:
     bad += [access.load(name, GOOD[0]) for name in (*NAMES, model)]
     bad += [access.load(NAME, GOOD[0], model=name) for name in ("x", "../x", "\0", 7)]
     outcomes = _accepted_as_wrong(post_all(access.http, bad, end_s), "200")
-    messages = [node_pb2.LoadAdapterRequest(name=NAME, path=path) for path in paths]
-    messages += [
-        node_pb2.LoadAdapterRequest(name=name, path=GOOD[0])
-        for name in (*(each for each in NAMES if isinstance(each, str)), model, "x" * MIB)
-    ]
-    messages += [
-        node_pb2.LoadAdapterRequest(name=NAME, path=path, id=adapter_id)
+    reads = [node_pb2.ReadAdapterRequest(path=path) for path in paths if path not in HARMLESS]
+    names = [_naming(name) for name in (*filter(_is_text, NAMES), model, "x" * MIB)]
+    names += [
+        _naming(NAME, adapter_id, path)
         for path in (GOOD[0], "", "../red", "x" * MIB)
-        for adapter_id in ("0" * 32, "x" * MIB, "\n")
+        for adapter_id in ("", "x" * MIB, "\n")
     ]
-    messages = [each for each in messages if each.path not in HARMLESS]
     with _stub(access.nodes[0]) as stub:
-        found = Counter(_load(stub, each, access.metadata, end_s) for each in messages)
+        found = Counter(_call(stub.ReadAdapter, each, access.metadata, end_s) for each in reads)
+        found += Counter(
+            _call(stub.SetAdapterNames, each, access.metadata, end_s) for each in names
+        )
     return outcomes + _accepted_as_wrong(found, "OK")
 
 
@@ -142,9 +144,9 @@ def _without_right(access: OperatorAccess, end_s: float) -> Outcomes:
         with _stub(address) as stub:
             for token in BAD_TOKENS:
                 metadata = (authorization(token),) if token else ()
-                load = node_pb2.LoadAdapterRequest(name=NAME, path=GOOD[0])
-                outcomes[_load(stub, load, metadata, end_s)] += 1
-                outcomes[_unload(stub, GOOD[0], metadata, end_s)] += 1
+                read = node_pb2.ReadAdapterRequest(path=GOOD[0])
+                outcomes[_call(stub.ReadAdapter, read, metadata, end_s)] += 1
+                outcomes[_call(stub.SetAdapterNames, _removal(GOOD[0]), metadata, end_s)] += 1
     return Counter({
         f"{ACCEPTED}, {outcome}" if outcome in ("200", "OK") else outcome: count
         for outcome, count in outcomes.items()
@@ -193,9 +195,12 @@ def _at_node(access: OperatorAccess, address: str) -> Act:
     def act(end_s: float) -> str:
         with _stub(address) as stub:
             for path in GOOD:
-                load = node_pb2.LoadAdapterRequest(name=NAME, path=path, can_replace=True)
-                _load(stub, load, access.metadata, end_s)
-            return _unload(stub, NAME, access.metadata, end_s)
+                read = node_pb2.ReadAdapterRequest(name=NAME, path=path)
+                with suppress(grpc.RpcError):
+                    found = stub.ReadAdapter(read, timeout=left_s(end_s), metadata=access.metadata)
+                    naming = SetNames(names=[_order(NAME, found.adapter)])
+                    _call(stub.SetAdapterNames, naming, access.metadata, end_s)
+            return _call(stub.SetAdapterNames, _removal(NAME), access.metadata, end_s)
 
     return act
 
@@ -217,18 +222,16 @@ def _flood(access: OperatorAccess, address: str, end_s: float) -> Outcomes:
     with ThreadPoolExecutor(1) as thread:
         bodies = [access.load(name, GOOD[0]) for name in names[NUM_AT_NODE:]]
         routed = thread.submit(post_pipelined, access.http, bodies, end_s)
-        loads = [
-            node_pb2.LoadAdapterRequest(name=name, path=GOOD[0]) for name in names[:NUM_AT_NODE]
-        ]
+        namings = [_naming(name) for name in names[:NUM_AT_NODE]]
         with _stub(address) as stub:
-            outcomes = _call_all(stub.LoadAdapter, loads, access.metadata, end_s)
+            outcomes = _call_all(stub.SetAdapterNames, namings, access.metadata, end_s)
         return outcomes + routed.result()
 
 
 def _clean(access: OperatorAccess, end_s: float) -> Outcomes:
     """Unload from all nodes what this attack has loaded, until none of them has any of it.
 
-    An update of the router, and restores on nodes that have joined, may still be in progress.
+    Updates of the router, and orders for nodes that have joined, may still be in progress.
     """
     outcomes: Outcomes = Counter()
     num_empty_rounds = 0
@@ -237,8 +240,8 @@ def _clean(access: OperatorAccess, end_s: float) -> Outcomes:
         for address in access.nodes:
             with _stub(address) as stub, suppress(grpc.RpcError):
                 names = [name for name in _names(stub, end_s) if name.startswith((NAME, FLOOD))]
-                unloads = [node_pb2.UnloadAdapterRequest(name=name) for name in names]
-                outcomes += _call_all(stub.UnloadAdapter, unloads, access.metadata, end_s)
+                removals = map(_removal, names)
+                outcomes += _call_all(stub.SetAdapterNames, [*removals], access.metadata, end_s)
                 num_found += len(names)
         num_empty_rounds = 0 if num_found else num_empty_rounds + 1
         time.sleep(PAUSE_S)
@@ -250,7 +253,7 @@ def _names(stub: node_pb2_grpc.NodeServiceStub, end_s: float) -> list[str]:
     updates = stub.Watch(node_pb2.WatchRequest(), timeout=left_s(end_s))
     try:
         report = next(each.adapters for each in updates if each.HasField("adapters"))
-        return [each.adapter.name for each in report.adapters]
+        return [each.name for each in report.names if each.HasField("adapter")]
     finally:
         updates.cancel()
 
@@ -261,24 +264,26 @@ def _stub(address: str) -> Iterator[node_pb2_grpc.NodeServiceStub]:
         yield node_pb2_grpc.NodeServiceStub(channel)
 
 
-def _load(
-    stub: node_pb2_grpc.NodeServiceStub,
-    message: node_pb2.LoadAdapterRequest,
-    metadata: Metadata,
-    end_s: float,
-) -> str:
-    return called(
-        lambda sent: stub.LoadAdapter(sent, timeout=left_s(end_s), metadata=metadata), message
-    )
+def _naming(name: str, adapter_id: str = ID, path: str = GOOD[0]) -> SetNames:
+    """Return the order that gives a name to an adapter, of which no node checks the files yet."""
+    adapter = node_pb2.Adapter(name=name, id=adapter_id, path=path)
+    return SetNames(names=[_order(name, adapter)])
 
 
-def _unload(
-    stub: node_pb2_grpc.NodeServiceStub, name: str, metadata: Metadata, end_s: float
-) -> str:
-    return called(
-        lambda sent: stub.UnloadAdapter(sent, timeout=left_s(end_s), metadata=metadata),
-        node_pb2.UnloadAdapterRequest(name=name),
-    )
+def _removal(name: str) -> SetNames:
+    return SetNames(names=[_order(name)])
+
+
+def _order(name: str, adapter: node_pb2.Adapter | None = None) -> node_pb2.NameOrder:
+    return node_pb2.NameOrder(name=name, number=time.time_ns(), adapter=adapter)
+
+
+def _is_text(name: object) -> TypeGuard[str]:
+    return isinstance(name, str)
+
+
+def _call(call: Any, message: Message, metadata: Metadata, end_s: float) -> str:
+    return called(lambda sent: call(sent, timeout=left_s(end_s), metadata=metadata), message)
 
 
 def _call_all(call: Any, messages: Sequence[Any], metadata: Metadata, end_s: float) -> Outcomes:

@@ -11,8 +11,9 @@ from grpc import aio
 
 from baton.router.adapters.updates import AdapterOrder, AdapterUpdates
 from baton.router.node_orders import NodeOrders
+from baton.rpc.adapters import ADAPTER
 from baton.rpc.messages.calls import KIND, PAUSE_MODE
-from baton.rpc.node_info import ADAPTER, STATUS, NodeStatus
+from baton.rpc.node_info import STATUS, NodeStatus
 from baton.rpc.security.token_gate import sent_token
 from baton.rpc.status import named_errors
 from baton.v1 import cluster_pb2, cluster_pb2_grpc

@@ -30,8 +30,9 @@ from baton.node.state import (
     WatchUpdate,
     update_reader,
 )
+from baton.rpc.adapters import NameOrder, NodeAdapters
 from baton.rpc.cached_prefixes import PrefixChanges, unpack_names
-from baton.rpc.node_info import LoadedAdapter, NodeAdapters, NodeLoad, NodeTotals
+from baton.rpc.node_info import NodeLoad, NodeTotals
 from tests.support.engines import an_engine
 from tests.support.node_calls import a_card
 from tests.support.tier_memory import OwnedMemory, host_tier, name_of
@@ -190,7 +191,7 @@ class FakeRegistry:
 
     def report(self) -> NodeAdapters:
         name = f"version {self.version}"
-        return NodeAdapters((LoadedAdapter(AdapterRef(name, name)),))
+        return NodeAdapters((NameOrder(name, 1, AdapterRef(name, name)),))
 
 
 def test_reports_of_many_adapters_are_paced_and_other_updates_are_not(

@@ -57,7 +57,6 @@ from baton.rpc.errors import (
     UnsupportedInput,
 )
 from baton.rpc.messages.calls import CallReport
-from baton.rpc.node_info import LoadedAdapter, NodeAdapters
 from tests.support.fake_prefills import FakePrefills
 from tests.support.node_calls import (
     FINGERPRINT,
@@ -66,6 +65,7 @@ from tests.support.node_calls import (
     a_node,
     a_table,
     prompt_logprobs_of,
+    reported_adapters,
     token_at,
 )
 from tests.support.profiles import profiles_of
@@ -111,7 +111,7 @@ def a_table_with(adapter: AdapterRef) -> NodeTable:
     nodes = (a_node(role) for role in GENERATING)
     table = a_table(*(replace(node, card=replace(node.card, max_loras=1)) for node in nodes))
     for node in table.nodes:
-        table.note_adapters(node.address, NodeAdapters((LoadedAdapter(adapter, True),)))
+        table.note_adapters(node.address, reported_adapters(adapter))
     return table
 
 
@@ -562,7 +562,7 @@ def test_a_request_for_an_adapter_can_arrive_before_the_nodes() -> None:
     def join() -> None:
         for node in there.nodes:
             table.join(node.address, node.card)
-            table.note_adapters(node.address, NodeAdapters((LoadedAdapter(adapter, True),)))
+            table.note_adapters(node.address, reported_adapters(adapter))
             pipeline.handle_nodes_changed()
 
     async def serve() -> tuple[list[int], Finish]:

@@ -8,10 +8,9 @@ from baton.client.adapter_status import adapters_of
 from baton.client.node_status import Snapshot
 from baton.core.ids import AdapterRef
 from baton.core.legs import LegKind
+from baton.rpc.adapters import LoadedAdapter, NameOrder, NodeAdapters
 from baton.rpc.node_info import (
     STATUS,
-    LoadedAdapter,
-    NodeAdapters,
     NodeAvailability,
     NodeStatus,
     NodeTotals,
@@ -21,6 +20,7 @@ from baton.rpc.node_info import (
 HOST = TierReport("host", 10, 20480, 40960, 160, 12, 30, 2, 1)
 OBJECT = TierReport("object", 900, 5 << 30, 1 << 40, 64, 4, 900, 0, 3)
 TOTALS = NodeTotals(num_prompt_tokens=320, num_hit_tokens=240, tiers=(HOST, OBJECT))
+LOADED = LoadedAdapter("1" * 64, "a/sql", 1 << 20, 3)
 
 
 def snapshot_of(totals: NodeTotals) -> Snapshot:
@@ -59,8 +59,8 @@ def test_json_output_contains_the_tiers() -> None:
 
 
 def test_nodes_with_adapters_show_how_many_are_in_memory() -> None:
-    sql, chat = AdapterRef("sql", "1", "a/sql"), AdapterRef("chat", "2", "a/chat")
-    adapters = NodeAdapters((LoadedAdapter(chat), LoadedAdapter(sql, True, 1 << 20, 3)))
+    sql, chat = AdapterRef("sql", "1" * 64, "a/sql"), AdapterRef("chat", "2", "a/chat")
+    adapters = NodeAdapters((NameOrder("chat", 1, chat), NameOrder("sql", 2, sql)), (LOADED,))
     serving = replace(a_status(NodeTotals()), adapters=adapters, max_loras=8)
     other = replace(a_status(NodeTotals()), address="m:1")
 
@@ -68,7 +68,7 @@ def test_nodes_with_adapters_show_how_many_are_in_memory() -> None:
     (table,) = tables_of(seen, {})
     columns = {str(column.header): list(column.cells) for column in table.columns}
     assert columns["adapters"] == ["1/2 (batch: 8)", ""]
-    assert as_values(seen, {})["nodes"][0]["adapters"]["adapters"][1]["num_bytes"] == 1 << 20
+    assert as_values(seen, {})["nodes"][0]["adapters"]["in_memory"][0]["num_bytes"] == 1 << 20
 
     (plain,) = tables_of(Snapshot(1.0, (other,)), {})
     assert "adapters" not in {str(column.header) for column in plain.columns}
@@ -111,10 +111,10 @@ def test_nodes_of_a_model_with_different_kernels_are_noted() -> None:
 
 def test_adapters_are_listed_once_for_all_nodes() -> None:
     sql, chat = AdapterRef("sql", "1" * 64, "a/sql"), AdapterRef("chat", "2" * 64, "a/chat")
-    first = NodeAdapters((LoadedAdapter(chat), LoadedAdapter(sql, True, 1 << 20, 3)))
-    second = NodeAdapters((LoadedAdapter(sql, True, 1 << 20, 1),))
-    # Read for a request, by a node that was not there at the load.
-    third = NodeAdapters((LoadedAdapter(replace(sql, name=""), True, 1 << 20, 1),))
+    first = NodeAdapters((NameOrder("chat", 1, chat), NameOrder("sql", 2, sql)), (LOADED,))
+    second = NodeAdapters((NameOrder("sql", 2, sql), NameOrder("old", 3)), (LOADED,))
+    # Read for a request, by a node that does not know the name yet.
+    third = NodeAdapters((), (LOADED,))
     nodes = [
         replace(a_status(NodeTotals()), model="tiny", adapters=adapters)
         for adapters in (first, second, third)

@@ -11,10 +11,9 @@ from baton.core.ids import AdapterRef
 from baton.core.legs import LegKind
 from baton.router.discovery.node_reports import report_nodes
 from baton.router.routing.node_table import NodeTable
+from baton.rpc.adapters import LoadedAdapter, NameOrder, NodeAdapters
 from baton.rpc.node_info import (
     STATUS,
-    LoadedAdapter,
-    NodeAdapters,
     NodeAvailability,
     NodeLoad,
     NodeStatus,
@@ -78,7 +77,8 @@ def test_reported_node_status_reaches_the_caller() -> None:
     table.note_load("up", NodeLoad(1, 2, 3, totals=NodeTotals(40, 10, 7)))
     [node] = table.nodes
     table.node_load(node).num_sent += 4
-    adapters = NodeAdapters((LoadedAdapter(AdapterRef("sql", "1", "a/sql"), True, 99, 2),))
+    order = NameOrder("sql", 2, AdapterRef("sql", "1", "a/sql"))
+    adapters = NodeAdapters((order, NameOrder("chat", 3)), (LoadedAdapter("1", "a/sql", 99, 2),))
     table.note_adapters("up", adapters)
 
     away, up = (STATUS.from_message(STATUS.to_message(report)) for report in report_nodes(table))

@@ -11,8 +11,7 @@ from baton.router.input_processing.tokenization import TextBoundary
 from baton.router.routing.node_table import NodeTable
 from baton.router.values import Parsing, TextPrompt
 from baton.rpc.errors import UnsupportedInput
-from baton.rpc.node_info import LoadedAdapter, NodeAdapters
-from tests.support.node_calls import a_node_of, an_embedder
+from tests.support.node_calls import a_node_of, an_embedder, reported_adapters
 
 CHAT = ModelProfile(TextBoundary(), "chat")
 EMBEDDER = ModelProfile(TextBoundary(), "embedder")
@@ -86,9 +85,9 @@ def test_a_tokenizer_is_never_used_for_a_model_that_may_have_another(
 
 def test_an_adapter_with_the_name_of_a_folder_takes_no_tokenizer_away() -> None:
     table = a_table_of("chat")
-    adapter = LoadedAdapter(AdapterRef(FOLDER.name, "1"), is_in_memory=True)
+    adapter = AdapterRef(FOLDER.name, "1")
     for node in table.nodes:
-        table.note_adapters(node.address, NodeAdapters((adapter,)))
+        table.note_adapters(node.address, reported_adapters(adapter))
 
     assert profile_for("chat", table, FOLDER) is FOLDER
 

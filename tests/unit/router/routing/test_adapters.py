@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from baton.core.ids import AdapterRef, ModelVariant
 from baton.core.legs import LegKind
 from baton.core.task import EMBED
-from baton.router.routing import cluster_adapters
 from baton.router.routing.assignment import Assignment
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import NodeTable
 from baton.router.routing.nodes import Node
 from baton.router.routing.policy import Route, choose
 from baton.router.routing.routing_view import ADAPTER_LOAD_COST, DECODE_COST_TOKENS, RoutingRequest
+from baton.rpc import adapters
+from baton.rpc.adapters import NameOrder
 from baton.rpc.errors import NoNodes
-from baton.rpc.node_info import LoadedAdapter, NameOrder, NodeAdapters, UnloadedAdapter
-from tests.support.node_calls import a_node, a_table
+from tests.support.node_calls import a_node, a_table, reported_adapters
 
 PROMPT = tuple(range(100))
 SQL, NEW_SQL = AdapterRef("sql", "1", "sql"), AdapterRef("sql", "2", "sql")
@@ -40,17 +40,8 @@ def a_cluster(max_loras: int = 2) -> NodeTable:
     )
 
 
-def report(
-    table: NodeTable,
-    address: str,
-    *adapters: AdapterRef,
-    on_disk: Iterable[AdapterRef] = (),
-    generation: int = 0,
-    unloaded: Iterable[UnloadedAdapter] = (),
-) -> None:
-    listed = [LoadedAdapter(one, True, 10, generation=generation) for one in adapters]
-    listed += [LoadedAdapter(one) for one in on_disk]
-    table.note_adapters(address, NodeAdapters(tuple(listed), tuple(unloaded)))
+def report(table: NodeTable, address: str, *adapters: AdapterRef, **fields: Any) -> None:
+    table.note_adapters(address, reported_adapters(*adapters, **fields))
 
 
 def request_for(adapter: AdapterRef, number: int = 0) -> RoutingRequest:
@@ -106,87 +97,113 @@ def join(table: NodeTable, address: str) -> None:
 def test_a_name_means_the_last_order_whatever_most_nodes_have() -> None:
     table = a_cluster()
     for address in ALL:
-        report(table, address, SQL, generation=2)
-    report(table, "d0:1", NEW_SQL, generation=4)
+        report(table, address, SQL, number=2)
+    report(table, "d0:1", NEW_SQL, number=4)
     assert table.find_model("sql").adapter == NEW_SQL
-    assert table.adapters.missed_by("p0:1", is_joining=False) == [NameOrder("sql", 4, NEW_SQL)]
+    assert table.adapters.lacking("p0:1") == [NameOrder("sql", 4, NEW_SQL)]
 
     table.lose("d0:1")  # the only one that has it
     assert table.find_model("sql").adapter == NEW_SQL
     join(table, "d0:1")
-    report(table, "d0:1", SQL, generation=2)
+    report(table, "d0:1", SQL, number=2)
     assert table.find_model("sql").adapter == NEW_SQL
 
-    report(table, "p0:1", SQL, generation=6)  # the old one is loaded again
+    report(table, "p0:1", SQL, number=6)  # the old one is loaded again
     assert table.find_model("sql").adapter == SQL
-    assert table.adapters.missed_by("p0:1", is_joining=True) == []
+    assert table.adapters.lacking("p0:1") == []
 
 
-@pytest.mark.parametrize("generation", [0, 2], ids=["start", "load"])
-def test_an_unloaded_name_means_nothing_although_nodes_have_it(generation: int) -> None:
+def test_a_node_that_has_taken_orders_does_not_lack_them_until_it_is_another_process() -> None:
     table = a_cluster()
-    report(table, "p0:1", unloaded=[UnloadedAdapter("sql", 4)])
+    table.note_name("tiny", NameOrder("sql", 2, SQL))
+    assert table.find_model("sql").adapter == SQL
+    orders = table.adapters.lacking("p0:1")
+    assert orders == [NameOrder("sql", 2, SQL)]
+
+    table.adapters.note_sent("p0:1", orders)
+    assert table.adapters.lacking("p0:1") == []
+    assert table.adapters.nodes_with("sql") == 1
+
+    join(table, "p0:1")
+    assert table.adapters.lacking("p0:1") == orders
+
+
+@pytest.mark.parametrize("number", [0, 2], ids=["start", "load"])
+def test_a_removed_name_means_nothing_although_nodes_have_it(number: int) -> None:
+    table = a_cluster()
+    report(table, "p0:1", removed={"sql": 4})
     for address in ("p1:1", "d0:1"):
-        report(table, address, SQL, generation=generation)
+        report(table, address, SQL, number=number)
 
     assert table.find_model("sql") == ModelVariant("sql")  # unknown
     table.lose("p0:1")
     join(table, "d0:1")
-    report(table, "d0:1", SQL, generation=generation)
+    report(table, "d0:1", SQL, number=number)
     assert table.find_model("sql") == ModelVariant("sql")
-    assert table.adapters.missed_by("d0:1", is_joining=False) == [NameOrder("sql", 4)]
-    assert table.adapters.missed_by("d1:1", is_joining=True) == []
+    # Those without the name remember it, too, for the routers that come later.
+    for address in ("p1:1", "d0:1", "d1:1"):
+        assert table.adapters.lacking(address) == [NameOrder("sql", 4)]
 
-    report(table, "p1:1", NEW_SQL, generation=6)
+    report(table, "p1:1", NEW_SQL, number=6)
     assert table.find_model("sql").adapter == NEW_SQL
 
 
-def test_of_adapters_of_starts_a_name_means_what_most_nodes_have_or_the_newest() -> None:
+def test_of_adapters_of_starts_a_name_means_what_most_nodes_have() -> None:
     table = a_cluster()
-    report(table, "p0:1", SQL)
-    report(table, "p1:1", NEW_SQL)
-    assert table.find_model("sql").adapter == NEW_SQL
-    assert table.adapters.missed_by("p0:1", is_joining=True) == []
-    assert table.adapters.missed_by("d1:1", is_joining=True) == [NameOrder("sql", 0, NEW_SQL)]
-    assert table.adapters.missed_by("d1:1", is_joining=False) == []
-
+    report(table, "p0:1", NEW_SQL)
+    report(table, "p1:1", SQL)
     report(table, "d0:1", SQL)
     assert table.find_model("sql").adapter == SQL
+    assert [table.adapters.lacking(address) for address in ALL] == [[]] * len(ALL)
 
     report(table, "p1:1")
-    report(table, "p1:1", NEW_SQL, generation=2)
-    assert table.find_model("sql").adapter == NEW_SQL
+    assert table.find_model("sql").adapter == NEW_SQL  # of as many, always the same one
+    report(table, "p1:1", SQL, number=2)
+    assert table.find_model("sql").adapter == SQL
 
 
-def test_generations_are_even_and_higher_than_those_of_all_nodes() -> None:
+def test_the_number_of_an_order_is_higher_than_all_of_its_name_whatever_the_clock_is() -> None:
     table = a_cluster()
-    assert [table.adapters.next_generation("sql", 7) for _ in range(2)] == [6, 8]
-    report(table, "p0:1", SQL, generation=101)
-    assert table.adapters.next_generation("sql", 9) == 102
-    report(table, "p0:1", unloaded=[UnloadedAdapter("sql", 110)])
-    assert table.adapters.next_generation("sql", 9) == 112
+    assert table.adapters.next_number("sql", 7) == 7
+    report(table, "p0:1", SQL, number=101)
+    assert table.adapters.next_number("sql", 9) == 102
+    report(table, "p0:1", removed={"sql": 110})
+    assert table.adapters.next_number("sql", 9) == 111
+    table.lose("p0:1")
+    assert table.adapters.next_number("sql", 9) == 111
 
 
-def test_a_name_with_a_generation_days_ahead_does_not_raise_those_of_others() -> None:
+def test_a_name_with_a_number_days_ahead_does_not_raise_those_of_others() -> None:
     table = a_cluster()
-    report(table, "p0:1", SQL, generation=1_000_000)
-    assert table.adapters.next_generation("other", 10) == 10
-    assert table.adapters.next_generation("sql", 10) == 1_000_002
-    assert table.adapters.next_generation("other", 10) > 10
+    report(table, "p0:1", SQL, number=1_000_000)
+    assert table.adapters.next_number("other", 10) == 10
+    assert table.adapters.next_number("sql", 10) == 1_000_001
 
 
-def test_the_orders_are_remembered_of_a_limited_number_of_names(
+def test_removals_are_remembered_of_a_limited_number_of_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cluster_adapters, "MAX_PAST_NAMES", 1)
+    monkeypatch.setattr(adapters, "MAX_REMOVED", 1)
     table = a_cluster()
-    for name, generation in (("sql", 4), ("chat", 6)):
-        table.note_unload("tiny", name, generation)
+    for name, number in (("sql", 4), ("chat", 6)):
+        table.note_name("tiny", NameOrder(name, number))
 
-    report(table, "p0:1", SQL, CHAT, generation=2)
+    report(table, "p0:1", SQL, CHAT, number=2)
 
     assert table.find_model("sql").adapter == SQL
     assert table.find_model("chat") == ModelVariant("chat")
+
+
+def test_a_name_of_two_models_means_the_adapter_of_the_last_order() -> None:
+    table = a_cluster()
+    other = adapter_node(LegKind.DECODE, "e0", 2)
+    table.join(other.address, replace(other.card, model="other"))
+    report(table, "p0:1", SQL, number=4)
+    report(table, "e0:1", NEW_SQL, number=2)
+    assert table.find_model("sql") == ModelVariant("tiny", SQL)
+
+    report(table, "e0:1", NEW_SQL, number=6)
+    assert table.find_model("sql") == ModelVariant("other", NEW_SQL)
 
 
 def test_later_reports_of_a_node_do_not_change_what_a_name_means() -> None:

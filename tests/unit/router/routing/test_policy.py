@@ -20,8 +20,15 @@ from baton.router.routing.policy import Route, choose
 from baton.router.routing.routing_view import RoutingRequest
 from baton.rpc.cached_prefixes import PrefixChanges, pack_names
 from baton.rpc.errors import IncompatibleNodes, NoNodes
-from baton.rpc.node_info import LoadedAdapter, NodeAdapters, NodeLoad
-from tests.support.node_calls import FINGERPRINT, NAMING, a_node, a_table, other_layout
+from baton.rpc.node_info import NodeLoad
+from tests.support.node_calls import (
+    FINGERPRINT,
+    NAMING,
+    a_node,
+    a_table,
+    other_layout,
+    reported_adapters,
+)
 
 PROMPT = tuple(range(100))  # six full blocks of 16, and 4 tokens
 REQUEST = RoutingRequest(PROMPT)
@@ -494,7 +501,7 @@ def test_a_request_with_an_adapter_hits_no_blocks_of_the_base_model() -> None:
     report_prefix(table, "p1", PROMPT)
     adapter = AdapterRef("adapter", "1")
     for node in table.nodes:
-        table.note_adapters(node.address, NodeAdapters((LoadedAdapter(adapter, True),)))
+        table.note_adapters(node.address, reported_adapters(adapter))
     base = RoutingRequest(PROMPT, model=ModelVariant("tiny"))
 
     on_base = choose(table, Routing(), base)

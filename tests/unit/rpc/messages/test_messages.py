@@ -42,6 +42,7 @@ from baton.kv_transfer.protocol.messages import (
 from baton.node.kv.link import NAME_BY_KIND, link_message_from, link_message_to
 from baton.router.doors.grpc.translate import calls_from
 from baton.router.values import TextPrompt
+from baton.rpc.adapters import NO_ADAPTERS, LoadedAdapter, NameOrder, NodeAdapters
 from baton.rpc.errors import EmptyPrompt, UnsupportedInput
 from baton.rpc.messages.calls import (
     engine_request,
@@ -53,9 +54,6 @@ from baton.rpc.messages.conversion import SAMPLING, output_from, output_to, samp
 from baton.rpc.node_info import (
     CARD,
     LOAD,
-    NO_ADAPTERS,
-    LoadedAdapter,
-    NodeAdapters,
     NodeLoad,
     adapters_from,
     update_to,
@@ -322,14 +320,15 @@ def test_nodes_refuse_adapters_without_an_id_and_overlong_ones(adapter: AdapterR
 
 
 def test_adapters_of_a_node_are_unset_if_nothing_has_changed() -> None:
-    ref = AdapterRef("sql", "0123", "tenants/sql")
-    some = NodeAdapters((LoadedAdapter(ref, is_in_memory=True, num_bytes=9, num_requests=2),))
+    order = NameOrder("sql", 7, AdapterRef("sql", "0123", "tenants/sql"))
+    loaded = LoadedAdapter("0123", "tenants/sql", num_bytes=9, num_requests=2)
+    some = NodeAdapters((order, NameOrder("old", 8)), (loaded,))
 
     assert adapters_from(update_to(NodeLoad())) is None
     for adapters in (some, NO_ADAPTERS):
         found = adapters_from(update_to(NodeLoad(), adapters=adapters))
         assert found == adapters
-        assert [each.num_requests for each in found.adapters] == [2] * len(adapters.adapters)
+        assert [each.num_requests for each in found.in_memory] == [2] * len(adapters.in_memory)
 
 
 def test_node_cards_and_loads_round_trip_through_protobuf() -> None:
