@@ -17,14 +17,14 @@ def growth(run: Callable[[int], object], size: int) -> float:
     """
     ratio = float(FACTOR)
     for _ in range(MAX_TRIES):
-        small = _cpu_time_s(lambda: [run(size) for _ in range(FACTOR)])
-        ratio = min(ratio, _cpu_time_s(lambda: run(FACTOR * size)) / small)
+        small = cpu_time_s(lambda: [run(size) for _ in range(FACTOR)])
+        ratio = min(ratio, cpu_time_s(lambda: run(FACTOR * size)) / small)
         if ratio <= MAX_RATIO:
             break
     return ratio
 
 
-def _cpu_time_s(work: Callable[[], object]) -> float:
+def cpu_time_s(work: Callable[[], object]) -> float:
     begin_s = time.thread_time()
     work()
     return time.thread_time() - begin_s

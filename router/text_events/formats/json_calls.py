@@ -29,13 +29,12 @@ def parse_object(text: str) -> dict[str, Any] | None:
     """Return the JSON object in a text, None if it is none or not strict JSON."""
     try:
         value = strict_loads(text)
-        text.encode()
     except NO_JSON:
         return None
     return value if isinstance(value, dict) else None
 
 
-def call_from(value: Any) -> tuple[str, str] | None:
+def call_from(value: Any) -> tuple[str, dict[str, Any]] | None:
     """Return name and arguments of a call, None if the value is no call."""
     if not isinstance(value, dict):
         return None
@@ -46,7 +45,7 @@ def call_from(value: Any) -> tuple[str, str] | None:
     arguments = next((value[key] for key in ARGUMENTS if key in value), None)
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
-    return name, json.dumps(arguments, ensure_ascii=False)
+    return name, arguments
 
 
 class ObjectCall:
@@ -122,10 +121,11 @@ class ObjectCall:
             return
         name, arguments = call
         head = _HEAD.match(text)
-        if head is not None:
-            written = text[head.end() :]
-            arguments = written[: JsonScan().scan(written)]
-        self._writer.call(name, arguments)
+        if head is None:
+            self._writer.call(name, json.dumps(arguments, ensure_ascii=False))
+            return
+        written = text[head.end() :]
+        self._writer.call(name, written[: JsonScan().scan(written)])
 
 
 def _name_in(quoted: str) -> str | None:

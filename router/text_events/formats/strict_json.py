@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from decimal import Decimal, InvalidOperation
 from math import isfinite
 from typing import Any, NoReturn
 
 MAX_DIGITS = 4000  # of all integers that a text gets in place of exponents; Python refuses 4,300
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def strict_loads(text: str) -> Any:
@@ -16,7 +18,9 @@ def strict_loads(text: str) -> Any:
     Numbers beyond doubles, such as 1e999, become integers.
     """
     value = json.loads(text, parse_constant=_refuse, parse_float=_Numbers().read)
-    json.dumps(value, ensure_ascii=False).encode()  # raises for a lone surrogate
+    text.encode()  # raises for a lone surrogate
+    if _SURROGATE.search(text):
+        json.dumps(value, ensure_ascii=False).encode()  # likewise
     return value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -10,7 +11,7 @@ import pytest
 from baton.router.text_events.parsing import TextFormat, ToolCallMode
 from baton.router.text_events.table import REASONING_FORMATS, TOOL_FORMATS
 from baton.router.values import Parsing
-from tests.support.growth import MAX_RATIO, growth
+from tests.support.growth import MAX_RATIO, MAX_TRIES, cpu_time_s, growth
 from tests.support.written_calls import WRITERS
 
 NUM_CHARACTERS = 256
@@ -116,3 +117,19 @@ def test_forced_calls_are_parsed_in_linear_time(mode: ToolCallMode) -> None:
     }
 
     check(TextFormat(tool_calls=mode, function="f", tools=TOOLS), texts)
+
+
+def test_the_end_of_a_large_call_takes_little_more_than_reading_its_json() -> None:
+    """It is one turn of the event loop, however the call has arrived."""
+    arguments = {"a": [{"k": 1, "s": "ab"}] * 4000}
+    begun = WRITERS["hermes"]("", [("f", arguments)]).rpartition("}")[0]
+
+    def end_s() -> float:
+        parser = TextFormat(Parsing(tools="hermes"), ToolCallMode.BY_MODEL, tools=TOOLS).parser()
+        parser.push(begun)
+        return cpu_time_s(lambda: parser.push("}"))
+
+    times_s = [end_s() for _ in range(MAX_TRIES)]
+    written = json.dumps(arguments)
+    reads_s = [cpu_time_s(lambda: json.loads(written)) for _ in range(MAX_TRIES)]
+    assert min(times_s) < 3 * min(reads_s)
