@@ -13,6 +13,7 @@ class LegKind(StrEnum):
 
 Legs = tuple[LegKind, ...]
 GENERATING: Legs = (LegKind.PREFILL, LegKind.DECODE)
+MAX_DRAIN_S = 86_400.0  # for legs that a node no longer offers
 
 
 def role_of(legs: Legs) -> str:

@@ -7,10 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 
-from baton.core.legs import GENERATING, LegKind, Legs
+from baton.core.legs import GENERATING, MAX_DRAIN_S, LegKind, Legs
 from baton.rpc.errors import Draining, UnsupportedInput
-
-MAX_DRAIN_S = 86_400.0
 
 
 class OfferedLegs:

@@ -11,18 +11,19 @@ from typing import TypeVar
 from grpc import RpcError, StatusCode, aio
 
 from baton.core.errors import InvalidRequest
-from baton.core.legs import LegKind, Legs
+from baton.core.legs import MAX_DRAIN_S, LegKind, Legs
 from baton.core.pause_mode import PauseMode
 from baton.kv_transfer.external_kv import check_tiers
 from baton.router.routing.node_table import NodeTable
 from baton.router.routing.nodes import Node
-from baton.rpc.errors import NodeFailed, NotAnOperator
+from baton.rpc.errors import DeadlineExceeded, NodeFailed, NotAnOperator
 from baton.rpc.messages.calls import KIND, PAUSE_MODE
 from baton.rpc.security.operators import NO_OPERATORS, Operators
 from baton.rpc.status import invalid_request_in, remote_error
 from baton.v1 import node_pb2, node_pb2_grpc
 
 RESET_TIMEOUT_S = 10.0  # a node answers between two steps of its engine
+DRAIN_MARGIN_S = 30.0  # in which a node moves the legs that its drain has left
 
 Response = TypeVar("Response")
 
@@ -57,14 +58,18 @@ class NodeOrders:
     async def set_legs(
         self, name: str, legs: Collection[LegKind], drain_timeout_s: float, shown: str | None
     ) -> Legs:
-        """Have a node offer these legs instead of others, and return all that it then offers."""
+        """Have a node offer these legs instead of others, and return all that it then offers.
+
+        Raises DeadlineExceeded if the node does not answer after its drain.
+        """
         self._operators.check(shown)
         node = self._find(name)
         request = node_pb2.SetLegsRequest(
             legs=map(KIND.to_message, legs), drain_timeout_s=drain_timeout_s
         )
-        # Without a time limit: the node has one, and keepalive ends a call to one that hangs.
-        call = self._stub(node).SetLegs(request, metadata=self._operators.metadata)
+        # The node refuses a drain of more than a day, and one that is not a number.
+        limit_s = DRAIN_MARGIN_S + min(max(0.0, drain_timeout_s), MAX_DRAIN_S)
+        call = self._stub(node).SetLegs(request, timeout=limit_s, metadata=self._operators.metadata)
         return tuple(map(KIND.from_message, (await _answer(call, node)).legs))
 
     async def set_pause(self, name: str, mode: PauseMode | None, shown: str | None) -> None:
@@ -129,7 +134,7 @@ class NodeOrders:
 
 
 async def _answer(call: Awaitable[Response], node: Node) -> Response:
-    """Wait for a node's answer. Raises NotAnOperator, InvalidRequest and NodeFailed."""
+    """Wait for a node's answer. Raises as the orders do, and DeadlineExceeded."""
     try:
         return await call
     except RpcError as error:
@@ -137,6 +142,11 @@ async def _answer(call: Awaitable[Response], node: Node) -> Response:
         message = f"{node.card.node_id}: {remote.message}"
         if remote.code is StatusCode.PERMISSION_DENIED:
             raise NotAnOperator(message) from error
+        if remote.code is StatusCode.DEADLINE_EXCEEDED:
+            raise DeadlineExceeded(
+                f"{node.card.node_id} has not answered in time, and may follow the order later: "
+                "look at `baton nodes`, and restart the node if it hangs"
+            ) from error
         if remote.code in (StatusCode.INVALID_ARGUMENT, StatusCode.UNIMPLEMENTED):
             raise invalid_request_in(remote) from error
         raise NodeFailed(message) from error

@@ -56,7 +56,7 @@ class BodyTimeout(ServiceError):
 
 
 class DeadlineExceeded(ServiceError):
-    """The client's deadline passed before the answer was complete."""
+    """A deadline, mostly the client's, passed before the answer was complete."""
 
 
 class QueueFull(ServiceError):

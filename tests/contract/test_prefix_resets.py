@@ -21,6 +21,7 @@ from baton.core.pause_mode import PauseMode
 from baton.engine.engine_thread import EngineThread
 from baton.node.cache_resets import reset_prefix_cache
 from baton.node.engine_calls import EngineCalls, NodeChanges
+from baton.router import node_orders
 from baton.router.adapters.updates import AdapterUpdates
 from baton.router.discovery.node_reports import report_nodes
 from baton.router.doors.grpc.cluster_servicer import ClusterServicer
@@ -313,6 +314,34 @@ def test_an_operator_changes_the_legs_of_a_node_by_its_name() -> None:
                 LegKind.DECODE,
             )
             assert [one.state.legs.offered for one in servers] == [(LegKind.DECODE,), GENERATING]
+
+    run(scenario)
+
+
+def test_a_node_that_hangs_after_its_drain_ends_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_orders, "DRAIN_MARGIN_S", 0.1)
+    released = asyncio.Event()
+
+    async def hang_in_a_leg(node: NodeServer) -> None:
+        with node.state.legs.serving(LegKind.DECODE):
+            try:
+                await released.wait()
+            except asyncio.CancelledError:  # it is to move to another node
+                await released.wait()
+
+    async def scenario() -> None:
+        async with (
+            two_nodes(operators=OPERATORS) as (table, servers),
+            serving("127.0.0.1", 0, [cluster_service(table, OPERATORS)]) as server,
+            AsyncClient(server.address, token="secret") as client,
+        ):
+            leg = asyncio.ensure_future(hang_in_a_leg(servers[1]))
+            with pytest.raises(BatonError, match="decode-0 has not answered in time") as failure:
+                await client.set_legs("decode-0", [LegKind.PREFILL], 0.0)
+            released.set()
+            await leg
+
+            assert failure.value.reason == "DEADLINE_EXCEEDED"
 
     run(scenario)
 
