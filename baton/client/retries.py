@@ -6,6 +6,7 @@ import logging
 import random
 import time
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import grpc
 from grpc import StatusCode
@@ -90,7 +91,7 @@ class Access:
         if self.token is not None:
             check_token(self.token, "the token")
             if not self.tls.dials:
-                log.warning("the token is sent to %s in plain text; set tls.ca", self.address)
+                _warn_of_plain_text(self.address)
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -98,6 +99,12 @@ class Access:
 
     def tries(self, timeout_s: float | None = None) -> Tries:
         return Tries(self, self.timeout_s if timeout_s is None else timeout_s)
+
+
+@lru_cache(maxsize=64)
+def _warn_of_plain_text(address: str) -> None:
+    """Log a warning once per address: calls with an operator's token have their own access."""
+    log.warning("the token is sent to %s in plain text; set tls.ca", address)
 
 
 class Tries:
