@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -73,9 +73,7 @@ class HeldAdapter:
     num_bytes: int = 0
     number: int = 0  # in the order in which adapters came into memory
     is_kept: bool = True  # without users, until its place is needed
-    waits_since_s: float = 0.0
-    place: asyncio.Future[None] | None = None  # of a load
-    task: asyncio.Task[None] | None = None  # of a load
+    load: asyncio.Task[None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +114,12 @@ class AdapterLoader(Generic[Loaded]):
         self._claim_after_s, self._max_claim_s = claim_after_s, max_claim_s
         self._clock = clock
         self._threads = threads or FolderThreads()
-        # In memory or being read, the least recently used first.
-        self._places: OrderedDict[str, HeldAdapter] = OrderedDict()
+        self._adapters: OrderedDict[str, HeldAdapter] = OrderedDict()  # least recently used first
         self._num_filled = 0
-        self._loads: dict[str, HeldAdapter] = {}
-        self._queue: deque[HeldAdapter] = deque()  # loads that wait for a place, in order
+        # Adapters that wait for a place, in order, and the times since when.
+        self._queue: dict[HeldAdapter, float] = {}
+        self._num_behind_claim = 0  # requests
+        self._changed = asyncio.Event()  # a place may be free
 
     def __enter__(self) -> AdapterLoader[Loaded]:
         return self
@@ -130,38 +129,33 @@ class AdapterLoader(Generic[Loaded]):
 
     def find(self, adapter_id: str) -> HeldAdapter | None:
         """Return an adapter that is in memory. For any thread."""
-        held = self._places.get(adapter_id)
+        held = self._adapters.get(adapter_id)
         return held if held is not None and held.stage is Stage.IN_MEMORY else None
-
-    def in_memory(self) -> list[HeldAdapter]:
-        """Return the adapters in memory. For any thread."""
-        return [each for each in tuple(self._places.values()) if each.stage is Stage.IN_MEMORY]
 
     def report(self) -> tuple[LoadedAdapter, ...]:
         """Return the adapters in memory, for routers."""
         return tuple(
             LoadedAdapter(each.id, each.path, each.num_bytes, each.num_users)
-            for each in self.in_memory()
+            for each in self._in(Stage.IN_MEMORY)
         )
 
     def num_users(self, adapter_id: str) -> int:
         """Return the number of requests that use an adapter, or wait for it. For any thread."""
-        load, held = self._loads.get(adapter_id), self.find(adapter_id)
-        return (load.num_users if load else 0) + (held.num_users if held else 0)
+        held = self._adapters.get(adapter_id)
+        return 0 if held is None else held.num_users
 
     def counts(self, num_named: int = 0) -> AdapterCounts:
         """Return the current counts. For any thread."""
-        in_memory, loads = self.in_memory(), tuple(self._loads.values())
-        waiting = sum(each.num_users for each in loads)
-        waiting_for_place = sum(each.num_users for each in loads if each.stage is Stage.WAITING)
+        in_memory, reading = self._in(Stage.IN_MEMORY), self._in(Stage.READING)
+        for_place = sum(each.num_users for each in self._in(Stage.WAITING))
         return AdapterCounts(
             num_named,
             len(in_memory),
             sum(each.num_users > 0 for each in in_memory),
-            len(self._places) - len(in_memory),
+            len(reading),
             sum(each.num_bytes for each in in_memory),
-            waiting_for_place,
-            waiting - waiting_for_place,
+            for_place + self._num_behind_claim,
+            sum(each.num_users for each in (*reading, *self._in(Stage.FINDING))),
             self.total_failed,
             self.total_evicted,
         )
@@ -173,7 +167,7 @@ class AdapterLoader(Generic[Loaded]):
     def read_at_start(self, folder: Path, path: str = "") -> str:
         """Read an adapter before there are requests, and return its id."""
         adapter_id = self._memory.digest(folder)
-        if adapter_id not in self._places:
+        if adapter_id not in self._adapters:
             began_s, loaded = self._clock(), self._memory.read(folder, adapter_id)
             self._make_room()
             self._put(HeldAdapter(adapter_id, path), loaded, self._clock() - began_s)
@@ -193,18 +187,18 @@ class AdapterLoader(Generic[Loaded]):
         Raises AdaptersBusy if all places are in use for `max_wait_s`, or a claimed one is for
         `max_claim_s`, or all threads hang, and what reading raises.
         """
-        held = self.find(adapter_id)
-        if held is None or self._is_claimed(held):
-            held = self._loads.get(adapter_id) or self._start(adapter_id, find_folder, path)
-        else:
-            self._places.move_to_end(adapter_id)
+        await self._wait_behind_claim(adapter_id)
+        held = self._adapters.get(adapter_id) or self._start(adapter_id, find_folder, path)
+        self._adapters.move_to_end(adapter_id)
         held.num_users += 1
         try:
-            if held.task is not None:
-                await asyncio.shield(held.task)
+            if held.load is not None:
+                await asyncio.shield(held.load)
             yield
         finally:
-            self._release(held)
+            held.num_users -= 1
+            self._drop_unless_needed(held)
+            self._note_change()
 
     def keep(self, adapter_id: str, *, is_kept: bool) -> None:
         """Keep an adapter without users until its place is needed, or only for its users."""
@@ -213,132 +207,123 @@ class AdapterLoader(Generic[Loaded]):
             held.is_kept = is_kept
             self._drop_unless_needed(held)
 
-    def _start(self, adapter_id: str, find_folder: FindFolder, path: str) -> HeldAdapter:
-        load = self._loads[adapter_id] = HeldAdapter(adapter_id, path)
-        load.task = asyncio.ensure_future(self._load(load, find_folder))
-        # Those that wait get its exception. Without any, nobody needs it.
-        load.task.add_done_callback(lambda task: task.cancelled() or task.exception())
-        return load
+    def _in(self, stage: Stage) -> list[HeldAdapter]:
+        """Return the adapters in a stage. For any thread."""
+        return [each for each in tuple(self._adapters.values()) if each.stage is stage]
 
-    async def _load(self, load: HeldAdapter, find_folder: FindFolder) -> None:
+    def _start(self, adapter_id: str, find_folder: FindFolder, path: str) -> HeldAdapter:
+        held = self._adapters[adapter_id] = HeldAdapter(adapter_id, path)
+        held.load = asyncio.ensure_future(self._load(held, find_folder))
+        # Those that wait get its exception. Without any, nobody needs it.
+        held.load.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return held
+
+    async def _load(self, held: HeldAdapter, find_folder: FindFolder) -> None:
         try:
             folder = await self._threads.run(find_folder)  # none is evicted for a wrong path
-            await self._take_place(load)
-            if load.stage is Stage.READING:
-                began_s = self._clock()
-                loaded = await self._threads.run(lambda: self._memory.read(folder, load.id))
-                self._put(load, loaded, self._clock() - began_s)
+            await self._take_place(held)
+            began_s = self._clock()
+            loaded = await self._threads.run(lambda: self._memory.read(folder, held.id))
+            self._put(held, loaded, self._clock() - began_s)
         except BaseException:
-            if load.stage is Stage.READING:
-                self.total_failed += 1
-                del self._places[load.id]
-                self._pass_places_on()
+            self.total_failed += held.stage is Stage.READING
+            self._forget(held)
             raise
-        finally:
-            if self._loads.get(load.id) is load:
-                del self._loads[load.id]
 
     def _put(self, held: HeldAdapter, loaded: Loaded, seconds: float) -> None:
         self._memory.add(held.id, loaded)
         self._num_filled += 1
-        held.stage, held.number, held.num_bytes = (
-            Stage.IN_MEMORY,
-            self._num_filled,
-            loaded.num_bytes,
-        )
-        self._places[held.id] = held
-        self._places.move_to_end(held.id)
+        held.stage, held.load = Stage.IN_MEMORY, None
+        held.number, held.num_bytes = self._num_filled, loaded.num_bytes
+        self._adapters[held.id] = held
+        self._adapters.move_to_end(held.id)
         self.observe_load(seconds)
         log.info("read adapter %s: %.1f MiB in %.3f s", held.id, held.num_bytes / 2**20, seconds)
-        self._pass_places_on()
+        self._note_change()
         self.on_change()
 
-    def _release(self, held: HeldAdapter) -> None:
-        """Count a user less, of an adapter in memory or of a load."""
-        if held.stage is Stage.IN_MEMORY:
-            held = self._places[held.id]  # that of another load, if its place was not claimed
-        held.num_users -= 1
-        if held.stage is Stage.IN_MEMORY:
-            self._drop_unless_needed(held)
-            self._pass_places_on()
-        elif not held.num_users and held.stage is not Stage.READING:
-            self._cancel(held)
+    def _drop_unless_needed(self, held: HeldAdapter) -> None:
+        """Remove an adapter that is not kept, or give up a load, if nobody waits for it."""
+        if held.num_users:
+            return
+        if held.stage is Stage.IN_MEMORY and not held.is_kept:
+            self._remove(held)
+        elif held.stage in (Stage.FINDING, Stage.WAITING) and held.load is not None:
+            held.load.cancel()
+            self._forget(held)
 
-    def _cancel(self, load: HeldAdapter) -> None:
-        """Forget a load that nobody waits for."""
-        if self._loads.get(load.id) is load:
-            del self._loads[load.id]
-        assert load.task is not None
-        load.task.cancel()
-        self._leave_queue(load)
+    def _remove(self, held: HeldAdapter) -> None:
+        self._memory.remove(held.id)
+        log.info("removed adapter %s from memory", held.id)
+        self._forget(held)
+        self.on_change()
+
+    def _forget(self, held: HeldAdapter) -> None:
+        if self._adapters.get(held.id) is held:
+            del self._adapters[held.id]
+        self._note_change()
 
     # --- places -------------------------------------------------------------------
 
-    async def _take_place(self, load: HeldAdapter) -> None:
-        """Wait for a place, or until the adapter is in memory. Raises AdaptersBusy."""
-        load.stage, load.waits_since_s = Stage.WAITING, self._clock()
-        load.place = place = asyncio.get_running_loop().create_future()
-        self._queue.append(load)
-        self._pass_places_on()
+    async def _take_place(self, held: HeldAdapter) -> None:
+        """Wait for a place. Raises AdaptersBusy."""
+        held.stage = Stage.WAITING
+        since_s = self._queue[held] = self._clock()
         try:
-            await asyncio.wait([place], timeout=self._max_wait_s)
-            if not place.done() and self._queue[0] is load:
-                await asyncio.wait([place], timeout=self._max_claim_s - self._max_wait_s)
-            if not place.done():
-                raise AdaptersBusy(
-                    "requests use all places for adapters in memory (max-cpu-loras); none "
-                    f"became free within {self._clock() - load.waits_since_s:.2g} s"
-                )
+            while not (self._is_first(held) and self._make_room()):
+                is_first = self._is_first(held)
+                await self._wait(since_s + (self._max_claim_s if is_first else self._max_wait_s))
+            held.stage = Stage.READING
         finally:
-            self._leave_queue(load)
+            del self._queue[held]
+            self._note_change()
 
-    def _leave_queue(self, load: HeldAdapter) -> None:
-        if load in self._queue:
-            self._queue.remove(load)
-            self._pass_places_on()
+    async def _wait_behind_claim(self, adapter_id: str) -> None:
+        """Wait while the first that waits for a place claims that of an adapter."""
+        ends_s = self._clock() + self._max_wait_s
+        self._num_behind_claim += 1
+        try:
+            while self._is_claimed(adapter_id):
+                await self._wait(ends_s)
+        finally:
+            self._num_behind_claim -= 1
 
-    def _is_claimed(self, held: HeldAdapter) -> bool:
+    async def _wait(self, until_s: float) -> None:
+        """Wait for a change. Raises AdaptersBusy after a time."""
+        try:
+            async with asyncio.timeout(until_s - self._clock()):
+                await self._changed.wait()
+        except TimeoutError:
+            raise AdaptersBusy(
+                "requests use all places for adapters in memory (max-cpu-loras); none became free "
+                "in time"
+            ) from None
+
+    def _note_change(self) -> None:
+        """Have those that wait look again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _is_first(self, held: HeldAdapter) -> bool:
+        return next(iter(self._queue)) is held
+
+    def _is_claimed(self, adapter_id: str) -> bool:
         """Return whether the first that waits has waited long enough for this adapter's place."""
-        if not self._queue or held.number != min(each.number for each in self.in_memory()):
+        held = self.find(adapter_id)
+        if held is None or not self._queue:
             return False
-        return self._clock() - self._queue[0].waits_since_s >= self._claim_after_s
-
-    def _pass_places_on(self) -> None:
-        """Give places to those that wait, as far as there are any."""
-        while self._queue:
-            load = self._queue[0]
-            held = self.find(load.id)
-            if held is not None:  # another place became free than the claimed one
-                load.stage = Stage.IN_MEMORY
-                held.num_users += load.num_users
-                self._places.move_to_end(held.id)
-                del self._loads[load.id]
-            elif self._make_room():
-                load.stage = Stage.READING
-                self._places[load.id] = load
-            else:
-                return
-            self._queue.popleft()
-            assert load.place is not None
-            load.place.set_result(None)
+        if held.number != min(each.number for each in self._in(Stage.IN_MEMORY)):
+            return False
+        return self._clock() - next(iter(self._queue.values())) >= self._claim_after_s
 
     def _make_room(self) -> bool:
         """Return whether a place is free. The least recently used adapter may be evicted for it."""
-        if len(self._places) < self.num_places:
+        in_memory = self._in(Stage.IN_MEMORY)
+        if len(in_memory) + len(self._in(Stage.READING)) < self.num_places:
             return True
-        oldest = next((each for each in self.in_memory() if not each.num_users), None)
+        oldest = next((each for each in in_memory if not each.num_users), None)
         if oldest is None:
             return False
         self.total_evicted += 1
         self._remove(oldest)
         return True
-
-    def _drop_unless_needed(self, held: HeldAdapter) -> None:
-        if not held.num_users and not held.is_kept:
-            self._remove(held)
-
-    def _remove(self, held: HeldAdapter) -> None:
-        del self._places[held.id]
-        self._memory.remove(held.id)
-        log.info("removed adapter %s from memory", held.id)
-        self.on_change()

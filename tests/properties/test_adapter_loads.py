@@ -102,7 +102,7 @@ def test_adapters_stay_while_they_are_used_and_nothing_is_leaked(
 
             for task in requests.tasks:
                 assert task.cancelled() or task.exception() is None
-            assert len(loader.in_memory()) == len(memory.content) <= num_places
+            assert len(loader.report()) == len(memory.content) <= num_places
             assert all(loader.num_users(adapter_id) == 0 for adapter_id in ADAPTERS)
             counts = loader.counts()
             assert counts.num_waiting_for_place == counts.num_waiting_for_load == 0

@@ -60,7 +60,7 @@ class World:
 
     def assert_at_rest(self) -> None:
         """Check that nobody uses an adapter or a place, and that all that is in memory is known."""
-        assert {each.id for each in self.loader.in_memory()} == self.memory.content
+        assert {each.id for each in self.loader.report()} == self.memory.content
         assert sum(self.loader.num_users(each) for each in self.memory.content) == 0
         counts = self.loader.counts()
         assert (counts.num_in_use, counts.num_reading) == (0, 0)
