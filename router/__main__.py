@@ -16,7 +16,6 @@ from grpc import aio
 from baton.core.legs import LegKind
 from baton.engine.structured_output.compiler import GrammarCompiler
 from baton.engine.structured_output.llguidance_backend import validate_grammar
-from baton.router.adapters.updates import AdapterUpdates
 from baton.router.discovery.node_reports import report_nodes
 from baton.router.discovery.readiness import PATIENCE_S, Readiness
 from baton.router.discovery.watcher import NodeDiscovery, watching
@@ -30,8 +29,9 @@ from baton.router.doors.smg.service import smg_services
 from baton.router.input_processing.form_checks import FormChecks
 from baton.router.input_processing.model_profiles import ModelProfile, ModelProfiles
 from baton.router.loading import load_profiles
-from baton.router.node_orders import NodeOrders
 from baton.router.options import RouterOptions
+from baton.router.orders.adapter_updates import AdapterUpdates
+from baton.router.orders.node_orders import NodeOrders
 from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.request_scope import RequestScopes
 from baton.router.routing.node_table import NodeTable

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
-from baton.router.adapters.updates import AdapterUpdates
 from baton.router.doors.error_formats import errors_of
 from baton.router.doors.messages import descriptions as messages
 from baton.router.doors.messages.routes import messages_routes
@@ -20,7 +19,8 @@ from baton.router.http.app import Probes, Scrape, asgi_app
 from baton.router.http.bodies import Bodies
 from baton.router.http.config import NO_CORS, CorsConfig
 from baton.router.http.documentation import documentation
-from baton.router.node_orders import NodeOrders
+from baton.router.orders.adapter_updates import AdapterUpdates
+from baton.router.orders.node_orders import NodeOrders
 from baton.router.pipeline import Pipeline
 from baton.router.request_scope import RequestScopes
 from baton.rpc.health import Health

@@ -12,7 +12,7 @@ from grpc import StatusCode
 
 from baton.client import BatonError
 from baton.core.ids import AdapterRef, ModelVariant, NodeId
-from baton.router.adapters import updates
+from baton.router.orders import adapter_updates
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import AdapterUnreadable, NodeFailed
 from baton.rpc.node_info import GET_NODE, NodeAvailability
@@ -167,8 +167,8 @@ def test_a_load_that_takes_long_does_not_hold_up_others() -> None:
 
 
 def test_more_updates_than_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updates, "MAX_UPDATES", 1)
-    monkeypatch.setattr(updates, "REFUSAL_PAUSE_S", 0)
+    monkeypatch.setattr(adapter_updates, "MAX_UPDATES", 1)
+    monkeypatch.setattr(adapter_updates, "REFUSAL_PAUSE_S", 0)
 
     async def scenario() -> None:
         async with adapter_cluster(FILES) as cluster, operator_client(cluster) as client:
@@ -210,8 +210,8 @@ def test_of_loads_of_one_name_at_once_one_is_refused() -> None:
 
 
 def test_a_node_that_does_not_take_a_name_gets_it_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updates, "NAMES_TIMEOUT_S", 0)
-    monkeypatch.setattr(updates, "FIRST_PAUSE_S", 0)
+    monkeypatch.setattr(adapter_updates, "NAMES_TIMEOUT_S", 0)
+    monkeypatch.setattr(adapter_updates, "FIRST_PAUSE_S", 0)
 
     async def scenario() -> None:
         async with adapter_cluster(FILES) as cluster, operator_client(cluster) as client:
@@ -228,7 +228,7 @@ def test_a_node_that_does_not_take_a_name_gets_it_later(monkeypatch: pytest.Monk
 
 
 def test_more_names_than_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updates, "MAX_NAMES", 1)
+    monkeypatch.setattr(adapter_updates, "MAX_NAMES", 1)
 
     async def scenario() -> None:
         async with adapter_cluster(FILES) as cluster, operator_client(cluster) as client:

@@ -14,7 +14,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from baton.core.ids import AdapterRef
-from baton.router.adapters import updates
+from baton.router.orders import adapter_updates
 from tests.support.adapter_nodes import AdapterCluster, adapter_cluster, adapter_id
 from tests.support.http_routers import an_http_router
 from tests.support.node_calls import FakeNodeCalls
@@ -97,8 +97,8 @@ def test_an_adapter_is_loaded_listed_used_and_unloaded() -> None:
 def test_a_load_whose_client_disconnects_while_nodes_read_changes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(updates, "MAX_UPDATES", 1)
-    monkeypatch.setattr(updates, "REFUSAL_PAUSE_S", 0)
+    monkeypatch.setattr(adapter_updates, "MAX_UPDATES", 1)
+    monkeypatch.setattr(adapter_updates, "REFUSAL_PAUSE_S", 0)
 
     async def scenario() -> None:
         async with a_door() as door:

@@ -21,11 +21,11 @@ from baton.core.pause_mode import PauseMode
 from baton.engine.engine_thread import EngineThread
 from baton.node.cache_resets import reset_prefix_cache
 from baton.node.engine_calls import EngineCalls, NodeChanges
-from baton.router import node_orders
-from baton.router.adapters.updates import AdapterUpdates
 from baton.router.discovery.node_reports import report_nodes
 from baton.router.doors.grpc.cluster_servicer import ClusterServicer
-from baton.router.node_orders import NodeOrders
+from baton.router.orders import node_orders
+from baton.router.orders.adapter_updates import AdapterUpdates
+from baton.router.orders.node_orders import NodeOrders
 from baton.router.routing.node_table import NodeTable
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import NodeFailed
@@ -100,7 +100,7 @@ def test_a_reset_clears_the_prefixes_of_every_node() -> None:
 def test_a_node_that_fails_to_reset_is_named_and_the_others_are_reset() -> None:
     async def scenario() -> None:
         async with two_nodes(num_cached=(None, 9)) as (table, servers):
-            with pytest.raises(NodeFailed, match=r"1 of 2 nodes .*prefill-0: UNAVAILABLE.*again"):
+            with pytest.raises(NodeFailed, match=r"1 of 2 nodes .*prefill-0: the engine .*stopped.*again"):
                 await NodeOrders(table, open_channel).reset_prefix_caches()
 
             assert servers[1].resets == [9]

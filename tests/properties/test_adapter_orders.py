@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from baton.core.errors import NamedError
 from baton.core.ids import NO_ADAPTER, AdapterRef, Incarnation, NodeId
 from baton.core.legs import LegKind
-from baton.router.adapters import updates
-from baton.router.adapters.updates import AdapterOrder, AdapterUpdates
+from baton.router.orders import adapter_updates
+from baton.router.orders.adapter_updates import AdapterOrder, AdapterUpdates
 from baton.router.routing.node_table import NodeTable
 from baton.rpc.adapters import ADAPTER, ORDER, AdapterNames, NameOrder, NodeAdapters
 from baton.rpc.security.operators import Operators
@@ -284,5 +284,5 @@ def test_when_all_is_quiet_the_last_order_of_each_name_holds(history: list[Any])
                 assert held <= {order.adapter, None}
             assert served == {max(held, key=bool) or NO_ADAPTER}
 
-    with patch.multiple(updates, FIRST_PAUSE_S=0, NAMES_TIMEOUT_S=0):
+    with patch.multiple(adapter_updates, FIRST_PAUSE_S=0, NAMES_TIMEOUT_S=0):
         asyncio.run(scenario())

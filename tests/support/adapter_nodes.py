@@ -24,13 +24,13 @@ from baton.node.adapters.registry import AdapterRegistry
 from baton.node.engine_calls import EngineCalls, NodeChanges
 from baton.node.servicer import NodeServicer
 from baton.node.state import NodeState, NodeUpdate
-from baton.router.adapters.updates import AdapterUpdates
 from baton.router.discovery.node_reports import report_nodes
 from baton.router.discovery.sources import DnsName, NodeSource
 from baton.router.discovery.watcher import NodeDiscovery, watching
 from baton.router.dispatch.node_calls import GrpcNodeCalls
 from baton.router.doors.grpc.cluster_servicer import ClusterServicer
-from baton.router.node_orders import NodeOrders
+from baton.router.orders.adapter_updates import AdapterUpdates
+from baton.router.orders.node_orders import NodeOrders
 from baton.router.routing.node_table import NodeTable
 from baton.router.routing.nodes import Node
 from baton.rpc.adapters import NameOrder

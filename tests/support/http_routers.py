@@ -11,7 +11,6 @@ from functools import partial
 from grpc import aio
 from prometheus_client import CollectorRegistry
 
-from baton.router.adapters.updates import AdapterUpdates
 from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.admission.rate_limits import NO_RATE_LIMITS, RateLimitConfig
 from baton.router.dispatch.config import DispatchConfig
@@ -25,7 +24,8 @@ from baton.router.http.connection_slots import ConnectionLimits
 from baton.router.http.server import http_serving
 from baton.router.input_processing.model_profiles import ModelProfiles
 from baton.router.input_processing.tokenization import TextBoundary
-from baton.router.node_orders import NodeOrders
+from baton.router.orders.adapter_updates import AdapterUpdates
+from baton.router.orders.node_orders import NodeOrders
 from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.request_scope import RequestScopes
 from baton.router.routing.config import Routing, RoutingPolicy

@@ -12,7 +12,7 @@ from grpc import aio
 from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from baton.router.doors.smg.service import smg_services
-from baton.router.node_orders import NodeOrders
+from baton.router.orders.node_orders import NodeOrders
 from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.request_scope import RequestScopes
 from baton.router.routing.node_table import NodeTable

@@ -9,8 +9,8 @@ from typing import Any
 
 from grpc import aio
 
-from baton.router.adapters.updates import AdapterOrder, AdapterUpdates
-from baton.router.node_orders import NodeOrders
+from baton.router.orders.adapter_updates import AdapterOrder, AdapterUpdates
+from baton.router.orders.node_orders import NodeOrders
 from baton.rpc.adapters import ADAPTER
 from baton.rpc.messages.calls import KIND, PAUSE_MODE
 from baton.rpc.node_info import STATUS, NodeStatus

@@ -24,7 +24,7 @@ from baton.router.doors.openai.request.prompts import chat_from, messages_from
 from baton.router.http.bodies import Bodies, ReceivedBody, result_while_connected
 from baton.router.http.exchange import receiving
 from baton.router.http.json_encoding import Json, as_json
-from baton.router.node_orders import NodeOrders
+from baton.router.orders.node_orders import NodeOrders
 from baton.router.pipeline import Pipeline
 from baton.router.request_scope import RequestScopes
 from baton.router.values import ChatPrompt, Prompt, TextPrompt

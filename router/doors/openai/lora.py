@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from baton.router.adapters.updates import AdapterOrder, AdapterUpdates
 from baton.router.doors.openai.request.bodies import Body, openai_body
 from baton.router.http.bodies import Bodies, run_while_connected
+from baton.router.orders.adapter_updates import AdapterOrder, AdapterUpdates
 from baton.rpc.security.token import HEADER
 
 

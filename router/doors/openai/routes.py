@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from starlette.routing import Route
 
-from baton.router.adapters.updates import AdapterUpdates
 from baton.router.doors.openai.embeddings import Vectors
 from baton.router.doors.openai.endpoints import Models, PrefixCacheEndpoint, Tokens
 from baton.router.doors.openai.errors import OPENAI_ERRORS
@@ -15,7 +14,8 @@ from baton.router.doors.openai.lora import LoraEndpoints
 from baton.router.doors.openai.request.parsed_request import chat_completion_from, completion_from
 from baton.router.http.bodies import Bodies
 from baton.router.http.exchange import Answer, GenerationEndpoint
-from baton.router.node_orders import NodeOrders
+from baton.router.orders.adapter_updates import AdapterUpdates
+from baton.router.orders.node_orders import NodeOrders
 from baton.router.pipeline import Pipeline
 from baton.router.request_scope import RequestScopes
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from baton.core.errors import InvalidConfig
 from baton.router.doors.smg.model_facts import read_model_facts
-from baton.router.node_orders import NodeOrders
+from baton.router.orders.node_orders import NodeOrders
 from baton.router.pipeline import Pipeline
 from baton.router.request_scope import RequestScopes
 from baton.rpc.server import Service

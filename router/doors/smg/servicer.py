@@ -28,7 +28,7 @@ from baton.router.doors.smg.running_calls import RunningCalls
 from baton.router.doors.smg.tokenizer_bundle import TokenizerBundle
 from baton.router.doors.smg.unserved import UnservedMethods
 from baton.router.input_processing.limits import is_valid_name
-from baton.router.node_orders import NodeOrders
+from baton.router.orders.node_orders import NodeOrders
 from baton.router.pipeline import Pipeline
 from baton.router.request_scope import RequestScopes, host_of_peer
 from baton.router.routing.nodes import Node

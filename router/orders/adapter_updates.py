@@ -5,26 +5,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
-from grpc import StatusCode, aio
+from grpc import RpcError, StatusCode, aio
 
 from baton.core.errors import InvalidRequest
 from baton.core.ids import AdapterRef, ModelVariant
-from baton.router.adapters.calls import AdapterCalls, only_adapter, raise_failures
 from baton.router.input_processing.limits import check_name, is_valid_name
+from baton.router.orders.calls import NodeStubs, answers
 from baton.router.routing.node_table import NodeTable
 from baton.router.routing.nodes import Node
-from baton.rpc.adapters import MAX_NAMES, NameOrder
+from baton.rpc.adapters import ADAPTER, MAX_NAMES, ORDER, NameOrder
 from baton.rpc.errors import NoNodes, TooManyAdapters, TooManyUpdates, UnknownModel
 from baton.rpc.security.operators import NO_OPERATORS, Operators
-from baton.rpc.status import RemoteError
+from baton.rpc.status import RemoteError, remote_error
+from baton.v1 import node_pb2
 
 MAX_UPDATES = 32  # at a time
 REFUSAL_PAUSE_S = 0.5
-NAMES_TIMEOUT_S = 10.0  # in which nodes take names, before an update ends without them
+READ_TIMEOUT_S = 120.0  # of files that may be on a network
+NAMES_TIMEOUT_S = 10.0  # of a call, and of an update's wait for nodes that do not answer
 FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 60.0  # before another try to send names to a node
 # Codes of calls that another try may get through.
 UNANSWERED = {StatusCode.UNAVAILABLE, StatusCode.DEADLINE_EXCEEDED}
@@ -59,7 +62,7 @@ class AdapterUpdates:
         self._table = table
         self._clock_ns = clock_ns
         self._operators = replace(operators, is_open=False)  # they change answers of all clients
-        self._calls = AdapterCalls(channel, self._operators)
+        self._stubs = NodeStubs(channel)
         self._can_send = operators.tokens is not None  # those of the nodes
         self._num_updates = 0
         self._sending: dict[Node, asyncio.Task[RemoteError | None]] = {}
@@ -81,10 +84,7 @@ class AdapterUpdates:
         """
         async with self._admitted(shown):
             nodes = self._nodes_for(order)
-            outcomes = await asyncio.gather(
-                *(self._calls.read(node, order.name, order.path) for node in nodes)
-            )
-            adapter = only_adapter(order.name, order.path, dict(zip(nodes, outcomes, strict=True)))
+            adapter = await self._read(nodes, order)
             model = nodes[0].card.model
             self._check_name(order)  # others may have taken it meanwhile
             await self._set_name(model, order.name, adapter)
@@ -126,6 +126,27 @@ class AdapterUpdates:
         finally:
             self._num_updates -= 1
 
+    async def _read(self, nodes: Sequence[Node], order: AdapterOrder) -> AdapterRef:
+        """Have nodes read an adapter, and return it. Raises what names those that have not."""
+        request = node_pb2.ReadAdapterRequest(name=order.name, path=order.path)
+        outcomes = await self._stubs.call(
+            nodes,
+            lambda stub: stub.ReadAdapter(
+                request, timeout=READ_TIMEOUT_S, metadata=self._operators.metadata
+            ),
+        )
+        failed = f"cannot read adapter {order.name!r}, so nothing has changed"
+        names_by_adapter: defaultdict[AdapterRef, list[str]] = defaultdict(list)
+        for node, response in answers(outcomes, failed).items():
+            names_by_adapter[ADAPTER.from_message(response.adapter)].append(node.card.node_id)
+        if len(names_by_adapter) > 1:
+            found = (f"{each.id[:12]} on {', '.join(on)}" for each, on in names_by_adapter.items())
+            raise InvalidRequest(
+                f"nodes read unlike adapters from {order.path!r} ({'; '.join(found)}), so nothing "
+                "has changed: copy the same folder below the --lora-root of each node"
+            )
+        return next(iter(names_by_adapter))
+
     # --- orders -----------------------------------------------------------------------
 
     async def _set_name(self, model: str, name: str, adapter: AdapterRef | None) -> None:
@@ -140,7 +161,7 @@ class AdapterUpdates:
         if sending:
             await asyncio.wait(sending.values(), timeout=NAMES_TIMEOUT_S)
         outcomes = {node: task.result() for node, task in sending.items() if task.done()}
-        raise_failures(outcomes, f"refuse orders about {name!r}")
+        answers(outcomes, f"refuse orders about {name!r}")
 
     def _start_sending(self, node: Node) -> asyncio.Task[RemoteError | None] | None:
         """Send a node what it lacks, unless that is in progress. None: it lacks nothing."""
@@ -154,10 +175,8 @@ class AdapterUpdates:
         pause_s = FIRST_PAUSE_S
         try:
             while orders := self._lacking(node):
-                error = await self._calls.set_names(node, orders)
+                error = await self._send_once(node, orders)
                 if error is None:
-                    if self._lacking(node):
-                        self._table.adapters.note_sent(node.address, orders)
                     continue
                 log.warning("%s does not take names of adapters: %s", node.card.node_id, error)
                 if error.code not in UNANSWERED:
@@ -166,6 +185,18 @@ class AdapterUpdates:
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
         finally:
             del self._sending[node]
+        return None
+
+    async def _send_once(self, node: Node, orders: list[NameOrder]) -> RemoteError | None:
+        request = node_pb2.SetAdapterNamesRequest(names=map(ORDER.to_message, orders))
+        try:
+            await self._stubs.of(node).SetAdapterNames(
+                request, timeout=NAMES_TIMEOUT_S, metadata=self._operators.metadata
+            )
+        except RpcError as error:
+            return remote_error(error)
+        if self._lacking(node):
+            self._table.adapters.note_sent(node.address, orders)
         return None
 
     def _lacking(self, node: Node) -> list[NameOrder]:

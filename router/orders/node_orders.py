@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TypeVar
 
 from grpc import RpcError, StatusCode, aio
@@ -14,13 +12,14 @@ from baton.core.errors import InvalidRequest
 from baton.core.legs import MAX_DRAIN_S, LegKind, Legs
 from baton.core.pause_mode import PauseMode
 from baton.kv_transfer.external_kv import check_tiers
+from baton.router.orders.calls import NodeStubs, answers
 from baton.router.routing.node_table import NodeTable
 from baton.router.routing.nodes import Node
 from baton.rpc.errors import DeadlineExceeded, NodeFailed, NotAnOperator
 from baton.rpc.messages.calls import KIND, PAUSE_MODE
 from baton.rpc.security.operators import NO_OPERATORS, Operators
 from baton.rpc.status import invalid_request_in, remote_error
-from baton.v1 import node_pb2, node_pb2_grpc
+from baton.v1 import node_pb2
 
 RESET_TIMEOUT_S = 10.0  # a node answers between two steps of its engine
 DRAIN_MARGIN_S = 30.0  # in which a node moves the legs that its drain has left
@@ -52,7 +51,7 @@ class NodeOrders:
         operators: Operators = NO_OPERATORS,
     ) -> None:
         self._table = table
-        self._channel = channel
+        self._stubs = NodeStubs(channel)
         self._operators = operators
 
     async def set_legs(
@@ -69,7 +68,9 @@ class NodeOrders:
         )
         # The node refuses a drain of more than a day, and one that is not a number.
         limit_s = DRAIN_MARGIN_S + min(max(0.0, drain_timeout_s), MAX_DRAIN_S)
-        call = self._stub(node).SetLegs(request, timeout=limit_s, metadata=self._operators.metadata)
+        call = self._stubs.of(node).SetLegs(
+            request, timeout=limit_s, metadata=self._operators.metadata
+        )
         return tuple(map(KIND.from_message, (await _answer(call, node)).legs))
 
     async def set_pause(self, name: str, mode: PauseMode | None, shown: str | None) -> None:
@@ -78,7 +79,9 @@ class NodeOrders:
         node = self._find(name)
         request = node_pb2.SetPauseRequest(mode=PAUSE_MODE.to_message(mode))
         # Without a time limit: in mode `wait`, the node waits for the longest of its answers.
-        await _answer(self._stub(node).SetPause(request, metadata=self._operators.metadata), node)
+        await _answer(
+            self._stubs.of(node).SetPause(request, metadata=self._operators.metadata), node
+        )
 
     async def reset_prefix_caches(
         self, tiers: Collection[str] = (), shown: str | None = None, *, reset_running: bool = False
@@ -90,40 +93,16 @@ class NodeOrders:
         self._operators.check(shown)
         check_tiers(tiers)
         request = node_pb2.ResetPrefixCacheRequest(tiers=tiers, reset_running=reset_running)
-        nodes = sorted(self._table.nodes, key=lambda node: node.address)
-        outcomes = await asyncio.gather(*map(partial(self._reset, request), nodes))
-        for outcome in outcomes:
-            if isinstance(outcome, NotAnOperator):
-                raise outcome
-        failures = [outcome for outcome in outcomes if isinstance(outcome, str)]
-        if failures:
-            raise NodeFailed(
-                f"{len(failures)} of {len(nodes)} nodes did not reset their prefix cache "
-                f"({'; '.join(failures)}); try again"
-            )
-        return [outcome for outcome in outcomes if isinstance(outcome, NodeReset)]
-
-    async def _reset(
-        self, request: node_pb2.ResetPrefixCacheRequest, node: Node
-    ) -> NodeReset | NotAnOperator | str:
-        """Reset one node. Return the reason if it fails."""
-        try:
-            response = await self._stub(node).ResetPrefixCache(
+        outcomes = await self._stubs.call(
+            sorted(self._table.nodes, key=lambda node: node.address),
+            lambda stub: stub.ResetPrefixCache(
                 request, timeout=RESET_TIMEOUT_S, metadata=self._operators.metadata
-            )
-        except RpcError as error:
-            remote = remote_error(error)
-            if remote.code is StatusCode.PERMISSION_DENIED:
-                return NotAnOperator(f"{node.card.node_id}: {remote.message}")
-            return f"{node.card.node_id}: {remote.code.name}: {remote.message}"
-        num_blocks_by_tier = dict(response.num_blocks_by_tier)
-        return NodeReset(node.address, node.card.node_id, response.num_blocks, num_blocks_by_tier)
-
-    def _stub(self, node: Node) -> node_pb2_grpc.NodeServiceAsyncStub:
-        stub: node_pb2_grpc.NodeServiceAsyncStub = node_pb2_grpc.NodeServiceStub(
-            self._channel(node.address)
+            ),
         )
-        return stub
+        return [
+            NodeReset(node.address, node.card.node_id, each.num_blocks, {**each.num_blocks_by_tier})
+            for node, each in answers(outcomes, "did not reset their prefix cache").items()
+        ]
 
     def _find(self, name: str) -> Node:
         for node in self._table.nodes:
