@@ -13,9 +13,10 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
+from baton.core.errors import ModelError
 from baton.node.adapters.folder_threads import FolderThreads
 from baton.rpc.adapters import LoadedAdapter
-from baton.rpc.errors import AdaptersBusy
+from baton.rpc.errors import AdaptersBusy, AdapterUnreadable
 
 log = logging.getLogger(__name__)
 
@@ -185,7 +186,7 @@ class AdapterLoader(Generic[Loaded]):
         it end, and later ones wait behind the claim. Without that, they could use it for ever.
 
         Raises AdaptersBusy if all places are in use for `max_wait_s`, or a claimed one is for
-        `max_claim_s`, or all threads hang, and what reading raises.
+        `max_claim_s`, or all threads hang, AdapterUnreadable, and what `find_folder` raises.
         """
         await self._wait_behind_claim(adapter_id)
         held = self._adapters.get(adapter_id) or self._start(adapter_id, find_folder, path)
@@ -225,9 +226,11 @@ class AdapterLoader(Generic[Loaded]):
             began_s = self._clock()
             loaded = await self._threads.run(lambda: self._memory.read(folder, held.id))
             self._put(held, loaded, self._clock() - began_s)
-        except BaseException:
+        except BaseException as error:
             self.total_failed += held.stage is Stage.READING
             self._forget(held)
+            if isinstance(error, ModelError):
+                raise AdapterUnreadable(str(error)) from error
             raise
 
     def _put(self, held: HeldAdapter, loaded: Loaded, seconds: float) -> None:

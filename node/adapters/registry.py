@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -59,14 +59,14 @@ class AdapterRegistry:
         The adapter that has the name stays in memory: its files may be those of the new one
         already. With one place it cannot stay.
 
-        Raises InvalidRequest for what cannot be served, and what `AdapterLoader.held` raises.
+        Raises InvalidRequest for what cannot be served, and AdaptersBusy.
         """
         try:
             adapter_id = await self.loader.digest(partial(folder_below, self._root, path))
             adapter = AdapterRef(name, adapter_id, PurePosixPath(path).as_posix())
             async with self._kept(self._names.find(name)), self._in_memory(adapter):
                 self.loader.keep(adapter.id, is_kept=True)
-        except ModelError as error:
+        except (ModelError, AdapterUnreadable) as error:
             raise InvalidRequest(str(error), "path") from error
         return adapter
 
@@ -95,24 +95,12 @@ class AdapterRegistry:
             self.loader.keep(adapter_id, is_kept=False)
         self.note_change()
 
-    @asynccontextmanager
-    async def held(self, adapter: AdapterRef) -> AsyncGenerator[None]:
+    def held(self, adapter: AdapterRef) -> AbstractAsyncContextManager[None]:
         """Keep the adapter of a request in memory until the block ends.
 
         Raises AdaptersBusy and AdapterUnreadable.
         """
-        if not adapter.id:
-            yield
-            return
-        is_entered = False
-        try:
-            async with self._in_memory(adapter):
-                is_entered = True
-                yield
-        except ModelError as error:
-            if is_entered:
-                raise
-            raise AdapterUnreadable(f"adapter {adapter.name!r}: {error}") from error
+        return self._in_memory(adapter) if adapter.id else nullcontext()
 
     def report(self) -> NodeAdapters:
         return NodeAdapters(tuple(self._names.orders.values()), self.loader.report())

@@ -97,9 +97,9 @@ class AdapterUpdates:
         TooManyUpdates, NoNodes and UnknownModel.
         """
         async with self._admitted(shown):
-            self._check_has_nodes()
             variant = self._table.served.variants.get(name)
-            unknown = f"there is no adapter {_quoted(name)}; {self._known()}"
+            served = self._table.served.listed()
+            unknown = f"there is no adapter {_quoted(name)} here; served: {served}"
             if not is_valid_name(name) or (variant is not None and not variant.adapter.name):
                 raise UnknownModel(unknown)
             num_nodes = self._table.adapters.nodes_with(name)
@@ -112,8 +112,10 @@ class AdapterUpdates:
 
     @asynccontextmanager
     async def _admitted(self, shown: str | None) -> AsyncGenerator[None]:
-        """Raises NotAnOperator, and TooManyUpdates after a pause."""
+        """Raises NotAnOperator, NoNodes, and TooManyUpdates after a pause."""
         self._operators.check(shown)
+        if not self._table.nodes:  # as after a restart: any may have the name
+            raise NoNodes("no node has joined this router yet; send this again")
         if self._num_updates >= MAX_UPDATES:
             await asyncio.sleep(REFUSAL_PAUSE_S)  # a client that repeats it at once is slowed down
             raise TooManyUpdates(
@@ -206,13 +208,12 @@ class AdapterUpdates:
 
     # --- checks -----------------------------------------------------------------------
 
-    def _check_has_nodes(self) -> None:
-        """Raise NoNodes while no node is known, as after a restart: any may have the name."""
-        if not self._table.nodes:
-            raise NoNodes("no node has joined this router yet; send this again")
-
     def _check_name(self, order: AdapterOrder) -> None:
-        """Raises InvalidRequest if the name is taken."""
+        """Raises InvalidRequest, also if the name is taken."""
+        if not order.name or not order.path:
+            raise InvalidRequest("both the name and the path of an adapter must be given")
+        check_name("name", order.name)
+        check_name("path", order.path)
         taken = self._table.served.variants.get(order.name)
         if taken is None:
             return
@@ -230,8 +231,6 @@ class AdapterUpdates:
 
     def _nodes_for(self, order: AdapterOrder) -> list[Node]:
         """Return the nodes that are to read an adapter. Raises what names the remedy."""
-        _check_order(order)
-        self._check_has_nodes()
         self._check_name(order)
         served = self._table.served
         taken = served.variants.get(order.name)
@@ -256,18 +255,6 @@ class AdapterUpdates:
                 f"{MAX_NAMES} adapters of {models[0]} have names, which is the limit: unload one"
             )
         return nodes
-
-    def _known(self) -> str:
-        served = self._table.served
-        names = [name for name in served.names if name not in served.bases]
-        return f"loaded: {', '.join(names)}" if names else "none is loaded"
-
-
-def _check_order(order: AdapterOrder) -> None:
-    if not order.name or not order.path:
-        raise InvalidRequest("both the name and the path of an adapter must be given")
-    check_name("name", order.name)
-    check_name("path", order.path)
 
 
 def _quoted(name: str) -> str:

@@ -322,7 +322,7 @@ def test_names_paths_and_models_are_checked_before_nodes_are_called() -> None:
             ):
                 with pytest.raises(BatonError, match=expected):
                     await client.load_adapter(name, path, model=model)
-            with pytest.raises(BatonError, match="no adapter 'other'; none is loaded") as error:
+            with pytest.raises(BatonError, match="no adapter 'other' here; served: tiny") as error:
                 await client.unload_adapter("other")
             assert error.value.reason == "UNKNOWN_MODEL"
             with pytest.raises(BatonError, match="no adapter 'tiny'"):

@@ -163,7 +163,7 @@ def test_a_load_in_place_gives_the_name_other_weights() -> None:
         ("load", {**SQL, "lora_name": "tiny"}, 400, "name of a served model"),
         ("load", {**SQL, "model": "other"}, 404, "'other' is not served here"),
         ("unload", {}, 400, "lora_name is missing"),
-        ("unload", {"lora_name": "sql"}, 404, "there is no adapter 'sql'; none is loaded"),
+        ("unload", {"lora_name": "sql"}, 404, "there is no adapter 'sql' here; served: tiny"),
     ],
 )
 def test_bad_orders_are_refused_with_the_cause(

@@ -100,7 +100,7 @@ def test_a_reset_clears_the_prefixes_of_every_node() -> None:
 def test_a_node_that_fails_to_reset_is_named_and_the_others_are_reset() -> None:
     async def scenario() -> None:
         async with two_nodes(num_cached=(None, 9)) as (table, servers):
-            with pytest.raises(NodeFailed, match=r"1 of 2 nodes .*prefill-0: the engine .*stopped.*again"):
+            with pytest.raises(NodeFailed, match=r"1 of 2 nodes .*prefill-0: .*has stopped.*again"):
                 await NodeOrders(table, open_channel).reset_prefix_caches()
 
             assert servers[1].resets == [9]

@@ -312,7 +312,7 @@ def test_refusals_name_the_cause_and_leave_no_adapter(
     ):
         with pytest.raises(openai.BadRequestError, match=expected):
             load(api, name, path)
-    with pytest.raises(openai.NotFoundError, match="there is no adapter 'x'; loaded: fixed"):
+    with pytest.raises(openai.NotFoundError, match="no adapter 'x' here; served: tiny, fixed"):
         unload(api, "x")
     stranger = api.with_options(api_key="client")
     with pytest.raises(openai.PermissionDeniedError, match="operators"):

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from baton.core.errors import ModelError
 from baton.node.adapters.folder_threads import FolderThreads
 from baton.node.adapters.loader import AdapterLoader
-from baton.rpc.errors import AdaptersBusy
+from baton.rpc.errors import AdaptersBusy, AdapterUnreadable
 from tests.support.fake_adapters import PATIENCE_S, FakeAdapter, FakeMemory
 from tests.support.waits import until
 
@@ -266,7 +265,7 @@ def test_a_failed_load_fails_all_its_requests_and_gives_its_place_back() -> None
     async def scenario(world: World) -> None:
         world.memory.broken = {"a"}
         outcomes = await asyncio.gather(*(world.use("a") for _ in range(3)), return_exceptions=True)
-        assert [type(each) for each in outcomes] == [ModelError] * 3
+        assert [type(each) for each in outcomes] == [AdapterUnreadable] * 3
         world.memory.broken = set()
         await world.use("a")
 
@@ -286,7 +285,7 @@ def test_a_failed_load_gives_its_place_to_the_next() -> None:
         world.memory.may_read.set()
         await second
 
-        assert isinstance(first.exception(), ModelError)
+        assert isinstance(first.exception(), AdapterUnreadable)
 
     run(scenario, num_places=1)
 
