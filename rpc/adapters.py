@@ -73,10 +73,9 @@ class AdapterNames:
         return None if order is None else order.adapter
 
     @property
-    def named(self) -> list[tuple[str, AdapterRef]]:
-        """Names and their adapters. For any thread."""
-        orders = tuple(self.orders.values())
-        return [(order.name, order.adapter) for order in orders if order.adapter is not None]
+    def named(self) -> tuple[AdapterRef, ...]:
+        """The adapters that have a name. For any thread."""
+        return NodeAdapters(tuple(self.orders.values())).named
 
     def merge(self, order: NameOrder) -> bool:
         """Note an order. Return whether it is the last one of its name."""

@@ -78,11 +78,11 @@ class AdapterRegistry:
         """
         for order in orders:
             _check_order(order, self._model)
-        named = {name for name, _ in self._names.named}
-        named |= {order.name for order in orders if order.adapter is not None}
-        if len(named) > MAX_NAMES:
+        after = self._names.orders | {order.name: order for order in orders}
+        num_named = sum(each.adapter is not None and each.number > 0 for each in after.values())
+        if num_named > MAX_NAMES:
             raise TooManyAdapters(
-                f"this node takes {MAX_NAMES} names of adapters, not {len(named)}: unload some"
+                f"this node takes {MAX_NAMES} names of adapters, not {num_named}: unload some"
             )
         removed = set()
         for order in orders:
@@ -91,7 +91,7 @@ class AdapterRegistry:
                 log.info("adapter %r: %s", order.name, order.adapter or "the name is removed")
                 if order.adapter is None and before is not None:
                     removed.add(before.id)
-        for adapter_id in removed - {adapter.id for _, adapter in self._names.named}:
+        for adapter_id in removed - {adapter.id for adapter in self._names.named}:
             self.loader.keep(adapter_id, is_kept=False)
         self.note_change()
 
@@ -113,10 +113,10 @@ class AdapterRegistry:
         """Return the adapters that requests use, and those they wait for. For any thread."""
         running: list[str] = []
         waiting: list[str] = []
-        for name, adapter in self._names.named:
+        for adapter in self._names.named:
             if self.loader.num_users(adapter.id):
                 is_waiting = self.loader.find(adapter.id) is None
-                (waiting if is_waiting else running).append(name)
+                (waiting if is_waiting else running).append(adapter.name)
         return tuple(running), tuple(waiting)
 
     def note_change(self) -> None:
@@ -125,8 +125,7 @@ class AdapterRegistry:
         self._on_change()
 
     def _kept(self, adapter: AdapterRef | None) -> AbstractAsyncContextManager[None]:
-        is_there = adapter is not None and self.loader.find(adapter.id) is not None
-        if adapter is None or not is_there or self.loader.num_places == 1:
+        if adapter is None or self.loader.num_places == 1 or not self.loader.find(adapter.id):
             return nullcontext()
         return self._in_memory(adapter)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -324,7 +325,10 @@ def test_more_names_than_the_limit_are_refused(root: Path, monkeypatch: pytest.M
             await load(registry, "d", "folder-1")
         await load(registry, "c", "folder-2")
         unload(registry, "a")
-        await load(registry, "d", "folder-1")
+        new = await load(registry, "d", "folder-1")
+        orders = [NameOrder("e", 200, replace(new, name="e")), NameOrder("d", 201)]
+        registry.set_names(orders)
+        assert names_in(registry).keys() == {"b", "c", "e"}
 
     run(scenario, root)
 
