@@ -15,7 +15,7 @@ MAX_REMOVED = 1_024  # names that are remembered
 
 
 class NameOrder(NamedTuple):
-    """What a name means by the last order about it."""
+    """Meaning of a name by an order about it."""
 
     name: str
     number: int = 0  # the highest holds; 0: the name was given at a node's start

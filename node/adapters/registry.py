@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -40,6 +41,8 @@ class AdapterRegistry:
         self._on_change = on_change
         loader.on_change = self.note_change
         self._names = AdapterNames()
+        # Each read can need a place besides that of the adapter that it keeps.
+        self._reads = asyncio.Semaphore(max(1, loader.num_places - 1))
         self._folder_by_id: dict[str, Path] = {}  # of those that were named at the start
 
     def read_at_start(self, adapters: Sequence[AdapterFolder]) -> None:
@@ -64,7 +67,7 @@ class AdapterRegistry:
         try:
             adapter_id = await self.loader.digest(partial(folder_below, self._root, path))
             adapter = AdapterRef(name, adapter_id, PurePosixPath(path).as_posix())
-            async with self._kept(self._names.find(name)), self._in_memory(adapter):
+            async with self._reads, self._kept(self._names.find(name)), self._in_memory(adapter):
                 self.loader.keep(adapter.id, is_kept=True)
         except (ModelError, AdapterUnreadable) as error:
             raise InvalidRequest(str(error), "path") from error

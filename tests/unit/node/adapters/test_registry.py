@@ -176,6 +176,20 @@ def test_a_replacement_that_cannot_be_read_does_not_evict_the_old_adapter(root: 
     run(scenario, root)
 
 
+def test_replacements_at_once_do_not_wait_for_each_others_places(root: Path) -> None:
+    async def scenario(registry: AdapterRegistry, memory: FakeMemory) -> None:
+        await load(registry, "sql", "folder-1")
+        await load(registry, "chat", "folder-2")
+        for path in ("folder-1", "folder-2"):
+            write_fake(root / path, f"new{path}".replace("-", ""))
+
+        await asyncio.gather(load(registry, "sql", "folder-1"), load(registry, "chat", "folder-2"))
+
+        assert names_in(registry) == {"sql": "newfolder1", "chat": "newfolder2"}
+
+    run(scenario, root)
+
+
 def test_requests_keep_an_unloaded_adapter_to_their_end(root: Path) -> None:
     async def scenario(registry: AdapterRegistry, memory: FakeMemory) -> None:
         adapter = await load(registry, "sql", "folder-1")
