@@ -5,180 +5,17 @@
 // as float32 in the order of the columns. So a token has the same bits in any batch.
 
 #include "gemm.h"
-#include "quantization.h"
 #include "thread_pool.h"
+
+#if defined(__AVX2__) && !defined(__AVX512BF16__)
+#include "int8_dots_avx2.h"
+#else
+#include "int8_dots_vectors.h"
+#endif
 
 namespace baton::int8_activations {
 
 namespace {
-
-constexpr int kMaxInt8 = 127;
-
-// Activations of a token in COLUMNS columns.
-template <int COLUMNS>
-struct ActivationBlock {
-    std::uint32_t quads[COLUMNS / 4];  // of signed bytes
-    float scale, sum;                  // sum of the dequantized activations
-};
-
-template <int COLUMNS>
-ActivationBlock<COLUMNS> quantize_block(const Bf16* activations, std::int64_t count) {
-    Bf16 padded[COLUMNS] = {};
-    if (count < COLUMNS) {
-        std::memcpy(padded, activations, count * sizeof(Bf16));
-        activations = padded;
-    }
-    Bf16 magnitude = 0;  // without sign bits, bit patterns are ordered by magnitude
-    for (int i = 0; i < COLUMNS; ++i)
-        magnitude = std::max<Bf16>(magnitude, activations[i] & 0x7fff);
-    // A non-finite activation makes the scale, and so the whole output row, non-finite.
-    const float largest = bf16_to_f32(magnitude);
-    ActivationBlock<COLUMNS> block = {
-        .quads = {}, .scale = largest / kMaxInt8, .sum = largest * 0.0f};
-    if (!(largest > 1e-30f && std::isfinite(largest))) return block;
-    typedef std::int8_t Narrow __attribute__((vector_size(kLanes)));
-    I32x16 sums = {};
-    for (int at = 0; at < COLUMNS; at += kLanes) {
-        const F32x16 numbers = bf16_to_f32(activations + at) * (kMaxInt8 / largest);
-        const I32x16 whole = round_to_int(numbers);
-        const Narrow bytes = __builtin_convertvector(whole, Narrow);
-        std::memcpy(block.quads + at / 4, &bytes, sizeof bytes);
-        sums += whole;
-    }
-    int total = 0;
-    for (int lane = 0; lane < kLanes; ++lane) total += sums[lane];
-    block.sum = block.scale * float(total);
-    return block;
-}
-
-// Integers of 8 bits in memory have at most 6 here.
-constexpr int max_number_of(NumberFormat format) {
-    if (format == NumberFormat::kMxfp4) return 2 * kFp4Zero;
-    return bits_of(format) == 4 ? 15 : 63;
-}
-
-// Prefetches what follows weights. Blocks are read in strides, which hardware does not expect.
-inline void prefetch(const void* weights) {
-    constexpr int kAheadBytes = 8192;
-    __builtin_prefetch(static_cast<const std::uint8_t*>(weights) + kAheadBytes, 0, 2);
-}
-
-#if defined(__AVX2__) && !defined(__AVX512BF16__)
-
-constexpr int kRows = 8;  // rows of a panel that are multiplied at once
-using Floats = __m256;
-using Integers = __m256i;
-
-Floats load_floats(const float* from) { return _mm256_loadu_ps(from); }
-Floats multiply_add(Floats total, Floats left, float right) {
-    return _mm256_fmadd_ps(left, _mm256_set1_ps(right), total);
-}
-Floats scaled(Integers dots, float scale) {
-    return _mm256_mul_ps(_mm256_cvtepi32_ps(dots), _mm256_set1_ps(scale));
-}
-Floats multiply_add(Floats total, Floats left, Floats right) {
-    return _mm256_fmadd_ps(left, right, total);
-}
-
-// The unsigned bytes of eight rows in a block.
-template <NumberFormat FORMAT, int COLUMNS>
-struct Weights {
-    static constexpr int kQuads = COLUMNS / 4;
-    __m256i quads[kQuads];
-
-    explicit Weights(const std::uint8_t* words) {
-        constexpr int kStep = 8 / bits_of(FORMAT);
-        for (int i = 0; i < kQuads; i += kStep, words += kPanelRows * sizeof(std::uint32_t)) {
-            prefetch(words);
-            const __m256i word = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words));
-            quads[i] = bytes(word);
-            if constexpr (kStep == 2) quads[i + 1] = bytes(_mm256_srli_epi16(word, 4));
-        }
-    }
-
-    Integers dot(const ActivationBlock<COLUMNS>& block) const {
-        // So many sums of two products fit into 16 bits.
-        constexpr int kStep = max_number_of(FORMAT) == 15 ? 8 : max_number_of(FORMAT) == 63 ? 2 : 4;
-        static_assert(kStep * 2 * kMaxInt8 * max_number_of(FORMAT) < 1 << 15);
-        __m256i total;
-        for (int first = 0; first < kQuads; first += kStep) {
-            __m256i pairs = product(block, first);
-            for (int i = first + 1; i < first + kStep; ++i)
-                pairs = _mm256_add_epi16(pairs, product(block, i));
-            const __m256i sums = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-            total = first == 0 ? sums : _mm256_add_epi32(total, sums);
-        }
-        return total;
-    }
-
-  private:
-    static __m256i bytes(__m256i words) {
-        if constexpr (bits_of(FORMAT) == 8) return words;
-        const __m256i codes = _mm256_and_si256(words, _mm256_set1_epi8(15));
-        return FORMAT == NumberFormat::kMxfp4 ? (__m256i)fp4_bytes((U32x8)codes) : codes;
-    }
-    __m256i product(const ActivationBlock<COLUMNS>& block, int i) const {
-        return _mm256_maddubs_epi16(quads[i], _mm256_set1_epi32(int(block.quads[i])));
-    }
-};
-
-#else
-
-constexpr int kRows = kLanes;
-using Floats = F32x16;
-using Integers = I32x16;
-
-Floats load_floats(const float* from) {
-    Floats numbers;
-    std::memcpy(&numbers, from, sizeof numbers);
-    return numbers;
-}
-Floats multiply_add(Floats total, Floats left, Floats right) {
-#if defined(__AVX512BF16__)
-    return (Floats)_mm512_fmadd_ps((__m512)left, (__m512)right, (__m512)total);
-#else
-    return total + left * right;
-#endif
-}
-Floats multiply_add(Floats total, Floats left, float right) {
-    return multiply_add(total, left, splat(right));
-}
-Floats scaled(Integers dots, float scale) { return __builtin_convertvector(dots, Floats) * scale; }
-
-// The unsigned bytes of sixteen rows in a block.
-template <NumberFormat FORMAT, int COLUMNS>
-struct Weights {
-    static constexpr int kQuads = COLUMNS / 4;
-    U32x16 quads[kQuads];
-
-    explicit Weights(const std::uint8_t* words) {
-        constexpr int kStep = 8 / bits_of(FORMAT);
-        const auto* from = reinterpret_cast<const U32x16*>(words);
-        for (int i = 0; i < kQuads; i += kStep, from += kVectors) {
-            prefetch(from);
-            quads[i] = bytes(*from);
-            if constexpr (kStep == 2) quads[i + 1] = bytes(*from >> 4);
-        }
-    }
-
-    Integers dot(const ActivationBlock<COLUMNS>& block) const {
-        Integers even = {}, odd = {};
-        for (int i = 0; i < kQuads; i += 2) {
-            dot_add_int8(even, quads[i], block.quads[i]);
-            dot_add_int8(odd, quads[i + 1], block.quads[i + 1]);
-        }
-        return even + odd;
-    }
-
-  private:
-    static U32x16 bytes(U32x16 words) {
-        if constexpr (bits_of(FORMAT) == 8) return words;
-        const U32x16 codes = words & 0x0f0f0f0fu;
-        return FORMAT == NumberFormat::kMxfp4 ? fp4_bytes(codes) : codes;
-    }
-};
-
-#endif
 
 // Scales of a group's rows, and what is added to their numbers times these.
 template <NumberFormat FORMAT, ScaleType SCALE>
@@ -197,8 +34,7 @@ struct GroupHeader {
                 if constexpr (has_offsets(FORMAT))
                     offset = load_scales<SCALE>(after, v);
                 else
-                    offset = -scale * __builtin_convertvector(
-                                          (I32x16)zero_extend(after + v * kLanes), F32x16);
+                    offset = -scale * to_f32((I32x16)zero_extend(after + v * kLanes));
             }
             std::memcpy(scales + v * kLanes, &scale, sizeof scale);
             std::memcpy(offsets + v * kLanes, &offset, sizeof offset);
@@ -222,6 +58,9 @@ struct Gemm {
     }
 };
 
+template <NumberFormat FORMAT, int COLUMNS>
+constexpr std::int64_t block_bytes = kPanelRows * COLUMNS * bits_of(FORMAT) / 8;
+
 constexpr std::int64_t kPassTokens = 32;  // their sums stay in L1
 using Sums = float[kPassTokens][kPanelRows];
 
@@ -234,8 +73,42 @@ inline void add_dots(float* sums, Integers dots, const Block& block, const Heade
     std::memcpy(sums + at, &total, sizeof total);
 }
 
-// Multiplies up to kPassTokens tokens by a panel. The weights of a block stay in registers
-// meanwhile.
+// Prefetches what follows weights.
+inline void prefetch(const std::uint8_t* weights, std::int64_t num_bytes) {
+    constexpr int kAheadBytes = 8192, kLineBytes = 64;
+    for (std::int64_t at = 0; at < num_bytes; at += kLineBytes)
+        __builtin_prefetch(weights + kAheadBytes + at, 0, 2);
+}
+
+// Multiplies a block of one token: hardware prefetches all that it reads.
+template <NumberFormat FORMAT, typename Block, typename Header>
+inline void multiply_one(float* sums, const std::uint8_t* words, const Block& block,
+                         const Header& header) {
+    Integers dots[kPanelRows / kRows];
+    dot_panel<FORMAT>(dots, words, block);
+#pragma GCC unroll 8
+    for (int at = 0; at < kPanelRows; at += kRows)
+        add_dots(sums, dots[at / kRows], block, header, at);
+}
+
+// Multiplies a block of several tokens, of which one follows the other after `stride` blocks. The
+// weights of a few rows stay in registers meanwhile, so blocks are not read in ascending order.
+template <NumberFormat FORMAT, int COLUMNS, typename Header>
+inline void multiply_several(Sums& sums, const std::uint8_t* words,
+                             const ActivationBlock<COLUMNS>* blocks, std::int64_t stride,
+                             std::int64_t num_tokens, const Header& header) {
+    prefetch(words, block_bytes<FORMAT, COLUMNS>);
+#pragma GCC unroll 8
+    for (int at = 0; at < kPanelRows; at += kRows) {
+        const Weights<FORMAT, COLUMNS> weights(words + at * sizeof(std::uint32_t));
+        for (std::int64_t t = 0; t < num_tokens; ++t) {
+            const ActivationBlock<COLUMNS>& block = blocks[t * stride];
+            add_dots(sums[t], weights.dot(block), block, header, at);
+        }
+    }
+}
+
+// Multiplies up to kPassTokens tokens by a panel.
 template <NumberFormat FORMAT, ScaleType SCALE, int COLUMNS>
 void multiply_pass(const Gemm<COLUMNS>& p, std::int64_t panel, std::int64_t first,
                    std::int64_t num_tokens) {
@@ -246,18 +119,15 @@ void multiply_pass(const Gemm<COLUMNS>& p, std::int64_t panel, std::int64_t firs
     for (std::int64_t group = 0; group < p.layout.num_groups(); ++group) {
         const auto* words =
             static_cast<const std::uint8_t*>(p.matrix.packed) + p.layout.group_at(panel, group);
+        if (num_tokens > 1) prefetch(words, header_bytes_of(FORMAT, SCALE));
         const GroupHeader<FORMAT, SCALE> header(words);
         words += header_bytes_of(FORMAT, SCALE);
         for (std::int64_t i = 0; i < p.blocks_per_group(); ++i, ++blocks) {
-#pragma GCC unroll 8  // for one token
-            for (int at = 0; at < kPanelRows; at += kRows) {
-                const Weights<FORMAT, COLUMNS> weights(words + at * sizeof(std::uint32_t));
-                for (std::int64_t t = 0; t < num_tokens; ++t) {
-                    const ActivationBlock<COLUMNS>& block = blocks[t * stride];
-                    add_dots(sums[t], weights.dot(block), block, header, at);
-                }
-            }
-            words += kPanelRows * COLUMNS * bits_of(FORMAT) / 8;
+            if (num_tokens == 1)
+                multiply_one<FORMAT>(sums[0], words, *blocks, header);
+            else
+                multiply_several<FORMAT>(sums, words, blocks, stride, num_tokens, header);
+            words += block_bytes<FORMAT, COLUMNS>;
         }
     }
     for (std::int64_t t = 0; t < num_tokens; ++t) {

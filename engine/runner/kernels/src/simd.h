@@ -151,6 +151,15 @@ inline U32x16 zero_extend(const std::uint8_t* bytes) {
 
 inline F32x16 bf16_to_f32(const Bf16* values) { return (F32x16)(zero_extend(values) << 16); }
 
+inline F32x16 to_f32(I32x16 whole) {
+    F32x16 numbers;
+    for_each_reg([&](int i) {
+        const I32Reg value = reg(whole, i);
+        reg(numbers, i) = __builtin_convertvector(value, F32Reg);
+    });
+    return numbers;
+}
+
 // Exact. A subnormal float16 is a normal float32.
 inline float f16_to_f32(std::uint16_t value) {
     const std::uint32_t magnitude = (value & 0x7fffu) << 13, sign = (value & 0x8000u) << 16;

@@ -1,0 +1,53 @@
+// Activations of 8 bits, in blocks of columns with a common scale.
+#pragma once
+
+#include "quantization.h"
+
+namespace baton::int8_activations {
+
+constexpr int kMaxInt8 = 127;
+
+// Activations of a token in COLUMNS columns.
+template <int COLUMNS>
+struct ActivationBlock {
+    std::uint32_t quads[COLUMNS / 4];  // of signed bytes
+    float scale, sum;                  // sum of the dequantized activations
+};
+
+template <int COLUMNS>
+ActivationBlock<COLUMNS> quantize_block(const Bf16* activations, std::int64_t count) {
+    Bf16 padded[COLUMNS] = {};
+    if (count < COLUMNS) {
+        std::memcpy(padded, activations, count * sizeof(Bf16));
+        activations = padded;
+    }
+    Bf16 magnitude = 0;  // without sign bits, bit patterns are ordered by magnitude
+    for (int i = 0; i < COLUMNS; ++i)
+        magnitude = std::max<Bf16>(magnitude, activations[i] & 0x7fff);
+    // A non-finite activation makes the scale, and so the whole output row, non-finite.
+    const float largest = bf16_to_f32(magnitude);
+    ActivationBlock<COLUMNS> block = {
+        .quads = {}, .scale = largest / kMaxInt8, .sum = largest * 0.0f};
+    if (!(largest > 1e-30f && std::isfinite(largest))) return block;
+    typedef std::int8_t Narrow __attribute__((vector_size(kLanes)));
+    I32x16 sums = {};
+    for (int at = 0; at < COLUMNS; at += kLanes) {
+        const F32x16 numbers = bf16_to_f32(activations + at) * (kMaxInt8 / largest);
+        const I32x16 whole = round_to_int(numbers);
+        const Narrow bytes = __builtin_convertvector(whole, Narrow);
+        std::memcpy(block.quads + at / 4, &bytes, sizeof bytes);
+        sums += whole;
+    }
+    int total = 0;
+    for (int lane = 0; lane < kLanes; ++lane) total += sums[lane];
+    block.sum = block.scale * float(total);
+    return block;
+}
+
+// Integers that are stored in 8 bits have at most 6 here.
+constexpr int max_number_of(NumberFormat format) {
+    if (format == NumberFormat::kMxfp4) return 2 * kFp4Zero;
+    return bits_of(format) == 4 ? 15 : 63;
+}
+
+}  // namespace baton::int8_activations
