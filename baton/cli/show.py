@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,15 +52,20 @@ def write_json(path: Path | None, values: object) -> None:
         path.write_text(text + "\n", encoding="utf-8")
 
 
-def table_of(title: str, rows: Sequence[Mapping[str, object]]) -> Table:
-    """Make a table with one column per key of the first row; numbers are right-aligned."""
+def table_of(
+    title: str, rows: Sequence[Mapping[str, object]], to_the_right: Collection[str] = ()
+) -> Table:
+    """Make a table with one column per key of the first row.
+
+    Numbers are right-aligned, and so are the columns `to_the_right`.
+    """
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
     for name, cell in rows[0].items() if rows else ():
-        is_number = isinstance(cell, int | float)
+        is_right = isinstance(cell, int | float) or name in to_the_right
         table.add_column(
-            name.replace("_", " "), justify="right" if is_number else "left", overflow="fold"
+            name.replace("_", " "), justify="right" if is_right else "left", overflow="fold"
         )
     for row in rows:
         table.add_row(*(_text(cell) for cell in row.values()))

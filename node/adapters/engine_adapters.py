@@ -11,6 +11,7 @@ from baton.engine.engine_thread import EngineThread
 from baton.engine.runner.adapters.adapters import AdapterTable
 from baton.engine.runner.model.adapters import Adapter
 from baton.engine.scheduler.scheduler import Scheduler
+from baton.node.adapters.loader import ReadAdapter
 from baton.rpc.errors import AdapterUnreadable
 
 
@@ -30,7 +31,7 @@ class EngineAdapters:
     def digest(self, folder: Path) -> str:
         return PeftFolder(folder, self._table.limits).digest()
 
-    def read(self, folder: Path, adapter_id: str) -> Adapter:
+    def read(self, folder: Path, adapter_id: str) -> ReadAdapter:
         """Raises AdapterUnreadable if the files are those of another adapter."""
         files = PeftFolder(folder, self._table.limits)
         found = files.digest()
@@ -40,12 +41,13 @@ class EngineAdapters:
                 f"{adapter_id}; load the adapter again"
             )
         with self._preparing:
-            return self._table.load(files)
-
-    def add(self, adapter_id: str, adapter: Adapter) -> None:
-        self._scheduler.adapters.add(adapter_id)
-        self._engine.post_after_passes(partial(self._table.add, adapter_id, adapter))
+            adapter = self._table.load(files)
+        return ReadAdapter(adapter.num_bytes, partial(self._add, adapter_id, adapter))
 
     def remove(self, adapter_id: str) -> None:
         self._scheduler.adapters.discard(adapter_id)
         self._engine.post_after_passes(partial(self._table.remove, adapter_id))
+
+    def _add(self, adapter_id: str, adapter: Adapter) -> None:
+        self._scheduler.adapters.add(adapter_id)
+        self._engine.post_after_passes(partial(self._table.add, adapter_id, adapter))

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from baton.core.errors import ModelError
 from baton.node.adapters.folder_threads import FolderThreads
@@ -25,28 +25,25 @@ CLAIM_AFTER_S = 5.0
 MAX_CLAIM_S = 60.0
 
 
-class HasBytes(Protocol):
-    @property
-    def num_bytes(self) -> int: ...
-
-
-Loaded = TypeVar("Loaded", bound=HasBytes)
 FindFolder = Callable[[], Path]  # raises what requests for the adapter get
 
 
-class AdapterMemory(Protocol[Loaded]):
+class ReadAdapter(NamedTuple):
+    """An adapter that has been read from files."""
+
+    num_bytes: int
+    add: Callable[[], None]  # lets requests that are submitted from now on use it
+
+
+class AdapterMemory(Protocol):
     """Reads adapters from folders, and holds those that the engine can use."""
 
     def digest(self, folder: Path) -> str:
         """Return the id of the adapter in a folder. Any thread can call it. Raises ModelError."""
         ...
 
-    def read(self, folder: Path, adapter_id: str) -> Loaded:
+    def read(self, folder: Path, adapter_id: str) -> ReadAdapter:
         """Read an adapter. Any thread can call it. Raises ModelError and AdapterUnreadable."""
-        ...
-
-    def add(self, adapter_id: str, adapter: Loaded) -> None:
-        """Let requests that are submitted from now on use it."""
         ...
 
     def remove(self, adapter_id: str) -> None:
@@ -92,12 +89,12 @@ class AdapterCounts:
     total_evicted: int = 0
 
 
-class AdapterLoader(Generic[Loaded]):
+class AdapterLoader:
     """Loads each adapter once for all that need it, into one of `num_places`."""
 
     def __init__(
         self,
-        memory: AdapterMemory[Loaded],
+        memory: AdapterMemory,
         num_places: int,
         *,
         max_wait_s: float = MAX_PLACE_WAIT_S,
@@ -122,7 +119,7 @@ class AdapterLoader(Generic[Loaded]):
         self._num_behind_claim = 0  # requests
         self._changed = asyncio.Event()  # a place may be free
 
-    def __enter__(self) -> AdapterLoader[Loaded]:
+    def __enter__(self) -> AdapterLoader:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -169,9 +166,9 @@ class AdapterLoader(Generic[Loaded]):
         """Read an adapter before there are requests, and return its id."""
         adapter_id = self._memory.digest(folder)
         if adapter_id not in self._adapters:
-            began_s, loaded = self._clock(), self._memory.read(folder, adapter_id)
+            began_s, read = self._clock(), self._memory.read(folder, adapter_id)
             self._make_room()
-            self._put(HeldAdapter(adapter_id, path), loaded, self._clock() - began_s)
+            self._put(HeldAdapter(adapter_id, path), read, self._clock() - began_s)
         return adapter_id
 
     @asynccontextmanager
@@ -224,8 +221,8 @@ class AdapterLoader(Generic[Loaded]):
             folder = await self._threads.run(find_folder)  # none is evicted for a wrong path
             await self._take_place(held)
             began_s = self._clock()
-            loaded = await self._threads.run(lambda: self._memory.read(folder, held.id))
-            self._put(held, loaded, self._clock() - began_s)
+            read = await self._threads.run(lambda: self._memory.read(folder, held.id))
+            self._put(held, read, self._clock() - began_s)
         except BaseException as error:
             self.total_failed += held.stage is Stage.READING
             self._forget(held)
@@ -233,11 +230,11 @@ class AdapterLoader(Generic[Loaded]):
                 raise AdapterUnreadable(str(error)) from error
             raise
 
-    def _put(self, held: HeldAdapter, loaded: Loaded, seconds: float) -> None:
-        self._memory.add(held.id, loaded)
+    def _put(self, held: HeldAdapter, read: ReadAdapter, seconds: float) -> None:
+        read.add()
         self._num_filled += 1
         held.stage, held.load = Stage.IN_MEMORY, None
-        held.number, held.num_bytes = self._num_filled, loaded.num_bytes
+        held.number, held.num_bytes = self._num_filled, read.num_bytes
         self._adapters[held.id] = held
         self._adapters.move_to_end(held.id)
         self.observe_load(seconds)

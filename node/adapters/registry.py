@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from baton.core.errors import InvalidConfig, InvalidRequest, ModelError
 from baton.core.ids import AdapterRef
@@ -28,7 +27,7 @@ class AdapterRegistry:
 
     def __init__(
         self,
-        loader: AdapterLoader[Any],
+        loader: AdapterLoader,
         root: Path | None,
         model: str,
         on_change: Callable[[], None] = lambda: None,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from baton.core.errors import NamedError
 from baton.node.adapters.loader import AdapterLoader
-from tests.support.fake_adapters import FakeAdapter, FakeMemory
+from tests.support.fake_adapters import FakeMemory
 from tests.support.waits import until
 
 ADAPTERS = "abcd"
@@ -22,7 +22,7 @@ ADAPTERS = "abcd"
 class Requests:
     """Requests that use adapters until they are told to end."""
 
-    def __init__(self, loader: AdapterLoader[FakeAdapter], memory: FakeMemory) -> None:
+    def __init__(self, loader: AdapterLoader, memory: FakeMemory) -> None:
         self._loader = loader
         self._memory = memory
         self.tasks: list[asyncio.Task[None]] = []

@@ -19,7 +19,7 @@ from baton.core.ids import AdapterRef
 from baton.core.legs import GENERATING, LegKind
 from baton.engine.engine_thread import EngineThread
 from baton.node.adapters.config import AdapterFolder
-from baton.node.adapters.loader import AdapterLoader
+from baton.node.adapters.loader import AdapterLoader, ReadAdapter
 from baton.node.adapters.registry import AdapterRegistry
 from baton.node.engine_calls import EngineCalls, NodeChanges
 from baton.node.servicer import NodeServicer
@@ -53,17 +53,11 @@ def adapter_id(weights: str) -> str:
     return hashlib.sha256(weights.encode()).hexdigest()
 
 
-class TextAdapter(str):
-    @property
-    def num_bytes(self) -> int:
-        return len(self)
-
-
 class TextMemory:
     """Implements `AdapterMemory`."""
 
     def __init__(self) -> None:
-        self.loaded: dict[str, TextAdapter] = {}
+        self.loaded: dict[str, str] = {}
         self.faults: list[Exception] = []  # of the next reads
         self.may_read = threading.Event()  # clear: reads take long
         self.may_read.set()
@@ -71,16 +65,14 @@ class TextMemory:
     def digest(self, folder: Path) -> str:
         return adapter_id((folder / WEIGHTS).read_text())
 
-    def read(self, folder: Path, adapter_id: str) -> TextAdapter:
+    def read(self, folder: Path, adapter_id: str) -> ReadAdapter:
         self.may_read.wait()
         if self.faults:
             raise self.faults.pop(0)
         if self.digest(folder) != adapter_id:
             raise AdapterUnreadable(f"the files in {folder} have changed")
-        return TextAdapter((folder / WEIGHTS).read_text())
-
-    def add(self, adapter_id: str, adapter: TextAdapter) -> None:
-        self.loaded[adapter_id] = adapter
+        weights = (folder / WEIGHTS).read_text()
+        return ReadAdapter(len(weights), lambda: self.loaded.update({adapter_id: weights}))
 
     def remove(self, adapter_id: str) -> None:
         del self.loaded[adapter_id]

@@ -5,19 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from baton.checkpoint.peft_config import CONFIG
 from baton.checkpoint.peft_folder import WEIGHTS
 from baton.core.errors import ModelError
+from baton.node.adapters.loader import ReadAdapter
 from baton.rpc.errors import AdapterUnreadable
 
 PATIENCE_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class FakeAdapter:
-    num_bytes: int
 
 
 @dataclass(slots=True)
@@ -42,23 +39,23 @@ class FakeMemory:
         weights = folder / WEIGHTS
         return weights.read_text() if weights.exists() else folder.name
 
-    def read(self, folder: Path, adapter_id: str) -> FakeAdapter:
+    def read(self, folder: Path, adapter_id: str) -> ReadAdapter:
         self.num_reads += 1
         if self.digest(folder) != adapter_id:
             raise AdapterUnreadable("changed")
         assert self.may_read.wait(PATIENCE_S)
         if adapter_id in self.broken:
             raise ModelError("broken")
-        return FakeAdapter(10)
-
-    def add(self, adapter_id: str, adapter: FakeAdapter) -> None:
-        assert adapter_id not in self.content
-        self.added.append(adapter_id)
-        self.on_add()
+        return ReadAdapter(10, partial(self._add, adapter_id))
 
     def remove(self, adapter_id: str) -> None:
         assert adapter_id in self.content
         self.removed.append(adapter_id)
+
+    def _add(self, adapter_id: str) -> None:
+        assert adapter_id not in self.content
+        self.added.append(adapter_id)
+        self.on_add()
 
 
 def write_fake(folder: Path, adapter_id: str) -> Path:

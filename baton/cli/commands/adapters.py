@@ -13,7 +13,7 @@ from baton.cli.command import CommandGroup
 from baton.cli.examples import examples
 from baton.cli.options.connection import connect
 from baton.cli.options.operators import OperatorTokenFile, operator_token
-from baton.cli.show import console
+from baton.cli.show import console, table_of
 from baton.cli.signatures import inherit_options, make
 from baton.core.options import MODEL, OUTPUT, Option
 from baton.core.units import format_bytes, format_count
@@ -119,16 +119,8 @@ def unload(
 
 
 def table_of_adapters(found: list[AdapterStatus]) -> Table:
-    from rich.table import Table
-
-    table = Table(title=format_count(len(found), "adapter"), title_justify="left")
-    rows = [_row(each) for each in found]
-    for heading in rows[0]:
-        justify: Any = "right" if heading in TO_THE_RIGHT else "left"
-        table.add_column(heading, justify=justify, no_wrap=True)
-    for row in rows:
-        table.add_row(*row.values())
-    return table
+    title = format_count(len(found), "adapter")
+    return table_of(title, [_row(each) for each in found], TO_THE_RIGHT)
 
 
 def _row(status: AdapterStatus) -> dict[str, str]:

@@ -15,7 +15,7 @@ import pytest
 from baton.node.adapters.folder_threads import FolderThreads
 from baton.node.adapters.loader import AdapterLoader
 from baton.rpc.errors import AdaptersBusy, AdapterUnreadable
-from tests.support.fake_adapters import PATIENCE_S, FakeAdapter, FakeMemory
+from tests.support.fake_adapters import PATIENCE_S, FakeMemory
 from tests.support.waits import until
 
 
@@ -35,7 +35,7 @@ class DeadMount:
 @dataclass(slots=True)
 class World:
     memory: FakeMemory
-    loader: AdapterLoader[FakeAdapter]
+    loader: AdapterLoader
 
     @asynccontextmanager
     async def held(self, adapter_id: str) -> AsyncGenerator[None]:
