@@ -19,7 +19,7 @@ from baton.engine.runner.model.quantization import Quantization
 from baton.engine.spec_decode.config import Speculation, parse_speculation
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
-ACTIVATION_DTYPE_NAMES = ("auto", "int8")
+ACTIVATION_DTYPE_NAMES = ("auto", "bfloat16", "int8")
 KERNEL_NAMES = ("auto", "native", "triton", "torch")
 KV_DTYPE_NAMES = ("auto", "int8")
 POOLING_NAMES = ("auto", "none", *PoolingKind)
@@ -107,8 +107,9 @@ class RunnerConfig:
     activation_dtype: Annotated[
         str,
         Option(
-            "Numbers that weights of 4 to 6 bits multiply: auto, as the model computes; or int8, "
-            "rounded to 8 bits: less exact, faster on most CPUs; the same on all nodes.",
+            "Numbers that weights of 4 to 6 bits multiply: int8, rounded to 8 bits as llama.cpp "
+            "does; bfloat16, as the model computes; or auto: int8 on CPUs without AMX. The same on "
+            "all nodes.",
             MODEL,
             choices=ACTIVATION_DTYPE_NAMES,
         ),

@@ -129,7 +129,7 @@ def _open(
         config.kernels,
         dtype,
         device.place,
-        int8_activations=config.activation_dtype == "int8",
+        activation_dtype=config.activation_dtype,
         batch_invariant=config.batch_invariant,
     )
     return _Opened(config, checkpoint, model, dtype, device, kernels)

@@ -15,6 +15,8 @@ from torch import Tensor
 from baton.checkpoint.quantized import Quantized
 from baton.core.errors import InvalidConfig
 from baton.engine.runner.config import RunnerConfig
+from baton.engine.runner.kernels.build import VARIANTS as KERNEL_VARIANTS
+from baton.engine.runner.kernels.build import best_variant, cpu_features
 from baton.engine.runner.kernels.calls import Kernels
 from baton.engine.runner.kernels.choose import choose_parts
 from baton.engine.runner.kernels.native import NativeOps
@@ -219,7 +221,7 @@ def test_rows_are_those_of_exact_activations(kernels: Kernels) -> None:
 def test_a_node_with_int8_activations_has_its_own_fingerprint(tmp_path: Path) -> None:
     make_model_folder(tmp_path, replace(VARIANTS["llama"], dtype="bfloat16"))
     fingerprints = set()
-    for activation_dtype in ("auto", "int8"):
+    for activation_dtype in ("bfloat16", "int8"):
         config = RunnerConfig(
             str(tmp_path),
             kv_cache_bytes=1 << 20,
@@ -237,9 +239,25 @@ def test_int8_activations_without_native_kernels_are_refused(
     kernels: str, dtype: torch.dtype
 ) -> None:
     with pytest.raises(InvalidConfig, match="--activation-dtype int8 needs the native kernels"):
-        choose_parts(kernels, dtype, CPU, int8_activations=True)
+        choose_parts(kernels, dtype, CPU, activation_dtype="int8")
+
+
+@pytest.mark.parametrize("activation_dtype", ["auto", "bfloat16", "int8"])
+def test_activations_are_rounded_by_default_where_there_are_no_tiles(activation_dtype: str) -> None:
+    has_tiles = best_variant(cpu_features()).has_tiles
+    rounds = {"auto": not has_tiles, "bfloat16": False, "int8": True}
+
+    packer = choose_parts("native", torch.bfloat16, CPU, activation_dtype=activation_dtype).packer
+
+    assert packer is not None
+    packed = packer.pack(to_int4(drawn(1, 64, 64)))
+    assert packed.fields["activation_bits"] == (8 if rounds[activation_dtype] else 16)
+
+
+def test_only_amx_multiplies_tiles() -> None:
+    assert [variant.name for variant in KERNEL_VARIANTS if variant.has_tiles] == ["amx"]
 
 
 def test_an_unknown_dtype_is_refused() -> None:
-    with pytest.raises(InvalidConfig, match="--activation-dtype 'int4': choose one of auto, int8"):
+    with pytest.raises(InvalidConfig, match="'int4': choose one of auto, bfloat16, int8"):
         RunnerConfig("model", activation_dtype="int4")

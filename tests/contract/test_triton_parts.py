@@ -75,7 +75,7 @@ def test_triton_kernels_on_a_cpu_without_the_interpreter_are_refused(
 
 def test_triton_kernels_with_int8_activations_are_refused() -> None:
     with pytest.raises(InvalidConfig, match="--activation-dtype int8 needs the native kernels"):
-        choose_parts("triton", torch.bfloat16, CPU, int8_activations=True)
+        choose_parts("triton", torch.bfloat16, CPU, activation_dtype="int8")
 
 
 def test_triton_is_imported_only_if_it_is_chosen() -> None:

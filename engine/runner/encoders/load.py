@@ -46,7 +46,7 @@ def load_encoder(
     kernels = encoder_kernels(config.kernels, dtype, place)
     # Those kernels take the place of `Parts`, which torch computes in float32.
     name = "torch" if kernels is not None and not is_int8 else config.kernels
-    parts = choose_parts(name, dtype, place, int8_activations=is_int8)
+    parts = choose_parts(name, dtype, place, activation_dtype=config.activation_dtype)
     pooling = choose_pooling(config.pooling, checkpoint, _classifying(model.classifier))
     defaults = checkpoint.read_generation_defaults()
     max_model_len = choose_max_model_len(config, model.max_text_len)

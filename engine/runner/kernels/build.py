@@ -57,6 +57,10 @@ class Variant:
     features: frozenset[str]  # names of /proc/cpuinfo
     flags: tuple[str, ...]
 
+    @property
+    def has_tiles(self) -> bool:
+        return "amx_tile" in self.features
+
 
 VARIANTS = (
     Variant(

@@ -80,7 +80,7 @@ def choose_parts(
     dtype: torch.dtype,
     device: torch.device,
     *,
-    int8_activations: bool = False,
+    activation_dtype: str = "auto",
     batch_invariant: bool = False,
 ) -> Parts:
     """Select the implementation by `name`: auto, native, triton or torch.
@@ -93,7 +93,8 @@ def choose_parts(
             f"kernels 'native' support bfloat16 on the CPU, not {dtype} on {device}"
         )
     is_native = fits and name in ("auto", "native")
-    if int8_activations and not is_native:
+    needs_int8 = activation_dtype == "int8"
+    if needs_int8 and not is_native:
         raise InvalidConfig(
             "--activation-dtype int8 needs the native kernels, which compute bfloat16 on the CPU, "
             f"not {dtype} on {device} with kernels {name!r}"
@@ -108,9 +109,9 @@ def choose_parts(
     if not is_native:
         return TORCH
     try:
-        return native_parts(int8_activations=int8_activations)
+        return native_parts(activation_dtype)
     except KernelsUnavailable as error:
-        if name == "native" or int8_activations or batch_invariant:
+        if name == "native" or needs_int8 or batch_invariant:
             raise InvalidConfig(f"kernels 'native' are not available: {error}") from error
         log.warning(
             "Using plain torch, which is two to three times slower, and gives other tokens than "
@@ -145,11 +146,13 @@ def encoder_kernels(name: str, dtype: torch.dtype, device: torch.device) -> Kern
         return None
 
 
-def native_parts(*, int8_activations: bool = False) -> Parts:
+def native_parts(activation_dtype: str = "auto") -> Parts:
     """Load the native kernels. Raises KernelsUnavailable."""
     variant = best_variant(cpu_features())
     kernels = Kernels(library(variant), torch.get_num_threads())
-    ops = NativeOps(kernels, int8_activations=int8_activations)
+    # Tiles of bfloat16 multiply many tokens faster than sums of integers do.
+    is_int8 = activation_dtype == "int8" or (activation_dtype == "auto" and not variant.has_tiles)
+    ops = NativeOps(kernels, int8_activations=is_int8)
     return Parts(
         variant.name,
         ops,

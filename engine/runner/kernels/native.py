@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,10 +27,21 @@ from baton.engine.runner.model.ops import MlpGate, Norm, Peaks
 from baton.engine.runner.model.rope import Angles
 from baton.engine.runner.weights.packed_weight import PackedWeight
 
+log = logging.getLogger(__name__)
+
 _SCALE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_ROUNDED_BITS = 8  # of activations
 _ACTIVATION_BLOCK = 32  # columns with a common scale, if activations have 8 bits
 _MAX_GROUP = 256  # with 16-bit scales: sums of a group are 32-bit integers
 _SCORINGS = {Scoring.SOFTMAX: 0, Scoring.SOFTMAX_OF_TOP: 1, Scoring.SIGMOID: 2}
+
+
+@cache
+def _log_rounding() -> None:
+    log.info(
+        "weights of 4 to 6 bits multiply activations rounded to 8 bits; --activation-dtype "
+        "bfloat16 does not round"
+    )
 
 
 class NativeOps:
@@ -94,7 +107,7 @@ class NativeOps:
     def _activation_bits(self, weight: Quantized) -> int:
         has_blocks = weight.group % _ACTIVATION_BLOCK == 0 and weight.group <= _MAX_GROUP
         fits = (has_blocks and weight.bits < 8) or (weight.group == 16 and weight.bits == 6)
-        return 8 if self._int8_activations and fits else 16
+        return _ROUNDED_BITS if self._int8_activations and fits else 16
 
     def packed_linear(self, packed: PackedWeight, bias: Tensor | None) -> NativeLinear:
         matrix = PackedMatrix(
@@ -102,6 +115,8 @@ class NativeOps:
             bias=None if bias is None else bias.data_ptr(),
             **packed.fields,
         )
+        if matrix.activation_bits == _ROUNDED_BITS:
+            _log_rounding()
         return NativeLinear(self._kernels, matrix, (packed.data, bias), packed.column_order)
 
     def head_linears(self, weights: Tensor) -> NativeHeadLinears:
