@@ -88,7 +88,7 @@ class NativeOps:
         matrix = PackedMatrix(
             packed=None,
             bias=None,
-            bits=8 if bits == 6 else bits,
+            bits=8 if bits == 6 and activation_bits != _ROUNDED_BITS else bits,
             num_rows=num_rows,
             num_columns=num_columns,
             group_size=group_size,

@@ -49,14 +49,14 @@ enum class ScaleType : std::int64_t { kFloat32, kBfloat16, kFloat16 };
 struct PackedMatrix {
     void* packed;
     const Bf16* bias;   // or null
-    std::int64_t bits;  // 16 for bf16, 8 or 4 if quantized
+    std::int64_t bits;  // 16 for bf16; 8, 6 or 4 if quantized
     std::int64_t num_rows, num_columns;
     std::int64_t group_size;   // columns with a common scale, if quantized
     std::int64_t is_mxfp4;     // 1: numbers are FP4 codes, scales are powers of two, no zero points
     ScaleType scale_type;      // if quantized; float32 if is_mxfp4, or if group_size > 256
     std::int32_t has_offsets;  // 1: numbers * scales + offsets, without zero points
     // 8: activations are rounded to 8 bits. Weights have 4 bits in groups of whole blocks of 32, or
-    // numbers up to 63 stored in 8 bits, in groups of 16 or whole blocks.
+    // 6 bits in groups of 16 or whole blocks.
     std::int64_t activation_bits;  // 16 or 8
 };
 

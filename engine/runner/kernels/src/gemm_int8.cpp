@@ -149,12 +149,12 @@ using MultiplyPanel = void (*)(const Gemm<COLUMNS>&, std::int64_t);
 
 template <int COLUMNS>
 MultiplyPanel<COLUMNS> multiply_of(const QuantizedLayout& layout) {
-    return choose_by_format(layout,
-                            []<NumberFormat FORMAT, ScaleType SCALE>() -> MultiplyPanel<COLUMNS> {
-                                if constexpr (COLUMNS == 32 || bits_of(FORMAT) == 8)
-                                    return multiply_panel<FORMAT, SCALE, COLUMNS>;
-                                return nullptr;
-                            });
+    constexpr auto choose = []<NumberFormat FORMAT, ScaleType SCALE>() -> MultiplyPanel<COLUMNS> {
+        return multiply_panel<FORMAT, SCALE, COLUMNS>;
+    };
+    using enum NumberFormat;
+    if constexpr (COLUMNS == 16) return choose_among<kInt6, kInt6Offsets>(layout, choose);
+    return choose_among<kInt4, kInt4Offsets, kMxfp4, kInt6, kInt6Offsets>(layout, choose);
 }
 
 template <int COLUMNS>

@@ -44,10 +44,14 @@ ActivationBlock<COLUMNS> quantize_block(const Bf16* activations, std::int64_t co
     return block;
 }
 
-// Integers that are stored in 8 bits have at most 6 here.
 constexpr int max_number_of(NumberFormat format) {
-    if (format == NumberFormat::kMxfp4) return 2 * kFp4Zero;
-    return bits_of(format) == 4 ? 15 : 63;
+    return format == NumberFormat::kMxfp4 ? 2 * kFp4Zero : (1 << bits_of(format)) - 1;
 }
+
+// Weights are read in units of sixteen columns, which have two words of each row, or three with the
+// upper bits of 6.
+constexpr int kUnitQuads = 4;
+template <NumberFormat FORMAT>
+constexpr int unit_words = bits_of(FORMAT) / 2;
 
 }  // namespace baton::int8_activations

@@ -20,12 +20,21 @@ inline Floats multiply_add(Floats total, Floats left, Floats right) {
     return _mm256_fmadd_ps(left, right, total);
 }
 
-// The unsigned bytes of four columns, in the lower bits of a vector of packed numbers.
+// The unsigned bytes of a quad of eight rows. `unit` points to the first words of these.
 template <NumberFormat FORMAT>
-inline __m256i bytes_of(__m256i words) {
-    if constexpr (bits_of(FORMAT) == 8) return words;
-    const __m256i codes = _mm256_and_si256(words, _mm256_set1_epi8(15));
-    return FORMAT == NumberFormat::kMxfp4 ? (__m256i)fp4_bytes((U32x8)codes) : codes;
+inline __m256i quad_of(const std::uint8_t* unit, int quad) {
+    constexpr bool kHasUpper = bits_of(FORMAT) == 6;
+    const auto words = [&](int index) {
+        const std::uint8_t* const at = unit + index * kPanelRows * sizeof(std::uint32_t);
+        return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+    };
+    const __m256i four = _mm256_srli_epi16(words(kHasUpper + quad / 2), quad % 2 * 4);
+    const __m256i lower = _mm256_and_si256(four, _mm256_set1_epi8(15));
+    if constexpr (FORMAT == NumberFormat::kMxfp4) return (__m256i)fp4_bytes((U32x8)lower);
+    if constexpr (!kHasUpper) return lower;
+    const __m256i two = quad < 2 ? _mm256_slli_epi16(words(0), 4 - 2 * quad)
+                                 : _mm256_srli_epi16(words(0), 2 * quad - 4);
+    return _mm256_or_si256(lower, _mm256_and_si256(two, _mm256_set1_epi8(48)));
 }
 
 // Sums of two products each, in 16 bits.
@@ -48,12 +57,10 @@ struct Weights {
     static constexpr int kQuads = COLUMNS / 4;
     __m256i quads[kQuads];
 
-    explicit Weights(const std::uint8_t* words) {
-        constexpr int kStep = 8 / bits_of(FORMAT);
-        for (int i = 0; i < kQuads; i += kStep, words += kPanelRows * sizeof(std::uint32_t)) {
-            const __m256i word = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words));
-            quads[i] = bytes_of<FORMAT>(word);
-            if constexpr (kStep == 2) quads[i + 1] = bytes_of<FORMAT>(_mm256_srli_epi16(word, 4));
+    explicit Weights(const std::uint8_t* unit) {
+        for (int first = 0; first < kQuads; first += kUnitQuads) {
+            for (int i = 0; i < kUnitQuads; ++i) quads[first + i] = quad_of<FORMAT>(unit, i);
+            unit += unit_words<FORMAT> * kPanelRows * sizeof(std::uint32_t);
         }
     }
 
@@ -79,22 +86,21 @@ struct Weights {
 template <NumberFormat FORMAT, int COLUMNS>
 inline void dot_panel(Integers (&dots)[kPanelRows / kRows], const std::uint8_t* words,
                       const ActivationBlock<COLUMNS>& block) {
-    constexpr int kQuads = COLUMNS / 4, kStep = 8 / bits_of(FORMAT), kSum = quads_per_sum(FORMAT);
+    constexpr int kSum = quads_per_sum(FORMAT);
     __m256i pairs[kPanelRows / kRows];
 #pragma GCC unroll 8
-    for (int i = 0; i < kQuads; i += kStep) {
+    for (int quad = 0; quad < COLUMNS / 4; quad += 2) {
+        const std::uint8_t* unit = words + quad / kUnitQuads * unit_words<FORMAT> * kPanelRows * 4;
+        const int i = quad % kUnitQuads;
 #pragma GCC unroll 8
-        for (int v = 0; v < kPanelRows / kRows; ++v, words += sizeof(__m256i)) {
-            const __m256i word = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words));
-            __m256i added = products(bytes_of<FORMAT>(word), block.quads[i]);
-            if constexpr (kStep == 2) {
-                const __m256i high = bytes_of<FORMAT>(_mm256_srli_epi16(word, 4));
-                added = _mm256_add_epi16(added, products(high, block.quads[i + 1]));
-            }
-            pairs[v] = i % kSum == 0 ? added : _mm256_add_epi16(pairs[v], added);
-            if ((i + kStep) % kSum != 0) continue;
+        for (int v = 0; v < kPanelRows / kRows; ++v, unit += sizeof(__m256i)) {
+            const __m256i added =
+                _mm256_add_epi16(products(quad_of<FORMAT>(unit, i), block.quads[quad]),
+                                 products(quad_of<FORMAT>(unit, i + 1), block.quads[quad + 1]));
+            pairs[v] = quad % kSum == 0 ? added : _mm256_add_epi16(pairs[v], added);
+            if ((quad + 2) % kSum != 0) continue;
             const __m256i sums = sum_pairs(pairs[v]);
-            dots[v] = i < kSum ? sums : _mm256_add_epi32(dots[v], sums);
+            dots[v] = quad < kSum ? sums : _mm256_add_epi32(dots[v], sums);
         }
     }
 }

@@ -28,12 +28,16 @@ inline Floats scaled(Integers dots, float scale) {
     return __builtin_convertvector(dots, Floats) * scale;
 }
 
-// The unsigned bytes of four columns, in the lower bits of a vector of packed numbers.
+// The unsigned bytes of a quad of sixteen rows. `unit` points to the first words of these.
 template <NumberFormat FORMAT>
-inline U32x16 bytes_of(U32x16 words) {
-    if constexpr (bits_of(FORMAT) == 8) return words;
-    const U32x16 codes = words & 0x0f0f0f0fu;
-    return FORMAT == NumberFormat::kMxfp4 ? fp4_bytes(codes) : codes;
+inline U32x16 quad_of(const U32x16* unit, int quad) {
+    constexpr bool kHasUpper = bits_of(FORMAT) == 6;
+    const U32x16 words = unit[(kHasUpper + quad / 2) * kVectors];
+    const U32x16 lower = words >> (quad % 2 * 4) & 0x0f0f0f0fu;
+    if constexpr (FORMAT == NumberFormat::kMxfp4) return fp4_bytes(lower);
+    if constexpr (!kHasUpper) return lower;
+    const U32x16 upper = quad < 2 ? unit[0] << (4 - 2 * quad) : unit[0] >> (2 * quad - 4);
+    return lower | (upper & 0x30303030u);
 }
 
 // The unsigned bytes of sixteen rows in a block.
@@ -43,11 +47,10 @@ struct Weights {
     U32x16 quads[kQuads];
 
     explicit Weights(const std::uint8_t* words) {
-        constexpr int kStep = 8 / bits_of(FORMAT);
-        const auto* from = reinterpret_cast<const U32x16*>(words);
-        for (int i = 0; i < kQuads; i += kStep, from += kVectors) {
-            quads[i] = bytes_of<FORMAT>(*from);
-            if constexpr (kStep == 2) quads[i + 1] = bytes_of<FORMAT>(*from >> 4);
+        const auto* unit = reinterpret_cast<const U32x16*>(words);
+        for (int first = 0; first < kQuads; first += kUnitQuads) {
+            for (int i = 0; i < kUnitQuads; ++i) quads[first + i] = quad_of<FORMAT>(unit, i);
+            unit += unit_words<FORMAT> * kVectors;
         }
     }
 
@@ -65,16 +68,16 @@ struct Weights {
 template <NumberFormat FORMAT, int COLUMNS>
 inline void dot_panel(Integers (&dots)[kPanelRows / kRows], const std::uint8_t* words,
                       const ActivationBlock<COLUMNS>& block) {
-    constexpr int kStep = 8 / bits_of(FORMAT);
-    const auto* from = reinterpret_cast<const U32x16*>(words);
+    constexpr int kUnitVectors = unit_words<FORMAT> * kVectors;
+    const auto* unit = reinterpret_cast<const U32x16*>(words);
     for (Integers& each : dots) each = Integers{};
-#pragma GCC unroll 8
-    for (int i = 0; i < COLUMNS / 4; i += kStep, from += kVectors) {
-        prefetch_ahead(from, kVectors);
-        for (int part = 0; part < kStep; ++part)
+#pragma GCC unroll 2
+    for (int first = 0; first < COLUMNS / 4; first += kUnitQuads, unit += kUnitVectors) {
+        prefetch_ahead(unit, kUnitVectors);
+#pragma GCC unroll 4
+        for (int i = 0; i < kUnitQuads; ++i)
             for (int v = 0; v < kVectors; ++v)
-                dot_add_int8(dots[v], bytes_of<FORMAT>(from[v] >> (4 * part)),
-                             block.quads[i + part]);
+                dot_add_int8(dots[v], quad_of<FORMAT>(unit + v, i), block.quads[first + i]);
     }
 }
 

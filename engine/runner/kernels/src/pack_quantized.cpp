@@ -1,4 +1,4 @@
-// Packing of weights of 4 or 8 bits, and their dequantized rows.
+// Packing of weights of 4, 6 or 8 bits, and their dequantized rows.
 
 #include "gemm.h"
 #include "quantization.h"
@@ -42,6 +42,19 @@ float scale_of(const QuantizedLayout& layout, const std::uint8_t* group, std::in
     return layout.scale_type == ScaleType::kBfloat16 ? bf16_to_f32(half) : f16_to_f32(half);
 }
 
+// Moves the upper two bits of eight numbers of a row to their place in a group.
+void pack_upper_bits(const QuantizedLayout& layout, std::uint8_t* group, std::int64_t within,
+                     std::int64_t column, std::uint32_t (&words)[2]) {
+    std::uint32_t upper = 0;
+    std::uint8_t* const at = group + layout.upper_byte_at(within, column);
+    if (column % 16 != 0) std::memcpy(&upper, at, sizeof upper);
+    for (int i = 0; i < 2; ++i) {
+        upper |= (words[i] >> 4 & 0x03030303u) << layout.upper_shift(column + 4 * i);
+        words[i] &= 0x0f0f0f0fu;
+    }
+    std::memcpy(at, &upper, sizeof upper);
+}
+
 // Writes `columns` numbers of a row into their group: as words of four or eight numbers, or one by
 // one if tiled. Then rows share bytes if a number has 4 bits.
 void pack_group(const QuantizedLayout& layout, std::uint8_t* group, std::int64_t within,
@@ -54,10 +67,11 @@ void pack_group(const QuantizedLayout& layout, std::uint8_t* group, std::int64_t
         }
         return;
     }
-    const std::int64_t step = 32 / layout.bits;
+    const std::int64_t step = layout.bits == 8 ? 4 : 8;
     for (std::int64_t column = 0; column < columns; column += step) {
         std::uint32_t words[2] = {};
         std::memcpy(words, numbers + column, std::min(step, columns - column));
+        if (layout.bits == 6) pack_upper_bits(layout, group, within, column, words);
         words[0] |= words[1] << 4;
         std::memcpy(group + layout.byte_at(within, column), words, sizeof words[0]);
     }
@@ -70,7 +84,11 @@ float dequantize_number(const QuantizedLayout& layout, const std::uint8_t* group
     const float scale = scale_of(layout, group, within);
     if (layout.format == NumberFormat::kMxfp4)
         return float(kFp4Bytes[byte & 15] - kFp4Zero) * scale;
-    const int number = layout.bits == 4 ? byte & 15 : byte;
+    int number = layout.bits == 8 ? byte : byte & 15;
+    if (layout.bits == 6) {
+        const int upper = group[layout.upper_byte_at(within, column)];
+        number |= (upper >> layout.upper_shift(column) & 3) << 4;
+    }
     if (has_offsets(layout.format))
         return float(number) * scale + scale_of(layout, group + layout.zeros_offset(), within);
     return float(number - group[layout.zeros_offset() + within]) * scale;

@@ -1,4 +1,4 @@
-// Layout of packed weights of 4 or 8 bits, and quantization of the activations.
+// Layout of packed weights of 4, 6 or 8 bits, and quantization of the activations.
 #pragma once
 
 #include "panels.h"
@@ -12,14 +12,13 @@ constexpr float kMaxActivation = 32512;  // 127 * 256: the rounded high byte fit
 
 // Format of the numbers and of a group's header. Integers have a scale per row, and a zero point or
 // an offset. MXFP4 has 4-bit floats (E2M1) and one byte per row, the exponent of its scale.
-enum class NumberFormat { kInt8, kInt4, kMxfp4, kInt8Offsets, kInt4Offsets };
+enum class NumberFormat { kInt8, kInt6, kInt4, kMxfp4, kInt8Offsets, kInt6Offsets, kInt4Offsets };
 
-constexpr bool has_offsets(NumberFormat format) {
-    return format == NumberFormat::kInt8Offsets || format == NumberFormat::kInt4Offsets;
-}
+constexpr bool has_offsets(NumberFormat format) { return format >= NumberFormat::kInt8Offsets; }
 
 constexpr int bits_of(NumberFormat format) {
-    return format == NumberFormat::kInt8 || format == NumberFormat::kInt8Offsets ? 8 : 4;
+    if (format == NumberFormat::kInt8 || format == NumberFormat::kInt8Offsets) return 8;
+    return format == NumberFormat::kInt6 || format == NumberFormat::kInt6Offsets ? 6 : 4;
 }
 
 constexpr std::int64_t kSegmentColumns = 128;
@@ -66,6 +65,9 @@ inline F32x16 load_mxfp4_scales(const std::uint8_t* group, int v) {
 //
 // Four columns of a row are contiguous bytes, or eight columns of 4 bits. If tiled, the columns of
 // a tile are contiguous; with 4 bits, 32 words hold those of four rows.
+//
+// With 6 bits, sixteen columns of a panel have three words of each row: the first one has the upper
+// two bits of all, the others the lower four bits of eight columns each.
 struct QuantizedLayout {
     NumberFormat format;
     ScaleType scale_type;
@@ -79,6 +81,8 @@ struct QuantizedLayout {
 
     static NumberFormat format_of(const PackedMatrix& matrix) {
         if (matrix.is_mxfp4) return NumberFormat::kMxfp4;
+        if (matrix.bits == 6)
+            return matrix.has_offsets ? NumberFormat::kInt6Offsets : NumberFormat::kInt6;
         if (matrix.has_offsets)
             return matrix.bits == 4 ? NumberFormat::kInt4Offsets : NumberFormat::kInt8Offsets;
         return matrix.bits == 4 ? NumberFormat::kInt4 : NumberFormat::kInt8;
@@ -115,7 +119,8 @@ struct QuantizedLayout {
     std::int64_t group_at(std::int64_t panel, std::int64_t group) const {
         return (panel * num_groups() + group) * group_bytes();
     }
-    // Offset of a number in its group; row and column are those in the panel and in the group.
+    // Offset of a number in its group, of 6 bits that of its lower four; row and column are those
+    // in the panel and in the group.
     std::int64_t byte_at(std::int64_t row, std::int64_t column) const {
         if (is_tiled()) {
             const std::int64_t columns = tile_columns();
@@ -124,40 +129,45 @@ struct QuantizedLayout {
             if (bits == 8) return header_bytes() + tile_row * columns + within;
             return header_bytes() + 2 * (tile_row / 4 * columns + within) + row % 4 / 2;
         }
-        const std::int64_t quad = bits == 8 ? column / 4 : column / 8;
-        return header_bytes() + (quad * kPanelRows + row) * 4 + column % 4;
+        std::int64_t word = bits == 8 ? column / 4 : column / 8;
+        if (bits == 6) word += column / 16 + 1;
+        return header_bytes() + (word * kPanelRows + row) * 4 + column % 4;
     }
+    // Of the upper bits of a number of 6 bits.
+    std::int64_t upper_byte_at(std::int64_t row, std::int64_t column) const {
+        return header_bytes() + (column / 16 * 3 * kPanelRows + row) * 4 + column % 4;
+    }
+    int upper_shift(std::int64_t column) const { return column % 16 / 4 * 2; }
     int shift(std::int64_t row, std::int64_t column) const {
         if (bits == 8) return 0;
         return is_tiled() ? row % 2 * 4 : column % 8 >= 4 ? 4 : 0;
     }
 };
 
-// Returns choose<FORMAT, SCALE>() for the format of a matrix.
+template <NumberFormat FORMAT, typename Choose>
+auto choose_by_scale(const QuantizedLayout& layout, Choose choose) {
+    if constexpr (FORMAT != NumberFormat::kMxfp4) {
+        if (layout.scale_type == ScaleType::kBfloat16)
+            return choose.template operator()<FORMAT, ScaleType::kBfloat16>();
+        if (layout.scale_type == ScaleType::kFloat16)
+            return choose.template operator()<FORMAT, ScaleType::kFloat16>();
+    }
+    return choose.template operator()<FORMAT, ScaleType::kFloat32>();
+}
+
+// Returns choose<FORMAT, SCALE>() for the format of a matrix, which is one of these.
+template <NumberFormat FIRST, NumberFormat... OTHERS, typename Choose>
+auto choose_among(const QuantizedLayout& layout, Choose choose) {
+    if constexpr (sizeof...(OTHERS) > 0)
+        if (layout.format != FIRST) return choose_among<OTHERS...>(layout, choose);
+    return choose_by_scale<FIRST>(layout, choose);
+}
+
+// For kernels whose activations have 16 bits: numbers of 6 bits are stored in 8.
 template <typename Choose>
 auto choose_by_format(const QuantizedLayout& layout, Choose choose) {
-    const auto by_scale = [&]<NumberFormat FORMAT>() {
-        switch (layout.scale_type) {
-            case ScaleType::kBfloat16:
-                return choose.template operator()<FORMAT, ScaleType::kBfloat16>();
-            case ScaleType::kFloat16:
-                return choose.template operator()<FORMAT, ScaleType::kFloat16>();
-            default:
-                return choose.template operator()<FORMAT, ScaleType::kFloat32>();
-        }
-    };
-    switch (layout.format) {
-        case NumberFormat::kInt4:
-            return by_scale.template operator()<NumberFormat::kInt4>();
-        case NumberFormat::kInt8Offsets:
-            return by_scale.template operator()<NumberFormat::kInt8Offsets>();
-        case NumberFormat::kInt4Offsets:
-            return by_scale.template operator()<NumberFormat::kInt4Offsets>();
-        case NumberFormat::kMxfp4:
-            return choose.template operator()<NumberFormat::kMxfp4, ScaleType::kFloat32>();
-        default:
-            return by_scale.template operator()<NumberFormat::kInt8>();
-    }
+    return choose_among<NumberFormat::kInt4, NumberFormat::kInt4Offsets, NumberFormat::kMxfp4,
+                        NumberFormat::kInt8, NumberFormat::kInt8Offsets>(layout, choose);
 }
 
 // Quantized activations. Reused from one GEMM to the next, to reuse its buffers.
