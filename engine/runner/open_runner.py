@@ -1,19 +1,21 @@
-"""Opens the runner of any model: the only place that tells kinds of models apart."""
+"""Opens the runner of any model: the only place that tells kinds of models apart.
+
+torch is imported when a model is loaded: `baton up` reads configurations alone.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from baton.checkpoint.checkpoint import Checkpoint
 from baton.checkpoint.hub import open_checkpoint
 from baton.engine.runner.config import Architecture, RunnerConfig
 from baton.engine.runner.encoders.encoder_models import EncoderModels
 from baton.engine.runner.families.read_config import read_model_config
-from baton.engine.runner.load import load_runner
-from baton.engine.runner.loaded_runner import LoadedRunner
 from baton.engine.runner.model_info import LoadProgressCallback
+
+if TYPE_CHECKING:
+    from baton.engine.runner.loaded_runner import LoadedRunner
 
 
 class ModelKind(Protocol):
@@ -53,6 +55,10 @@ def open_runner(
     Raises ModelError for errors in the model folder and InvalidConfig for errors in the settings.
     Sets the number of torch threads of the whole process if the settings name one.
     """
+    import torch
+
+    from baton.engine.runner.load import load_runner
+
     checkpoint = open_checkpoint(config.model)
     kind = kind_of(checkpoint)
     if kind is None:

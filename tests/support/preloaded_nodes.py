@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 
 import baton.node.run as node
+from baton.engine.runner.encoders.load import load_encoder
+from baton.engine.runner.load import load_runner
 from baton.kv_transfer.transports.nixl import import_nixl
 
-__all__ = ["node"]
+__all__ = ["load_encoder", "load_runner", "node"]
 
 
 def load_ucx() -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from math import prod
+from typing import TYPE_CHECKING
 
 from baton.checkpoint.checkpoint import Checkpoint
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.encoders.config import EncoderConfig
-from baton.engine.runner.encoders.encoder_runner import EncoderRunner
-from baton.engine.runner.encoders.load import load_encoder
 from baton.engine.runner.encoders.read_config import is_encoder, read_encoder_config
-from baton.engine.runner.encoders.tensor_names import EncoderTensors, check_encoder_tensors
 from baton.engine.runner.model_info import LoadProgressCallback
+
+if TYPE_CHECKING:
+    from baton.engine.runner.encoders.encoder_runner import EncoderRunner
 
 
 class EncoderModels:
@@ -29,9 +30,16 @@ class EncoderModels:
         checkpoint: Checkpoint,
         on_progress: LoadProgressCallback | None = None,
     ) -> EncoderRunner:
+        from baton.engine.runner.encoders.load import load_encoder
+
         return load_encoder(config, checkpoint, on_progress)
 
     def check_weights(self, checkpoint: Checkpoint) -> str:
+        from baton.engine.runner.encoders.tensor_names import (
+            EncoderTensors,
+            check_encoder_tensors,
+        )
+
         config = read_encoder_config(checkpoint)
         with checkpoint.open_tensors() as files:
             tensors = EncoderTensors(config, files.shapes())

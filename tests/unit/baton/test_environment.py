@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -21,3 +23,9 @@ def test_a_wait_policy_of_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
     assert baton.LLM.__name__ == "LLM"
 
     assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
+
+
+def test_the_process_that_starts_a_cluster_does_not_import_torch() -> None:
+    code = "import sys, baton.cli.commands.up; sys.exit('torch' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
