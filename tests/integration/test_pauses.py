@@ -40,11 +40,7 @@ def test_streams_of_a_paused_decode_node_end_with_the_same_tokens_after_it(
         for mode in PauseMode:
             load.until(is_any)
             order(cluster, "pause", decode.name, "--mode", mode)
-            await_value(
-                lambda: states(cluster)[decode.name],
-                lambda state: state == "paused",
-                what="report of the pause",
-            )
+            await_paused(cluster, decode.name)
             paused = load_at(decode.address)
             assert paused.is_paused
             assert mode is PauseMode.KEEP or paused.num_running == 0
@@ -62,7 +58,11 @@ def test_decode_computes_the_prompts_while_the_prefill_node_is_paused(
     with Load(cluster.address, REQUESTS, num_clients=4) as load:
         for mode in PauseMode:
             set_pause(prefill.address, mode)
-            load.until(lambda answer: not answer.finish.served.is_prefill_remote)
+            await_paused(cluster, prefill.name)
+            # All clients of the load may have requests that the paused node keeps.
+            with Load(cluster.address, REQUESTS, num_clients=1) as later:
+                later.until(lambda answer: not answer.finish.served.is_prefill_remote)
+            assert_right(later, model_folder)
             set_pause(prefill.address, None)
             load.until(lambda answer: answer.finish.served.is_prefill_remote)
     assert_right(load, model_folder)
@@ -78,6 +78,14 @@ def order(cluster: LocalCluster, *arguments: str) -> str:
 def states(cluster: LocalCluster) -> dict[str, str]:
     nodes = json.loads(order(cluster, "--once", "--json"))["nodes"]
     return {node["node_id"]: node["state"] for node in nodes}
+
+
+def await_paused(cluster: LocalCluster, name: str) -> None:
+    await_value(
+        lambda: states(cluster)[name],
+        lambda state: state == "paused",
+        what="report of the pause",
+    )
 
 
 def is_any(_: ClientAnswer) -> bool:
