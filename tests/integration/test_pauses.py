@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,9 @@ def test_streams_of_a_paused_decode_node_end_with_the_same_tokens_after_it(
             paused = load_at(decode.address)
             assert paused.is_paused
             assert mode is PauseMode.KEEP or paused.num_running == 0
-            assert load_at(decode.address).totals == paused.totals
+            # Copies to host memory that have begun go on.
+            now = load_at(decode.address).totals
+            assert replace(now, tiers=()) == replace(paused.totals, tiers=())
             order(cluster, "resume", decode.name)
         load.until(is_any)
     assert_right(load, model_folder)
