@@ -45,10 +45,10 @@ class AdapterOrder:
 
 
 class AdapterUpdates:
-    """Has all open nodes of a model read an adapter, and then gives it its name, or else does not.
+    """Loads an adapter on all open nodes of a model: all read its files before it gets its name.
 
-    A name is an order about it, which nodes merge: the last one holds. So orders are never undone,
-    and nodes that lack some, since they were away or did not answer, get them when they can.
+    A name is given or removed by an order. Nodes merge orders, and the last one of a name holds, so
+    that none has to be undone. Nodes that were away or did not answer get their orders later.
     """
 
     def __init__(
