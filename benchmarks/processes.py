@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO
 
 from baton.cluster import ClusterFailed
@@ -32,6 +34,20 @@ class ServerProcess:
 def cpu_s(pid: int) -> float:
     """Return the CPU time of a process, including threads that have ended."""
     return time.clock_gettime((~pid << 3) | CPUCLOCK_SCHED)
+
+
+def cpu_s_of_tree(pid: int) -> float:
+    """Return the CPU time of a process and its descendants, also of those that have ended."""
+    stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    own_s = sum(map(int, stat[11:15])) / os.sysconf("SC_CLK_TCK")
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    children = [int(child) for each in lists for child in each.read_text(encoding="ascii").split()]
+    return own_s + sum(map(cpu_s_of_tree, children))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 @contextmanager

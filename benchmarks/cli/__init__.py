@@ -39,6 +39,7 @@ from benchmarks.cli.reuse import reuse
 from benchmarks.cli.router import router
 from benchmarks.cli.scheduler import scheduler
 from benchmarks.cli.speculation import speculation
+from benchmarks.cli.startup import startup
 from benchmarks.cli.tiers import tiers
 from benchmarks.cli.trace import trace
 
@@ -76,6 +77,7 @@ EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
         "perplexity models/demo --text README.md",
         "perplexity model-Q4_K_M.gguf --text text.txt --llamacpp-venv ~/llamacpp",
     ),
+    startup: ("startup --model model-Q4_0.gguf --llamacpp-venv ~/llamacpp",),
     handover: ("handover --model ~/models/Qwen3-0.6B --pairs 30",),
     tiers: ("tiers --model ~/models/Qwen3-0.6B --tokens 8192 --kv-cache-memory 1GiB",),
     chart: ("chart --peer peer.json --interference load.json engines.png",),

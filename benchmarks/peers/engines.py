@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import time
 import urllib.request
@@ -24,7 +23,7 @@ from baton.core.units import GIB
 from baton.rpc.node_info import NodeAvailability
 from benchmarks.peers.completions_api import CompletionsApi, EngineFailed
 from benchmarks.peers.settings import GPU_SHARE, clean_environment, python_of, vllm_settings
-from benchmarks.processes import external_process
+from benchmarks.processes import external_process, free_port
 
 START_TIMEOUT_S = 600.0
 LOOK_EVERY_S = 0.5
@@ -111,7 +110,7 @@ def vllm_disaggregated(
         logs = Path(stack.enter_context(TemporaryDirectory(prefix="baton-vllm-")))
         servers = []
         for name, cpus in zip(("prefill", "decode"), core_halves(), strict=True):
-            settings = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(_free_port()), **patches}
+            settings = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), **patches}
             server = vllm_server(model, venv, cpus, logs / name, more, settings)
             servers.append(stack.enter_context(server))
         # Both start at the same time.
@@ -131,7 +130,7 @@ def vllm_prefill_baton_decode(model: str, venv: Path) -> Iterator[CompletionsApi
         "--kv-transfer-config",
         json.dumps(OVER_NIXL | {"kv_buffer_device": "cpu"}),
     )
-    port = _free_port()
+    port = free_port()
     with ExitStack() as stack:
         log = Path(stack.enter_context(TemporaryDirectory(prefix="baton-vllm-")), "prefill")
         settings = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
@@ -201,7 +200,7 @@ def vllm_server(
     settings: dict[str, str],
 ) -> Iterator[VllmServer]:
     """Launch a server without waiting for it; it ends with the block."""
-    port = _free_port()
+    port = free_port()
     serve = ("-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", "bfloat16")
     command = [
         str(python_of(venv)),
@@ -245,8 +244,3 @@ class VllmServer:
             time.sleep(LOOK_EVERY_S)
         lines = self.log.read_text(errors="replace").splitlines()[-NUM_LOG_LINES:]
         raise EngineFailed("\n".join(["vLLM did not start; the end of its log:", *lines]))
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
