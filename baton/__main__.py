@@ -2,13 +2,16 @@
 
 import sys
 
+from baton.imports import uncollected
+
 INTERRUPTED = 130
 
 
 def main() -> None:
     """Run the command. Ctrl-C ends it without a traceback, even during imports."""
     try:
-        from baton.cli import main as run
+        with uncollected():
+            from baton.cli import main as run
 
         run()
     except KeyboardInterrupt:

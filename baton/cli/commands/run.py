@@ -16,6 +16,7 @@ from baton.core.options import KV_CACHE, Option
 from baton.core.units import format_bytes
 from baton.demo_model import demo_model
 from baton.encoding import reject_invalid_text
+from baton.imports import uncollected
 
 if TYPE_CHECKING:
     from baton.completion import Completion
@@ -53,14 +54,14 @@ def run(
     with reject_invalid_text():
         "".join(texts).encode()
     # Slow imports, after the checks.
-    from baton.checkpoint.hub import open_checkpoint
-    from baton.engine.runner.families.read_config import read_model_config
+    with uncollected():
+        from baton.checkpoint.hub import open_checkpoint
+        from baton.engine.runner.families.read_config import read_model_config
+        from baton.llm import LLM  # imports torch
 
     checkpoint = open_checkpoint(model or demo_model())
     tokenizer = checkpoint.load_tokenizer()
     longest = max(len(tokenizer.encode(text)) for text in texts) + chosen["max_tokens"]
-    from baton.llm import LLM  # imports torch
-
     with LLM(
         str(checkpoint.path),
         tokenizer=tokenizer,

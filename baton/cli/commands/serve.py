@@ -14,6 +14,7 @@ from baton.cli.command import CommandGroup
 from baton.cli.signatures import inherit_options
 from baton.core.legs import LegKind
 from baton.core.options import OUTPUT, Config, Option, build_config
+from baton.imports import uncollected
 from baton.node.cpus import pin_to_cpus
 from baton.node.options import NodeOptions
 from baton.router.options import RouterOptions
@@ -66,19 +67,22 @@ def _command(role: str, config: type[Config], run: Callable[[Config], None]) -> 
 
 
 def _run_prefill(options: NodeOptions) -> None:
-    from baton.node.run import run
+    with uncollected():
+        from baton.node.run import run
 
     run(LegKind.PREFILL, options)
 
 
 def _run_decode(options: NodeOptions) -> None:
-    from baton.node.run import run
+    with uncollected():
+        from baton.node.run import run
 
     run(LegKind.DECODE, options)
 
 
 def _run_router(options: RouterOptions) -> None:
-    from baton.router.__main__ import main
+    with uncollected():
+        from baton.router.__main__ import main
 
     main(options)
 
