@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Self
 
 import grpc
@@ -69,6 +71,7 @@ class LocalCluster:
         self._lifetime = ExitStack()
         self._numbers = {"prefill": itertools.count(), "decode": itertools.count()}
         self._spawned: list[Child] = []
+        self._lists: dict[str, Path] = {}  # of the nodes of each role, for the router
         self._successors: dict[Child, Child] = {}  # of processes that were restarted
         self._is_killed = False
         self._settled: queue.SimpleQueue[Child] = queue.SimpleQueue()
@@ -139,6 +142,13 @@ class LocalCluster:
             own[own.index(ended)] = child
         return child
 
+    def list_nodes(self, role: str) -> None:
+        """Write the list of the nodes of a role that the router reads."""
+        addresses = (self._options.router_target_of(node) for node in self._nodes(role))
+        new = self._lists[role].with_suffix(".new")
+        new.write_text("\n".join(addresses), encoding="ascii")
+        new.replace(self._lists[role])
+
     def _arguments_of(self, ended: Child) -> tuple[str, ...]:
         """Return the arguments of a process, with the ports that it was bound to if it listened."""
         arguments = ended.arguments
@@ -160,10 +170,16 @@ class LocalCluster:
             for index, model in enumerate(options.embedders)
         ]
         self._lifetime.callback(self._ask_nodes_to_stop)
-        self._await_all(self.nodes)
+        # It starts while the nodes load, and finds them in lists as soon as all listen.
+        folder = self._lifetime.enter_context(TemporaryDirectory(prefix="baton-nodes-"))
+        self._lists = {role: Path(folder, role) for role in self._numbers if self._nodes(role)}
+        for path in self._lists.values():
+            path.touch()
         self.router = self._spawn_router()
-        address = self.router.await_address(options.start_timeout_s)
-        await_serving(address, options.start_timeout_s, options.tls)
+        self._await_all(self.children)
+        for role in self._lists:
+            self.list_nodes(role)
+        await_serving(self.address, options.start_timeout_s, options.tls)
 
     def _await_all(self, children: Sequence[Child]) -> None:
         """Wait until all processes listen. Raises ClusterFailed as soon as one has ended."""
@@ -194,12 +210,7 @@ class LocalCluster:
     def _spawn_router(self) -> Child:
         options = self._options
         listen = ["--host", options.host, "--port", str(options.port)]
-        nodes = [
-            argument
-            for role in self._numbers
-            if self._nodes(role)
-            for argument in (f"--{role}-nodes", self._source_of(role))
-        ]
+        nodes = [f"--{role}-nodes=file://{path}" for role, path in self._lists.items()]
         common = ["router", *TEXT_LOGS, *self._models(), *listen, *nodes]
         return self._spawn("router", [*common, *options.router_arguments])
 
@@ -210,10 +221,6 @@ class LocalCluster:
         for model in dict.fromkeys((first, *options.embedders)):  # one can have several nodes
             yield "--model"
             yield f"{model.name}={model.folder}" if model.name else model.folder
-
-    def _source_of(self, role: str) -> str:
-        """Return the router's source of the nodes of this role."""
-        return ",".join(self._options.router_target_of(node) for node in self._nodes(role))
 
     def _spawn_node(
         self, role: str, name: str = "", port: int = 0, arguments: tuple[str, ...] = ()

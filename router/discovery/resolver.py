@@ -24,6 +24,8 @@ from baton.rpc.errors import ServiceError
 
 log = logging.getLogger(__name__)
 
+# Time until a list without nodes is read again: a cluster writes it while it starts.
+EMPTY_LIST_S = 0.1
 # Returns the current addresses of a source. Raises SourceFailed.
 Find = Callable[[NodeSource], Awaitable[frozenset[str]]]
 OnFound = Callable[[NodeSource, frozenset[str]], Awaitable[None]]
@@ -52,7 +54,8 @@ async def follow(source: NodeSource, find: Find, every_s: float, on_found: OnFou
                 await on_found(source, found)
         if isinstance(source, FixedNode):
             return
-        await asyncio.sleep(every_s)
+        is_awaited = isinstance(source, ListFile) and not known
+        await asyncio.sleep(min(every_s, EMPTY_LIST_S) if is_awaited else every_s)
 
 
 async def find_addresses(source: NodeSource) -> frozenset[str]:

@@ -7,14 +7,16 @@ import os
 import select
 import signal
 import socket
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
 
 from baton.client import AsyncClient, BatonError, Client, Generation
-from baton.cluster import Child, ClusterOptions, LocalCluster
+from baton.cluster import Child, ClusterFailed, ClusterOptions, LocalCluster
 from baton.core.ids import HandoffId, NodeId, Peer
 from baton.core.legs import LegKind
 from baton.core.request import EngineRequest, ReceiveKv
@@ -147,6 +149,26 @@ def test_a_decode_node_works_alone_and_without_any_a_request_is_refused_by_name(
     assert alone.finish.served.prefill_reason
     assert decode.process.returncode == 0
     assert refusal.value.reason == "NO_NODES"
+
+
+def test_the_router_starts_while_nodes_load_and_the_first_failure_ends_all(
+    cluster_options: MakeOptions,
+) -> None:
+    listening: list[str] = []
+
+    def kill_a_node(child: Child) -> None:
+        listening.append(child.name)
+        cluster.prefills[0].process.kill()
+
+    never_listens = (sys.executable, "-c", "import signal; signal.pause()")
+    options = replace(cluster_options(), node_program=never_listens, on_up=kill_a_node)
+    cluster = LocalCluster(options)
+
+    with pytest.raises(ClusterFailed, match="prefill-0 ended with code -9 at start"), cluster:
+        pass
+
+    assert listening == ["router"]
+    assert all(child.process.returncode is not None for child in cluster.children)
 
 
 def test_no_process_outlives_a_killed_parent(model_folder: Path) -> None:

@@ -25,36 +25,23 @@ def greedy(max_tokens: int = NUM_TOKENS) -> SamplingParams:
 
 
 class ChangingCluster(LocalCluster):
-    """Cluster whose router polls lists of nodes, so that nodes can be added and removed."""
-
-    def __init__(self, options: ClusterOptions, folder: Path) -> None:
-        super().__init__(options)
-        self._folder = folder
+    """Cluster whose nodes can be added and removed."""
 
     def add_node(self, role: str, child: Child) -> None:
         nodes_of(self, role).append(child)
-        self._write_list(role)
+        self.list_nodes(role)
 
     def remove_node(self, child: Child) -> int:
         """Unlist a node, drain it and return its exit code."""
         role = "prefill" if child in self.prefills else "decode"
         nodes_of(self, role).remove(child)
-        self._write_list(role)
+        self.list_nodes(role)
         return child.stop()
-
-    def _source_of(self, role: str) -> str:
-        return f"file://{self._write_list(role)}"
-
-    def _write_list(self, role: str) -> Path:
-        """Replace the list atomically, so that the router never reads half a list."""
-        new = self._folder / f"{role}.new"
-        new.write_text("".join(f"{node.address}\n" for node in nodes_of(self, role)))
-        return new.replace(self._folder / role)
 
 
 @pytest.fixture(scope="module")
 def cluster(
-    cluster_options: Callable[..., ClusterOptions], tmp_path_factory: pytest.TempPathFactory
+    cluster_options: Callable[..., ClusterOptions],
 ) -> Iterator[ChangingCluster]:
     options = cluster_options(
         num_prefill=2,
@@ -66,7 +53,7 @@ def cluster(
             *("--local-prefill-below", "0"),
         ),
     )
-    with ChangingCluster(options, tmp_path_factory.mktemp("lists")) as running:
+    with ChangingCluster(options) as running:
         yield running
 
 

@@ -62,6 +62,22 @@ def test_changes_are_reported_and_failures_are_not(
     assert asyncio.run(asyncio.wait_for(reported_changes(*answers), PATIENCE_S)) == reported
 
 
+def test_an_empty_list_is_read_again_soon() -> None:
+    empty, reported = frozenset[str](), asyncio.Event()
+    lists = Resolver(empty, ONE)
+
+    async def note(_: NodeSource, found: frozenset[str]) -> None:
+        if found:
+            reported.set()
+
+    async def follow_until_reported() -> None:
+        following = asyncio.ensure_future(follow(ListFile("list"), lists.find, 3600.0, note))
+        await asyncio.wait_for(reported.wait(), PATIENCE_S)
+        following.cancel()
+
+    asyncio.run(follow_until_reported())
+
+
 def test_a_failure_is_logged_once_until_it_is_over(caplog: pytest.LogCaptureFixture) -> None:
     asyncio.run(asyncio.wait_for(reported_changes(None, None, ONE, None), PATIENCE_S))
 
