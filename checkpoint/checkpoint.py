@@ -104,6 +104,10 @@ class Checkpoint(Protocol):
         """Return the tokens of the longest text that an embedder takes, None without a limit."""
         ...
 
+    def read_chat_templates(self) -> Mapping[str, str]:
+        """Return the sources of the chat templates by name."""
+        ...
+
     def load_tokenizer(self) -> Tokenizer: ...
 
     def read_tokenizer_json(self) -> str:

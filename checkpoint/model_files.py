@@ -1,11 +1,11 @@
-"""Files of a model folder: names of weight files, defaults of generation."""
+"""Files of a model folder: names of weight files, defaults of generation, chat templates."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from baton.checkpoint.checkpoint import GenerationDefaults
-from baton.checkpoint.json_fields import MAX_INT, JsonFields, shorten
+from baton.checkpoint.json_fields import MAX_INT, JsonFields, read_model_text, shorten
 from baton.core.errors import InvalidRequest, ModelError
 from baton.core.sampling import SamplingDefaults
 
@@ -31,6 +31,32 @@ def read_generation_defaults(folder: Path) -> GenerationDefaults:
     except InvalidRequest as error:
         raise ModelError(f"{path}: {error}; correct it, or delete the file") from error
     return GenerationDefaults(_eos_ids(raw) or _eos_ids_of_model(folder), defaults)
+
+
+def read_tokenizer_config(folder: Path) -> JsonFields:
+    path = folder / "tokenizer_config.json"
+    return JsonFields.read(path) if path.exists() else JsonFields(str(path), {})
+
+
+def read_chat_templates(folder: Path) -> dict[str, str]:
+    """Return the templates by name. A separate file overrides tokenizer_config.json."""
+    settings = read_tokenizer_config(folder)
+    embedded = settings.get("chat_template")
+    templates = {}
+    if isinstance(embedded, str):
+        templates["default"] = embedded
+    if isinstance(embedded, list):
+        if not all(
+            isinstance(item, dict) and {"name", "template"} <= item.keys() for item in embedded
+        ):
+            raise settings.wrong("chat_template", "must be a text, or list names and templates")
+        templates = {str(item["name"]): str(item["template"]) for item in embedded}
+    separate_file = folder / "chat_template.jinja"
+    if separate_file.exists():
+        templates["default"] = read_model_text(separate_file)
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        templates[path.stem] = read_model_text(path)
+    return templates
 
 
 def read_shard_names(index: Path) -> list[str]:

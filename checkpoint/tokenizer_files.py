@@ -8,7 +8,11 @@ from pathlib import Path
 from tokenizers import Tokenizer as FastTokenizer
 
 from baton.checkpoint.json_fields import JsonFields, read_model_text
-from baton.checkpoint.model_files import read_generation_defaults
+from baton.checkpoint.model_files import (
+    read_chat_templates,
+    read_generation_defaults,
+    read_tokenizer_config,
+)
 from baton.checkpoint.tokenizer import Clock, Tokenizer
 from baton.core.errors import ModelError
 
@@ -17,12 +21,10 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token",
 
 def load_tokenizer(folder: Path, *, clock: Clock = datetime.now) -> Tokenizer:
     """Load the tokenizer of a model folder. Raises ModelError, which names the faulty file."""
-    path = folder / "tokenizer_config.json"
-    settings = JsonFields.read(path) if path.exists() else JsonFields(str(path), {})
     return Tokenizer(
         _load_fast(folder),
-        named_tokens=_named_tokens(settings),
-        chat_templates=_chat_templates(folder, settings),
+        named_tokens=_named_tokens(read_tokenizer_config(folder)),
+        chat_templates=read_chat_templates(folder),
         eos_token_ids=read_generation_defaults(folder).eos_token_ids,
         clock=clock,
     )
@@ -52,23 +54,3 @@ def _load_fast(folder: Path) -> FastTokenizer:
     fast.no_truncation()
     fast.no_padding()
     return fast
-
-
-def _chat_templates(folder: Path, settings: JsonFields) -> dict[str, str]:
-    """Return the templates by name. A separate file overrides tokenizer_config.json."""
-    embedded = settings.get("chat_template")
-    templates = {}
-    if isinstance(embedded, str):
-        templates["default"] = embedded
-    if isinstance(embedded, list):
-        if not all(
-            isinstance(item, dict) and {"name", "template"} <= item.keys() for item in embedded
-        ):
-            raise settings.wrong("chat_template", "must be a text, or list names and templates")
-        templates = {str(item["name"]): str(item["template"]) for item in embedded}
-    separate_file = folder / "chat_template.jinja"
-    if separate_file.exists():
-        templates["default"] = read_model_text(separate_file)
-    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        templates[path.stem] = read_model_text(path)
-    return templates

@@ -1,4 +1,4 @@
-"""GGUF metadata about results: tokens that end an answer, sampling parameters, pooling."""
+"""GGUF metadata about results: tokens that end an answer, sampling parameters, pooling, chats."""
 
 from __future__ import annotations
 
@@ -28,9 +28,18 @@ ENDS_OF_TURN = frozenset(
 CONTROL = 3
 IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 SAMPLING = "general.sampling"
+TEMPLATE = "tokenizer.chat_template"
 # Those of llama.cpp, for files that recommend none.
 ASSUMED_SAMPLING = SamplingDefaults(temperature=0.8, top_p=0.95, min_p=0.05)
 POOLING_TYPES = {1: PoolingKind.MEAN, 2: PoolingKind.CLS, 3: PoolingKind.LAST}
+
+
+def read_chat_templates(file: GgufFile) -> dict[str, str]:
+    """Return the templates by name."""
+    templates = {"default": file.require(TEMPLATE, str)} if file.has(TEMPLATE) else {}
+    for name in file.list_of("tokenizer.chat_templates", str):
+        templates[name] = file.require(f"{TEMPLATE}.{name}", str)
+    return templates
 
 
 def read_generation_defaults(file: GgufFile) -> GenerationDefaults:

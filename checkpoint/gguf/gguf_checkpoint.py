@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING
 
 from baton.checkpoint.checkpoint import GenerationDefaults, Tensors
 from baton.checkpoint.gguf.architectures import read_config, read_tensors
-from baton.checkpoint.gguf.generation import read_generation_defaults, read_pooling
+from baton.checkpoint.gguf.generation import (
+    read_chat_templates,
+    read_generation_defaults,
+    read_pooling,
+)
 from baton.checkpoint.gguf.gguf_file import GgufFile
 from baton.checkpoint.json_fields import JsonFields
 from baton.core.pooling import Pooling
@@ -37,6 +41,9 @@ class GgufCheckpoint:
     def read_max_text_len(self) -> None:
         """Return that GGUF has no such limit."""
         return
+
+    def read_chat_templates(self) -> dict[str, str]:
+        return read_chat_templates(self._file)
 
     def load_tokenizer(self) -> Tokenizer:
         from baton.checkpoint.gguf.gguf_tokenizer import load_tokenizer  # nodes do not need jinja

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from datetime import datetime
 
+import msgspec
 from tokenizers import Tokenizer as FastTokenizer
 
-from baton.checkpoint.gguf.generation import read_generation_defaults
+from baton.checkpoint.gguf.generation import read_chat_templates, read_generation_defaults
 from baton.checkpoint.gguf.gguf_file import GgufFile
 from baton.checkpoint.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from baton.checkpoint.json_fields import shorten
@@ -26,7 +26,6 @@ NAMED_TOKENS = {
     "sep_token": "seperator_token_id",
     "cls_token": "cls_token_id",
 }
-TEMPLATE = "tokenizer.chat_template"
 # No model comes near these limits. They bound the time that a vocabulary takes.
 MAX_ADDED_TOKENS = 1 << 15
 MAX_SQUARED_CHARS = 1 << 26  # all tokens' numbers of characters, squared
@@ -46,7 +45,7 @@ def load_tokenizer(file: GgufFile, *, clock: Clock = datetime.now) -> Tokenizer:
     return Tokenizer(
         fast,
         named_tokens=_named_tokens(file),
-        chat_templates=_chat_templates(file),
+        chat_templates=read_chat_templates(file),
         eos_token_ids=read_generation_defaults(file).eos_token_ids,
         clock=clock,
     )
@@ -69,13 +68,12 @@ def tokenizer_json(file: GgufFile) -> str:
     if len(vocabulary) != len(tokens):
         twice = next(token for place, token in enumerate(tokens) if vocabulary[token] != place)
         raise ModelError(f"{file.path}: '{PREFIX}.tokens' has {shorten(repr(twice))} twice")
-    return json.dumps(
-        {
-            "version": "1.0",
-            "added_tokens": _added_tokens(file, tokens),
-            **builders[kind](file, vocabulary),
-        }
-    )
+    described = {
+        "version": "1.0",
+        "added_tokens": _added_tokens(file, tokens),
+        **builders[kind](file, vocabulary),
+    }
+    return msgspec.json.encode(described).decode()
 
 
 def _byte_level(file: GgufFile, vocabulary: Mapping[str, int]) -> Json:
@@ -241,10 +239,3 @@ def _named_tokens(file: GgufFile) -> dict[str, str]:
         for name, field in fields.items()
         if file.has(field)
     }
-
-
-def _chat_templates(file: GgufFile) -> dict[str, str]:
-    templates = {"default": file.require(TEMPLATE, str)} if file.has(TEMPLATE) else {}
-    for name in file.list_of("tokenizer.chat_templates", str):
-        templates[name] = file.require(f"{TEMPLATE}.{name}", str)
-    return templates

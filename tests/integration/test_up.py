@@ -364,7 +364,7 @@ def test_wrong_options_of_nodes_and_router_are_reported_before_anything_is_loade
     assert done.returncode == 2
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "config.json"])
 def test_a_broken_model_folder_is_reported_before_anything_is_started(
     model_folder: Path, tmp_path: Path, name: str
 ) -> None:
@@ -388,4 +388,17 @@ def test_a_failed_start_ends_with_the_reason(model_folder: Path, tmp_path: Path)
     assert re.match(r"baton: error: (prefill|decode)-0 did not start: ", last)
     assert "model.safetensors is corrupt" in last
     assert done.stderr.count("model.safetensors is corrupt") == 1
+    assert done.returncode == 1
+
+
+def test_a_broken_tokenizer_ends_the_start_with_the_reason(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    (folder / "tokenizer.json").write_text("{")
+
+    done = run_baton("up", "--model", str(folder), *FREE_PORTS)
+
+    last = done.stderr.splitlines()[-1]
+    assert re.match(r"baton: error: router did not start: \S+tokenizer.json cannot be read", last)
     assert done.returncode == 1

@@ -85,12 +85,11 @@ def _prepare(model: RunnerConfig, *, must_embed: bool) -> FirstRequest:
             f"--embed {model.model}: the folder names no pooling; give --pooling last, mean or "
             "cls, or a folder of sentence-transformers (modules.json) or of a classifier"
         )
-    tokenizer = checkpoint.load_tokenizer()  # the router needs it, and starts after the nodes
     build_missing_kernels(model, checkpoint, console(stderr=True))
     return first_request(
         generates=config.can_generate,
         num_labels=config.num_labels,
-        has_chat_template=tokenizer.has_chat_template,
+        has_chat_template=bool(checkpoint.read_chat_templates()),
     )
 
 
