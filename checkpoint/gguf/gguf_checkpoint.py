@@ -65,4 +65,4 @@ class GgufCheckpoint:
 
     @cached_property
     def _file(self) -> GgufFile:
-        return GgufFile.read(self.path)
+        return GgufFile.open(self.path)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar, cast
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -32,6 +33,19 @@ class GgufFile:
                     raise ModelError(f"{header.path} has {name!r}, like {self.path_of[name]}")
                 self.tensors[name] = entry
                 self.path_of[name] = header.path
+
+    @classmethod
+    def open(cls, path: Path) -> GgufFile:
+        """Return the file as it is in use elsewhere in this process, or read it.
+
+        Vocabularies make headers slow to read, and several parts of a process open a model.
+        """
+        try:
+            found = path.stat()
+        except OSError:
+            return cls.read(path)  # raises ModelError
+        key = path, found.st_ino, found.st_mtime_ns, found.st_size
+        return FILES.get(key) or FILES.setdefault(key, cls.read(path))
 
     @classmethod
     def read(cls, path: Path) -> GgufFile:
@@ -102,6 +116,9 @@ class GgufFile:
         if type(found) is not kind:
             raise self.wrong(name, f"must be of the type {kind.__name__}")
         return found
+
+
+FILES: WeakValueDictionary[tuple[Path, int, int, int], GgufFile] = WeakValueDictionary()
 
 
 def list_parts(path: Path) -> list[Path]:

@@ -156,3 +156,13 @@ def test_the_parts_of_a_split_model_are_read_together(tmp_path: Path) -> None:
     (tmp_path / "m-00002-of-00002.gguf").unlink()
     with pytest.raises(ModelError, match=r"lacks m-00002-of-00002\.gguf"):
         GgufFile.read(tmp_path / "m-00001-of-00002.gguf")
+
+
+def test_a_file_is_shared_while_it_is_in_use_and_does_not_change(tmp_path: Path) -> None:
+    path = written(tmp_path, made_file())
+    first = GgufFile.open(path)
+
+    assert GgufFile.open(path) is first
+
+    written(tmp_path, made_file(SOME_FIELDS[:2]))
+    assert GgufFile.open(path).metadata.keys() == {"general.architecture", "llama.block_count"}
