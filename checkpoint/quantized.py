@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 MXFP4_GROUP = 32
+STEP_COLUMNS = 256
 FP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4_VALUES = torch.tensor((*FP4_MAGNITUDES, *(-value for value in FP4_MAGNITUDES)))  # by code
 CHUNK_NUMBERS = 1 << 19  # intermediates of that many numbers stay in the CPU caches
@@ -34,12 +35,15 @@ class Quantized:
     order: Tensor | None = None  # activation column of each of these columns (GPTQ act-order)
     is_mxfp4: bool = False
     offsets: Tensor | None = None  # [rows, groups], in the dtype of the scales
+    # float16 [rows, steps], one for STEP_COLUMNS: scales and offsets are whole multiples, by int8.
+    scale_steps: Tensor | None = None
+    offset_steps: Tensor | None = None
 
     @property
     def format(self) -> tuple[object, ...]:
         """Return the properties that stacked matrices must have in common."""
-        has_offsets = self.offsets is not None
-        return self.bits, self.group, self.scales.dtype, self.is_mxfp4, has_offsets
+        has_offsets, has_steps = self.offsets is not None, self.scale_steps is not None
+        return self.bits, self.group, self.scales.dtype, self.is_mxfp4, has_offsets, has_steps
 
     def on(self, device: torch.device) -> Quantized:
         return self._with(lambda tensor: tensor.to(device), "order")
@@ -63,14 +67,25 @@ class Quantized:
             scales=self.scales[:, firsts],
             zeros=self.zeros[:, firsts] if self.zeros.shape[1] else self.zeros,
             offsets=offsets,
+            scale_steps=None,
+            offset_steps=None,
         )
 
     def with_half_scales(self) -> Quantized:
-        """Return the matrix with scales and offsets of 16 bits, off by at most a 2048th."""
-        if self.is_mxfp4 or self.scales.dtype != torch.float32:
+        """Return the matrix with scales and offsets of 16 bits, off by at most a 2048th.
+
+        Those that are multiples of steps stay exact.
+        """
+        if self.is_mxfp4 or self.scales.dtype != torch.float32 or self.scale_steps is not None:
             return self
         offsets = None if self.offsets is None else self.offsets.half()
         return replace(self, scales=self.scales.half(), offsets=offsets)
+
+    def without_steps(self) -> Quantized:
+        """Return the matrix with scales and offsets of 16 bits instead of multiples of steps."""
+        if self.scale_steps is None:
+            return self
+        return replace(self, scale_steps=None, offset_steps=None).with_half_scales()
 
     def dequantize(self) -> Tensor:
         """Return the dequantized matrix, rounded to `dtype`."""
@@ -87,7 +102,7 @@ class Quantized:
 
     def _with(self, change: Callable[[Tensor], Tensor], *others: str) -> Quantized:
         """Return a matrix whose tensors are changed, `others` among them."""
-        names = ("numbers", "scales", "zeros", "offsets", *others)
+        names = ("numbers", "scales", "zeros", "offsets", "scale_steps", "offset_steps", *others)
         found: dict[str, Any] = {name: getattr(self, name) for name in names}
         changed: dict[str, Any] = {
             name: change(each) for name, each in found.items() if each is not None
@@ -143,21 +158,30 @@ def _refined(matrix: Quantized, bits: int, group: int, *, has_offsets: bool) -> 
         else:
             offsets = matrix.offsets.float().repeat_interleave(times, dim=1)
         zeros = zeros[:, :0]
-    return replace(matrix, scales=scales, zeros=zeros, bits=bits, group=group, offsets=offsets)
+    return Quantized(
+        matrix.numbers, scales, zeros, bits, group, matrix.dtype, matrix.order, offsets=offsets
+    )
 
 
 def stacked(parts: Sequence[Quantized]) -> Quantized:
     """Concatenate matrices by row. All must have the same format and column order."""
     if len(parts) == 1:
         return parts[0]
-    offsets = [part.offsets for part in parts if part.offsets is not None]
     return replace(
         parts[0],
         numbers=torch.cat([part.numbers for part in parts]),
         scales=torch.cat([part.scales for part in parts]),
         zeros=torch.cat([part.zeros for part in parts]),
-        offsets=torch.cat(offsets) if offsets else None,
+        offsets=_concatenated([part.offsets for part in parts]),
+        scale_steps=_concatenated([part.scale_steps for part in parts]),
+        offset_steps=_concatenated([part.offset_steps for part in parts]),
     )
+
+
+def _concatenated(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Return None if there are none."""
+    found = [part for part in parts if part is not None]
+    return torch.cat(found) if found else None
 
 
 def have_same_order(parts: Sequence[Quantized]) -> bool:

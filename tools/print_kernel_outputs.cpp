@@ -85,12 +85,12 @@ AlignedBuffer pack_weights(PackedMatrix& matrix, int threads) {
     const std::int64_t count = matrix.num_rows * matrix.num_columns;
     if (matrix.bits == 16) {
         Numbers weights = random_numbers(count, 0.1f);
-        const PackArgs pack{matrix, weights.buffer.as<void>(), nullptr, nullptr, nullptr, threads};
+        const PackArgs pack{
+            .matrix = matrix, .weights = weights.buffer.as<void>(), .num_threads = threads};
         baton_pack(&pack);
         return packed;
     }
-    // With activations of 8 bits, weights of 8 bits have at most 6.
-    const int num_codes = matrix.bits == 8 && matrix.activation_bits == 8 ? 64 : 1 << matrix.bits;
+    const int num_codes = 1 << matrix.bits;
     const std::int64_t row_groups =
         (matrix.num_columns + matrix.group_size - 1) / matrix.group_size;
     std::vector<std::uint8_t> weights(count), zeros(matrix.num_rows * row_groups, num_codes / 2);
@@ -103,15 +103,23 @@ AlignedBuffer pack_weights(PackedMatrix& matrix, int threads) {
     for (auto& half : halves) half = std::uint16_t(0x2000 + uniform() * 0x100);
     std::vector<std::uint16_t> offsets(zeros.size());
     for (auto& offset : offsets) offset = std::uint16_t(0xa200 + uniform() * 0x100);
+    std::vector<std::int8_t> multiples(zeros.size());  // of steps
+    for (auto& multiple : multiples) multiple = std::int8_t(64 - uniform() * 128);
+    const bool has_steps = matrix.scale_type == ScaleType::kSteps;
+    const auto stored = [&](std::vector<std::uint16_t>& numbers) -> const void* {
+        if (has_steps) return multiples.data();
+        return numbers.data();
+    };
     const bool is_float32 = matrix.scale_type == ScaleType::kFloat32;
-    const void* const stored = is_float32 ? static_cast<const void*>(scales.data()) : halves.data();
     const PackArgs pack{
-        matrix,
-        weights.data(),
-        stored,
-        matrix.has_offsets ? nullptr : zeros.data(),
-        matrix.has_offsets ? offsets.data() : nullptr,
-        threads,
+        .matrix = matrix,
+        .weights = weights.data(),
+        .scales = is_float32 ? static_cast<const void*>(scales.data()) : stored(halves),
+        .zeros = matrix.has_offsets || matrix.is_centred ? nullptr : zeros.data(),
+        .offsets = matrix.has_offsets ? stored(offsets) : nullptr,
+        .scale_steps = has_steps ? halves.data() : nullptr,
+        .offset_steps = has_steps ? offsets.data() : nullptr,
+        .num_threads = threads,
     };
     baton_pack(&pack);
     return packed;
@@ -495,13 +503,22 @@ int main() {
                 for (const std::int64_t bits : {4, 8})
                     multiply("offsets", {nullptr, nullptr, bits, 200, 96, 32, 0, type, 1}, tokens,
                              threads);
-                multiply("activations8", {nullptr, nullptr, 8, 200, 96, 16, 0, type, 0, 8}, tokens,
-                         threads);
+                multiply("activations8", {nullptr, nullptr, 6, 200, 96, 16, 0, type, 0, 0, 8},
+                         tokens, threads);
                 for (const std::int32_t has_offsets : {0, 1})
                     multiply("activations8",
-                             {nullptr, nullptr, 4, 200, 96, 32, 0, type, has_offsets, 8}, tokens,
+                             {nullptr, nullptr, 4, 200, 96, 32, 0, type, has_offsets, 0, 8}, tokens,
                              threads);
+                multiply("activations8", {nullptr, nullptr, 4, 200, 96, 32, 0, type, 0, 1, 8},
+                         tokens, threads);
             }
+            for (const std::int64_t bits : {4, 6})
+                multiply("activations8",
+                         {nullptr, nullptr, bits, 200, 320, 32, 0, ScaleType::kSteps, 1, 0, 8},
+                         tokens, threads);
+            multiply("activations8",
+                     {nullptr, nullptr, 6, 200, 320, 16, 0, ScaleType::kSteps, 0, 1, 8}, tokens,
+                     threads);
             PackedMatrix by_bytes = mxfp4_matrix(200, 96);
             by_bytes.activation_bits = 8;
             multiply("activations8", by_bytes, tokens, threads);

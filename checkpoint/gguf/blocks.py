@@ -28,6 +28,8 @@ class _Decoded:
     zero: int = 0  # if there are no offsets
     offsets: Tensor | None = None
     is_mxfp4: bool = False
+    scale_steps: Tensor | None = None  # [blocks, 1]
+    offset_steps: Tensor | None = None
 
 
 def decode_blocks(kind: BlockType, rows: Tensor) -> Quantized:
@@ -35,6 +37,11 @@ def decode_blocks(kind: BlockType, rows: Tensor) -> Quantized:
     bits, decode = DECODERS[kind.name]
     num_rows = len(rows)
     decoded = decode(rows.reshape(-1, kind.num_bytes))
+    by_row = {
+        name: None if tensor is None else tensor.reshape(num_rows, -1)
+        for name in ("offsets", "scale_steps", "offset_steps")
+        for tensor in [getattr(decoded, name)]
+    }
     numbers = decoded.numbers.reshape(num_rows, -1)
     scales = decoded.scales.reshape(num_rows, -1)
     has_zeros = decoded.offsets is None and not decoded.is_mxfp4
@@ -46,7 +53,7 @@ def decode_blocks(kind: BlockType, rows: Tensor) -> Quantized:
         numbers.shape[1] // scales.shape[1],
         torch.float32,
         is_mxfp4=decoded.is_mxfp4,
-        offsets=None if decoded.offsets is None else decoded.offsets.reshape(num_rows, -1),
+        **by_row,
     )
 
 
@@ -61,7 +68,7 @@ def _q4_1(blocks: Tensor) -> _Decoded:
 
 def _q5_0(blocks: Tensor) -> _Decoded:
     numbers = _halves(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
-    return _Decoded(numbers, _float16(blocks[:, :2]), 16)
+    return _Decoded(numbers + 16, _float16(blocks[:, :2]), 32)  # in the middle of six bits
 
 
 def _q5_1(blocks: Tensor) -> _Decoded:
@@ -84,15 +91,13 @@ def _mxfp4(blocks: Tensor) -> _Decoded:
 
 
 def _q4_k(blocks: Tensor) -> _Decoded:
-    scales, offsets = _scales_of_eight(blocks)
-    return _Decoded(_halves_by_group(blocks[:, 16:]), scales, offsets=offsets)
+    return _with_scales_of_eight(_halves_by_group(blocks[:, 16:]), blocks)
 
 
 def _q5_k(blocks: Tensor) -> _Decoded:
-    scales, offsets = _scales_of_eight(blocks)
     high = [blocks[:, 16:48] >> group & 1 for group in range(8)]
     numbers = _halves_by_group(blocks[:, 48:]) | torch.cat(high, dim=1) << 4
-    return _Decoded(numbers, scales, offsets=offsets)
+    return _with_scales_of_eight(numbers, blocks)
 
 
 def _q6_k(blocks: Tensor) -> _Decoded:
@@ -100,8 +105,9 @@ def _q6_k(blocks: Tensor) -> _Decoded:
     low, high = blocks[:, :128].unflatten(1, (2, 64)), blocks[:, 128:192].unflatten(1, (2, 32))
     numbers = torch.cat((low & 15, low >> 4), dim=2)
     numbers |= torch.cat([(high >> shift & 3) << 4 for shift in (0, 2, 4, 6)], dim=2)
-    scales = _float16(blocks[:, 208:]).float() * blocks[:, 192:208].view(torch.int8).float()
-    return _Decoded(numbers.flatten(1), scales, 32)
+    steps = _float16(blocks[:, 208:])
+    scales = steps.float() * blocks[:, 192:208].view(torch.int8).float()
+    return _Decoded(numbers.flatten(1), scales, 32, scale_steps=steps)
 
 
 DECODERS: Mapping[str, tuple[int, Callable[[Tensor], _Decoded]]] = {
@@ -143,10 +149,16 @@ def _fifth_bits(words: Tensor) -> Tensor:
     return (words[:, :, None] >> bits & 1).flatten(1) << 4
 
 
-def _scales_of_eight(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scales and offsets of the eight groups of a block, each stored in six bits."""
+def _with_scales_of_eight(numbers: Tensor, blocks: Tensor) -> _Decoded:
+    """Return numbers with scales and offsets of eight groups, each stored in six bits."""
     low, middle, mixed = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat((low & 63, mixed & 15 | low >> 2 & 48), dim=1)
     offsets = torch.cat((middle & 63, mixed >> 4 | middle >> 2 & 48), dim=1)
-    whole = _float16(blocks[:, :4]).float()
-    return whole[:, :1] * scales.float(), -(whole[:, 1:] * offsets.float())
+    steps, offset_steps = _float16(blocks[:, :2]), -_float16(blocks[:, 2:4])
+    return _Decoded(
+        numbers,
+        steps.float() * scales.float(),
+        offsets=offset_steps.float() * offsets.float(),
+        scale_steps=steps,
+        offset_steps=offset_steps,
+    )

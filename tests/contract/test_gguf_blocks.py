@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import gguf
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 from baton.checkpoint.gguf.blocks import DECODERS, decode_blocks
 from baton.checkpoint.gguf.types import BLOCK_TYPES, BlockType
+from baton.engine.runner.kernels.choose import choose_parts
 
 QUANTIZED = [kind for kind in BLOCK_TYPES.values() if not kind.is_plain]
 ROWS = 24
@@ -31,6 +34,26 @@ def test_random_blocks_have_the_bits_of_the_reference(kind: BlockType) -> None:
     # MXFP4 has a negative zero, which llama.cpp makes positive: adding zero does, too.
     bits, expected_bits = ((each[~is_nan] + 0.0).view("u4") for each in (found, expected))
     assert np.array_equal(bits, expected_bits)
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q5_K", "Q6_K"])
+def test_packed_matrices_have_the_numbers_of_the_file_in_about_its_bytes(name: str) -> None:
+    [kind] = [kind for kind in QUANTIZED if kind.name == name]
+    rows = np.random.default_rng(3).integers(0, 256, (64, 6 * kind.num_bytes), dtype=np.uint8)
+    matrix = replace(decode_blocks(kind, torch.tensor(rows)), dtype=torch.bfloat16)
+    packer = choose_parts(
+        "native", torch.bfloat16, torch.device("cpu"), activation_dtype="int8"
+    ).packer
+    assert packer is not None
+
+    packed = packer.pack(matrix.with_half_scales())
+
+    spare = {"Q5_K": 1 / 5}.get(name, 0)  # its numbers have 6 bits there
+    assert len(packed.data) <= rows.nbytes * (1.03 + spare)
+    found = packer.packed_linear(packed, None).rows(torch.arange(64))
+    wanted = matrix.dequantize()
+    is_finite = wanted.isfinite()
+    assert torch.equal(found[is_finite], wanted[is_finite])
 
 
 def test_every_quantized_type_has_a_decoder() -> None:

@@ -26,7 +26,7 @@ from tests.support.hypothesis_profiles import num_examples
 from tests.support.kernels import kernels_by_variant
 from tests.support.models import VARIANTS, make_model_folder
 from tests.support.random_mxfp4 import random_mxfp4
-from tests.support.random_quantized import random_quantized, with_offsets
+from tests.support.random_quantized import centred, random_quantized, with_offsets, with_steps
 
 FORMATS = [(4, 32), (4, 64), (4, 96), (4, 256), (6, 16), (6, 32), (6, 64), (6, 256)]
 CPU = torch.device("cpu")
@@ -72,7 +72,7 @@ def products(weight: Quantized, activations: Tensor) -> tuple[Tensor, Tensor]:
     num_columns=st.integers(1, 300),
     bits_and_group=st.sampled_from(FORMATS),
     scale_dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    kind=st.sampled_from(["zeros", "offsets", "mxfp4"]),
+    kind=st.sampled_from(["zeros", "offsets", "centred", "steps", "mxfp4"]),
     seed=st.integers(0, 2**32),
 )
 @settings(max_examples=num_examples(60))
@@ -91,6 +91,10 @@ def test_a_product_equals_that_of_rounded_activations(
     weight = random_quantized(seed, num_rows, num_columns, *bits_and_group, scale_dtype)
     if kind == "offsets":
         weight = with_offsets(weight)
+    if kind == "centred":
+        weight = centred(weight)
+    if kind == "steps" and weight.group in (16, 32):
+        weight = with_steps(weight, seed)
     if kind == "mxfp4":
         weight = random_mxfp4(seed, num_rows, num_columns)
 
@@ -143,14 +147,20 @@ def test_sums_of_the_largest_products_are_exact(
         lambda weight: random_mxfp4(5, len(weight), weight.shape[1]),
         lambda weight: random_quantized(5, len(weight), weight.shape[1], 6, 16),
         lambda weight: with_offsets(random_quantized(5, len(weight), weight.shape[1], 6, 32)),
+        lambda weight: centred(random_quantized(5, len(weight), weight.shape[1], 4, 32)),
+        lambda weight: with_steps(random_quantized(5, len(weight), weight.shape[1], 4, 32), 7),
+        lambda weight: with_steps(random_quantized(5, len(weight), weight.shape[1], 6, 16), 7),
     ],
-    ids=["int4", "offsets", "groups of 96", "mxfp4", "6 bits in groups of 16", "6 bits"],
+    ids=[
+        *("int4", "offsets", "groups of 96", "mxfp4", "6 bits in groups of 16", "6 bits"),
+        *("centred", "steps of 4 bits", "steps of 6 bits"),
+    ],
 )
 @pytest.mark.parametrize("num_tokens", [2, 3, 7, 31, 32, 33, 70])
 def test_a_token_has_the_same_bits_in_any_batch(
     kernels: Kernels, make: Callable[[Tensor], Quantized], num_tokens: int
 ) -> None:
-    activations, weight = drawn(1, num_tokens, 200), make(drawn(2, 300, 200))
+    activations, weight = drawn(1, num_tokens, 264), make(drawn(2, 300, 264))
     linear = NativeOps(kernels, int8_activations=True).linear(weight, None)
     one_thread = NativeOps(Kernels(kernels.path, 1), int8_activations=True).linear(weight, None)
 
@@ -212,7 +222,9 @@ def test_rows_are_those_of_exact_activations(kernels: Kernels) -> None:
     """Covers embedding tables."""
     row_ids = torch.tensor([149, 0, 64, 63, 64])
     weights = to_int4(drawn(1, 150, 96)), random_mxfp4(1, 150, 96)
-    for weight in (*weights, random_quantized(1, 150, 96, 6, 16)):
+    sixes, fours = random_quantized(1, 150, 96, 6, 16), random_quantized(1, 150, 544, 4, 32)
+    changed = centred(sixes), with_steps(sixes, 2), centred(fours), with_steps(fours, 2)
+    for weight in (*weights, sixes, *changed):
         rows = NativeOps(kernels, int8_activations=True).linear(weight, None).rows(row_ids)
 
         assert torch.equal(rows, weight.dequantize()[row_ids])

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from baton.checkpoint.quantized import Quantized
+from baton.checkpoint.quantized import STEP_COLUMNS, Quantized
 
 
 def random_quantized(
@@ -35,3 +35,35 @@ def with_offsets(weight: Quantized) -> Quantized:
     """Return a matrix with offsets in place of its zero points."""
     offsets = -(weight.zeros * weight.scales.float()).to(weight.scales.dtype)
     return replace(weight, zeros=weight.zeros[:, :0], offsets=offsets)
+
+
+def centred(weight: Quantized) -> Quantized:
+    """Return a matrix whose zero points are the middle of its numbers."""
+    return replace(weight, zeros=torch.full_like(weight.zeros, 1 << (weight.bits - 1)))
+
+
+def with_steps(weight: Quantized, seed: int) -> Quantized:
+    """Return a matrix whose scales and offsets are whole multiples of float16 steps.
+
+    As in GGUF files, groups of 16 are centred, and others have offsets.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    num_rows, num_groups = weight.scales.shape
+    num_steps = -(-weight.numbers.shape[1] // STEP_COLUMNS)
+    steps = torch.rand(num_rows, num_steps, generator=generator).add(0.01).half()
+    by_group = steps.float().repeat_interleave(STEP_COLUMNS // weight.group, dim=1)
+
+    def multiples(low: int, high: int) -> Tensor:
+        drawn = torch.randint(low, high, (num_rows, num_groups), generator=generator)
+        return drawn * by_group[:, :num_groups]
+
+    if weight.group == 16:
+        return replace(centred(weight), scales=multiples(-128, 128), scale_steps=steps)
+    return replace(
+        weight,
+        scales=multiples(0, 64),
+        zeros=weight.zeros[:, :0],
+        offsets=-multiples(0, 64),
+        scale_steps=steps,
+        offset_steps=-steps,
+    )

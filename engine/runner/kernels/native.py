@@ -20,6 +20,7 @@ from baton.engine.runner.kernels.native_linear import (
     NativeLinear,
     native_experts,
 )
+from baton.engine.runner.kernels.quantized_format import ROUNDED_BITS, quantized_format
 from baton.engine.runner.model.config import Scoring
 from baton.engine.runner.model.linear import ExpertChoice, Moe, Router
 from baton.engine.runner.model.mlp import mix_experts
@@ -29,10 +30,6 @@ from baton.engine.runner.weights.packed_weight import PackedWeight
 
 log = logging.getLogger(__name__)
 
-_SCALE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_ROUNDED_BITS = 8  # of activations
-_ACTIVATION_BLOCK = 32  # columns with a common scale, if activations have 8 bits
-_MAX_GROUP = 256  # with 16-bit scales: sums of a group are 32-bit integers
 _SCORINGS = {Scoring.SOFTMAX: 0, Scoring.SOFTMAX_OF_TOP: 1, Scoring.SIGMOID: 2}
 
 
@@ -70,44 +67,21 @@ class NativeOps:
     def pack(self, weight: Tensor | Quantized) -> PackedWeight:
         """Pack a copy of the weight, on huge pages where available."""
         if isinstance(weight, Quantized):
-            scales = weight.scales.float() if weight.group > _MAX_GROUP else weight.scales
-            tensors = {"weights": weight.numbers, "scales": scales, "zeros": weight.zeros}
-            bits, group_size, column_order = weight.bits, weight.group, weight.order
-            activation_bits = self._activation_bits(weight)
-            if weight.offsets is not None:
-                tensors["offsets"] = weight.offsets.to(scales.dtype)
-            is_mxfp4, scale_type = weight.is_mxfp4, _SCALE_TYPES[scales.dtype]
+            fields, tensors = quantized_format(weight, rounds_activations=self._int8_activations)
         else:
-            tensors = {"weights": weight}
-            bits, group_size, column_order, is_mxfp4, scale_type = 16, 0, None, False, 0
-            activation_bits = 16
+            fields, tensors = {"bits": 16, "activation_bits": 16}, {"weights": weight}
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         num_rows, num_columns = tensors["weights"].shape
-        if bits == 16 and num_columns % 2:
+        if fields["bits"] == 16 and num_columns % 2:
             raise ValueError(f"a matrix of {num_columns} columns: the kernels need an even number")
-        matrix = PackedMatrix(
-            packed=None,
-            bias=None,
-            bits=8 if bits == 6 and activation_bits != _ROUNDED_BITS else bits,
-            num_rows=num_rows,
-            num_columns=num_columns,
-            group_size=group_size,
-            is_mxfp4=is_mxfp4,
-            scale_type=scale_type,
-            has_offsets="offsets" in tensors,
-            activation_bits=activation_bits,
-        )
+        matrix = PackedMatrix(num_rows=num_rows, num_columns=num_columns, **fields)
         memory = huge_page_memory(self._kernels.library.baton_packed_bytes(matrix))
         packed = torch.frombuffer(memory, dtype=torch.uint8)
         matrix.packed = packed.data_ptr()
         self._kernels.call("baton_pack", matrix=matrix, **tensors)
-        fields = {name: int(getattr(matrix, name)) for name in FORMAT_FIELDS}
-        return PackedWeight(fields, packed, column_order)
-
-    def _activation_bits(self, weight: Quantized) -> int:
-        has_blocks = weight.group % _ACTIVATION_BLOCK == 0 and weight.group <= _MAX_GROUP
-        fits = (has_blocks and weight.bits < 8) or (weight.group == 16 and weight.bits == 6)
-        return _ROUNDED_BITS if self._int8_activations and fits else 16
+        described = {name: int(getattr(matrix, name)) for name in FORMAT_FIELDS}
+        order = weight.order if isinstance(weight, Quantized) else None
+        return PackedWeight(described, packed, order)
 
     def packed_linear(self, packed: PackedWeight, bias: Tensor | None) -> NativeLinear:
         matrix = PackedMatrix(
@@ -115,7 +89,7 @@ class NativeOps:
             bias=None if bias is None else bias.data_ptr(),
             **packed.fields,
         )
-        if matrix.activation_bits == _ROUNDED_BITS:
+        if matrix.activation_bits == ROUNDED_BITS:
             _log_rounding()
         return NativeLinear(self._kernels, matrix, (packed.data, bias), packed.column_order)
 

@@ -16,7 +16,7 @@ from baton.engine.runner.model.linear import Linear, Mlp
 
 FORMAT_FIELDS = (
     *("bits", "num_rows", "num_columns", "group_size"),
-    *("is_mxfp4", "scale_type", "has_offsets", "activation_bits"),
+    *("is_mxfp4", "scale_type", "has_offsets", "is_centred", "activation_bits"),
 )
 
 

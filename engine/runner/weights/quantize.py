@@ -14,7 +14,7 @@ INT4_GROUP = 32
 MIN_SCALE = 1e-12
 MIN_IMPORTANCE = 1e-3  # of a column, relative to the mean
 NUM_FITS = 3  # of a line to the numbers of a group
-QUANTIZE_REVISION = 3  # of quantised weights and of what they multiply; part of fingerprints
+QUANTIZE_REVISION = 4  # of quantised weights and of what they multiply; part of fingerprints
 
 
 Quantize = Callable[[Tensor], Quantized]

@@ -43,7 +43,8 @@ struct BatchLayout {
     std::int64_t table_stride, num_sequences, num_single, num_tokens;
 };
 
-enum class ScaleType : std::int64_t { kFloat32, kBfloat16, kFloat16 };
+// Type of scales, and of offsets. kSteps: signed bytes, times float16 steps for 256 columns each.
+enum class ScaleType : std::int64_t { kFloat32, kBfloat16, kFloat16, kSteps };
 
 // Weight matrix in packed layout, with the bias of its rows.
 struct PackedMatrix {
@@ -55,8 +56,10 @@ struct PackedMatrix {
     std::int64_t is_mxfp4;     // 1: numbers are FP4 codes, scales are powers of two, no zero points
     ScaleType scale_type;      // if quantized; float32 if is_mxfp4, or if group_size > 256
     std::int32_t has_offsets;  // 1: numbers * scales + offsets, without zero points
+    std::int32_t is_centred;   // 1: all zero points are the middle of the numbers: 32 or 8
     // 8: activations are rounded to 8 bits. Weights have 4 bits in groups of whole blocks of 32, or
-    // 6 bits in groups of 16 or whole blocks.
+    // 6 bits in groups of 16 or whole blocks. Only these are centred, and have scales of kSteps:
+    // with 4 bits and offsets in groups of 32, with 6 bits and offsets too, or centred.
     std::int64_t activation_bits;  // 16 or 8
 };
 
@@ -66,6 +69,8 @@ struct PackArgs {
     const void* scales;         // [rows, groups] of the matrix's scale type, or null
     const std::uint8_t* zeros;  // [rows, groups], or null
     const void* offsets;        // [rows, groups] of scale_type, or null
+    // Of scales and offsets: [rows, steps], float16, or null
+    const std::uint16_t *scale_steps, *offset_steps;
     std::int32_t num_threads;
 };
 

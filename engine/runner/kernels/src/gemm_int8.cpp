@@ -17,28 +17,61 @@ namespace baton::int8_activations {
 
 namespace {
 
-// Scales of a group's rows, and what is added to their numbers times these.
+// Steps of the scales and offsets of a panel's rows.
+template <NumberFormat FORMAT, ScaleType SCALE>
+struct Steps {
+    void load(const std::uint8_t*) {}
+};
+
+template <NumberFormat FORMAT>
+struct Steps<FORMAT, ScaleType::kSteps> {
+    F32x16 scales[kVectors], offsets[kVectors];
+
+    void load(const std::uint8_t* steps) {
+        constexpr auto kType = ScaleType::kFloat16;
+        for (int v = 0; v < kVectors; ++v) {
+            scales[v] = load_scales<kType>(steps, v);
+            if constexpr (has_offsets(FORMAT)) offsets[v] = load_scales<kType>(steps, kVectors + v);
+        }
+    }
+};
+
+// Scales of a group's rows, and what is added to their numbers times these. Centred numbers are
+// multiplied without their zero point.
 template <NumberFormat FORMAT, ScaleType SCALE>
 struct GroupHeader {
-    alignas(64) float scales[kPanelRows], offsets[kPanelRows];
+    alignas(64) float scales[kPanelRows], offsets[is_centred(FORMAT) ? 0 : kPanelRows];
 
-    explicit GroupHeader(const std::uint8_t* group) {
-        const auto* const after = group + zeros_offset_of(FORMAT, SCALE);
+    GroupHeader(const std::uint8_t* group, const Steps<FORMAT, SCALE>& steps) {
         for (int v = 0; v < kVectors; ++v) {
-            F32x16 scale, offset;
-            if constexpr (FORMAT == NumberFormat::kMxfp4) {
-                scale = load_mxfp4_scales(group, v);
-                offset = scale * float(-kFp4Zero);
-            } else {
-                scale = load_scales<SCALE>(group, v);
-                if constexpr (has_offsets(FORMAT))
-                    offset = load_scales<SCALE>(after, v);
-                else
-                    offset = -scale * to_f32((I32x16)zero_extend(after + v * kLanes));
-            }
+            const F32x16 scale = scale_of(group, steps, v);
             std::memcpy(scales + v * kLanes, &scale, sizeof scale);
-            std::memcpy(offsets + v * kLanes, &offset, sizeof offset);
+            if constexpr (!is_centred(FORMAT)) {
+                const F32x16 offset = offset_of(group, scale, steps, v);
+                std::memcpy(offsets + v * kLanes, &offset, sizeof offset);
+            }
         }
+    }
+
+  private:
+    static F32x16 stepped(const std::uint8_t* bytes, int v) {
+        return to_f32(sign_extend(reinterpret_cast<const std::int8_t*>(bytes) + v * kLanes));
+    }
+
+    static F32x16 scale_of(const std::uint8_t* group, const Steps<FORMAT, SCALE>& steps, int v) {
+        if constexpr (FORMAT == NumberFormat::kMxfp4) return load_mxfp4_scales(group, v);
+        if constexpr (SCALE == ScaleType::kSteps) return stepped(group, v) * steps.scales[v];
+        if constexpr (SCALE != ScaleType::kSteps) return load_scales<SCALE>(group, v);
+    }
+
+    static F32x16 offset_of(const std::uint8_t* group, F32x16 scale,
+                            const Steps<FORMAT, SCALE>& steps, int v) {
+        const auto* const after = group + zeros_offset_of(FORMAT, SCALE);
+        if constexpr (FORMAT == NumberFormat::kMxfp4) return scale * float(-kFp4Zero);
+        if constexpr (!has_offsets(FORMAT))
+            return -scale * to_f32((I32x16)zero_extend(after + v * kLanes));
+        if constexpr (SCALE == ScaleType::kSteps) return stepped(after, v) * steps.offsets[v];
+        if constexpr (SCALE != ScaleType::kSteps) return load_scales<SCALE>(after, v);
     }
 };
 
@@ -65,11 +98,13 @@ constexpr std::int64_t kPassTokens = 32;  // their sums stay in L1
 using Sums = float[kPassTokens][kPanelRows];
 
 // Adds the dot products of a token with kRows rows, from row `at` of a panel on.
-template <typename Block, typename Header>
+template <NumberFormat FORMAT, typename Block, typename Header>
 inline void add_dots(float* sums, Integers dots, const Block& block, const Header& header, int at) {
     Floats total = load_floats(sums + at);
+    if constexpr (is_centred(FORMAT)) dots = minus(dots, centre_of(FORMAT) * block.total);
     total = multiply_add(total, scaled(dots, block.scale), load_floats(header.scales + at));
-    total = multiply_add(total, load_floats(header.offsets + at), block.sum);
+    if constexpr (!is_centred(FORMAT))
+        total = multiply_add(total, load_floats(header.offsets + at), block.sum);
     std::memcpy(sums + at, &total, sizeof total);
 }
 
@@ -88,7 +123,7 @@ inline void multiply_one(float* sums, const std::uint8_t* words, const Block& bl
     dot_panel<FORMAT>(dots, words, block);
 #pragma GCC unroll 8
     for (int at = 0; at < kPanelRows; at += kRows)
-        add_dots(sums, dots[at / kRows], block, header, at);
+        add_dots<FORMAT>(sums, dots[at / kRows], block, header, at);
 }
 
 // Multiplies a block of several tokens, of which one follows the other after `stride` blocks. The
@@ -103,7 +138,7 @@ inline void multiply_several(Sums& sums, const std::uint8_t* words,
         const Weights<FORMAT, COLUMNS> weights(words + at * sizeof(std::uint32_t));
         for (std::int64_t t = 0; t < num_tokens; ++t) {
             const ActivationBlock<COLUMNS>& block = blocks[t * stride];
-            add_dots(sums[t], weights.dot(block), block, header, at);
+            add_dots<FORMAT>(sums[t], weights.dot(block), block, header, at);
         }
     }
 }
@@ -116,11 +151,14 @@ void multiply_pass(const Gemm<COLUMNS>& p, std::int64_t panel, std::int64_t firs
     std::memset(sums, 0, sizeof sums[0] * num_tokens);
     const ActivationBlock<COLUMNS>* blocks = p.token(first);
     const std::int64_t stride = p.num_blocks();
+    const auto* const packed = static_cast<const std::uint8_t*>(p.matrix.packed);
+    Steps<FORMAT, SCALE> steps;
     for (std::int64_t group = 0; group < p.layout.num_groups(); ++group) {
-        const auto* words =
-            static_cast<const std::uint8_t*>(p.matrix.packed) + p.layout.group_at(panel, group);
+        if (group * p.layout.group_size % kStepColumns == 0)
+            steps.load(packed + p.layout.steps_at(panel, group));
+        const std::uint8_t* words = packed + p.layout.group_at(panel, group);
         if (num_tokens > 1) prefetch(words, header_bytes_of(FORMAT, SCALE));
-        const GroupHeader<FORMAT, SCALE> header(words);
+        const GroupHeader<FORMAT, SCALE> header(words, steps);
         words += header_bytes_of(FORMAT, SCALE);
         for (std::int64_t i = 0; i < p.blocks_per_group(); ++i, ++blocks) {
             if (num_tokens == 1)
@@ -153,8 +191,16 @@ MultiplyPanel<COLUMNS> multiply_of(const QuantizedLayout& layout) {
         return multiply_panel<FORMAT, SCALE, COLUMNS>;
     };
     using enum NumberFormat;
-    if constexpr (COLUMNS == 16) return choose_among<kInt6, kInt6Offsets>(layout, choose);
-    return choose_among<kInt4, kInt4Offsets, kMxfp4, kInt6, kInt6Offsets>(layout, choose);
+    const bool has_steps = layout.scale_type == ScaleType::kSteps;
+    if constexpr (COLUMNS == 16) {
+        if (has_steps) return multiply_panel<kInt6Centred, ScaleType::kSteps, COLUMNS>;
+        return choose_among<kInt6, kInt6Offsets, kInt6Centred>(layout, choose);
+    }
+    if (has_steps && layout.bits == 4)
+        return multiply_panel<kInt4Offsets, ScaleType::kSteps, COLUMNS>;
+    if (has_steps) return multiply_panel<kInt6Offsets, ScaleType::kSteps, COLUMNS>;
+    return choose_among<kInt4, kInt4Offsets, kMxfp4, kInt6, kInt6Offsets, kInt6Centred,
+                        kInt4Centred>(layout, choose);
 }
 
 template <int COLUMNS>

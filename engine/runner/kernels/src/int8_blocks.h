@@ -12,6 +12,7 @@ template <int COLUMNS>
 struct ActivationBlock {
     std::uint32_t quads[COLUMNS / 4];  // of signed bytes
     float scale, sum;                  // sum of the dequantized activations
+    std::int32_t total;                // of the signed bytes
 };
 
 template <int COLUMNS>
@@ -27,7 +28,7 @@ ActivationBlock<COLUMNS> quantize_block(const Bf16* activations, std::int64_t co
     // A non-finite activation makes the scale, and so the whole output row, non-finite.
     const float largest = bf16_to_f32(magnitude);
     ActivationBlock<COLUMNS> block = {
-        .quads = {}, .scale = largest / kMaxInt8, .sum = largest * 0.0f};
+        .quads = {}, .scale = largest / kMaxInt8, .sum = largest * 0.0f, .total = 0};
     if (!(largest > 1e-30f && std::isfinite(largest))) return block;
     typedef std::int8_t Narrow __attribute__((vector_size(kLanes)));
     I32x16 sums = {};
@@ -38,9 +39,8 @@ ActivationBlock<COLUMNS> quantize_block(const Bf16* activations, std::int64_t co
         std::memcpy(block.quads + at / 4, &bytes, sizeof bytes);
         sums += whole;
     }
-    int total = 0;
-    for (int lane = 0; lane < kLanes; ++lane) total += sums[lane];
-    block.sum = block.scale * float(total);
+    for (int lane = 0; lane < kLanes; ++lane) block.total += sums[lane];
+    block.sum = block.scale * float(block.total);
     return block;
 }
 

@@ -13,6 +13,9 @@ inline Floats load_floats(const float* from) { return _mm256_loadu_ps(from); }
 inline Floats multiply_add(Floats total, Floats left, float right) {
     return _mm256_fmadd_ps(left, _mm256_set1_ps(right), total);
 }
+inline Integers minus(Integers dots, std::int32_t number) {
+    return _mm256_sub_epi32(dots, _mm256_set1_epi32(number));
+}
 inline Floats scaled(Integers dots, float scale) {
     return _mm256_mul_ps(_mm256_cvtepi32_ps(dots), _mm256_set1_ps(scale));
 }

@@ -24,6 +24,7 @@ inline Floats multiply_add(Floats total, Floats left, Floats right) {
 inline Floats multiply_add(Floats total, Floats left, float right) {
     return multiply_add(total, left, splat(right));
 }
+inline Integers minus(Integers dots, std::int32_t number) { return dots - number; }
 inline Floats scaled(Integers dots, float scale) {
     return __builtin_convertvector(dots, Floats) * scale;
 }

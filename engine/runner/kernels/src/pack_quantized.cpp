@@ -25,13 +25,31 @@ void pack_header(const PackArgs& args, const QuantizedLayout& layout, std::uint8
     if (has_offsets(layout.format)) {
         const auto* const offsets = static_cast<const std::uint8_t*>(args.offsets);
         std::memcpy(group + layout.zeros_offset() + within * size, offsets + scale_at * size, size);
-    } else {
+    } else if (!is_centred(layout.format)) {
         group[layout.zeros_offset() + within] = args.zeros[scale_at];
     }
 }
 
-float scale_of(const QuantizedLayout& layout, const std::uint8_t* group, std::int64_t within) {
+// Writes the steps of a row's scales and offsets.
+void pack_steps(const PackArgs& args, const QuantizedLayout& layout, std::uint8_t* packed,
+                std::int64_t row) {
+    const std::int64_t count = layout.num_steps(), within = row % kPanelRows;
+    for (std::int64_t i = 0; i < count; ++i) {
+        const std::int64_t group = i * kStepColumns / layout.group_size;
+        auto* const at =
+            reinterpret_cast<std::uint16_t*>(packed + layout.steps_at(row / kPanelRows, group));
+        at[within] = args.scale_steps[row * count + i];
+        if (has_offsets(layout.format))
+            at[kPanelRows + within] = args.offset_steps[row * count + i];
+    }
+}
+
+// A scale of a group, or an offset: `steps` are those of the same.
+float scale_of(const QuantizedLayout& layout, const std::uint8_t* group, const std::uint16_t* steps,
+               std::int64_t within) {
     if (layout.format == NumberFormat::kMxfp4) return mxfp4_scale(group[within]);
+    if (layout.scale_type == ScaleType::kSteps)
+        return f16_to_f32(steps[within]) * float(std::int8_t(group[within]));
     if (layout.scale_type == ScaleType::kFloat32) {
         float scale;
         std::memcpy(&scale, group + within * sizeof scale, sizeof scale);
@@ -77,11 +95,11 @@ void pack_group(const QuantizedLayout& layout, std::uint8_t* group, std::int64_t
     }
 }
 
-// A number of a row, dequantized. `group` points to the number's group.
+// A number of a row, dequantized. `group` points to the number's group, `steps` to its steps.
 float dequantize_number(const QuantizedLayout& layout, const std::uint8_t* group,
-                        std::int64_t within, std::int64_t column) {
+                        const std::uint16_t* steps, std::int64_t within, std::int64_t column) {
     const int byte = group[layout.byte_at(within, column)] >> layout.shift(within, column);
-    const float scale = scale_of(layout, group, within);
+    const float scale = scale_of(layout, group, steps, within);
     if (layout.format == NumberFormat::kMxfp4)
         return float(kFp4Bytes[byte & 15] - kFp4Zero) * scale;
     int number = layout.bits == 8 ? byte : byte & 15;
@@ -89,9 +107,11 @@ float dequantize_number(const QuantizedLayout& layout, const std::uint8_t* group
         const int upper = group[layout.upper_byte_at(within, column)];
         number |= (upper >> layout.upper_shift(column) & 3) << 4;
     }
+    const std::uint8_t* const after = group + layout.zeros_offset();
     if (has_offsets(layout.format))
-        return float(number) * scale + scale_of(layout, group + layout.zeros_offset(), within);
-    return float(number - group[layout.zeros_offset() + within]) * scale;
+        return float(number) * scale + scale_of(layout, after, steps + kPanelRows, within);
+    if (is_centred(layout.format)) return float(number - centre_of(layout.format)) * scale;
+    return float(number - after[within]) * scale;
 }
 
 }  // namespace
@@ -110,6 +130,7 @@ void pack(const PackArgs& args) {
         const std::int64_t end = std::min(kSharedRows * slice.end, layout.num_rows);
         for (std::int64_t row = kSharedRows * slice.first; row < end; ++row) {
             const std::int64_t panel = row / kPanelRows, within = row % kPanelRows;
+            if (layout.step_bytes() > 0) pack_steps(args, layout, packed, row);
             for (std::int64_t group = 0; group < layout.num_groups(); ++group) {
                 std::uint8_t* at = packed + layout.group_at(panel, group);
                 pack_header(args, layout, at, within, row * layout.num_groups() + group);
@@ -128,9 +149,11 @@ void get_rows(const PackedMatrix& matrix, const std::int64_t* row_ids, std::int6
     for (std::int64_t i = 0; i < count; ++i)
         for (std::int64_t column = 0; column < layout.num_columns; ++column) {
             const std::int64_t panel = row_ids[i] / kPanelRows, within = row_ids[i] % kPanelRows;
-            const std::uint8_t* group = packed + layout.group_at(panel, column / layout.group_size);
-            const float number =
-                dequantize_number(layout, group, within, column % layout.group_size);
+            const std::int64_t group = column / layout.group_size;
+            const auto* const steps =
+                reinterpret_cast<const std::uint16_t*>(packed + layout.steps_at(panel, group));
+            const float number = dequantize_number(layout, packed + layout.group_at(panel, group),
+                                                   steps, within, column % layout.group_size);
             dst[i * layout.num_columns + column] = f32_to_bf16(number);
         }
 }

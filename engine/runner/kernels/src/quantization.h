@@ -11,29 +11,58 @@ namespace baton {
 constexpr float kMaxActivation = 32512;  // 127 * 256: the rounded high byte fits into int8
 
 // Format of the numbers and of a group's header. Integers have a scale per row, and a zero point or
-// an offset. MXFP4 has 4-bit floats (E2M1) and one byte per row, the exponent of its scale.
-enum class NumberFormat { kInt8, kInt6, kInt4, kMxfp4, kInt8Offsets, kInt6Offsets, kInt4Offsets };
+// an offset; the zero point of centred ones is the middle of their range. MXFP4 has 4-bit floats
+// (E2M1) and one byte per row, the exponent of its scale.
+enum class NumberFormat {
+    kInt8,
+    kInt6,
+    kInt4,
+    kMxfp4,
+    kInt8Offsets,
+    kInt6Offsets,
+    kInt4Offsets,
+    kInt6Centred,
+    kInt4Centred
+};
 
-constexpr bool has_offsets(NumberFormat format) { return format >= NumberFormat::kInt8Offsets; }
-
-constexpr int bits_of(NumberFormat format) {
-    if (format == NumberFormat::kInt8 || format == NumberFormat::kInt8Offsets) return 8;
-    return format == NumberFormat::kInt6 || format == NumberFormat::kInt6Offsets ? 6 : 4;
+constexpr bool is_centred(NumberFormat format) { return format >= NumberFormat::kInt6Centred; }
+constexpr bool has_offsets(NumberFormat format) {
+    return format >= NumberFormat::kInt8Offsets && !is_centred(format);
 }
 
+constexpr int bits_of(NumberFormat format) {
+    using enum NumberFormat;
+    if (format == kInt8 || format == kInt8Offsets) return 8;
+    return format == kInt6 || format == kInt6Offsets || format == kInt6Centred ? 6 : 4;
+}
+
+// Zero point of centred numbers.
+constexpr int centre_of(NumberFormat format) { return 1 << (bits_of(format) - 1); }
+
 constexpr std::int64_t kSegmentColumns = 128;
+constexpr std::int64_t kStepColumns = 256;  // columns with a common step of their scales
+
+constexpr std::int64_t scale_bytes_of(NumberFormat format, ScaleType type) {
+    if (format == NumberFormat::kMxfp4 || type == ScaleType::kSteps) return 1;
+    return type == ScaleType::kFloat32 ? sizeof(float) : sizeof(std::uint16_t);
+}
 
 // Place of a group's zero points or offsets, after its scales. A zero point is a byte, an offset
 // has the type of a scale.
 constexpr std::int64_t zeros_offset_of(NumberFormat format, ScaleType type) {
-    if (format == NumberFormat::kMxfp4) return kPanelRows;
-    return kPanelRows * (type == ScaleType::kFloat32 ? sizeof(float) : sizeof(std::uint16_t));
+    return kPanelRows * scale_bytes_of(format, type);
 }
 
 constexpr std::int64_t header_bytes_of(NumberFormat format, ScaleType type) {
     const std::int64_t zeros = zeros_offset_of(format, type);
-    if (format == NumberFormat::kMxfp4) return zeros;
+    if (format == NumberFormat::kMxfp4 || is_centred(format)) return zeros;
     return zeros + (has_offsets(format) ? zeros : kPanelRows);
+}
+
+// Bytes of the float16 steps of a panel's scales in kStepColumns, and after them, of its offsets.
+constexpr std::int64_t step_bytes_of(NumberFormat format, ScaleType type) {
+    if (type != ScaleType::kSteps) return 0;
+    return kPanelRows * sizeof(std::uint16_t) * (has_offsets(format) ? 2 : 1);
 }
 
 // Scale of doubled FP4 values with an E8M0 exponent: 2^(exponent - 127) / 2.
@@ -61,7 +90,8 @@ inline F32x16 load_mxfp4_scales(const std::uint8_t* group, int v) {
 }
 
 // Packed layout: by panel of rows, then by group of columns. A group begins with the scales and
-// zero points of its rows, so that a thread reads one sequential stream.
+// zero points of its rows, so that a thread reads one sequential stream. If scales are bytes, their
+// steps precede the first group of kStepColumns columns.
 //
 // Four columns of a row are contiguous bytes, or eight columns of 4 bits. If tiled, the columns of
 // a tile are contiguous; with 4 bits, 32 words hold those of four rows.
@@ -81,6 +111,8 @@ struct QuantizedLayout {
 
     static NumberFormat format_of(const PackedMatrix& matrix) {
         if (matrix.is_mxfp4) return NumberFormat::kMxfp4;
+        if (matrix.is_centred)
+            return matrix.bits == 6 ? NumberFormat::kInt6Centred : NumberFormat::kInt4Centred;
         if (matrix.bits == 6)
             return matrix.has_offsets ? NumberFormat::kInt6Offsets : NumberFormat::kInt6;
         if (matrix.has_offsets)
@@ -114,10 +146,21 @@ struct QuantizedLayout {
     std::int64_t group_bytes() const {
         return header_bytes() + padded_group() * kPanelRows * bits / 8;
     }
-    std::int64_t bytes() const { return num_panels() * num_groups() * group_bytes(); }
+    std::int64_t step_bytes() const { return step_bytes_of(format, scale_type); }
+    std::int64_t num_steps() const { return (num_columns + kStepColumns - 1) / kStepColumns; }
+    std::int64_t panel_bytes() const {
+        return num_steps() * step_bytes() + num_groups() * group_bytes();
+    }
+    std::int64_t bytes() const { return num_panels() * panel_bytes(); }
 
     std::int64_t group_at(std::int64_t panel, std::int64_t group) const {
-        return (panel * num_groups() + group) * group_bytes();
+        const std::int64_t num_steps = group * group_size / kStepColumns + 1;
+        return panel * panel_bytes() + num_steps * step_bytes() + group * group_bytes();
+    }
+    // Offset of the steps of a group's scales, if these are bytes.
+    std::int64_t steps_at(std::int64_t panel, std::int64_t group) const {
+        const std::int64_t first_column = group * group_size / kStepColumns * kStepColumns;
+        return group_at(panel, first_column / group_size) - step_bytes();
     }
     // Offset of a number in its group, of 6 bits that of its lower four; row and column are those
     // in the panel and in the group.

@@ -149,6 +149,25 @@ inline U32x16 zero_extend(const std::uint8_t* bytes) {
 #endif
 }
 
+// Sign-extends sixteen bytes to 32 bits.
+inline I32x16 sign_extend(const std::int8_t* bytes) {
+#if defined(__AVX512BF16__)
+    return (I32x16)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)bytes));
+#elif defined(__AVX2__)
+    I32x16 wider;
+    for_each_reg([&](int i) {
+        const auto narrow = _mm_loadl_epi64((const __m128i*)(bytes + i * kRegLanes));
+        reg(wider, i) = (I32Reg)_mm256_cvtepi8_epi32(narrow);
+    });
+    return wider;
+#else
+    typedef std::int8_t Bytes __attribute__((vector_size(kLanes)));
+    Bytes narrow;
+    std::memcpy(&narrow, bytes, sizeof narrow);
+    return __builtin_convertvector(narrow, I32x16);
+#endif
+}
+
 inline F32x16 bf16_to_f32(const Bf16* values) { return (F32x16)(zero_extend(values) << 16); }
 
 inline F32x16 to_f32(I32x16 whole) {

@@ -140,6 +140,7 @@ def pack(weight: Tensor | Quantized) -> PackedWeight:
         data = weight.contiguous()
         fields = _fields(Kind.PLAIN, 0, data, 0, torch.float32, weight.dtype)
         return PackedWeight(fields, data.view(torch.uint8).flatten())
+    weight = weight.without_steps()
     kind, scales = _kind(weight), weight.scales
     if kind is Kind.MXFP4:
         scales = scales.bfloat16()  # has every power of two of float32
