@@ -21,12 +21,18 @@ from baton.engine.runner.kernels.calls import Kernels
 from baton.engine.runner.kernels.choose import choose_parts
 from baton.engine.runner.kernels.native import NativeOps
 from baton.engine.runner.load import load_runner
-from baton.engine.runner.weights.quantize import to_int4, to_int8
+from baton.engine.runner.weights.quantize import to_int8
 from tests.support.hypothesis_profiles import num_examples
 from tests.support.kernels import kernels_by_variant
 from tests.support.models import VARIANTS, make_model_folder
 from tests.support.random_mxfp4 import random_mxfp4
-from tests.support.random_quantized import centred, random_quantized, with_offsets, with_steps
+from tests.support.random_quantized import (
+    centred,
+    random_quantized,
+    to_int4_zeros,
+    with_offsets,
+    with_steps,
+)
 
 FORMATS = [(4, 32), (4, 64), (4, 96), (4, 256), (6, 16), (6, 32), (6, 64), (6, 256)]
 CPU = torch.device("cpu")
@@ -141,8 +147,8 @@ def test_sums_of_the_largest_products_are_exact(
 @pytest.mark.parametrize(
     "make",
     [
-        to_int4,
-        lambda weight: with_offsets(to_int4(weight)),
+        to_int4_zeros,
+        lambda weight: with_offsets(to_int4_zeros(weight)),
         lambda weight: random_quantized(5, len(weight), weight.shape[1], 4, 96, torch.float16),
         lambda weight: random_mxfp4(5, len(weight), weight.shape[1]),
         lambda weight: random_quantized(5, len(weight), weight.shape[1], 6, 16),
@@ -174,7 +180,7 @@ def test_a_token_has_the_same_bits_in_any_batch(
 def test_a_non_finite_activation_stays_in_its_own_row(kernels: Kernels) -> None:
     activations = drawn(8, 4, 64)
     activations[1, 5], activations[2, 40] = torch.nan, torch.inf
-    for weight in (to_int4(drawn(9, 70, 64)), random_mxfp4(9, 70, 64)):
+    for weight in (to_int4_zeros(drawn(9, 70, 64)), random_mxfp4(9, 70, 64)):
         answer = NativeOps(kernels, int8_activations=True).linear(weight, None)(activations)
 
         is_finite = answer.isfinite()
@@ -185,7 +191,7 @@ def test_a_non_finite_activation_stays_in_its_own_row(kernels: Kernels) -> None:
 @each_variant
 def test_activations_of_zero_give_the_bias(kernels: Kernels) -> None:
     bias = drawn(2, 70)
-    linear = NativeOps(kernels, int8_activations=True).linear(to_int4(drawn(1, 70, 64)), bias)
+    linear = NativeOps(kernels, int8_activations=True).linear(to_int4_zeros(drawn(1, 70, 64)), bias)
 
     found = linear(torch.zeros(2, 64, dtype=torch.bfloat16))
 
@@ -221,7 +227,7 @@ def test_other_weights_multiply_exact_activations(
 def test_rows_are_those_of_exact_activations(kernels: Kernels) -> None:
     """Covers embedding tables."""
     row_ids = torch.tensor([149, 0, 64, 63, 64])
-    weights = to_int4(drawn(1, 150, 96)), random_mxfp4(1, 150, 96)
+    weights = to_int4_zeros(drawn(1, 150, 96)), random_mxfp4(1, 150, 96)
     sixes, fours = random_quantized(1, 150, 96, 6, 16), random_quantized(1, 150, 544, 4, 32)
     changed = centred(sixes), with_steps(sixes, 2), centred(fours), with_steps(fours, 2)
     for weight in (*weights, sixes, *changed):
@@ -262,7 +268,7 @@ def test_activations_are_rounded_by_default_where_there_are_no_tiles(activation_
     packer = choose_parts("native", torch.bfloat16, CPU, activation_dtype=activation_dtype).packer
 
     assert packer is not None
-    packed = packer.pack(to_int4(drawn(1, 64, 64)))
+    packed = packer.pack(to_int4_zeros(drawn(1, 64, 64)))
     assert packed.fields["activation_bits"] == (8 if rounds[activation_dtype] else 16)
 
 

@@ -29,6 +29,7 @@ from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.weights.quantize import Quantize, to_int4, to_int8
 from tests.support.hypothesis_profiles import num_examples
 from tests.support.kernels import kernels_by_variant
+from tests.support.random_quantized import to_int4_zeros
 from tests.support.triton_parts import (
     batch_invariant_ops,
     interpreted_parts,
@@ -59,7 +60,12 @@ def to_mxfp4(weight: Tensor) -> Quantized:
     return Quantized(codes, scales, no_zeros, 4, MXFP4_GROUP, torch.bfloat16, is_mxfp4=True)
 
 
-QUANTIZERS: Mapping[str, Quantize] = {"int8": to_int8, "int4": to_int4, "mxfp4": to_mxfp4}
+QUANTIZERS: Mapping[str, Quantize] = {
+    "int8": to_int8,
+    "int4": to_int4,
+    "int4 with zero points": to_int4_zeros,
+    "mxfp4": to_mxfp4,
+}
 FORMATS = ("none", *QUANTIZERS)
 
 VARIANTS = kernels_by_variant()

@@ -34,7 +34,7 @@ from baton.engine.runner.weights.quantize import Quantize, select_rows, to_int4,
 from tests.support.hypothesis_profiles import num_examples
 from tests.support.kernels import kernels_by_variant
 from tests.support.random_mxfp4 import random_mxfp4
-from tests.support.random_quantized import random_quantized, with_offsets
+from tests.support.random_quantized import random_quantized, to_int4_zeros, with_offsets
 from tests.support.triton_parts import batch_invariant_ops, triton_ops
 
 EPSILON = 1e-6
@@ -410,7 +410,7 @@ def test_rows_of_int8_weights_equal_the_dequantized_ones(
 @pytest.mark.parametrize(
     "make",
     [
-        *(to_int8, to_int4, lambda weight: with_offsets(to_int4(weight))),
+        *(to_int8, to_int4_zeros, lambda weight: with_offsets(to_int4_zeros(weight))),
         lambda weight: random_quantized(5, weight.shape[0], weight.shape[1], 8, 16),
         lambda weight: with_offsets(random_quantized(5, weight.shape[0], weight.shape[1], 8, 32)),
     ],
@@ -442,7 +442,7 @@ def test_int4_products_larger_than_the_cpu_caches_have_the_same_bits(
 ) -> None:
     activations, weight = (
         drawn(1, num_tokens, num_columns),
-        to_int4(drawn(2, num_rows, num_columns)),
+        to_int4_zeros(drawn(2, num_rows, num_columns)),
     )
     linear = NativeOps(kernels).linear(weight, None)
 

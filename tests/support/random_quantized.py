@@ -1,4 +1,4 @@
-"""Random matrices of integers."""
+"""Random matrices of integers, and matrices in formats that only files have."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from baton.checkpoint.quantized import STEP_COLUMNS, Quantized
 
@@ -29,6 +30,19 @@ def random_quantized(
     scales = (torch.rand(num_rows, num_groups, generator=generator) + 0.01).to(scale_dtype)
     numbers, zeros = whole(num_columns), whole(num_groups)
     return Quantized(numbers, scales, zeros, bits, group, torch.bfloat16)
+
+
+def to_int4_zeros(weight: Tensor) -> Quantized:
+    """Quantize to 4 bits with a bfloat16 scale and a zero point for each 32 columns."""
+    rows, columns = weight.shape
+    padded = functional.pad(weight.float(), (0, -columns % 32)).view(rows, -1, 32)
+    lowest, highest = padded.amin(dim=2).clamp_max(0), padded.amax(dim=2).clamp_min(0)
+    scales = ((highest - lowest) / 14.9).clamp_min(1e-12).bfloat16()
+    wide = scales.float()
+    zeros = (-lowest / wide).round()
+    numbers = (padded / wide[:, :, None]).round().add(zeros[:, :, None]).clamp(0, 15)
+    flat = numbers.flatten(1)[:, :columns].to(torch.uint8)
+    return Quantized(flat.contiguous(), scales, zeros.to(torch.uint8), 4, 32, weight.dtype)
 
 
 def with_offsets(weight: Quantized) -> Quantized:

@@ -36,7 +36,6 @@ from baton.engine.runner.weights.quantize import (
     select_rows,
     to_int4,
     to_int8,
-    to_weighted_int4,
 )
 from baton.engine.runner.weights.weight_cache import CachedWeights
 
@@ -219,7 +218,7 @@ class TensorLoader:
         importance = self._target.importance.get(name)
         if importance is None:
             return QUANTIZERS[self._target.quantize]
-        return functools.partial(to_weighted_int4, importance=importance)
+        return functools.partial(to_int4, importance=importance)
 
     def _make_linear(
         self, name: str, load: Callable[[], Tensor | Quantized], bias: Tensor | None

@@ -1,4 +1,4 @@
-"""Rounding to 4 bits by the importance of columns: error by group, range and determinism."""
+"""Rounding to 4 bits: error by group, importance of columns, range and determinism."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.checkpoint.quantized import Quantized
-from baton.engine.runner.weights.quantize import INT4_GROUP, to_int4, to_weighted_int4
+from baton.engine.runner.weights.quantize import INT4_GROUP, to_int4
 from tests.support.hypothesis_profiles import num_examples
+from tests.support.random_quantized import to_int4_zeros
 
 SIZES = st.integers(1, 100)
 
@@ -49,7 +50,7 @@ def matrices(draw: st.DrawFn) -> Tensor:
 def test_a_weighted_error_is_at_most_that_of_half_a_step(weight: Tensor, seed: int) -> None:
     importance = drawn(seed, weight.shape[1]).mul(2).exp()
 
-    quantized = to_weighted_int4(weight, importance)
+    quantized = to_int4(weight, importance)
 
     assert quantized.numbers.max() <= 15
     grouped = by_group(weight.float())
@@ -67,7 +68,7 @@ def test_zeros_and_equal_weights_are_exact() -> None:
     weight[1], weight[2, 32:] = 0.75, -3.0
 
     for importance in torch.rand(100, 64, generator=torch.Generator().manual_seed(1)):
-        assert torch.equal(restored(to_weighted_int4(weight, importance)), weight)
+        assert torch.equal(restored(to_int4(weight, importance)), weight)
 
 
 @pytest.mark.parametrize("num_inputs", [0, 32])
@@ -75,9 +76,9 @@ def test_columns_without_any_inputs_are_rounded_alike(num_inputs: int) -> None:
     weight, importance = drawn(2, 3, 64), torch.zeros(64)
     importance[:num_inputs] = 1
 
-    found = restored(to_weighted_int4(weight, importance))
+    found = restored(to_int4(weight, importance))
 
-    assert torch.equal(found, restored(to_weighted_int4(weight, torch.ones(64))))
+    assert torch.equal(found, restored(to_int4(weight, torch.ones(64))))
 
 
 def test_important_columns_are_rounded_more_exactly() -> None:
@@ -85,29 +86,41 @@ def test_important_columns_are_rounded_more_exactly() -> None:
     importance = torch.ones(512)
     importance[7::32] = 1000
 
-    plain, weighted = restored(to_int4(weight)), restored(to_weighted_int4(weight, importance))
+    plain, weighted = restored(to_int4(weight)), restored(to_int4(weight, importance))
 
     error = (plain - weight.float()).square(), (weighted - weight.float()).square()
     assert error[1][:, 7::32].mean() < error[0][:, 7::32].mean() / 50
     assert error[1].mean() < error[0].mean() * 1.3
 
 
-def test_equal_importance_loses_less_than_the_whole_range() -> None:
+def test_a_fitted_line_loses_less_than_the_whole_range() -> None:
     weight = drawn(3, 64, 512).bfloat16()
 
-    plain, searched = to_int4(weight), to_weighted_int4(weight, torch.full((512,), 7.0))
+    whole_range, fitted = to_int4_zeros(weight), to_int4(weight)
 
-    losses = [(restored(each) - weight.float()).square().mean() for each in (plain, searched)]
+    losses = [(restored(each) - weight.float()).square().mean() for each in (whole_range, fitted)]
     assert losses[1] < losses[0] * 0.85
+
+
+def test_columns_are_equally_important_by_default() -> None:
+    weight = drawn(3, 64, 90).bfloat16()
+
+    assert torch.equal(restored(to_int4(weight)), restored(to_int4(weight, torch.full((90,), 7.0))))
+
+
+def test_transposed_matrices_are_rounded_alike() -> None:
+    weight = drawn(3, 96, 64).bfloat16()
+
+    assert torch.equal(restored(to_int4(weight.T)), restored(to_int4(weight.T.contiguous())))
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
 def test_weights_that_are_not_finite_spoil_their_group_only(wrong: float) -> None:
     weight, importance = drawn(4, 4, 96), torch.rand(96)
-    good = restored(to_weighted_int4(weight, importance))
+    good = restored(to_int4(weight, importance))
     weight[1, 40] = wrong
 
-    found = restored(to_weighted_int4(weight, importance))
+    found = restored(to_int4(weight, importance))
 
     spoiled = torch.zeros(4, 96, dtype=torch.bool)
     spoiled[1, 32:64] = True
@@ -122,9 +135,9 @@ def test_the_rounding_depends_on_neither_threads_nor_other_rows() -> None:
     try:
         for num_threads in (1, 2):
             torch.set_num_threads(num_threads)
-            results.append(restored(to_weighted_int4(weight, importance)))
+            results.append(restored(to_int4(weight, importance)))
     finally:
         torch.set_num_threads(before)
 
     assert torch.equal(*results)
-    assert torch.equal(results[0][100:300], restored(to_weighted_int4(weight[100:300], importance)))
+    assert torch.equal(results[0][100:300], restored(to_int4(weight[100:300], importance)))
