@@ -56,17 +56,23 @@ class NixlTransport:
         self._staging = staging
         self._config = config
         self.moves_device_memory = _has_cuda(self._nixl, config)
-        # Warm-up: the first agent of a process takes half a second to create.
-        self.open().close()
+        # For the first peer: the first agent of a process takes half a second to create.
+        self._first: NixlChannel | None = self._make_channel()
 
     def open(self) -> NixlChannel:
+        first, self._first = self._first, None
+        return first or self._make_channel()
+
+    def close(self) -> None:
+        """Destroy the agent of the first peer if none came. Others belong to their channels."""
+        if self._first is not None:
+            self._first.close()
+
+    def _make_channel(self) -> NixlChannel:
         try:
             return NixlChannel(self._nixl, self._region, self._config, self._staging)
         except nixl_errors(self._nixl) as error:
             raise PeerUnreachable(f"NIXL cannot create an agent: {error!r}") from error
-
-    def close(self) -> None:
-        """Nothing to release: every channel has its own agent."""
 
 
 class NixlChannel:
