@@ -336,9 +336,11 @@ def run_server(import_all: Callable[[], object]) -> None:
     """Import what the forks need, and serve the connection that the command line names."""
     quick_exit = QuickExit()
     connection = socket.socket(fileno=int(sys.argv[1]))
+    gc.disable()  # until all is imported: collections would take a quarter of the time
     import_all()
     _leave_out_finalizers()
     gc.freeze()
+    gc.enable()
     quick_exit.run(lambda: serve_and_run(connection))
 
 
