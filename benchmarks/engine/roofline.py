@@ -22,8 +22,9 @@ from baton.engine.runner.model.config import (
 from baton.engine.runner.weights.packed import is_packed
 from baton.engine.runner.weights.tensor_names import TensorMap
 
-BYTES_OF_NUMBER = {"none": 2.0, "int8": 1.0, "int4": 0.5}
-HEAD_BYTES_OF_NUMBER = {"none": 2.0, "int8": 1.0, "int4": 1.0}
+# With int4, some matrices of a layer have six bits: about four tenths of the numbers.
+BYTES_OF_NUMBER = {"none": 2.0, "int8": 1.0, "int4": 0.6}
+HEAD_BYTES_OF_NUMBER = {"none": 2.0, "int8": 1.0, "int4": 0.75}
 KV_NUMBER_BYTES = 2.0
 STATE_NUMBER_BYTES = 4  # read and written once per step
 STATE_PRODUCTS = 3  # of each number and token: what it recalls, its change and the output

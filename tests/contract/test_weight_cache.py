@@ -216,7 +216,7 @@ def test_each_quantization_and_each_variant_of_the_kernels_has_its_entry(
 
 
 def test_each_importance_has_its_entry(folder: Path, cache: Path, tmp_path: Path) -> None:
-    name, path = "model.layers.0.self_attn.q_proj", tmp_path / "importance.safetensors"
+    name, path = "model.layers.0.mlp.gate_proj", tmp_path / "importance.safetensors"
     found = [answers(folder, cache)]
 
     for powers in (torch.arange(64), -torch.arange(64)):

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from baton.core.sampling import SamplingParams
 from baton.core.structured_outputs import StructuredOutputs
 from baton.engine.runner.load import RunnerConfig, load_runner
-from baton.engine.runner.weights.quantize import to_int4, to_int8
+from baton.engine.runner.weights.quantize import to_int4, to_int6, to_int8
 from baton.llm import LLM
 from tests.support.adapters import merge, write_adapter
 from tests.support.local_handoffs import LocalHandoffs
@@ -167,8 +167,9 @@ def test_quantized_bases(quantize: str, model_folder: FolderOf, tmp_path: Path) 
     tensors = load_file(base / "model.safetensors")
     for name, tensor in tensors.items():
         if tensor.dim() == 2:
-            is_inner = quantize == "int4" and ".layers." in name
-            tensors[name] = (to_int4 if is_inner else to_int8)(tensor).dequantize()
+            is_sensitive = re.search(r"embed|lm_head|[qkv]_proj|down_proj", name)
+            rounds = to_int8 if quantize == "int8" else to_int6 if is_sensitive else to_int4
+            tensors[name] = rounds(tensor).dequantize()
     save_file(tensors, rounded / "model.safetensors", {"format": "pt"})
     variants = make_variants(rounded, tmp_path)._replace(base=base)
 

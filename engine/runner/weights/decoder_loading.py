@@ -144,7 +144,7 @@ class _LayerLoader:
         if config.latent is not None:
             return LatentLoader(config.latent, self._tensors, self._loader, self._index).load()
         return (
-            self._linear(names.qkv, config.has_qkv_bias, joined_order(config)),
+            self._linear(names.qkv, config.has_qkv_bias, joined_order(config), is_sensitive=True),
             self._qk_norm(names.q_norm, config.num_heads),
             self._qk_norm(names.k_norm, config.num_kv_heads),
             None,
@@ -164,19 +164,26 @@ class _LayerLoader:
         return self._loader.norm(self._tensors.in_layer(self._index, name), order)
 
     def _linear(
-        self, names: Sequence[str], has_bias: bool, order: Sequence[int] | None = None
+        self,
+        names: Sequence[str],
+        has_bias: bool,
+        order: Sequence[int] | None = None,
+        *,
+        is_sensitive: bool = False,
     ) -> Linear:
-        return self._loader.linear(self._tensors.in_layers(self._index, names), has_bias, order)
+        names = self._tensors.in_layers(self._index, names)
+        return self._loader.linear(names, has_bias, order, is_sensitive=is_sensitive)
 
     def _mlp(self, gate_up: Sequence[str], down: str) -> Mlp:
         has_bias = self._config.has_mlp_bias
-        return Mlp(self._linear(gate_up, has_bias), self._summed(down, has_bias))
+        return Mlp(self._linear(gate_up, has_bias), self._summed(down, has_bias, is_sensitive=True))
 
-    def _summed(self, name: str, has_bias: bool) -> Linear:
+    def _summed(self, name: str, has_bias: bool, *, is_sensitive: bool = False) -> Linear:
         """Load a linear layer of which each rank has some columns, and the first one the bias."""
         if self._group is None:
-            return self._linear([name], has_bias)
-        part = self._linear([name], has_bias and self._group.shard.rank == 0)
+            return self._linear([name], has_bias, is_sensitive=is_sensitive)
+        has_bias = has_bias and self._group.shard.rank == 0
+        part = self._linear([name], has_bias, is_sensitive=is_sensitive)
         return SummedLinear(part, self._group)
 
     def _moe(self) -> Moe:
@@ -206,7 +213,10 @@ class _LayerLoader:
         if "{expert}" in names.down:
             gate_up = [name.format(expert=expert) for name in names.gate_up]
             down = names.down.format(expert=expert)
-            return Mlp(self._linear(gate_up, moe.has_bias), self._linear([down], moe.has_bias))
+            return Mlp(
+                self._linear(gate_up, moe.has_bias),
+                self._linear([down], moe.has_bias, is_sensitive=True),
+            )
         gate_up_name, down_name = (
             self._tensors.in_layer(self._index, name) for name in (names.gate_up[0], names.down)
         )

@@ -1,4 +1,4 @@
-"""Quantizes weights at load, to integers of 4 or 8 bits."""
+"""Quantizes weights at load, to integers of 4, 6 or 8 bits."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.checkpoint.quantized import Quantized, row_chunks
+from baton.checkpoint.quantized import STEP_COLUMNS, Quantized, row_chunks
 
-INT4_GROUP = 32
+GROUP = 32  # columns with a common scale, with 4 or 6 bits
 MIN_SCALE = 1e-12
 MIN_IMPORTANCE = 1e-3  # of a column, relative to the mean
 NUM_FITS = 3  # of a line to the numbers of a group
-QUANTIZE_REVISION = 5  # of quantised weights and of what they multiply; part of fingerprints
+MAX_MULTIPLE = 127  # of a step
+MIN_STEP = 2.0**-24  # of float16
+QUANTIZE_REVISION = 6  # of quantised weights and of what they multiply; part of fingerprints
 
 
 Quantize = Callable[[Tensor], Quantized]
@@ -23,38 +25,72 @@ Quantize = Callable[[Tensor], Quantized]
 
 def to_int8(weight: Tensor) -> Quantized:
     """Quantize symmetrically to 8 bits with one scale per row."""
+    return _symmetric(weight, 8, weight.shape[1], torch.float32)
+
+
+def to_int6(weight: Tensor) -> Quantized:
+    """Quantize symmetrically to 6 bits with a bfloat16 scale per group."""
+    return _symmetric(weight, 6, GROUP, torch.bfloat16)
+
+
+def _symmetric(weight: Tensor, bits: int, group: int, scale_dtype: torch.dtype) -> Quantized:
     rows, columns = weight.shape
+    zero = 1 << (bits - 1)
     numbers = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
-    scales = torch.empty(rows, 1, device=weight.device)
+    shape = rows, -(-columns // group)
+    scales = torch.empty(shape, dtype=scale_dtype, device=weight.device)
     for chunk in row_chunks(weight):
-        wide = weight[chunk].float()
-        scales[chunk] = (wide.abs().amax(dim=1, keepdim=True) / 127).clamp_min(MIN_SCALE)
-        numbers[chunk] = (wide / scales[chunk]).round_().add_(128).to(torch.uint8)
-    zeros = torch.full((rows, 1), 128, dtype=torch.uint8, device=weight.device)
-    return Quantized(numbers, scales, zeros, 8, columns, weight.dtype)
+        padded = functional.pad(weight[chunk].float(), (0, -columns % group))
+        grouped = padded.unflatten(1, (-1, group))
+        scales[chunk] = (grouped.abs().amax(dim=2) / (zero - 1)).clamp_min(MIN_SCALE)
+        rounded = (grouped / scales[chunk].float()[:, :, None]).round_().clamp_(-zero, zero - 1)
+        numbers[chunk] = rounded.add_(zero).flatten(1)[:, :columns].to(torch.uint8)
+    zeros = torch.full(shape, zero, dtype=torch.uint8, device=weight.device)
+    return Quantized(numbers, scales, zeros, bits, group, weight.dtype)
 
 
 def to_int4(weight: Tensor, importance: Tensor | None = None) -> Quantized:
-    """Quantize to 4 bits with a bfloat16 scale and offset per group.
+    """Quantize to 4 bits with a scale and offset per group, which are multiples of steps.
 
     They are fitted for the least squared error, weighted by the importance of each column.
     """
-    rows, columns, group = *weight.shape, INT4_GROUP
-    num_groups = -(-columns // group)
+    rows, columns = weight.shape
+    num_groups, num_steps = -(-columns // GROUP), -(-columns // STEP_COLUMNS)
     numbers = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
-    scales, offsets = torch.empty(2, rows, num_groups, dtype=torch.bfloat16, device=weight.device)
+    scales, offsets = torch.empty(2, rows, num_groups, device=weight.device)
+    steps = torch.empty(2, rows, num_steps, dtype=torch.float16, device=weight.device)
     by_group = _column_weights(weight, importance)
 
     def fit(chunk: slice) -> None:
-        grouped = _by_group(weight[chunk].float())
-        scale, offset = _fit_lines(grouped, by_group.repeat(1, len(weight[chunk])))
-        found = _nearest_numbers(grouped, scale, offset).to(torch.uint8)
-        numbers[chunk] = found.T.reshape(-1, num_groups * group)[:, :columns]
-        scales[chunk], offsets[chunk] = (each.view(-1, num_groups) for each in (scale, offset))
+        grouped, weights = _by_group(weight[chunk].float()), by_group.repeat(1, len(weight[chunk]))
+        scale, offset = _fit_lines(grouped, weights)
+        scales[chunk], steps[0, chunk] = _in_steps(scale.view(-1, num_groups))
+        scale = scales[chunk].flatten()
+        number_mean = (_nearest_numbers(grouped, scale, offset) * weights).sum(dim=0)
+        offset = (grouped * weights).sum(dim=0) - scale * number_mean
+        offsets[chunk], steps[1, chunk] = _in_steps(offset.view(-1, num_groups))
+        found = _nearest_numbers(grouped, scale, offsets[chunk].flatten()).to(torch.uint8)
+        numbers[chunk] = found.T.reshape(-1, num_groups * GROUP)[:, :columns]
 
     _in_threads(fit, row_chunks(weight))
     no_zeros = torch.empty(rows, 0, dtype=torch.uint8, device=weight.device)
-    return Quantized(numbers, scales, no_zeros, 4, group, weight.dtype, offsets=offsets)
+    return Quantized(
+        *(numbers, scales, no_zeros, 4, GROUP, weight.dtype),
+        offsets=offsets,
+        scale_steps=steps[0],
+        offset_steps=steps[1],
+    )
+
+
+def _in_steps(by_group: Tensor) -> tuple[Tensor, Tensor]:
+    """Round numbers to whole multiples of a float16 step for STEP_COLUMNS. Return these, too."""
+    groups = STEP_COLUMNS // GROUP
+    padded = functional.pad(by_group, (0, -by_group.shape[1] % groups)).unflatten(1, (-1, groups))
+    smallest = padded.abs().amax(dim=2) / (MAX_MULTIPLE * MIN_STEP)
+    steps = smallest.ceil_().clamp_min_(1).mul_(MIN_STEP).half()
+    wide = steps.float()[:, :, None]
+    multiples = (padded / wide).round_().clamp_(-MAX_MULTIPLE, MAX_MULTIPLE)
+    return (multiples * wide).flatten(1)[:, : by_group.shape[1]], steps
 
 
 def _in_threads(fit: Callable[[slice], None], chunks: Iterable[slice]) -> None:
@@ -83,16 +119,16 @@ def _column_weights(weight: Tensor, importance: Tensor | None) -> Tensor:
 
 def _by_group(rows: Tensor) -> Tensor:
     """Return rows as [columns of a group, groups], padded with zeros: long runs of memory."""
-    padded = functional.pad(rows, (0, -rows.shape[1] % INT4_GROUP))
-    return padded.reshape(-1, INT4_GROUP).T.contiguous()
+    padded = functional.pad(rows, (0, -rows.shape[1] % GROUP))
+    return padded.reshape(-1, GROUP).T.contiguous()
 
 
 def _nearest_numbers(grouped: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
-    return (grouped - offset).div_(scale).round_().clamp_(0, 15)
+    return (grouped - offset).div_(scale.clamp_min(MIN_SCALE)).round_().clamp_(0, 15)
 
 
 def _fit_lines(grouped: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scale and offset of each group, rounded to bfloat16. Importance adds up to 1.
+    """Return scale and offset of each group. Importance adds up to 1.
 
     Weights are rounded in the range from minimum to maximum of their group. Then, several times, a
     line is fitted to the numbers (linear regression), and weights are rounded to that line.
@@ -109,9 +145,9 @@ def _fit_lines(grouped: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
         numbers -= number_mean
         covariance = torch.mul(numbers, centered, out=products).sum(dim=0)
         variance = numbers.square_().mul_(importance).sum(dim=0).clamp_min_(MIN_SCALE)
-        scale = (covariance / variance).clamp_min_(MIN_SCALE).bfloat16().float()
+        scale = (covariance / variance).clamp_min_(MIN_SCALE)
         offset = mean - scale * number_mean
-    return scale, offset.bfloat16().float()
+    return scale, offset
 
 
 def select_rows(matrix: Tensor | Quantized, rows: Tensor) -> Tensor | Quantized:

@@ -35,11 +35,14 @@ from baton.engine.runner.weights.quantize import (
     Quantize,
     select_rows,
     to_int4,
+    to_int6,
     to_int8,
 )
 from baton.engine.runner.weights.weight_cache import CachedWeights
 
 QUANTIZERS: Mapping[str, Quantize | None] = {"none": None, "int8": to_int8, "int4": to_int4}
+# Of matrices whose errors raise the perplexity most, for their size.
+SENSITIVE_QUANTIZERS = {**QUANTIZERS, "int4": to_int6}
 NO_NORM = NormConfig(epsilon=0.0)  # of a model without RMS norms
 
 
@@ -139,8 +142,8 @@ class TensorLoader:
         return Norm(weight, self._norm_config.epsilon, rounds_once=True)
 
     def embedding(self, name: str) -> Linear:
-        """Load the embedding or LM head. int4 is too inexact for them, so they use int8."""
-        quantize = None if self._target.quantize == "none" else to_int8
+        """Load the embedding or LM head."""
+        quantize = SENSITIVE_QUANTIZERS[self._target.quantize]
         return self._make_linear(name, lambda: self._matrix([name], quantize), None)
 
     def linear(
@@ -150,12 +153,13 @@ class TensorLoader:
         order: Sequence[int] | None = None,
         *,
         keeps_dtype: bool = False,
+        is_sensitive: bool = False,
     ) -> Linear:
         """Load a linear layer whose matrices are stacked.
 
         `order` permutes its first rows. With `keeps_dtype` it is not quantized at load.
         """
-        quantize = None if keeps_dtype else self._quantizer(names[0])
+        quantize = None if keeps_dtype else self._quantizer(names[0], is_sensitive=is_sensitive)
         bias = self._stacked([f"{name}.bias" for name in names]) if has_bias else None
         if order is None:
             return self._make_linear("+".join(names), lambda: self._matrix(names, quantize), bias)
@@ -209,12 +213,14 @@ class TensorLoader:
             self._count(bias.numel())
         return self._make_linear(
             f"{name}.{expert}",
-            lambda: self._expert_matrix(name, expert, names, is_interleaved),
+            lambda: self._expert_matrix(name, expert, names, is_gate_up=is_gate_up),
             bias,
         )
 
-    def _quantizer(self, name: str) -> Quantize | None:
+    def _quantizer(self, name: str, *, is_sensitive: bool = False) -> Quantize | None:
         """Return the quantization at load of matrices that have the same inputs as this one."""
+        if is_sensitive:
+            return SENSITIVE_QUANTIZERS[self._target.quantize]
         importance = self._target.importance.get(name)
         if importance is None:
             return QUANTIZERS[self._target.quantize]
@@ -241,8 +247,9 @@ class TensorLoader:
         return matrix
 
     def _expert_matrix(
-        self, name: str, expert: int, names: ExpertNames, is_interleaved: bool
+        self, name: str, expert: int, names: ExpertNames, *, is_gate_up: bool
     ) -> Tensor | Quantized:
+        is_interleaved = is_gate_up and names.is_interleaved
         stored = f"{name}.weight" if names.has_weight_suffix else name
         self._count(torch.Size(self._shapes[stored][1:]).numel())
         if self._is_packed(name):
@@ -255,7 +262,8 @@ class TensorLoader:
         part = self._files.part(stored, expert)
         matrix = part.T if names.is_transposed else part
         matrix = _join_halves(matrix) if is_interleaved else matrix
-        quantize = QUANTIZERS[self._target.quantize]
+        quantizers = QUANTIZERS if is_gate_up else SENSITIVE_QUANTIZERS
+        quantize = quantizers[self._target.quantize]
         if not self._can_map(matrix, quantize):
             matrix = self._place(matrix)
         return matrix if quantize is None else quantize(matrix)

@@ -21,7 +21,7 @@ from baton.engine.runner.weights.importance import read_importance
 from tools.measure_importance import main, measure_importance
 
 MODEL = "models/demo"
-DOWN = "model.layers.0.mlp.down_proj"
+GATE = "model.layers.0.mlp.gate_proj"
 NORM = "model.layers.0.input_layernorm"
 
 
@@ -37,12 +37,12 @@ def config(path: Path | str, quantize: str = "int4") -> RunnerConfig:
     )
 
 
-def down_products(runner: TorchRunner) -> list[Tensor]:
+def gate_products(runner: TorchRunner) -> list[Tensor]:
     products = []
     for each in runner.decoder.layers:
         assert isinstance(each, UnfusedLayer)
         assert isinstance(each.layer.mlp, Mlp)
-        products.append(each.layer.mlp.down(torch.eye(640)[:3]))
+        products.append(each.layer.mlp.gate_up(torch.eye(256)[:3]))
     return products
 
 
@@ -80,11 +80,11 @@ def test_the_tool_measures_every_matrix_of_a_model(tmp_path: Path) -> None:
 def test_importance_changes_the_named_matrices_and_the_fingerprint(tmp_path: Path) -> None:
     path = tmp_path / "importance.safetensors"
     fingerprints, products = set(), []
-    for tensors in ({}, {DOWN: torch.linspace(0, 9, 640)}, {DOWN: torch.linspace(9, 0, 640)}):
+    for tensors in ({}, {GATE: torch.linspace(0, 9, 256)}, {GATE: torch.linspace(9, 0, 256)}):
         save_file(tensors, path)
         with load_runner(config(path if tensors else "")) as runner:
             fingerprints.add(runner.info.fingerprint)
-            products.append(down_products(runner))
+            products.append(gate_products(runner))
 
     assert len(fingerprints) == 3
     for before, after in itertools.combinations(products, 2):
@@ -95,13 +95,13 @@ def test_importance_changes_the_named_matrices_and_the_fingerprint(tmp_path: Pat
 @pytest.mark.parametrize(
     ("tensors", "complaint"),
     [
-        ({"other": torch.ones(640)}, "'other': the model has no matrix of that name"),
+        ({"other": torch.ones(256)}, "'other': the model has no matrix of that name"),
         ({NORM: torch.ones(256)}, "layernorm': the model has no matrix of that name"),
-        ({DOWN: torch.ones(639)}, r"shape is \[639\], but the matrix has 640 columns"),
-        ({DOWN: -torch.ones(640)}, "finite and at least 0"),
-        ({DOWN: torch.full((640,), torch.inf)}, "finite and at least 0"),
-        ({DOWN: torch.full((640,), 1e300, dtype=torch.float64)}, "finite and at least 0"),
-        ({DOWN: torch.full((640,), torch.nan)}, "finite and at least 0"),
+        ({GATE: torch.ones(255)}, r"shape is \[255\], but the matrix has 256 columns"),
+        ({GATE: -torch.ones(256)}, "finite and at least 0"),
+        ({GATE: torch.full((256,), torch.inf)}, "finite and at least 0"),
+        ({GATE: torch.full((256,), 1e300, dtype=torch.float64)}, "finite and at least 0"),
+        ({GATE: torch.full((256,), torch.nan)}, "finite and at least 0"),
     ],
 )
 def test_importance_of_another_model_is_refused(
