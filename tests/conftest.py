@@ -10,9 +10,8 @@ from collections.abc import Generator, Iterator
 import pytest
 from hypothesis import settings
 
-import baton.cluster.child
 from baton.telemetry.options import TRACE_DIR_VARIABLE
-from tests.support.fork_server import SERVERS, start_process
+from tests.support.fork_server import SERVERS, use_servers
 from tests.support.forked_workers import fork_workers
 from tests.support.hypothesis_profiles import PROFILE
 
@@ -115,6 +114,6 @@ def _rare_collections() -> None:
 def _forked_processes(_trace_dir: None) -> Iterator[None]:
     """Fork the processes of clusters from servers of the test process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(baton.cluster.child, "start_process", start_process)
+        use_servers(patch.setattr)
         yield
     SERVERS.close()

@@ -1,6 +1,7 @@
 """Local cluster: router, prefill and decode nodes as child processes."""
 
-from baton.cluster.child import Child, ClusterFailed
+from baton.cluster.child import Child
+from baton.cluster.fork_server import ClusterFailed
 from baton.cluster.local_cluster import (
     ClusterOptions,
     FurtherModel,

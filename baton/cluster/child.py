@@ -12,15 +12,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from baton.core.errors import NamedError
+from baton.cluster.fork_server import ClusterFailed, ForkServer
 from baton.rpc.server import parse_announcement
 
 MAX_LOG_LINES = 40
 ERROR_PREFIX = "baton: error: "
-
-
-class ClusterFailed(NamedError):
-    """A process of the cluster did not start, or ended too early."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +24,7 @@ class ChildOptions:
     """Programs, environment, logs and callbacks of the processes."""
 
     program_arguments: tuple[str, ...] = ()  # options of `baton` itself, before the command
-    node_program: tuple[str, ...] = ()  # starts nodes instead of `python -m baton serve`
+    node_program: tuple[str, ...] = ()  # module that runs nodes instead of `baton serve`
     drain_timeout_s: float = 30.0
     show_logs: bool = False  # if not, the last lines are kept for the error of a failed process
     environment: dict[str, str] = field(default_factory=dict)
@@ -38,10 +34,10 @@ class ChildOptions:
     on_line: Callable[[Child, str], None] = lambda _child, _line: None
 
     def command(self, role: str) -> list[str]:
-        """Return the command that serves this role, without its arguments."""
+        """Return the module that serves this role, and its first arguments."""
         if self.node_program and role != "router":
             return list(self.node_program)
-        return [sys.executable, "-m", "baton", *self.program_arguments, "serve"]
+        return ["baton", *self.program_arguments, "serve"]
 
 
 class Child:
@@ -52,6 +48,7 @@ class Child:
         name: str,
         arguments: Sequence[str],
         options: ChildOptions,
+        forks: ForkServer,
         on_settled: Callable[[Child], None] = lambda _child: None,
     ) -> None:
         """`on_settled` is called when the process listens, or has ended without listening."""
@@ -65,25 +62,20 @@ class Child:
         self._on_settled = on_settled
         self._is_stopping = False
         command = [*options.command(arguments[0]), *arguments, "--parent-pid", str(os.getpid())]
-        environment = {**os.environ, **options.environment}
         started: Future[None] = Future()
         self._thread = threading.Thread(
-            target=self._run_process, args=(started, command, environment), name=f"process {name}"
+            target=self._run_process, args=(started, forks, command), name=f"process {name}"
         )
         self._thread.start()
         started.result()
 
     def _run_process(
-        self, started: Future[None], command: Sequence[str], environment: dict[str, str]
+        self, started: Future[None], forks: ForkServer, command: Sequence[str]
     ) -> None:
-        """Start the process and read its output, on the reader thread.
-
-        The child is killed when the thread that started it ends (PR_SET_PDEATHSIG), so this
-        thread lives as long as the child.
-        """
+        """Start the process and read its output, on the reader thread."""
         try:
-            self.process = start_process(command, environment)
-        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            self.process = forks.start(command)
+        except (OSError, ClusterFailed) as error:
             started.set_exception(error)
             return
         started.set_result(None)
@@ -134,11 +126,8 @@ class Child:
 
     def _read(self) -> None:
         """Read until the process closes its output, at the latest when it ends."""
-        stream = self.process.stdout
-        if stream is None:
-            return
-        with stream:
-            for line in stream:
+        with self.process.stdout as lines:
+            for line in lines:
                 self._take_line(line)
         if not self._announced.is_set():
             self._settle()
@@ -167,15 +156,3 @@ class Child:
     def _settle(self) -> None:
         self._announced.set()
         self._on_settled(self)
-
-
-def start_process(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
-    """Start a process with both outputs in one pipe. Tests replace this by a fork."""
-    return subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-        start_new_session=True,  # Ctrl-C reaches only the parent, which drains in order
-    )

@@ -15,7 +15,8 @@ from typing import Self
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.cluster.child import Child, ChildOptions, ClusterFailed
+from baton.cluster.child import Child, ChildOptions
+from baton.cluster.fork_server import ClusterFailed, ForkServer
 from baton.core.options import options_of
 from baton.rpc.channel import open_blocking_channel
 from baton.rpc.security.tls import PLAIN, TlsConfig
@@ -69,6 +70,8 @@ class LocalCluster:
     def __init__(self, options: ClusterOptions) -> None:
         self._options = options
         self._lifetime = ExitStack()
+        self._router_lifetime = ExitStack()  # ends first
+        self._forks = ForkServer(options.environment)
         self._numbers = {"prefill": itertools.count(), "decode": itertools.count()}
         self._spawned: list[Child] = []
         self._lists: dict[str, Path] = {}  # of the nodes of each role, for the router
@@ -84,12 +87,16 @@ class LocalCluster:
         try:
             self._start()
         except BaseException:
-            self._lifetime.close()
+            self._close()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._lifetime.close()
+        self._close()
+
+    def _close(self) -> None:
+        with self._lifetime:
+            self._router_lifetime.close()
 
     @property
     def address(self) -> str:
@@ -107,6 +114,7 @@ class LocalCluster:
     def kill(self) -> None:
         """Kill all processes without draining. Safe in a signal handler."""
         self._is_killed = True
+        self._forks.kill()
         for child in self._spawned:
             child.process.kill()
 
@@ -129,7 +137,8 @@ class LocalCluster:
 
         `on_settled` is called on another thread when it listens, or ended without listening.
         """
-        child = Child(ended.name, self._arguments_of(ended), ended.options, on_settled)
+        arguments = self._arguments_of(ended)
+        child = Child(ended.name, arguments, ended.options, self._forks, on_settled)
         self._spawned.append(child)
         self._successors[ended] = child  # takes its turn when the cluster ends
         if self._is_killed:
@@ -163,6 +172,16 @@ class LocalCluster:
         num_prefill, num_decode = options.num_prefill, options.num_decode
         if options.is_colocated:
             num_prefill, num_decode = 0, num_prefill + num_decode
+        self._lifetime.callback(self._forks.close)
+        # The router loads while the nodes do, and finds them in lists as soon as all listen. It is
+        # first, so that it does not wait for what the nodes import.
+        folder = self._lifetime.enter_context(TemporaryDirectory(prefix="baton-nodes-"))
+        num_nodes = {"prefill": num_prefill, "decode": num_decode}
+        num_nodes["prefill" if num_prefill else "decode"] += len(options.embedders)
+        self._lists = {role: Path(folder, role) for role, number in num_nodes.items() if number}
+        for path in self._lists.values():
+            path.touch()
+        self.router = self._spawn_router()
         self.prefills = [self._spawn_node("prefill") for _ in range(num_prefill)]
         self.decodes = [self._spawn_node("decode") for _ in range(num_decode)]
         self.embedders = [
@@ -170,12 +189,6 @@ class LocalCluster:
             for index, model in enumerate(options.embedders)
         ]
         self._lifetime.callback(self._ask_nodes_to_stop)
-        # It starts while the nodes load, and finds them in lists as soon as all listen.
-        folder = self._lifetime.enter_context(TemporaryDirectory(prefix="baton-nodes-"))
-        self._lists = {role: Path(folder, role) for role in self._numbers if self._nodes(role)}
-        for path in self._lists.values():
-            path.touch()
-        self.router = self._spawn_router()
         self._await_all(self.children)
         for role in self._lists:
             self.list_nodes(role)
@@ -246,8 +259,10 @@ class LocalCluster:
         if self._is_killed:
             raise ClusterFailed("stopped before all processes had started")
         arguments = [*arguments, *_tls_arguments(self._options.tls)]
-        child = Child(name, arguments, options or self._options, self._settled.put)
-        self._lifetime.callback(self._stop, child)
+        options = options or self._options
+        child = Child(name, arguments, options, self._forks, self._settled.put)
+        lifetime = self._router_lifetime if name == "router" else self._lifetime
+        lifetime.callback(self._stop, child)
         self._spawned.append(child)
         return child
 

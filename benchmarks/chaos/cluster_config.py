@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +75,7 @@ def cluster_options(
         model=setting.model,
         num_prefill=setting.num_prefill,
         num_decode=setting.num_decode,
-        node_program=(sys.executable, "-m", NODE_MODULE, str(folder)),
+        node_program=(NODE_MODULE, str(folder)),
         environment={**environment, **more},
         node_arguments=(
             *every_node,

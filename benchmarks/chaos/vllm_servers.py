@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from types import TracebackType
 
 from baton.cluster.child import Child, ChildOptions
+from baton.cluster.fork_server import ForkServer
 
-PROGRAM = (sys.executable, "-m", "tests.support.vllm_program")
+PROGRAM = "tests.support.vllm_program"
 REFUSED_LENGTHS = ("40", "80")  # of prompts: many of a run's, but not those of checks
 START_S = 120.0
 
@@ -16,9 +16,10 @@ class VllmServers:
     """Runs the servers within `with`, each in a process."""
 
     def __init__(self, model: str, count: int) -> None:
-        options = ChildOptions(node_program=PROGRAM)
+        options = ChildOptions(node_program=(PROGRAM,))
         arguments = (model, "--refused-lengths", *REFUSED_LENGTHS)
-        self.children = [Child(f"vllm-{n}", arguments, options) for n in range(count)]
+        self._forks = ForkServer()
+        self.children = [Child(f"vllm-{n}", arguments, options, self._forks) for n in range(count)]
 
     def __enter__(self) -> VllmServers:
         for child in self.children:
@@ -33,6 +34,7 @@ class VllmServers:
     ) -> None:
         for child in self.children:
             child.stop()
+        self._forks.close()
 
     @property
     def router_arguments(self) -> tuple[str, ...]:

@@ -27,9 +27,9 @@ def startup(
     The programs start in turns. That of `baton up` is streamed over HTTP. CPU time is that of all
     processes until then. Ratios are to llama-cpp-python, or to `baton run` without it.
     """
-    from benchmarks.peers.startup import Start, figures, programs, run
+    from benchmarks.peers.startup import MeasuredStart, figures, programs, run
 
-    starts: list[Start] = []
+    starts: list[MeasuredStart] = []
 
     def report(is_whole: bool) -> None:
         found = [asdict(one) for one in figures(starts)]
@@ -39,7 +39,7 @@ def startup(
 
     with report_on_exit(starts, report), console(stderr=True).status("starting") as status:
 
-        def on_start(start: Start) -> None:
+        def on_start(start: MeasuredStart) -> None:
             starts.append(start)
             status.update(f"{start.program}: {start.first_token_s:.2f} s, {start.cpu_s:.2f} of CPU")
 

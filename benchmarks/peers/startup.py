@@ -34,7 +34,7 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class MeasuredStart:
     """Time to the first token, and CPU time of the process and its descendants until then."""
 
     program: str
@@ -69,7 +69,9 @@ def programs(model: Path, llamacpp_venv: Path | None) -> list[Program]:
     ]
 
 
-def run(programs: Sequence[Program], num_rounds: int, on_start: Callable[[Start], None]) -> None:
+def run(
+    programs: Sequence[Program], num_rounds: int, on_start: Callable[[MeasuredStart], None]
+) -> None:
     """Start the programs in turns; `on_start` is called with each start. Raises EngineFailed."""
     for number in range(num_rounds + 1):
         for program in programs:
@@ -78,16 +80,16 @@ def run(programs: Sequence[Program], num_rounds: int, on_start: Callable[[Start]
                 on_start(start)
 
 
-def figures(starts: Sequence[Start]) -> list[StartupFigure]:
+def figures(starts: Sequence[MeasuredStart]) -> list[StartupFigure]:
     """Return a figure of each program. The last round may be incomplete."""
-    by_program: dict[str, list[Start]] = {}
+    by_program: dict[str, list[MeasuredStart]] = {}
     for start in starts:
         by_program.setdefault(start.program, []).append(start)
     first = by_program[starts[0].program]
     return [_figure(own, first) for own in by_program.values()]
 
 
-def _figure(own: Sequence[Start], first: Sequence[Start]) -> StartupFigure:
+def _figure(own: Sequence[MeasuredStart], first: Sequence[MeasuredStart]) -> StartupFigure:
     pairs = list(zip(own, first, strict=False))
     return StartupFigure(
         own[0].program,
@@ -98,14 +100,14 @@ def _figure(own: Sequence[Start], first: Sequence[Start]) -> StartupFigure:
     )
 
 
-def _start(program: Program) -> Start:
+def _start(program: Program) -> MeasuredStart:
     began_s = time.monotonic()
     with external_process(
         program.command, clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     ) as process:
         if not _await_token(process.stdout or ()):
             raise EngineFailed(f"{' '.join(program.command)} ended with code {process.wait()}")
-        start = Start(program.name, time.monotonic() - began_s, cpu_s_of_tree(process.pid))
+        start = MeasuredStart(program.name, time.monotonic() - began_s, cpu_s_of_tree(process.pid))
         process.send_signal(signal.SIGINT)
         process.communicate()
     return start

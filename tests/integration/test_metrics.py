@@ -13,6 +13,7 @@ import pytest
 
 from baton.client import BatonError, Client, Finish, Generation
 from baton.cluster import Child, ClusterOptions, LocalCluster
+from baton.cluster.fork_server import ForkServer
 from baton.core.sampling import SamplingParams
 from baton.telemetry.metrics import names as metrics
 from tests.support.llm_d_metrics import EndpointMetrics, extract
@@ -194,7 +195,7 @@ def test_a_refusal_is_one_log_line_with_its_trace_and_without_the_prompt(
 
 def test_a_process_without_a_terminal_logs_json() -> None:
     arguments = ("router", "--decode-nodes", "127.0.0.1:1", "--port", "0", *ANY_PORT)
-    child = Child("router", arguments, ClusterOptions(""))
+    child = Child("router", arguments, ClusterOptions(""), ForkServer())
     try:
         child.await_address(60)
     finally:

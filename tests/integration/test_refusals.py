@@ -12,6 +12,7 @@ import pytest
 
 from baton.client import BatonError, Client, Generation, Served
 from baton.cluster import Child, ClusterOptions, LocalCluster
+from baton.cluster.fork_server import ForkServer
 from baton.core.sampling import SamplingParams
 from baton.rpc.status import remote_error
 from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
@@ -108,7 +109,7 @@ class Lists:
 
 @contextmanager
 def a_child(name: str, arguments: list[str], options: ClusterOptions) -> Iterator[Child]:
-    child = Child(name, arguments, options)
+    child = Child(name, arguments, options, ForkServer())
     try:
         yield child
     finally:

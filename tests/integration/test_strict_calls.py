@@ -11,6 +11,7 @@ from openai import OpenAI
 
 from baton.cluster import ClusterOptions, LocalCluster
 from baton.cluster.child import Child
+from baton.cluster.fork_server import ForkServer
 from baton.cluster.local_cluster import await_serving
 from tests.support.scripted_agent import THOUGHT
 
@@ -34,7 +35,10 @@ def a_router(cluster: LocalCluster, parser: str) -> Iterator[Child]:
     parsers = [f"--tool-parser={parser}", f"--reasoning-parser={reasoning}"]
     where = ["--port=0", "--http-port=0"]
     router = Child(
-        parser, ["router", "--model", model, *nodes, *parsers, *where], ClusterOptions("")
+        parser,
+        ["router", "--model", model, *nodes, *parsers, *where],
+        ClusterOptions(""),
+        ForkServer(),
     )
     try:
         yield router

@@ -188,8 +188,11 @@ def test_a_second_ctrl_c_ends_a_cluster_that_does_not_drain(
         assert all(is_gone(pid) for pid, _ in shown.values())
 
 
-def test_ctrl_c_while_it_loads_ends_it_at_once(up: Callable[..., Terminal]) -> None:
-    with up() as screen:
+@pytest.mark.parametrize("is_forked", [True, False])
+def test_ctrl_c_while_it_loads_ends_it_at_once(
+    up: Callable[..., Terminal], is_forked: bool
+) -> None:
+    with up(is_forked=is_forked) as screen:
         screen.await_text("processes are up")
 
         screen.type(CTRL_C)
@@ -234,8 +237,11 @@ def test_up_reports_what_no_longer_works_without_its_prefill_node(
 
 
 @pytest.mark.slow
-def test_a_node_that_dies_is_restarted_at_its_address(up: Callable[..., Terminal]) -> None:
-    with up("--prefill", "0", "--restart") as screen:
+@pytest.mark.parametrize("is_forked", [True, False])
+def test_a_node_that_dies_is_restarted_at_its_address(
+    up: Callable[..., Terminal], is_forked: bool
+) -> None:
+    with up("--prefill", "0", "--restart", is_forked=is_forked) as screen:
         shown = processes(screen)
         pid, address = shown["decode-0"]
         os.kill(pid, signal.SIGKILL)
@@ -251,7 +257,7 @@ def test_a_node_that_dies_is_restarted_at_its_address(up: Callable[..., Terminal
         screen.type(CTRL_C)
         screen.await_end()
         assert screen.process.returncode == 0
-        assert len(children) == 2
+        assert len(children) == (2 if is_forked else 3)  # with the fork server
         assert all(is_gone(one) for one in children)
 
 

@@ -33,9 +33,9 @@ def running_program(
 
 
 def cluster_processes_of(pid: int) -> list[int]:
-    """Return the children of all threads of a process, without its fork server.
+    """Return the children of all threads of a process, without a fork server of the tests.
 
-    Router and nodes have sessions of their own.
+    Router, nodes and their own fork server have sessions of their own.
     """
     lists = Path(f"/proc/{pid}/task").glob("*/children")
     children = [int(child) for each in lists for child in each.read_text(encoding="ascii").split()]

@@ -10,7 +10,6 @@ command that starts a cluster, its process forks a server for it.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import fcntl
 import gc
 import json
@@ -21,7 +20,6 @@ import sys
 import tempfile
 import termios
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,9 +28,9 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, Protocol
 
-import baton.cluster.child
-from baton.cli import app
-from baton.cli.program import command_of, prepare
+from baton.cli.forking import fork_child_of, parse_command_lines
+from baton.cli.program import prepare
+from baton.cluster.fork_server import ChildProcess, ForkServer, adopting_orphans
 
 NODES = "tests.support.preloaded_nodes"
 PRELOADED = (
@@ -47,6 +45,7 @@ PRELOADED = (
     "numpy.random",
     "encodings.idna",
 )
+PYTHON = (sys.executable, "-m")
 # Programs that can be forked, with the module of `main`.
 PROGRAMS = {
     "baton": "baton.__main__",
@@ -62,10 +61,8 @@ READ_LATE = (
 WORKERS = "tests.support.forked_workers"
 # Commands whose processes fork further ones.
 CLUSTER_COMMANDS = {("baton", "up"), ("baton", "demo"), ("benchmarks", "tiers"), (WORKERS,)}
-PR_SET_CHILD_SUBREAPER = 36
 MAX_REQUEST_BYTES = 1 << 17
 NUM_STREAMS, MAX_FDS = 3, 5
-REPARENT_POLL_S = 0.0005
 
 
 class ServerProcess(Protocol):
@@ -114,12 +111,9 @@ class ForkServers:
             if own not in self._servers:
                 self._servers[own] = self._start_server({**os.environ, **dict(own)})
             _, connection = self._servers[own]
-            _set_subreaper(True)
-            try:
+            with adopting_orphans():
                 socket.send_fds(connection, [json.dumps(order).encode()], fds)
                 reply = connection.recv(64)
-            finally:
-                _set_subreaper(False)
         if not reply:
             raise ChildProcessError("the fork server has ended")
         return int(reply)
@@ -160,29 +154,30 @@ class ForkedProcess(subprocess.Popen[str]):
 SERVERS = ForkServers()
 
 
-def start_process(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
-    """Fork a process with both outputs in one pipe, or start it if it cannot be forked."""
-    if not can_fork(command):
-        return START_PROCESS(command, environment)
-    outputs = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return ForkedProcess(SERVERS, command, env=environment, **outputs)
+def use_servers(set_attribute: Callable[[object, str, object], object]) -> None:
+    """Fork the processes of clusters from `SERVERS`: one import of torch for all of them."""
+    start = ForkServer.start
 
+    def start_here(own: ForkServer, command: Sequence[str]) -> ChildProcess:
+        if command[0] not in PROGRAMS:
+            return start(own, command)
+        output, theirs = os.pipe()
+        with open(os.devnull) as stdin:
+            fds = [stdin.fileno(), theirs, theirs]
+            pid = SERVERS.fork([*PYTHON, *command], own.environment, fds)
+        os.close(theirs)
+        return ChildProcess(pid, open(output))
 
-START_PROCESS = baton.cluster.child.start_process
+    set_attribute(ForkServer, "start", start_here)
 
 
 def can_fork(command: Sequence[str]) -> bool:
     """Return whether this is `python -m` with a program that the servers can fork."""
-    return tuple(command[:2]) == (sys.executable, "-m") and command[2] in PROGRAMS
+    return tuple(command[:2]) == PYTHON and command[2] in PROGRAMS
 
 
 def _is_read_late(variable: str) -> bool:
     return variable.startswith(READ_LATE)
-
-
-def _set_subreaper(is_on: bool) -> None:
-    """Make this process the parent of grandchildren whose parent ends, or stop that."""
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(is_on))
 
 
 # --- Server process -------------------------------------------------------------------------------
@@ -243,7 +238,7 @@ def serve(connection: socket.socket) -> ForkOrder | None:
         if not request:
             return None
         parent_pid, folder, program, arguments, environment = json.loads(request)
-        pid = _fork_child_of(parent_pid)
+        pid = fork_child_of(parent_pid)
         if pid == 0:
             connection.close()
             os.chdir(folder)
@@ -254,30 +249,6 @@ def serve(connection: socket.socket) -> ForkOrder | None:
             return ForkOrder(program, arguments, fds)
         _close_all(fds)
         connection.send(str(pid).encode())
-
-
-def _fork_child_of(parent_pid: int) -> int:
-    """Fork a child of our parent, a subreaper. Return the child's pid, or 0 in the child."""
-    read_fd, write_fd = os.pipe()
-    middle_pid = os.fork()
-    if middle_pid == 0:
-        middle_pid = os.getpid()
-        pid = os.fork()
-        if pid:
-            os.write(write_fd, str(pid).encode())
-            os._exit(0)
-        os.close(read_fd)
-        os.close(write_fd)
-        while os.getppid() == middle_pid:
-            time.sleep(REPARENT_POLL_S)
-        if os.getppid() != parent_pid:
-            os._exit(1)  # the test process has ended
-        return 0
-    os.waitpid(middle_pid, 0)  # after its end, our parent is the parent of the child
-    pid = int(os.read(read_fd, 64))
-    os.close(read_fd)
-    os.close(write_fd)
-    return pid
 
 
 def serve_and_run(connection: socket.socket) -> None:
@@ -303,7 +274,7 @@ def _use_server(process: ServerProcess, connection: socket.socket) -> None:
     """Fork the processes of a cluster of this process from a server of its own."""
     SERVERS.add(process, connection)
     atexit.register(SERVERS.close)
-    baton.cluster.child.start_process = start_process
+    use_servers(setattr)
 
 
 def _close_all(fds: Sequence[int]) -> None:
@@ -349,14 +320,7 @@ def preload() -> None:
     prepare()
     for name in (*PRELOADED, *PROGRAMS.values()):
         import_module(name)
-    _parse_command_lines()
-
-
-def _parse_command_lines() -> None:
-    """Build the commands of the roles with their options, which takes a process 40 ms."""
-    roles = command_of(app).commands["serve"].commands
-    for command in roles.values():
-        command.make_context(command.name, [], resilient_parsing=True)
+    parse_command_lines()
 
 
 if __name__ == "__main__":

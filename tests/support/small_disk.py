@@ -12,11 +12,10 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 
-import baton.cluster.child
 from baton.client import Client, Generation
 from baton.cluster import ClusterOptions, LocalCluster
 from baton.core.sampling import SamplingParams
-from tests.support.fork_server import SERVERS, start_process
+from tests.support.fork_server import SERVERS, use_servers
 
 DISK_BYTES = 96 << 10
 NUM_PROMPTS, VOCAB_SIZE = 12, 320
@@ -41,7 +40,7 @@ def prompts() -> list[tuple[int, ...]]:
 def main() -> None:
     model, folder = sys.argv[1:]
     mount("-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", folder)
-    baton.cluster.child.start_process = start_process  # one import of torch for all processes
+    use_servers(setattr)
     with cluster_of(model, folder) as cluster, Client(cluster.address) as client:
         full = answer_all_prompts(cluster, client)
         mount("-o", "remount,ro", folder)

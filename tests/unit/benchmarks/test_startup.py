@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.peers.completions_api import EngineFailed
-from benchmarks.peers.startup import Program, Start, figures, programs, run
+from benchmarks.peers.startup import MeasuredStart, Program, figures, programs, run
 
 
 def python(name: str, code: str) -> Program:
@@ -16,7 +16,7 @@ def python(name: str, code: str) -> Program:
 
 
 def test_programs_start_in_turns_after_a_start_that_does_not_count() -> None:
-    starts: list[Start] = []
+    starts: list[MeasuredStart] = []
     both = [python("one", "print(1)"), python("two", "print(2)")]
 
     run(both, 2, starts.append)
@@ -25,7 +25,7 @@ def test_programs_start_in_turns_after_a_start_that_does_not_count() -> None:
 
 
 def test_cpu_time_of_children_that_have_ended_counts() -> None:
-    starts: list[Start] = []
+    starts: list[MeasuredStart] = []
     works = "import time\nwhile time.process_time() < 0.2: pass"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {works!r}]); print(1)"
 
@@ -41,11 +41,11 @@ def test_a_program_that_ends_without_a_token_is_an_error() -> None:
 
 def test_ratios_are_to_the_first_program_in_the_same_round() -> None:
     starts = [
-        Start("a", 1, 1),
-        Start("b", 3, 2),
-        Start("a", 2, 1),
-        Start("b", 8, 6),
-        Start("a", 3, 1),
+        MeasuredStart("a", 1, 1),
+        MeasuredStart("b", 3, 2),
+        MeasuredStart("a", 2, 1),
+        MeasuredStart("b", 8, 6),
+        MeasuredStart("a", 3, 1),
     ]
 
     a, b = figures(starts)
