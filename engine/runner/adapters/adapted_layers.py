@@ -67,6 +67,9 @@ class AdaptableLayer:
         outputs = self.adapted.forward(forward_pass, inputs, None)
         return outputs if ends is None else LayerInput(outputs.hidden_states[ends.indices])
 
+    def joined(self, after: DecoderLayer) -> None:
+        return None
+
 
 def adaptable_layers(
     ops: Ops,

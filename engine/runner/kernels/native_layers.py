@@ -1,4 +1,4 @@
-"""Fused native kernels: one call per decoder layer, or per attention of a layer with experts."""
+"""Fused native kernels: one call for decoder layers, or for the attention of one with experts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from baton.engine.kv_cache.groups import layer_places
+from baton.engine.kv_cache.groups import LayerPlace, layer_places
 from baton.engine.runner.kernels.abi import LayerArgs, PackedMatrix, PassArgs, RopeAngles, Struct
 from baton.engine.runner.kernels.calls import Kernels, gate_params, norm_params
 from baton.engine.runner.kernels.native import NativeOps
@@ -48,14 +48,14 @@ def native_layers(
     made: list[DecoderLayer] = list(unfused_layers(NativeOps(kernels), config, layers))
     places = layer_places(config.kv_groups())
     fused = {
-        number: _layer_args(config, index, layers[index], places[number].place)
+        number: _layer_args(config, index, layers[index], places[number])
         for number, index in enumerate(config.attention_layers)
         if _can_fuse(config, layers[index])
     }
     passes = _FusedPasses(kernels, config, list(fused.values()))
     for number, args in fused.items():
         index = config.attention_layers[number]
-        made[index] = FusedLayer(passes, layers[index], args, number)
+        made[index] = FusedLayer(passes, layers[index], [args])
         before = made[index - 1] if index else None
         if isinstance(before, UnfusedLayer):  # fused layers compute their input norm
             made[index - 1] = replace(before, next_norm=None)
@@ -103,7 +103,7 @@ class _FusedPasses:
         buffers = [
             torch.empty(num_tokens, size, dtype=torch.bfloat16) for size in self._buffer_sizes
         ]
-        args_by_group = [
+        by_group = [
             PassArgs(
                 kv=attention.kv,
                 batch=batch,
@@ -117,27 +117,27 @@ class _FusedPasses:
             )
             for batch, params in zip(running.batches, attention.params, strict=True)
         ]
-        args = [args_by_group[layer.kv_group] for layer in attention.layers]
+        args = (PassArgs * len(by_group))(*by_group)
         return _FusedPass(args, (angles, by_rope, buffers, running, low_rank))
 
 
 class _FusedPass(NamedTuple):
-    args: Sequence[Struct]  # PassArgs by number among the layers with attention
+    args: ctypes.Array[Struct]  # PassArgs by KV group
     alive: object  # owners of the memory that `args` points to
 
 
 class FusedLayer:
-    """Implements `DecoderLayer` by one call, or two with experts.
+    """Implements `DecoderLayer` by one call, or two with experts. It can be several layers.
 
     Bit-identical to `UnfusedLayer` with the same kernels.
     """
 
-    def __init__(self, passes: _FusedPasses, layer: Layer, args: Struct, number: int) -> None:
+    def __init__(self, passes: _FusedPasses, layer: Layer, args: Sequence[Struct]) -> None:
+        """`args` are those of `layer`, and of any without experts that follow it."""
         self._library = passes.kernels.library
         self._passes = passes
         self._layer = layer
-        self._args = args
-        self._number = number
+        self._args = (LayerArgs * len(args))(*args)
 
     @property
     def adds_low_rank(self) -> bool:
@@ -158,8 +158,13 @@ class FusedLayer:
             pass_args = self._pass_args(forward_pass)
         if isinstance(self._layer.mlp, Moe):
             return LayerInput(self._through_experts(pass_args, hidden_states))
-        self._library.baton_layer(self._args, pass_args, hidden_states.data_ptr())
+        self._library.baton_layers(self._args, len(self._args), pass_args, hidden_states.data_ptr())
         return LayerInput(hidden_states)
+
+    def joined(self, after: DecoderLayer) -> FusedLayer | None:
+        if not (isinstance(after, FusedLayer) and self.adds_low_rank and after.adds_low_rank):
+            return None
+        return FusedLayer(self._passes, self._layer, [*self._args, *after._args])
 
     def _through_experts(self, pass_args: Struct, hidden_states: Tensor) -> Tensor:
         passes, layer = self._passes, self._layer
@@ -170,11 +175,11 @@ class FusedLayer:
         output = compute_output(passes.config, passes.ops, layer, mlp_input)
         return passes.ops.add(hidden_states, output, passes.config.residual_scale)
 
-    def _pass_args(self, forward_pass: ForwardPass) -> Struct:
-        return forward_pass.once(self._passes.begin).args[self._number]
+    def _pass_args(self, forward_pass: ForwardPass) -> ctypes.Array[Struct]:
+        return forward_pass.once(self._passes.begin).args
 
 
-def _layer_args(config: ModelConfig, index: int, layer: Layer, index_in_block: int) -> Struct:
+def _layer_args(config: ModelConfig, index: int, layer: Layer, place: LayerPlace) -> Struct:
     own, mlp = config.layers[index], layer.mlp if isinstance(layer.mlp, Mlp) else None
     return LayerArgs(
         input_norm=norm_params(layer.input_norm),
@@ -187,7 +192,8 @@ def _layer_args(config: ModelConfig, index: int, layer: Layer, index_in_block: i
         output=native_matrix(layer.output),
         gate_up=native_matrix(mlp.gate_up) if mlp else PackedMatrix(),
         down=native_matrix(mlp.down) if mlp else PackedMatrix(),
-        index=index_in_block,
+        index=place.place,
+        kv_group=place.group,
         num_heads=config.num_heads,
         query_rope=own.query_rope,
         key_rope=own.key_rope,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from baton.engine.runner.device.fenced_hook import FencedHook
 from baton.engine.runner.model.config import ModelConfig
-from baton.engine.runner.model.layers import DecoderLayer, LayerInput
+from baton.engine.runner.model.layers import DecoderLayer, LayerInput, join_layers
 from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.mixers import Ends, ForwardPass
 from baton.engine.runner.model.ops import Norm, Ops
@@ -40,8 +41,11 @@ class Decoder:
 
         With `ends`, only the hidden states of those tokens are returned.
         """
-        inputs, last = LayerInput(self._embed(token_ids)), len(self.layers) - 1
-        for index, layer in enumerate(self.layers):
+        inputs, layers = LayerInput(self._embed(token_ids)), self.layers
+        if hook is None:
+            layers = self._joined_layers
+        last = len(layers) - 1
+        for index, layer in enumerate(layers):
             needed = ends if index == last else None
             inputs = layer.forward(forward_pass, inputs, needed)
             if hook is not None:
@@ -49,6 +53,10 @@ class Decoder:
         if hook is not None:
             hook.pass_done()
         return self.ops.rms_norm(inputs.hidden_states, self.norm)
+
+    @cached_property
+    def _joined_layers(self) -> Sequence[DecoderLayer]:
+        return join_layers(self.layers)
 
     def logits(self, hidden_states: Tensor, dst: Tensor | None = None) -> Tensor:
         """[rows, hidden_size] → [rows, vocab_size] in float32, in `dst` if it is given."""

@@ -24,7 +24,7 @@ class LayerInput(NamedTuple):
 
 
 class DecoderLayer(Protocol):
-    """A layer of the decoder, with or without fused kernels: each layer for itself."""
+    """A layer of the decoder, with or without fused kernels, or several of them."""
 
     @property
     def adds_low_rank(self) -> bool:
@@ -38,6 +38,10 @@ class DecoderLayer(Protocol):
 
         The input can be overwritten: do not use it after the call.
         """
+        ...
+
+    def joined(self, after: DecoderLayer) -> DecoderLayer | None:
+        """Return a layer that computes this one and the one after it, if that is faster."""
         ...
 
 
@@ -71,6 +75,9 @@ class UnfusedLayer:
         scale, norm = self.config.residual_scale, self.next_norm
         return LayerInput(*self.ops.add_and_norm(hidden_states, output, scale, norm))
 
+    def joined(self, after: DecoderLayer) -> None:
+        return None
+
     def _add_and_norm(self, hidden_states: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
         """Return `hidden_states` plus the output of the mixer, and the input of the MLP."""
         layer, config, ops = self.layer, self.config, self.ops
@@ -89,6 +96,15 @@ def unfused_layers(
         UnfusedLayer(config, ops, layer, make_mixer(config, ops, layer, index), next_norm)
         for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True))
     ]
+
+
+def join_layers(layers: Sequence[DecoderLayer]) -> Sequence[DecoderLayer]:
+    """Return the layers, joined where that is faster, except for the last one."""
+    made: list[DecoderLayer] = []
+    for layer in layers[:-1]:
+        both = made[-1].joined(layer) if made else None
+        made[-1:] = [*made[-1:], layer] if both is None else [both]
+    return [*made, *layers[-1:]]
 
 
 def gate_of(config: ModelConfig) -> MlpGate:

@@ -283,6 +283,7 @@ struct LayerArgs {
     PackedMatrix qkv, output;
     PackedMatrix gate_up, down;  // unused by `baton_layer_attention`
     std::int64_t index, num_heads;
+    std::int64_t kv_group;              // whose PassArgs are used
     std::int64_t query_rope, key_rope;  // indices into PassArgs::angles
     std::int64_t first_place;           // in adapters: qkv, then output, gate_up and down
     GateParams gate;
@@ -290,7 +291,7 @@ struct LayerArgs {
     std::int32_t norms_all_heads;  // q_norm and k_norm: all heads of a token at once
 };
 
-// A forward pass, with buffers for intermediate results. The same for each layer.
+// A forward pass, with buffers for intermediate results. The same for each layer of a KV group.
 struct PassArgs {
     PagedKv kv;
     BatchLayout batch;
@@ -482,16 +483,17 @@ void baton_write_kv(const baton::WriteKvArgs* args);
 // last multiple of `chunk` on. The keys and values of the batch are already in the cache.
 void baton_attention(const baton::AttentionArgs* args);
 
-// Computes a layer in place. hidden: [tokens, hidden_size].
-void baton_layer(const baton::LayerArgs* layer, const baton::PassArgs* pass, baton::Bf16* hidden);
+// Computes layers in place. hidden: [tokens, hidden_size]. passes: by KV group.
+void baton_layers(const baton::LayerArgs* layers, std::int64_t num_layers,
+                  const baton::PassArgs* passes, baton::Bf16* hidden);
 
 // Computes the attention of a layer in place, and the norm of the MLP's input into mlp_input,
 // unless the layer has no such norm.
-void baton_layer_attention(const baton::LayerArgs* layer, const baton::PassArgs* pass,
+void baton_layer_attention(const baton::LayerArgs* layer, const baton::PassArgs* passes,
                            baton::Bf16* hidden, baton::Bf16* mlp_input);
 
 // Computes only the keys and values of a layer and writes them into the cache.
-void baton_layer_write_kv(const baton::LayerArgs* layer, const baton::PassArgs* pass,
+void baton_layer_write_kv(const baton::LayerArgs* layer, const baton::PassArgs* passes,
                           const baton::Bf16* hidden);
 
 // Linear attention of a layer by the gated delta rule, after a causal convolution; see StateShape.

@@ -1,4 +1,4 @@
-// A decoder layer in one call. With few tokens, Python's overhead between the operations of a layer
+// Decoder layers in one call. With few tokens, Python's overhead between the operations of a layer
 // would be as long as some of them, and the pool's threads would go to sleep in between.
 
 #include "abi.h"
@@ -159,35 +159,42 @@ void compute_attention(const LayerArgs& layer, const PassArgs& pass, Bf16* hidde
     add_output(pass.wide_buf, layer.attention_norm, hidden, layer, pass);
 }
 
+void compute_layer(const LayerArgs& layer, const PassArgs& pass, Bf16* hidden) {
+    compute_attention(layer, pass, hidden);
+    linear(layer.gate_up, kGateUp, rms_norm(hidden, layer.mlp_norm, pass.narrow_buf, layer, pass),
+           pass.wide_buf, layer, pass);
+    gate(pass.wide_buf, pass.heads_buf, layer, pass);
+    linear(layer.down, kDown, pass.heads_buf, pass.narrow_buf, layer, pass);
+    add_output(pass.narrow_buf, layer.mlp_output_norm, hidden, layer, pass);
+}
+
 }  // namespace
 
 extern "C" {
 
-void baton_layer(const LayerArgs* layer, const PassArgs* pass, Bf16* hidden) {
-    compute_attention(*layer, *pass, hidden);
-    linear(layer->gate_up, kGateUp,
-           rms_norm(hidden, layer->mlp_norm, pass->narrow_buf, *layer, *pass), pass->wide_buf,
-           *layer, *pass);
-    gate(pass->wide_buf, pass->heads_buf, *layer, *pass);
-    linear(layer->down, kDown, pass->heads_buf, pass->narrow_buf, *layer, *pass);
-    add_output(pass->narrow_buf, layer->mlp_output_norm, hidden, *layer, *pass);
+void baton_layers(const LayerArgs* layers, std::int64_t num_layers, const PassArgs* passes,
+                  Bf16* hidden) {
+    for (std::int64_t i = 0; i < num_layers; ++i)
+        compute_layer(layers[i], passes[layers[i].kv_group], hidden);
 }
 
-void baton_layer_attention(const LayerArgs* layer, const PassArgs* pass, Bf16* hidden,
+void baton_layer_attention(const LayerArgs* layer, const PassArgs* passes, Bf16* hidden,
                            Bf16* mlp_input) {
-    compute_attention(*layer, *pass, hidden);
-    rms_norm(hidden, layer->mlp_norm, mlp_input, *layer, *pass);
+    const PassArgs& pass = passes[layer->kv_group];
+    compute_attention(*layer, pass, hidden);
+    rms_norm(hidden, layer->mlp_norm, mlp_input, *layer, pass);
 }
 
-void baton_layer_write_kv(const LayerArgs* layer, const PassArgs* pass, const Bf16* hidden) {
-    const std::int64_t query_rows = layer->num_heads * pass->kv.head_dim;
+void baton_layer_write_kv(const LayerArgs* layer, const PassArgs* passes, const Bf16* hidden) {
+    const PassArgs& pass = passes[layer->kv_group];
+    const std::int64_t query_rows = layer->num_heads * pass.kv.head_dim;
     // Rows of adapters are those of the whole matrix.
     const bool skips_queries =
-        layer->qkv.bits == 16 && query_rows % kPanelRows == 0 && pass->groups.num_groups == 0;
+        layer->qkv.bits == 16 && query_rows % kPanelRows == 0 && pass.groups.num_groups == 0;
     const PackedMatrix matrix = skips_queries ? rows_from(layer->qkv, query_rows) : layer->qkv;
-    linear(matrix, kQkv, rms_norm(hidden, layer->input_norm, pass->narrow_buf, *layer, *pass),
-           pass->wide_buf, *layer, *pass);
-    write_kv(pass->wide_buf + (skips_queries ? 0 : query_rows), matrix.num_rows, *layer, *pass);
+    linear(matrix, kQkv, rms_norm(hidden, layer->input_norm, pass.narrow_buf, *layer, pass),
+           pass.wide_buf, *layer, pass);
+    write_kv(pass.wide_buf + (skips_queries ? 0 : query_rows), matrix.num_rows, *layer, pass);
 }
 
 }  // extern "C"
