@@ -28,7 +28,7 @@ from baton.engine.runner.kernels.native_layers import FusedLayer, native_layers
 from baton.engine.runner.model.adapters import Group
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.layer_weights import Layer
-from baton.engine.runner.model.layers import DecoderLayer, unfused_layers
+from baton.engine.runner.model.layers import DecoderLayer, join_layers, unfused_layers
 from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.mixers import Ends, ForwardPass
 from baton.engine.runner.model.pass_layout import PassLayout
@@ -180,6 +180,18 @@ def test_a_fused_layer_is_bitwise_equal_to_its_parts(
 
     assert all(isinstance(layer, FusedLayer) for layer in made[0])
     assert all(map(torch.equal, whole, apart))
+
+
+@pytest.mark.parametrize("name", ["smollm3", "olmo3"])  # four layers; two KV groups
+def test_joined_layers_are_bitwise_equal_to_single_ones(name: str, tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path, replace(ALL_VARIANTS[name], dtype="bfloat16"))
+    parts, made = recording(native_parts())
+
+    joined = passes_through(folder, parts, "none")
+    apart = passes_through(folder, part_by_part(parts), "none")
+
+    assert (len(made[0]), len(join_layers(made[0]))) == (4, 2)
+    assert all(map(torch.equal, joined, apart))
 
 
 @pytest.mark.parametrize("kernels", kernels_by_variant().values(), ids=kernels_by_variant().keys())

@@ -166,7 +166,7 @@ class FusedLayer:
             return None
         return FusedLayer(self._passes, self._layer, [*self._args, *after._args])
 
-    def _through_experts(self, pass_args: Struct, hidden_states: Tensor) -> Tensor:
+    def _through_experts(self, pass_args: ctypes.Array[Struct], hidden_states: Tensor) -> Tensor:
         passes, layer = self._passes, self._layer
         mlp_input = hidden_states if layer.mlp_norm is None else torch.empty_like(hidden_states)
         self._library.baton_layer_attention(

@@ -3,6 +3,7 @@
 
 #include "abi.h"
 #include "panels.h"
+#include "thread_pool.h"
 
 using namespace baton;
 
@@ -37,8 +38,9 @@ void add_low_rank(const PackedMatrix& matrix, Place place, const Bf16* src, Bf16
     baton_add_low_rank(&args);
 }
 
+// `next`: the matrix that is read next, or null.
 void linear(const PackedMatrix& matrix, Place place, const Bf16* src, Bf16* dst,
-            const LayerArgs& layer, const PassArgs& pass) {
+            const LayerArgs& layer, const PassArgs& pass, const PackedMatrix* next) {
     const LinearArgs args{
         .matrix = matrix,
         .src = src,
@@ -47,6 +49,7 @@ void linear(const PackedMatrix& matrix, Place place, const Bf16* src, Bf16* dst,
         .num_threads = pass.num_threads,
     };
     baton_linear(&args);
+    if (next != nullptr) ThreadPool::instance().expect(next->packed, baton_packed_bytes(next));
     add_low_rank(matrix, place, src, dst, layer, pass);
 }
 
@@ -148,23 +151,25 @@ void write_kv(const Bf16* keys, std::int64_t stride, const LayerArgs& layer, con
 }
 
 void compute_attention(const LayerArgs& layer, const PassArgs& pass, Bf16* hidden) {
+    const PackedMatrix* const next = layer.gate_up.packed == nullptr ? nullptr : &layer.gate_up;
     const std::int64_t stride = layer.qkv.num_rows;
     const std::int64_t query_rows = layer.num_heads * pass.kv.head_dim;
     linear(layer.qkv, kQkv, rms_norm(hidden, layer.input_norm, pass.narrow_buf, layer, pass),
-           pass.wide_buf, layer, pass);
+           pass.wide_buf, layer, pass, &layer.output);
     write_kv(pass.wide_buf + query_rows, stride, layer, pass);
     rope(pass.wide_buf, stride, layer.num_heads, layer.q_norm, layer.query_rope, layer, pass);
     attention(pass.heads_buf, pass.narrow_buf, layer, pass);
-    linear(layer.output, kOutput, pass.narrow_buf, pass.wide_buf, layer, pass);
+    linear(layer.output, kOutput, pass.narrow_buf, pass.wide_buf, layer, pass, next);
     add_output(pass.wide_buf, layer.attention_norm, hidden, layer, pass);
 }
 
-void compute_layer(const LayerArgs& layer, const PassArgs& pass, Bf16* hidden) {
+void compute_layer(const LayerArgs& layer, const PassArgs& pass, Bf16* hidden,
+                   const PackedMatrix* next) {
     compute_attention(layer, pass, hidden);
     linear(layer.gate_up, kGateUp, rms_norm(hidden, layer.mlp_norm, pass.narrow_buf, layer, pass),
-           pass.wide_buf, layer, pass);
+           pass.wide_buf, layer, pass, &layer.down);
     gate(pass.wide_buf, pass.heads_buf, layer, pass);
-    linear(layer.down, kDown, pass.heads_buf, pass.narrow_buf, layer, pass);
+    linear(layer.down, kDown, pass.heads_buf, pass.narrow_buf, layer, pass, next);
     add_output(pass.narrow_buf, layer.mlp_output_norm, hidden, layer, pass);
 }
 
@@ -174,8 +179,10 @@ extern "C" {
 
 void baton_layers(const LayerArgs* layers, std::int64_t num_layers, const PassArgs* passes,
                   Bf16* hidden) {
-    for (std::int64_t i = 0; i < num_layers; ++i)
-        compute_layer(layers[i], passes[layers[i].kv_group], hidden);
+    for (std::int64_t i = 0; i < num_layers; ++i) {
+        const PackedMatrix* const next = i + 1 < num_layers ? &layers[i + 1].qkv : nullptr;
+        compute_layer(layers[i], passes[layers[i].kv_group], hidden, next);
+    }
 }
 
 void baton_layer_attention(const LayerArgs* layer, const PassArgs* passes, Bf16* hidden,
@@ -193,7 +200,7 @@ void baton_layer_write_kv(const LayerArgs* layer, const PassArgs* passes, const 
         layer->qkv.bits == 16 && query_rows % kPanelRows == 0 && pass.groups.num_groups == 0;
     const PackedMatrix matrix = skips_queries ? rows_from(layer->qkv, query_rows) : layer->qkv;
     linear(matrix, kQkv, rms_norm(hidden, layer->input_norm, pass.narrow_buf, *layer, pass),
-           pass.wide_buf, *layer, pass);
+           pass.wide_buf, *layer, pass, nullptr);
     write_kv(pass.wide_buf + (skips_queries ? 0 : query_rows), matrix.num_rows, *layer, pass);
 }
 

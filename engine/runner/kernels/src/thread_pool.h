@@ -1,6 +1,7 @@
 // Thread pool that runs one task at a time together with the calling thread.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -11,7 +12,7 @@
 namespace baton {
 
 // Waiting threads spin for a few microseconds, then sleep: a spinning thread would take the core
-// from other processes on the machine.
+// from other processes on the machine. While they spin, they prefetch what is read next.
 class ThreadPool {
   public:
     static ThreadPool& instance() {
@@ -38,14 +39,45 @@ class ThreadPool {
         wait_until(pending_, 0);
     }
 
+    // Names memory of which each thread will read its slice. Only a hint.
+    void expect(const void* memory, std::int64_t num_bytes) {
+        expected_bytes_.store(num_bytes, std::memory_order_relaxed);
+        expected_.store(static_cast<const char*>(memory), std::memory_order_release);
+    }
+
   private:
     static constexpr int kMaxSpins = 2000;
     static constexpr int kMaxThreads = 255;
 
+    // Beginning of a thread's slice of the expected memory, as much as may stay in its L2.
+    struct Prefetch {
+        static constexpr std::int64_t kMaxBytes = 1 << 17, kLineBytes = 64, kLines = 4;
+        const char *memory = nullptr, *at = nullptr, *end = nullptr;
+
+        void begin(const char* expected, std::int64_t num_bytes, int index, int count) {
+            memory = expected;
+            at = expected + num_bytes * index / count;
+            end = at + std::min(num_bytes / count, kMaxBytes);
+        }
+        // Returns false if nothing is left.
+        bool next() {
+            if (at >= end) return false;
+            for (int i = 0; i < kLines; ++i, at += kLineBytes) __builtin_prefetch(at, 0, 2);
+            return true;
+        }
+    };
+
     // One atomic holds the round and its number of threads, so that an idle thread can miss rounds.
     void work(int index, std::uint32_t seen) {
+        Prefetch prefetch;
         for (;;) {
-            for (int i = 0; i < kMaxSpins && round_.load() == seen; ++i) pause();
+            for (int i = 0; i < kMaxSpins && round_.load() == seen; ++i) {
+                const char* const expected = expected_.load(std::memory_order_acquire);
+                if (expected != prefetch.memory)
+                    prefetch.begin(expected, expected_bytes_.load(std::memory_order_relaxed), index,
+                                   std::max<int>(1, seen % (kMaxThreads + 1)));
+                if (!prefetch.next()) pause();
+            }
             round_.wait(seen);
             seen = round_.load();
             const int count = seen % (kMaxThreads + 1);
@@ -70,6 +102,8 @@ class ThreadPool {
     std::vector<std::thread> threads_;
     std::atomic<std::uint32_t> round_{0};  // round number * (kMaxThreads + 1) + number of threads
     std::atomic<int> pending_{0};
+    std::atomic<const char*> expected_{nullptr};
+    std::atomic<std::int64_t> expected_bytes_{0};
     const std::function<void(int, int)>* part_ = nullptr;
 };
 
