@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -17,7 +17,7 @@ MIN_IMPORTANCE = 1e-3  # of a column, relative to the mean
 NUM_FITS = 3  # of a line to the numbers of a group
 MAX_MULTIPLE = 127  # of a step
 MIN_STEP = 2.0**-24  # of float16
-QUANTIZE_REVISION = 6  # of quantised weights and of what they multiply; part of fingerprints
+QUANTIZE_REVISION = 7  # of quantised weights and of what they multiply; part of fingerprints
 
 
 Quantize = Callable[[Tensor], Quantized]
@@ -56,26 +56,32 @@ def to_int4(weight: Tensor, importance: Tensor | None = None) -> Quantized:
     """
     rows, columns = weight.shape
     num_groups, num_steps = -(-columns // GROUP), -(-columns // STEP_COLUMNS)
-    numbers = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
+    shape = rows, num_groups * GROUP
+    numbers = torch.empty(shape, dtype=torch.uint8, device=weight.device)
     scales, offsets = torch.empty(2, rows, num_groups, device=weight.device)
     steps = torch.empty(2, rows, num_steps, dtype=torch.float16, device=weight.device)
-    by_group = _column_weights(weight, importance)
+    chunks = list(row_chunks(weight))
+    weights = _column_weights(weight, importance).repeat(1, chunks[0].stop if chunks else 0)
 
-    def fit(chunk: slice) -> None:
-        grouped, weights = _by_group(weight[chunk].float()), by_group.repeat(1, len(weight[chunk]))
-        scale, offset = _fit_lines(grouped, weights)
-        scales[chunk], steps[0, chunk] = _in_steps(scale.view(-1, num_groups))
-        scale = scales[chunk].flatten()
-        number_mean = (_nearest_numbers(grouped, scale, offset) * weights).sum(dim=0)
-        offset = (grouped * weights).sum(dim=0) - scale * number_mean
-        offsets[chunk], steps[1, chunk] = _in_steps(offset.view(-1, num_groups))
-        found = _nearest_numbers(grouped, scale, offsets[chunk].flatten()).to(torch.uint8)
-        numbers[chunk] = found.T.reshape(-1, num_groups * GROUP)[:, :columns]
+    def fit(some: Sequence[slice]) -> None:
+        memory = torch.empty(4, *weights.shape, device=weight.device)  # new memory is slow
+        for chunk in some:
+            size = num_groups * (chunk.stop - chunk.start)
+            grouped, *buffers = memory[:, :, :size].unbind()
+            _copy_groups(weight[chunk], grouped)
+            lines = _fit_lines(grouped, weights[:, :size], buffers)
+            scale, mean, number_mean = (each.view(-1, num_groups) for each in lines)
+            scales[chunk], steps[0, chunk] = _in_steps(scale)
+            offsets[chunk], steps[1, chunk] = _in_steps(mean - scales[chunk] * number_mean)
+            line = scales[chunk].flatten(), offsets[chunk].flatten()
+            numbers[chunk].view(-1, GROUP).copy_(_nearest_numbers(grouped, *line, buffers[0]).T)
 
-    _in_threads(fit, row_chunks(weight))
-    no_zeros = torch.empty(rows, 0, dtype=torch.uint8, device=weight.device)
+    _in_threads(fit, chunks)
     return Quantized(
-        *(numbers, scales, no_zeros, 4, GROUP, weight.dtype),
+        numbers[:, :columns],
+        scales,
+        torch.empty(rows, 0, dtype=torch.uint8, device=weight.device),
+        *(4, GROUP, weight.dtype),
         offsets=offsets,
         scale_steps=steps[0],
         offset_steps=steps[1],
@@ -93,17 +99,18 @@ def _in_steps(by_group: Tensor) -> tuple[Tensor, Tensor]:
     return (multiples * wide).flatten(1)[:, : by_group.shape[1]], steps
 
 
-def _in_threads(fit: Callable[[slice], None], chunks: Iterable[slice]) -> None:
-    """Call `fit` in threads of which each computes alone.
+def _in_threads(fit: Callable[[Sequence[slice]], None], chunks: Sequence[slice]) -> None:
+    """Call `fit` in threads, each of which computes a share of the chunks alone.
 
     Torch would divide each small operation among all threads, which wait for each other.
     """
     num_threads = torch.get_num_threads()
+    shares = [chunks[first::num_threads] for first in range(min(num_threads, len(chunks)))]
     try:
         with ThreadPoolExecutor(
             num_threads, initializer=torch.set_num_threads, initargs=(1,)
         ) as pool:
-            list(pool.map(fit, chunks))
+            list(pool.map(fit, shares))
     finally:
         torch.set_num_threads(num_threads)  # new threads take the number that was set last
 
@@ -113,41 +120,47 @@ def _column_weights(weight: Tensor, importance: Tensor | None) -> Tensor:
     if importance is None:
         importance = torch.ones(weight.shape[1])
     relative = importance.float() / importance.float().mean().clamp_min(MIN_SCALE)
-    by_group = _by_group(relative.clamp_min(MIN_IMPORTANCE)[None].to(weight.device))
+    columns = relative.clamp_min(MIN_IMPORTANCE)[None].to(weight.device)
+    by_group = torch.empty(GROUP, -(-weight.shape[1] // GROUP), device=weight.device)
+    _copy_groups(columns, by_group)
     return by_group / by_group.sum(dim=0)
 
 
-def _by_group(rows: Tensor) -> Tensor:
-    """Return rows as [columns of a group, groups], padded with zeros: long runs of memory."""
+def _copy_groups(rows: Tensor, grouped: Tensor) -> None:
+    """Copy rows to [columns of a group, groups], padded with zeros: long runs of memory."""
     padded = functional.pad(rows, (0, -rows.shape[1] % GROUP))
-    return padded.reshape(-1, GROUP).T.contiguous()
+    grouped.copy_(padded.reshape(-1, GROUP).T)
 
 
-def _nearest_numbers(grouped: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
-    return (grouped - offset).div_(scale.clamp_min(MIN_SCALE)).round_().clamp_(0, 15)
+def _nearest_numbers(grouped: Tensor, scale: Tensor, offset: Tensor, out: Tensor) -> Tensor:
+    torch.sub(grouped, offset, out=out)
+    return out.div_(scale.clamp_min(MIN_SCALE)).round_().clamp_(0, 15)
 
 
-def _fit_lines(grouped: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scale and offset of each group. Importance adds up to 1.
+def _fit_lines(
+    grouped: Tensor, importance: Tensor, buffers: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the scale of each group, the mean of its weights and that of their numbers.
 
     Weights are rounded in the range from minimum to maximum of their group. Then, several times, a
     line is fitted to the numbers (linear regression), and weights are rounded to that line.
+    Importance adds up to 1.
     """
+    numbers, products, centered = buffers
     offset, highest = grouped.amin(dim=0), grouped.amax(dim=0)
     scale = ((highest - offset) / 15).clamp_min_(MIN_SCALE)
     # Limited, so that rounding errors of the sum leave groups of equal weights exact.
-    mean = (grouped * importance).sum(dim=0).clamp_(offset, highest)
-    centered = (grouped - mean).mul_(importance)
-    products = torch.empty_like(grouped)
+    mean = torch.mul(grouped, importance, out=products).sum(dim=0).clamp_(offset, highest)
+    torch.sub(grouped, mean, out=centered).mul_(importance)
     for _ in range(NUM_FITS):
-        numbers = _nearest_numbers(grouped, scale, offset)
+        _nearest_numbers(grouped, scale, offset, numbers)
         number_mean = torch.mul(numbers, importance, out=products).sum(dim=0)
         numbers -= number_mean
         covariance = torch.mul(numbers, centered, out=products).sum(dim=0)
-        variance = numbers.square_().mul_(importance).sum(dim=0).clamp_min_(MIN_SCALE)
+        variance = numbers.mul_(numbers).mul_(importance).sum(dim=0).clamp_min_(MIN_SCALE)
         scale = (covariance / variance).clamp_min_(MIN_SCALE)
         offset = mean - scale * number_mean
-    return scale, offset
+    return scale, mean, number_mean
 
 
 def select_rows(matrix: Tensor | Quantized, rows: Tensor) -> Tensor | Quantized:
