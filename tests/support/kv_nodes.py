@@ -22,7 +22,7 @@ from baton.kv_transfer.types import KvOrders, KvReports
 from baton.kv_transfer.worker import KvCounters, KvTransferWorker
 from tests.support.forked_forkserver import fork_context
 from tests.support.kv_links import SocketLink
-from tests.support.transport_endpoints import MAKERS
+from tests.support.transport_endpoints import MAKERS, reserve_region
 from tests.support.waits import await_value
 
 WAIT_S = 60.0
@@ -178,8 +178,7 @@ class NodeProcess:
 
 def _serve(connection: Connection, name: str, plan: NodePlan) -> None:
     Path(plan.address).unlink(missing_ok=True)  # the socket of a killed predecessor
-    buffer = (ctypes.c_char * (plan.num_blocks * plan.block_bytes))()
-    region = Region(ctypes.addressof(buffer), plan.num_blocks, plan.block_bytes)
+    region, buffer = reserve_region(plan.num_blocks, plan.block_bytes)
     link = SocketLink(plan.address, wake=lambda: None)
     identity = Identity(NodeId(name), Incarnation(os.urandom(4).hex()), FINGERPRINT)
     transport, clock = MAKERS[plan.kind](region), Clock()

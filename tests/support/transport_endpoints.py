@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
@@ -144,10 +145,16 @@ class EndpointState:
 
 
 def make_endpoint(make: MakeTransport, num_blocks: int, block_bytes: int) -> EndpointState:
-    buffer = (ctypes.c_char * (num_blocks * block_bytes))()
-    region = Region(ctypes.addressof(buffer), num_blocks, block_bytes)
+    region, buffer = reserve_region(num_blocks, block_bytes)
     transport = make(region)
     return EndpointState(make, region, buffer, transport, transport.open())
+
+
+def reserve_region(num_blocks: int, block_bytes: int) -> tuple[Region, mmap]:
+    """Return a region and its buffer of zeros. Unused pages take no memory."""
+    buffer = mmap(-1, num_blocks * block_bytes, MAP_PRIVATE | MAP_ANONYMOUS)
+    base = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    return Region(base, num_blocks, block_bytes), buffer
 
 
 class Endpoint(Protocol):
