@@ -40,6 +40,7 @@ from benchmarks.chaos.workload import KnownAnswer, draw_requests, reference_answ
 from tests.support.models import VARIANTS, make_model_folder
 
 NUM_ASKS = 15
+NUM_LONG_ASKS = len(workload.KINDS)  # with answers of full length
 MAX_TOKENS = 32  # of most answers: the load takes two thirds of the time that it takes with 96
 NUM_CLIENTS = 4
 STRIKES_AT_S, LASTS_S = 0.1, 1.0
@@ -154,7 +155,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with asyncio.Runner() as runner:
         cluster = runner.run(entered(setting))
         try:
-            answers = runner.run(answers_of(cluster, MAX_TOKENS))
+            answers = runner.run(answers_of(cluster, NUM_ASKS, MAX_TOKENS))
             runner.run(cluster.begin())
             yield Running(runner, cluster, answers)
         finally:
@@ -165,12 +166,14 @@ async def entered(setting: ChaosClusterConfig) -> ChaosCluster:
     return await ChaosCluster(setting).__aenter__()
 
 
-async def answers_of(cluster: ChaosCluster, max_tokens: int) -> Sequence[KnownAnswer]:
+async def answers_of(
+    cluster: ChaosCluster, num_asks: int, max_tokens: int
+) -> Sequence[KnownAnswer]:
     async with AsyncClient(cluster.address) as client:
         router = await cluster.router(client)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(workload, "MAX_TOKENS", max_tokens)
-            requests = await draw_requests(router, 0, NUM_ASKS)
+            requests = await draw_requests(router, 0, num_asks)
         return await reference_answers(router, requests)
 
 
@@ -226,7 +229,7 @@ def test_an_adapter_is_loaded_replaced_and_unloaded_while_requests_use_it(
 
 
 def test_an_overload_fills_the_caches(running: Running) -> None:
-    answers = running.runner.run(answers_of(running.cluster, workload.MAX_TOKENS))
+    answers = running.runner.run(answers_of(running.cluster, NUM_LONG_ASKS, workload.MAX_TOKENS))
 
     replace(running, answers=answers).until_counted(
         Fault(0, STRIKES_AT_S, FaultKind.OVERLOAD, TargetRole.ROUTER, 0, Phase.SENT, LASTS_S),
@@ -274,7 +277,7 @@ def test_faults_of_files_and_objects_cause_no_wrong_answer(
 def test_a_hostile_client_causes_no_wrong_answer_and_no_leak(
     running: Running, attack: Attack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hostile_processes, "ATTACK_LIMIT_S", 2.5)
+    monkeypatch.setattr(hostile_processes, "ATTACK_LIMIT_S", 1.5)
 
     report = running.under(attack)
 
