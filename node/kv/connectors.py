@@ -89,8 +89,9 @@ def load_connector(name: str, context: KvConnectorContext) -> KvConnector:
 
 def find_connector(name: str) -> EntryPoint:
     """Return the entry point that is registered under this name. Raises InvalidConfig."""
-    entries: tuple[EntryPoint, ...] = (*entry_points(group=GROUP), *BUILT_IN)
-    installed = {entry.name: entry for entry in entries}
+    installed = {entry.name: entry for entry in BUILT_IN}
+    if name not in installed:  # reading the metadata of all packages takes milliseconds
+        installed = {entry.name: entry for entry in entry_points(group=GROUP)} | installed
     if name not in installed:
         raise InvalidConfig(
             f"--kv-connector {name}: no installed package has it under the entry point group "
