@@ -128,6 +128,8 @@ def in_one_format(parts: Sequence[Quantized]) -> list[Quantized]:
     plain = [_without_codes(part) for part in parts]
     bits, group = max(part.bits for part in plain), math.gcd(*(part.group for part in plain))
     has_offsets = any(part.offsets is not None for part in plain)
+    if any(part.scale_steps is None for part in plain):
+        plain = [part.without_steps() for part in plain]
     return [_refined(part, bits, group, has_offsets=has_offsets) for part in plain]
 
 
@@ -151,16 +153,17 @@ def _refined(matrix: Quantized, bits: int, group: int, *, has_offsets: bool) -> 
     times = matrix.group // group
     scales = matrix.scales.float().repeat_interleave(times, dim=1)
     zeros = matrix.zeros.repeat_interleave(times, dim=1)
-    offsets = None
-    if has_offsets:
-        if matrix.offsets is None:
-            offsets = -(zeros.float() * scales)
-        else:
-            offsets = matrix.offsets.float().repeat_interleave(times, dim=1)
-        zeros = zeros[:, :0]
-    return Quantized(
-        matrix.numbers, scales, zeros, bits, group, matrix.dtype, matrix.order, offsets=offsets
-    )
+    changed = replace(matrix, scales=scales, zeros=zeros, bits=bits, group=group)
+    if not has_offsets:
+        return changed
+    if matrix.offsets is not None:
+        offsets = matrix.offsets.float().repeat_interleave(times, dim=1)
+        return replace(changed, zeros=zeros[:, :0], offsets=offsets)
+    steps = matrix.scale_steps
+    if steps is not None:  # zero points of types with steps are all the same
+        steps = -steps * int(zeros[0, 0])
+    offsets = -(zeros.float() * scales)
+    return replace(changed, zeros=zeros[:, :0], offsets=offsets, offset_steps=steps)
 
 
 def stacked(parts: Sequence[Quantized]) -> Quantized:

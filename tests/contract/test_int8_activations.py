@@ -78,7 +78,7 @@ def products(weight: Quantized, activations: Tensor) -> tuple[Tensor, Tensor]:
     num_columns=st.integers(1, 300),
     bits_and_group=st.sampled_from(FORMATS),
     scale_dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    kind=st.sampled_from(["zeros", "offsets", "centred", "steps", "mxfp4"]),
+    kind=st.sampled_from(["zeros", "offsets", "centred", "steps", "steps of offsets", "mxfp4"]),
     seed=st.integers(0, 2**32),
 )
 @settings(max_examples=num_examples(60))
@@ -99,8 +99,10 @@ def test_a_product_equals_that_of_rounded_activations(
         weight = with_offsets(weight)
     if kind == "centred":
         weight = centred(weight)
-    if kind == "steps" and weight.group in (16, 32):
-        weight = with_steps(weight, seed)
+    if (kind, weight.group) == ("steps", 16):  # the kernels have no others without offsets
+        weight = with_steps(weight, seed, has_offsets=False)
+    if kind == "steps of offsets" and weight.group in (16, 32):
+        weight = with_steps(weight, seed, has_offsets=True)
     if kind == "mxfp4":
         weight = random_mxfp4(seed, num_rows, num_columns)
 
@@ -154,8 +156,12 @@ def test_sums_of_the_largest_products_are_exact(
         lambda weight: random_quantized(5, len(weight), weight.shape[1], 6, 16),
         lambda weight: with_offsets(random_quantized(5, len(weight), weight.shape[1], 6, 32)),
         lambda weight: centred(random_quantized(5, len(weight), weight.shape[1], 4, 32)),
-        lambda weight: with_steps(random_quantized(5, len(weight), weight.shape[1], 4, 32), 7),
-        lambda weight: with_steps(random_quantized(5, len(weight), weight.shape[1], 6, 16), 7),
+        lambda weight: with_steps(
+            random_quantized(5, len(weight), weight.shape[1], 4, 32), 7, has_offsets=True
+        ),
+        lambda weight: with_steps(
+            random_quantized(5, len(weight), weight.shape[1], 6, 16), 7, has_offsets=False
+        ),
     ],
     ids=[
         *("int4", "offsets", "groups of 96", "mxfp4", "6 bits in groups of 16", "6 bits"),
@@ -229,7 +235,10 @@ def test_rows_are_those_of_exact_activations(kernels: Kernels) -> None:
     row_ids = torch.tensor([149, 0, 64, 63, 64])
     weights = to_int4_zeros(drawn(1, 150, 96)), random_mxfp4(1, 150, 96)
     sixes, fours = random_quantized(1, 150, 96, 6, 16), random_quantized(1, 150, 544, 4, 32)
-    changed = centred(sixes), with_steps(sixes, 2), centred(fours), with_steps(fours, 2)
+    changed = (
+        *(centred(sixes), with_steps(sixes, 2, has_offsets=False)),
+        *(centred(fours), with_steps(fours, 2, has_offsets=True)),
+    )
     for weight in (*weights, sixes, *changed):
         rows = NativeOps(kernels, int8_activations=True).linear(weight, None).rows(row_ids)
 

@@ -56,10 +56,10 @@ def centred(weight: Quantized) -> Quantized:
     return replace(weight, zeros=torch.full_like(weight.zeros, 1 << (weight.bits - 1)))
 
 
-def with_steps(weight: Quantized, seed: int) -> Quantized:
+def with_steps(weight: Quantized, seed: int, *, has_offsets: bool) -> Quantized:
     """Return a matrix whose scales and offsets are whole multiples of float16 steps.
 
-    As in GGUF files, groups of 16 are centred, and others have offsets.
+    Without offsets it is centred.
     """
     generator = torch.Generator().manual_seed(seed)
     num_rows, num_groups = weight.scales.shape
@@ -71,7 +71,7 @@ def with_steps(weight: Quantized, seed: int) -> Quantized:
         drawn = torch.randint(low, high, (num_rows, num_groups), generator=generator)
         return drawn * by_group[:, :num_groups]
 
-    if weight.group == 16:
+    if not has_offsets:
         return replace(centred(weight), scales=multiples(-128, 128), scale_steps=steps)
     return replace(
         weight,

@@ -10,7 +10,6 @@ from baton.checkpoint.quantized import STEP_COLUMNS, Quantized
 ROUNDED_BITS = 8  # of activations
 _SCALE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 _ACTIVATION_BLOCK = 32  # columns with a common scale, if activations have 8 bits
-_STEP_GROUPS = (16, 32)  # whose scales may be steps times whole numbers
 _MAX_GROUP = 256  # with 16-bit scales: sums of a group are 32-bit integers
 
 
@@ -20,7 +19,7 @@ def quantized_format(
     """Return fields of PackedMatrix, and tensors of PackArgs."""
     rounds = rounds_activations and _can_round(weight)
     is_centred = rounds and _is_centred(weight)
-    has_steps = rounds and weight.scale_steps is not None and weight.group in _STEP_GROUPS
+    has_steps = rounds and _has_steps(weight)
     tensors = {"weights": weight.numbers, "zeros": weight.zeros}
     tensors |= _stepped_scales(weight) if has_steps else _scales(weight)
     fields = {
@@ -38,6 +37,12 @@ def quantized_format(
 def _can_round(weight: Quantized) -> bool:
     has_blocks = weight.group % _ACTIVATION_BLOCK == 0 and weight.group <= _MAX_GROUP
     return (has_blocks and weight.bits < 8) or (weight.group == 16 and weight.bits == 6)
+
+
+def _has_steps(weight: Quantized) -> bool:
+    """Return whether the kernels can use scales that are whole multiples of steps."""
+    groups = (16,) if weight.offsets is None else (16, 32)
+    return weight.scale_steps is not None and weight.group in groups
 
 
 def _is_centred(weight: Quantized) -> bool:

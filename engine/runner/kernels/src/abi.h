@@ -59,7 +59,7 @@ struct PackedMatrix {
     std::int32_t is_centred;   // 1: all zero points are the middle of the numbers: 32 or 8
     // 8: activations are rounded to 8 bits. Weights have 4 bits in groups of whole blocks of 32, or
     // 6 bits in groups of 16 or whole blocks. Only these are centred, and have scales of kSteps:
-    // with 4 bits and offsets in groups of 32, with 6 bits and offsets too, or centred.
+    // with offsets in groups of 32, or in groups of 16.
     std::int64_t activation_bits;  // 16 or 8
 };
 

@@ -193,6 +193,8 @@ MultiplyPanel<COLUMNS> multiply_of(const QuantizedLayout& layout) {
     using enum NumberFormat;
     const bool has_steps = layout.scale_type == ScaleType::kSteps;
     if constexpr (COLUMNS == 16) {
+        if (has_steps && layout.format == kInt6Offsets)
+            return multiply_panel<kInt6Offsets, ScaleType::kSteps, COLUMNS>;
         if (has_steps) return multiply_panel<kInt6Centred, ScaleType::kSteps, COLUMNS>;
         return choose_among<kInt6, kInt6Offsets, kInt6Centred>(layout, choose);
     }
