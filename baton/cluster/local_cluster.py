@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import queue
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,6 +24,7 @@ from baton.rpc.security.tls import PLAIN, TlsConfig
 from baton.rpc.security.tls_trouble import connection_trouble
 from baton.rpc.status import remote_error
 
+RESTARTED_PORTS = {("--port", "0"), ("--http-port", "0")}  # that a restart keeps
 TEXT_LOGS = ("--log-format", "text")  # shown, or part of the error when a process fails
 
 
@@ -137,8 +139,7 @@ class LocalCluster:
 
         `on_settled` is called on another thread when it listens, or ended without listening.
         """
-        arguments = self._arguments_of(ended)
-        child = Child(ended.name, arguments, ended.options, self._forks, on_settled)
+        child = Child(ended.name, ended.arguments, ended.options, self._forks, on_settled)
         self._spawned.append(child)
         self._successors[ended] = child  # takes its turn when the cluster ends
         if self._is_killed:
@@ -157,15 +158,6 @@ class LocalCluster:
         new = self._lists[role].with_suffix(".new")
         new.write_text("\n".join(addresses), encoding="ascii")
         new.replace(self._lists[role])
-
-    def _arguments_of(self, ended: Child) -> tuple[str, ...]:
-        """Return the arguments of a process, with the ports that it was bound to if it listened."""
-        arguments = ended.arguments
-        if ended.address:
-            arguments = with_port(arguments, "--port", ended.address)
-        if ended.http_address:
-            arguments = with_port(arguments, "--http-port", ended.http_address)
-        return arguments
 
     def _start(self) -> None:
         options = self._options
@@ -258,13 +250,26 @@ class LocalCluster:
     ) -> Child:
         if self._is_killed:
             raise ClusterFailed("stopped before all processes had started")
-        arguments = [*arguments, *_tls_arguments(self._options.tls)]
+        arguments = [*self._with_reserved_ports(arguments), *_tls_arguments(self._options.tls)]
         options = options or self._options
         child = Child(name, arguments, options, self._forks, self._settled.put)
         lifetime = self._router_lifetime if name == "router" else self._lifetime
         lifetime.callback(self._stop, child)
         self._spawned.append(child)
         return child
+
+    def _with_reserved_ports(self, arguments: Sequence[str]) -> Sequence[str]:
+        """Replace ports 0 by ports that no other process gets while this process can restart.
+
+        A bound socket that does not listen keeps a port from those that the kernel chooses.
+        """
+        arguments = list(arguments)
+        for index, pair in enumerate(itertools.pairwise(arguments), start=1):
+            if pair in RESTARTED_PORTS:
+                with suppress(OSError):  # of the host: the process reports it
+                    reserved = self._lifetime.enter_context(reserved_port(self._options.host))
+                    arguments[index] = str(reserved.getsockname()[1])
+        return arguments
 
     def _stop(self, child: Child) -> None:
         """Stop a process, or the one that was started in its place."""
@@ -274,12 +279,13 @@ class LocalCluster:
             child.stop()
 
 
-def with_port(arguments: Sequence[str], option: str, address: str) -> tuple[str, ...]:
-    """Return the arguments with the option, if it is there, set to the port of the address."""
-    if option not in arguments:
-        return tuple(arguments)
-    index = arguments.index(option) + 1
-    return (*arguments[:index], address.rpartition(":")[2], *arguments[index + 1 :])
+def reserved_port(host: str) -> socket.socket:
+    """Return a socket that is bound to a free port, which a server can bind, too."""
+    [(family, *_, address), *_] = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)
+    reserved = socket.socket(family)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # servers set it as well
+    reserved.bind(address)
+    return reserved
 
 
 def _tls_arguments(tls: TlsConfig) -> list[str]:

@@ -1,18 +1,22 @@
-"""Arguments of processes that a local cluster restarts."""
+"""Ports of the processes of a local cluster."""
 
 from __future__ import annotations
 
-from baton.cluster.local_cluster import with_port
+import socket
+from contextlib import closing
+
+import pytest
+
+from baton.cluster.local_cluster import reserved_port
 
 
-def test_a_restarted_process_gets_the_ports_that_were_bound() -> None:
-    arguments: tuple[str, ...] = ("router", "--port", "0", "--http-port", "0", "--policy", "prefix")
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "localhost"])
+def test_servers_alone_can_bind_a_reserved_port(host: str) -> None:
+    with reserved_port(host) as reserved, closing(socket.socket(reserved.family)) as other:
+        address = reserved.getsockname()
+        with pytest.raises(OSError, match="in use"):
+            other.bind(address)  # as the kernel does when it chooses a port
 
-    arguments = with_port(arguments, "--port", "127.0.0.1:1234")
-    arguments = with_port(arguments, "--http-port", "127.0.0.1:5678")
-
-    assert arguments == ("router", "--port", "1234", "--http-port", "5678", "--policy", "prefix")
-
-
-def test_replacing_an_option_does_not_add_a_missing_one() -> None:
-    assert with_port(("decode", "--port", "0"), "--http-port", "") == ("decode", "--port", "0")
+        for _ in range(2):  # the second one after a restart
+            with socket.create_server(address[:2], family=reserved.family) as server:
+                socket.create_connection(server.getsockname()[:2]).close()
