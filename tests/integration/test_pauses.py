@@ -13,6 +13,7 @@ from baton.client import Generation
 from baton.cluster import ClusterOptions, LocalCluster
 from baton.core.pause_mode import PauseMode
 from baton.core.sampling import SamplingParams
+from baton.rpc.node_info import NodeLoad
 from tests.support.baton_command import call_baton
 from tests.support.client_load import ClientAnswer, ClientRequest, Load
 from tests.support.models import prompt_of, reference_choices
@@ -42,9 +43,7 @@ def test_streams_of_a_paused_decode_node_end_with_the_same_tokens_after_it(
             load.until(is_any)
             order(cluster, "pause", decode.name, "--mode", mode)
             await_paused(cluster, decode.name)
-            paused = load_at(decode.address)
-            assert paused.is_paused
-            assert mode is PauseMode.KEEP or paused.num_running == 0
+            paused = await_stopped(decode.address, keeps_running=mode is PauseMode.KEEP)
             # Copies to host memory that have begun go on.
             now = load_at(decode.address).totals
             assert replace(now, tiers=()) == replace(paused.totals, tiers=())
@@ -88,6 +87,15 @@ def await_paused(cluster: LocalCluster, name: str) -> None:
         lambda: states(cluster)[name],
         lambda state: state == "paused",
         what="report of the pause",
+    )
+
+
+def await_stopped(address: str, *, keeps_running: bool) -> NodeLoad:
+    """Return the load of a paused node. It is published a moment after the pause."""
+    return await_value(
+        lambda: load_at(address),
+        lambda load: load.is_paused and (keeps_running or load.num_running == 0),
+        what="load of the paused node",
     )
 
 
