@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NewType
 
+from baton.core.media import MediaSegment
+
 BlockId = NewType("BlockId", int)
 NodeId = NewType("NodeId", str)
 Incarnation = NewType("Incarnation", str)
@@ -50,32 +52,6 @@ class ModelVariant:
 
 
 ANY_MODEL = ModelVariant()
-
-
-DIGEST_BYTES = 32
-
-
-@dataclass(frozen=True, slots=True)
-class MediaSegment:
-    """A run of placeholder tokens in a prompt that stands for an image or other media.
-
-    All other tokens of a prompt are text. No node serves media yet.
-    """
-
-    start: int  # position of its first token
-    num_tokens: int
-    digest: bytes  # of the content, since the placeholders of all media are the same token
-
-    def __post_init__(self) -> None:
-        if self.start < 0 or self.num_tokens < 1 or len(self.digest) != DIGEST_BYTES:
-            raise ValueError(
-                f"a segment of {self.num_tokens} tokens from {self.start} with a digest of "
-                f"{len(self.digest)} bytes: it needs a token, and {DIGEST_BYTES} bytes"
-            )
-
-    def overlaps(self, start: int, end: int) -> bool:
-        """Return whether a token from `start` up to `end` is in the segment."""
-        return self.start < end and start < self.start + self.num_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,12 @@ from baton.core.ids import (
     NO_ADAPTER,
     AdapterRef,
     HandoffId,
-    MediaSegment,
     Peer,
     PrefixKeys,
     RequestId,
 )
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
+from baton.core.media import MediaSegment
 from baton.core.sampling import SamplingParams
 from baton.core.task import GENERATE, Task
 

@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from baton.core.finish import Finish
 from baton.core.foreign_kv import ForeignKv
-from baton.core.ids import ANY_MODEL, MediaSegment, ModelVariant
+from baton.core.ids import ANY_MODEL, ModelVariant
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
 from baton.core.logprobs import TokenLogprobs
+from baton.core.media import MediaSegment
 from baton.core.reasoning import ReasoningSection
 from baton.core.sampling import SamplingParams
 from baton.core.stop_strings import StopRule

@@ -15,7 +15,8 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import NewType
 
-from baton.core.ids import NO_PREFIX_KEYS, MediaSegment, PrefixKeys
+from baton.core.ids import NO_PREFIX_KEYS, PrefixKeys
+from baton.core.media import MediaSegment
 
 BlockHash = NewType("BlockHash", bytes)
 
@@ -96,7 +97,7 @@ def block_hashes(
 def _pack_media(media: Sequence[MediaSegment], start: int, end: int) -> bytes:
     """Return the digests and places of the segments in a block: blocks without keep their names."""
     return b"".join(
-        struct.pack("<QQ", segment.start, segment.num_tokens) + segment.digest
+        struct.pack("<QQQ", segment.start, segment.num_tokens, segment.first) + segment.digest
         for segment in media
         if segment.overlaps(start, end)
     )

@@ -9,11 +9,11 @@ from baton.core.ids import (
     NO_ADAPTER,
     AdapterRef,
     BlockId,
-    MediaSegment,
     RequestId,
     existing_blocks,
 )
 from baton.core.kv_hints import BlockHints
+from baton.core.media import MediaSegment
 from baton.engine.kv_cache.block_hashes import BlockHash, extend_hashes
 from baton.engine.plan import BlockIds, StateBlocks
 

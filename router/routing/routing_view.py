@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from math import ceil
 
-from baton.core.ids import ANY_MODEL, MediaSegment, ModelVariant, PrefixKeys
+from baton.core.ids import ANY_MODEL, ModelVariant, PrefixKeys
 from baton.core.legs import LegKind
+from baton.core.media import MediaSegment
 from baton.core.task import GENERATE, Task
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.router.routing.node_table import NodeTable

@@ -6,7 +6,8 @@ from itertools import product
 
 import pytest
 
-from baton.core.ids import MediaSegment, PrefixKeys
+from baton.core.ids import PrefixKeys
+from baton.core.media import MediaSegment
 from baton.engine.kv_cache.block_hashes import (
     BlockHash,
     PrefixNaming,
@@ -85,8 +86,15 @@ def test_images_at_other_places_have_other_names() -> None:
     assert not set(two) & set(_names(MediaSegment(2, 5, digest)))
 
 
+def test_parts_of_a_picture_are_told_apart_by_their_rows() -> None:
+    digest = b"d" * 32
+
+    first, second = (_names(MediaSegment(2, 5, digest, row))[1:] for row in (0, 5))
+    assert not set(first) & set(second)
+
+
 def test_a_segment_without_a_whole_digest_is_refused() -> None:
-    with pytest.raises(ValueError, match="a digest of 31 bytes: it needs a token, and 32 bytes"):
+    with pytest.raises(ValueError, match="a digest of 31 bytes instead of 32"):
         MediaSegment(0, 1, bytes(31))
 
 

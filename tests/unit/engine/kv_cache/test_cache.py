@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from baton.core.ids import MediaSegment
+from baton.core.media import MediaSegment
 from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored
 from baton.engine.kv_cache.block_hashes import PrefixNaming
 from baton.engine.kv_cache.cache import KvCache

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from baton.core.errors import ContextLengthExceeded, InvalidRequest
-from baton.core.ids import AdapterRef, HandoffId, MediaSegment, NodeId, Peer, RequestId
+from baton.core.ids import AdapterRef, HandoffId, NodeId, Peer, RequestId
+from baton.core.media import MediaSegment
 from baton.core.request import EngineRequest, ReceiveKv
 from baton.core.sampling import SamplingParams
 from baton.engine.kv_cache.config import CacheConfig

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from baton.core.errors import InvalidConfig
-from baton.core.ids import AdapterRef, MediaSegment, ModelVariant, PrefixKeys
+from baton.core.ids import AdapterRef, ModelVariant, PrefixKeys
 from baton.core.legs import LegKind
+from baton.core.media import MediaSegment
 from baton.core.options import build_config
 from baton.engine.kv_cache.block_hashes import PrefixNaming
 from baton.router.routing.assignment import Assignment
