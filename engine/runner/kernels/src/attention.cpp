@@ -11,6 +11,7 @@
 #include "query_rows.h"
 #include "thread_pool.h"
 
+#include <atomic>
 #include <memory>
 
 using namespace baton;
@@ -125,7 +126,7 @@ void attend_singles(const AttentionArgs& args) {
     const std::int64_t row_parts = gqa_group_size / num_rows;
     const std::int64_t parts = kv.num_kv_heads / at_once * row_parts;
     std::atomic<std::int64_t> next{0};
-    ThreadPool::instance().run(args.num_threads, [&](int, int) {
+    run_parallel(args.num_threads, [&](int, int) {
         Attention attention(kv);
         for (std::int64_t task = next++; task < batch.num_single * parts; task = next++) {
             const std::int64_t sequence = task / parts, part = task % parts;
@@ -145,7 +146,7 @@ void attend_chunk(const AttentionArgs& args, std::int64_t sequence) {
     const std::int64_t at_once = rows_at_once(chunk, args.num_threads);
     const std::int64_t parts = (chunk.num_rows() + at_once - 1) / at_once;
     std::atomic<std::int64_t> next{0};
-    ThreadPool::instance().run(args.num_threads, [&](int, int) {
+    run_parallel(args.num_threads, [&](int, int) {
         Attention attention(args.kv);
         for (std::int64_t task = next++; task < num_kv_heads * parts; task = next++) {
             // The last part takes longest, so it is first.

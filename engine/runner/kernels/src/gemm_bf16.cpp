@@ -236,7 +236,7 @@ void pack(const PackArgs& args) {
     const std::int64_t pairs = num_columns / 2;
     const auto* const weights = static_cast<const Bf16*>(args.weights);
     auto* const packed = static_cast<std::uint32_t*>(args.matrix.packed);
-    ThreadPool::instance().run(args.num_threads, [=](int i, int count) {
+    run_parallel(args.num_threads, [=](int i, int count) {
         const Slice slice(num_rows, i, count);
         for (std::int64_t row = slice.first; row < slice.end; ++row)
             for (std::int64_t pair = 0; pair < pairs; ++pair)
@@ -264,7 +264,7 @@ void linear(const GroupedLinear& args) {
     const bool is_streamed = uses_streaming_stores(args);
     const std::int64_t num_units = args.num_matrices * panels;
     WorkQueue queue(num_units, num_passes(max_tokens, num_columns), args.num_threads);
-    ThreadPool::instance().run(args.num_threads, [&](int i, int) {
+    run_parallel(args.num_threads, [&](int i, int) {
         TileConfig tile_config;
         for (WorkQueue::Unit unit; queue.next(i, unit);) {
             const Gemm gemm = gemm_of(args, unit.index / panels, is_streamed);

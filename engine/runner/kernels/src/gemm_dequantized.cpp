@@ -5,14 +5,13 @@
 // those of the activations as many pairs of columns by 16 tokens, so sums are stored by row of
 // weights. A token's sums accumulate in the order of the columns, for any number of tokens.
 
+#if defined(__AMX_BF16__)
+
 #include "gemm.h"
+#include "microkernel.h"
 #include "quantization.h"
 #include "streaming.h"
 #include "thread_pool.h"
-
-#if defined(__AMX_BF16__)
-
-#include "microkernel.h"
 
 namespace baton::dequantized {
 
@@ -446,7 +445,7 @@ void linear(const GroupedLinear& args) {
     const bool is_streamed = uses_streaming_stores(args);
     const MultiplyPanel multiply = multiply_of(layout);
     WorkQueue queue(args.num_matrices * panels, passes, args.num_threads);
-    ThreadPool::instance().run(args.num_threads, [&](int i, int) {
+    run_parallel(args.num_threads, [&](int i, int) {
         RunTiles tiles;
         for (WorkQueue::Unit unit; queue.next(i, unit);) {
             const std::int64_t index = unit.index / panels;

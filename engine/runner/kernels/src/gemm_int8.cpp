@@ -225,7 +225,7 @@ void multiply(const GroupedLinear& args, const QuantizedLayout& layout) {
     const MultiplyPanel<COLUMNS> multiply_panel = multiply_of<COLUMNS>(layout);
     const std::int64_t panels = layout.num_panels();
     WorkQueue queue(args.num_matrices * panels, 1, args.num_threads);
-    ThreadPool::instance().run(args.num_threads, [&](int i, int) {
+    run_parallel(args.num_threads, [&](int i, int) {
         for (WorkQueue::Unit unit; queue.next(i, unit);) {
             const std::int64_t index = unit.index / panels;
             const Gemm<COLUMNS> gemm{

@@ -48,7 +48,7 @@ void linear(const GroupedLinear& args) {
     const MultiplyPanel multiply = multiply_of(layout);
     const std::int64_t panels = layout.num_panels();
     WorkQueue queue(args.num_matrices * panels, 1, args.num_threads);
-    ThreadPool::instance().run(args.num_threads, [&](int i, int) {
+    run_parallel(args.num_threads, [&](int i, int) {
         for (WorkQueue::Unit unit; queue.next(i, unit);) {
             const std::int64_t index = unit.index / panels, panel = unit.index % panels;
             const PackedMatrix& matrix = args.matrices[index];

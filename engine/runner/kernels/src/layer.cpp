@@ -49,7 +49,7 @@ void linear(const PackedMatrix& matrix, Place place, const Bf16* src, Bf16* dst,
         .num_threads = pass.num_threads,
     };
     baton_linear(&args);
-    if (next != nullptr) ThreadPool::instance().expect(next->packed, baton_packed_bytes(next));
+    if (next != nullptr) expect_reads(next->packed, baton_packed_bytes(next));
     add_low_rank(matrix, place, src, dst, layer, pass);
 }
 

@@ -4,6 +4,8 @@
 #include "simd.h"
 #include "thread_pool.h"
 
+#include <atomic>
+
 using namespace baton;
 
 namespace {
@@ -53,7 +55,7 @@ std::uint32_t baton_read_memory(const void* memory, std::int64_t num_vectors,
     const std::int64_t num_steps =
         num_vectors * std::int64_t(sizeof(U32x16) / sizeof(U32Reg)) / kRegs;
     std::atomic<std::uint32_t> found{0};
-    ThreadPool::instance().run(num_threads, [&](int i, int count) {
+    run_parallel(num_threads, [&](int i, int count) {
         const Slice slice(num_steps, i, count);
         U32Reg first = {}, second = {}, third = {}, fourth = {};
         for (const U32Reg* at = words + slice.first * kRegs; at < words + slice.end * kRegs;
@@ -70,8 +72,7 @@ std::uint32_t baton_read_memory(const void* memory, std::int64_t num_vectors,
 
 float baton_multiply_registers(std::int64_t num_products, std::int32_t num_threads) {
     std::atomic<float> found{0};
-    ThreadPool::instance().run(num_threads,
-                               [&](int, int) { found = multiply_in_registers(num_products); });
+    run_parallel(num_threads, [&](int, int) { found = multiply_in_registers(num_products); });
     return found;
 }
 

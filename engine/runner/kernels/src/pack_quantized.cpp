@@ -124,7 +124,7 @@ void pack(const PackArgs& args) {
     const QuantizedLayout layout(args.matrix);
     const auto* const weights = static_cast<const std::uint8_t*>(args.weights);
     auto* const packed = static_cast<std::uint8_t*>(args.matrix.packed);
-    ThreadPool::instance().run(args.num_threads, [&](int i, int count) {
+    run_parallel(args.num_threads, [&](int i, int count) {
         constexpr std::int64_t kSharedRows = 4;
         const Slice slice((layout.num_rows + kSharedRows - 1) / kSharedRows, i, count);
         const std::int64_t end = std::min(kSharedRows * slice.end, layout.num_rows);
