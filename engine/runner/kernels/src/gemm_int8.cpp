@@ -38,17 +38,20 @@ struct Steps<FORMAT, ScaleType::kSteps> {
 
 // Scales of a group's rows, and what is added to their numbers times these. Centred numbers are
 // multiplied without their zero point.
-template <NumberFormat FORMAT, ScaleType SCALE>
+template <bool IS_CENTRED>
 struct GroupHeader {
-    alignas(64) float scales[kPanelRows], offsets[is_centred(FORMAT) ? 0 : kPanelRows];
+    alignas(64) float scales[kPanelRows], offsets[IS_CENTRED ? 0 : kPanelRows];
+};
 
-    GroupHeader(const std::uint8_t* group, const Steps<FORMAT, SCALE>& steps) {
+template <NumberFormat FORMAT, ScaleType SCALE>
+struct LoadedHeader : GroupHeader<is_centred(FORMAT)> {
+    LoadedHeader(const std::uint8_t* group, const Steps<FORMAT, SCALE>& steps) {
         for (int v = 0; v < kVectors; ++v) {
             const F32x16 scale = scale_of(group, steps, v);
-            std::memcpy(scales + v * kLanes, &scale, sizeof scale);
+            std::memcpy(this->scales + v * kLanes, &scale, sizeof scale);
             if constexpr (!is_centred(FORMAT)) {
                 const F32x16 offset = offset_of(group, scale, steps, v);
-                std::memcpy(offsets + v * kLanes, &offset, sizeof offset);
+                std::memcpy(this->offsets + v * kLanes, &offset, sizeof offset);
             }
         }
     }
@@ -91,6 +94,12 @@ struct Gemm {
     }
 };
 
+// The format of the same numbers with zero points.
+constexpr NumberFormat without_offsets(NumberFormat format) {
+    using enum NumberFormat;
+    return format == kInt4Offsets ? kInt4 : format == kInt6Offsets ? kInt6 : format;
+}
+
 template <NumberFormat FORMAT, int COLUMNS>
 constexpr std::int64_t block_bytes = kPanelRows * COLUMNS * bits_of(FORMAT) / 8;
 
@@ -98,8 +107,9 @@ constexpr std::int64_t kPassTokens = 32;  // their sums stay in L1
 using Sums = float[kPassTokens][kPanelRows];
 
 // Adds the dot products of a token with kRows rows, from row `at` of a panel on.
-template <NumberFormat FORMAT, typename Block, typename Header>
-inline void add_dots(float* sums, Integers dots, const Block& block, const Header& header, int at) {
+template <NumberFormat FORMAT, typename Block>
+inline void add_dots(float* sums, Integers dots, const Block& block,
+                     const GroupHeader<is_centred(FORMAT)>& header, int at) {
     Floats total = load_floats(sums + at);
     if constexpr (is_centred(FORMAT)) dots = minus(dots, centre_of(FORMAT) * block.total);
     total = multiply_add(total, scaled(dots, block.scale), load_floats(header.scales + at));
@@ -116,24 +126,25 @@ inline void prefetch(const std::uint8_t* weights, std::int64_t num_bytes) {
 }
 
 // Multiplies a block of one token: hardware prefetches all that it reads.
-template <NumberFormat FORMAT, typename Block, typename Header>
-inline void multiply_one(float* sums, const std::uint8_t* words, const Block& block,
-                         const Header& header) {
+template <NumberFormat FORMAT, typename Block>
+BATON_BLOCK void multiply_one(float* sums, const std::uint8_t* words, const Block& block,
+                              const GroupHeader<is_centred(FORMAT)>& header) {
     Integers dots[kPanelRows / kRows];
     dot_panel<FORMAT>(dots, words, block);
-#pragma GCC unroll 8
+#pragma GCC unroll kUnroll
     for (int at = 0; at < kPanelRows; at += kRows)
         add_dots<FORMAT>(sums, dots[at / kRows], block, header, at);
 }
 
 // Multiplies a block of several tokens, of which one follows the other after `stride` blocks. The
 // weights of a few rows stay in registers meanwhile, so blocks are not read in ascending order.
-template <NumberFormat FORMAT, int COLUMNS, typename Header>
-inline void multiply_several(Sums& sums, const std::uint8_t* words,
-                             const ActivationBlock<COLUMNS>* blocks, std::int64_t stride,
-                             std::int64_t num_tokens, const Header& header) {
+template <NumberFormat FORMAT, int COLUMNS>
+BATON_BLOCK void multiply_several(Sums& sums, const std::uint8_t* words,
+                                  const ActivationBlock<COLUMNS>* blocks, std::int64_t stride,
+                                  std::int64_t num_tokens,
+                                  const GroupHeader<is_centred(FORMAT)>& header) {
     prefetch(words, block_bytes<FORMAT, COLUMNS>);
-#pragma GCC unroll 8
+#pragma GCC unroll kUnroll
     for (int at = 0; at < kPanelRows; at += kRows) {
         const Weights<FORMAT, COLUMNS> weights(words + at * sizeof(std::uint32_t));
         for (std::int64_t t = 0; t < num_tokens; ++t) {
@@ -151,20 +162,25 @@ void multiply_pass(const Gemm<COLUMNS>& p, std::int64_t panel, std::int64_t firs
     std::memset(sums, 0, sizeof sums[0] * num_tokens);
     const ActivationBlock<COLUMNS>* blocks = p.token(first);
     const std::int64_t stride = p.num_blocks();
-    const auto* const packed = static_cast<const std::uint8_t*>(p.matrix.packed);
+    const auto* words = static_cast<const std::uint8_t*>(p.matrix.packed);
+    words += panel * p.layout.panel_bytes();
     Steps<FORMAT, SCALE> steps;
     for (std::int64_t group = 0; group < p.layout.num_groups(); ++group) {
-        if (group * p.layout.group_size % kStepColumns == 0)
-            steps.load(packed + p.layout.steps_at(panel, group));
-        const std::uint8_t* words = packed + p.layout.group_at(panel, group);
+        if (group * p.layout.group_size % kStepColumns == 0) {
+            steps.load(words);
+            words += step_bytes_of(FORMAT, SCALE);
+        }
         if (num_tokens > 1) prefetch(words, header_bytes_of(FORMAT, SCALE));
-        const GroupHeader<FORMAT, SCALE> header(words, steps);
+        const LoadedHeader<FORMAT, SCALE> header(words, steps);
+        // The hardware prefetcher expects ascending addresses, so the header is read first.
+        if constexpr (SCALE == ScaleType::kSteps) asm volatile("" ::: "memory");
         words += header_bytes_of(FORMAT, SCALE);
         for (std::int64_t i = 0; i < p.blocks_per_group(); ++i, ++blocks) {
+            constexpr NumberFormat kNumbers = without_offsets(FORMAT);
             if (num_tokens == 1)
-                multiply_one<FORMAT>(sums[0], words, *blocks, header);
+                multiply_one<kNumbers>(sums[0], words, *blocks, header);
             else
-                multiply_several<FORMAT>(sums, words, blocks, stride, num_tokens, header);
+                multiply_several<kNumbers>(sums, words, blocks, stride, num_tokens, header);
             words += block_bytes<FORMAT, COLUMNS>;
         }
     }

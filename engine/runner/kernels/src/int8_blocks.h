@@ -7,6 +7,17 @@ namespace baton::int8_activations {
 
 constexpr int kMaxInt8 = 127;
 
+// Where a panel's header and sums fit into registers, loops over its rows are unrolled, and blocks
+// are multiplied inline. Elsewhere that is no faster, but takes long to compile: once more for each
+// type of scales and offsets.
+#if defined(__AVX2__)
+constexpr int kUnroll = 8;
+#define BATON_BLOCK inline
+#else
+constexpr int kUnroll = 1;
+#define BATON_BLOCK [[gnu::noinline]]
+#endif
+
 // Activations of a token in COLUMNS columns.
 template <int COLUMNS>
 struct ActivationBlock {

@@ -72,10 +72,10 @@ inline void dot_panel(Integers (&dots)[kPanelRows / kRows], const std::uint8_t* 
     constexpr int kUnitVectors = unit_words<FORMAT> * kVectors;
     const auto* unit = reinterpret_cast<const U32x16*>(words);
     for (Integers& each : dots) each = Integers{};
-#pragma GCC unroll 2
+#pragma GCC unroll kUnroll
     for (int first = 0; first < COLUMNS / 4; first += kUnitQuads, unit += kUnitVectors) {
         prefetch_ahead(unit, kUnitVectors);
-#pragma GCC unroll 4
+#pragma GCC unroll kUnroll
         for (int i = 0; i < kUnitQuads; ++i)
             for (int v = 0; v < kVectors; ++v)
                 dot_add_int8(dots[v], quad_of<FORMAT>(unit + v, i), block.quads[first + i]);
