@@ -14,7 +14,7 @@ from baton.core.ids import (
     RequestId,
 )
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
-from baton.core.media import MediaSegment
+from baton.core.media import MediaSegment, Picture
 from baton.core.sampling import SamplingParams
 from baton.core.task import GENERATE, Task
 
@@ -33,6 +33,7 @@ class EngineRequest:
     priority: int = 0  # lower runs earlier
     adapter: AdapterRef = NO_ADAPTER  # of the served model
     media: tuple[MediaSegment, ...] = ()  # in the prompt
+    pictures: tuple[Picture, ...] = ()  # of the media; none where KV of the prompt arrives
     cache_salt: str = ""
     tenant: str = ""  # owner of the salt, to whose quota its blocks count; empty: the salt itself
     client: str = ""  # opaque; clients share the KV cache equally while it is full

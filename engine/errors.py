@@ -52,5 +52,9 @@ class RowOverflow(EngineError):
     """A plan assigns a request more blocks or tokens than its row in the runner's batch holds."""
 
 
+class EncodingsUnaccounted(EngineError):
+    """A consistency check found encodings of pictures that are not accounted for."""
+
+
 class BlocksUnaccounted(EngineError):
     """A consistency check found a wrong reference count or request count."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 from baton.core.ids import BlockId, RequestId
 from baton.core.logprobs import TokenLogprobs
+from baton.core.media import MediaSegment, Picture
 from baton.core.output import Failure
 from baton.core.sampling import SamplingParams
 from baton.core.task import GENERATE, Task
@@ -42,6 +44,19 @@ StateCopies: TypeAlias = Mapping[RequestId, tuple[StateSnapshot, ...]]
 NO_STATE_COPIES: StateCopies = {}
 
 
+class MediaOrders(NamedTuple):
+    """Pictures to encode before a pass, by request, and encodings to forget before that.
+
+    A picture can be ordered for several requests, and is encoded once.
+    """
+
+    freed: tuple[bytes, ...] = ()  # digests
+    encoded: Mapping[RequestId, tuple[Picture, ...]] = MappingProxyType({})
+
+
+NO_MEDIA = MediaOrders()
+
+
 @dataclass(frozen=True, slots=True)
 class PlanRow:
     """Full state of a request that enters the runner's batch, new or resumed.
@@ -60,6 +75,7 @@ class PlanRow:
     state: StateBlocks | None = None  # of a model with recurrent layers
     task: Task = GENERATE
     adapter: str = ""  # id of the adapter that computes it; empty: none
+    media: tuple[MediaSegment, ...] = ()  # in the prompt
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -86,6 +102,7 @@ class Plan:
     max_draft_tokens: int = 0
     kv_orders: KvOrders = NO_KV_ORDERS
     state_copies: StateCopies = field(default_factory=dict)
+    media: MediaOrders = NO_MEDIA
     # Repeats a part of a failed pass. The runner first removes all rows that the plan names,
     # known or not. No layer of KV is sent to a peer before the pass has ended.
     is_retry: bool = False
@@ -97,12 +114,14 @@ class Plan:
             started=tuple(rows),
             num_scheduled_tokens=_part(self.num_scheduled_tokens, request_ids),
             state_copies=_part(self.state_copies, request_ids),
+            media=self.media._replace(encoded=_part(self.media.encoded, request_ids)),
             is_retry=True,
         )
 
     @property
     def concerns_runner(self) -> bool:
-        return bool(self.num_scheduled_tokens or self.started or self.dropped)
+        has_rows = self.num_scheduled_tokens or self.started or self.dropped
+        return bool(has_rows or self.media is not NO_MEDIA)
 
     @property
     def is_empty(self) -> bool:

@@ -30,6 +30,7 @@ class ModelInfo:
     hidden_size: int = 0
     pooling: Pooling | None = None  # None: the model embeds nothing
     can_generate: bool = True
+    encodes_pictures: bool = False  # its vision tower is loaded
     # Names an option of the kernels that changes the bits of KV, but not its meaning: nodes hand
     # requests over, and find no cached blocks of each other.
     numerics: str = ""

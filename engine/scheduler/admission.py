@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from baton.core.output import FinishReason
+from baton.core.output import Failure, FailureCause, FinishReason
 from baton.core.task import TaskOutput
 from baton.engine.kv_arrival.kv_source import PrefixNeed
 from baton.engine.kv_cache.cache_group import PrefixHit
@@ -17,6 +17,7 @@ from baton.engine.scheduler.request import Request, RequestStatus
 from baton.engine.scheduler.state import SchedulerState
 
 NO_HIT = PrefixHit(0, ())
+PIXELS_LOST = "the KV of pictures was lost, and this node has no pixels to compute it again"
 
 
 class Refusal(Enum):
@@ -71,6 +72,7 @@ class AdmissionRules:
                 # After the lookup: a long prompt whose prefix is cached counts as short.
                 self._limit_long_prompts,
                 self._require_tokens,
+                self._require_encodings,
                 self._take_blocks,
             ),
             self._start_prefill,
@@ -168,6 +170,27 @@ class AdmissionRules:
         candidate.chunk = self._budget.first_chunk(candidate.request, candidate.num_missing)
         return None if candidate.chunk else Refusal.BLOCKS
 
+    # --- rules: pictures ----------------------------------------------------------
+
+    def _require_encodings(self, candidate: Candidate) -> Refusal | None:
+        """Cut the first chunk before a picture that there is no room to encode.
+
+        A decode node has no pixels: a request that lost the KV of its pictures ends there.
+        """
+        request, start = candidate.request, self._start_of(candidate)
+        if request.media is None:
+            return None
+        if request.media.lacks_pixels(start):
+            failure = Failure(PIXELS_LOST, FailureCause.KV_LOST)
+            self._state.end(request, FinishReason.ERROR, failure)
+            return Refusal.SET_ASIDE
+        if self._state.media is not None:
+            candidate.chunk = self._state.media.limit(request.media, start, candidate.chunk)
+        return None if candidate.chunk else Refusal.BLOCKS
+
+    def _start_of(self, candidate: Candidate) -> int:
+        return candidate.hit.num_blocks * self._state.cache.block_size
+
     # --- rules: the prefix --------------------------------------------------------
 
     def _find_prefix(self, candidate: Candidate) -> Refusal | None:
@@ -233,6 +256,7 @@ class AdmissionRules:
         state.waiting.remove(request)
         request.move(RequestStatus.RUNNING)
         state.batch.start_prefill(request, candidate.chunk)
+        state.use_media(request, self._start_of(candidate), candidate.chunk)
         # A sender's cached blocks need not be computed: the peer can have them at once.
         state.arrivals.sends.send(request.submitted.send_to, request.kv, candidate.hit.num_blocks)
         self._budget.give(request, candidate.chunk, candidate.num_missing)

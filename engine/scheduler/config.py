@@ -174,6 +174,17 @@ class SchedulerConfig:
     max_loras: int = 0  # different adapters in a batch
     # A request whose adapter gets no place claims the one that was taken first after this time.
     max_adapter_wait_s: float = 5.0
+    encoder_cache_tokens: Annotated[
+        int,
+        Option(
+            "Tokens of pictures whose encodings a node keeps in memory, so that a picture which "
+            "it has seen is not encoded again. The largest picture must fit.",
+            BATCHING,
+            at_least=1,
+            is_setting=True,
+        ),
+    ] = 16_384
+    encodes_pictures: bool = False  # the model has a vision tower, which is loaded
     pooling: Pooling | None = None  # of the model; None: it embeds nothing
     can_generate: bool = True
     # Raises InvalidRequest for arguments that no logits processor accepts.
@@ -197,6 +208,11 @@ class SchedulerConfig:
     def num_slots_per_decode(self) -> int:
         """The number of KV slots that a decoding request can write in one step."""
         return 1 + self.num_lookahead_tokens
+
+    @property
+    def num_encoder_rows(self) -> int:
+        """The size of the cache of encodings in rows; 0: the node encodes no pictures."""
+        return self.encoder_cache_tokens if self.encodes_pictures else 0
 
     @property
     def pooling_needs_all_tokens(self) -> bool:

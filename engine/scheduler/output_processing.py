@@ -198,6 +198,8 @@ class OutputProcessor:
             self._state.arrivals.gives.withdraw(request.kv.block_ids)
             self._state.cache.uncache_blocks(request.kv)
             self._state.arrivals.stores.drop(request.kv)
+            if request.media is not None and self._state.media is not None:
+                self._state.media.drop(request.media)
         self._state.end(request, FinishReason.ERROR, failure)
 
     # --- KV reports ---------------------------------------------------------------

@@ -17,6 +17,7 @@ from baton.engine.errors import OutOfOrder
 from baton.engine.kv_arrival.arrival import Arrival, GivenKv
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.held_kv import HeldKv
+from baton.engine.media.request_media import RequestMedia
 from baton.engine.structured_output.grammar import Grammar
 
 # (priority, arrival time, serial number): lower is scheduled earlier. FCFS sets priority to zero.
@@ -88,6 +89,7 @@ class Request:
     num_prompt_tokens: int = field(init=False)
     kv: HeldKv = field(init=False)
     arrival: Arrival = field(init=False)
+    media: RequestMedia | None = field(init=False)  # None: its prompt is text alone
     num_prompt_logprobs: int = 0  # already returned
     shortage: BlockShortage | None = None  # found when it was last tried to be started
     lasting_shortage: BlockShortage | None = None  # that no preemption could end
@@ -124,6 +126,7 @@ class Request:
             submitted.media,
             submitted.adapter,
         )
+        self.media = RequestMedia.of(submitted) if submitted.media else None
         foreign = submitted.foreign_kv
         self.arrival = Arrival(
             self.kv,

@@ -12,7 +12,15 @@ from __future__ import annotations
 from collections import deque
 
 from baton.core.ids import RequestId
-from baton.engine.plan import NO_STATE_COPIES, BlockTables, Plan, PlanRow, StateCopies
+from baton.engine.plan import (
+    NO_MEDIA,
+    NO_STATE_COPIES,
+    BlockTables,
+    MediaOrders,
+    Plan,
+    PlanRow,
+    StateCopies,
+)
 from baton.engine.scheduler.planned_step import PlannedStep
 from baton.engine.scheduler.request import BY_RANK, NOT_DUE, Request
 from baton.engine.scheduler.step_pace import StepLoad
@@ -150,6 +158,7 @@ class RunningBatch:
         kv_orders: KvOrders,
         max_draft_tokens: int = 0,
         state_copies: StateCopies = NO_STATE_COPIES,
+        media: MediaOrders = NO_MEDIA,
     ) -> Plan:
         """Return the plan of this step, which is pending from now on."""
         num_scheduled_tokens, num_prompt_tokens = decodes, 0
@@ -167,6 +176,7 @@ class RunningBatch:
             max_draft_tokens=max_draft_tokens,
             kv_orders=kv_orders,
             state_copies=state_copies,
+            media=media,
         )
         self._dropped.clear()
         self._started.clear()
@@ -212,4 +222,5 @@ def make_row(request: Request) -> PlanRow:
         state=request.kv.state_blocks,
         task=request.submitted.task,
         adapter=request.submitted.adapter.id,
+        media=request.submitted.media,
     )

@@ -269,6 +269,8 @@ class Scheduler:
             self._state.arrivals.forget()
             holders = (*self._state.held_kv(), *self._state.arrivals.receives.receivers())
             num_blocks[KV] = self._state.cache.reset(holders)
+            if self._state.media is not None:
+                self._state.media.reset()
             self._state.must_preempt_all |= reset_running
         return num_blocks | dict(self._state.arrivals.stores.clear(tiers or None))
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from baton.core.ids import RequestId
 from baton.engine.kv_cache.cache_group import PassChunk
-from baton.engine.plan import BlockTables, Plan
+from baton.engine.plan import NO_MEDIA, BlockTables, Plan
 from baton.engine.scheduler.admission import AdmissionRules, Refusal
 from baton.engine.scheduler.fairness import victims_over_share
 from baton.engine.scheduler.prompt_budget import PromptBudget
@@ -99,6 +99,8 @@ class StepPlanner:
         is_ready_served = self._schedule_ready()
         # All that decode are in the batch now, and prompts get what they leave.
         self.budget.begin_step(self._state.batch.num_decoding)
+        if self._state.media is not None:
+            self._state.media.begin_step()
         # Blocks of a preempted request are for the running ones. A new request would take them
         # and be preempted next.
         is_preempted = self._state.total_preemptions != num_preemptions
@@ -171,7 +173,10 @@ class StepPlanner:
         # Blocks that became full since the last step were registered in this one.
         state.arrivals.stores.store_new()
         budget, orders = self.budget, state.arrivals.orders.take()
-        plan = batch.take_plan(decodes, budget.load, orders, budget.num_draft_tokens, state_copies)
+        media = NO_MEDIA if state.media is None else state.media.take_orders()
+        plan = batch.take_plan(
+            decodes, budget.load, orders, budget.num_draft_tokens, state_copies, media
+        )
         for chunk, request in zip(chunks, batch.chunks, strict=True):
             if chunk.end == request.num_tokens:
                 request.is_long = False
@@ -278,6 +283,8 @@ class StepPlanner:
         num_given = batch.chunks.get(request, 0)
         num_missing = request.num_tokens - batch.position(request) - num_given
         chunk = self.budget.next_chunk(request, num_missing, num_given)
+        if request.media is not None:
+            chunk = self._state.use_media(request, batch.position(request) + num_given, chunk)
         batch.continue_prefill(request, chunk)
         # Without tokens, too: it still counts as an incomplete prefill.
         self.budget.give(request, chunk, num_missing)

@@ -17,6 +17,7 @@ from baton.engine.kv_cache.cache import KvCache
 from baton.engine.kv_cache.cache_group import PrefixHit
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.held_kv import HeldKv
+from baton.engine.media.media_planner import MediaPlanner
 from baton.engine.scheduler.batch_adapters import BatchAdapters
 from baton.engine.scheduler.client_shares import ClientShares
 from baton.engine.scheduler.config import SchedulerConfig, SchedulingPolicy
@@ -49,6 +50,9 @@ class SchedulerState:
         self.ready = RankedQueue()
         self.batch = RunningBatch(config.num_slots_per_decode)
         self.adapters = BatchAdapters(config.max_loras)
+        self.media: MediaPlanner | None = None  # None: the model takes no pictures
+        if config.num_encoder_rows:
+            self.media = MediaPlanner(config.num_encoder_rows, config.max_num_batched_tokens)
         self.num_waiting_for_remote_kvs = 0
         self.num_waiting_for_fsm = 0
         self.total_preemptions = 0
@@ -151,6 +155,8 @@ class SchedulerState:
         is_written = self._dequeue(request)
         if request.adapter_id:
             self._release_adapter(request)
+        if request.media is not None and self.media is not None:
+            self.media.release(request.request_id)
         if request.arrival.foreign_kv is not None:
             self.arrivals.foreign.let_go(request.arrival)
         request.arrival.is_over = True  # others no longer wait behind it for room to load
@@ -314,6 +320,8 @@ class SchedulerState:
     def check(self) -> None:
         """Raise BlocksUnaccounted unless all blocks and requests are accounted for."""
         self.cache.check(self._held_blocks(), self.held_kv())
+        if self.media is not None:
+            self.media.check(self.batch.running.keys())
         places = [
             *((request, RequestStatus.RUNNING) for request in self.batch.running.values()),
             *((request, RequestStatus.READY) for request in self.ready),
@@ -370,6 +378,8 @@ class SchedulerState:
         self._dequeue(request)
         if request.adapter_id:
             self._release_adapter(request)
+        if request.media is not None and self.media is not None:
+            self.media.release(request.request_id)
         self.cache.release(request.kv, is_over=False)
         self.clients.release(request)
         self.waiting.note_release(request.client)
@@ -377,6 +387,17 @@ class SchedulerState:
         request.is_resumed = True
         request.arrival.restart()  # what was not worth it may be better than computing
         self.waiting.push(request)
+
+    def use_media(self, request: Request, start: int, num_tokens: int) -> int:
+        """Have the pictures of these tokens encoded, as far as there is room.
+
+        Returns the tokens that can be computed, which are all for a prompt of text alone.
+        """
+        if request.media is None or self.media is None:
+            return num_tokens
+        num_tokens = self.media.limit(request.media, start, num_tokens)
+        self.media.use(request.kv, request.media, start, num_tokens)
+        return num_tokens
 
     def _release_adapter(self, request: Request) -> None:
         """Give up the place of a request's adapter, and queue those that can have one now.

@@ -11,6 +11,7 @@ from baton.core.structured_outputs import FIELD
 from baton.core.task import EmbedTask
 from baton.engine.kv_cache.block_hashes import MAX_TOKEN_ID
 from baton.engine.kv_cache.config import CacheConfig
+from baton.engine.media.request_media import RequestMedia
 from baton.engine.scheduler.config import SchedulerConfig
 
 
@@ -24,7 +25,7 @@ def validate_request(
     if request.adapter.id and request.adapter.id not in adapters:
         raise InvalidRequest(f"the adapter {request.adapter.name!r} is not served by this node")
     if request.media:
-        raise InvalidRequest("media are not served by this node: send text only")
+        _check_media(request, config)
     if isinstance(request.task, EmbedTask):
         _check_embed(request, request.task, config)
     elif not config.can_generate:
@@ -41,6 +42,26 @@ def validate_request(
         config.check_extra_args(request.sampling.extra_args)
     if request.receive_from is not None and request.send_to is not None:
         raise InvalidRequest("receive_from and send_to exclude each other: KV is passed on once")
+
+
+def _check_media(request: EngineRequest, config: SchedulerConfig) -> None:
+    if not config.num_encoder_rows and request.receive_from is None:
+        raise InvalidRequest("this node encodes no pictures: send text only")
+    end, media = 0, RequestMedia.of(request)
+    for segment in request.media:
+        if segment.start < end:
+            raise InvalidRequest("the media of the prompt overlap, or are not in order")
+        end = segment.start + segment.num_tokens
+    if end > len(request.prompt_token_ids):
+        raise InvalidRequest(f"a picture ends at token {end}, after the end of the prompt")
+    if request.receive_from is None and media.lacks_pixels(0):
+        raise InvalidRequest("a picture of the prompt has no pixels")
+    largest = max(media.num_rows.values())
+    if request.receive_from is None and largest > config.num_encoder_rows:
+        raise InvalidRequest(
+            f"a picture takes {largest} tokens, more than encoder-cache-tokens "
+            f"({config.num_encoder_rows}): send a smaller one"
+        )
 
 
 def _check_embed(request: EngineRequest, task: EmbedTask, config: SchedulerConfig) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from baton.core.ids import AdapterRef, HandoffId, NodeId, Peer, RequestId
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
+from baton.core.media import MediaSegment, Picture
 from baton.core.output import FinishReason, Output
 from baton.core.pause_mode import PauseMode
 from baton.core.request import EngineRequest, PrefixSource, ReceiveKv
@@ -49,10 +50,11 @@ from tests.support.fake_runner import (
     Slot,
     content_of,
     empty_content,
+    seen_tokens,
     tokens_alone,
     vector_of,
 )
-from tests.support.fake_wire import FakeWire, context_of
+from tests.support.fake_wire import FakeWire, context_of, seen_context
 from tests.support.scheduler_state import is_idle
 
 VOCAB_SIZE = 11
@@ -60,6 +62,12 @@ BLOCKS_PER_RUN = 2
 IDLE_S = 0.05  # at which an engine without work looks for reports, in virtual time
 SOURCE = Peer(NodeId("prefill-0"), "127.0.0.1:1")
 OTHER_SOURCE = Peer(NodeId("prefill-1"), "127.0.0.1:2")
+
+
+def pictures_of(media: Sequence[MediaSegment]) -> tuple[Picture, ...]:
+    """Return pictures of a pixel each."""
+    digests = dict.fromkeys(segment.digest for segment in media)
+    return tuple(Picture(digest, 1, 1, digest[:3]) for digest in digests)
 
 
 @dataclass(slots=True)
@@ -245,6 +253,7 @@ class EngineWorld:
         kv_hints: KvHints = NO_KV_HINTS,
         adapter: str = "",
         task: Task | None = None,
+        media: Sequence[MediaSegment] = (),
     ) -> RequestId:
         """Add a request. An integer prompt is a prompt of that length with a common prefix.
 
@@ -271,6 +280,9 @@ class EngineWorld:
             prefix_source=None if num_promised is None else PrefixSource(source, num_promised),
             kv_hints=kv_hints,
             adapter=AdapterRef(adapter, adapter),
+            media=tuple(media),
+            # A decode node gets no pixels.
+            pictures=() if receives else pictures_of(media),
         )
         self.scheduler.adapters.add(adapter)
         self._is_at_rest = False
@@ -283,6 +295,7 @@ class EngineWorld:
     def _cache_at_peers(self, engine_request: EngineRequest) -> None:
         """Let the peers have all blocks of a request and its answer."""
         token_ids = [*context_of(engine_request), *self.alone(engine_request)[0]]
+        seen = seen_tokens(token_ids, engine_request.media)
         naming = self.cache_config.naming
         names = naming.names(
             token_ids, len(engine_request.prompt_token_ids), engine_request.prefix_keys
@@ -293,7 +306,7 @@ class EngineWorld:
         for place, name in enumerate(names):
             block = range(place * size, (place + 1) * size)
             for position in block:
-                content.append(token_ids[position], self.specs)
+                content.append(seen[position], self.specs)
             its: dict[bytes, list[Slot]] = {
                 name_in_group(name, group): slots[block.start : block.stop]
                 for group, slots in enumerate(content.slots)
@@ -332,7 +345,7 @@ class EngineWorld:
         self.scheduler.resume()
 
     def reset_prefix_cache(self, *, reset_running: bool = False) -> None:
-        self._is_at_rest &= not reset_running
+        self._is_at_rest = False
         self.scheduler.reset_prefix_cache(reset_running=reset_running)
 
     def crash(self, request_id: RequestId, place: CrashPlace) -> None:
@@ -539,7 +552,7 @@ class EngineWorld:
             return
         request = receipt.request
         content = content_of(
-            context_of(request), self.specs, self.num_state_blocks, request.adapter.id
+            seen_context(request), self.specs, self.num_state_blocks, request.adapter.id
         )
         needs_all = self.config.pooling_needs_all_tokens
         assert output.vector == vector_of(content, self.specs, needs_all)
@@ -572,7 +585,7 @@ class EngineWorld:
         room = self.config.max_model_len - len(context)
         count = min(sampling.max_tokens - num_prior, room)
         answer = tokens_alone(
-            context,
+            seen_context(engine_request),
             engine_request.seed,
             0 if engine_request.task.is_pooling else count,
             VOCAB_SIZE,

@@ -7,6 +7,9 @@ another token, exactly as it would with attention.
 With recurrent layers, a state block keeps one part of a state that each token changes and that
 goes into every KV slot, so that a wrong or incomplete state gives other tokens, too.
 
+The encoding of a picture is a number for each of its rows, which placeholder tokens take instead of
+their own, if the plans had the picture encoded before and not forgotten since.
+
 An adapter goes into every KV slot that it computes. The vector of a pooled row is computed from the
 blocks, or, if the pooling needs all tokens, from what the passes with the row have computed.
 """
@@ -23,10 +26,12 @@ from typing import ClassVar
 
 from baton.core.ids import NO_BLOCK, BlockId, RequestId
 from baton.core.logprobs import TokenLogprobs
+from baton.core.media import MediaSegment
 from baton.core.output import Failure
 from baton.engine.kv_cache.groups import FULL, KvCacheSpec
 from baton.engine.plan import (
     BlockIds,
+    MediaOrders,
     Pending,
     Plan,
     PlanRow,
@@ -163,6 +168,16 @@ def vector_of(content: Content, specs: Specs, of_all_tokens: bool) -> bytes:
     return str(hash((seen, tuple(content.state)))).encode()
 
 
+def seen_tokens(token_ids: Sequence[int], media: Sequence[MediaSegment]) -> list[int]:
+    """Return the tokens, with numbers of encodings in place of placeholders."""
+    seen = list(token_ids)
+    for segment in media:
+        for place in range(segment.num_tokens):
+            row = int.from_bytes(segment.digest) + segment.first + place
+            seen[segment.start + place] = row
+    return seen
+
+
 class KvTensor:
     """KV blocks. New memory contains garbage."""
 
@@ -280,6 +295,8 @@ class FakeRunner(SynchronousRunner):
     # Pooled rows need all tokens, which their passes must compute.
     pools_all_tokens: bool = False
     max_rows: int = 16  # with more tokens, a pass has no drafts
+    num_encoded: int = 0  # pictures
+    _encodings: set[bytes] = field(default_factory=set)  # by digest
     _num_drafts_left: int = 0  # in this step
     _rows: dict[RequestId, _Row] = field(default_factory=dict)
     _pooled: dict[RequestId, Content] = field(default_factory=dict)  # what passes have computed
@@ -321,6 +338,7 @@ class FakeRunner(SynchronousRunner):
 
     def run(self, plan: Plan) -> RunResult:
         result = RunResult()
+        self._encode(plan.media)
         self._drop(plan)
         for row in plan.started:
             self._forgotten.discard(row.request_id)
@@ -343,6 +361,12 @@ class FakeRunner(SynchronousRunner):
         self._num_drafts_left = self.max_drafts(plan)
         self._run_rows(plan, result)
         return result
+
+    def _encode(self, media: MediaOrders) -> None:
+        self._encodings.difference_update(media.freed)
+        ordered = {each.digest for pictures in media.encoded.values() for each in pictures}
+        self.num_encoded += len(ordered - self._encodings)
+        self._encodings |= ordered
 
     def _drop(self, plan: Plan) -> None:
         for request_id in plan.dropped:
@@ -438,8 +462,12 @@ class FakeRunner(SynchronousRunner):
             its += [GARBAGE] * num_unseen + self.kv.read(table, range(num_unseen, start))
         blocks_by_end = dict(snapshots)
         assert all(start < num_tokens <= end for num_tokens in blocks_by_end)
+        for segment in row.row.media:
+            if segment.overlaps(start, end) and segment.digest not in self._encodings:
+                raise AssertionError(f"a picture of {row.row.request_id} is not encoded")
+        seen = seen_tokens(row.token_ids, row.row.media)
         for position in range(start, end):
-            content.append(row.token_ids[position], self.specs)
+            content.append(seen[position], self.specs)
             for table, its in zip(row.block_tables, content.slots, strict=True):
                 self.kv.write(table, position, its[-1])
             if position + 1 in blocks_by_end:

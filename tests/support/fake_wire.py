@@ -27,6 +27,7 @@ from tests.support.fake_runner import (
     Specs,
     content_of,
     next_token,
+    seen_tokens,
 )
 
 
@@ -281,8 +282,8 @@ class FakeWire:
         self.num_given += len(outgoing.names)
 
     def _content_of(self, request: EngineRequest) -> Content:
-        context, adapter = context_of(request), request.adapter.id
-        return content_of(context, self._specs, self._num_state_blocks, adapter)
+        adapter = request.adapter.id
+        return content_of(seen_context(request), self._specs, self._num_state_blocks, adapter)
 
     def _blocks(self, content: Content, num_tokens: int) -> list[list[Slot]]:
         """Return the content of all blocks of a hand-off, in order."""
@@ -296,6 +297,11 @@ class FakeWire:
             ),
             *([part] * block_size for part in content.state),
         ]
+
+
+def seen_context(engine_request: EngineRequest) -> list[int]:
+    """Return the context with numbers of encodings in place of placeholders."""
+    return seen_tokens(context_of(engine_request), engine_request.media)
 
 
 def context_of(engine_request: EngineRequest) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from functools import partial
 from baton.core.errors import InvalidRequest
 from baton.core.ids import HandoffId, RequestId
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
+from baton.core.media import DIGEST_BYTES, MediaSegment
 from baton.core.output import FinishReason
 from baton.core.pause_mode import PauseMode
 from baton.core.pooling import Pooling, PoolingKind
@@ -29,6 +30,7 @@ from tests.support.fake_runner import CrashPlace
 from tests.support.fake_wire import context_of
 
 NUM_ACTIONS = 80
+MAX_PICTURE_ROWS, PLACEHOLDER = 5, 7
 Action = Callable[[EngineWorld, random.Random], None]
 ALL_ROLES = ("local", "local", "receives", "receives", "sends")
 HINTS = (
@@ -53,9 +55,11 @@ def run_history(seed: int) -> EngineWorld:
     evictions = random.Random(seed) if seed % 2 else None
     kinds = random.Random(seed) if seed % 5 < 3 else None
     pauses = random.Random(seed) if seed % 7 < 2 else None
+    sights = random.Random(seed) if seed % 11 < 4 else None
     config = draw_config(chance, can_draft=not num_state_blocks)
+    config = config if kinds is None else _draw_kinds(config, kinds)
     world = EngineWorld(
-        config if kinds is None else _draw_kinds(config, kinds),
+        config if sights is None else _draw_encoder(config, sights),
         num_blocks=num_blocks,
         groups=groups,
         num_state_blocks=num_state_blocks,
@@ -71,7 +75,7 @@ def run_history(seed: int) -> EngineWorld:
     if evictions is not None and seed % 4 == 1:
         _draw_costs(world, random.Random(seed))
     for _ in range(chance.randint(5, NUM_ACTIONS)):
-        act(world, chance, roles, pulls, kinds)
+        act(world, chance, roles, pulls, kinds, sights)
         if pauses is not None and pauses.random() < 0.15:
             _pause_or_resume(world, pauses)
         for other in (evictions, pulls):
@@ -234,14 +238,15 @@ def act(
     roles: Sequence[str],
     pulls: random.Random | None,
     kinds: random.Random | None,
+    sights: random.Random | None = None,
 ) -> None:
     """Apply one random event, mostly a step or a new request.
 
     With `pulls`, peers are said to have prefixes, and pull blocks. With `kinds`, some requests have
-    adapters, and some are pooled.
+    adapters, and some are pooled. With `sights`, some have pictures.
     """
     weight_by_action: dict[Action, float] = {
-        partial(_add, roles=roles, pulls=pulls, kinds=kinds): 4,
+        partial(_add, roles=roles, pulls=pulls, kinds=kinds, sights=sights): 4,
         partial(_continue, roles=roles, pulls=pulls, kinds=kinds): 1.5,
         **({} if pulls is None else {_request_blocks: 2}),
         _step: 40 if world.runs_ahead else 12,
@@ -277,6 +282,7 @@ def _add(
     roles: Sequence[str],
     pulls: random.Random | None,
     kinds: random.Random | None,
+    sights: random.Random | None,
 ) -> None:
     max_tokens = chance.choice([1, 2, 4, 8, 12, 16, 40])
     num_prior = min(max_tokens - 1, 15)
@@ -291,9 +297,11 @@ def _add(
         logprobs=chance.choice([None, None, 1]),
         prompt_logprobs=chance.choice([None, None, None, 1]),
     )
+    prompt = draw_tokens(chance, chance.choice([3, 8, 20]), world.kv.block_size)
+    media = _draw_media(prompt, sights)
     try:
         world.add(
-            draw_tokens(chance, chance.choice([3, 8, 20]), world.kv.block_size),
+            prompt,
             receives=role == "receives",
             sends=role == "sends",
             prior=prior,
@@ -305,6 +313,7 @@ def _add(
             kv_hints=hints if role == "local" or not hints.prefetch else NO_KV_HINTS,
             adapter=_draw_adapter(kinds),
             task=_draw_task(role, kinds),
+            media=media,
         )
     except InvalidRequest:
         return
@@ -329,6 +338,31 @@ def _draw_kinds(config: SchedulerConfig, kinds: random.Random) -> SchedulerConfi
         max_loras=kinds.randint(1, 3),
         max_adapter_wait_s=wait_s,
     )
+
+
+def _draw_encoder(config: SchedulerConfig, sights: random.Random) -> SchedulerConfig:
+    num_rows = sights.choice([MAX_PICTURE_ROWS, MAX_PICTURE_ROWS + 1, 10, 100])
+    return replace(config, encodes_pictures=True, encoder_cache_tokens=num_rows)
+
+
+def _draw_media(prompt: list[int], sights: random.Random | None) -> list[MediaSegment]:
+    """Return pictures of a prompt, some of which stand in two runs. Writes their placeholders."""
+    media: list[MediaSegment] = []
+    end = 0 if sights is not None and sights.random() < 0.5 else len(prompt)
+    while sights is not None:
+        rows, start = sights.randint(1, MAX_PICTURE_ROWS), end + sights.choice([0, 0, 1, 3])
+        runs = [range(rows)]
+        if rows > 2 and sights.random() < 0.4:
+            runs = [range(2), range(2, rows)]
+        for run in runs:
+            place = start + run.start + (run.start > 0)  # a text token is between runs
+            if place + len(run) > len(prompt):
+                return media
+            digest = bytes([rows]) * DIGEST_BYTES
+            media.append(MediaSegment(place, len(run), digest, run.start))
+            end = place + len(run)
+            prompt[place:end] = [PLACEHOLDER] * len(run)
+    return media
 
 
 def _draw_adapter(kinds: random.Random | None) -> str:
@@ -381,6 +415,7 @@ def _continue(
             max_tokens=chance.choice([1, 4, 16]),
             num_promised=_draw_promise(pulls),
             adapter=adapter if kinds is None or kinds.random() < 0.7 else _draw_adapter(kinds),
+            media=earlier.request.media,
         )
 
 
@@ -424,7 +459,7 @@ def _crash(world: EngineWorld, chance: random.Random) -> None:
 
 
 def _reset(world: EngineWorld, chance: random.Random) -> None:
-    world.scheduler.reset_prefix_cache()
+    world.reset_prefix_cache()
 
 
 def _pause_or_resume(world: EngineWorld, chance: random.Random) -> None:

@@ -31,7 +31,7 @@ def test_an_empty_prompt_is_refused() -> None:
 def test_media_are_refused() -> None:
     image = MediaSegment(0, 1, bytes(32))
 
-    _assert_refused(replace(make_engine_request([1]), media=(image,)), "media are not served")
+    _assert_refused(replace(make_engine_request([1]), media=(image,)), "encodes no pictures")
 
 
 def test_an_adapter_is_refused() -> None:

@@ -1,0 +1,125 @@
+"""Plans which pictures a step encodes, and cuts prompts before those it cannot. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from baton.core.ids import RequestId
+from baton.core.media import Picture
+from baton.engine.errors import EncodingsUnaccounted
+from baton.engine.kv_cache.held_kv import HeldKv
+from baton.engine.media.encoder_cache import EncoderCache
+from baton.engine.media.request_media import RequestMedia
+from baton.engine.plan import NO_MEDIA, MediaOrders
+
+
+@dataclass(slots=True, eq=False)
+class _User:
+    """A request that computes tokens of pictures."""
+
+    kv: HeldKv
+    # By digest: the length of the request after which it needs the encoding no more.
+    needs: dict[bytes, int] = field(default_factory=dict)
+
+
+class MediaPlanner:
+    """Keeps the encoder cache, and limits the rows that a step encodes.
+
+    An encoding is in use from the plan with the first token of its picture until the tokens of the
+    picture are computed. So a request that uses one can always go on, and none waits for another
+    that waits for it.
+    """
+
+    def __init__(self, num_cache_rows: int, max_rows_per_step: int) -> None:
+        self.cache = EncoderCache(num_cache_rows)
+        self._max_rows_per_step = max_rows_per_step
+        self._num_step_rows = 0
+        self._users: dict[RequestId, _User] = {}
+        self._new: dict[bytes, Picture] = {}  # that the next plan encodes
+        self._orders: dict[RequestId, tuple[Picture, ...]] = {}
+
+    def begin_step(self) -> None:
+        self._num_step_rows = 0
+
+    def limit(self, media: RequestMedia, start: int, num_tokens: int) -> int:
+        """Return how many of these tokens can be computed: up to a picture without room."""
+        used, added, num_rows = self._used(), dict[bytes, int](), self._num_step_rows
+        for segment in media.within(start, start + num_tokens):
+            digest = segment.digest
+            if digest not in self.cache and digest not in added:
+                added[digest] = media.num_rows[digest]
+                num_rows += added[digest]
+            used.add(digest)
+            is_over = num_rows > self._max_rows_per_step and num_rows != added.get(digest)
+            if (digest in added and is_over) or not self.cache.has_room(added, used):
+                return max(0, segment.start - start)
+        return num_tokens
+
+    def use(self, kv: HeldKv, media: RequestMedia, start: int, num_tokens: int) -> None:
+        """Encode the pictures of these tokens, for which there is room, unless they are cached."""
+        segments = [*media.within(start, start + num_tokens)]
+        if not segments:
+            return
+        needs = self._users.setdefault(kv.request_id, _User(kv)).needs
+        found = {segment.digest for segment in segments if segment.digest not in needs}
+        for segment in segments:  # before any is encoded, in place of others
+            end = segment.start + segment.num_tokens
+            needs[segment.digest] = max(needs.get(segment.digest, 0), end)
+        for segment in segments:
+            digest = segment.digest
+            if digest not in self.cache:
+                self._encode(media.pictures[digest], media.num_rows[digest])
+            elif digest in found and digest not in self._new:
+                self.cache.touch(digest)
+            found.discard(digest)
+        pictures = (self._new.get(segment.digest) for segment in segments)
+        ordered = dict.fromkeys(each.digest for each in pictures if each is not None)
+        if ordered:
+            earlier = (each.digest for each in self._orders.get(kv.request_id, ()))
+            digests = dict.fromkeys((*earlier, *ordered))
+            self._orders[kv.request_id] = tuple(self._new[digest] for digest in digests)
+
+    def _encode(self, picture: Picture, num_rows: int) -> None:
+        self.cache.add(picture.digest, num_rows, self._used())
+        self._num_step_rows += num_rows
+        self._new[picture.digest] = picture
+
+    def release(self, request_id: RequestId) -> None:
+        """Note that a request was preempted or has ended."""
+        self._users.pop(request_id, None)
+
+    def drop(self, media: RequestMedia) -> None:
+        """Forget the encodings of a request whose pass failed. Other users encode them again."""
+        for digest in media.num_rows:
+            self.cache.drop(digest)
+            for user in self._users.values():
+                user.needs.pop(digest, None)
+
+    def reset(self) -> None:
+        """Forget all encodings that no request uses."""
+        self.cache.clear(self._used())
+
+    def take_orders(self) -> MediaOrders:
+        """Return what the next pass encodes, and what the runner forgets before."""
+        freed = self.cache.take_freed()
+        if not freed and not self._orders:
+            return NO_MEDIA
+        orders = MediaOrders(freed, self._orders)
+        self._orders, self._new = {}, {}
+        return orders
+
+    def check(self, running: Collection[RequestId]) -> None:
+        """Raise EncodingsUnaccounted unless all adds up."""
+        self.cache.check(self._used())
+        gone = self._users.keys() - running
+        if gone:
+            raise EncodingsUnaccounted(f"{sorted(gone)} use encodings, but do not run")
+
+    def _used(self) -> set[bytes]:
+        used = set[bytes]()
+        for user in self._users.values():
+            computed = user.kv.num_computed_tokens
+            user.needs = {key: end for key, end in user.needs.items() if end > computed}
+            used.update(user.needs)
+        return used
