@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from baton.core.errors import InvalidRequest
+
 DIGEST_BYTES = 32
 NUM_CHANNELS = 3  # red, green, blue
 
@@ -21,7 +23,7 @@ class Picture:
         _check_digest(self.digest)
         size = self.height * self.width * NUM_CHANNELS
         if self.height < 1 or self.width < 1 or len(self.rgb) != size:
-            raise ValueError(
+            raise InvalidRequest(
                 f"a picture of {self.width}x{self.height} pixels has {len(self.rgb)} bytes"
             )
 
@@ -41,7 +43,7 @@ class MediaSegment:
     def __post_init__(self) -> None:
         _check_digest(self.digest)
         if self.start < 0 or self.num_tokens < 1 or self.first < 0:
-            raise ValueError(
+            raise InvalidRequest(
                 f"a segment of {self.num_tokens} tokens from {self.start}, of an encoding from "
                 f"{self.first}: it needs a token"
             )
@@ -53,4 +55,4 @@ class MediaSegment:
 
 def _check_digest(digest: bytes) -> None:
     if len(digest) != DIGEST_BYTES:
-        raise ValueError(f"a digest of {len(digest)} bytes instead of {DIGEST_BYTES}")
+        raise InvalidRequest(f"a digest of {len(digest)} bytes instead of {DIGEST_BYTES}")

@@ -215,6 +215,7 @@ def _build_card(
         vector_size=runner.info.vector_size,
         has_labels=runner.info.has_labels,
         generates=runner.info.can_generate,
+        encodes_pictures=runner.info.encodes_pictures,
         logprobs_mode=options.runner.logprobs_mode,
         kernels=runner.info.kernels,
         max_loras=scheduler.config.max_loras,

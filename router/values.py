@@ -11,7 +11,7 @@ from baton.core.foreign_kv import ForeignKv
 from baton.core.ids import ANY_MODEL, ModelVariant
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
 from baton.core.logprobs import TokenLogprobs
-from baton.core.media import MediaSegment
+from baton.core.media import MediaSegment, Picture
 from baton.core.reasoning import ReasoningSection
 from baton.core.sampling import SamplingParams
 from baton.core.stop_strings import StopRule
@@ -82,6 +82,7 @@ def lengths_in(value: object) -> Iterator[int]:
 class TokenPrompt:
     token_ids: tuple[int, ...]
     media: tuple[MediaSegment, ...] = ()
+    pictures: tuple[Picture, ...] = ()  # of the media
 
     @property
     def num_characters(self) -> int:

@@ -49,6 +49,7 @@ class NodeCard:
     generates: bool = True
     max_loras: int = 0  # different adapters in a batch; 0: it serves none
     logprobs_mode: str = RAW_LOGPROBS
+    encodes_pictures: bool = False  # a node without the model's vision tower cannot
     kernels: str = ""  # that compute the model, such as avx512bf16 or torch; empty: not reported
 
     @property

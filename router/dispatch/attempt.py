@@ -108,7 +108,8 @@ class Attempt:
         request, sender = self._request, leg.receives_from
         if sender is not None:
             source = Peer(sender.card.node_id, sender.address)
-            return replace(request, receive_from=ReceiveKv(self._handoff_id, source))
+            receive = ReceiveKv(self._handoff_id, source)
+            return replace(request, receive_from=receive, pictures=())
         request = replace(request, prefix_source=_prefix_source(self._route))
         return replace(request, send_to=self._handoff_id) if leg.sends else request
 

@@ -61,6 +61,7 @@ class DispatchedRequest:
             priority=call.priority,
             adapter=call.model.adapter,
             media=call.token_prompt.media,
+            pictures=call.token_prompt.pictures,
             cache_salt=self.cache_salt(handoff_id.attempt),
             tenant=call.tenant or call.cache_salt,
             client=call.client,

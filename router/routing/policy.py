@@ -101,9 +101,12 @@ def choose(
         return _choose_for_pooling(table, routing, request, without)
     groups = [group for group in table.groups(without) if group.model == request.model.base]
     groups = [group for group in _with_adapter(table, groups, request.model) if group.decodes]
+    if request.media:
+        groups = _with_towers(groups)
     groups = _filter_by_revision(groups, request.revision)
     if not groups:
-        raise NoNodes(f"no decode node{_adapter_of(request)} is reachable and open; {ADVICE}")
+        what = " that can get the KV of pictures" if request.media else ""
+        raise NoNodes(f"no decode node{_adapter_of(request)}{what} is reachable and open; {ADVICE}")
     if request.has_foreign_kv:
         return _choose_for_foreign_kv(table, routing, request, groups)
     paired = [group for group in groups if group.prefills]
@@ -179,6 +182,8 @@ def _local_reason(routing: Routing, view: RoutingView, decode: Node, prefill: No
     """
     if decode.address == prefill.address:
         return "one node was chosen for both legs"
+    if view.request.media and not decode.card.encodes_pictures:
+        return ""
     on_decode, on_prefill = view.missing_from_reported(decode), view.prompt_cost(prefill)
     num_in_flight = view.table.node_load(decode).num_sent_tokens
     limit = routing.local_prefill_below
@@ -270,6 +275,24 @@ def _with_adapter(
         return tuple(node for node in nodes if table.can_serve(node, model.adapter))
 
     return [NodeGroup(able(group.prefills), able(group.decodes)) for group in groups]
+
+
+def _with_towers(groups: list[NodeGroup]) -> list[NodeGroup]:
+    """Return the groups in which a node encodes pictures: a prefill node, or the decode node."""
+    groups = [
+        NodeGroup(
+            tuple(node for node in group.prefills if node.card.encodes_pictures), group.decodes
+        )
+        for group in groups
+    ]
+    paired = [group for group in groups if group.prefills]
+    if paired:
+        return paired
+    able = [
+        NodeGroup((), tuple(node for node in group.decodes if node.card.encodes_pictures))
+        for group in groups
+    ]
+    return [group for group in able if group.decodes]
 
 
 def _adapter_of(request: RoutingRequest) -> str:

@@ -53,7 +53,6 @@ SEQUENCE = Mapper(
         "arrival_s",
         "receive_from",
         "send_to",
-        "media",
         "tenant",
         "kv_hints",
         "cache_hints",

@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 
+from baton.core.errors import InvalidRequest
 from baton.core.ids import PrefixKeys
 from baton.core.media import MediaSegment
 from baton.engine.kv_cache.block_hashes import (
@@ -94,7 +95,7 @@ def test_parts_of_a_picture_are_told_apart_by_their_rows() -> None:
 
 
 def test_a_segment_without_a_whole_digest_is_refused() -> None:
-    with pytest.raises(ValueError, match="a digest of 31 bytes instead of 32"):
+    with pytest.raises(InvalidRequest, match="a digest of 31 bytes instead of 32"):
         MediaSegment(0, 1, bytes(31))
 
 

@@ -50,6 +50,10 @@ def with_host_blocks(node: Node, num_blocks: int) -> Node:
     return replace(node, card=replace(node.card, num_host_blocks=num_blocks))
 
 
+def _with_tower(node: Node) -> Node:
+    return replace(node, card=replace(node.card, encodes_pictures=True))
+
+
 def pair_of(route: Route) -> tuple[str, str]:
     return ("" if not route.is_split else names_of(route.first.node)), names_of(route.last.node)
 
@@ -489,7 +493,8 @@ def test_without_prefill_nodes_new_requests_stay_on_the_serving_revision() -> No
 
 
 def test_a_prompt_with_an_image_hits_only_the_blocks_in_front_of_it() -> None:
-    table = a_cluster()
+    prefills = [_with_tower(a_node(LegKind.PREFILL, f"p{n}")) for n in range(2)]
+    table = a_table(*prefills, a_node(LegKind.DECODE, "d0"))
     report_prefix(table, "p1", PROMPT)
     with_image = replace(REQUEST, media=(MediaSegment(40, 20, bytes(32)),))
 
@@ -509,3 +514,26 @@ def test_a_request_with_an_adapter_hits_no_blocks_of_the_base_model() -> None:
     adapted = choose(table, Routing(), replace(base, model=ModelVariant("tiny", adapter)))
 
     assert on_base.num_missing_tokens < adapted.num_missing_tokens == len(PROMPT)
+
+
+def test_a_prompt_with_an_image_is_computed_where_images_are_encoded() -> None:
+    with_image = replace(REQUEST, media=(MediaSegment(40, 20, bytes(32)),))
+    seeing, blind = a_node(LegKind.PREFILL, "p0"), a_node(LegKind.PREFILL, "p1")
+    table = a_table(_with_tower(seeing), blind, a_node(LegKind.DECODE, "d0"))
+    report_prefix(table, "d0", PROMPT[:48])  # for text, it would compute the rest itself
+
+    routing = Routing(RoutingPolicy.ROUND_ROBIN, local_prefill_below=1000)
+    chosen = {pair_of(choose(table, routing, replace(with_image, number=n))) for n in range(4)}
+
+    assert chosen == {("p0", "d0")}
+
+
+def test_a_decode_node_computes_a_prompt_with_an_image_only_if_it_encodes_images() -> None:
+    with_image = replace(REQUEST, media=(MediaSegment(40, 20, bytes(32)),))
+    blind, seeing = a_node(LegKind.DECODE, "d0"), _with_tower(a_node(LegKind.DECODE, "d1"))
+
+    chosen = choose(a_table(blind, seeing), Routing(), with_image)
+
+    assert names_of(chosen.last.node) == "d1"
+    with pytest.raises(NoNodes, match="can get the KV of pictures"):
+        choose(a_table(blind), Routing(), with_image)
