@@ -108,6 +108,10 @@ class Checkpoint(Protocol):
         """Return the sources of the chat templates by name."""
         ...
 
+    def read_image_processor(self) -> JsonFields | None:
+        """Return the fields of transformers' image processor, None without one."""
+        ...
+
     def load_tokenizer(self) -> Tokenizer: ...
 
     def read_tokenizer_json(self) -> str:

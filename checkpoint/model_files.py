@@ -1,4 +1,4 @@
-"""Files of a model folder: names of weight files, defaults of generation, chat templates."""
+"""Files of a model folder: weights, generation defaults, chat templates, image processor."""
 
 from __future__ import annotations
 
@@ -57,6 +57,16 @@ def read_chat_templates(folder: Path) -> dict[str, str]:
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
         templates[path.stem] = read_model_text(path)
     return templates
+
+
+def read_image_processor(folder: Path) -> JsonFields | None:
+    """Return the fields of the image processor: a file, or a part of that of the processor."""
+    path = folder / "processor_config.json"
+    processor = JsonFields.read(path) if path.exists() else None
+    if processor is not None and processor.has("image_processor"):
+        return processor.inner("image_processor")
+    path = folder / "preprocessor_config.json"
+    return JsonFields.read(path) if path.exists() else None
 
 
 def read_shard_names(index: Path) -> list[str]:

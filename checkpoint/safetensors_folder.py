@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING
 
 from baton.checkpoint.checkpoint import GenerationDefaults, Tensors
 from baton.checkpoint.json_fields import JsonFields, read_model_text
-from baton.checkpoint.model_files import read_chat_templates, read_generation_defaults
+from baton.checkpoint.model_files import (
+    read_chat_templates,
+    read_generation_defaults,
+    read_image_processor,
+)
 from baton.checkpoint.pooling_files import read_max_text_len, read_pooling
 from baton.core.pooling import Pooling
 
@@ -37,6 +41,9 @@ class SafetensorsFolder:
 
     def read_chat_templates(self) -> dict[str, str]:
         return read_chat_templates(self.path)
+
+    def read_image_processor(self) -> JsonFields | None:
+        return read_image_processor(self.path)
 
     def load_tokenizer(self) -> Tokenizer:
         from baton.checkpoint.tokenizer_files import load_tokenizer  # nodes do not need jinja

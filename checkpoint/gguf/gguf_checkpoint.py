@@ -45,6 +45,10 @@ class GgufCheckpoint:
     def read_chat_templates(self) -> dict[str, str]:
         return read_chat_templates(self._file)
 
+    def read_image_processor(self) -> None:
+        """Return that the file is of a model of text alone."""
+        return
+
     def load_tokenizer(self) -> Tokenizer:
         from baton.checkpoint.gguf.gguf_tokenizer import load_tokenizer  # nodes do not need jinja
 

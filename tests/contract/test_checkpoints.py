@@ -75,6 +75,9 @@ class MemoryCheckpoint:
     def read_max_text_len(self) -> None:
         return None
 
+    def read_image_processor(self) -> None:
+        return None
+
     def read_chat_templates(self) -> dict[str, str]:
         return {}
 
