@@ -23,7 +23,7 @@ from baton.engine.runner.encoders.native_encoder import (
 )
 from baton.engine.runner.encoders.ops import EncoderOps, TorchEncoderOps
 from baton.engine.runner.encoders.packed_texts import EqualTexts, PackedTexts, pack_texts
-from baton.engine.runner.encoders.weights import EncoderLayer, EncoderWeights, LayerNorm
+from baton.engine.runner.encoders.weights import EncoderLayer, EncoderWeights
 from baton.engine.runner.kernels.build import (
     KernelsUnavailable,
     best_variant,
@@ -31,6 +31,7 @@ from baton.engine.runner.kernels.build import (
     library,
 )
 from baton.engine.runner.kernels.calls import Kernels
+from baton.engine.runner.model.layer_norm import LayerNorm
 from baton.engine.runner.model.torch_ops import TorchLinear
 from tests.support.encoders import a_layer_norm
 

@@ -20,8 +20,11 @@ from tests.support.hub_configs import HUB_CONFIGS
 UNREADABLE = ("Phi-3-mini-128k", "Kimi-K2")
 READABLE = {name: raw for name, raw in HUB_CONFIGS.items() if name not in UNREADABLE}
 NESTED = [name for name, raw in HUB_CONFIGS.items() if "text_config" in raw]
-# Without their number of heads, others of their sizes are wrong.
-NEEDED = {"gemma-3-27b": "num_attention_heads"}
+# Without them, others of their sizes are wrong.
+NEEDED = {
+    "gemma-3-27b": ("num_attention_heads",),
+    "SmolVLM-256M": ("num_attention_heads", "hidden_size"),
+}
 
 
 def read(folder: Path, raw: Mapping[str, Any]) -> ModelConfig:
@@ -38,7 +41,7 @@ def rewritten(folder: Path, raw: Mapping[str, Any]) -> ModelConfig:
 
 def without_one_field(name: str) -> Iterator[Mapping[str, Any]]:
     raw = HUB_CONFIGS[name]
-    for field in raw["text_config"].keys() - {"model_type", NEEDED.get(name)}:
+    for field in raw["text_config"].keys() - {"model_type", *NEEDED.get(name, ())}:
         text = {key: value for key, value in raw["text_config"].items() if key != field}
         yield {**raw, "text_config": text}
 

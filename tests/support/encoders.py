@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from torch.nn import functional
 
 from baton.core.vectors import Floats
-from baton.engine.runner.encoders.weights import LayerNorm
+from baton.engine.runner.model.layer_norm import LayerNorm
 from tests.support.models import import_transformers, save_tokenizer
 
 VOCAB_SIZE = 320

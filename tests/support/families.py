@@ -252,6 +252,15 @@ WRAPPED: Mapping[str, Variant] = {
         "Llama4", EXPERTS["llama4"].settings, vision={**VISION, **IMAGES, **PROJECTED}
     ),
 }
+# Llamas under another prefix.
+WRAPPED_LLAMAS: Mapping[str, Variant] = {
+    name: Variant(
+        family,
+        {"model_type": "llama"},
+        vision={**VISION, "num_hidden_layers": 3, "image_size": 64, "patch_size": 8},
+    )
+    for name, family in (("smolvlm", "SmolVLM"), ("idefics3", "Idefics3"))
+}
 # Linear attention by the gated delta rule. The state takes several blocks.
 DELTA = {
     "head_dim": 32,

@@ -13,9 +13,10 @@ from baton.engine.runner.encoders.config import EncoderConfig, Gelu
 from baton.engine.runner.encoders.layer import EncodingLayer, UnfusedEncoderLayer
 from baton.engine.runner.encoders.ops import TorchEncoderOps
 from baton.engine.runner.encoders.packed_texts import EqualTexts, PackedTexts
-from baton.engine.runner.encoders.weights import EncoderLayer, EncoderWeights, LayerNorm
+from baton.engine.runner.encoders.weights import EncoderLayer, EncoderWeights
 from baton.engine.runner.kernels.abi import LayerNormF32, PackedF32, Struct
 from baton.engine.runner.kernels.calls import Kernels, Workspace
+from baton.engine.runner.model.layer_norm import LayerNorm
 from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.rope import Angles
 from baton.engine.runner.model.torch_ops import TorchLinear

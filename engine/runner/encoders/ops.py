@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from baton.engine.runner.encoders.config import Gelu
 from baton.engine.runner.encoders.packed_texts import EqualTexts
-from baton.engine.runner.encoders.weights import LayerNorm
+from baton.engine.runner.model.layer_norm import LayerNorm
 
 MIN_QUERIES = 64  # that are computed together where attention has a window
 
@@ -43,8 +43,7 @@ class TorchEncoderOps:
     """Reference implementation in plain torch."""
 
     def layer_norm(self, hidden_states: Tensor, norm: LayerNorm) -> Tensor:
-        size = hidden_states.shape[-1:]  # torch computes it in float32
-        return functional.layer_norm(hidden_states, size, norm.weight, norm.bias, norm.epsilon)
+        return norm(hidden_states)
 
     def gelu(self, inputs: Tensor, kind: Gelu) -> Tensor:
         return functional.gelu(inputs, approximate="none" if kind is Gelu.EXACT else "tanh")

@@ -10,8 +10,8 @@ from baton.engine.runner.encoders.weights import (
     EmbeddingTables,
     EncoderLayer,
     EncoderWeights,
-    LayerNorm,
 )
+from baton.engine.runner.model.layer_norm import LayerNorm
 from baton.engine.runner.model_info import LoadProgressCallback
 from baton.engine.runner.weights.tensor_loading import LoadTarget, TensorLoader
 

@@ -7,16 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from baton.engine.runner.model.layer_norm import LayerNorm
 from baton.engine.runner.model.linear import Linear
-
-
-@dataclass(frozen=True, slots=True)
-class LayerNorm:
-    """Layer norm. Weight and bias are float32: only the result is rounded."""
-
-    weight: Tensor
-    bias: Tensor | None
-    epsilon: float
 
 
 @dataclass(frozen=True, slots=True)

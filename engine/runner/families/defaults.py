@@ -6,6 +6,14 @@ from collections.abc import Mapping
 
 from baton.engine.runner.model.config import Activation
 
+LLAMA: Mapping[str, object] = {
+    "vocab_size": 32_000,
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+}
 MINISTRAL_ROPE: Mapping[str, object] = {
     "rope_type": "yarn",
     "rope_theta": 1_000_000.0,

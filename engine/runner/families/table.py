@@ -15,6 +15,7 @@ from baton.engine.runner.families.defaults import (
     GEMMA3,
     GPT_OSS,
     GRANITE_HYBRID,
+    LLAMA,
     LLAMA4,
     MINISTRAL,
     MISTRAL,
@@ -127,6 +128,7 @@ GEMMA3_FAMILY = Family(
     has_local_rope=True,
     scales_embedding=True,
 )
+LLAMA_FAMILY = Family(fields=BIAS | {"mlp_bias"})
 QWEN2_FAMILY = Family(
     layer_types=window_from_layer,
     defaults={"sliding_window": 4096},
@@ -225,11 +227,13 @@ def _with_images(family: Family, defaults: Mapping[str, object] | None = None) -
         "vision_model.",
         "multi_modal_projector.",
         "model.multi_modal_projector.",
+        "model.vision_model.",
+        "model.connector.",
     )
     names = replace(
         family.names,
-        models=("model.language_model", "language_model.model", "model"),
-        heads=("lm_head", "language_model.lm_head", "lm_head"),
+        models=("model.language_model", "language_model.model", "model.text_model", "model"),
+        heads=("lm_head", "language_model.lm_head", "lm_head", "lm_head"),
         ignored=(*family.names.ignored, *ignored),
     )
     defaults = {**family.defaults, **(defaults or {})}
@@ -237,7 +241,9 @@ def _with_images(family: Family, defaults: Mapping[str, object] | None = None) -
 
 
 FAMILIES: Mapping[str, Family] = {
-    "LlamaForCausalLM": Family(fields=BIAS | {"mlp_bias"}),
+    "LlamaForCausalLM": LLAMA_FAMILY,
+    "Idefics3ForConditionalGeneration": _with_images(LLAMA_FAMILY, LLAMA),
+    "SmolVLMForConditionalGeneration": _with_images(LLAMA_FAMILY, LLAMA),
     "MistralForCausalLM": MISTRAL_FAMILY,
     "MinistralForCausalLM": MISTRAL_FAMILY,
     "Mistral3ForConditionalGeneration": _with_images(MISTRAL_FAMILY),

@@ -1,0 +1,299 @@
+"""Table of vision towers by architecture. A family is data: names, fields, fixed properties."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from baton.checkpoint.json_fields import JsonFields
+from baton.engine.runner.vision.config import Merge, NormKind, Positions
+
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_DEVIATION = (0.26862954, 0.26130258, 0.27577711)
+HALF = (0.5, 0.5, 0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectorNames:
+    """Names of a projector's tensors, after its prefix. `{level}`: the level of DeepStack."""
+
+    linears: tuple[str, ...]
+    norm: str = ""
+    is_transposed: bool = False  # the last matrix is stored as [columns, rows], without a suffix
+    # The columns of the first matrix are those of a feature in all patches, then of the next one.
+    is_by_feature: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TowerNames:
+    """Names of the stored tensors after their prefix. Those of a layer are relative to it."""
+
+    towers: tuple[str, ...]  # possible prefixes
+    projectors: tuple[str, ...]
+    patches: str
+    layers: str
+    qkv: tuple[str, ...]
+    output: str
+    attention_norm: str
+    mlp_norm: str
+    up: tuple[str, ...]  # of a gated MLP the gate, then the other factor
+    down: str
+    projector: ProjectorNames
+    level_projector: ProjectorNames | None = None
+    positions: str = ""
+    input_norm: str = ""
+    final_norm: str = ""
+    ignored: tuple[str, ...] = ()  # beginnings of tensors that are not needed
+
+
+@dataclass(frozen=True, slots=True)
+class SizeFields:
+    """Names of config fields."""
+
+    num_layers: str = "num_hidden_layers"
+    num_heads: str = "num_attention_heads"
+
+
+MergeSize = Callable[[JsonFields, JsonFields], int]  # from the outer and the vision fields
+
+
+@dataclass(frozen=True, slots=True)
+class VisionFamily:
+    """A family of vision towers."""
+
+    names: TowerNames
+    merge_size: MergeSize
+    fields: SizeFields = SizeFields()
+    defaults: Mapping[str, object] = field(default_factory=dict)  # for missing fields
+    mean: tuple[float, ...] = HALF
+    deviation: tuple[float, ...] = HALF
+    positions: Positions = Positions.NONE
+    has_rope: bool = False
+    is_rope_alternating: bool = False
+    norm: NormKind = NormKind.LAYER
+    norm_epsilon: float | str = 1e-6  # or the field that has it
+    has_patch_bias: bool = True
+    is_folded_in_time: bool = False  # the patches of videos have two frames
+    has_attention_bias: bool = True
+    is_gated: bool = False
+    has_mlp_bias: bool = True
+    merge: Merge = Merge.JOIN
+    projector_norm: NormKind | None = None
+    projector_epsilon: float | str = 1e-6  # or the field of the vision fields; "": of the decoder
+    norms_merged: bool = False
+    has_projector_bias: bool | str = False  # or the field of the outer fields
+    has_first_bias: bool = True  # with biases, the first linear layer of the projector has one
+    has_windows: bool = False
+    has_output_size: bool = False  # `out_hidden_size` must fit the decoder
+
+
+def _by_outer(name: str) -> MergeSize:
+    return lambda outer, _: outer.positive_int(name, 2)
+
+
+def _merge_of_gemma(outer: JsonFields, vision: JsonFields) -> int:
+    side = vision.positive_int("image_size") // vision.positive_int("patch_size")
+    tokens = math.isqrt(outer.positive_int("mm_tokens_per_image", 256))
+    if side % tokens or tokens**2 != outer.positive_int("mm_tokens_per_image", 256):
+        raise outer.wrong("mm_tokens_per_image", f"must be the square of a divisor of {side}")
+    return side // tokens
+
+
+def _merge_of_qwen(_: JsonFields, vision: JsonFields) -> int:
+    return vision.positive_int("spatial_merge_size", 2)
+
+
+_SIGLIP = TowerNames(
+    towers=("model.vision_model.",),
+    projectors=("model.connector.",),
+    patches="embeddings.patch_embedding",
+    positions="embeddings.position_embedding.weight",
+    layers="encoder.layers",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    output="self_attn.out_proj",
+    attention_norm="layer_norm1",
+    mlp_norm="layer_norm2",
+    up=("mlp.fc1",),
+    down="mlp.fc2",
+    final_norm="post_layernorm",
+    projector=ProjectorNames(("modality_projection.proj",)),
+)
+_IDEFICS3 = VisionFamily(
+    names=_SIGLIP,
+    merge_size=_by_outer("scale_factor"),
+    defaults={
+        "hidden_size": 1152,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 16,
+        "image_size": 224,
+        "patch_size": 32,
+        "hidden_act": "gelu_pytorch_tanh",
+        "layer_norm_eps": 1e-6,
+    },
+    positions=Positions.BUCKETS,
+    norm_epsilon="layer_norm_eps",
+)
+_GEMMA3 = replace(
+    _IDEFICS3,
+    names=replace(
+        _SIGLIP,
+        towers=(
+            "model.vision_tower.",
+            "model.vision_tower.vision_model.",
+            "vision_tower.",
+            "vision_tower.vision_model.",
+        ),
+        projectors=("model.multi_modal_projector.", "multi_modal_projector."),
+        projector=ProjectorNames(
+            ("mm_input_projection_weight",), "mm_soft_emb_norm", is_transposed=True
+        ),
+        ignored=("head.",),
+    ),
+    merge_size=_merge_of_gemma,
+    defaults={
+        **_IDEFICS3.defaults,
+        "hidden_size": 768,
+        "num_attention_heads": 12,
+        "patch_size": 16,
+    },
+    positions=Positions.FIXED,
+    merge=Merge.MEAN,
+    projector_norm=NormKind.OFFSET_RMS,
+    projector_epsilon="layer_norm_eps",
+    norms_merged=True,
+)
+_MISTRAL3 = VisionFamily(
+    names=TowerNames(
+        towers=("model.vision_tower.", "vision_tower."),
+        projectors=("model.multi_modal_projector.", "multi_modal_projector."),
+        patches="patch_conv",
+        layers="transformer.layers",
+        qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+        output="attention.o_proj",
+        attention_norm="attention_norm",
+        mlp_norm="ffn_norm",
+        up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+        down="feed_forward.down_proj",
+        input_norm="ln_pre",
+        projector=ProjectorNames(
+            ("patch_merger.merging_layer", "linear_1", "linear_2"), "norm", is_by_feature=True
+        ),
+    ),
+    merge_size=_by_outer("spatial_merge_size"),
+    defaults={
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "patch_size": 16,
+        "hidden_act": "gelu",
+    },
+    mean=CLIP_MEAN,
+    deviation=CLIP_DEVIATION,
+    has_rope=True,
+    is_rope_alternating=True,
+    norm=NormKind.RMS,
+    norm_epsilon=1e-5,
+    has_patch_bias=False,
+    has_attention_bias=False,
+    is_gated=True,
+    has_mlp_bias=False,
+    projector_norm=NormKind.RMS,
+    projector_epsilon="",
+    has_projector_bias="multimodal_projector_bias",
+    has_first_bias=False,
+)
+_QWEN2_5 = VisionFamily(
+    names=TowerNames(
+        towers=("model.visual.", "visual."),
+        projectors=("model.visual.", "visual."),
+        patches="patch_embed.proj",
+        layers="blocks",
+        qkv=("attn.qkv",),
+        output="attn.proj",
+        attention_norm="norm1",
+        mlp_norm="norm2",
+        up=("mlp.gate_proj", "mlp.up_proj"),
+        down="mlp.down_proj",
+        projector=ProjectorNames(("merger.mlp.0", "merger.mlp.2"), "merger.ln_q"),
+    ),
+    merge_size=_merge_of_qwen,
+    fields=SizeFields("depth", "num_heads"),
+    defaults={
+        "depth": 32,
+        "hidden_size": 3584,
+        "hidden_act": "silu",
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "patch_size": 14,
+        "window_size": 112,
+        "out_hidden_size": 3584,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    },
+    mean=CLIP_MEAN,
+    deviation=CLIP_DEVIATION,
+    has_rope=True,
+    norm=NormKind.RMS,
+    has_patch_bias=False,
+    is_folded_in_time=True,
+    is_gated=True,
+    projector_norm=NormKind.RMS,
+    has_projector_bias=True,
+    has_windows=True,
+    has_output_size=True,
+)
+_QWEN3 = replace(
+    _QWEN2_5,
+    names=replace(
+        _QWEN2_5.names,
+        positions="pos_embed.weight",
+        up=("mlp.linear_fc1",),
+        down="mlp.linear_fc2",
+        projector=ProjectorNames(("merger.linear_fc1", "merger.linear_fc2"), "merger.norm"),
+        level_projector=ProjectorNames(
+            (
+                "deepstack_merger_list.{level}.linear_fc1",
+                "deepstack_merger_list.{level}.linear_fc2",
+            ),
+            "deepstack_merger_list.{level}.norm",
+        ),
+    ),
+    defaults={
+        "depth": 27,
+        "hidden_size": 1152,
+        "hidden_act": "gelu_pytorch_tanh",
+        "intermediate_size": 4304,
+        "num_heads": 16,
+        "patch_size": 16,
+        "out_hidden_size": 3584,
+        "num_position_embeddings": 2304,
+        "deepstack_visual_indexes": [8, 16, 24],
+    },
+    mean=HALF,
+    deviation=HALF,
+    positions=Positions.INTERPOLATED,
+    norm=NormKind.LAYER,
+    has_patch_bias=True,
+    is_gated=False,
+    projector_norm=NormKind.LAYER,
+    has_windows=False,
+)
+_QWEN3_5 = replace(
+    _QWEN3,
+    names=replace(_QWEN3.names, level_projector=None),
+    defaults={**_QWEN3.defaults, "deepstack_visual_indexes": []},
+)
+
+VISION_FAMILIES: Mapping[str, VisionFamily] = {
+    "Idefics3ForConditionalGeneration": _IDEFICS3,
+    "SmolVLMForConditionalGeneration": _IDEFICS3,
+    "Mistral3ForConditionalGeneration": _MISTRAL3,
+    "Gemma3ForConditionalGeneration": _GEMMA3,
+    "Qwen2_5_VLForConditionalGeneration": _QWEN2_5,
+    "Qwen3VLForConditionalGeneration": _QWEN3,
+    "Qwen3VLMoeForConditionalGeneration": _QWEN3,
+    "Qwen3_5ForConditionalGeneration": _QWEN3_5,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN3_5,
+}

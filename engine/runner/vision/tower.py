@@ -1,0 +1,109 @@
+"""Vision tower: turns pictures into what a decoder takes in place of embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from baton.core.media import Picture
+from baton.engine.runner.model.rope import Angles
+from baton.engine.runner.vision.config import Merge, ProjectorConfig, VisionConfig
+from baton.engine.runner.vision.ops import VisionOps
+from baton.engine.runner.vision.patches import PatchLayout, layout_patches, patch_pixels
+from baton.engine.runner.vision.places import learned_positions, rotary_angles
+from baton.engine.runner.vision.weights import ProjectorWeights, TowerLayer, TowerWeights
+
+
+class Tower(Protocol):
+    """Encodes pictures. Holds no request state."""
+
+    @property
+    def config(self) -> VisionConfig: ...
+
+    def encode(self, pictures: Sequence[Picture]) -> list[Tensor]:
+        """Return the encoding of each picture, [num_tokens, encoding_size], row by row.
+
+        It does not depend on the other pictures. Raises ValueError for pixels of a wrong size.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class VisionTower:
+    """Implements `Tower`: patches, layers with a norm before attention and MLP, a projector."""
+
+    config: VisionConfig
+    ops: VisionOps
+    weights: TowerWeights
+    dtype: torch.dtype
+    device: torch.device
+
+    def encode(self, pictures: Sequence[Picture]) -> list[Tensor]:
+        with torch.inference_mode():
+            return [self._encode(picture) for picture in pictures]
+
+    def _encode(self, picture: Picture) -> Tensor:
+        config, weights = self.config, self.weights
+        layout = layout_patches(config, picture.height, picture.width)
+        hidden_states = self._embed(picture, layout)
+        angles = self._angles(layout)
+        levels = []
+        for index, layer in enumerate(weights.layers):
+            is_full = config.window_size is None or index in config.full_layers
+            lens = [layout.num_patches] if is_full else layout.window_lens
+            hidden_states = self._run_layer(layer, hidden_states, lens, angles)
+            if index in config.level_layers and config.level_projector is not None:
+                own = weights.level_projectors[config.level_layers.index(index)]
+                levels.append(self._project(hidden_states, config.level_projector, own))
+        if weights.final_norm is not None:
+            hidden_states = self.ops.norm(hidden_states, weights.final_norm)
+        tokens = self._project(hidden_states, config.projector, weights.projector)
+        return layout.in_order(torch.cat((tokens, *levels), dim=1))
+
+    def _embed(self, picture: Picture, layout: PatchLayout) -> Tensor:
+        pixels = patch_pixels(self.config, picture, layout)
+        hidden_states = self.weights.patches(pixels.to(self.device, self.dtype))
+        if self.weights.positions is not None:
+            positions = learned_positions(self.config, self.weights.positions, layout)
+            hidden_states = hidden_states + positions.to(self.dtype)
+        norm = self.weights.input_norm
+        return hidden_states if norm is None else self.ops.norm(hidden_states, norm)
+
+    def _angles(self, layout: PatchLayout) -> Angles | None:
+        angles = rotary_angles(self.config, layout, self.dtype)
+        if angles is None:
+            return None
+        cosines, sines = angles
+        return cosines.to(self.device), sines.to(self.device)
+
+    def _run_layer(
+        self, layer: TowerLayer, hidden_states: Tensor, lens: Sequence[int], angles: Angles | None
+    ) -> Tensor:
+        config, ops = self.config, self.ops
+        qkv = layer.qkv(ops.norm(hidden_states, layer.attention_norm))
+        mixed = ops.attend(qkv, config.num_heads, lens, angles)
+        hidden_states = hidden_states + layer.output(mixed)
+        inputs = layer.up(ops.norm(hidden_states, layer.mlp_norm))
+        inner = ops.activate(inputs, config.activation, is_gated=config.is_gated)
+        return hidden_states + layer.down(inner)
+
+    def _project(
+        self, hidden_states: Tensor, config: ProjectorConfig, weights: ProjectorWeights
+    ) -> Tensor:
+        if weights.norm is not None and not config.norms_merged:
+            hidden_states = self.ops.norm(hidden_states, weights.norm)
+        squares = hidden_states.unflatten(0, (-1, self.config.merge_size**2))
+        is_mean = self.config.merge is Merge.MEAN
+        tokens = squares.mean(1) if is_mean else squares.flatten(1)
+        if weights.norm is not None and config.norms_merged:
+            tokens = self.ops.norm(tokens, weights.norm)
+        *linears, last = weights.linears
+        for linear in linears:
+            tokens = linear(tokens)
+        if linears:
+            tokens = self.ops.activate(tokens, config.activation, is_gated=False)
+        return last(tokens)

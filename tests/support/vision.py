@@ -1,0 +1,118 @@
+"""Small models with vision towers, random pictures, and encodings by transformers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton.core.media import Picture
+from tests.support.families import QWEN_VISION, VISION, WRAPPED, WRAPPED_LLAMAS
+from tests.support.models import (
+    Variant,
+    import_transformers,
+    make_model_folder,
+    reference,
+)
+
+SMALL = {**VISION, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3}
+SIGLIP = {**SMALL, "image_size": 64, "patch_size": 8}
+QWEN = {**QWEN_VISION, "hidden_size": 32, "intermediate_size": 40, "depth": 4}
+GRID = {"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2]}
+VISION_VARIANTS: Mapping[str, Variant] = {
+    **WRAPPED_LLAMAS,
+    "mistral3": Variant(
+        "Mistral3",
+        WRAPPED["mistral3"].settings,
+        vision={**SMALL, "model_type": "pixtral", "head_dim": 16, "patch_size": 14},
+    ),
+    "gemma3": Variant("Gemma3", WRAPPED["gemma3-vision"].settings, vision=SIGLIP),
+    "qwen2.5-vl": Variant(
+        "Qwen2_5_VL",
+        WRAPPED["qwen2.5-vl"].settings,
+        vision={**QWEN, "window_size": 56, "fullatt_block_indexes": [1, 3]},
+    ),
+    "qwen3-vl": Variant("Qwen3VL", WRAPPED["qwen3-vl"].settings, vision={**QWEN, **GRID}),
+}
+# Of pictures, in pixels: several, some of odd aspect ratios, where the tower takes them.
+PICTURE_SIZES: Mapping[str, tuple[tuple[int, int], ...]] = {
+    "smolvlm": ((64, 64), (48, 48), (96, 96), (64, 64)),
+    "idefics3": ((64, 64), (80, 80)),
+    "mistral3": ((28, 56), (56, 140), (196, 28), (28, 56)),
+    "gemma3": ((64, 64), (64, 64)),
+    "qwen2.5-vl": ((56, 56), (84, 196), (196, 28), (112, 168)),
+    "qwen3-vl": ((64, 64), (32, 160), (224, 96), (64, 64)),
+}
+
+
+def make_vision_folder(folder: Path, name: str) -> Path:
+    """Write a small model and the settings of its image processor."""
+    make_model_folder(folder, VISION_VARIANTS[name])
+    if name == "gemma3":
+        _edit_config(folder, mm_tokens_per_image=16)
+    processor = {"rescale_factor": 1 / 255, "image_mean": MEAN, "image_std": DEVIATION}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
+MEAN, DEVIATION = [0.4, 0.5, 0.45], [0.3, 0.25, 0.28]
+
+
+def _edit_config(folder: Path, **fields: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def a_picture(height: int, width: int, seed: int = 0) -> Picture:
+    """Return random colours, in areas of several pixels."""
+    generator = np.random.default_rng([height, width, seed])
+    coarse = generator.integers(0, 256, (height // 4 + 1, width // 4 + 1, 3))
+    pixels = np.repeat(np.repeat(coarse, 4, 0), 4, 1)[:height, :width]
+    pixels = (pixels + generator.integers(0, 30, pixels.shape)).clip(0, 255).astype(np.uint8)
+    rgb = np.ascontiguousarray(pixels).tobytes()
+    return Picture(hashlib.sha256(rgb).digest(), height, width, rgb)
+
+
+def reference_encoding(folder: Path, picture: Picture) -> Tensor:
+    """Return the encoding by transformers, with the levels of DeepStack as further columns."""
+    model, pixels = reference(folder), _scaled_pixels(picture)
+    kind = model.config.model_type
+    inputs: dict[str, Any] = {"pixel_values": pixels[None]}
+    if kind in ("smolvlm", "idefics3"):
+        inputs["pixel_values"] = pixels[None, None]
+    elif kind == "mistral3":
+        inputs["image_sizes"] = torch.tensor([[picture.height, picture.width]])
+    elif kind.startswith("qwen"):
+        inputs = _qwen_inputs(model.config.vision_config, pixels)
+    with torch.inference_mode():
+        found = model.get_image_features(**inputs, return_dict=True)
+    levels = getattr(found, "deepstack_features", None) or []
+    parts = [found.pooler_output, *levels]
+    return torch.cat([torch.cat(list(part)) for part in parts], dim=1)
+
+
+def _scaled_pixels(picture: Picture) -> Tensor:
+    """Return the pixels as the PIL processors of transformers scale them, channels first."""
+    transforms = import_transformers().image_transforms
+    pixels = np.frombuffer(picture.rgb, np.uint8).reshape(picture.height, picture.width, 3)
+    scaled = transforms.rescale(pixels.transpose(2, 0, 1), 1 / 255)
+    return torch.from_numpy(transforms.normalize(scaled, MEAN, DEVIATION))
+
+
+def _qwen_inputs(config: Any, pixels: Tensor) -> dict[str, Any]:
+    """Return the patches, each twice in time, in squares of those that are merged."""
+    size, merge = config.patch_size, config.spatial_merge_size
+    rows, columns = (side // size for side in pixels.shape[1:])
+    shape = (3, rows // merge, merge, size, columns // merge, merge, size)
+    squares = pixels.reshape(shape).permute(1, 4, 2, 5, 0, 3, 6)
+    twice = squares.flatten(0, 3)[:, :, None].expand(-1, -1, 2, -1, -1)
+    return {
+        "pixel_values": twice.flatten(1),
+        "image_grid_thw": torch.tensor([[1, rows, columns]]),
+    }
