@@ -1,25 +1,15 @@
-"""Program of the process that reads PDFs: files come on stdin, their texts go to stdout.
+"""Reader of PDFs in a confined process.
 
-The files are hostile. The process has limits of CPU time and memory, cannot open files or
-connections, and ends with its parent. It imports nothing of Baton, so that it starts quickly.
-
-stdin: the sizes of the files as a line of JSON, then the files. stdout: a line of JSON for each
-file, `{"text": …, "has_images": …}` or `{"problem": …}`.
+stdout: a line of JSON for each file, `{"text": …, "has_images": …}` or `{"problem": …}`.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
-import resource
-import signal
 import sys
 from itertools import islice
-from typing import Any, BinaryIO
+from typing import Any
 
-PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
-NICENESS = 10  # the router's other requests come first
 MAX_OBJECTS = 10_000  # of a file, among which an image is searched
 BROKEN_LINE = "\ufffe"  # PDFium's mark in place of a hyphen and the end of its line
 BLANK = "\0\n "
@@ -27,23 +17,6 @@ BLANK = "\0\n "
 
 class Problem(Exception):
     """A file cannot be read; the message continues the file's name."""
-
-
-def confine(parent_pid: int, cpu_s: int, memory_bytes: int) -> None:
-    if sys.platform == "linux":
-        prctl = ctypes.CDLL(None).prctl
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    if os.getppid() != parent_pid:  # the parent ended before the prctl call
-        sys.exit(1)
-    os.nice(NICENESS)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))  # SIGXCPU, then SIGKILL
-
-
-def receive_files(stream: BinaryIO) -> list[bytes]:
-    return [stream.read(size) for size in json.loads(stream.readline())]
 
 
 class Reader:
@@ -58,10 +31,16 @@ class Reader:
         self._max_pages, self._pages_left = max_pages, max_pages
         self._max_characters, self._characters_left = max_characters, max_characters
 
-    def outcome(self, data: bytes) -> dict[str, object]:
+    def read(self, files: list[bytes]) -> None:
+        for data in files:
+            line = json.dumps(self._outcome(data), ensure_ascii=False) + "\n"
+            sys.stdout.buffer.write(line.encode(errors="replace"))
+            sys.stdout.buffer.flush()
+
+    def _outcome(self, data: bytes) -> dict[str, object]:
         try:
             with self._pdfium.PdfDocument(data) as document:
-                text, has_images = self._read(document)
+                text, has_images = self._text_and_images(document)
         except Problem as problem:
             return {"problem": str(problem)}
         except MemoryError:
@@ -70,7 +49,7 @@ class Reader:
             return {"problem": _problem_of(error, self._pdfium.raw.FPDF_ERR_PASSWORD)}
         return {"text": text, "has_images": has_images}
 
-    def _read(self, document: Any) -> tuple[str, bool]:
+    def _text_and_images(self, document: Any) -> tuple[str, bool]:
         self._pages_left -= len(document)
         if self._pages_left < 0:
             raise Problem(
@@ -108,22 +87,3 @@ def _problem_of(error: Exception, password_code: int) -> str:
     if getattr(error, "err_code", None) == password_code:
         return "is encrypted: send it without a password"
     return "is damaged or no PDF: send a file that PDF viewers open"
-
-
-def main(packages: str, limits: list[str]) -> None:
-    """`packages` is the folder with pypdfium2."""
-    parent_pid, cpu_s, memory_bytes, max_pages, max_chars = map(int, limits)
-    confine(parent_pid, cpu_s, memory_bytes)
-    sys.path.append(packages)
-    reader = Reader(max_pages, max_chars)
-    files = receive_files(sys.stdin.buffer)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
-    for data in files:
-        line = json.dumps(reader.outcome(data), ensure_ascii=False) + "\n"
-        sys.stdout.buffer.write(line.encode(errors="replace"))
-        sys.stdout.buffer.flush()
-    os._exit(0)  # nothing of the files is worth a clean end
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])

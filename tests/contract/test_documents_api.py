@@ -16,9 +16,9 @@ from websockets.asyncio.client import connect
 from baton.router.input_processing.tokenization import TextBoundary
 from baton.router.tracing import Tracing
 from baton.router.values import ChatPrompt, Prompt
+from tests.support.confined_processes import confined_process_of, end_of
 from tests.support.http_routers import HttpRouter, an_http_router
 from tests.support.pdf_files import LOCK, SHOW_IMAGE, SPACES, data_url, pdf_of, show
-from tests.support.pdf_processes import end_of, pdf_process_of
 from tests.support.tracers import TakingTracer
 
 pytest.importorskip("pypdfium2", reason="baton[documents] is not installed")
@@ -293,7 +293,7 @@ def test_a_hostile_file_delays_no_other_request_and_ends_with_its_client(
 
     async def scenario(router: HttpRouter, client: httpx2.AsyncClient, prompts: Prompts) -> None:
         hostile = asyncio.ensure_future(client.post(path, json=body))
-        process = await pdf_process_of(os.getpid())
+        process = await confined_process_of(os.getpid())
         bystander = await client.post(CHAT, json=chat(inline(b"hi", "a.txt")))
         assert bystander.status_code == 200
         assert not hostile.done()

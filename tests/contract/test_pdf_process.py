@@ -12,11 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.router.documents import pdf_process
-from baton.router.documents.pdf_process import PdfLimits, PdfText, package_folder, read_pdfs
+from baton.router.documents.pdf_process import PDFS, PdfLimits, PdfText, read_pdfs
 from baton.rpc.errors import QueueFull, UnsupportedInput
+from tests.support.confined_processes import confined_process_of, confined_processes, end_of
 from tests.support.pdf_files import LOCK, SHOW_IMAGE, SPACES, many_pages, pdf_of, show
-from tests.support.pdf_processes import end_of, pdf_process_of, pdf_processes
 
 pytest.importorskip("pypdfium2", reason="baton[documents] is not installed")
 
@@ -68,11 +67,11 @@ def test_what_exceeds_a_limit_is_named(
 def test_a_cancelled_request_ends_its_process() -> None:
     async def run() -> None:
         reading = asyncio.ensure_future(read_pdfs([BOMB] * 50, LIMITS))
-        process = await pdf_process_of(os.getpid())
+        process = await confined_process_of(os.getpid())
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
-        assert process not in pdf_processes(os.getpid())
+        assert process not in confined_processes(os.getpid())
 
     asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
 
@@ -92,7 +91,7 @@ def test_the_process_ends_with_a_killed_router() -> None:
         assert router.stdin is not None
         router.stdin.write(BOMB)
         router.stdin.close()
-        process = await pdf_process_of(router.pid)
+        process = await confined_process_of(router.pid)
         router.kill()
         await router.wait()
         await end_of(process)
@@ -100,11 +99,11 @@ def test_the_process_ends_with_a_killed_router() -> None:
     asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
 
 
-def test_without_the_package_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pdf_process, "PACKAGE", "no_such_package")
+def test_without_the_package_the_error_names_the_command() -> None:
+    without_package = replace(PDFS, package="no_such_package")
 
     with pytest.raises(UnsupportedInput, match=r"pip install 'baton\[documents\]'"):
-        package_folder()
+        asyncio.run(read_pdfs([GOOD], LIMITS, without_package))
 
 
 def test_a_process_that_cannot_start_is_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Processes that read PDFs."""
+"""Processes that read files for a router."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import asyncio
 import os
 from pathlib import Path
 
-from baton.router.documents.pdf_process import PROGRAM
+from baton.router.confined.process import PROGRAM
 from tests.support.waits import until
 
 POLL_S = 0.005
 
 
-def pdf_processes(parent: int) -> set[int]:
-    """Return the processes that read PDFs for a router."""
+def confined_processes(parent: int) -> set[int]:
+    """Return the processes that read files for a router."""
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -26,9 +26,9 @@ def pdf_processes(parent: int) -> set[int]:
     return found
 
 
-async def pdf_process_of(parent: int) -> int:
-    """Wait until a router reads PDFs, and return the process."""
-    return (await until(lambda: pdf_processes(parent))).pop()
+async def confined_process_of(parent: int) -> int:
+    """Wait until a router reads files, and return the process."""
+    return (await until(lambda: confined_processes(parent))).pop()
 
 
 async def end_of(process: int) -> None:
