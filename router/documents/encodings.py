@@ -16,10 +16,10 @@ MAX_LENIENT_CHARACTERS = 1 << 16  # of percent-encoded text in which not all % a
 UTF_16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 # Beginnings of files that clients often send, and what these are.
 BINARY_MARKS = {
-    b"\x89PNG": "an image: Baton reads no images",
-    b"\xff\xd8\xff": "an image: Baton reads no images",
-    b"GIF8": "an image: Baton reads no images",
-    b"RIFF": "an image, audio or video: Baton reads text only",
+    b"\x89PNG": "an image: a document is a PDF or a text",
+    b"\xff\xd8\xff": "an image: a document is a PDF or a text",
+    b"GIF8": "an image: a document is a PDF or a text",
+    b"RIFF": "an image, audio or video: a document is a PDF or a text",
     b"PK\x03\x04": "an archive, such as an Office document: send a PDF, or its text",
     b"\xd0\xcf\x11\xe0": "an Office document: send a PDF, or its text",
     b"\x1f\x8b": "compressed: send the file itself",

@@ -66,7 +66,7 @@ class Reader:
             page.close()
         text = "\n\n".join(filter(None, pages))
         if not text:
-            raise Problem("has no text; Baton reads no images: send the text of its pages")
+            raise Problem("has no text, only images: send the text of its pages")
         return text, has_images
 
     def _text_of(self, page: Any) -> str:

@@ -260,7 +260,7 @@ def test_what_cannot_be_read_is_refused_by_name_in_the_format_of_the_api() -> No
         (RESPONSES, response({"file_url": url}), f"{item}.file_url", "fetches no URLs"),
         (RESPONSES, response({**inline(PDF), "file_url": url}), item, "send one"),
         (RESPONSES, response({"file": {}}), f"{item}.file", "not a known field"),
-        (RESPONSES, response(inline(pdf_of(SHOW_IMAGE))), item, "Baton reads no images"),
+        (RESPONSES, response(inline(pdf_of(SHOW_IMAGE))), item, "has no text, only images"),
         (MESSAGES, message(of_url), f"{block}.source.type", "fetches no URLs"),
         (MESSAGES, message(of_file), f"{block}.source.type", "files are not stored here"),
         (MESSAGES, message(of_content), f"{block}.source.content.0.type", "only text"),

@@ -36,7 +36,7 @@ def test_files_are_read_in_their_order_up_to_the_first_problem() -> None:
     texts = read(two_pages, without_end, locked, pdf_of(SHOW_IMAGE), b"%PDF-1.4", GOOD)
 
     assert texts[:2] == [PdfText("one\n\ntwo", has_images=True), PdfText("Hello")]
-    problems = ["is encrypted", "has no text; Baton reads no images", "is damaged or no PDF"]
+    problems = ["is encrypted", "has no text, only images", "is damaged or no PDF"]
     for found, problem in zip(texts[2:5], problems, strict=True):
         assert found.problem.startswith(problem)
     assert texts[5] == PdfText("Hello")
