@@ -259,6 +259,25 @@ void run_elementwise(std::int64_t tokens, std::int64_t size, int threads) {
     print_bits("clamped", gated);
     baton_add(src, other, tokens * size, 0.22f, threads);
     print_bits("scaled", src);
+    LayerNormArgs layer_norm{
+        .src = src,
+        .norm = {wide.data(), nullptr, 1e-6f},
+        .dst = normed,
+        .num_rows = tokens,
+        .size = size / 16 * 16,
+        .num_threads = threads,
+    };
+    baton_layer_norm(&layer_norm);
+    print_bits("layer norm", normed);
+    GeluArgs gelu{
+        .src = src,
+        .dst = normed,
+        .count = tokens * size / 16 * 16,
+        .is_exact = 1,
+        .num_threads = threads,
+    };
+    baton_gelu(&gelu);
+    print_bits("exact gelu", normed);
 }
 
 // Adds low-rank products to the outputs of some tokens, in groups with parts of different ranks,

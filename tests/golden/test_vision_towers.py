@@ -9,16 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn import functional
 
 from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.core.errors import ModelError
 from baton.core.sampling import SamplingParams
-from baton.engine.runner.kernels.choose import TORCH
+from baton.engine.runner.kernels.choose import TORCH, native_parts
 from baton.engine.runner.vision.load import load_tower
 from baton.engine.runner.vision.read_config import read_vision_config
 from baton.engine.runner.vision.tower import Tower
 from baton.engine.runner.weights.tensor_loading import LoadTarget
 from baton.llm import LLM
+from tests.support.kernels import kernels_by_variant
 from tests.support.models import VARIANTS, make_model_folder, prompt_of, reference_greedy
 from tests.support.vision import (
     PICTURE_SIZES,
@@ -44,12 +46,15 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> FolderOf:
     return make
 
 
-def open_tower(folder: Path) -> Tower:
+FLOAT32 = LoadTarget(torch.float32, torch.device("cpu"), TORCH)
+
+
+def open_tower(folder: Path, target: LoadTarget = FLOAT32) -> Tower:
     checkpoint = SafetensorsFolder(folder)
     config = read_vision_config(checkpoint)
     assert config is not None
     with checkpoint.open_tensors() as files:
-        return load_tower(config, files, LoadTarget(torch.float32, torch.device("cpu"), TORCH))
+        return load_tower(config, files, target)
 
 
 @pytest.mark.parametrize("name", VISION_VARIANTS)
@@ -131,3 +136,22 @@ def test_unsupported_fields_are_refused_by_name(
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=cause):
         read_vision_config(SafetensorsFolder(tmp_path))
+
+
+@pytest.mark.skipif(not kernels_by_variant(), reason="no C++ compiler here")
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+@pytest.mark.parametrize("name", VISION_VARIANTS)
+def test_native_encodings_in_bfloat16_resemble_those_in_float32(
+    name: str, quantize: str, folder_of: FolderOf
+) -> None:
+    pictures = [a_picture(*size) for size in PICTURE_SIZES[name][:2]]
+    wide = open_tower(folder_of(name)).encode(pictures)
+    target = LoadTarget(torch.bfloat16, torch.device("cpu"), native_parts(), quantize)
+    tower = open_tower(folder_of(name), target)
+    together = tower.encode(pictures)
+
+    for picture, encoding, wanted in zip(pictures, together, wide, strict=True):
+        assert encoding.dtype == torch.bfloat16
+        found = encoding.float().flatten()
+        assert functional.cosine_similarity(found, wanted.flatten(), dim=0) > 0.99
+        assert torch.equal(tower.encode([picture])[0], encoding)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from baton.core.media import Picture
@@ -54,6 +55,7 @@ PICTURE_SIZES: Mapping[str, tuple[tuple[int, int], ...]] = {
 def make_vision_folder(folder: Path, name: str) -> Path:
     """Write a small model and the settings of its image processor."""
     make_model_folder(folder, VISION_VARIANTS[name])
+    _make_all_numbers_count(folder / "model.safetensors")
     if name == "gemma3":
         _edit_config(folder, mm_tokens_per_image=16)
     processor = {"rescale_factor": 1 / 255, "image_mean": MEAN, "image_std": DEVIATION}
@@ -61,7 +63,18 @@ def make_vision_folder(folder: Path, name: str) -> Path:
     return folder
 
 
+TOWERS = ("visual.", "vision_", "connector.", "projector.")
 MEAN, DEVIATION = [0.4, 0.5, 0.45], [0.3, 0.25, 0.28]
+
+
+def _make_all_numbers_count(path: Path) -> None:
+    # Norms start as ones, biases and a projection as zeros, and would not show mistakes.
+    generator = torch.Generator().manual_seed(3)
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if any(part in name for part in TOWERS):
+            tensor += 0.1 * torch.randn(tensor.shape, generator=generator)
+    save_file(tensors, path, {"format": "pt"})
 
 
 def _edit_config(folder: Path, **fields: object) -> None:

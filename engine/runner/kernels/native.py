@@ -49,7 +49,7 @@ class NativeOps:
 
     def __init__(self, kernels: Kernels, *, int8_activations: bool = False) -> None:
         """`int8_activations`: weights of 4 and 6 bits multiply activations rounded to 8 bits."""
-        self._kernels = kernels
+        self.kernels = kernels
         self._int8_activations = int8_activations
         self.experts = ExpertMixing(kernels)
         self._experts: WeakKeyDictionary[Moe, Experts | None] = WeakKeyDictionary()
@@ -58,7 +58,7 @@ class NativeOps:
     def layout(self) -> str:
         """Return the name of the library, which has a digest of its sources and flags."""
         activations = " int8" if self._int8_activations else ""
-        return f"{self._kernels.path.name}{activations}"
+        return f"{self.kernels.path.name}{activations}"
 
     def linear(self, weight: Tensor | Quantized, bias: Tensor | None) -> NativeLinear:
         """Pack a copy of the weight."""
@@ -75,10 +75,10 @@ class NativeOps:
         if fields["bits"] == 16 and num_columns % 2:
             raise ValueError(f"a matrix of {num_columns} columns: the kernels need an even number")
         matrix = PackedMatrix(num_rows=num_rows, num_columns=num_columns, **fields)
-        memory = huge_page_memory(self._kernels.library.baton_packed_bytes(matrix))
+        memory = huge_page_memory(self.kernels.library.baton_packed_bytes(matrix))
         packed = torch.frombuffer(memory, dtype=torch.uint8)
         matrix.packed = packed.data_ptr()
-        self._kernels.call("baton_pack", matrix=matrix, **tensors)
+        self.kernels.call("baton_pack", matrix=matrix, **tensors)
         described = {name: int(getattr(matrix, name)) for name in FORMAT_FIELDS}
         order = weight.order if isinstance(weight, Quantized) else None
         return PackedWeight(described, packed, order)
@@ -91,13 +91,13 @@ class NativeOps:
         )
         if matrix.activation_bits == ROUNDED_BITS:
             _log_rounding()
-        return NativeLinear(self._kernels, matrix, (packed.data, bias), packed.column_order)
+        return NativeLinear(self.kernels, matrix, (packed.data, bias), packed.column_order)
 
     def head_linears(self, weights: Tensor) -> NativeHeadLinears:
         linears = [self.linear(weight, None) for weight in weights]
         array = PackedMatrix * len(linears)
         return NativeHeadLinears(
-            self._kernels, array(*(linear.matrix for linear in linears)), linears
+            self.kernels, array(*(linear.matrix for linear in linears)), linears
         )
 
     def rms_norm(self, hidden_states: Tensor, norm: Norm) -> Tensor:
@@ -105,7 +105,7 @@ class NativeOps:
         if hidden_states.stride(1) != 1:
             hidden_states = hidden_states.contiguous()
         output = torch.empty(num_rows, size, dtype=hidden_states.dtype)
-        self._kernels.call(
+        self.kernels.call(
             "baton_rms_norm",
             src=hidden_states,
             norm=norm_params(norm),
@@ -122,7 +122,7 @@ class NativeOps:
             heads = heads.contiguous()
         cosines, sines = (angle.contiguous() for angle in angles)
         output = torch.empty(heads.shape, dtype=heads.dtype)
-        self._kernels.call(
+        self.kernels.call(
             "baton_rope",
             src=heads,
             norm=norm_params(norm),
@@ -145,7 +145,7 @@ class NativeOps:
         gate_up = gate_up.contiguous()
         num_tokens, both = gate_up.shape
         output = torch.empty(num_tokens, both // 2, dtype=gate_up.dtype)
-        self._kernels.call(
+        self.kernels.call(
             "baton_gate",
             src=gate_up,
             dst=output,
@@ -160,7 +160,7 @@ class NativeOps:
         if gates.stride(1) != 1:
             gates = gates.contiguous()
         num_rows, size = hidden_states.shape
-        self._kernels.call(
+        self.kernels.call(
             "baton_multiply_sigmoid",
             dst=hidden_states,
             gates=gates,
@@ -173,12 +173,12 @@ class NativeOps:
 
     def add(self, hidden_states: Tensor, output: Tensor, scale: float) -> Tensor:
         hidden_states, output = hidden_states.contiguous(), output.contiguous()
-        self._kernels.library.baton_add(
+        self.kernels.library.baton_add(
             hidden_states.data_ptr(),
             output.data_ptr(),
             hidden_states.numel(),
             scale,
-            self._kernels.num_threads,
+            self.kernels.num_threads,
         )
         return hidden_states
 
@@ -193,7 +193,7 @@ class NativeOps:
         config, num_tokens = router.config, len(hidden_states)
         expert_ids = torch.empty(num_tokens, config.top_k, dtype=torch.int64)
         weights = torch.empty(num_tokens, config.top_k)
-        self._kernels.call(
+        self.kernels.call(
             "baton_route",
             router=router.weight,
             bias=router.bias,
@@ -233,7 +233,7 @@ class NativeOps:
         num_rows, size = logits.shape
         token_ids = torch.empty(num_rows, dtype=torch.int64)
         are_finite = torch.empty(num_rows, dtype=torch.bool)
-        self._kernels.call(
+        self.kernels.call(
             "baton_argmax",
             logits=logits,
             indices=token_ids,

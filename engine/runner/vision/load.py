@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from baton.checkpoint.checkpoint import Tensors
+from baton.engine.runner.kernels.native import NativeOps
 from baton.engine.runner.model_info import LoadProgressCallback
 from baton.engine.runner.vision.config import VisionConfig
+from baton.engine.runner.vision.native_ops import NativeVisionOps
 from baton.engine.runner.vision.ops import TorchVisionOps
 from baton.engine.runner.vision.tower import Tower, VisionTower
 from baton.engine.runner.vision.weight_loading import load_tower_weights
@@ -22,4 +24,6 @@ def load_tower(
     `target` is that of the decoder. Raises ModelError if they do not fit the configuration.
     """
     weights = load_tower_weights(config, files, target, on_progress)
-    return VisionTower(config, TorchVisionOps(), weights, target.dtype, target.device)
+    ops = target.parts.ops  # native ones compute bfloat16 on the CPU
+    vision_ops = NativeVisionOps(ops) if isinstance(ops, NativeOps) else TorchVisionOps()
+    return VisionTower(config, vision_ops, weights, target.dtype, target.device)

@@ -25,7 +25,14 @@ class VisionOps(Protocol):
         ...
 
     def activate(self, inputs: Tensor, activation: Activation, *, is_gated: bool) -> Tensor:
-        """Return a function of the inputs: of their first half, times the second, if gated."""
+        """Return a function of the inputs: of their first half, times the second, if gated.
+
+        Can overwrite the inputs.
+        """
+        ...
+
+    def add(self, hidden_states: Tensor, output: Tensor) -> Tensor:
+        """Return the sum. Can overwrite `hidden_states`."""
         ...
 
     def attend(
@@ -54,6 +61,9 @@ class TorchVisionOps:
             return functional.silu(inputs)
         is_exact = activation is Activation.GELU
         return functional.gelu(inputs, approximate="none" if is_exact else "tanh")
+
+    def add(self, hidden_states: Tensor, output: Tensor) -> Tensor:
+        return hidden_states + output
 
     def attend(
         self, qkv: Tensor, num_heads: int, lens: Sequence[int], angles: Angles | None

@@ -86,10 +86,10 @@ class VisionTower:
         config, ops = self.config, self.ops
         qkv = layer.qkv(ops.norm(hidden_states, layer.attention_norm))
         mixed = ops.attend(qkv, config.num_heads, lens, angles)
-        hidden_states = hidden_states + layer.output(mixed)
+        hidden_states = ops.add(hidden_states, layer.output(mixed))
         inputs = layer.up(ops.norm(hidden_states, layer.mlp_norm))
         inner = ops.activate(inputs, config.activation, is_gated=config.is_gated)
-        return hidden_states + layer.down(inner)
+        return ops.add(hidden_states, layer.down(inner))
 
     def _project(
         self, hidden_states: Tensor, config: ProjectorConfig, weights: ProjectorWeights

@@ -212,6 +212,23 @@ struct RmsNormArgs {
     std::int32_t num_threads;
 };
 
+// Layer norm. Only the result is rounded.
+struct LayerNormArgs {
+    const Bf16* src;  // [rows, size]
+    LayerNormF32 norm;
+    Bf16* dst;                    // [rows, size]; can be src
+    std::int64_t num_rows, size;  // whole vectors: a multiple of 16
+    std::int32_t num_threads;
+};
+
+struct GeluArgs {
+    const Bf16* src;
+    Bf16* dst;              // can be src
+    std::int64_t count;     // a multiple of 16
+    std::int32_t is_exact;  // 0: by tanh
+    std::int32_t num_threads;
+};
+
 struct RopeAngles {
     const Bf16 *cosines, *sines;  // [tokens, head_dim]
 };
@@ -265,6 +282,7 @@ struct AttentionParams {
     std::int64_t window, chunk;  // slots that a token attends to: see baton_attention. 0 for none
     float scale;                 // of the scores
     float softcap;               // scores become softcap * tanh(score / softcap); 0 for none
+    std::int32_t sees_later;     // 1: a token attends to the later ones of its sequence, too
 };
 
 struct AttentionArgs {
@@ -432,6 +450,12 @@ void baton_head_linear(const baton::HeadLinearArgs* args);
 
 // RMS norm of each row.
 void baton_rms_norm(const baton::RmsNormArgs* args);
+
+// Layer norm of each row.
+void baton_layer_norm(const baton::LayerNormArgs* args);
+
+// GELU.
+void baton_gelu(const baton::GeluArgs* args);
 
 // Rotary position embedding, after the norm of each head.
 void baton_rope(const baton::RopeArgs* args);

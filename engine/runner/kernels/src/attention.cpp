@@ -49,7 +49,7 @@ class Attention {
     explicit Attention(const PagedKv& kv) : packed_(kv) {}
 
     void operator()(const Chunk& chunk, const Part& part) {
-        const std::int64_t end = chunk.position((part.end_row - 1) / chunk.gqa_group_size) + 1;
+        const std::int64_t end = chunk.end_slot((part.end_row - 1) / chunk.gqa_group_size);
         const bool is_unpacked =
             part.end_row - part.first_row <= UnpackedSlots::max_query_rows(chunk.context.kv);
         std::vector<QueryRows> runs = rows_of(chunk, part, is_unpacked);

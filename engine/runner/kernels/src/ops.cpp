@@ -1,4 +1,4 @@
-// RMS norm, RoPE, gates, argmax and add: the operations between GEMMs. Each rounds where torch
+// Norms, GELU, RoPE, gates, argmax and add: the operations between GEMMs. Each rounds where torch
 // does.
 
 #include "gate.h"
@@ -65,6 +65,32 @@ void norm_row(const Bf16* row, Weights weights, Bf16* dst, std::int64_t size, fl
     for (; i + kLanes <= size; i += kLanes)
         store(dst + i, weights.apply(bf16_to_f32(row + i) * factor, i));
     for (; i < size; ++i) dst[i] = f32_to_bf16(weights.apply(bf16_to_f32(row[i]) * factor, i));
+}
+
+F32x16 load_f32(const float* numbers) {
+    F32x16 loaded;
+    std::memcpy(&loaded, numbers, sizeof loaded);
+    return loaded;
+}
+
+// Layer norm of a row of whole vectors.
+void layer_norm_row(const LayerNormF32& norm, const Bf16* row, Bf16* dst, std::int64_t size) {
+    const auto average = [=](auto of) {
+        F32x16 total{};
+        for (std::int64_t i = 0; i < size; i += kLanes) total += of(bf16_to_f32(row + i));
+        return sum(total) / float(size);
+    };
+    const float mean = average([](F32x16 numbers) { return numbers; });
+    const float variance = average([=](F32x16 numbers) {
+        const F32x16 rest = numbers - mean;
+        return rest * rest;
+    });
+    const float factor = 1.0f / std::sqrt(variance + norm.epsilon);
+    for (std::int64_t i = 0; i < size; i += kLanes) {
+        F32x16 numbers = (bf16_to_f32(row + i) - mean) * factor * load_f32(norm.weight + i);
+        if (norm.bias) numbers += load_f32(norm.bias + i);
+        store(dst + i, numbers);
+    }
 }
 
 // RoPE of up to kLanes heads of a token, after an RMS norm of each.
@@ -199,6 +225,25 @@ void baton_rms_norm(const RmsNormArgs* args) {
         };
         parallel_for(args->num_rows, size, args->num_threads, norm_rows);
     });
+}
+
+void baton_layer_norm(const LayerNormArgs* args) {
+    const std::int64_t size = args->size;
+    const auto norm_rows = [=](std::int64_t row, std::int64_t end) {
+        for (; row < end; ++row)
+            layer_norm_row(args->norm, args->src + row * size, args->dst + row * size, size);
+    };
+    parallel_for(args->num_rows, size, args->num_threads, norm_rows);
+}
+
+void baton_gelu(const GeluArgs* args) {
+    const auto apply = [=](std::int64_t at, std::int64_t end) {
+        for (; at < end; ++at) {
+            const F32x16 numbers = bf16_to_f32(args->src + at * kLanes);
+            store(args->dst + at * kLanes, gelu(numbers, args->is_exact));
+        }
+    };
+    parallel_for(args->count / kLanes, kLanes, args->num_threads, apply);
 }
 
 void baton_rope(const RopeArgs* args) {

@@ -23,6 +23,7 @@ struct Chunk {
     const Bf16* queries;  // [tokens, heads, head_dim]
     Bf16* dst;            // [tokens, heads, value_dim]
     std::int64_t num_tokens, window, chunk, gqa_group_size;
+    bool sees_later;
     const float* sinks;  // by head, or null
     // The softmax uses powers of two: 2^(scale * score). With a soft-cap, a score is
     // tanh(tanh_scale * product); without one, tanh_scale is 0.
@@ -36,12 +37,16 @@ struct Chunk {
           queries(args.queries + first * args.kv.head_dim),
           dst(args.dst + first * args.kv.value_dim), num_tokens(num_tokens),
           window(args.params.window), chunk(args.params.chunk),
-          gqa_group_size(args.num_heads / args.kv.num_kv_heads), sinks(args.params.sinks),
+          gqa_group_size(args.num_heads / args.kv.num_kv_heads), sees_later(args.params.sees_later),
+          sinks(args.params.sinks),
           scale((has_softcap(args) ? args.params.softcap : args.params.scale) * kLog2OfE),
           tanh_scale(has_softcap(args) ? args.params.scale / args.params.softcap : 0.0f) {}
 
     std::int64_t num_rows() const { return num_tokens * gqa_group_size; }
     std::int64_t position(std::int64_t token) const { return context.length - num_tokens + token; }
+    std::int64_t end_slot(std::int64_t token) const {
+        return sees_later ? context.length : position(token) + 1;
+    }
     std::int64_t first_slot(std::int64_t token) const {
         const std::int64_t own = position(token);
         const std::int64_t first = window > 0 ? std::max<std::int64_t>(0, own - window + 1) : 0;
@@ -80,7 +85,7 @@ class QueryRows {
             index_[row] = chunk.at(token, head, shared);
             std::copy_n(chunk.queries + index_[row] * size, size, queries_.data() + row * size);
             first_slot_[row] = chunk.first_slot(token);
-            end_slot_[row] = chunk.position(token) + 1;
+            end_slot_[row] = chunk.end_slot(token);
             max_[row] = chunk.sink(head * chunk.gqa_group_size + shared);
             weight_sum_[row] = F32x16{};
             if (max_[row] != kMinusInf) weight_sum_[row][0] = 1.0f;
