@@ -52,6 +52,10 @@ class RowOverflow(EngineError):
     """A plan assigns a request more blocks or tokens than its row in the runner's batch holds."""
 
 
+class EncodingMissing(EngineError):
+    """A pass needs rows of a picture's encoding that the runner does not have."""
+
+
 class EncodingsUnaccounted(EngineError):
     """A consistency check found encodings of pictures that are not accounted for."""
 

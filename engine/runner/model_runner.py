@@ -20,7 +20,7 @@ import torch
 
 from baton.core.ids import RequestId
 from baton.engine.kv_cache.groups import CacheLayout
-from baton.engine.plan import Pending, Plan, RunResult
+from baton.engine.plan import NO_MEDIA, Pending, Plan, RunResult
 from baton.engine.runner.adapters.adapters import AdapterTable
 from baton.engine.runner.attention.kv_blocks import KvBlocks
 from baton.engine.runner.attention.kv_tensor import KvShape, describe
@@ -54,6 +54,7 @@ from baton.engine.runner.sampling.prompt_logprobs import PromptLogprobs
 from baton.engine.runner.sampling.sampler import Sampler
 from baton.engine.runner.state.state_shape import StateShape
 from baton.engine.runner.state.state_tables import empty_states
+from baton.engine.runner.vision.encodings import Encodings, PictureEncoder
 from baton.engine.spec_decode.config import Speculation
 from baton.engine.spec_decode.proposer import Drafts
 
@@ -78,6 +79,7 @@ class RunnerParts:
     speculation: Speculation | None
     drafters: Mapping[str, MakeDrafter]
     has_graphs: bool  # of decode steps
+    tower: PictureEncoder | None = None  # None: the model takes text alone
 
 
 class TorchRunner:
@@ -95,6 +97,7 @@ class TorchRunner:
         self.num_passes: Counter[GraphSize | EagerCause] = Counter()  # by graph, or why eager
         self.adapters = parts.adapters
         self.blocks = KvBlocks(kv[:num_blocks], self.device, kernels.make_block_hashes(kv))
+        self._encodings = None if parts.tower is None else Encodings(parts.tower)
         self._inputs = make_inputs(self.device)
         self._batch = parts.batch
         self._passes = ForwardPasses(
@@ -140,7 +143,7 @@ class TorchRunner:
         # A reference to the runner that outlives the block must not keep the memory alive.
         del self.decoder, self.blocks, self._passes, self._batch, self._heads
         del self._prompt_head
-        del self.sampler, self._inputs, self.graphs, self._open, self._gatherer
+        del self._encodings, self.sampler, self._inputs, self.graphs, self._open, self._gatherer
 
     def capture_graphs(self, pool: GraphPool, sizes: Sequence[GraphSize]) -> None:
         """Capture decode steps of these sizes, the largest first.
@@ -169,6 +172,9 @@ class TorchRunner:
         If the pass before is not collected, its tokens are the inputs of this one on the device.
         """
         before = self._follow_open_pass(plan)
+        if self._encodings is not None and plan.media is not NO_MEDIA:
+            with torch.inference_mode():
+                self._encodings.apply(plan.media)
         if self._prompt_head is None and any(row.wants_prompt_logprobs for row in plan.started):
             self._prompt_head = PromptLogprobs(self.decoder, self.device, self._sampling)
             self._heads = (self._prompt_head, *self._heads)
@@ -258,14 +264,18 @@ class TorchRunner:
         """Put the arrays of a pass, and return the function that launches it."""
         adapters = None if self.adapters is None else self.adapters.select(step.runs)
         needs_all = any(head.needs_all_tokens(step) for head in self._heads)
+        media = None if self._encodings is None else self._encodings.rows_for(step.runs)
         hook, graphs = self._fenced_hook(plan), self.graphs
         size: GraphSize | EagerCause = EagerCause.NO_GRAPHS
         if graphs is not None:
-            size = graphs.choose(_shape_of(step, needs_all, adapters is not None, plan.is_retry))
+            has = adapters is not None, plan.is_retry, media is not None
+            size = graphs.choose(_shape_of(step, needs_all, *has))
         self.num_passes[size] += 1
         if graphs is None or isinstance(size, EagerCause):
             self._inputs.begin()
-            launch = self._passes.prepare(step, self._inputs, hook, adapters, needs_all=needs_all)
+            launch = self._passes.prepare(
+                step, self._inputs, hook, adapters, media, needs_all=needs_all
+            )
             return self._inputs, launch
         own = DecodeBatch(step.token_ids, step.layout, step.states, adapters)
         replay = partial(self._replay, graphs.prepare(size, own), len(step.runs), hook)
@@ -300,7 +310,9 @@ class TorchRunner:
         return result
 
 
-def _shape_of(step: Step, needs_all_tokens: bool, has_adapters: bool, is_retry: bool) -> StepShape:
+def _shape_of(
+    step: Step, needs_all_tokens: bool, has_adapters: bool, is_retry: bool, has_pictures: bool
+) -> StepShape:
     num_runs, states = len(step.runs), step.states
     return StepShape(
         num_rows=num_runs,
@@ -311,4 +323,5 @@ def _shape_of(step: Step, needs_all_tokens: bool, has_adapters: bool, is_retry: 
         has_adapters=has_adapters,
         has_snapshots=states is not None and len(states.num_tokens) != num_runs,
         is_retry=is_retry,
+        has_pictures=has_pictures,
     )

@@ -32,6 +32,7 @@ class EagerCause(Enum):
     PROMPT = "it computes several tokens of a sequence, or samples not all of them"
     ALL_TOKENS = "an output head needs the hidden states of all tokens"
     ADAPTERS = "it has adapters, and these kernels' launches for them are in no graph"
+    PICTURES = "tokens take encodings of pictures"
     SNAPSHOT = "it copies a recurrent state"
     RETRY = "it repeats a part of a failed pass"
     TOO_MANY_ROWS = "it has more rows than the largest graph"
@@ -49,6 +50,7 @@ class StepShape(NamedTuple):
     has_adapters: bool = False
     has_snapshots: bool = False
     is_retry: bool = False
+    has_pictures: bool = False
 
 
 def graph_sizes(
@@ -72,6 +74,8 @@ def choose_graph(step: StepShape, sizes: Sequence[GraphSize]) -> GraphSize | Eag
         return EagerCause.RETRY
     if step.has_snapshots:
         return EagerCause.SNAPSHOT
+    if step.has_pictures:
+        return EagerCause.PICTURES
     sizes = [size for size in sizes if size.has_adapters == step.has_adapters]
     if step.has_adapters and not sizes:
         return EagerCause.ADAPTERS

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,13 @@ from baton.engine.runner.model.layers import DecoderLayer, LayerInput, join_laye
 from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.mixers import Ends, ForwardPass
 from baton.engine.runner.model.ops import Norm, Ops
+
+
+class GivenRows(NamedTuple):
+    """What some tokens take in place of their embeddings, such as rows of a picture's encoding."""
+
+    tokens: Tensor  # indices
+    rows: Tensor
 
 
 @dataclass(eq=False)  # not frozen: `benchmarks/engine` wraps its methods
@@ -36,12 +44,16 @@ class Decoder:
         forward_pass: ForwardPass,
         hook: FencedHook | None,
         ends: Ends | None = None,
+        given: GivenRows | None = None,
     ) -> Tensor:
         """[tokens] → [tokens, hidden_size], normalised and ready for `logits`.
 
         With `ends`, only the hidden states of those tokens are returned.
         """
-        inputs, layers = LayerInput(self._embed(token_ids)), self.layers
+        embeddings, layers = self._embed(token_ids), self.layers
+        if given is not None:
+            embeddings[given.tokens] = given.rows.to(embeddings.dtype)
+        inputs = LayerInput(embeddings)
         if hook is None:
             layers = self._joined_layers
         last = len(layers) - 1

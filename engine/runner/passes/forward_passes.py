@@ -14,7 +14,7 @@ from baton.engine.runner.batch.input_batch import Step
 from baton.engine.runner.device.fenced_hook import FencedHook
 from baton.engine.runner.device.step_inputs import StepInputs
 from baton.engine.runner.model.adapters import Selection
-from baton.engine.runner.model.decoder import Decoder
+from baton.engine.runner.model.decoder import Decoder, GivenRows
 from baton.engine.runner.model.mixers import AttentionPass, Ends, ForwardPass, LinearAttentionPass
 from baton.engine.runner.model.pass_layout import Ints, PassLayout
 from baton.engine.runner.model.rope import Ropes
@@ -23,6 +23,7 @@ from baton.engine.runner.sampling.output_heads import HiddenStates
 from baton.engine.runner.sampling.packed_peaks import PackedPeaks
 from baton.engine.runner.state.linear_attention import LinearAttention
 from baton.engine.runner.state.state_tables import StateLayout
+from baton.engine.runner.vision.encodings import MediaRows
 
 
 class ForwardPasses:
@@ -58,6 +59,7 @@ class ForwardPasses:
         inputs: StepInputs,
         hook: FencedHook | None,
         selection: Selection | None,
+        media: MediaRows | None = None,
         *,
         needs_all: bool,
     ) -> Callable[[], HiddenStates]:
@@ -73,11 +75,12 @@ class ForwardPasses:
         groups = None
         if selection is not None and self._adapters is not None:
             groups = self._adapters.put(selection, inputs)
+        given = None if media is None else GivenRows(inputs.put(media.tokens), media.rows)
 
         def launch() -> HiddenStates:
             angles = self._ropes.angles(positions, seen_lens, step.max_len)
             forward_pass = ForwardPass(angles, attention, linear_attention, groups)
-            hidden_states = self._decoder.forward(token_ids, forward_pass, hook, ends)
+            hidden_states = self._decoder.forward(token_ids, forward_pass, hook, ends, given)
             if not needs_all:
                 return HiddenStates(hidden_states)
             wanted = hidden_states if indices is None else hidden_states[indices]

@@ -1,0 +1,76 @@
+"""Encodings of pictures in memory, and the tokens of a pass that take them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton.core.ids import RequestId
+from baton.core.media import Picture
+from baton.engine.errors import EncodingMissing
+from baton.engine.plan import MediaOrders
+from baton.engine.runner.model.pass_layout import Ints, TokenRun
+
+
+class PictureEncoder(Protocol):
+    """A vision tower."""
+
+    def encode(self, pictures: Sequence[Picture]) -> list[Tensor]:
+        """Return a row for each token that stands for a picture: [tokens, encoding_size]."""
+        ...
+
+
+class MediaRows(NamedTuple):
+    """Rows of encodings, and the tokens of the flat batch that take them."""
+
+    tokens: Ints  # indices into the flat batch
+    rows: Tensor
+
+
+class Encodings:
+    """Carries out what plans order, so that it holds what the scheduler counts."""
+
+    def __init__(self, encoder: PictureEncoder) -> None:
+        self._encoder = encoder
+        self._rows: dict[bytes, Tensor] = {}  # by digest
+
+    def apply(self, orders: MediaOrders) -> None:
+        """Forget encodings, then encode the pictures that are not here."""
+        for digest in orders.freed:
+            self._rows.pop(digest, None)
+        for picture in _distinct(orders.encoded):
+            if picture.digest not in self._rows:
+                [self._rows[picture.digest]] = self._encoder.encode([picture])
+
+    def rows_for(self, runs: Sequence[TokenRun]) -> MediaRows | None:
+        """Return what the tokens of a pass take; None if all are text."""
+        tokens: list[int] = []
+        rows: list[Tensor] = []
+        first = 0
+        for run in runs:
+            start = run.end - run.num_tokens
+            for segment in run.row.media:
+                if segment.overlaps(start, run.end):
+                    begin = max(segment.start, start)
+                    end = min(segment.start + segment.num_tokens, run.end)
+                    tokens += range(first + begin - start, first + end - start)
+                    skipped = segment.first - segment.start
+                    rows.append(self._part(segment.digest, begin + skipped, end + skipped))
+            first += run.num_tokens
+        return MediaRows(np.array(tokens, dtype=np.int64), torch.cat(rows)) if rows else None
+
+    def _part(self, digest: bytes, first: int, end: int) -> Tensor:
+        rows = self._rows.get(digest)
+        if rows is None or end > len(rows):
+            found = "none" if rows is None else f"{len(rows)} rows"
+            raise EncodingMissing(f"rows up to {end} of a picture's encoding are due: {found}")
+        return rows[first:end]
+
+
+def _distinct(encoded: Mapping[RequestId, Sequence[Picture]]) -> Iterator[Picture]:
+    by_digest = {each.digest: each for pictures in encoded.values() for each in pictures}
+    yield from by_digest.values()
