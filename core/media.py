@@ -39,10 +39,11 @@ class MediaSegment:
     num_tokens: int
     digest: bytes  # of the picture, since the placeholders of all pictures are the same token
     first: int = 0  # row of the picture's encoding that its first token takes
+    columns: int = 1  # of the grid that the picture's tokens form, for models that use it
 
     def __post_init__(self) -> None:
         _check_digest(self.digest)
-        if self.start < 0 or self.num_tokens < 1 or self.first < 0:
+        if self.start < 0 or min(self.num_tokens, self.columns) < 1 or self.first < 0:
             raise InvalidRequest(
                 f"a segment of {self.num_tokens} tokens from {self.start}, of an encoding from "
                 f"{self.first}: it needs a token"

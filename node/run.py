@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -61,7 +62,9 @@ def run(role: LegKind, options: NodeOptions, around: Around = NO_NODE_DECORATORS
     `role` is the kind of leg that the node offers beside those that any node can offer.
     """
     _check_start(options)
-    with open_runner(options.runner_config, LoadLog(time.monotonic)) as runner:
+    # Decode nodes get the KV of pictures, and no pixels.
+    config = replace(options.runner_config, loads_tower=role is not LegKind.DECODE)
+    with open_runner(config, LoadLog(time.monotonic)) as runner:
         identity = identify(options, role, runner)
         process = Process(role.value, identity.node_id, identity.incarnation)
         with tracing(options.telemetry, process) as tracer:

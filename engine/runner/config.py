@@ -61,6 +61,7 @@ class RunnerConfig:
         Option("Maximum context length: tokens of prompt and answer together.", MODEL, at_least=1),
     ] = None  # the model's maximum context length
     device: Annotated[str, Option("cpu, cuda or cuda:N.", MACHINE)] = "cpu"
+    loads_tower: bool = True  # the model's vision tower, if it has one; decode nodes need none
     num_threads: Annotated[  # torch threads of the whole process
         int | None, Option("Number of torch threads.", MACHINE, name="threads", at_least=1)
     ] = None

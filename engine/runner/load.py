@@ -11,7 +11,7 @@ import torch
 
 from baton.checkpoint.checkpoint import Checkpoint, GenerationDefaults
 from baton.checkpoint.hub import open_checkpoint
-from baton.core.errors import InvalidConfig
+from baton.core.errors import InvalidConfig, ModelError
 from baton.core.pooling import Pooling, PoolingKind
 from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.runner.adapters.adapted_layers import adaptable_layers
@@ -38,12 +38,20 @@ from baton.engine.runner.model_runner import RunnerParts, TorchRunner
 from baton.engine.runner.pooling.choose import choose_pooling
 from baton.engine.runner.sampling.logits_processors import ModelView, load_processors, versions
 from baton.engine.runner.state.state_shape import StateShape, cache_layout, state_shape
+from baton.engine.runner.vision.config import VisionConfig
+from baton.engine.runner.vision.load import load_tower
+from baton.engine.runner.vision.read_config import read_vision_config
+from baton.engine.runner.vision.tower import Tower
 from baton.engine.runner.weights.decoder_loading import attention_of, load_decoder
 from baton.engine.runner.weights.open_weights import open_weights
 
 log = logging.getLogger(__name__)
 
 MAX_CONTEXT_LEN = 1 << 24
+# What decoders of these architectures would need for pictures.
+LACKING = {
+    "Gemma3ForConditionalGeneration": "attention in both directions among a picture's tokens",
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -77,7 +85,7 @@ def load_runner(
         num_blocks_in(config.kv_cache_bytes, cache, device)
     weights = _load_weights(opened, on_progress, None if adapters is None else adapters.active)
     parts = RunnerParts(
-        _describe(opened, weights.fingerprint, max_model_len, defaults),
+        _describe(opened, weights, max_model_len, defaults),
         dtype,
         weights.decoder,
         weights.attention,
@@ -93,6 +101,7 @@ def load_runner(
         config.speculation,
         drafters,
         has_graphs=_can_capture(opened, weights.decoder),
+        tower=weights.tower,
     )
     make_runner = partial(TorchRunner, parts)
     has_adapters = adapters is not None and kernels.low_rank.has_static_launches
@@ -148,6 +157,7 @@ class _Weights(NamedTuple):
     decoder: Decoder
     attention: Sequence[LayerAttention]
     fingerprint: str
+    tower: Tower | None  # None: the node encodes no pictures
 
 
 def _load_weights(
@@ -160,11 +170,33 @@ def _load_weights(
         adapt = None if active is None else partial(adaptable_layers, kernels.ops, model, active)
         decoder = load_decoder(model, weights.tensors, weights.target, on_progress, adapt)
         attention = attention_of(model, weights.tensors, device.place)
-        return _Weights(decoder, attention, weights.fingerprint(versions(config.logits_processors)))
+        vision, tower = _read_vision(config, checkpoint), None
+        if vision is not None:
+            tower = load_tower(vision, weights.tensors, weights.target, on_progress)
+        fingerprint = weights.fingerprint(versions(config.logits_processors))
+        return _Weights(decoder, attention, fingerprint, tower)
+
+
+def _read_vision(config: RunnerConfig, checkpoint: Checkpoint) -> VisionConfig | None:
+    """Return the model's vision tower; None if it has none, or none that can be used here."""
+    if not config.loads_tower:
+        return None
+    try:
+        vision = read_vision_config(checkpoint)
+    except ModelError as error:
+        log.warning("pictures are not encoded, but text is served: %s", error)
+        return None
+    lacking = "" if vision is None else LACKING.get(vision.architecture, "")
+    if vision is not None and vision.level_layers:
+        lacking = "sums with outputs of several layers of the tower (DeepStack)"
+    if lacking:
+        log.warning("pictures are not encoded, but text is served: decoders lack %s", lacking)
+        return None
+    return vision
 
 
 def _describe(
-    opened: _Opened, fingerprint: str, max_model_len: int, defaults: GenerationDefaults
+    opened: _Opened, weights: _Weights, max_model_len: int, defaults: GenerationDefaults
 ) -> ModelInfo:
     config, checkpoint, model, _, _, kernels = opened
     own_pooling = None
@@ -172,7 +204,7 @@ def _describe(
         own_pooling = Pooling(PoolingKind.LAST, normalizes=False, num_labels=model.num_labels)
     return ModelInfo(
         checkpoint=checkpoint,
-        fingerprint=fingerprint,
+        fingerprint=weights.fingerprint,
         vocab_size=model.vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=defaults.eos_token_ids,
@@ -181,6 +213,7 @@ def _describe(
         max_shareable_prompt_len=model.max_shareable_prompt_len(),
         hidden_size=model.hidden_size,
         can_generate=model.can_generate,
+        encodes_pictures=weights.tower is not None,
         pooling=choose_pooling(config.pooling, checkpoint, own_pooling),
         numerics=kernels.numerics,
         kernels=kernels.name,

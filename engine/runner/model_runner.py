@@ -54,7 +54,8 @@ from baton.engine.runner.sampling.prompt_logprobs import PromptLogprobs
 from baton.engine.runner.sampling.sampler import Sampler
 from baton.engine.runner.state.state_shape import StateShape
 from baton.engine.runner.state.state_tables import empty_states
-from baton.engine.runner.vision.encodings import Encodings, PictureEncoder
+from baton.engine.runner.vision.encodings import Encodings
+from baton.engine.runner.vision.tower import Tower
 from baton.engine.spec_decode.config import Speculation
 from baton.engine.spec_decode.proposer import Drafts
 
@@ -79,7 +80,7 @@ class RunnerParts:
     speculation: Speculation | None
     drafters: Mapping[str, MakeDrafter]
     has_graphs: bool  # of decode steps
-    tower: PictureEncoder | None = None  # None: the model takes text alone
+    tower: Tower | None = None  # None: the model takes text alone
 
 
 class TorchRunner:
@@ -265,16 +266,18 @@ class TorchRunner:
         adapters = None if self.adapters is None else self.adapters.select(step.runs)
         needs_all = any(head.needs_all_tokens(step) for head in self._heads)
         media = None if self._encodings is None else self._encodings.rows_for(step.runs)
+        grid = self._passes.grid_positions(step)
         hook, graphs = self._fenced_hook(plan), self.graphs
         size: GraphSize | EagerCause = EagerCause.NO_GRAPHS
         if graphs is not None:
-            has = adapters is not None, plan.is_retry, media is not None
+            has_pictures = media is not None or grid is not None
+            has = adapters is not None, plan.is_retry, has_pictures
             size = graphs.choose(_shape_of(step, needs_all, *has))
         self.num_passes[size] += 1
         if graphs is None or isinstance(size, EagerCause):
             self._inputs.begin()
             launch = self._passes.prepare(
-                step, self._inputs, hook, adapters, media, needs_all=needs_all
+                step, self._inputs, hook, adapters, media, grid, needs_all=needs_all
             )
             return self._inputs, launch
         own = DecodeBatch(step.token_ids, step.layout, step.states, adapters)

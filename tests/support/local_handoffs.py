@@ -11,6 +11,7 @@ from types import TracebackType
 
 from baton.checkpoint.peft_folder import PeftFolder
 from baton.core.ids import AdapterRef, HandoffId, Incarnation, NodeId, Peer, RequestId
+from baton.core.media import MediaSegment, Picture
 from baton.core.output import FinishReason, Output, RequestStats
 from baton.core.request import EngineRequest, ReceiveKv
 from baton.core.sampling import SamplingParams
@@ -173,6 +174,8 @@ class LocalHandoffs:
         prior: Sequence[int] = (),
         until: int | None = None,
         adapter_id: str = "",
+        media: Sequence[MediaSegment] = (),
+        pictures: Sequence[Picture] = (),
     ) -> Continuation:
         """Hand a request to the first decode engine, and run both to its end.
 
@@ -190,13 +193,14 @@ class LocalHandoffs:
             seed=0,
             prior_output_token_ids=tuple(prior),
             adapter=AdapterRef(adapter_id, adapter_id),
+            media=tuple(media),
         )
         source = ReceiveKv(handoff_id, self.prefill.peer)
         answer = receiver.add(replace(request, receive_from=source))
         for _ in range(NUM_STEPS_TO_GRANT):
             receiver.step()
             self.prefill.step()
-        sent = self.prefill.add(replace(request, send_to=handoff_id))
+        sent = self.prefill.add(replace(request, send_to=handoff_id, pictures=tuple(pictures)))
         deadline_s = time.monotonic() + WAIT_S
         while answer.served is None and (until is None or len(answer.token_ids) < until):
             assert time.monotonic() < deadline_s, "the request does not end"

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from baton.core.media import Picture
+from baton.core.request import EngineRequest
 from tests.support.families import QWEN_VISION, VISION, WRAPPED, WRAPPED_LLAMAS
 from tests.support.models import (
     Variant,
@@ -129,3 +130,60 @@ def _qwen_inputs(config: Any, pixels: Tensor) -> dict[str, Any]:
         "pixel_values": twice.flatten(1),
         "image_grid_thw": torch.tensor([[1, rows, columns]]),
     }
+
+
+def generated_with_pictures(folder: Path, request: EngineRequest) -> list[int]:
+    """Return the tokens that transformers generates greedily after a prompt with pictures.
+
+    Its encodings are put in place of the placeholders here, since not every model takes pictures
+    of several sizes.
+    """
+    model = reference(folder)
+    by_digest = {picture.digest: picture for picture in request.pictures}
+    token_ids, num_tokens = torch.tensor([request.prompt_token_ids]), request.sampling.max_tokens
+    with torch.inference_mode():
+        embeddings = model.get_input_embeddings()(token_ids)
+        for segment in request.media:
+            end = segment.start + segment.num_tokens
+            encoding = reference_encoding(folder, by_digest[segment.digest])
+            embeddings[0, segment.start : end] = encoding
+        if model.config.model_type.startswith("qwen"):
+            positions = _grid_positions(model, request)
+            return _generated_at(model, embeddings, positions, num_tokens)
+        answer = model.generate(
+            inputs_embeds=embeddings,
+            attention_mask=torch.ones_like(token_ids),
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            do_sample=False,
+            eos_token_id=None,
+        )
+    return [int(token_id) for token_id in answer[0][-num_tokens:]]
+
+
+def _grid_positions(model: Any, request: EngineRequest) -> Tensor:
+    """Return the positions that transformers gives the tokens, [3, 1, tokens]."""
+    by_digest = {picture.digest: picture for picture in request.pictures}
+    kinds = torch.zeros(1, len(request.prompt_token_ids), dtype=torch.int64)
+    grids = []
+    for segment in request.media:
+        kinds[0, segment.start : segment.start + segment.num_tokens] = 1
+        picture, size = by_digest[segment.digest], model.config.vision_config.patch_size
+        grids.append([1, picture.height // size, picture.width // size])
+    token_ids = torch.tensor([request.prompt_token_ids])
+    found = model.model.get_rope_index(token_ids, kinds, image_grid_thw=torch.tensor(grids))
+    positions: Tensor = found[0]
+    return positions
+
+
+def _generated_at(model: Any, embeddings: Tensor, positions: Tensor, num_tokens: int) -> list[int]:
+    """Return greedy tokens, for each of which all tokens before are computed again."""
+    answer: list[int] = []
+    for _ in range(num_tokens):
+        logits = model(inputs_embeds=embeddings, position_ids=positions, use_cache=False).logits
+        answer.append(int(logits[0, -1].argmax()))
+        own = model.get_input_embeddings()(torch.tensor([[answer[-1]]]))
+        embeddings = torch.cat((embeddings, own), dim=1)
+        next_position = positions.amax() + 1
+        positions = torch.cat((positions, next_position.expand(3, 1, 1)), dim=2)
+    return answer

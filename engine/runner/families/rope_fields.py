@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from baton.checkpoint.json_fields import JsonFields
 from baton.engine.runner.families.family import SLIDING
 from baton.engine.runner.model.config import RopeConfig
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 MAX_MSCALE = 1000
+NUM_AXES = 3  # of M-RoPE: time, rows, columns
 OLD_NAMES = {"su": "longrope", "mrope": "default"}  # mrope equals default for text
 KNOWN_FIELDS = frozenset(
     {
@@ -97,7 +100,14 @@ def _parse(raw: JsonFields, fields: JsonFields, theta: float) -> RopeConfig:
     if kind not in ROPE_KINDS:
         raise fields.wrong("rope_type", f"must be one of {', '.join(ROPE_KINDS)}")
     theta = _read_theta(fields, "rope_theta", theta)
-    return RopeConfig(theta=theta) if kind == "default" else _scaled(raw, fields, kind, theta)
+    rope = RopeConfig(theta=theta) if kind == "default" else _scaled(raw, fields, kind, theta)
+    if not fields.has("mrope_section"):
+        return rope
+    sections = tuple(int(size) for size in fields.numbers("mrope_section"))
+    if len(sections) != NUM_AXES:
+        raise fields.wrong("mrope_section", f"must have {NUM_AXES} sizes")
+    is_interleaved = fields.flag("mrope_interleaved", False)
+    return replace(rope, sections=sections, are_sections_interleaved=is_interleaved)
 
 
 def _read_theta(raw: JsonFields, name: str, default: float) -> float:

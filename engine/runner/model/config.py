@@ -47,6 +47,9 @@ class RopeConfig:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     temperature: QueryTemperature | None = None
+    # Pairs of dimensions that rotate by time, row and column of a token; empty: by its position.
+    sections: tuple[int, ...] = ()
+    are_sections_interleaved: bool = False
 
     @property
     def depends_on_length(self) -> bool:
@@ -254,6 +257,11 @@ class ModelConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def has_grid_positions(self) -> bool:
+        """Return whether the tokens of a picture have rows and columns as positions."""
+        return any(rope.sections for rope in self.ropes)
 
     @property
     def depends_on_length(self) -> bool:

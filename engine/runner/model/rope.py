@@ -22,6 +22,7 @@ class Ropes:
         sizes = config.rope_head_dim, config.rotary_dim, config.max_position_embeddings
         self._ropes = [Rope(rope, *sizes, device, dtype) for rope in config.ropes]
         self.depends_on_length = config.depends_on_length
+        self.has_grid_positions = config.has_grid_positions
 
     def angles(
         self, positions: Tensor, seen_lens: Tensor | None, num_positions: int
@@ -55,6 +56,7 @@ class Rope:
         self._scale = _scale(config)
         self._frequencies = _frequencies(config, rotary_dim).to(device)
         self._table: Angles | None = None  # for positions from 0 on
+        self._axes = _axes(config, head_dim, rotary_dim).to(device)  # of M-RoPE, by dimension
 
     def angles(self, positions: Tensor, seen_lens: Tensor | None, num_positions: int) -> Angles:
         """Return (cos, sin), each [tokens, 1, head_dim]. All positions are below `num_positions`.
@@ -66,7 +68,17 @@ class Rope:
         if seen_lens is not None and self._config.depends_on_length:
             return self._compute_angles(positions, self._frequencies_at(seen_lens))
         cos, sin = self._table_of(num_positions)
+        if positions.dim() > 1:  # [3, tokens]: of time, rows and columns
+            return self._choose(cos[positions]), self._choose(sin[positions])
         return cos.index_select(0, positions), sin.index_select(0, positions)
+
+    def _choose(self, by_axis: Tensor) -> Tensor:
+        """Return for each dimension the number of its axis: [3, tokens, 1, head_dim] → [tokens, …].
+
+        They are those of the table, so that text has the same bits as without pictures.
+        """
+        chosen = self._axes.expand(by_axis.shape[1:])
+        return by_axis.gather(0, chosen[None])[0]
 
     def _table_of(self, num_positions: int) -> Angles:
         if self._table is None or self._table[0].shape[0] < num_positions:
@@ -102,6 +114,19 @@ class Rope:
         stretch = (factor * seen_len / self._trained_len) - (factor - 1)
         base: float = self._config.theta * stretch ** (dim / (dim - 2))
         return 1.0 / (base ** _exponents(dim))
+
+
+def _axes(config: RopeConfig, head_dim: int, rotary_dim: int) -> Tensor:
+    """Return the axis by which each dimension of a head rotates, or 0."""
+    half = torch.zeros(head_dim // 2, dtype=torch.int64)
+    if config.sections and config.are_sections_interleaved:
+        for axis in (1, 2):
+            half[axis : 3 * config.sections[axis] : 3] = axis
+    elif config.sections:
+        sizes = torch.tensor(config.sections)
+        half[: int(sizes.sum())] = torch.arange(len(sizes)).repeat_interleave(sizes)
+    half[rotary_dim // 2 :] = 0
+    return torch.cat((half, half))
 
 
 def head_order(config: ModelConfig) -> list[int] | None:

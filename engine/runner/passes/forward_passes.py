@@ -15,6 +15,7 @@ from baton.engine.runner.device.fenced_hook import FencedHook
 from baton.engine.runner.device.step_inputs import StepInputs
 from baton.engine.runner.model.adapters import Selection
 from baton.engine.runner.model.decoder import Decoder, GivenRows
+from baton.engine.runner.model.grid_positions import grid_positions
 from baton.engine.runner.model.mixers import AttentionPass, Ends, ForwardPass, LinearAttentionPass
 from baton.engine.runner.model.pass_layout import Ints, PassLayout
 from baton.engine.runner.model.rope import Ropes
@@ -53,6 +54,10 @@ class ForwardPasses:
             raise OutOfOrder("no pass was prepared")
         return self._token_ids
 
+    def grid_positions(self, step: Step) -> Ints | None:
+        """Return the positions of tokens for M-RoPE; None if they are those of a text."""
+        return grid_positions(step.runs) if self._ropes.has_grid_positions else None
+
     def prepare(
         self,
         step: Step,
@@ -60,13 +65,18 @@ class ForwardPasses:
         hook: FencedHook | None,
         selection: Selection | None,
         media: MediaRows | None = None,
+        grid: Ints | None = None,
         *,
         needs_all: bool,
     ) -> Callable[[], HiddenStates]:
-        """Prepare a step. If no head needs all tokens, the last layer computes only some."""
+        """Prepare a step. If no head needs all tokens, the last layer computes only some.
+
+        `grid` has the positions of tokens where these are not those of a text.
+        """
         all_are_sampled = len(step.sampled) == len(step.token_ids)
         sampled = None if all_are_sampled else np.array(step.sampled, dtype=np.int64)
-        token_ids, positions = inputs.put(step.token_ids), inputs.put(step.layout.positions)
+        token_ids = inputs.put(step.token_ids)
+        positions = inputs.put(step.layout.positions if grid is None else grid)
         self._token_ids = token_ids
         seen_lens = inputs.put(step.seen_lens) if self._ropes.depends_on_length else None
         indices = None if sampled is None else inputs.put(step.layout.last_token_indices(sampled))

@@ -1,0 +1,172 @@
+"""Greedy answers to prompts with pictures equal those of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from baton.checkpoint.safetensors_folder import SafetensorsFolder
+from baton.core.ids import RequestId
+from baton.core.media import MediaSegment
+from baton.core.request import EngineRequest
+from baton.core.sampling import SamplingParams
+from baton.engine.config import EngineOptions
+from baton.engine.core import EngineCore
+from baton.engine.factory import build_engine
+from baton.engine.runner.config import RunnerConfig
+from baton.engine.runner.load import load_runner
+from baton.engine.runner.model_runner import TorchRunner
+from baton.engine.runner.vision.read_config import read_vision_config
+from baton.engine.scheduler.config import SchedulerConfig
+from tests.support.local_handoffs import LocalHandoffs
+from tests.support.models import prompt_of
+from tests.support.vision import (
+    PICTURE_SIZES,
+    a_picture,
+    generated_with_pictures,
+    make_vision_folder,
+)
+
+NAMES = ("smolvlm", "idefics3", "mistral3", "qwen2.5-vl")
+NUM_TOKENS = 8
+BLOCK_SIZE = 4
+PLACEHOLDER = 7
+FolderOf = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> FolderOf:
+    return cache(lambda name: make_vision_folder(tmp_path_factory.mktemp(name), name))
+
+
+@pytest.fixture(scope="module")
+def runner_of(folder_of: FolderOf) -> Iterator[Callable[..., TorchRunner]]:
+    with ExitStack() as stack:
+
+        @cache
+        def load(name: str, *, loads_tower: bool = True, kv: str = "auto") -> TorchRunner:
+            config = RunnerConfig(
+                str(folder_of(name)),
+                dtype="float32",
+                block_size=BLOCK_SIZE,
+                kv_cache_bytes=8 << 20,
+                kv_cache_dtype=kv,
+                max_model_len=512,
+                loads_tower=loads_tower,
+            )
+            return stack.enter_context(load_runner(config))
+
+        yield load
+
+
+def an_engine(runner: TorchRunner, chunk: int = 512, num_rows: int = 512) -> EngineCore:
+    scheduling = SchedulerConfig(
+        max_num_batched_tokens=chunk, max_num_seqs=2, encoder_cache_tokens=num_rows
+    )
+    return build_engine(runner, EngineOptions(scheduling))
+
+
+def a_request(folder: Path, name: str, seeds: Sequence[int], words: int = 3) -> EngineRequest:
+    """Return a prompt with text around a picture for each seed, of various sizes."""
+    vision = read_vision_config(SafetensorsFolder(folder))
+    assert vision is not None
+    sizes = PICTURE_SIZES[name]
+    pictures = [a_picture(*sizes[seed % len(sizes)], seed=seed) for seed in seeds]
+    token_ids, media = list(prompt_of(words)), list[MediaSegment]()
+    for picture in pictures:
+        rows, columns = vision.token_grid(picture.height, picture.width)
+        num_tokens = rows * columns
+        media.append(MediaSegment(len(token_ids), num_tokens, picture.digest, 0, columns))
+        token_ids += [PLACEHOLDER] * num_tokens
+        token_ids += prompt_of(words)
+    sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    distinct = {picture.digest: picture for picture in pictures}
+    return EngineRequest(
+        RequestId(f"r{seeds}"),
+        tuple(token_ids),
+        sampling,
+        seed=0,
+        media=tuple(media),
+        pictures=tuple(distinct.values()),
+    )
+
+
+def answers(engine: EngineCore, *requests: EngineRequest) -> list[list[int]]:
+    found: dict[RequestId, list[int]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        engine.scheduler.add(request)
+    num_left = len(requests)
+    while num_left:
+        for output in engine.step():
+            assert output.failure is None, output
+            found[output.request_id] += output.token_ids
+            num_left -= output.finish_reason is not None
+        engine.scheduler.check()
+    return list(found.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_answers_equal_those_of_transformers_for_any_chunks(
+    name: str, folder_of: FolderOf, runner_of: Callable[..., TorchRunner]
+) -> None:
+    folder, runner = folder_of(name), runner_of(name)
+    request = a_request(folder, name, [0, 1, 2])
+    expected = generated_with_pictures(folder, request)
+
+    for chunk in (1 << 10, 20, 7, 2):  # most cut pictures
+        # Without room for all encodings, they take turns.
+        rows = max(segment.num_tokens for segment in request.media)
+        assert answers(an_engine(runner, chunk, rows), request) == [expected]
+    assert len(set(expected)) > 2
+    # The pictures matter, and so does their order.
+    others = replace(a_request(folder, name, [0, 1, 5]), request_id=RequestId("other"))
+    assert answers(an_engine(runner), others) != [expected]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prefix_hits_and_batches_change_no_answer(
+    name: str, folder_of: FolderOf, runner_of: Callable[..., TorchRunner]
+) -> None:
+    folder, engine = folder_of(name), an_engine(runner_of(name), chunk=24)
+    # The same picture at two places, and the same text around others.
+    requests = [a_request(folder, name, seeds) for seeds in ([0, 0], [0, 3], [3, 0], [0, 0, 1])]
+    alone = [answers(an_engine(runner_of(name)), request)[0] for request in requests]
+
+    assert answers(engine, *requests) == alone
+    again = [replace(each, request_id=RequestId(f"again {each.request_id}")) for each in requests]
+    assert answers(engine, *again) == alone
+    assert engine.scheduler.stats().total_prefix_hit_tokens
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_decode_node_without_tower_and_pixels_continues_the_answer(
+    name: str, folder_of: FolderOf, runner_of: Callable[..., TorchRunner]
+) -> None:
+    request = a_request(folder_of(name), name, [0, 1])
+    blind = runner_of(name, loads_tower=False)
+    assert not blind.info.encodes_pictures
+    assert blind.info.fingerprint == runner_of(name).info.fingerprint
+    expected = generated_with_pictures(folder_of(name), request)
+
+    with LocalHandoffs(runner_of(name), [blind], chunk=16) as nodes:
+        answer = nodes.answer(
+            request.prompt_token_ids, NUM_TOKENS, media=request.media, pictures=request.pictures
+        )
+
+    assert answer.token_ids == expected
+    assert answer.num_received
+
+
+def test_int8_kv_of_pictures_gives_the_answers_that_a_node_alone_gives(
+    folder_of: FolderOf, runner_of: Callable[..., TorchRunner]
+) -> None:
+    runner = runner_of("smolvlm", kv="int8")
+    request = a_request(folder_of("smolvlm"), "smolvlm", [0, 1])
+    alone = answers(an_engine(runner), request)
+
+    assert answers(an_engine(runner, chunk=5), request) == alone
