@@ -141,6 +141,17 @@ class Tokenizer:
         except TEMPLATE_ERRORS as error:
             raise InvalidRequest(f"the chat template refuses these messages: {error}") from error
 
+    @cached_property
+    def takes_parts(self) -> bool:
+        """True if the chat template takes a message's content as a list of parts."""
+        text = "a text to find"
+        parts = [{"role": "user", "content": [{"type": "text", "text": text}]}]
+        try:
+            found = self.render_chat(parts)
+        except InvalidRequest:
+            return False
+        return text in found and "'type'" not in found
+
     def _compile_uncached(self, source: str) -> jinja2.Template:
         return self._environment.from_string(source)
 

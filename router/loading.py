@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
+from baton.checkpoint.checkpoint import Checkpoint
 from baton.checkpoint.hub import model_root, open_checkpoint, served_name
 from baton.checkpoint.tokenizer import Tokenizer
-from baton.core.errors import InvalidConfig
+from baton.core.errors import InvalidConfig, ModelError
 from baton.core.reasoning import MAX_END_TOKENS
 from baton.router.input_processing.model_profiles import ModelProfile
 from baton.router.input_processing.tokenization import ModelText
 from baton.router.model_options import ByName, ModelOptions
+from baton.router.pictures.families.table import read_format
+from baton.router.pictures.plan import PictureFormat
 from baton.router.text_events.table import REASONING_FORMATS
 from baton.router.values import Parsing, ReasoningTokens
+
+log = logging.getLogger(__name__)
 
 
 def load_profiles(options: ModelOptions) -> list[ModelProfile]:
@@ -26,16 +32,27 @@ def load_profiles(options: ModelOptions) -> list[ModelProfile]:
 
 
 def _load(options: ModelOptions, model: ByName, name: str) -> ModelProfile:
-    tokenizer = open_checkpoint(model.value).load_tokenizer()
+    checkpoint = open_checkpoint(model.value)
+    tokenizer, images = checkpoint.load_tokenizer(), _read_format(checkpoint)
     parsing = options.parsing_of(name, tokenizer.chat_template)
     tokens = _reasoning_tokens(parsing, tokenizer)
     return ModelProfile(
-        ModelText(tokenizer),
+        ModelText(tokenizer, images),
         name,
         is_name_assumed=not model.name,
         parsing=replace(parsing, reasoning_tokens=tokens),
+        images=images,
         root=model_root(model.value),
     )
+
+
+def _read_format(checkpoint: Checkpoint) -> PictureFormat | None:
+    """Return how the model takes images; None if it takes text alone, or in a way not known."""
+    try:
+        return read_format(checkpoint)
+    except ModelError as error:
+        log.warning("images are refused, but text is served: %s", error)
+        return None
 
 
 def _reasoning_tokens(parsing: Parsing, tokenizer: Tokenizer) -> ReasoningTokens | None:

@@ -1,9 +1,11 @@
-"""Parts of a message: texts and documents. Pure."""
+"""Parts of a message: texts, documents and images. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+from baton.router.pictures.plan import ImageFile, PreparedImage
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +33,35 @@ class Document:
         return f"{title}{context}\n\n{self.content}"
 
 
-Part = str | Document
+Part = str | Document | ImageFile | PreparedImage
 Content = str | tuple[Part, ...]
 
 
 def content_of(parts: Iterable[Part]) -> Content:
-    """Return parts as the content of a message: one text, unless a document is among them."""
+    """Return parts as the content of a message: one text, unless others are among them."""
     parts = tuple(parts)
-    return parts if any(isinstance(part, Document) for part in parts) else text_of(parts)
+    return text_of(parts) if all(isinstance(part, str) for part in parts) else parts
 
 
 def text_of(content: Content) -> str:
-    """Join texts by newlines, as vLLM does."""
+    """Join texts by newlines, as vLLM does. Images have none."""
+    return "\n".join(texts_of(content))
+
+
+def texts_of(content: Content) -> list[str]:
     if isinstance(content, str):
-        return content
-    return "\n".join(part if isinstance(part, str) else part.text for part in content)
+        return [content]
+    texts = (part.text if isinstance(part, Document) else part for part in content)
+    return [text for text in texts if isinstance(text, str)]
+
+
+def template_content(content: Content) -> list[dict[str, str]]:
+    """Return the parts of a message as chat templates of models with images take them."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return [
+        {"type": "image"}
+        if isinstance(part, PreparedImage)
+        else {"type": "text", "text": text_of((part,))}
+        for part in content
+    ]

@@ -19,6 +19,7 @@ from baton.router.documents.reader import DocumentReader
 from baton.router.input_processing.form_checks import FormChecks
 from baton.router.input_processing.input_processor import InputProcessor
 from baton.router.input_processing.model_profiles import ModelProfiles
+from baton.router.pictures.reader import PictureReader
 from baton.router.routing.node_table import NodeTable
 from baton.router.values import AnswerPart, GenerateCall, TokenChunk
 from baton.rpc.errors import Draining, RequestIdInUse
@@ -46,6 +47,7 @@ class Pipeline:
         self.profiles = profiles
         self.inputs = InputProcessor(table, profiles, forms)
         self.documents = DocumentReader()
+        self.pictures = PictureReader()
         self.traffic = TrafficByModel(config.admission_queue, clock)
         self._dispatcher = Dispatcher(
             table=table,

@@ -17,6 +17,7 @@ from baton.core.sampling import SamplingParams
 from baton.core.stop_strings import StopRule
 from baton.core.task import GENERATE, Task
 from baton.router.parts import Content, text_of
+from baton.router.pictures.plan import PreparedImage
 
 TEMPLATE_CHARACTERS = 16  # that a chat template adds around each message, estimated
 VALUE_CHARACTERS = 4  # of a number, or around a list, estimated
@@ -49,6 +50,11 @@ class ChatPrompt:
     messages: tuple[ChatMessage, ...]
     add_generation_prompt: bool = True
     variables: Mapping[str, object] = field(default_factory=dict)  # of the template, such as tools
+
+    @property
+    def images(self) -> list[PreparedImage]:
+        contents = [each.content for each in self.messages if not isinstance(each.content, str)]
+        return [part for parts in contents for part in parts if isinstance(part, PreparedImage)]
 
     @property
     def num_characters(self) -> int:

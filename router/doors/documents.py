@@ -1,4 +1,4 @@
-"""Documents in the messages of requests, which are read before the prompt is tokenised."""
+"""Documents and images in messages, which are read before the prompt is tokenised."""
 
 from __future__ import annotations
 
@@ -6,43 +6,74 @@ from collections.abc import Sequence
 from dataclasses import replace
 from sys import getsizeof
 
+from baton.core.ids import ModelVariant
 from baton.router.documents.document import MAX_DOCUMENTS
 from baton.router.doors.openai.request.parsed_request import ParsedRequest
 from baton.router.http.bodies import ReceivedBody
 from baton.router.http.exchange import ReceivedRequest
 from baton.router.input_processing.limits import check_count
-from baton.router.parts import Content, Document
+from baton.router.parts import Content, Document, Part
+from baton.router.pictures.plan import ImageFile, PictureFormat
 from baton.router.pipeline import Pipeline
 from baton.router.values import ChatPrompt, Prompt
+from baton.rpc.errors import UnsupportedInput
 
 
-async def read_prompt(prompt: Prompt, pipeline: Pipeline, body: ReceivedBody) -> Prompt:
-    """Read the documents of a prompt. Raises InvalidRequest, UnsupportedInput and QueueFull."""
-    documents = documents_in(prompt)
-    if not documents or not isinstance(prompt, ChatPrompt):
+async def read_prompt(
+    prompt: Prompt, pipeline: Pipeline, body: ReceivedBody, model: ModelVariant
+) -> Prompt:
+    """Read the documents and images of a prompt.
+
+    Raises InvalidRequest, UnsupportedInput and QueueFull.
+    """
+    if not isinstance(prompt, ChatPrompt) or not _has_files(prompt):
         return prompt
-    check_count("files of a request", len(documents), MAX_DOCUMENTS)
-    body.hold_more(sum(getsizeof(document.content) for document in documents))
-    read = await pipeline.documents.read(documents, body.client)
-    body.hold_more(sum(getsizeof(document.content) for document in read))
-    return with_documents(prompt, read)
+    documents, images = documents_in(prompt), _images_in(prompt)
+    if documents:
+        check_count("files of a request", len(documents), MAX_DOCUMENTS)
+        body.hold_more(sum(getsizeof(document.content) for document in documents))
+        read = await pipeline.documents.read(documents, body.client)
+        body.hold_more(sum(getsizeof(document.content) for document in read))
+        prompt = with_documents(prompt, read)
+    if images:
+        images_as = _format_of(model, pipeline, images[0])
+        body.hold_more(sum(getsizeof(image.data) for image in images))
+        prepared = await pipeline.pictures.read(images, images_as, body.client)
+        body.hold_more(sum(len(each.rgb) for image in prepared for each in image.pictures))
+        prompt = _replace(prompt, ImageFile, prepared)
+    return prompt
+
+
+def _format_of(model: ModelVariant, pipeline: Pipeline, image: ImageFile) -> PictureFormat:
+    profile = pipeline.profiles.of(model)
+    if profile.images is None:
+        raise UnsupportedInput(
+            f"{image.where}: model {profile.name or model.name!r} takes no images: send text only",
+            image.where,
+        )
+    return profile.images
 
 
 async def read_documents(
     parsed: ParsedRequest, pipeline: Pipeline, request: ReceivedRequest
 ) -> ParsedRequest:
-    """Read the documents of a request, whose answer gets the warnings.
+    """Read the documents and images of a request, whose answer gets the warnings.
 
     Raises as `read_prompt` does, and Draining and RequestIdInUse.
     """
-    prompt = parsed.calls[0].prompt
-    if not documents_in(prompt):
+    call = parsed.calls[0]
+    prompt = call.prompt
+    if not isinstance(prompt, ChatPrompt) or not _has_files(prompt):
         return parsed
     with pipeline.accept(request.id):  # a router that stops waits for it, or refuses it at once
-        prompt = await read_prompt(prompt, pipeline, request.body)
+        prompt = await read_prompt(prompt, pipeline, request.body, call.model)
     warnings = [text for document in documents_in(prompt) for text in document.warnings]
     request.scope.note_documents_read(warnings)
     return replace(parsed, calls=tuple(replace(call, prompt=prompt) for call in parsed.calls))
+
+
+def _has_files(prompt: ChatPrompt) -> bool:
+    return any(not isinstance(message.content, str) for message in prompt.messages)
 
 
 def documents_in(prompt: Prompt) -> list[Document]:
@@ -52,14 +83,24 @@ def documents_in(prompt: Prompt) -> list[Document]:
     return [part for parts in contents for part in parts if isinstance(part, Document)]
 
 
+def _images_in(prompt: ChatPrompt) -> list[ImageFile]:
+    contents = [each.content for each in prompt.messages if not isinstance(each.content, str)]
+    return [part for parts in contents for part in parts if isinstance(part, ImageFile)]
+
+
 def with_documents(prompt: ChatPrompt, documents: Sequence[Document]) -> ChatPrompt:
     """Replace the documents of a prompt by others, in order."""
-    rest = iter(documents)
+    return _replace(prompt, Document, documents)
+
+
+def _replace(prompt: ChatPrompt, kind: type[Part], parts: Sequence[Part]) -> ChatPrompt:
+    """Replace the parts of a kind by others, in order."""
+    rest = iter(parts)
 
     def read(content: Content) -> Content:
         if isinstance(content, str):
             return content
-        return tuple(next(rest) if isinstance(part, Document) else part for part in content)
+        return tuple(next(rest) if isinstance(part, kind) else part for part in content)
 
     messages = [replace(each, content=read(each.content)) for each in prompt.messages]
     return replace(prompt, messages=tuple(messages))

@@ -104,8 +104,7 @@ class InputProcessor:
     async def _tokenize(self, call: GenerateCall, client: str) -> GenerateCall:
         """Return the call with a TokenPrompt."""
         if not isinstance(call.task, EmbedTask):
-            token_ids = await self.token_ids(call.prompt, call.model, client)
-            return replace(call, prompt=TokenPrompt(token_ids))
+            return replace(call, prompt=await self.tokenize(call.prompt, call.model, client))
         text, served = self._profiles.of(call.model).text, self._table.served_model(call.model)
         encode = partial(
             text.encode_text, call.prompt, served.max_model_len, call.max_prompt_tokens
@@ -124,9 +123,14 @@ class InputProcessor:
     async def token_ids(
         self, prompt: Prompt, model: ModelVariant = ANY_MODEL, client: str = ""
     ) -> tuple[int, ...]:
+        return (await self.tokenize(prompt, model, client)).token_ids
+
+    async def tokenize(
+        self, prompt: Prompt, model: ModelVariant = ANY_MODEL, client: str = ""
+    ) -> TokenPrompt:
         """Tokenise a prompt. Raises ContextLengthExceeded if its text exceeds the context."""
         text = self._profiles.of(model).text
-        tokenize = partial(text.token_ids, prompt, self._table.served_model(model).max_model_len)
+        tokenize = partial(text.tokenize, prompt, self._table.served_model(model).max_model_len)
         return await self._large_texts_of(model).run(prompt.num_characters, tokenize, client)
 
     async def text(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from baton.core.errors import InvalidRequest
 from baton.core.ids import ModelVariant
 from baton.router.input_processing.tokenization import TextBoundary
+from baton.router.pictures.plan import PictureFormat
 from baton.router.routing.node_table import NodeTable
 from baton.router.values import NO_PARSING, Parsing
 
@@ -21,6 +22,7 @@ class ModelProfile:
     # The name is that of a folder, and nodes may serve the model by another one.
     is_name_assumed: bool = False
     parsing: Parsing = NO_PARSING
+    images: PictureFormat | None = None  # None: the model takes text alone
     root: str = ""  # folder or hub name; empty: the router has no files of it
 
 

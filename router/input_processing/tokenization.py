@@ -10,6 +10,9 @@ from baton.checkpoint.token_text import TokenText
 from baton.checkpoint.tokenizer import Tokenizer
 from baton.core.errors import ContextLengthExceeded, InvalidRequest
 from baton.router.answer import IncrementalDetokenizer, NoDetokenizer
+from baton.router.parts import template_content
+from baton.router.pictures.placement import put_texts, segments_in
+from baton.router.pictures.plan import PictureFormat
 from baton.router.values import ChatPrompt, PairPrompt, Prompt, TextPrompt, TokenPrompt
 from baton.rpc.errors import UnsupportedInput
 
@@ -35,6 +38,12 @@ class TextBoundary:
         if isinstance(prompt, TokenPrompt):
             return prompt.token_ids
         raise _no_tokenizer_error(self._model)
+
+    def tokenize(self, prompt: Prompt, max_tokens: int | None = None) -> TokenPrompt:
+        """Tokenise a prompt, which can have images. Raises as `token_ids` does."""
+        if isinstance(prompt, TokenPrompt):
+            return prompt
+        return TokenPrompt(self.token_ids(prompt, max_tokens))
 
     def spellings(self, word: str) -> frozenset[tuple[int, ...]]:
         """Return the token sequences of `word`, inside and at the beginning of a word."""
@@ -73,9 +82,23 @@ class TextBoundary:
 class ModelText(TextBoundary):
     """Text boundary of a router with the model's tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, images: PictureFormat | None = None) -> None:
+        """`images`: how the model takes them; None: it takes text alone."""
         super().__init__()
         self._tokenizer = tokenizer
+        self.images = images
+
+    def tokenize(self, prompt: Prompt, max_tokens: int | None = None) -> TokenPrompt:
+        images = prompt.images if isinstance(prompt, ChatPrompt) else []
+        if not isinstance(prompt, ChatPrompt) or not images or self.images is None:
+            return super().tokenize(prompt, max_tokens)
+        text = put_texts(self._render(prompt), images, self.images)
+        self._check_length(text, max_tokens, "messages")
+        token_ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        [placeholder_id] = self._tokenizer.encode_mark(self.images.placeholder)
+        pictures = {each.digest: each for image in images for each in image.pictures}
+        segments = segments_in(token_ids, images, placeholder_id)
+        return TokenPrompt(token_ids, segments, tuple(pictures.values()))
 
     def token_ids(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[int, ...]:
         match prompt:
@@ -87,17 +110,26 @@ class ModelText(TextBoundary):
             case PairPrompt(first, second):
                 self._check_length(first + second, max_tokens, "input")
                 return self._tokenizer.encode_text(first, second).token_ids
-            case ChatPrompt(messages, add_generation_prompt, variables):
-                text = self._tokenizer.render_chat(
-                    [
-                        {"role": message.role, "content": message.text, **message.others}
-                        for message in messages
-                    ],
-                    add_generation_prompt=add_generation_prompt,
-                    variables=variables,
-                )
+            case ChatPrompt():
+                text = self._render(prompt)
                 self._check_length(text, max_tokens, "messages")
                 return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _render(self, prompt: ChatPrompt) -> str:
+        has_parts = self.images is not None and self._tokenizer.takes_parts
+        messages = [
+            {
+                "role": message.role,
+                "content": template_content(message.content) if has_parts else message.text,
+                **message.others,
+            }
+            for message in prompt.messages
+        ]
+        return self._tokenizer.render_chat(
+            messages,
+            add_generation_prompt=prompt.add_generation_prompt,
+            variables=prompt.variables,
+        )
 
     def encode_text(
         self, prompt: Prompt, max_tokens: int | None, cut_at: int | None

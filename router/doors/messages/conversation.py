@@ -16,16 +16,21 @@ from baton.router.doors.messages.bodies import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from baton.router.doors.messages.documents import DocumentBlock, document_of_block
+from baton.router.doors.messages.documents import (
+    DocumentBlock,
+    ImageBlock,
+    document_of_block,
+    image_of_block,
+)
 from baton.router.doors.openai.request.bodies import validate_body, validate_by_type
 from baton.router.parts import Part
 from baton.router.values import ChatMessage
 from baton.rpc.errors import UnsupportedInput
 
 TEXT: dict[str, type[Block]] = {"text": TextBlock}
-TEXT_OR_DOCUMENT: dict[str, type[Block]] = {**TEXT, "document": DocumentBlock}
-IN_RESULTS: dict[str, type[Block]] = {**TEXT_OR_DOCUMENT, "tool_reference": ToolReferenceBlock}
-OF_USERS: dict[str, type[Block]] = {**TEXT_OR_DOCUMENT, "tool_result": ToolResultBlock}
+GIVEN: dict[str, type[Block]] = {**TEXT, "document": DocumentBlock, "image": ImageBlock}
+IN_RESULTS: dict[str, type[Block]] = {**GIVEN, "tool_reference": ToolReferenceBlock}
+OF_USERS: dict[str, type[Block]] = {**GIVEN, "tool_result": ToolResultBlock}
 OF_ASSISTANTS: dict[str, type[Block]] = {
     **TEXT,
     "thinking": ThinkingBlock,
@@ -69,6 +74,8 @@ class Conversation:
                     self._add_result(block, f"{inside}.{index}.content")
                 case DocumentBlock():
                     self._turns.add(read.role, document_of_block(block, f"{inside}.{index}"))
+                case ImageBlock():
+                    self._turns.add(read.role, image_of_block(block, f"{inside}.{index}"))
                 case TextBlock():
                     self._turns.add(read.role, block.text)
 
@@ -107,6 +114,8 @@ class Conversation:
                     parts.append(f"The tool {each.tool_name} can be called now.")
                 case DocumentBlock():
                     parts.append(document_of_block(each, f"{where}.{index}"))
+                case ImageBlock():
+                    parts.append(image_of_block(each, f"{where}.{index}"))
                 case TextBlock():
                     parts.append(each.text)
         self._turns.add_result(block.tool_use_id, parts, is_error=bool(block.is_error))

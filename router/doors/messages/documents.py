@@ -1,4 +1,4 @@
-"""Document blocks of Anthropic's messages, as documents. Pure."""
+"""Document and image blocks of Anthropic's messages. Pure."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from baton.router.doors.messages.bodies import Block, TextBlock
 from baton.router.doors.openai.request.bodies import Body, validate_by_type
 from baton.router.input_processing.limits import check_file_name
 from baton.router.parts import Document
+from baton.router.pictures.plan import ImageFile
 
 NO_CITATIONS = "citations: the answer has none"
 
@@ -45,6 +46,17 @@ class DocumentBlock(Block):
     citations: Citations | None = None
 
 
+class ImageSource(Body):
+    type: str
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+    data: str
+
+
+class ImageBlock(Block):
+    source: dict[str, Any]
+    transformations: None = None
+
+
 SOURCES: Mapping[str, type[Body]] = {
     "base64": Base64Source,
     "text": TextSource,
@@ -63,6 +75,13 @@ def document_of_block(block: DocumentBlock, where: str) -> Document:
     has_citations = block.citations is not None and block.citations.enabled
     warnings = (f"{where}.{NO_CITATIONS}",) if has_citations else ()
     return replace(_document(block, where), context=block.context or "", warnings=warnings)
+
+
+def image_of_block(block: ImageBlock, where: str) -> ImageFile:
+    """Raises InvalidRequest and UnsupportedInput, which name the field."""
+    inside = f"{where}.source"
+    source = validate_by_type(block.source, {"base64": ImageSource}, inside, NOT_HERE)
+    return ImageFile(read_base64(source.data, f"{inside}.data"), inside)
 
 
 def _document(block: DocumentBlock, where: str) -> Document:

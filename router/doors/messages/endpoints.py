@@ -28,7 +28,7 @@ from baton.router.http.exchange import ReceivedRequest, Reply, receiving
 from baton.router.http.json_encoding import Json, encode_in_slices
 from baton.router.pipeline import Pipeline
 from baton.router.request_scope import RequestScopes
-from baton.router.values import GenerateCall, TokenPrompt
+from baton.router.values import GenerateCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ class MessageHandler:
         """Tokenize the prompt, whose length the first event reports."""
         self.pipeline.inputs.check_model(call.model)
         with renaming_fields(FIELD_NAMES):
-            token_ids = await self.pipeline.inputs.token_ids(call.prompt, call.model, client)
-        return replace(call, prompt=TokenPrompt(token_ids))
+            prompt = await self.pipeline.inputs.tokenize(call.prompt, call.model, client)
+        return replace(call, prompt=prompt)
 
     async def _answer(
         self, parsed: ParsedMessage, call: GenerateCall, request: ReceivedRequest, reply: Reply
@@ -99,7 +99,7 @@ class TokenCount:
         context = model_context(self.pipeline, fields)
         self.pipeline.inputs.check_model(context.variant)
         chat = await received.run(partial(prompt_to_count, fields, context))
-        prompt = await read_prompt(chat, self.pipeline, received)
+        prompt = await read_prompt(chat, self.pipeline, received, context.variant)
         inputs, client = self.pipeline.inputs, received.client
         token_ids = await inputs.token_ids(prompt, context.variant, client)
         return JSONResponse({"input_tokens": len(token_ids)})

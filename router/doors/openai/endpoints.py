@@ -83,7 +83,8 @@ class Tokens:
         prompt: Prompt
         if "messages" in fields:
             body, chat = await received.run(partial(_chat_to_tokenize, fields))
-            prompt = await read_prompt(chat, self.pipeline, received)
+            named = self.pipeline.table.find_model(body.model)
+            prompt = await read_prompt(chat, self.pipeline, received, named)
         else:
             body = openai_body(fields, TokenizeTextBody)
             prompt = TextPrompt(body.prompt, body.add_special_tokens)

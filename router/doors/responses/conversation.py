@@ -18,7 +18,12 @@ from baton.router.doors.responses.bodies import (
     ReasoningItem,
     TextPart,
 )
-from baton.router.doors.responses.files import InputFile, document_of_part
+from baton.router.doors.responses.files import (
+    InputFile,
+    InputImage,
+    document_of_part,
+    image_of_part,
+)
 from baton.router.doors.responses.summaries import read_summary
 from baton.router.doors.responses.tools import joined_name
 from baton.router.parts import Part
@@ -30,9 +35,10 @@ ITEMS: Mapping[str, type[Item]] = {
     "reasoning": ReasoningItem,
     "compaction": CompactionItem,
 }
-PARTS: Mapping[str, type[TextPart | InputFile]] = {
+PARTS: Mapping[str, type[TextPart | InputFile | InputImage]] = {
     **dict.fromkeys(("input_text", "output_text", "text"), TextPart),
     "input_file": InputFile,
+    "input_image": InputImage,
 }
 # Few chat templates know OpenAI's name.
 ROLES = {"developer": "system"}
@@ -80,4 +86,10 @@ def _parts(content: str | list[Any], where: str) -> list[Part]:
 
 def _part(value: object, where: str) -> Part:
     part = validate_by_type(value, PARTS, where)
-    return part.text if isinstance(part, TextPart) else document_of_part(part, where)
+    match part:
+        case TextPart():
+            return part.text
+        case InputFile():
+            return document_of_part(part, where)
+        case InputImage():
+            return image_of_part(part, where)

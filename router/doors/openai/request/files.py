@@ -11,9 +11,11 @@ from baton.router.documents.encodings import DATA_URL, read_data
 from baton.router.doors.openai.request.bodies import Body, validate_body
 from baton.router.input_processing.limits import check_file_name
 from baton.router.parts import Document
+from baton.router.pictures.plan import Detail, ImageFile
 from baton.rpc.errors import UnsupportedInput
 
 SEND_DATA = "send the content as file_data, in base64"
+SEND_DATA_URL = "send the image in it, as data:image/png;base64,…"
 
 
 class FileBody(Body):
@@ -46,6 +48,33 @@ def document_of_file(file: FileBody, data: str | None, where: str, field: str) -
     check_file_name(f"{where}.filename", name)
     content, media_type = read_data(data, f"{where}.{field}")
     return document_from(content, where, name, media_type)
+
+
+class ImageUrl(Body):
+    url: str
+    detail: Detail = Detail.AUTO
+
+
+class ImagePart(Body):
+    type: str
+    image_url: ImageUrl | str
+    prompt_cache_breakpoint: Any = None  # ignored: every prefix is cached
+
+
+def image_of_part(part: Mapping[str, Any], where: str) -> ImageFile:
+    """Return the image in a part of a chat's message. Raises InvalidRequest, UnsupportedInput."""
+    image = validate_body(part, ImagePart, where).image_url
+    inside = f"{where}.image_url"
+    if isinstance(image, str):
+        return image_of_url(image, Detail.AUTO, inside)
+    return image_of_url(image.url, image.detail, f"{inside}.url")
+
+
+def image_of_url(url: str, detail: Detail, where: str) -> ImageFile:
+    """Return the image in a `data:` URL. Raises InvalidRequest and UnsupportedInput."""
+    if url[: len(DATA_URL)].lower() != DATA_URL:
+        raise UnsupportedInput(f"{where}: the router fetches no URLs; {SEND_DATA_URL}", where)
+    return ImageFile(read_data(url, where)[0], where, detail)
 
 
 def data_url_of(url: str, where: str) -> str:

@@ -9,7 +9,7 @@ from pydantic_core import from_json
 
 from baton.core.errors import InvalidRequest
 from baton.router.doors.openai.request.bodies import MAX_INT32, TemplateFields
-from baton.router.doors.openai.request.files import document_of_part
+from baton.router.doors.openai.request.files import document_of_part, image_of_part
 from baton.router.input_processing.limits import (
     MAX_ANSWERS,
     MAX_CHAT_MESSAGES,
@@ -110,9 +110,11 @@ def _part(part: object, where: str) -> Part:
         raise InvalidRequest(f"{where} must be an object with type and text", where)
     if part.get("type") == "file":
         return document_of_part(part, where)
+    if part.get("type") == "image_url":
+        return image_of_part(part, where)
     if part.get("type") != "text":
         raise UnsupportedInput(
-            f"{where} is neither text nor a file: other parts are not supported", where
+            f"{where} is no text, file or image_url: other parts are not supported", where
         )
     if not isinstance(part.get("text"), str):
         raise InvalidRequest(f"{where}.text must be a text", f"{where}.text")

@@ -66,12 +66,15 @@ EXPECTED: Mapping[str, Mapping[str, Any]] = {
     "Mistral-Small-3.1-24B": {"head_dim": 128, "ties_embeddings": False, "num_kv_heads": 8},
     "Ministral-3-3B": {"ties_embeddings": True, "head_dim": 128},
     "Qwen2.5-VL-3B": {
-        "ropes": (RopeConfig(theta=1e6),),
+        "ropes": (RopeConfig(theta=1e6, sections=(16, 24, 24)),),
         "ties_embeddings": True,
         "has_qkv_bias": True,
         "has_output_bias": False,
     },
-    "Qwen3-VL-4B": {"ropes": (RopeConfig(theta=5e6),), "rotary_dim": 128},
+    "Qwen3-VL-4B": {
+        "ropes": (RopeConfig(theta=5e6, sections=(24, 20, 20), are_sections_interleaved=True),),
+        "rotary_dim": 128,
+    },
     "gemma-2-27b": {
         "attention_scale": 1 / 12,
         "attention_softcap": 50.0,

@@ -205,7 +205,7 @@ def assistant(block: dict[str, Any]) -> dict[str, Any]:
         (
             {"messages": [{"role": "user", "content": [IMAGE]}]},
             UnsupportedInput,
-            "0.content.0.type",
+            "0.content.0.source.type",
         ),
         (assistant({"type": "redacted_thinking"}), UnsupportedInput, "0.content.0.type"),
         (assistant({"type": "tool_use", "id": "1"}), InvalidRequest, "0.content.0.name"),

@@ -293,7 +293,7 @@ def test_an_invalid_chat_field_is_named(fields: dict[str, Any], field: str) -> N
         ({"response_format": {"type": "grammar"}}, "response_format"),
         ({"skip_special_tokens": False}, "skip_special_tokens"),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, None),
     ],
 )
 def test_unsupported_features_are_refused_and_never_ignored(

@@ -178,7 +178,7 @@ def test_the_response_repeats_the_request() -> None:
         (
             {"input": [{"role": "user", "content": [IMAGE]}]},
             UnsupportedInput,
-            "input.0.content.0.type",
+            "input.0.content.0.image_url",
         ),
         ({"input": [{"role": "robot", "content": "hi"}]}, InvalidRequest, "input.0.role"),
         (
