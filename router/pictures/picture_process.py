@@ -28,6 +28,8 @@ IMAGES = FileReader(
     remedy="send it smaller",
 )
 
+UNREADABLE = "cannot be read: send another file"
+
 
 @dataclass(frozen=True, slots=True)
 class PictureLimits(ProcessLimits):
@@ -99,7 +101,7 @@ class _Conversation:
             case {"width": int(width), "height": int(height)} if width > 0 and height > 0:
                 plan = self._plan(Size(width, height))
             case _:
-                raise self.invalid("cannot be read: send another file")
+                raise self.invalid(UNREADABLE)
         await self._process.send([_line_of(plan)])
         await self._receive_line()
         return Pixels(plan, [await self._receive_tile(tile) for tile in plan.tiles])
@@ -121,15 +123,17 @@ class _Conversation:
     async def _receive_line(self) -> dict[str, object]:
         """Return the next result. Raises InvalidRequest for a problem, or an end."""
         try:
-            line = from_json(await self._process.stdout.readline())
-        except ValueError:  # also an end, and what a hostile file has made the process write
-            raise self.invalid(await self._process.problem()) from None
-        match line:
-            case {"problem": str(problem)}:
-                raise self.invalid(problem)
-            case dict():
-                return line
-        raise self.invalid("cannot be read: send another file")
+            line = await self._process.stdout.readline()
+            if not line.endswith(b"\n"):
+                raise self.invalid(await self._process.problem())
+            match from_json(line):
+                case {"problem": str(problem)}:
+                    raise self.invalid(problem)
+                case dict() as result:
+                    return result
+        except ValueError:  # of what a hostile file has made the process write
+            pass
+        raise self.invalid(UNREADABLE)
 
     async def _receive_tile(self, tile: Tile) -> bytes:
         try:

@@ -197,6 +197,39 @@ def test_a_process_that_cannot_start_is_a_named_error(monkeypatch: pytest.Monkey
         read(GOOD)
 
 
+TAKEN_OVER = """
+import sys
+class Reader:
+    def __init__(self, max_pixels):
+        pass
+    def read(self, files):
+        sys.stdout.buffer.write({output!r})
+"""
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        b"",
+        b"[]\n",
+        b"\xff\n",
+        b"{}\n" * 9,
+        b"x" * (1 << 20),
+        b'{}\n{"width": -1, "height": 2}\n',
+        b'{}\n{"width": 9, "height": 9}\n{}\ntoo few pixels',
+    ],
+)
+def test_a_process_that_a_file_has_taken_over_is_not_trusted(tmp_path: Path, output: bytes) -> None:
+    program = tmp_path / "taken_over.py"
+    program.write_text(TAKEN_OVER.format(output=output))
+    images = [ImageFile(GOOD, "images[0]")]
+
+    with pytest.raises(InvalidRequest, match=r"images\[0\]: the image "):
+        asyncio.run(read_pixels(images, FORMAT, LIMITS, replace(IMAGES, path=program)))
+
+    assert not confined_processes(os.getpid())
+
+
 def mutated(data: bytes, seed: int) -> bytes:
     """Change, remove or add bytes in a few places, most of them near the start."""
     rng, changed = random.Random(seed), bytearray(data)

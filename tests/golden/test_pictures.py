@@ -14,21 +14,36 @@ from numpy.typing import NDArray
 
 pytest.importorskip("PIL", reason="baton[images] is not installed")
 
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from PIL import Image, ImageOps
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
+from transformers.image_utils import SizeDict
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
-from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import (
+    Idefics3ImageProcessorPil,
+    get_resize_output_image_size,
+)
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import (
+    get_resize_output_image_size as pixtral_size,
+)
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+    Qwen2VLImageProcessorPil,
+    smart_resize,
+)
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from baton.checkpoint.json_fields import JsonFields
 from baton.core.media import Picture
+from baton.router.pictures.families.idefics3 import Idefics3Format
+from baton.router.pictures.families.pixtral import PixtralFormat
+from baton.router.pictures.families.qwen_vl import MAX_ASPECT, QwenVlFormat
 from baton.router.pictures.families.table import FORMATS
-from baton.router.pictures.plan import Detail, ImageFile, PictureFormat, PreparedImage
+from baton.router.pictures.plan import Detail, ImageFile, PictureFormat, PreparedImage, Size
 from baton.router.pictures.reader import PictureReader
 from tests.support.image_files import animated_file, file_of, image_file, random_image, rotated_file
 
@@ -210,3 +225,69 @@ def test_low_detail_of_idefics3_is_that_without_tiles() -> None:
 
     assert low[0].plan == whole[0].plan
     assert low[0].pictures[0].rgb == whole[0].pictures[0].rgb
+
+
+def blank(size: Size) -> NDArray[np.uint8]:
+    """Return pixels that take no memory."""
+    return np.broadcast_to(np.uint8(0), (3, size.height, size.width))
+
+
+class SizesOfIdefics3(Idefics3ImageProcessorPil):  # type: ignore[misc]  # it has no types
+    """Computes the sizes of pictures alone."""
+
+    def resize(self, image: Any, size: Any, resample: Any = None, **more: Any) -> Any:
+        height, width = (
+            get_resize_output_image_size(image, size.longest_edge)
+            if size.longest_edge
+            else (size.height, size.width)
+        )
+        return blank(Size(width, height))
+
+    def grid_of(self, image: Size, edge: int, tile: int) -> tuple[Size, int, int]:
+        resized = self.resize(blank(image), SizeDict(longest_edge=edge))
+        tiled = self.resize_for_vision_encoder(resized, tile)
+        _, rows, columns = self.split_images(tiled, {"longest_edge": tile})
+        return size_of(resized.shape[1:]), rows, columns
+
+
+def size_of(height_and_width: tuple[int, int]) -> Size:
+    height, width = height_and_width
+    return Size(width, height)
+
+
+edges = st.integers(1, 9_000) | st.integers(1, 70)
+sizes = st.builds(Size, edges, edges)
+
+
+@given(sizes, st.integers(2, 300).map(lambda half: 32 * half), st.sampled_from([64, 384, 512]))
+def test_tiles_of_any_size_are_those_of_transformers(image: Size, edge: int, tile: int) -> None:
+    plan = Idefics3Format(edge, tile, grid=1, splits=True, resample=1).plan(image)
+
+    resized, rows, columns = SizesOfIdefics3().grid_of(image, edge, tile)
+
+    is_split = max(rows, columns) > 0
+    rows, columns = (max(each, is_split) for each in (rows, columns))  # transformers fails for 0
+    assert plan.resizes[0] == resized
+    assert len(plan.tiles) == rows * columns + 1
+    assert f"<row_{rows}_col_{columns}>" in plan.text or not is_split
+
+
+@given(sizes, st.integers(28, 2_000), st.sampled_from([16, 28, 32]))
+def test_rows_of_any_size_are_those_of_transformers(image: Size, edge: int, side: int) -> None:
+    (tile,) = PixtralFormat(edge, side, resample=3).plan(image).tiles
+
+    found = size_of(pixtral_size(blank(image), edge, side, "channels_first"))
+
+    # transformers fails for an edge without a token.
+    assert tile.size == Size(max(found.width, side), max(found.height, side))
+
+
+@given(sizes, st.integers(1, 1 << 17), st.integers(1 << 17, 1 << 24), st.sampled_from([28, 32]))
+def test_areas_of_any_size_are_those_of_transformers(
+    image: Size, least: int, most: int, side: int
+) -> None:
+    assume(max(image.width, image.height) <= MAX_ASPECT * min(image.width, image.height))
+
+    (tile,) = QwenVlFormat(least, most, side, resample=3).plan(image).tiles
+
+    assert tile.size == size_of(smart_resize(image.height, image.width, side, least, most))

@@ -51,12 +51,16 @@ class Idefics3Format:
         return PicturePlan((resized, tiled), self.resample, (*parts, whole), text)
 
     def _multiple_of_tiles(self, size: Size) -> Size:
-        aspect, edge = size.width / size.height, self.tile_edge
+        aspect = size.width / size.height
         if size.width >= size.height:
-            width = _round_up(size.width, edge)
-            return Size(width, _round_up(int(width / aspect), edge))
-        height = _round_up(size.height, edge)
-        return Size(_round_up(int(height * aspect), edge), height)
+            width = self._round_up(size.width)
+            return Size(width, self._round_up(int(width / aspect)))
+        height = self._round_up(size.height)
+        return Size(self._round_up(int(height * aspect)), height)
+
+    def _round_up(self, pixels: int) -> int:
+        # An edge of a pixel can be rounded to 0, for which transformers fails.
+        return max(math.ceil(pixels / self.tile_edge), 1) * self.tile_edge
 
     def _tiles_text(self, rows: int, columns: int) -> str:
         lines = [
@@ -103,10 +107,6 @@ def _below_max(size: Size) -> Size:
 
 def _even(number: int) -> int:
     return number + number % 2
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return math.ceil(number / multiple) * multiple
 
 
 def _from_1(count: int) -> range:
