@@ -108,14 +108,14 @@ def make_model_folder(folder: Path, variant: Variant, *, seed: int = 7) -> Path:
     return folder
 
 
-def save_tokenizer(folder: Path) -> None:
+def save_tokenizer(folder: Path, special_tokens: Sequence[str] = ()) -> None:
     """Write a byte-level BPE tokenizer with a few merges, which can encode any text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
-        special_tokens=["<pad>", "<s>", "</s>"],
+        special_tokens=["<pad>", "<s>", "</s>", *special_tokens],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

@@ -21,6 +21,7 @@ from tests.support.models import (
     import_transformers,
     make_model_folder,
     reference,
+    save_tokenizer,
 )
 
 SMALL = {**VISION, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3}
@@ -187,3 +188,24 @@ def _generated_at(model: Any, embeddings: Tensor, positions: Tensor, num_tokens:
         next_position = positions.amax() + 1
         positions = torch.cat((positions, next_position.expand(3, 1, 1)), dim=2)
     return answer
+
+
+CHAT_WITH_IMAGES = (
+    "{% for message in messages %}{{ message.role }}: {% for part in message.content %}"
+    "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+TILE_MARKS = tuple(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2))
+
+
+def make_chat_folder(folder: Path) -> Path:
+    """Write a small SmolVLM with tokenizer and chat template, which takes images in chats."""
+    make_vision_folder(folder, "smolvlm")
+    marks = ("<image>", "<fake_token_around_image>", "<global-img>", *TILE_MARKS)
+    save_tokenizer(folder, marks)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": CHAT_WITH_IMAGES}))
+    edges = {"max_image_size": {"longest_edge": 64}, "size": {"longest_edge": 128}}
+    path = folder / "preprocessor_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **edges}))
+    return folder

@@ -1,0 +1,154 @@
+"""Images in chats, responses and messages against a real cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("PIL", reason="baton[images] is not installed")
+
+from baton.checkpoint.safetensors_folder import SafetensorsFolder
+from baton.cluster import ClusterOptions, LocalCluster
+from baton.core.ids import RequestId
+from baton.core.request import EngineRequest
+from baton.core.sampling import SamplingParams
+from baton.router.input_processing.tokenization import ModelText
+from baton.router.pictures.families.table import read_format
+from baton.router.pictures.plan import ImageFile
+from baton.router.pictures.reader import PictureReader
+from baton.router.values import ChatMessage, ChatPrompt
+from tests.support.image_files import file_of, random_image
+from tests.support.vision import generated_with_pictures, make_chat_folder
+
+anthropic = pytest.importorskip("anthropic", reason="anthropic is not installed")
+openai = pytest.importorskip("openai", reason="openai is not installed")
+
+NUM_TOKENS = 8
+AS_BATON: dict[str, Any] = {"ignore_eos": True}
+FOX, OWL = (file_of(random_image(150, 90, seed=seed)) for seed in (1, 2))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_chat_folder(tmp_path_factory.mktemp("models") / "eyes")
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path) -> Iterator[str]:
+    options = ClusterOptions(
+        str(folder),
+        node_arguments=("--kv-cache-memory", "8MiB", "--threads", "1"),
+        router_arguments=("--http-port", "0"),
+    )
+    with LocalCluster(options) as running:
+        yield f"http://{running.router.http_address}"
+    assert {child.process.returncode for child in running.children} == {0}
+
+
+@pytest.fixture
+def chats(url: str) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as connected:
+        yield connected
+
+
+def data_url(image: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(image).decode()}"
+
+
+def asked(*parts: bytes | str) -> list[Any]:
+    content = [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image_url", "image_url": {"url": data_url(part)}}
+        for part in parts
+    ]
+    return [{"role": "user", "content": content}]
+
+
+def expected(folder: Path, parts: Sequence[bytes | str]) -> str:
+    """Return the answer of transformers to the prompt that the router makes."""
+    checkpoint = SafetensorsFolder(folder)
+    images_as = read_format(checkpoint)
+    assert images_as is not None
+    files = [ImageFile(part, "image") for part in parts if isinstance(part, bytes)]
+    prepared = iter(asyncio.run(PictureReader().read(files, images_as, "")))
+    content = tuple(part if isinstance(part, str) else next(prepared) for part in parts)
+    text = ModelText(checkpoint.load_tokenizer(), images_as)
+    prompt = text.tokenize(ChatPrompt((ChatMessage("user", content),)))
+    sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    ids, media, pictures = prompt.token_ids, prompt.media, prompt.pictures
+    request = EngineRequest(RequestId("r"), ids, sampling, 0, media=media, pictures=pictures)
+    return text.text(tuple(generated_with_pictures(folder, request)))
+
+
+def answer_of(chats: Any, *parts: bytes | str) -> Any:
+    return chats.chat.completions.create(
+        model="",
+        messages=asked(*parts),
+        max_tokens=NUM_TOKENS,
+        temperature=0,
+        extra_body=AS_BATON,
+    )
+
+
+@pytest.mark.parametrize(
+    "parts", [(FOX, "who?"), ("who?", OWL), (FOX, "or", OWL), (OWL, FOX), (FOX, FOX), (OWL, "who?")]
+)
+def test_answers_are_those_of_transformers(
+    parts: tuple[bytes | str, ...], chats: Any, folder: Path
+) -> None:
+    first, again = answer_of(chats, *parts), answer_of(chats, *parts)
+
+    assert first.choices[0].message.content == expected(folder, parts)
+    assert again.choices[0].message.content == first.choices[0].message.content
+    assert again.usage.prompt_tokens_details.cached_tokens > 0
+
+
+def test_all_apis_take_the_same_image(chats: Any, url: str) -> None:
+    chat = answer_of(chats, FOX, "who?").choices[0].message.content
+    parts: Any = [
+        {"type": "input_image", "image_url": data_url(FOX)},
+        {"type": "input_text", "text": "who?"},
+    ]
+    response = chats.responses.create(
+        model="",
+        input=[{"role": "user", "content": parts}],
+        max_output_tokens=NUM_TOKENS,
+        temperature=0,
+        extra_body=AS_BATON,
+    )
+    source = {
+        "type": "base64",
+        "media_type": "image/png",
+        "data": base64.b64encode(FOX).decode(),
+    }
+    content: Any = [{"type": "image", "source": source}, {"type": "text", "text": "who?"}]
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as messages:
+        body = {"model": "eyes", "messages": [{"role": "user", "content": content}]}
+        options = {"max_tokens": NUM_TOKENS, "extra_body": {**AS_BATON, "temperature": 0}}
+        message = messages.messages.create(**body, **options)
+        counted = messages.messages.count_tokens(**body).input_tokens
+        with messages.messages.stream(**body, **options) as stream:
+            streamed = stream.get_final_message()
+
+    assert response.output_text == message.content[0].text == streamed.content[0].text == chat
+    used = message.usage
+    assert counted == used.input_tokens + used.cache_read_input_tokens
+
+
+@pytest.mark.parametrize(
+    ("content", "cause"),
+    [
+        ([{"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}], "fetches no URLs"),
+        ([{"type": "image_url", "image_url": {"url": data_url(FOX[:300])}}], "content.0"),
+        ([*asked(FOX)[0]["content"], {"type": "text", "text": "an <image>"}], "leave it out"),
+    ],
+)
+def test_what_cannot_be_seen_is_refused_by_name(content: Any, cause: str, chats: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match=cause):
+        chats.chat.completions.create(model="", messages=[{"role": "user", "content": content}])
