@@ -60,7 +60,9 @@ lint: $(VENV)/.dev $(STUBS)
 	$(BIN)/mypy
 
 # With a fifth of the random examples of `make test`. The property tests take longest: they start
-# first, and idle workers take over the rest.
+# first, and idle workers take over the rest. One more than the cores of a small machine, since some
+# tests wait.
+fast-tests: WORKERS := 3
 fast-tests: $(VENV)/.dev $(STUBS)
 	BATON_HYPOTHESIS_PROFILE=quick $(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not gpu" tests/properties tests/unit
 
