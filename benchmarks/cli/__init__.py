@@ -42,6 +42,7 @@ from benchmarks.cli.speculation import speculation
 from benchmarks.cli.startup import startup
 from benchmarks.cli.tiers import tiers
 from benchmarks.cli.trace import trace
+from benchmarks.cli.vision import vision
 
 PROGRAM = "python -m benchmarks"
 # BATON_BENCH_CHAOS_SEED is --seed of the benchmark chaos.
@@ -60,6 +61,7 @@ EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
         "embeddings --model ~/models/all-MiniLM-L6-v2 --json embeddings.json",
         "embeddings --shape qwen3-0.6b --layers 4 --dtype bfloat16 --peers sentence-transformers",
     ),
+    vision: ("vision --rounds 9", "vision --shape qwen2.5-vl --layers 8"),
     forms: ("forms --model models/demo --runs 20",),
     index: ("index --nodes 64",),
     router: ("router --streams 64 --json router.json",),

@@ -15,7 +15,13 @@ from torch import Tensor
 
 from baton.core.media import Picture
 from baton.core.request import EngineRequest
-from tests.support.families import QWEN_VISION, VISION, WRAPPED, WRAPPED_LLAMAS
+from tests.support.families import (
+    QWEN_VISION,
+    RECURRENT_WRAPPED,
+    VISION,
+    WRAPPED,
+    WRAPPED_LLAMAS,
+)
 from tests.support.models import (
     Variant,
     import_transformers,
@@ -42,6 +48,11 @@ VISION_VARIANTS: Mapping[str, Variant] = {
         vision={**QWEN, "window_size": 56, "fullatt_block_indexes": [1, 3]},
     ),
     "qwen3-vl": Variant("Qwen3VL", WRAPPED["qwen3-vl"].settings, vision={**QWEN, **GRID}),
+    "qwen3.5-vl": Variant(
+        "Qwen3_5",
+        RECURRENT_WRAPPED["qwen3.5-vl"].settings,
+        vision={**QWEN, "num_position_embeddings": 25},
+    ),
 }
 # Of pictures, in pixels: several, some of odd aspect ratios, where the tower takes them.
 PICTURE_SIZES: Mapping[str, tuple[tuple[int, int], ...]] = {
@@ -51,6 +62,7 @@ PICTURE_SIZES: Mapping[str, tuple[tuple[int, int], ...]] = {
     "gemma3": ((64, 64), (64, 64)),
     "qwen2.5-vl": ((56, 56), (84, 196), (196, 28), (112, 168)),
     "qwen3-vl": ((64, 64), (32, 160), (224, 96), (64, 64)),
+    "qwen3.5-vl": ((64, 64), (32, 96)),
 }
 
 
