@@ -33,7 +33,7 @@ UNREADABLE = "cannot be read: send another file"
 
 @dataclass(frozen=True, slots=True)
 class PictureLimits(ProcessLimits):
-    """Limits of all images of one request."""
+    """Limits of all images of one request, and of those that are kept."""
 
     cpu_s: int = 30
     memory_bytes: int = 1 << 30
@@ -41,6 +41,7 @@ class PictureLimits(ProcessLimits):
     max_file_bytes: int = 20 << 20  # of one image
     max_pixels: int = 1 << 25  # of one image; 7680x4320 are fewer
     max_prepared_bytes: int = 256 << 20  # of all pictures, tiles included
+    max_cached_bytes: int = 128 << 20  # of all requests
 
 
 class Pixels(NamedTuple):

@@ -90,6 +90,10 @@ class PreparedImage:
     plan: PicturePlan
     pictures: tuple[Picture, ...]
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(picture.rgb) for picture in self.pictures)
+
 
 def whole_image(size: Size, resample: int, rows: int, columns: int, text: str) -> PicturePlan:
     """Return the plan of an image that is resized and becomes one picture."""

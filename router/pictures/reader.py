@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 
 from baton.core.errors import InvalidRequest
@@ -12,10 +11,12 @@ from baton.core.media import Picture
 from baton.router.fair_slots import FairSlots
 from baton.router.pictures.picture_process import PictureLimits, Pixels, read_pixels
 from baton.router.pictures.plan import ImageFile, PictureFormat, PreparedImage
+from baton.router.pictures.prepared_images import ImageKey, PreparedImages
 
 NUM_PROCESSES = 2
 MAX_WAITING = 64  # requests, each of which holds its files in memory
 FRAME_BYTES = 8  # of the length before a field of a digest
+DEFAULT_LIMITS = PictureLimits()
 
 
 def _new_slots() -> FairSlots:
@@ -24,10 +25,11 @@ def _new_slots() -> FairSlots:
     )
 
 
-@dataclass(frozen=True, slots=True)
 class PictureReader:
-    limits: PictureLimits = PictureLimits()
-    slots: FairSlots = field(default_factory=_new_slots)
+    def __init__(self, limits: PictureLimits = DEFAULT_LIMITS) -> None:
+        self._limits = limits
+        self._slots = _new_slots()
+        self._prepared = PreparedImages(limits.max_cached_bytes)
 
     async def read(
         self, images: Sequence[ImageFile], pictures: PictureFormat, client: str
@@ -37,58 +39,58 @@ class PictureReader:
         Clients take turns; `client` is empty without authentication. Raises InvalidRequest, which
         names the field, UnsupportedInput without Pillow, and QueueFull if too many requests wait.
         """
-        if not images:
-            return []
         self._check(images)
-        async with self.slots.slot(client):
-            read = await read_pixels(images, pictures, self.limits)
         # On a thread: files have megabytes.
-        return await asyncio.to_thread(_prepared, images, pictures, read)
+        names = await asyncio.to_thread(_names_of, images, pictures)
+        keys = [ImageKey(client, name) for name in names]
+        found = {key: self._prepared.find(key) for key in keys}
+        missing = {
+            key: image for key, image in zip(keys, images, strict=True) if found[key] is None
+        }
+        read = await self._read(missing, pictures, client) if missing else {}
+        return [found[key] or read[key] for key in keys]
+
+    async def _read(
+        self, images: Mapping[ImageKey, ImageFile], pictures: PictureFormat, client: str
+    ) -> dict[ImageKey, PreparedImage]:
+        async with self._slots.slot(client):
+            pixels = await read_pixels(list(images.values()), pictures, self._limits)
+        read = {key: _prepared(key.name, each) for key, each in zip(images, pixels, strict=True)}
+        for key, image in read.items():
+            self._prepared.add(key, image)
+        return read
 
     def _check(self, images: Sequence[ImageFile]) -> None:
-        if len(images) > self.limits.max_images:
+        most = self._limits.max_images
+        if len(images) > most:
             raise InvalidRequest(
-                f"the request has {len(images)} images; it may have {self.limits.max_images}: send "
-                "fewer",
-                images[self.limits.max_images].where,
+                f"the request has {len(images)} images; it may have {most}: send fewer",
+                images[most].where,
             )
         for image in images:
-            if len(image.data) > self.limits.max_file_bytes:
+            if len(image.data) > self._limits.max_file_bytes:
                 raise InvalidRequest(
                     f"{image.where}: the image has {len(image.data)} bytes; it may have "
-                    f"{self.limits.max_file_bytes}: send it smaller",
+                    f"{self._limits.max_file_bytes}: send it smaller",
                     image.where,
                 )
 
 
-def _prepared(
-    images: Sequence[ImageFile], pictures: PictureFormat, read: Sequence[Pixels]
-) -> list[PreparedImage]:
-    return [
-        PreparedImage(
-            plan,
-            tuple(
-                Picture(digest, tile.size.height, tile.size.width, rgb)
-                for digest, tile, rgb in zip(
-                    picture_digests(image, pictures, len(tiles)), plan.tiles, tiles, strict=True
-                )
-            ),
-        )
-        for image, (plan, tiles) in zip(images, read, strict=True)
-    ]
+def _names_of(images: Sequence[ImageFile], pictures: PictureFormat) -> list[bytes]:
+    settings = repr(pictures).encode()
+    return [_digest(image.data, settings, image.detail.value.encode()) for image in images]
 
 
-def picture_digests(
-    image: ImageFile, pictures: PictureFormat, num_pictures: int
-) -> Iterable[bytes]:
-    """Yield the digest of each picture of an image. No pixels are needed for it."""
-    file = sha256(image.data).digest()
-    for number in range(num_pictures):
-        fields = (file, repr(pictures).encode(), image.detail.value.encode(), b"%d" % number)
-        yield _framed_digest(fields)
+def _prepared(name: bytes, pixels: Pixels) -> PreparedImage:
+    tiles = enumerate(zip(pixels.plan.tiles, pixels.tiles, strict=True))
+    pictures = (
+        Picture(_digest(name, b"%d" % number), tile.size.height, tile.size.width, rgb)
+        for number, (tile, rgb) in tiles
+    )
+    return PreparedImage(pixels.plan, tuple(pictures))
 
 
-def _framed_digest(fields: Iterable[bytes]) -> bytes:
+def _digest(*fields: bytes) -> bytes:
     """Hash fields with their lengths, so that no two lists of fields are the same bytes."""
     digest = sha256()
     for content in fields:

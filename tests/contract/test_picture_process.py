@@ -68,6 +68,25 @@ def test_a_picture_is_named_by_its_file_its_format_its_detail_and_its_tile() -> 
     assert len({plain, *others}) == 4
 
 
+def test_an_image_that_a_client_sends_again_is_not_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    again, other = ImageFile(GOOD, "images[0]"), ImageFile(image_file(9, 9), "images[0]")
+
+    async def run() -> None:
+        reader = PictureReader()
+        first = await reader.read([again, other, again], FORMAT, "a")
+        monkeypatch.setattr(sys, "executable", "/nowhere/python")  # no process can start
+        assert await reader.read([other, again], FORMAT, "a") == [first[1], first[0]]
+        assert first[0] == first[2]
+        with pytest.raises(QueueFull):
+            await reader.read([again], FORMAT, "b")
+        with pytest.raises(QueueFull):
+            await reader.read([again], replace(FORMAT, resample=3), "a")
+
+    asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
+
+
 HUGE_TEXT = png_of(
     png_header(8, 8), (b"tEXt", b"key\0" + bytes(8 << 20)), (b"IDAT", b""), (b"IEND", b"")
 )
@@ -103,7 +122,7 @@ def test_what_cannot_be_read_is_named_before_any_pixels_are_read(data: bytes, pr
         ([GOOD] * 3, {"max_images": 2}, "the request has 3 images; it may have 2"),
         ([GOOD], {"max_file_bytes": 10}, "bytes; it may have 10: send it smaller"),
         ([GOOD], {"max_pixels": 599}, "has more than 599 pixels"),
-        ([GOOD] * 3, {"max_prepared_bytes": 20_000}, "is one too many"),
+        ([GOOD, GOOD + b"1", GOOD + b"2"], {"max_prepared_bytes": 20_000}, "is one too many"),
         ([GOOD], {"cpu_s": 0}, "takes more than 0 s of CPU time"),
         ([GOOD], {"wall_s": 0.0}, "takes more than 0 s to read"),
         ([png_bomb(5_000, 5_000)], {"memory_bytes": 80 << 20}, "memory to read"),

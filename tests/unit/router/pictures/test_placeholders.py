@@ -19,6 +19,7 @@ PROCESSORS: dict[str, dict[str, object]] = {
     "mistral3": {"size": {"longest_edge": 280}},
     "gemma3": {"size": {"height": 64, "width": 64}},
     "qwen2.5-vl": {"size": {"shortest_edge": 56 * 56, "longest_edge": 1 << 17}},
+    "qwen3.5-vl": {"size": {"shortest_edge": 64 * 64, "longest_edge": 1 << 17}, "patch_size": 16},
     "qwen3-vl": {"size": {"shortest_edge": 64 * 64, "longest_edge": 1 << 17}, "patch_size": 16},
 }
 
