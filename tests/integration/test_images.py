@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 pytest.importorskip("PIL", reason="baton[images] is not installed")
@@ -23,12 +24,15 @@ from baton.router.pictures.plan import ImageFile
 from baton.router.pictures.reader import PictureReader
 from baton.router.values import ChatMessage, ChatPrompt
 from tests.support.image_files import file_of, random_image
+from tests.support.nodes import kill_the_writer
+from tests.support.suspended_processes import suspended
 from tests.support.vision import generated_with_pictures, make_chat_folder
 
 anthropic = pytest.importorskip("anthropic", reason="anthropic is not installed")
 openai = pytest.importorskip("openai", reason="openai is not installed")
 
 NUM_TOKENS = 8
+LONG = 350  # not at its end before something happens to it
 AS_BATON: dict[str, Any] = {"ignore_eos": True}
 FOX, OWL = (file_of(random_image(150, 90, seed=seed)) for seed in (1, 2))
 
@@ -38,21 +42,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_chat_folder(tmp_path_factory.mktemp("models") / "eyes")
 
 
-@pytest.fixture(scope="module")
-def url(folder: Path) -> Iterator[str]:
-    options = ClusterOptions(
+def options_for(folder: Path, *arguments: str, num_decode: int = 1) -> ClusterOptions:
+    return ClusterOptions(
         str(folder),
-        node_arguments=("--kv-cache-memory", "8MiB", "--threads", "1"),
+        num_decode=num_decode,
+        node_arguments=("--kv-cache-memory", "8MiB", "--threads", "1", *arguments),
         router_arguments=("--http-port", "0"),
     )
-    with LocalCluster(options) as running:
-        yield f"http://{running.router.http_address}"
+
+
+def connected_to(cluster: LocalCluster) -> Any:
+    url = f"http://{cluster.router.http_address}/v1"
+    return openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def cluster(folder: Path) -> Iterator[LocalCluster]:
+    with LocalCluster(options_for(folder)) as running:
+        yield running
     assert {child.process.returncode for child in running.children} == {0}
 
 
 @pytest.fixture
-def chats(url: str) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as connected:
+def chats(cluster: LocalCluster) -> Iterator[Any]:
+    with connected_to(cluster) as connected:
         yield connected
 
 
@@ -86,12 +99,15 @@ def expected(folder: Path, parts: Sequence[bytes | str]) -> str:
     return text.text(tuple(generated_with_pictures(folder, request)))
 
 
-def answer_of(chats: Any, *parts: bytes | str) -> Any:
+def answer_of(
+    chats: Any, *parts: bytes | str, num_tokens: int = NUM_TOKENS, stream: bool = False
+) -> Any:
     return chats.chat.completions.create(
         model="",
         messages=asked(*parts),
-        max_tokens=NUM_TOKENS,
+        max_tokens=num_tokens,
         temperature=0,
+        stream=stream,
         extra_body=AS_BATON,
     )
 
@@ -109,7 +125,7 @@ def test_answers_are_those_of_transformers(
     assert again.usage.prompt_tokens_details.cached_tokens > 0
 
 
-def test_all_apis_take_the_same_image(chats: Any, url: str) -> None:
+def test_all_apis_take_the_same_image(chats: Any, cluster: LocalCluster) -> None:
     chat = answer_of(chats, FOX, "who?").choices[0].message.content
     parts: Any = [
         {"type": "input_image", "image_url": data_url(FOX)},
@@ -128,6 +144,7 @@ def test_all_apis_take_the_same_image(chats: Any, url: str) -> None:
         "data": base64.b64encode(FOX).decode(),
     }
     content: Any = [{"type": "image", "source": source}, {"type": "text", "text": "who?"}]
+    url = f"http://{cluster.router.http_address}"
     with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as messages:
         body = {"model": "eyes", "messages": [{"role": "user", "content": content}]}
         options = {"max_tokens": NUM_TOKENS, "extra_body": {**AS_BATON, "temperature": 0}}
@@ -152,3 +169,31 @@ def test_all_apis_take_the_same_image(chats: Any, url: str) -> None:
 def test_what_cannot_be_seen_is_refused_by_name(content: Any, cause: str, chats: Any) -> None:
     with pytest.raises(openai.BadRequestError, match=cause):
         chats.chat.completions.create(model="", messages=[{"role": "user", "content": content}])
+
+
+def test_an_answer_about_an_image_goes_on_when_its_decode_node_is_killed(folder: Path) -> None:
+    options = options_for(folder, num_decode=2)
+    with LocalCluster(options) as cluster, connected_to(cluster) as chats:
+        whole = answer_of(chats, FOX, "who?", num_tokens=200).choices[0].message.content
+        stream = answer_of(chats, FOX, "who?", num_tokens=200, stream=True)
+        parts = [next(stream).choices[0].delta.content for _ in range(3)]
+        with suspended(*cluster.decodes):  # or the answer may be whole before that
+            kill_the_writer(cluster)
+        parts += [chunk.choices[0].delta.content for chunk in stream if chunk.choices]
+
+    assert "".join(part or "" for part in parts) == whole
+
+
+def test_an_answer_about_an_image_goes_on_when_its_decode_node_loses_the_kv(
+    cluster: LocalCluster, chats: Any
+) -> None:
+    whole = answer_of(chats, FOX, "who?", num_tokens=LONG).choices[0].message.content
+    stream = answer_of(chats, FOX, "who?", num_tokens=LONG, stream=True)
+    parts = [next(stream).choices[0].delta.content for _ in range(3)]
+    url = f"http://{cluster.router.http_address}/reset_prefix_cache"
+    httpx.post(url, json={"reset_running": True}, timeout=60).raise_for_status()
+    parts += [chunk.choices[0].delta.content for chunk in stream if chunk.choices]
+
+    assert "".join(part or "" for part in parts) == whole
+    retried = 'baton_attempts_total{kind="migrate"} 1.0'
+    assert retried in httpx.get(f"http://{cluster.router.http_address}/metrics").text
