@@ -164,6 +164,7 @@ def _own_encoder(bench: VisionBench, shape: TowerShape, folder: Path) -> Callabl
     with checkpoint.open_tensors() as files:
         target = LoadTarget(dtype, place, choose_parts("auto", dtype, place))
         tower = load_tower(config, files, target)
+    assert tower is not None
     size = (shape.side, shape.side, 3)
     rgb = np.random.default_rng(1).integers(0, 256, size, dtype=np.uint8).tobytes()
     picture = Picture(bytes(DIGEST_BYTES), shape.side, shape.side, rgb)

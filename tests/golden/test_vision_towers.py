@@ -54,7 +54,9 @@ def open_tower(folder: Path, target: LoadTarget = FLOAT32) -> Tower:
     config = read_vision_config(checkpoint)
     assert config is not None
     with checkpoint.open_tensors() as files:
-        return load_tower(config, files, target)
+        tower = load_tower(config, files, target)
+    assert tower is not None
+    return tower
 
 
 @pytest.mark.parametrize("name", VISION_VARIANTS)
@@ -105,6 +107,26 @@ def test_tensors_of_a_tower_are_checked(folder_of: FolderOf, tmp_path: Path) -> 
         {**weights, "model.visual.extra": weights[name].clone()}, "does not use: model.visual.extra"
     )
     refused({**weights, name: weights[name][1:]}, f"{name} has the shape")
+
+
+@pytest.mark.parametrize("name", VISION_VARIANTS)
+def test_encodings_are_computed_where_the_weights_are(name: str, folder_of: FolderOf) -> None:
+    place = torch.device("meta")  # refuses to compute with tensors elsewhere
+    tower = open_tower(folder_of(name), LoadTarget(torch.bfloat16, place, TORCH))
+    [encoding] = tower.encode([a_picture(*PICTURE_SIZES[name][0])])
+    assert encoding.device == place
+
+
+def test_folders_without_the_tower_have_none(folder_of: FolderOf, tmp_path: Path) -> None:
+    weights = load_file(folder_of("gemma3") / "model.safetensors")
+    text = {name: tensor for name, tensor in weights.items() if "language_model" in name}
+    save_file(text, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((folder_of("gemma3") / "config.json").read_bytes())
+    checkpoint = SafetensorsFolder(tmp_path)
+    config = read_vision_config(checkpoint)
+    assert config is not None
+    with checkpoint.open_tensors() as files:
+        assert load_tower(config, files, FLOAT32) is None
 
 
 def test_a_model_of_text_has_no_tower(tmp_path: Path) -> None:

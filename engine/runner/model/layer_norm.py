@@ -18,5 +18,8 @@ class LayerNorm:
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         """Layer norm of [tokens, size], in plain torch."""
-        size = hidden_states.shape[-1:]  # torch computes it in float32
-        return functional.layer_norm(hidden_states, size, self.weight, self.bias, self.epsilon)
+        dtype, size = hidden_states.dtype, hidden_states.shape[-1:]
+        if hidden_states.device.type != "cpu":  # there, torch widens each number as it reads it
+            hidden_states = hidden_states.float()
+        normed = functional.layer_norm(hidden_states, size, self.weight, self.bias, self.epsilon)
+        return normed.to(dtype)

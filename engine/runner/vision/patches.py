@@ -24,6 +24,10 @@ class PatchLayout:
     window_lens: Sequence[int]  # patches of each window; one window without windows
 
     @property
+    def device(self) -> torch.device:
+        return self.rows.device
+
+    @property
     def num_patches(self) -> int:
         return len(self.rows)
 
@@ -36,8 +40,10 @@ class PatchLayout:
         return ordered
 
 
-def layout_patches(config: VisionConfig, height: int, width: int) -> PatchLayout:
-    """Raises ValueError for pixels that the tower cannot encode."""
+def layout_patches(
+    config: VisionConfig, height: int, width: int, device: torch.device
+) -> PatchLayout:
+    """Return the places of patches. Raises ValueError for pixels that the tower cannot encode."""
     num_rows, num_columns = config.token_grid(height, width)
     merge, unit = config.merge_size, config.merge_size**2
     order, lens = None, [num_rows * num_columns * unit]
@@ -51,16 +57,17 @@ def layout_patches(config: VisionConfig, height: int, width: int) -> PatchLayout
     places = torch.arange(unit)
     rows = (tokens // num_columns * merge)[:, None] + places // merge
     columns = (tokens % num_columns * merge)[:, None] + places % merge
-    grid = num_rows * merge, num_columns * merge
-    return PatchLayout(grid, rows.flatten(), columns.flatten(), order, lens)
+    order = None if order is None else order.to(device)
+    rows, columns = rows.flatten().to(device), columns.flatten().to(device)
+    return PatchLayout((num_rows * merge, num_columns * merge), rows, columns, order, lens)
 
 
 def patch_pixels(config: VisionConfig, picture: Picture, layout: PatchLayout) -> Tensor:
     """Return the scaled pixels of each patch, [patches, channels * rows * columns], in float32."""
     size, (num_rows, num_columns) = config.patch_size, layout.grid
-    pixels = torch.frombuffer(bytearray(picture.rgb), dtype=torch.uint8).long()
-    table = _scaled_values(config.scaling)
-    channels = pixels.view(-1, NUM_CHANNELS).T
+    pixels = torch.frombuffer(bytearray(picture.rgb), dtype=torch.uint8).to(layout.device)
+    table = _scaled_values(config.scaling).to(layout.device)
+    channels = pixels.long().view(-1, NUM_CHANNELS).T
     scaled = table.gather(1, channels).view(NUM_CHANNELS, num_rows, size, num_columns, size)
     patches = scaled.permute(1, 3, 0, 2, 4).reshape(num_rows * num_columns, -1)
     return patches[layout.rows * num_columns + layout.columns]

@@ -17,10 +17,11 @@ def learned_positions(config: VisionConfig, table: Tensor, layout: PatchLayout) 
         return table[layout.rows * side + layout.columns]
     num_rows, num_columns = layout.grid
     if config.positions is Positions.BUCKETS:
-        rows = _buckets(num_rows, side)[layout.rows]
-        return table[rows * side + _buckets(num_columns, side)[layout.columns]]
-    row_taps, row_weights = _taps(num_rows, side)
-    column_taps, column_weights = _taps(num_columns, side)
+        rows = _buckets(num_rows, side).to(layout.device)[layout.rows]
+        columns = _buckets(num_columns, side).to(layout.device)[layout.columns]
+        return table[rows * side + columns]
+    row_taps, row_weights = _taps(num_rows, side, layout.device)
+    column_taps, column_weights = _taps(num_columns, side, layout.device)
     result = table.new_zeros(layout.num_patches, table.shape[1])
     for row in range(2):
         for column in range(2):
@@ -35,7 +36,7 @@ def rotary_angles(config: VisionConfig, layout: PatchLayout, dtype: torch.dtype)
     if config.rope_theta is None:
         return None
     half = config.head_dim // 2
-    exponents = torch.arange(0, half, 2, dtype=torch.float) / half
+    exponents = torch.arange(0, half, 2, dtype=torch.float, device=layout.device) / half
     by_row = 1.0 / config.rope_theta**exponents
     by_column = by_row
     if config.is_rope_alternating:
@@ -56,9 +57,10 @@ def _buckets(count: int, side: int) -> Tensor:
     return torch.bucketize(fractions.clamp(max=1.0 - 1e-6), boundaries, right=True)
 
 
-def _taps(count: int, side: int) -> tuple[Tensor, Tensor]:
+def _taps(count: int, side: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the two nearest places of each patch along a side, and their weights: [2, count]."""
-    places = torch.arange(count, dtype=torch.float32) * (side - 1) / max(count - 1, 1)
+    indices = torch.arange(count, dtype=torch.float32, device=device)
+    places = indices * (side - 1) / max(count - 1, 1)
     first = places.floor()
     after = places - first
     taps = torch.stack((first, first + 1)).long().clamp(max=side - 1)

@@ -48,9 +48,9 @@ class VisionTower:
 
     def _encode(self, picture: Picture) -> Tensor:
         config, weights = self.config, self.weights
-        layout = layout_patches(config, picture.height, picture.width)
+        layout = layout_patches(config, picture.height, picture.width, self.device)
         hidden_states = self._embed(picture, layout)
-        angles = self._angles(layout)
+        angles = rotary_angles(config, layout, self.dtype)
         levels = []
         for index, layer in enumerate(weights.layers):
             is_full = config.window_size is None or index in config.full_layers
@@ -66,19 +66,12 @@ class VisionTower:
 
     def _embed(self, picture: Picture, layout: PatchLayout) -> Tensor:
         pixels = patch_pixels(self.config, picture, layout)
-        hidden_states = self.weights.patches(pixels.to(self.device, self.dtype))
+        hidden_states = self.weights.patches(pixels.to(self.dtype))
         if self.weights.positions is not None:
             positions = learned_positions(self.config, self.weights.positions, layout)
             hidden_states = hidden_states + positions.to(self.dtype)
         norm = self.weights.input_norm
         return hidden_states if norm is None else self.ops.norm(hidden_states, norm)
-
-    def _angles(self, layout: PatchLayout) -> Angles | None:
-        angles = rotary_angles(self.config, layout, self.dtype)
-        if angles is None:
-            return None
-        cosines, sines = angles
-        return cosines.to(self.device), sines.to(self.device)
 
     def _run_layer(
         self, layer: TowerLayer, hidden_states: Tensor, lens: Sequence[int], angles: Angles | None

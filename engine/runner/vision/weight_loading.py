@@ -11,7 +11,7 @@ from baton.engine.runner.model.layer_norm import LayerNorm
 from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.ops import Norm
 from baton.engine.runner.model_info import LoadProgressCallback
-from baton.engine.runner.vision.config import NormKind, VisionConfig
+from baton.engine.runner.vision.config import NormKind
 from baton.engine.runner.vision.table import ProjectorNames
 from baton.engine.runner.vision.tensor_names import TowerTensors, check_tower_tensors
 from baton.engine.runner.vision.weights import (
@@ -24,13 +24,12 @@ from baton.engine.runner.weights.tensor_loading import LoadTarget, TensorLoader
 
 
 def load_tower_weights(
-    config: VisionConfig,
+    tensors: TowerTensors,
     files: Tensors,
     target: LoadTarget,
     on_progress: LoadProgressCallback | None = None,
 ) -> TowerWeights:
     """Check and load them. Raises ModelError if the files do not fit the configuration."""
-    tensors = TowerTensors(config, files.shapes())
     check_tower_tensors(tensors, files)
     # Four bits cost a tower more than its decoder, and packed towers are not kept on disk.
     quantize = "none" if target.quantize == "none" else "int8"
