@@ -131,7 +131,7 @@ def answer(work: Callable[[], Result]) -> Any:
     except MemoryError:
         line = {"problem": "takes too much memory to read: send it smaller"}
     except DAMAGE:
-        line = {"problem": "is damaged or incomplete: send a file that image viewers open"}
+        line = {"problem": "is damaged or incomplete, or unusual: send it saved as a new PNG"}
     sys.stdout.buffer.write(json.dumps(line).encode() + b"\n")
     sys.stdout.buffer.flush()
     return result
