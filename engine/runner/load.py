@@ -187,8 +187,6 @@ def _read_vision(config: RunnerConfig, checkpoint: Checkpoint) -> VisionConfig |
         log.warning("pictures are not encoded, but text is served: %s", error)
         return None
     lacking = "" if vision is None else LACKING.get(vision.architecture, "")
-    if vision is not None and vision.level_layers:
-        lacking = "sums with outputs of several layers of the tower (DeepStack)"
     if lacking:
         log.warning("pictures are not encoded, but text is served: decoders lack %s", lacking)
         return None

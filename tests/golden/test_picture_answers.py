@@ -32,7 +32,7 @@ from tests.support.vision import (
     make_vision_folder,
 )
 
-NAMES = ("smolvlm", "idefics3", "mistral3", "qwen2.5-vl")
+NAMES = ("smolvlm", "idefics3", "mistral3", "qwen2.5-vl", "qwen3-vl")
 NUM_TOKENS = 8
 BLOCK_SIZE = 4
 PLACEHOLDER = 7
@@ -49,10 +49,12 @@ def runner_of(folder_of: FolderOf) -> Iterator[Callable[..., TorchRunner]]:
     with ExitStack() as stack:
 
         @cache
-        def load(name: str, *, loads_tower: bool = True, kv: str = "auto") -> TorchRunner:
+        def load(
+            name: str, *, loads_tower: bool = True, kv: str = "auto", dtype: str = "float32"
+        ) -> TorchRunner:
             config = RunnerConfig(
                 str(folder_of(name)),
-                dtype="float32",
+                dtype=dtype,
                 block_size=BLOCK_SIZE,
                 kv_cache_bytes=8 << 20,
                 kv_cache_dtype=kv,
@@ -170,3 +172,15 @@ def test_int8_kv_of_pictures_gives_the_answers_that_a_node_alone_gives(
     alone = answers(an_engine(runner), request)
 
     assert answers(an_engine(runner, chunk=5), request) == alone
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_native_kernels_give_the_same_answer_for_any_chunks_and_batches(
+    name: str, folder_of: FolderOf, runner_of: Callable[..., TorchRunner]
+) -> None:
+    runner = runner_of(name, dtype="bfloat16")
+    requests = [a_request(folder_of(name), name, seeds) for seeds in ([0, 1], [1, 0])]
+    alone = [answers(an_engine(runner), request)[0] for request in requests]
+
+    for chunk in (24, 5):
+        assert answers(an_engine(runner, chunk), *requests) == alone

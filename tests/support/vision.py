@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,15 +154,17 @@ def generated_with_pictures(folder: Path, request: EngineRequest) -> list[int]:
     model = reference(folder)
     by_digest = {picture.digest: picture for picture in request.pictures}
     token_ids, num_tokens = torch.tensor([request.prompt_token_ids]), request.sampling.max_tokens
+    levels: list[Sequence[Tensor]] = []
     with torch.inference_mode():
         embeddings = model.get_input_embeddings()(token_ids)
         for segment in request.media:
             end = segment.start + segment.num_tokens
             encoding = reference_encoding(folder, by_digest[segment.digest])
-            embeddings[0, segment.start : end] = encoding
+            embeddings[0, segment.start : end], *its = encoding.split(embeddings.shape[2], dim=1)
+            levels.append(its)
         if model.config.model_type.startswith("qwen"):
-            positions = _grid_positions(model, request)
-            return _generated_at(model, embeddings, positions, num_tokens)
+            whole = [torch.cat(level) for level in zip(*levels, strict=True)]
+            return _generated_at(model, embeddings, request, whole)
         answer = model.generate(
             inputs_embeds=embeddings,
             attention_mask=torch.ones_like(token_ids),
@@ -174,26 +176,43 @@ def generated_with_pictures(folder: Path, request: EngineRequest) -> list[int]:
     return [int(token_id) for token_id in answer[0][-num_tokens:]]
 
 
+def _kinds(request: EngineRequest) -> Tensor:
+    """Return 1 for each placeholder, and 0 for text."""
+    kinds = torch.zeros(1, len(request.prompt_token_ids), dtype=torch.int64)
+    for segment in request.media:
+        kinds[0, segment.start : segment.start + segment.num_tokens] = 1
+    return kinds
+
+
 def _grid_positions(model: Any, request: EngineRequest) -> Tensor:
     """Return the positions that transformers gives the tokens, [3, 1, tokens]."""
     by_digest = {picture.digest: picture for picture in request.pictures}
-    kinds = torch.zeros(1, len(request.prompt_token_ids), dtype=torch.int64)
     grids = []
     for segment in request.media:
-        kinds[0, segment.start : segment.start + segment.num_tokens] = 1
         picture, size = by_digest[segment.digest], model.config.vision_config.patch_size
         grids.append([1, picture.height // size, picture.width // size])
     token_ids = torch.tensor([request.prompt_token_ids])
-    found = model.model.get_rope_index(token_ids, kinds, image_grid_thw=torch.tensor(grids))
+    found = model.model.get_rope_index(
+        token_ids, _kinds(request), image_grid_thw=torch.tensor(grids)
+    )
     positions: Tensor = found[0]
     return positions
 
 
-def _generated_at(model: Any, embeddings: Tensor, positions: Tensor, num_tokens: int) -> list[int]:
+def _generated_at(
+    model: Any, embeddings: Tensor, request: EngineRequest, levels: Sequence[Tensor]
+) -> list[int]:
     """Return greedy tokens, for each of which all tokens before are computed again."""
-    answer: list[int] = []
-    for _ in range(num_tokens):
-        logits = model(inputs_embeds=embeddings, position_ids=positions, use_cache=False).logits
+    positions, answer = _grid_positions(model, request), list[int]()
+    is_placeholder = _kinds(request).bool()
+    for _ in range(request.sampling.max_tokens):
+        rest = torch.zeros(1, len(answer), dtype=torch.bool)
+        seen = torch.cat((is_placeholder, rest), dim=1)
+        more = {"visual_pos_masks": seen, "deepstack_visual_embeds": levels} if levels else {}
+        found = model.model.language_model(
+            inputs_embeds=embeddings, position_ids=positions, use_cache=False, **more
+        )
+        logits = model.lm_head(found.last_hidden_state)
         answer.append(int(logits[0, -1].argmax()))
         own = model.get_input_embeddings()(torch.tensor([[answer[-1]]]))
         embeddings = torch.cat((embeddings, own), dim=1)

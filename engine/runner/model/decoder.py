@@ -23,6 +23,7 @@ class GivenRows(NamedTuple):
 
     tokens: Tensor  # indices
     rows: Tensor
+    levels: Sequence[Tensor] = ()  # added to the outputs of the first layers (DeepStack)
 
 
 @dataclass(eq=False)  # not frozen: `benchmarks/engine` wraps its methods
@@ -54,17 +55,24 @@ class Decoder:
         if given is not None:
             embeddings[given.tokens] = given.rows.to(embeddings.dtype)
         inputs = LayerInput(embeddings)
-        if hook is None:
+        levels = () if given is None else given.levels
+        if hook is None and not levels:
             layers = self._joined_layers
         last = len(layers) - 1
         for index, layer in enumerate(layers):
-            needed = ends if index == last else None
+            needed = ends if index == last and index >= len(levels) else None
             inputs = layer.forward(forward_pass, inputs, needed)
+            if given is not None and index < len(levels):
+                inputs.hidden_states[given.tokens] += levels[index].to(embeddings.dtype)
+                inputs = LayerInput(inputs.hidden_states)  # to be normed again
             if hook is not None:
                 hook.layer_done(index)
         if hook is not None:
             hook.pass_done()
-        return self.ops.rms_norm(inputs.hidden_states, self.norm)
+        hidden_states = inputs.hidden_states
+        if ends is not None and last < len(levels):
+            hidden_states = hidden_states[ends.indices]
+        return self.ops.rms_norm(hidden_states, self.norm)
 
     @cached_property
     def _joined_layers(self) -> Sequence[DecoderLayer]:

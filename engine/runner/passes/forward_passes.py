@@ -85,7 +85,10 @@ class ForwardPasses:
         groups = None
         if selection is not None and self._adapters is not None:
             groups = self._adapters.put(selection, inputs)
-        given = None if media is None else GivenRows(inputs.put(media.tokens), media.rows)
+        given = None
+        if media is not None:
+            rows, *levels = media.rows.split(self._decoder.config.hidden_size, dim=1)
+            given = GivenRows(inputs.put(media.tokens), rows, levels)
 
         def launch() -> HiddenStates:
             angles = self._ropes.angles(positions, seen_lens, step.max_len)
