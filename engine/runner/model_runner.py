@@ -55,7 +55,7 @@ from baton.engine.runner.sampling.sampler import Sampler
 from baton.engine.runner.state.state_shape import StateShape
 from baton.engine.runner.state.state_tables import empty_states
 from baton.engine.runner.vision.encodings import Encodings
-from baton.engine.runner.vision.tower import Tower
+from baton.engine.runner.vision.tower import LayerDone, Tower
 from baton.engine.spec_decode.config import Speculation
 from baton.engine.spec_decode.proposer import Drafts
 
@@ -175,7 +175,7 @@ class TorchRunner:
         before = self._follow_open_pass(plan)
         if self._encodings is not None and plan.media is not NO_MEDIA:
             with torch.inference_mode():
-                self._encodings.apply(plan.media)
+                self._encodings.apply(plan.media, self._progress())
         if self._prompt_head is None and any(row.wants_prompt_logprobs for row in plan.started):
             self._prompt_head = PromptLogprobs(self.decoder, self.device, self._sampling)
             self._heads = (self._prompt_head, *self._heads)
@@ -234,6 +234,11 @@ class TorchRunner:
 
     def _fenced_hook(self, plan: Plan) -> FencedHook | None:
         return None if self.hook is None else FencedHook(self.hook, self.device, plan.is_retry)
+
+    def _progress(self) -> LayerDone | None:
+        """Return what reports a tower's layers: as in a retry, none of them is sent."""
+        hook = self.hook
+        return None if hook is None else FencedHook(hook, self.device, is_retry=True).layer_done
 
     def _launch(self, step: Step, plan: Plan) -> PendingPass:
         """Launch the decoder, as a graph if one fits, and the heads."""

@@ -20,9 +20,11 @@ from baton.engine.core import EngineCore
 from baton.engine.factory import build_engine
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.load import load_runner
+from baton.engine.runner.model_info import NO_LAYER
 from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.runner.vision.read_config import read_vision_config
 from baton.engine.scheduler.config import SchedulerConfig
+from baton.kv_transfer.fence import Fence
 from tests.support.local_handoffs import LocalHandoffs
 from tests.support.models import prompt_of
 from tests.support.vision import (
@@ -96,6 +98,18 @@ def a_request(folder: Path, name: str, seeds: Sequence[int], words: int = 3) -> 
         media=tuple(media),
         pictures=tuple(distinct.values()),
     )
+
+
+class LayerCounter:
+    """Pass hook that counts what it is told."""
+
+    def __init__(self) -> None:
+        self.layers: list[int] = []
+
+    def layer_done(self, layer: int, fence: Fence) -> None:
+        self.layers.append(layer)
+
+    def pass_done(self) -> None: ...
 
 
 def answers(engine: EngineCore, *requests: EngineRequest) -> list[list[int]]:
@@ -184,3 +198,17 @@ def test_the_native_kernels_give_the_same_answer_for_any_chunks_and_batches(
 
     for chunk in (24, 5):
         assert answers(an_engine(runner, chunk), *requests) == alone
+
+
+def test_layers_of_the_tower_are_progress_that_sends_nothing(
+    folder_of: FolderOf, runner_of: Callable[..., TorchRunner]
+) -> None:
+    runner = runner_of("smolvlm")
+    engine = an_engine(runner)
+    runner.hook = counter = LayerCounter()
+    answers(engine, a_request(folder_of("smolvlm"), "smolvlm", [70, 71]))  # new pictures
+    runner.hook = None
+
+    num_tower_layers = 2 * 3  # of two pictures
+    assert counter.layers[:num_tower_layers] == [NO_LAYER] * num_tower_layers
+    assert NO_LAYER not in counter.layers[num_tower_layers:]

@@ -14,12 +14,15 @@ from baton.core.media import Picture
 from baton.engine.errors import EncodingMissing
 from baton.engine.plan import MediaOrders
 from baton.engine.runner.model.pass_layout import Ints, TokenRun
+from baton.engine.runner.vision.tower import LayerDone
 
 
 class PictureEncoder(Protocol):
     """A vision tower."""
 
-    def encode(self, pictures: Sequence[Picture]) -> list[Tensor]:
+    def encode(
+        self, pictures: Sequence[Picture], layer_done: LayerDone | None = None
+    ) -> list[Tensor]:
         """Return a row for each token that stands for a picture: [tokens, encoding_size]."""
         ...
 
@@ -38,13 +41,13 @@ class Encodings:
         self._encoder = encoder
         self._rows: dict[bytes, Tensor] = {}  # by digest
 
-    def apply(self, orders: MediaOrders) -> None:
+    def apply(self, orders: MediaOrders, layer_done: LayerDone | None = None) -> None:
         """Forget encodings, then encode the pictures that are not here."""
         for digest in orders.freed:
             self._rows.pop(digest, None)
         for picture in _distinct(orders.encoded):
             if picture.digest not in self._rows:
-                [self._rows[picture.digest]] = self._encoder.encode([picture])
+                [self._rows[picture.digest]] = self._encoder.encode([picture], layer_done)
 
     def rows_for(self, runs: Sequence[TokenRun]) -> MediaRows | None:
         """Return what the tokens of a pass take; None if all are text."""

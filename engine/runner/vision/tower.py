@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +17,8 @@ from baton.engine.runner.vision.patches import PatchLayout, layout_patches, patc
 from baton.engine.runner.vision.places import learned_positions, rotary_angles
 from baton.engine.runner.vision.weights import ProjectorWeights, TowerLayer, TowerWeights
 
+LayerDone = Callable[[int], None]
+
 
 class Tower(Protocol):
     """Encodes pictures. Holds no request state."""
@@ -24,10 +26,13 @@ class Tower(Protocol):
     @property
     def config(self) -> VisionConfig: ...
 
-    def encode(self, pictures: Sequence[Picture]) -> list[Tensor]:
+    def encode(
+        self, pictures: Sequence[Picture], layer_done: LayerDone | None = None
+    ) -> list[Tensor]:
         """Return the encoding of each picture, [num_tokens, encoding_size], row by row.
 
-        It does not depend on the other pictures. Raises ValueError for pixels of a wrong size.
+        It does not depend on the other pictures. Calls `layer_done` with the index of each layer
+        of each picture. Raises ValueError for pixels of a wrong size.
         """
         ...
 
@@ -42,11 +47,13 @@ class VisionTower:
     dtype: torch.dtype
     device: torch.device
 
-    def encode(self, pictures: Sequence[Picture]) -> list[Tensor]:
+    def encode(
+        self, pictures: Sequence[Picture], layer_done: LayerDone | None = None
+    ) -> list[Tensor]:
         with torch.inference_mode():
-            return [self._encode(picture) for picture in pictures]
+            return [self._encode(picture, layer_done) for picture in pictures]
 
-    def _encode(self, picture: Picture) -> Tensor:
+    def _encode(self, picture: Picture, layer_done: LayerDone | None) -> Tensor:
         config, weights = self.config, self.weights
         layout = layout_patches(config, picture.height, picture.width, self.device)
         hidden_states = self._embed(picture, layout)
@@ -59,6 +66,8 @@ class VisionTower:
             if index in config.level_layers and config.level_projector is not None:
                 own = weights.level_projectors[config.level_layers.index(index)]
                 levels.append(self._project(hidden_states, config.level_projector, own))
+            if layer_done is not None:
+                layer_done(index)
         if weights.final_norm is not None:
             hidden_states = self.ops.norm(hidden_states, weights.final_norm)
         tokens = self._project(hidden_states, config.projector, weights.projector)

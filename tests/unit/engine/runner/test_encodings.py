@@ -16,6 +16,7 @@ from baton.engine.errors import EncodingMissing
 from baton.engine.plan import MediaOrders, PlanRow
 from baton.engine.runner.model.pass_layout import TokenRun
 from baton.engine.runner.vision.encodings import Encodings
+from baton.engine.runner.vision.tower import LayerDone
 
 CAT, DOG = (Picture(bytes([number]) * DIGEST_BYTES, 1, 1, bytes([number] * 3)) for number in (1, 2))
 
@@ -26,7 +27,9 @@ class NumberEncoder:
     def __init__(self) -> None:
         self.num_encoded = 0
 
-    def encode(self, pictures: Sequence[Picture]) -> list[Tensor]:
+    def encode(
+        self, pictures: Sequence[Picture], layer_done: LayerDone | None = None
+    ) -> list[Tensor]:
         self.num_encoded += len(pictures)
         return [10.0 * each.rgb[0] + torch.arange(4.0)[:, None] for each in pictures]
 
