@@ -56,7 +56,7 @@ VISION_VARIANTS: Mapping[str, Variant] = {
 }
 # Of pictures, in pixels: several, some of odd aspect ratios, where the tower takes them.
 PICTURE_SIZES: Mapping[str, tuple[tuple[int, int], ...]] = {
-    "smolvlm": ((64, 64), (48, 48), (96, 96), (64, 64)),
+    "smolvlm": ((64, 64), (48, 48), (96, 96), (64, 64), (70, 70)),
     "idefics3": ((64, 64), (80, 80)),
     "mistral3": ((28, 56), (56, 140), (196, 28), (28, 56)),
     "gemma3": ((64, 64), (64, 64)),

@@ -114,7 +114,7 @@ class VisionConfig:
 
     @property
     def pixels_per_token(self) -> int:
-        """Return the pixels along a side. Both sides of a picture are multiples of it."""
+        """Return the pixels along a side. Both sides of what is seen are multiples of it."""
         return self.patch_size * self.merge_size
 
     def token_grid(self, height: int, width: int) -> tuple[int, int]:
@@ -122,7 +122,9 @@ class VisionConfig:
 
         Raises ValueError for pixels that the tower cannot encode.
         """
-        side = self.pixels_per_token
+        side, patch = self.pixels_per_token, self.patch_size
+        if self.positions is Positions.BUCKETS:  # pixels beyond whole patches are not seen
+            height, width = height // patch * patch, width // patch * patch
         if height % side or width % side or not height or not width:
             raise ValueError(f"a picture of {width}x{height} pixels: multiples of {side} are due")
         if self.picture_size not in (None, height) or self.picture_size not in (None, width):

@@ -67,7 +67,9 @@ def patch_pixels(config: VisionConfig, picture: Picture, layout: PatchLayout) ->
     size, (num_rows, num_columns) = config.patch_size, layout.grid
     pixels = torch.frombuffer(bytearray(picture.rgb), dtype=torch.uint8).to(layout.device)
     table = _scaled_values(config.scaling).to(layout.device)
-    channels = pixels.long().view(-1, NUM_CHANNELS).T
+    rows = pixels.view(picture.height, picture.width, NUM_CHANNELS)
+    seen = rows[: num_rows * size, : num_columns * size]
+    channels = seen.long().reshape(-1, NUM_CHANNELS).T
     scaled = table.gather(1, channels).view(NUM_CHANNELS, num_rows, size, num_columns, size)
     patches = scaled.permute(1, 3, 0, 2, 4).reshape(num_rows * num_columns, -1)
     return patches[layout.rows * num_columns + layout.columns]
