@@ -11,7 +11,7 @@ import torch
 
 from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.engine.runner.model_runner import TorchRunner
-from tests.support.families import FAMILY_VARIANTS, STATE_VARIANTS, WRAPPED_LLAMAS
+from tests.support.families import FAMILY_VARIANTS, STATE_VARIANTS, WRAPPED_PLAIN
 from tests.support.models import VARIANTS, make_model_folder
 
 BLOCK_SIZE = 16
@@ -69,7 +69,7 @@ def family_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
 
     def make(name: str) -> Path:
         if name not in made:
-            variant = {**FAMILY_VARIANTS, **WRAPPED_LLAMAS, **STATE_VARIANTS}[name]
+            variant = {**FAMILY_VARIANTS, **WRAPPED_PLAIN, **STATE_VARIANTS}[name]
             made[name] = make_model_folder(tmp_path_factory.mktemp(name), variant)
         return made[name]
 

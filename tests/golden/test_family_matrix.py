@@ -19,7 +19,7 @@ from baton.core.ids import RequestId
 from baton.engine.runner.families.table import FAMILIES
 from baton.engine.runner.kernels import torch_parts
 from baton.engine.runner.load import RunnerConfig, load_runner
-from tests.support.families import EXPERTS, FAMILY_VARIANTS, STATE_VARIANTS, WRAPPED_LLAMAS
+from tests.support.families import EXPERTS, FAMILY_VARIANTS, STATE_VARIANTS, WRAPPED_PLAIN
 from tests.support.kernels import kernels_by_variant
 from tests.support.models import VARIANTS, prompt_of
 from tests.support.packed_folders import EVERY_FORMAT, FORMATS_BY_FAMILY, write_quantized
@@ -29,7 +29,7 @@ MIXTURES = ("llama4", "qwen3-vl-moe", "qwen3-next", "qwen3.5-moe", "granite-4-mo
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- matrix: begin -->\n", "<!-- matrix: end -->\n"
 PLAIN = {name: VARIANTS[name] for name in ("llama", "mistral", "qwen2", "qwen3")}
-EVERY_VARIANT = {**PLAIN, **FAMILY_VARIANTS, **WRAPPED_LLAMAS, **STATE_VARIANTS}
+EVERY_VARIANT = {**PLAIN, **FAMILY_VARIANTS, **WRAPPED_PLAIN, **STATE_VARIANTS}
 LENGTH = 40
 # Operations that compute nothing new: memory, indices, comparisons.
 MOVES = frozenset(

@@ -252,14 +252,21 @@ WRAPPED: Mapping[str, Variant] = {
         "Llama4", EXPERTS["llama4"].settings, vision={**VISION, **IMAGES, **PROJECTED}
     ),
 }
-# Llamas under another prefix.
-WRAPPED_LLAMAS: Mapping[str, Variant] = {
-    name: Variant(
-        family,
-        {"model_type": "llama"},
-        vision={**VISION, "num_hidden_layers": 3, "image_size": 64, "patch_size": 8},
-    )
-    for name, family in (("smolvlm", "SmolVLM"), ("idefics3", "Idefics3"))
+# Plain families under another prefix.
+WRAPPED_PLAIN: Mapping[str, Variant] = {
+    "qwen2-vl": Variant(
+        "Qwen2VL",
+        WRAPPED["qwen2.5-vl"].settings,
+        vision={"embed_dim": 32, "depth": 3, "num_heads": 2, "hidden_size": 64, "mlp_ratio": 2},
+    ),
+    **{
+        name: Variant(
+            family,
+            {"model_type": "llama"},
+            vision={**VISION, "num_hidden_layers": 3, "image_size": 64, "patch_size": 8},
+        )
+        for name, family in (("smolvlm", "SmolVLM"), ("idefics3", "Idefics3"))
+    },
 }
 # Linear attention by the gated delta rule. The state takes several blocks.
 DELTA = {

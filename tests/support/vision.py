@@ -20,7 +20,7 @@ from tests.support.families import (
     RECURRENT_WRAPPED,
     VISION,
     WRAPPED,
-    WRAPPED_LLAMAS,
+    WRAPPED_PLAIN,
 )
 from tests.support.models import (
     Variant,
@@ -35,7 +35,7 @@ SIGLIP = {**SMALL, "image_size": 64, "patch_size": 8}
 QWEN = {**QWEN_VISION, "hidden_size": 32, "intermediate_size": 40, "depth": 4}
 GRID = {"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2]}
 VISION_VARIANTS: Mapping[str, Variant] = {
-    **WRAPPED_LLAMAS,
+    **WRAPPED_PLAIN,
     "mistral3": Variant(
         "Mistral3",
         WRAPPED["mistral3"].settings,
@@ -60,6 +60,7 @@ PICTURE_SIZES: Mapping[str, tuple[tuple[int, int], ...]] = {
     "idefics3": ((64, 64), (80, 80)),
     "mistral3": ((28, 56), (56, 140), (196, 28), (28, 56)),
     "gemma3": ((64, 64), (64, 64)),
+    "qwen2-vl": ((56, 56), (84, 196)),
     "qwen2.5-vl": ((56, 56), (84, 196), (196, 28), (112, 168)),
     "qwen3-vl": ((64, 64), (32, 160), (224, 96), (64, 64)),
     "qwen3.5": ((64, 64), (32, 160), (96, 96)),

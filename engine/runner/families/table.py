@@ -249,6 +249,7 @@ FAMILIES: Mapping[str, Family] = {
     "Mistral3ForConditionalGeneration": _with_images(MISTRAL_FAMILY),
     "Ministral3ForCausalLM": replace(MISTRAL_FAMILY, defaults=MINISTRAL),
     "Qwen2ForCausalLM": QWEN2_FAMILY,
+    "Qwen2VLForConditionalGeneration": _with_images(QWEN2_FAMILY, QWEN2_VL),
     "Qwen2_5_VLForConditionalGeneration": _with_images(QWEN2_FAMILY, QWEN2_VL),
     "Qwen3ForCausalLM": QWEN3_FAMILY,
     "Qwen3VLForConditionalGeneration": _with_images(QWEN3_FAMILY, QWEN3_VL),

@@ -11,6 +11,7 @@ class Activation(Enum):
 
     GELU = "gelu"
     GELU_TANH = "gelu_pytorch_tanh"
+    QUICK_GELU = "quick_gelu"
     SILU = "silu"
 
 

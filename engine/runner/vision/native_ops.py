@@ -63,7 +63,7 @@ class NativeVisionOps(TorchVisionOps):
     def activate(self, inputs: Tensor, activation: Activation, *, is_gated: bool) -> Tensor:
         if is_gated and activation in GATES:
             return self._ops.apply_gate(inputs, GATES[activation])
-        is_gelu = activation is not Activation.SILU and not is_gated
+        is_gelu = activation in (Activation.GELU, Activation.GELU_TANH) and not is_gated
         if not is_gelu or inputs.numel() % LANES or not inputs.is_contiguous():
             return super().activate(inputs, activation, is_gated=is_gated)
         self._kernels.call(

@@ -59,6 +59,8 @@ class TorchVisionOps:
             return self.activate(gate, activation, is_gated=False) * factor
         if activation is Activation.SILU:
             return functional.silu(inputs)
+        if activation is Activation.QUICK_GELU:
+            return inputs * torch.sigmoid(1.702 * inputs)
         is_exact = activation is Activation.GELU
         return functional.gelu(inputs, approximate="none" if is_exact else "tanh")
 

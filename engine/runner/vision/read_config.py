@@ -57,9 +57,9 @@ class _Reader:
         return VisionConfig(
             architecture=self.name,
             num_layers=num_layers,
-            hidden_size=fields.positive_int("hidden_size"),
+            hidden_size=self._hidden_size(),
             num_heads=self._num_heads(),
-            mlp_size=fields.positive_int("intermediate_size"),
+            mlp_size=self._mlp_size(),
             patch_size=fields.positive_int("patch_size"),
             merge_size=merge_size,
             picture_size=self._picture_size(),
@@ -90,12 +90,19 @@ class _Reader:
                 raise fields.wrong(name, f"must be {NUM_CHANNELS}")
         if raw.has("vision_feature_layer") and raw.get("vision_feature_layer") != -1:
             raise raw.wrong("vision_feature_layer", "must be -1")
-        if self.family.has_output_size and self._output_size() != self.decoder.hidden_size:
+        output_size = self.family.fields.output_size
+        if output_size and fields.positive_int(output_size) != self.decoder.hidden_size:
             expected = f"must be the hidden size of the text model ({self.decoder.hidden_size})"
-            raise fields.wrong("out_hidden_size", expected)
+            raise fields.wrong(output_size, expected)
 
-    def _output_size(self) -> int:
-        return self.fields.positive_int("out_hidden_size")
+    def _hidden_size(self) -> int:
+        return self.fields.positive_int(self.family.fields.hidden_size)
+
+    def _mlp_size(self) -> int:
+        ratio = self.family.fields.mlp_ratio
+        if ratio:
+            return int(self._hidden_size() * self.fields.number(ratio, above=0))
+        return self.fields.positive_int("intermediate_size")
 
     def _num_layers(self) -> int:
         name = self.family.fields.num_layers
@@ -105,12 +112,12 @@ class _Reader:
         return num_layers
 
     def _num_heads(self) -> int:
-        name, hidden_size = self.family.fields.num_heads, self.fields.positive_int("hidden_size")
+        name, hidden_size = self.family.fields.num_heads, self._hidden_size()
         num_heads = self.fields.positive_int(name)
         # RoPE rotates pairs of two dimensions by rows, and as many by columns.
         divisor = num_heads * (4 if self.family.has_rope else 1)
         if hidden_size % divisor:
-            raise self.fields.wrong(name, f"must divide hidden_size ({hidden_size}) into heads")
+            raise self.fields.wrong(name, f"must divide the size {hidden_size} into heads")
         head_dim = hidden_size // num_heads
         if self.fields.positive_int("head_dim", head_dim) != head_dim:
             raise self.fields.wrong("head_dim", f"must be {head_dim}")
@@ -150,7 +157,7 @@ class _Reader:
         return known[found]
 
     def _projector(self, names: ProjectorNames, *, norms_merged: bool) -> ProjectorConfig:
-        family, hidden_size = self.family, self.fields.positive_int("hidden_size")
+        family, hidden_size = self.family, self._hidden_size()
         has_bias = family.has_projector_bias
         if isinstance(has_bias, str):
             has_bias = self.raw.flag(has_bias, False)

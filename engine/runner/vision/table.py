@@ -53,6 +53,9 @@ class SizeFields:
 
     num_layers: str = "num_hidden_layers"
     num_heads: str = "num_attention_heads"
+    hidden_size: str = "hidden_size"
+    output_size: str = ""  # must be the size of the decoder's hidden states
+    mlp_ratio: str = ""  # size of the MLP by the hidden size; "": `intermediate_size` has it
 
 
 MergeSize = Callable[[JsonFields, JsonFields], int]  # from the outer and the vision fields
@@ -85,7 +88,6 @@ class VisionFamily:
     has_projector_bias: bool | str = False  # or the field of the outer fields
     has_first_bias: bool = True  # with biases, the first linear layer of the projector has one
     has_windows: bool = False
-    has_output_size: bool = False  # `out_hidden_size` must fit the decoder
 
 
 def _by_outer(name: str) -> MergeSize:
@@ -220,7 +222,7 @@ _QWEN2_5 = VisionFamily(
         projector=ProjectorNames(("merger.mlp.0", "merger.mlp.2"), "merger.ln_q"),
     ),
     merge_size=_merge_of_qwen,
-    fields=SizeFields("depth", "num_heads"),
+    fields=SizeFields("depth", "num_heads", output_size="out_hidden_size"),
     defaults={
         "depth": 32,
         "hidden_size": 3584,
@@ -242,7 +244,24 @@ _QWEN2_5 = VisionFamily(
     projector_norm=NormKind.RMS,
     has_projector_bias=True,
     has_windows=True,
-    has_output_size=True,
+)
+_QWEN2 = replace(
+    _QWEN2_5,
+    names=replace(_QWEN2_5.names, up=("mlp.fc1",), down="mlp.fc2"),
+    fields=SizeFields("depth", "num_heads", "embed_dim", "hidden_size", "mlp_ratio"),
+    defaults={
+        "depth": 32,
+        "embed_dim": 1280,
+        "hidden_act": "quick_gelu",
+        "hidden_size": 3584,
+        "mlp_ratio": 4,
+        "num_heads": 16,
+        "patch_size": 14,
+    },
+    norm=NormKind.LAYER,
+    is_gated=False,
+    projector_norm=NormKind.LAYER,
+    has_windows=False,
 )
 _QWEN3 = replace(
     _QWEN2_5,
@@ -291,6 +310,7 @@ VISION_FAMILIES: Mapping[str, VisionFamily] = {
     "SmolVLMForConditionalGeneration": _IDEFICS3,
     "Mistral3ForConditionalGeneration": _MISTRAL3,
     "Gemma3ForConditionalGeneration": _GEMMA3,
+    "Qwen2VLForConditionalGeneration": _QWEN2,
     "Qwen2_5_VLForConditionalGeneration": _QWEN2_5,
     "Qwen3VLForConditionalGeneration": _QWEN3,
     "Qwen3VLMoeForConditionalGeneration": _QWEN3,
