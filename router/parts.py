@@ -17,6 +17,7 @@ class Document:
     name: str = ""
     context: str = ""  # what the client says about it
     warnings: tuple[str, ...] = ()
+    pages: tuple[bytes, ...] = ()  # image files in place of a text
 
     @property
     def label(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from base64 import b64decode
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,18 +21,21 @@ PDFS = FileReader(
 )
 MAX_BYTES_PER_CHARACTER = 6  # of UTF-8 in JSON, where a control character is an escape
 LINE_BYTES = 1 << 10  # around the text of a file
+PICTURE_BYTES = 10 << 20  # of a page in base64, which has 1,536x1,536 pixels at most
 
 
 @dataclass(frozen=True, slots=True)
 class PdfLimits(ProcessLimits):
     max_pages: int = 2_000
     max_characters: int = 1 << 22
+    max_pictures: int = 16  # of pages without text, for a model that takes images
 
 
 @dataclass(frozen=True, slots=True)
 class PdfText:
     text: str = ""
     has_images: bool = False
+    pages: tuple[bytes, ...] = ()  # PNG files, of a document without text
     problem: str = ""  # continues the file's name; empty: it has been read
 
 
@@ -45,9 +49,9 @@ async def read_pdfs(
     """
     output, problem = b"", ""
     longest = MAX_BYTES_PER_CHARACTER * limits.max_characters + LINE_BYTES * len(files)
-    async with confined_process(
-        reader, limits, (limits.max_pages, limits.max_characters)
-    ) as process:
+    longest += PICTURE_BYTES * limits.max_pictures
+    numbers = (limits.max_pages, limits.max_characters, limits.max_pictures)
+    async with confined_process(reader, limits, numbers) as process:
         try:
             async with asyncio.timeout(limits.wall_s):
                 await process.send_files(files)
@@ -72,8 +76,10 @@ def _text(line: bytes) -> PdfText:
         match from_json(line):
             case {"text": str(text), "has_images": bool(has_images)}:
                 return PdfText(text, has_images)
+            case {"pages": [str(), *_] as pages}:
+                return PdfText(pages=tuple(b64decode(page, validate=True) for page in pages))
             case {"problem": str(problem)}:
                 return PdfText(problem=problem)
-    except ValueError:
+    except (ValueError, TypeError):
         pass
     return PdfText(problem="cannot be read: send its text")

@@ -25,8 +25,12 @@ class DocumentReader:
     limits: PdfLimits = PdfLimits()
     slots: FairSlots = field(default_factory=_new_slots)
 
-    async def read(self, documents: Sequence[Document], client: str) -> list[Document]:
+    async def read(
+        self, documents: Sequence[Document], client: str, *, shows_pages: bool = False
+    ) -> list[Document]:
         """Return the documents with texts, and warnings about what these leave out.
+
+        `shows_pages`: those without text get pictures of their pages.
 
         Clients take turns; `client` is empty without authentication. Raises InvalidRequest and
         UnsupportedInput, which name the field, and QueueFull if too many requests wait.
@@ -35,7 +39,8 @@ class DocumentReader:
         if not pdfs:
             return list(documents)
         async with self.slots.slot(client):
-            texts = iter(await read_pdfs(pdfs, self.limits))
+            limits = self.limits if shows_pages else replace(self.limits, max_pictures=0)
+            texts = iter(await read_pdfs(pdfs, limits))
         return [
             each if isinstance(each.content, str) else _with_text(each, next(texts))
             for each in documents
@@ -46,4 +51,6 @@ def _with_text(document: Document, pdf: PdfText) -> Document:
     if pdf.problem:
         raise InvalidRequest(f"{document.label} {pdf.problem}", document.where)
     warnings = (f"{document.label}: images are left out",) if pdf.has_images else ()
-    return replace(document, content=pdf.text, warnings=(*document.warnings, *warnings))
+    return replace(
+        document, content=pdf.text, pages=pdf.pages, warnings=(*document.warnings, *warnings)
+    )

@@ -28,13 +28,15 @@ async def read_prompt(
     """
     if not isinstance(prompt, ChatPrompt) or not _has_files(prompt):
         return prompt
-    documents, images = documents_in(prompt), _images_in(prompt)
+    documents = documents_in(prompt)
     if documents:
         check_count("files of a request", len(documents), MAX_DOCUMENTS)
         body.hold_more(sum(getsizeof(document.content) for document in documents))
-        read = await pipeline.documents.read(documents, body.client)
+        takes_images = pipeline.profiles.of(model).images is not None
+        read = await pipeline.documents.read(documents, body.client, shows_pages=takes_images)
         body.hold_more(sum(getsizeof(document.content) for document in read))
-        prompt = with_documents(prompt, read)
+        prompt = _with_pages(with_documents(prompt, read))
+    images = _images_in(prompt)
     if images:
         images_as = _format_of(model, pipeline, images[0])
         body.hold_more(sum(getsizeof(image.data) for image in images))
@@ -91,6 +93,23 @@ def _images_in(prompt: ChatPrompt) -> list[ImageFile]:
 def with_documents(prompt: ChatPrompt, documents: Sequence[Document]) -> ChatPrompt:
     """Replace the documents of a prompt by others, in order."""
     return _replace(prompt, Document, documents)
+
+
+def _with_pages(prompt: ChatPrompt) -> ChatPrompt:
+    """Add the pages of documents without text as images, each document before its own."""
+
+    def shown(part: Part) -> tuple[Part, ...]:
+        if not isinstance(part, Document):
+            return (part,)
+        return (part, *(ImageFile(page, part.where) for page in part.pages))
+
+    def read(content: Content) -> Content:
+        if isinstance(content, str):
+            return content
+        return tuple(each for part in content for each in shown(part))
+
+    messages = [replace(each, content=read(each.content)) for each in prompt.messages]
+    return replace(prompt, messages=tuple(messages))
 
 
 def _replace(prompt: ChatPrompt, kind: type[Part], parts: Sequence[Part]) -> ChatPrompt:

@@ -6,11 +6,13 @@ import asyncio
 import os
 import sys
 from dataclasses import replace
+from io import BytesIO
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from baton.router.documents.pdf_process import PDFS, PdfLimits, PdfText, read_pdfs
 from baton.rpc.errors import QueueFull, UnsupportedInput
@@ -20,7 +22,7 @@ from tests.support.pdf_files import LOCK, SHOW_IMAGE, SPACES, many_pages, pdf_of
 pytest.importorskip("pypdfium2", reason="baton[documents] is not installed")
 
 PATIENCE_S = 60
-LIMITS = PdfLimits()
+LIMITS = PdfLimits(max_pictures=0)
 GOOD = pdf_of(show("Hello"))
 
 
@@ -42,6 +44,20 @@ def test_files_are_read_in_their_order_up_to_the_first_problem() -> None:
     assert texts[5] == PdfText("Hello")
 
 
+def test_pages_without_text_become_pictures_for_a_model_that_takes_them() -> None:
+    dark = b"q 150 0 0 144 0 0 cm" + SHOW_IMAGE + b" Q"  # a black image on the left half
+    limits = replace(LIMITS, max_pictures=2)
+
+    scan, mixed = read(pdf_of(dark, b""), pdf_of(show("one"), dark), limits=limits)
+
+    assert mixed == PdfText("one", has_images=True)
+    assert scan.text == scan.problem == ""
+    first, second = (Image.open(BytesIO(page)).convert("L") for page in scan.pages)
+    assert first.size == second.size == (1536, 738)
+    assert first.getpixel((700, 400)) == 0
+    assert first.getpixel((800, 400)) == second.getpixel((700, 400)) == 255
+
+
 BOMB = pdf_of(SPACES)  # 64 KB
 
 
@@ -50,6 +66,7 @@ BOMB = pdf_of(SPACES)  # 64 KB
     [
         ((many_pages(100_000),), {}, "has 100000 pages; all files of a request may have 2000"),
         ((GOOD, GOOD), {"max_pages": 1}, "has 1 pages; all files of a request may have 1:"),
+        ((pdf_of(b"", b""),), {"max_pictures": 1}, "has 2 pages without text; all files"),
         ((pdf_of(show("x" * 99)),), {"max_characters": 50}, "has too much text"),
         ((BOMB,), {"memory_bytes": 128 << 20}, "takes more than 128 MiB of memory"),
         ((BOMB,), {"cpu_s": 0}, "takes more than 0 s of CPU time"),

@@ -18,6 +18,7 @@ from baton.cluster import ClusterOptions, LocalCluster
 from baton.core.ids import RequestId
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
+from baton.router.documents.pdf_process import PdfLimits, read_pdfs
 from baton.router.input_processing.tokenization import ModelText
 from baton.router.pictures.families.table import read_format
 from baton.router.pictures.plan import ImageFile
@@ -25,6 +26,7 @@ from baton.router.pictures.reader import PictureReader
 from baton.router.values import ChatMessage, ChatPrompt
 from tests.support.image_files import file_of, random_image
 from tests.support.nodes import kill_the_writer
+from tests.support.pdf_files import SHOW_IMAGE, pdf_of
 from tests.support.suspended_processes import suspended
 from tests.support.vision import generated_with_pictures, make_chat_folder
 
@@ -156,6 +158,25 @@ def test_all_apis_take_the_same_image(chats: Any, cluster: LocalCluster) -> None
     assert response.output_text == message.content[0].text == streamed.content[0].text == chat
     used = message.usage
     assert counted == used.input_tokens + used.cache_read_input_tokens
+
+
+def test_pages_of_a_scan_are_images(chats: Any, folder: Path) -> None:
+    pytest.importorskip("pypdfium2", reason="baton[documents] is not installed")
+    scan = pdf_of(SHOW_IMAGE)
+    [read] = asyncio.run(read_pdfs([scan], PdfLimits()))
+    data = f"data:application/pdf;base64,{base64.b64encode(scan).decode()}"
+    file = {"type": "file", "file": {"filename": "scan.pdf", "file_data": data}}
+
+    answer = chats.chat.completions.create(
+        model="",
+        messages=[{"role": "user", "content": [file, {"type": "text", "text": "who?"}]}],
+        max_tokens=NUM_TOKENS,
+        temperature=0,
+        extra_body=AS_BATON,
+    )
+
+    parts: list[bytes | str] = ["File scan.pdf:\n\n", *read.pages, "who?"]
+    assert answer.choices[0].message.content == expected(folder, parts)
 
 
 @pytest.mark.parametrize(
