@@ -8,6 +8,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 
 from baton.core.finish import Finish
+from baton.core.ids import ModelVariant
 from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.admission.model_traffic import TrafficByModel
 from baton.router.context import RequestContext
@@ -19,10 +20,11 @@ from baton.router.documents.reader import DocumentReader
 from baton.router.input_processing.form_checks import FormChecks
 from baton.router.input_processing.input_processor import InputProcessor
 from baton.router.input_processing.model_profiles import ModelProfiles
+from baton.router.pictures.plan import ImageFile
 from baton.router.pictures.reader import PictureReader
 from baton.router.routing.node_table import NodeTable
-from baton.router.values import AnswerPart, GenerateCall, TokenChunk
-from baton.rpc.errors import Draining, RequestIdInUse
+from baton.router.values import AnswerPart, ChatPrompt, GenerateCall, TokenChunk
+from baton.rpc.errors import Draining, RequestIdInUse, UnsupportedInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,23 @@ class Pipeline:
             self._ids_in_use.discard(key)
             if not self._ids_in_use:
                 self._became_idle.set()
+
+    async def read_images(self, prompt: ChatPrompt, model: ModelVariant, client: str) -> ChatPrompt:
+        """Return a chat with its images as the model takes them.
+
+        Raises InvalidRequest and UnsupportedInput, which name the field, and QueueFull.
+        """
+        files, profile = prompt.image_files, self.profiles.of(model)
+        if not files:
+            return prompt
+        if profile.images is None:
+            raise UnsupportedInput(
+                f"{files[0].where}: model {profile.name or model.name!r} takes no images: send "
+                "text only",
+                files[0].where,
+            )
+        read = await self.pictures.read(files, profile.images, client)
+        return prompt.replaced(ImageFile, read)
 
     async def generate(
         self, call: GenerateCall, context: RequestContext

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from baton.core.finish import Finish
@@ -16,8 +16,8 @@ from baton.core.reasoning import ReasoningSection
 from baton.core.sampling import SamplingParams
 from baton.core.stop_strings import StopRule
 from baton.core.task import GENERATE, Task
-from baton.router.parts import Content, text_of
-from baton.router.pictures.plan import PreparedImage
+from baton.router.parts import Content, Part, text_of
+from baton.router.pictures.plan import ImageFile, PreparedImage
 
 TEMPLATE_CHARACTERS = 16  # that a chat template adds around each message, estimated
 VALUE_CHARACTERS = 4  # of a number, or around a list, estimated
@@ -53,8 +53,28 @@ class ChatPrompt:
 
     @property
     def images(self) -> list[PreparedImage]:
-        contents = [each.content for each in self.messages if not isinstance(each.content, str)]
-        return [part for parts in contents for part in parts if isinstance(part, PreparedImage)]
+        return [part for part in self._parts() if isinstance(part, PreparedImage)]
+
+    @property
+    def image_files(self) -> list[ImageFile]:
+        """Return the images that are not read yet."""
+        return [part for part in self._parts() if isinstance(part, ImageFile)]
+
+    def replaced(self, kind: type[Part], parts: Sequence[Part]) -> ChatPrompt:
+        """Return the chat with the parts of a kind replaced by others, in order."""
+        rest = iter(parts)
+
+        def read(content: Content) -> Content:
+            if isinstance(content, str):
+                return content
+            return tuple(next(rest) if isinstance(part, kind) else part for part in content)
+
+        messages = [replace(each, content=read(each.content)) for each in self.messages]
+        return replace(self, messages=tuple(messages))
+
+    def _parts(self) -> Iterator[Part]:
+        for message in self.messages:
+            yield from () if isinstance(message.content, str) else message.content
 
     @property
     def num_characters(self) -> int:

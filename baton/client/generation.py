@@ -14,7 +14,7 @@ from baton.core.sampling import Argument, SamplingDefaults, SamplingParams
 from baton.core.structured_outputs import StructuredOutputs
 from baton.telemetry.names import TRACEPARENT
 
-Message = Mapping[str, str]  # role and content
+Message = Mapping[str, Any]  # role and content, and a list of images as bytes
 # Text, a chat, or token ids.
 Prompt = str | Sequence[int] | Sequence[Message]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from sys import getsizeof
 
@@ -13,10 +12,9 @@ from baton.router.http.bodies import ReceivedBody
 from baton.router.http.exchange import ReceivedRequest
 from baton.router.input_processing.limits import check_count
 from baton.router.parts import Content, Document, Part
-from baton.router.pictures.plan import ImageFile, PictureFormat
+from baton.router.pictures.plan import ImageFile
 from baton.router.pipeline import Pipeline
 from baton.router.values import ChatPrompt, Prompt
-from baton.rpc.errors import UnsupportedInput
 
 
 async def read_prompt(
@@ -35,25 +33,13 @@ async def read_prompt(
         takes_images = pipeline.profiles.of(model).images is not None
         read = await pipeline.documents.read(documents, body.client, shows_pages=takes_images)
         body.hold_more(sum(getsizeof(document.content) for document in read))
-        prompt = _with_pages(with_documents(prompt, read))
-    images = _images_in(prompt)
+        prompt = _with_pages(prompt.replaced(Document, read))
+    images = prompt.image_files
     if images:
-        images_as = _format_of(model, pipeline, images[0])
         body.hold_more(sum(getsizeof(image.data) for image in images))
-        prepared = await pipeline.pictures.read(images, images_as, body.client)
-        body.hold_more(sum(len(each.rgb) for image in prepared for each in image.pictures))
-        prompt = _replace(prompt, ImageFile, prepared)
+        prompt = await pipeline.read_images(prompt, model, body.client)
+        body.hold_more(sum(len(each.rgb) for image in prompt.images for each in image.pictures))
     return prompt
-
-
-def _format_of(model: ModelVariant, pipeline: Pipeline, image: ImageFile) -> PictureFormat:
-    profile = pipeline.profiles.of(model)
-    if profile.images is None:
-        raise UnsupportedInput(
-            f"{image.where}: model {profile.name or model.name!r} takes no images: send text only",
-            image.where,
-        )
-    return profile.images
 
 
 async def read_documents(
@@ -85,16 +71,6 @@ def documents_in(prompt: Prompt) -> list[Document]:
     return [part for parts in contents for part in parts if isinstance(part, Document)]
 
 
-def _images_in(prompt: ChatPrompt) -> list[ImageFile]:
-    contents = [each.content for each in prompt.messages if not isinstance(each.content, str)]
-    return [part for parts in contents for part in parts if isinstance(part, ImageFile)]
-
-
-def with_documents(prompt: ChatPrompt, documents: Sequence[Document]) -> ChatPrompt:
-    """Replace the documents of a prompt by others, in order."""
-    return _replace(prompt, Document, documents)
-
-
 def _with_pages(prompt: ChatPrompt) -> ChatPrompt:
     """Add the pages of documents without text as images, each document before its own."""
 
@@ -107,19 +83,6 @@ def _with_pages(prompt: ChatPrompt) -> ChatPrompt:
         if isinstance(content, str):
             return content
         return tuple(each for part in content for each in shown(part))
-
-    messages = [replace(each, content=read(each.content)) for each in prompt.messages]
-    return replace(prompt, messages=tuple(messages))
-
-
-def _replace(prompt: ChatPrompt, kind: type[Part], parts: Sequence[Part]) -> ChatPrompt:
-    """Replace the parts of a kind by others, in order."""
-    rest = iter(parts)
-
-    def read(content: Content) -> Content:
-        if isinstance(content, str):
-            return content
-        return tuple(next(rest) if isinstance(part, kind) else part for part in content)
 
     messages = [replace(each, content=read(each.content)) for each in prompt.messages]
     return replace(prompt, messages=tuple(messages))

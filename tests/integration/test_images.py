@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 pytest.importorskip("PIL", reason="baton[images] is not installed")
 
 from baton.checkpoint.safetensors_folder import SafetensorsFolder
+from baton.client import BatonError, Client, Generation
 from baton.cluster import ClusterOptions, LocalCluster
 from baton.core.ids import RequestId
 from baton.core.request import EngineRequest
@@ -24,6 +26,7 @@ from baton.router.pictures.families.table import read_format
 from baton.router.pictures.plan import ImageFile
 from baton.router.pictures.reader import PictureReader
 from baton.router.values import ChatMessage, ChatPrompt
+from tests.support.baton_command import BATON
 from tests.support.image_files import file_of, random_image
 from tests.support.nodes import kill_the_writer
 from tests.support.pdf_files import SHOW_IMAGE, pdf_of
@@ -218,3 +221,32 @@ def test_an_answer_about_an_image_goes_on_when_its_decode_node_loses_the_kv(
     assert "".join(part or "" for part in parts) == whole
     retried = 'baton_attempts_total{kind="migrate"} 1.0'
     assert retried in httpx.get(f"http://{cluster.router.http_address}/metrics").text
+
+
+def test_an_image_over_grpc_and_in_a_terminal_gives_the_same_answer(
+    cluster: LocalCluster, chats: Any, tmp_path: Path
+) -> None:
+    whole = answer_of(chats, FOX, "who?").choices[0].message.content
+    greedy = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    messages = [{"role": "user", "content": "who?", "images": [FOX]}]
+    with Client(cluster.address) as client:
+        answer = client.generate(messages, Generation(greedy))
+        assert answer.finish is not None
+        assert len(client.tokenize(messages)) == answer.finish.num_prompt_tokens
+        with pytest.raises(BatonError, match=r"chat\.messages\.0\.images\.0"):
+            client.generate([{**messages[0], "images": [FOX[:300]]}])
+    (tmp_path / "fox.png").write_bytes(FOX)
+    lines = f"/image {tmp_path / 'none.png'}\n/image {tmp_path / 'fox.png'}\nwho?\n"
+    options = ("--temperature", "0", "--max-tokens", str(NUM_TOKENS), "--ignore-eos")
+    talk = subprocess.run(
+        [*BATON, "chat", "--address", cluster.address, *options],
+        input=lines,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+
+    assert answer.text == whole
+    assert "No such file" in talk.stderr
+    assert talk.stdout.strip() == whole.strip()

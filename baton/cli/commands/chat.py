@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from baton.cli.commands.generate import timing_line
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from baton.client import AsyncClient, BatonError, Finish, Generation
 
-Message = Mapping[str, str]  # role and content
+Message = Mapping[str, Any]  # role, content and images
 
 NAMES = {"user": "User", "assistant": "Assistant"}
 # Stop string for models without a chat template, which would go on with the user's turn.
@@ -31,6 +32,7 @@ CHAT = "Chat"
 CUT_OFF = "length"
 HELP = """\
 /system TEXT  set the system message; without TEXT, show it
+/image FILE   send an image with the next question
 /reset        clear the conversation
 /exit         quit, like Ctrl-D
 //TEXT        send a TEXT that begins with a slash
@@ -94,6 +96,7 @@ async def _open_client(given: dict[str, Any]) -> AsyncClient:
 class ChatHistory:
     system: str = ""
     turns: list[Message] = field(default_factory=list)
+    images: list[bytes] = field(default_factory=list)  # of the next question
 
     @property
     def messages(self) -> list[Message]:
@@ -107,18 +110,21 @@ class ChatHistory:
         return "\n".join(([self.system, ""] if self.system else []) + lines) + "\nAssistant:"
 
     def ask(self, content: str) -> None:
-        self.turns.append({"role": "user", "content": content})
+        images = {"images": self.images} if self.images else {}
+        self.turns.append({"role": "user", "content": content, **images})
+        self.images = []
 
     def answer(self, content: str) -> None:
         """Append the answer of the model, which may be incomplete."""
         self.turns.append({"role": "assistant", "content": content})
 
     def remove_question(self) -> None:
-        """Remove a question without an answer: templates require alternating roles."""
+        """Remove a question without an answer, and its images: templates want alternating roles."""
         self.turns.pop()
 
     def reset(self) -> None:
         self.turns.clear()
+        self.images.clear()
 
 
 class TurnFailed(NamedError):
@@ -173,6 +179,7 @@ class ChatSession:
             "help": lambda: print(HELP, file=sys.stderr),
             "reset": self.conversation.reset,
             "system": lambda: self._set_system(rest.strip()),
+            "image": lambda: self._add_image(rest.strip()),
         }
         if name in ("exit", "quit"):
             return False
@@ -181,6 +188,15 @@ class ChatSession:
         else:
             print_error(f"no command /{name}; /help lists them")
         return True
+
+    def _add_image(self, name: str) -> None:
+        if not name:
+            print_error("name the file of an image: /image FILE")
+            return
+        try:
+            self.conversation.images.append(Path(name).expanduser().read_bytes())
+        except OSError as error:
+            print_error(f"{name}: {error.strerror}")
 
     def _set_system(self, text: str) -> None:
         if text:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from typing import Any
 
 from grpc import aio
@@ -31,7 +32,7 @@ from baton.router.input_processing.limits import (
 )
 from baton.router.pipeline import Pipeline
 from baton.router.request_scope import RequestScopes, host_of_peer
-from baton.router.values import TokenChunk
+from baton.router.values import ChatPrompt, GenerateCall, TokenChunk
 from baton.rpc.errors import NoNodes
 from baton.rpc.messages.conversion import SAMPLING_DEFAULTS
 from baton.rpc.node_info import NodeCard
@@ -60,6 +61,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 served = self._table.served_model(model)
                 check_request(request, served.max_model_len)
                 calls = calls_from(request, request_id, served.sampling_defaults, model)
+                calls = await self._with_images(calls, scope.owner)
             builders = [ResponseBuilder(request_id, index) for index in range(len(calls))]
             answers = generate_answers(self._pipeline, scope, calls, len(calls))
             with scope.within_limits():
@@ -102,6 +104,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 check_chat(request.chat)
                 model = self._checked_model(request.model)
                 prompt = tokenize_input_from(request)
+                if isinstance(prompt, ChatPrompt):
+                    prompt = await self._pipeline.read_images(prompt, model, client)
                 token_ids = await self._pipeline.inputs.token_ids(prompt, model, client)
         return inference_pb2.TokenizeResponse(token_ids=token_ids)
 
@@ -129,6 +133,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             max_sequence_len=served.max_sequence_len or 0,
             tasks=served.tasks,
         )
+
+    async def _with_images(self, calls: list[GenerateCall], client: str) -> list[GenerateCall]:
+        """Return the calls, whose prompt is the same, with its images read."""
+        prompt = calls[0].prompt
+        if not isinstance(prompt, ChatPrompt) or not prompt.image_files:
+            return calls
+        prompt = await self._pipeline.read_images(prompt, calls[0].model, client)
+        return [replace(call, prompt=prompt) for call in calls]
 
     @contextmanager
     def _within_limits(self, context: aio.ServicerContext[Any, Any]) -> Iterator[str]:

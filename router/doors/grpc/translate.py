@@ -36,6 +36,8 @@ from baton.router.input_processing.limits import (
     check_prompt_length,
     check_texts,
 )
+from baton.router.parts import content_of
+from baton.router.pictures.plan import ImageFile
 from baton.router.values import (
     AnswerPart,
     ChatMessage,
@@ -138,7 +140,14 @@ def tokenize_input_from(message: inference_pb2.TokenizeRequest) -> Prompt:
 
 
 def chat_from(message: inference_pb2.Chat) -> ChatPrompt:
-    return ChatPrompt(tuple(ChatMessage(entry.role, entry.content) for entry in message.messages))
+    messages = enumerate(message.messages)
+    return ChatPrompt(tuple(_message_from(entry, index) for index, entry in messages))
+
+
+def _message_from(message: inference_pb2.ChatMessage, index: int) -> ChatMessage:
+    where = f"chat.messages.{index}.images"
+    images = [ImageFile(data, f"{where}.{number}") for number, data in enumerate(message.images)]
+    return ChatMessage(message.role, content_of((*images, message.content)))
 
 
 CHUNK = Mapper(

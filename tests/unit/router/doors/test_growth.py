@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from baton.core.sampling import SamplingDefaults
-from baton.router.doors.documents import documents_in, with_documents
+from baton.router.doors.documents import documents_in
 from baton.router.doors.grpc import translate
 from baton.router.doors.http_app import DESCRIPTIONS
 from baton.router.doors.messages.parsed_message import message_from, prompt_to_count
@@ -36,6 +36,7 @@ from baton.router.doors.responses.compaction import compaction_from
 from baton.router.doors.responses.files import put_texts
 from baton.router.doors.responses.parsed_response import NO_HISTORY, response_from
 from baton.router.http.bodies import json_object
+from baton.router.parts import Document
 from baton.router.values import ChatPrompt, Parsing
 from baton.v1 import inference_pb2
 from tests.support.growth import MAX_RATIO, growth
@@ -141,7 +142,7 @@ def read_texts(parsed: ParsedRequest) -> ChatPrompt:
     [call] = parsed.calls
     assert isinstance(call.prompt, ChatPrompt)
     read = [replace(document, content="text") for document in documents_in(call.prompt)]
-    prompt = with_documents(call.prompt, read)
+    prompt = call.prompt.replaced(Document, read)
     assert prompt.num_characters
     return prompt
 
