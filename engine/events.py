@@ -59,6 +59,9 @@ class SchedulerStats:
     total_failed_pull_blocks: int = 0
     total_foreign_blocks: int = 0  # from servers that are not Baton's
     total_failed_foreign_blocks: int = 0
+    num_encoder_rows: int = 0  # of pictures, in memory
+    total_encoded_pictures: int = 0
+    total_found_pictures: int = 0  # whose encodings were in memory
     # Of prompts, loaded from outside the KV cache, by source.
     total_loaded_tokens: Mapping[str, int] = field(default_factory=dict)
 

@@ -109,6 +109,14 @@ class MediaPlanner:
         self._orders, self._new = {}, {}
         return orders
 
+    def stats(self) -> dict[str, int]:
+        """Return the statistics of pictures, by field of `SchedulerStats`."""
+        return {
+            "num_encoder_rows": self.cache.num_used_rows,
+            "total_encoded_pictures": self.cache.total_encoded,
+            "total_found_pictures": self.cache.total_hits,
+        }
+
     def check(self, running: Collection[RequestId]) -> None:
         """Raise EncodingsUnaccounted unless all adds up."""
         self.cache.check(self._used())

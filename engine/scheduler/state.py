@@ -315,6 +315,7 @@ class SchedulerState:
             total_foreign_blocks=self.arrivals.foreign.total_filled_blocks,
             total_failed_foreign_blocks=self.arrivals.foreign.total_failed_blocks,
             total_loaded_tokens=dict(self.arrivals.loads.total_tokens),
+            **({} if self.media is None else self.media.stats()),
         )
 
     def check(self) -> None:

@@ -92,6 +92,11 @@ def read_gauges(
             "proposed": stats.total_proposed_tokens,
             "accepted": stats.total_accepted_tokens,
         },
+        counted.PICTURES: {
+            "encoded": stats.total_encoded_pictures,
+            "found": stats.total_found_pictures,
+        },
+        counted.ENCODER_ROWS: stats.num_encoder_rows,
         counted.PULL_BLOCKS: {
             "landed": stats.total_pulled_blocks,
             "failed": stats.total_failed_pull_blocks,

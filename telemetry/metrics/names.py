@@ -159,6 +159,12 @@ SPECULATED_TOKENS = _counter(
     "Tokens proposed by speculative decoding, and those accepted.",
     "kind",
 )
+PICTURES = _counter(
+    "baton.pictures",
+    "Pictures of prompts that were encoded, and those whose encodings were found in memory.",
+    "kind",
+)
+ENCODER_ROWS = _gauge("baton.encoder.rows", "Rows of encodings of pictures in memory.")
 HANDOFFS = _counter(
     "baton.handoffs",
     "Ended hand-offs and pulls. direction: sent or received; pulled by this node, or given to a "

@@ -34,7 +34,16 @@ from tests.support.vision import (
     make_vision_folder,
 )
 
-NAMES = ("smolvlm", "idefics3", "mistral3", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5-vl")
+NAMES = (
+    "smolvlm",
+    "idefics3",
+    "mistral3",
+    "qwen2-vl",
+    "qwen2-vl",
+    "qwen2.5-vl",
+    "qwen3-vl",
+    "qwen3.5-vl",
+)
 NUM_TOKENS = 8
 BLOCK_SIZE = 4
 PLACEHOLDER = 7

@@ -30,6 +30,7 @@ ROUTER_METRICS = (
 NODE_METRICS = (
     metrics.STEP, metrics.BATCH, metrics.SILENCE, metrics.PROMPT_TOKENS_COMPUTED,
     metrics.SAMPLED_TOKENS, metrics.PASSES, metrics.SPECULATED_TOKENS, metrics.HANDOFFS,
+    metrics.PICTURES, metrics.ENCODER_ROWS,
     metrics.KV_BYTES, metrics.STAGED_BYTES, metrics.STAGED_COPY,
     metrics.TRANSFER, metrics.RATE, metrics.OVERLAP, metrics.RUNNING, metrics.WAITING,
     metrics.BLOCKS, metrics.PREEMPTIONS, metrics.PREFIX_TOKENS, metrics.OPEN_HANDOFFS,
