@@ -43,7 +43,7 @@ from baton.engine.runner.vision.load import load_tower
 from baton.engine.runner.vision.read_config import read_vision_config
 from baton.engine.runner.vision.tower import Tower
 from baton.engine.runner.weights.decoder_loading import attention_of, load_decoder
-from baton.engine.runner.weights.open_weights import open_weights
+from baton.engine.runner.weights.open_weights import OpenWeights, open_weights
 
 log = logging.getLogger(__name__)
 
@@ -170,11 +170,25 @@ def _load_weights(
         adapt = None if active is None else partial(adaptable_layers, kernels.ops, model, active)
         decoder = load_decoder(model, weights.tensors, weights.target, on_progress, adapt)
         attention = attention_of(model, weights.tensors, device.place)
-        vision, tower = _read_vision(config, checkpoint), None
-        if vision is not None:
-            tower = load_tower(vision, weights.tensors, weights.target, on_progress)
+        tower = _load_tower(opened, weights, on_progress)
         fingerprint = weights.fingerprint(versions(config.logits_processors))
         return _Weights(decoder, attention, fingerprint, tower)
+
+
+def _load_tower(
+    opened: _Opened, weights: OpenWeights, on_progress: LoadProgressCallback | None
+) -> Tower | None:
+    vision = _read_vision(opened.config, opened.checkpoint)
+    if vision is None:
+        return None
+    try:
+        return load_tower(vision, weights.tensors, weights.target, on_progress)
+    except ModelError as error:
+        if opened.model.quantization is None:
+            raise
+        # Of most quantised models the tower is not; a packed one cannot be read.
+        log.warning("pictures are not encoded, but text is served: %s", error)
+        return None
 
 
 def _read_vision(config: RunnerConfig, checkpoint: Checkpoint) -> VisionConfig | None:
