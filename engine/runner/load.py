@@ -167,22 +167,20 @@ def _load_weights(
     with open_weights(
         config, checkpoint, model, dtype, device.place, kernels, on_progress
     ) as weights:
+        tower = _load_tower(opened, weights)  # first: the progress is that of the decoder
         adapt = None if active is None else partial(adaptable_layers, kernels.ops, model, active)
         decoder = load_decoder(model, weights.tensors, weights.target, on_progress, adapt)
         attention = attention_of(model, weights.tensors, device.place)
-        tower = _load_tower(opened, weights, on_progress)
         fingerprint = weights.fingerprint(versions(config.logits_processors))
         return _Weights(decoder, attention, fingerprint, tower)
 
 
-def _load_tower(
-    opened: _Opened, weights: OpenWeights, on_progress: LoadProgressCallback | None
-) -> Tower | None:
+def _load_tower(opened: _Opened, weights: OpenWeights) -> Tower | None:
     vision = _read_vision(opened.config, opened.checkpoint)
     if vision is None:
         return None
     try:
-        return load_tower(vision, weights.tensors, weights.target, on_progress)
+        return load_tower(vision, weights.tensors, weights.target)
     except ModelError as error:
         if opened.model.quantization is None:
             raise
