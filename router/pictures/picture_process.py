@@ -40,7 +40,8 @@ class PictureLimits(ProcessLimits):
     max_images: int = 100
     max_file_bytes: int = 20 << 20  # of one image
     max_pixels: int = 1 << 25  # of one image; 7680x4320 are fewer
-    max_prepared_bytes: int = 256 << 20  # of all pictures, tiles included
+    # Of all pictures, tiles included, which a node gets in one message (MAX_MESSAGE_BYTES).
+    max_prepared_bytes: int = 48 << 20
     max_cached_bytes: int = 128 << 20  # of all requests
 
 
