@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 from rich.console import Console
@@ -40,6 +41,8 @@ from baton.engine.spec_decode.config import parse_speculation
 from baton.engine.structured_output.grammar import Grammar
 from baton.kernels import build_missing_kernels
 from baton.progress import loading_bar
+from baton.prompt_images import AnyImage, ImagePrompts
+from baton.router.pictures.families.table import read_format
 from baton.text_encoder import TextEncoder
 
 Prompt = str | Sequence[int]
@@ -148,9 +151,12 @@ class LLM:
         stop: str | Sequence[str] = (),
         include_stop_in_output: bool = False,
         lora: str | Sequence[str] = "",
+        images: Sequence[Sequence[AnyImage]] = (),
     ) -> list[Completion]:
         """Return a completion for each prompt, in order. The prompts are batched.
 
+        `images` are those of each prompt, for its marks of images in turn, such as `<image>`: names
+        of files, their bytes, or images of Pillow.
         `lora` names the adapter of all prompts, or that of each; empty: none.
 
         A completion ends at the first of the `stop` strings that it contains.
@@ -159,6 +165,8 @@ class LLM:
         An exception that ends the engine is raised unchanged; later calls raise EngineStopped.
         """
         requests = self._with_adapters(self._requests(_as_list(prompts), sampling), lora)
+        if images:
+            requests = self._with_images(_as_list(prompts), requests, images)
         fitted = [self._fit(index, request) for index, request in enumerate(requests)]
         stop_strings = (stop,) if isinstance(stop, str) else tuple(stop)
         rule = StopRule(tuple(filter(None, stop_strings)), include_stop_in_output)
@@ -282,6 +290,42 @@ class LLM:
             seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
             arrival_s=time.monotonic(),
         )
+
+    def _with_images(
+        self,
+        prompts: Sequence[Prompt],
+        requests: Sequence[EngineRequest],
+        images: Sequence[Sequence[AnyImage]],
+    ) -> list[EngineRequest]:
+        if len(images) != len(prompts):
+            raise InvalidRequest(
+                f"{len(prompts)} prompts, but {len(images)} lists of images: pass one for each"
+            )
+        found: list[EngineRequest] = []
+        for index, (text, request, its) in enumerate(zip(prompts, requests, images, strict=True)):
+            with _naming_prompt(index):
+                found.append(self._with_its_images(text, request, its) if its else request)
+        return found
+
+    def _with_its_images(
+        self, text: Prompt, request: EngineRequest, images: Sequence[AnyImage]
+    ) -> EngineRequest:
+        if not isinstance(text, str):
+            raise InvalidRequest("images need a text with a mark for each, not token ids")
+        if self._image_prompts is None:
+            raise InvalidRequest("this model takes no images: leave them out")
+        prompt = self._image_prompts.prompt(text, images)
+        return replace(
+            request,
+            prompt_token_ids=prompt.token_ids,
+            media=prompt.media,
+            pictures=prompt.pictures,
+        )
+
+    @cached_property
+    def _image_prompts(self) -> ImagePrompts | None:
+        images_as = read_format(self.info.checkpoint) if self.info.encodes_pictures else None
+        return None if images_as is None else ImagePrompts(self.tokenizer, images_as)
 
     def _fit(self, index: int, request: EngineRequest) -> tuple[EngineRequest, str]:
         """Return the request as it can be served, and a warning if that is less than requested."""

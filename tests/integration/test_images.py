@@ -6,6 +6,7 @@ import asyncio
 import base64
 import subprocess
 from collections.abc import Iterator, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,16 @@ import pytest
 
 pytest.importorskip("PIL", reason="baton[images] is not installed")
 
+from PIL import Image
+
 from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.client import BatonError, Client, Generation
 from baton.cluster import ClusterOptions, LocalCluster
+from baton.core.errors import InvalidRequest
 from baton.core.ids import RequestId
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
+from baton.llm import LLM
 from baton.router.documents.pdf_process import PdfLimits, read_pdfs
 from baton.router.input_processing.tokenization import ModelText
 from baton.router.pictures.families.table import read_format
@@ -250,3 +255,23 @@ def test_an_image_over_grpc_and_in_a_terminal_gives_the_same_answer(
     assert answer.text == whole
     assert "No such file" in talk.stderr
     assert talk.stdout.strip() == whole.strip()
+
+
+def test_an_engine_in_this_process_takes_images_in_any_form(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "fox.png").write_bytes(FOX)
+    prompt = "user: <image>who?assistant: "  # as the chat template renders it
+    forms: list[Any] = [
+        FOX,
+        tmp_path / "fox.png",
+        str(tmp_path / "fox.png"),
+        Image.open(BytesIO(FOX)),
+    ]
+    greedy = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    with LLM(str(folder), kv_cache_memory="8MiB", num_threads=1, show_progress=False) as llm:
+        answers = llm.generate([prompt] * 4, greedy, images=[[form] for form in forms])
+        with pytest.raises(InvalidRequest, match="prompt 0: messages contain '<image>'"):
+            llm.generate(prompt + "<image>", greedy, images=[[FOX]])
+        with pytest.raises(InvalidRequest, match=r"prompt 0: the image none\.png cannot"):
+            llm.generate(prompt, greedy, images=[["none.png"]])
+
+    assert {answer.text for answer in answers} == {expected(folder, (FOX, "who?"))}

@@ -1,0 +1,78 @@
+"""Images in the prompts of `baton.LLM`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from io import BytesIO
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from baton.checkpoint.tokenizer import Tokenizer
+from baton.core.errors import InvalidRequest
+from baton.core.media import MediaSegment, Picture
+from baton.router.pictures.placement import put_texts, segments_in
+from baton.router.pictures.plan import ImageFile, PictureFormat, PreparedImage
+from baton.router.pictures.reader import PictureReader
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    AnyImage: TypeAlias = str | PathLike[str] | bytes | Image
+else:
+    AnyImage = Any
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePrompt:
+    """A tokenised prompt with images."""
+
+    token_ids: tuple[int, ...]
+    media: tuple[MediaSegment, ...]
+    pictures: tuple[Picture, ...]
+
+
+class ImagePrompts:
+    """Puts images into prompts, as the router does for chats."""
+
+    def __init__(self, tokenizer: Tokenizer, images_as: PictureFormat) -> None:
+        self._tokenizer = tokenizer
+        self._images_as = images_as
+        self._reader = PictureReader()
+
+    def prompt(self, text: str, images: Sequence[AnyImage]) -> ImagePrompt:
+        """Return a prompt, in which each mark of an image is replaced.
+
+        Raises InvalidRequest for files that cannot be read, and for too few or many marks.
+        """
+        files = [ImageFile(_bytes_of(each), f"image {at}") for at, each in enumerate(images)]
+        prepared = self._read(files)
+        text = put_texts(text, prepared, self._images_as)
+        token_ids = tuple(self._tokenizer.encode(text))
+        [placeholder] = self._tokenizer.encode_mark(self._images_as.placeholder)
+        pictures = {each.digest: each for image in prepared for each in image.pictures}
+        media = segments_in(token_ids, prepared, placeholder)
+        return ImagePrompt(token_ids, media, tuple(pictures.values()))
+
+    def _read(self, files: Sequence[ImageFile]) -> list[PreparedImage]:
+        read = partial(self._reader.read, files, self._images_as, "")
+        # On a thread: the caller, such as a notebook, can have an event loop.
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(lambda: asyncio.run(read())).result()
+
+
+def _bytes_of(image: AnyImage) -> bytes:
+    if isinstance(image, bytes):
+        return image
+    if isinstance(image, str | PathLike):
+        try:
+            return Path(image).read_bytes()
+        except OSError as error:
+            raise InvalidRequest(f"the image {image} cannot be read: {error.strerror}") from error
+    file = BytesIO()
+    image.convert("RGBA" if "A" in image.getbands() else "RGB").save(file, "PNG")
+    return file.getvalue()
