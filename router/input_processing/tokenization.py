@@ -41,7 +41,7 @@ class TextBoundary:
 
     def tokenize(self, prompt: Prompt, max_tokens: int | None = None) -> TokenPrompt:
         """Tokenise a prompt, which can have images. Raises as `token_ids` does."""
-        if isinstance(prompt, TokenPrompt):
+        if isinstance(prompt, TokenPrompt) and prompt.media:
             return prompt
         return TokenPrompt(self.token_ids(prompt, max_tokens))
 
