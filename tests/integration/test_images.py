@@ -42,9 +42,11 @@ anthropic = pytest.importorskip("anthropic", reason="anthropic is not installed"
 openai = pytest.importorskip("openai", reason="openai is not installed")
 
 NUM_TOKENS = 8
-LONG = 350  # not at its end before something happens to it
+# Not at its end before something happens to it.
+LONG = SamplingParams(max_tokens=380, temperature=0, ignore_eos=True)
 AS_BATON: dict[str, Any] = {"ignore_eos": True}
 FOX, OWL = (file_of(random_image(150, 90, seed=seed)) for seed in (1, 2))
+ABOUT_FOX: Any = [{"role": "user", "content": "who?", "images": [FOX]}]
 
 
 @pytest.fixture(scope="module")
@@ -109,15 +111,12 @@ def expected(folder: Path, parts: Sequence[bytes | str]) -> str:
     return text.text(tuple(generated_with_pictures(folder, request)))
 
 
-def answer_of(
-    chats: Any, *parts: bytes | str, num_tokens: int = NUM_TOKENS, stream: bool = False
-) -> Any:
+def answer_of(chats: Any, *parts: bytes | str) -> Any:
     return chats.chat.completions.create(
         model="",
         messages=asked(*parts),
-        max_tokens=num_tokens,
+        max_tokens=NUM_TOKENS,
         temperature=0,
-        stream=stream,
         extra_body=AS_BATON,
     )
 
@@ -201,31 +200,38 @@ def test_what_cannot_be_seen_is_refused_by_name(content: Any, cause: str, chats:
 
 
 def test_an_answer_about_an_image_goes_on_when_its_decode_node_is_killed(folder: Path) -> None:
-    options = options_for(folder, num_decode=2)
-    with LocalCluster(options) as cluster, connected_to(cluster) as chats:
-        whole = answer_of(chats, FOX, "who?", num_tokens=200).choices[0].message.content
-        stream = answer_of(chats, FOX, "who?", num_tokens=200, stream=True)
-        parts = [next(stream).choices[0].delta.content for _ in range(3)]
+    with (
+        LocalCluster(options_for(folder, num_decode=2)) as cluster,
+        Client(cluster.address, timeout_s=60) as client,
+    ):
+        whole = client.generate(ABOUT_FOX, Generation(LONG))
+        stream = client.stream(ABOUT_FOX, Generation(LONG))
+        chunks = [next(stream), next(stream)]
         with suspended(*cluster.decodes):  # or the answer may be whole before that
             kill_the_writer(cluster)
-        parts += [chunk.choices[0].delta.content for chunk in stream if chunk.choices]
+        chunks += stream
 
-    assert "".join(part or "" for part in parts) == whole
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    finish = chunks[-1].finish
+    assert finish is not None
+    assert finish.served.attempts == 2
 
 
 def test_an_answer_about_an_image_goes_on_when_its_decode_node_loses_the_kv(
-    cluster: LocalCluster, chats: Any
+    cluster: LocalCluster,
 ) -> None:
-    whole = answer_of(chats, FOX, "who?", num_tokens=LONG).choices[0].message.content
-    stream = answer_of(chats, FOX, "who?", num_tokens=LONG, stream=True)
-    parts = [next(stream).choices[0].delta.content for _ in range(3)]
-    url = f"http://{cluster.router.http_address}/reset_prefix_cache"
-    httpx.post(url, json={"reset_running": True}, timeout=60).raise_for_status()
-    parts += [chunk.choices[0].delta.content for chunk in stream if chunk.choices]
+    with Client(cluster.address, timeout_s=60) as client:
+        whole = client.generate(ABOUT_FOX, Generation(LONG))
+        stream = client.stream(ABOUT_FOX, Generation(LONG))
+        chunks = [next(stream), next(stream)]
+        url = f"http://{cluster.router.http_address}/reset_prefix_cache"
+        httpx.post(url, json={"reset_running": True}, timeout=60).raise_for_status()
+        chunks += stream
 
-    assert "".join(part or "" for part in parts) == whole
-    retried = 'baton_attempts_total{kind="migrate"} 1.0'
-    assert retried in httpx.get(f"http://{cluster.router.http_address}/metrics").text
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    finish = chunks[-1].finish
+    assert finish is not None
+    assert finish.served.attempts == 2
 
 
 def test_an_image_over_grpc_and_in_a_terminal_gives_the_same_answer(
