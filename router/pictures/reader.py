@@ -48,7 +48,9 @@ class PictureReader:
             key: image for key, image in zip(keys, images, strict=True) if found[key] is None
         }
         read = await self._read(missing, pictures, client) if missing else {}
-        return [found[key] or read[key] for key in keys]
+        whole = {key: found[key] or read[key] for key in keys}
+        self._check_size(images[0], sum(image.num_bytes for image in whole.values()))
+        return [whole[key] for key in keys]
 
     async def _read(
         self, images: Mapping[ImageKey, ImageFile], pictures: PictureFormat, client: str
@@ -59,6 +61,17 @@ class PictureReader:
         for key, image in read.items():
             self._prepared.add(key, image)
         return read
+
+    def _check_size(self, first: ImageFile, num_bytes: int) -> None:
+        """Check the pixels of all images, those that were kept included."""
+        most = self._limits.max_prepared_bytes
+        if num_bytes > most:
+            raise InvalidRequest(
+                f"{first.where}: this and the images after it become {num_bytes >> 20} MiB of "
+                f"pixels for this model; they may be {most >> 20} MiB: send fewer, or ask for "
+                '"detail": "low"',
+                first.where,
+            )
 
     def _check(self, images: Sequence[ImageFile]) -> None:
         most = self._limits.max_images

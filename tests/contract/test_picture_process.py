@@ -137,6 +137,20 @@ def test_what_exceeds_a_limit_is_named(
     assert problem in str(raised.value)
 
 
+def test_images_that_were_prepared_before_count_in_the_limit_of_a_request() -> None:
+    images = [ImageFile(GOOD + bytes([number]), f"image {number}") for number in range(3)]
+
+    async def read_more_and_more() -> None:
+        reader = PictureReader(replace(LIMITS, max_prepared_bytes=20_000))
+        for num_images in (1, 2):
+            await reader.read(images[:num_images], FORMAT, "")
+        with pytest.raises(InvalidRequest, match="send fewer") as raised:
+            await reader.read(images, FORMAT, "")
+        assert raised.value.field == "image 0"
+
+    asyncio.run(read_more_and_more())
+
+
 def test_a_shape_that_the_model_refuses_names_the_field() -> None:
     with pytest.raises(InvalidRequest, match=r"images\[1\]: the image has 300x1 pixels; the long"):
         read(GOOD, image_file(300, 1), pictures=QWEN)
