@@ -223,7 +223,7 @@ def _describe(
         max_shareable_prompt_len=model.max_shareable_prompt_len(),
         hidden_size=model.hidden_size,
         can_generate=model.can_generate,
-        encodes_pictures=weights.tower is not None,
+        picture_rows=None if weights.tower is None else weights.tower.config.num_tokens,
         pooling=choose_pooling(config.pooling, checkpoint, own_pooling),
         numerics=kernels.numerics,
         kernels=kernels.name,

@@ -30,7 +30,9 @@ class ModelInfo:
     hidden_size: int = 0
     pooling: Pooling | None = None  # None: the model embeds nothing
     can_generate: bool = True
-    encodes_pictures: bool = False  # its vision tower is loaded
+    # Rows of the encoding of a picture by height and width; raises ValueError for sizes that the
+    # tower does not encode. None: no tower is loaded.
+    picture_rows: Callable[[int, int], int] | None = None
     # Names an option of the kernels that changes the bits of KV, but not its meaning: nodes hand
     # requests over, and find no cached blocks of each other.
     numerics: str = ""
@@ -40,6 +42,10 @@ class ModelInfo:
     def cache_salt(self) -> str:
         """Return what the bits of cached KV depend on, besides its dtype and its tokens."""
         return f"{self.fingerprint}:{self.numerics}" if self.numerics else self.fingerprint
+
+    @property
+    def encodes_pictures(self) -> bool:
+        return self.picture_rows is not None
 
     @property
     def vector_size(self) -> int:

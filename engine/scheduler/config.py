@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Annotated, Any
@@ -30,6 +30,10 @@ class LoadFailurePolicy(Enum):
 
     RECOMPUTE = "recompute"  # from the start, on this node
     FAIL = "fail"  # end the request here; the router can retry it on another node
+
+
+# Raises ValueError for a size that the tower does not encode.
+PictureRows = Callable[[int, int], int]
 
 
 def default_threshold(given: Mapping[str, Any]) -> int:
@@ -185,6 +189,7 @@ class SchedulerConfig:
         ),
     ] = 16_384
     encodes_pictures: bool = False  # the model has a vision tower, which is loaded
+    picture_rows: PictureRows | None = None  # of its encodings, by height and width
     pooling: Pooling | None = None  # of the model; None: it embeds nothing
     can_generate: bool = True
     # Raises InvalidRequest for arguments that no logits processor accepts.

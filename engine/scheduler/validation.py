@@ -6,13 +6,14 @@ from collections.abc import Collection, Iterator
 from itertools import chain
 
 from baton.core.errors import ContextLengthExceeded, InvalidRequest
+from baton.core.media import Picture
 from baton.core.request import EngineRequest
 from baton.core.structured_outputs import FIELD
 from baton.core.task import EmbedTask
 from baton.engine.kv_cache.block_hashes import MAX_TOKEN_ID
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.media.request_media import RequestMedia
-from baton.engine.scheduler.config import SchedulerConfig
+from baton.engine.scheduler.config import PictureRows, SchedulerConfig
 
 
 def validate_request(
@@ -56,11 +57,27 @@ def _check_media(request: EngineRequest, config: SchedulerConfig) -> None:
         raise InvalidRequest(f"a picture ends at token {end}, after the end of the prompt")
     if request.receive_from is None and media.lacks_pixels(0):
         raise InvalidRequest("a picture of the prompt has no pixels")
+    if config.picture_rows is not None:
+        for picture in request.pictures:
+            _check_picture(picture, media.num_rows.get(picture.digest, 0), config.picture_rows)
     largest = max(media.num_rows.values())
     if request.receive_from is None and largest > config.num_encoder_rows:
         raise InvalidRequest(
             f"a picture takes {largest} tokens, more than encoder-cache-tokens "
             f"({config.num_encoder_rows}): send a smaller one"
+        )
+
+
+def _check_picture(picture: Picture, num_rows: int, picture_rows: PictureRows) -> None:
+    """Refuse a picture that the tower cannot encode: its pass would fail."""
+    try:
+        expected = picture_rows(picture.height, picture.width)
+    except ValueError as error:
+        raise InvalidRequest(f"{error}: is the router's model folder another one?") from error
+    if num_rows > expected:
+        raise InvalidRequest(
+            f"a picture of {picture.width}x{picture.height} pixels has {expected} tokens in this "
+            f"model, and {num_rows} in the prompt: is the router's model folder another one?"
         )
 
 

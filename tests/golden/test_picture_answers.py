@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from baton.checkpoint.safetensors_folder import SafetensorsFolder
+from baton.core.errors import InvalidRequest
 from baton.core.ids import RequestId
 from baton.core.media import MediaSegment
 from baton.core.request import EngineRequest
@@ -221,3 +222,18 @@ def test_layers_of_the_tower_are_progress_that_sends_nothing(
     num_tower_layers = 2 * 3  # of two pictures
     assert counter.layers[:num_tower_layers] == [NO_LAYER] * num_tower_layers
     assert NO_LAYER not in counter.layers[num_tower_layers:]
+
+
+def test_pictures_that_the_tower_cannot_encode_are_refused_before_a_pass(
+    folder_of: FolderOf, runner_of: Callable[..., TorchRunner]
+) -> None:
+    engine = an_engine(runner_of("mistral3"))
+    request = a_request(folder_of("mistral3"), "mistral3", [0])
+    [picture], [segment] = request.pictures, request.media
+    narrow = replace(picture, width=picture.width - 1, rgb=picture.rgb[: -3 * picture.height])
+    long = replace(segment, num_tokens=segment.num_tokens + 1)
+
+    with pytest.raises(InvalidRequest, match="multiples of 28"):
+        engine.scheduler.add(replace(request, pictures=(narrow,)))
+    with pytest.raises(InvalidRequest, match="tokens in this model"):
+        engine.scheduler.add(replace(request, media=(long,)))

@@ -19,7 +19,7 @@ from baton.engine.runner.model.ops import Norm, Ops
 
 
 class GivenRows(NamedTuple):
-    """What some tokens take in place of their embeddings, such as rows of a picture's encoding."""
+    """Rows that some tokens take in place of their embeddings, such as those of a picture."""
 
     tokens: Tensor  # indices
     rows: Tensor
