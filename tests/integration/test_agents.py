@@ -1,4 +1,4 @@
-"""Unmodified agents against a real cluster whose model calls one of their tools.
+"""Unmodified agents against a real cluster whose model calls their tools, and sees pictures.
 
 Run with --agents FOLDER, after npm install --prefix FOLDER @anthropic-ai/claude-code @openai/codex
 """
@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 
 from baton.cluster import LocalCluster
+from tests.support.image_files import random_image
 from tests.support.recording_proxy import a_recording_proxy
-from tests.support.scripted_agent import SEEN
+from tests.support.scripted_agent import LOOKED, PICTURE, SEEN
 
 MAX_S = 240
 TASK = "Open the door."
+LOOK = f"Look at {PICTURE}, and say what it shows."
 NOWHERE = "http://127.0.0.1:9"  # proxy for all that does not go to the cluster
 CODEX_CONFIG = """
 model = "agent"
@@ -70,38 +72,75 @@ def was_opened(folder: Path) -> bool:
     return (folder / "work" / "opened.txt").read_text(encoding="utf-8") == "opened\n"
 
 
-def test_claude_code_runs_a_tool(agents: Path, scripted: LocalCluster, tmp_path: Path) -> None:
-    command = [str(agents / "claude"), "-p", TASK, "--allowedTools", "Bash"]
+def run_claude(
+    agents: Path, cluster: LocalCluster, folder: Path, task: str, tool: str
+) -> dict[str, Any]:
+    command = [str(agents / "claude"), "-p", task, "--allowedTools", tool]
     [ended] = run_agent(
         [*command, "--output-format", "json"],
-        tmp_path,
-        ANTHROPIC_BASE_URL=f"http://{scripted.router.http_address}",
+        folder,
+        ANTHROPIC_BASE_URL=f"http://{cluster.router.http_address}",
         ANTHROPIC_AUTH_TOKEN="none",
         ANTHROPIC_MODEL="agent",
         ANTHROPIC_SMALL_FAST_MODEL="agent",
         CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
     )
+    return ended
+
+
+def run_codex(
+    agents: Path, address: str, folder: Path, task: str, *, over_websocket: bool = False
+) -> list[dict[str, Any]]:
+    config = folder / "home" / ".codex" / "config.toml"
+    config.parent.mkdir(parents=True)
+    written = CODEX_CONFIG.format(address=address, over_websocket=str(over_websocket).lower())
+    config.write_text(written, encoding="utf-8")
+    return run_agent(
+        [str(agents / "codex"), "exec", "--skip-git-repo-check", "--json", task], folder
+    )
+
+
+def put_picture(folder: Path) -> None:
+    path = folder / "work" / PICTURE
+    path.parent.mkdir()
+    random_image(150, 90).save(path)
+
+
+def test_claude_code_runs_a_tool(agents: Path, scripted: LocalCluster, tmp_path: Path) -> None:
+    ended = run_claude(agents, scripted, tmp_path, TASK, "Bash")
 
     assert was_opened(tmp_path)
     assert (ended["result"], ended["is_error"], ended["num_turns"]) == (SEEN, False, 2)
     assert ended["usage"]["cache_read_input_tokens"] > 16
 
 
-@pytest.mark.parametrize("over_websocket", ["false", "true"])
-def test_codex_runs_a_tool(
-    over_websocket: str, agents: Path, scripted: LocalCluster, tmp_path: Path
-) -> None:
-    config = tmp_path / "home" / ".codex" / "config.toml"
-    config.parent.mkdir(parents=True)
+def test_claude_code_reads_a_picture(agents: Path, scripted: LocalCluster, tmp_path: Path) -> None:
+    put_picture(tmp_path)
 
+    ended = run_claude(agents, scripted, tmp_path, LOOK, "Read")
+
+    assert (ended["result"], ended["is_error"], ended["num_turns"]) == (LOOKED, False, 2)
+
+
+def test_codex_views_a_picture(agents: Path, scripted: LocalCluster, tmp_path: Path) -> None:
+    put_picture(tmp_path)
+    router = scripted.router.http_address
+    assert router is not None
+
+    events = run_codex(agents, router, tmp_path, LOOK)
+
+    said = [event["item"]["text"] for event in events if "text" in event.get("item", ())]
+    assert said == [LOOKED]
+
+
+@pytest.mark.parametrize("over_websocket", [False, True])
+def test_codex_runs_a_tool(
+    agents: Path, scripted: LocalCluster, tmp_path: Path, *, over_websocket: bool
+) -> None:
     router = scripted.router.http_address
     assert router is not None
     with a_recording_proxy(router) as (address, heads):
-        written = CODEX_CONFIG.format(address=address, over_websocket=over_websocket)
-        config.write_text(written, encoding="utf-8")
-        events = run_agent(
-            [str(agents / "codex"), "exec", "--skip-git-repo-check", "--json", TASK], tmp_path
-        )
+        events = run_codex(agents, address, tmp_path, TASK, over_websocket=over_websocket)
 
     assert was_opened(tmp_path)
     said = [event["item"]["text"] for event in events if "text" in event.get("item", ())]
@@ -110,4 +149,4 @@ def test_codex_runs_a_tool(
     assert events[-1]["usage"]["cached_input_tokens"] > 16
     posts = [head for head in heads if head.startswith(b"POST /v1/responses ")]
     sockets = [head for head in heads if head.startswith(b"GET /v1/responses ")]
-    assert (bool(posts), len(sockets)) == ((False, 1) if over_websocket == "true" else (True, 0))
+    assert (bool(posts), len(sockets)) == ((False, 1) if over_websocket else (True, 0))

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from baton.client import Client, Generation
 from baton.cluster import LocalCluster
 from baton.core.sampling import SamplingParams
+from tests.support.langchain_clients import LANGCHAIN, langchain_chat
 from tests.support.scripted_agent import FOX, SEEN, TEXT, THOUGHT
 
 # Of the clients and their libraries.
@@ -54,27 +55,6 @@ def expected(client: Client) -> str:
     """Return the greedy answer to PROMPT."""
     greedy = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
     return client.generate([{"role": "user", "content": PROMPT}], Generation(greedy)).text
-
-
-def langchain_chat(url: str, **more: Any) -> Any:
-    module = pytest.importorskip("langchain_openai")
-    settings = {"model": "tiny", "api_key": "none", "max_retries": 0, "temperature": 0}
-    settings["stream_usage"] = True
-    return module.ChatOpenAI(base_url=f"{url}/v1", **{**settings, **more})
-
-
-def langchain_responses(url: str, **more: Any) -> Any:
-    return langchain_chat(url, use_responses_api=True, **more)
-
-
-def langchain_messages(url: str, **more: Any) -> Any:
-    module = pytest.importorskip("langchain_anthropic")
-    settings = {"model": "tiny", "api_key": "none", "max_retries": 0, "temperature": 0}
-    kwargs = {"extra_body": more.pop("extra_body", {})}
-    return module.ChatAnthropic(base_url=url, **{**settings, **more}, model_kwargs=kwargs)
-
-
-LANGCHAIN: list[Callable[..., Any]] = [langchain_chat, langchain_responses, langchain_messages]
 
 
 @pytest.mark.parametrize("connect", LANGCHAIN)

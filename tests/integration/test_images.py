@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from baton.router.pictures.reader import PictureReader
 from baton.router.values import ChatMessage, ChatPrompt
 from tests.support.baton_command import BATON
 from tests.support.image_files import file_of, random_image
+from tests.support.langchain_clients import LANGCHAIN
 from tests.support.nodes import kill_the_writer
 from tests.support.pdf_files import SHOW_IMAGE, pdf_of
 from tests.support.suspended_processes import suspended
@@ -85,6 +86,11 @@ def data_url(image: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(image).decode()}"
 
 
+def source(image: bytes) -> dict[str, str]:
+    data = base64.b64encode(image).decode()
+    return {"type": "base64", "media_type": "image/png", "data": data}
+
+
 def asked(*parts: bytes | str) -> list[Any]:
     content = [
         {"type": "text", "text": part}
@@ -96,15 +102,26 @@ def asked(*parts: bytes | str) -> list[Any]:
 
 
 def expected(folder: Path, parts: Sequence[bytes | str]) -> str:
+    """Return the answer of transformers to a message of these parts."""
+    return expected_after(folder, [("user", parts)])
+
+
+def expected_after(folder: Path, messages: Sequence[tuple[str, Sequence[bytes | str]]]) -> str:
     """Return the answer of transformers to the prompt that the router makes."""
     checkpoint = SafetensorsFolder(folder)
     images_as = read_format(checkpoint)
     assert images_as is not None
-    files = [ImageFile(part, "image") for part in parts if isinstance(part, bytes)]
-    prepared = iter(asyncio.run(PictureReader().read(files, images_as, "")))
-    content = tuple(part if isinstance(part, str) else next(prepared) for part in parts)
+    said = [
+        ChatMessage(
+            role,
+            tuple(part if isinstance(part, str) else ImageFile(part, "image") for part in parts),
+        )
+        for role, parts in messages
+    ]
+    chat = ChatPrompt(tuple(said))
+    read = asyncio.run(PictureReader().read(chat.image_files, images_as, ""))
     text = ModelText(checkpoint.load_tokenizer(), images_as)
-    prompt = text.tokenize(ChatPrompt((ChatMessage("user", content),)))
+    prompt = text.tokenize(chat.replaced(ImageFile, read))
     sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     ids, media, pictures = prompt.token_ids, prompt.media, prompt.pictures
     request = EngineRequest(RequestId("r"), ids, sampling, 0, media=media, pictures=pictures)
@@ -147,12 +164,7 @@ def test_all_apis_take_the_same_image(chats: Any, cluster: LocalCluster) -> None
         temperature=0,
         extra_body=AS_BATON,
     )
-    source = {
-        "type": "base64",
-        "media_type": "image/png",
-        "data": base64.b64encode(FOX).decode(),
-    }
-    content: Any = [{"type": "image", "source": source}, {"type": "text", "text": "who?"}]
+    content: Any = [{"type": "image", "source": source(FOX)}, {"type": "text", "text": "who?"}]
     url = f"http://{cluster.router.http_address}"
     with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as messages:
         body = {"model": "eyes", "messages": [{"role": "user", "content": content}]}
@@ -165,6 +177,89 @@ def test_all_apis_take_the_same_image(chats: Any, cluster: LocalCluster) -> None
     assert response.output_text == message.content[0].text == streamed.content[0].text == chat
     used = message.usage
     assert counted == used.input_tokens + used.cache_read_input_tokens
+
+
+def test_screenshots_in_results_of_tools_are_seen(
+    chats: Any, cluster: LocalCluster, folder: Path
+) -> None:
+    function = {"name": "look", "arguments": "{}"}
+    called: Any = {"id": "a", "type": "function", "function": function}
+    chat: Any = [
+        {"role": "user", "content": "who?"},
+        {"role": "assistant", "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "a", "content": asked("It is", FOX)[0]["content"]},
+    ]
+    greedy: Any = {"model": "", "temperature": 0, "extra_body": AS_BATON}
+    answer = chats.chat.completions.create(messages=chat, max_tokens=NUM_TOKENS, **greedy)
+    parts: Any = [
+        {"type": "input_text", "text": "It is"},
+        {"type": "input_image", "image_url": data_url(FOX)},
+    ]
+    items: Any = [
+        {"role": "user", "content": "who?"},
+        {"type": "function_call", "call_id": "a", **function},
+        {"type": "function_call_output", "call_id": "a", "output": parts},
+    ]
+    response = chats.responses.create(input=items, max_output_tokens=NUM_TOKENS, **greedy)
+    blocks: Any = [{"type": "text", "text": "It is"}, {"type": "image", "source": source(FOX)}]
+    result: Any = {"type": "tool_result", "tool_use_id": "a", "content": blocks}
+    use: Any = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
+    turns: Any = [
+        {"role": "user", "content": "who?"},
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [result]},
+    ]
+    url = f"http://{cluster.router.http_address}"
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as messages:
+        body = {"model": "", "messages": turns, "max_tokens": NUM_TOKENS}
+        message = messages.messages.create(**body, extra_body={**AS_BATON, "temperature": 0})
+
+    seen = expected_after(
+        folder, [("user", ["who?"]), ("assistant", [""]), ("tool", ["It is", FOX])]
+    )
+    assert answer.choices[0].message.content == seen
+    assert response.output_text == message.content[0].text == seen
+
+
+# Of the client and its libraries.
+@pytest.mark.filterwarnings("ignore::Warning")
+@pytest.mark.parametrize("connect", LANGCHAIN)
+def test_langchain_sends_images(
+    connect: Callable[..., Any], cluster: LocalCluster, folder: Path
+) -> None:
+    messages = pytest.importorskip("langchain_core.messages")
+    url = f"http://{cluster.router.http_address}"
+    model = connect(url, model="eyes", max_tokens=NUM_TOKENS, extra_body=AS_BATON)
+    image = {"type": "image", "base64": base64.b64encode(FOX).decode(), "mime_type": "image/png"}
+
+    answer = model.invoke([messages.HumanMessage([image, {"type": "text", "text": "who?"}])])
+
+    assert answer.text == expected(folder, (FOX, "who?"))
+
+
+@pytest.mark.filterwarnings("ignore::Warning")
+@pytest.mark.parametrize("provider", ["openai", "hosted_vllm", "anthropic"])
+def test_litellm_sends_images(
+    provider: str, cluster: LocalCluster, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # instead of a download
+    litellm = pytest.importorskip("litellm")
+    url = f"http://{cluster.router.http_address}"
+    own = AS_BATON if provider == "anthropic" else {"extra_body": AS_BATON}
+
+    answer = litellm.completion(
+        model=f"{provider}/eyes",
+        api_base=url if provider == "anthropic" else f"{url}/v1",
+        api_key="none",
+        num_retries=0,
+        messages=asked(FOX, "who?"),
+        max_tokens=NUM_TOKENS,
+        temperature=0,
+        **own,
+    )
+
+    assert answer.choices[0].message.content == expected(folder, (FOX, "who?"))
+    litellm.in_memory_llm_clients_cache.flush_cache()
 
 
 def test_pages_of_a_scan_are_images(chats: Any, folder: Path) -> None:

@@ -1,5 +1,5 @@
-"""Open Responses' compliance templates, but that of images; and clients that send documents, and
-read reasoning and calls that the model decides about.
+"""Open Responses' compliance templates; and clients that send documents, and read reasoning and
+calls that the model decides about.
 """
 
 from __future__ import annotations
@@ -53,6 +53,19 @@ FILE_INPUT = {
         },
     ],
 }
+RED_SQUARE = (  # a PNG of 8x8 pixels
+    "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAFUlE"
+    "QVR42mO8I2fDgA0wMeAAg1MCAPdsAUakOMBDAAAAAElFTkSuQmCC"
+)
+IMAGE_INPUT = {
+    "type": "message",
+    "role": "user",
+    "content": [
+        {"type": "input_text", "text": "What do you see in this image? Answer in one sentence."},
+        {"type": "input_image", "image_url": f"data:image/png;base64,{RED_SQUARE}"},
+    ],
+}
+needs_pillow = pytest.mark.skipif(find_spec("PIL") is None, reason="baton[images] is not installed")
 
 
 @pytest.fixture
@@ -77,6 +90,7 @@ def url(scripted: LocalCluster) -> str:
             id="assistant-phase",
         ),
         pytest.param([FILE_INPUT], id="file-input", marks=needs_pdfium),
+        pytest.param([IMAGE_INPUT], id="image-input", marks=needs_pillow),
     ],
 )
 def test_a_conversation_is_answered(items: Sequence[Any], url: str) -> None:

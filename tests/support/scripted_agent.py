@@ -11,8 +11,10 @@ from tests.support.scripted_models import make_scripted_folder
 SECRET = "sesame"  # what the tools of agents have to return
 RUN = f"echo opened > opened.txt; echo {SECRET[::-1]} | rev"
 FOX = {"colour": "red", "is_young": True}
+PICTURE = "picture.png"  # that agents are asked to look at
 TEXT, THOUGHT = "The answer is four.", "Two and two."
 SEEN, UNSEEN = f"The tool said {SECRET}.", "No result has arrived."
+LOOKED = "I have looked at it."
 
 
 def _call(name: str, arguments: Any) -> str:
@@ -25,6 +27,8 @@ CALLS = {
     "Fox": FOX,
     "Bash": {"command": RUN, "description": "Open the door"},  # Claude Code
     "exec_command": {"cmd": RUN},  # Codex
+    "Read": {"file_path": PICTURE},  # Claude Code
+    "view_image": {"path": PICTURE},  # Codex
 }
 # Calls with a wrong unit, in the formats of gpt-oss and Gemma 4.
 HARMONY = (
@@ -37,6 +41,7 @@ ANSWERS = {
     **{f"<|call {name}|>": _call(name, arguments) for name, arguments in CALLS.items()},
     "<|seen|>": SEEN,
     "<|unseen|>": UNSEEN,
+    "<|looked|>": LOOKED,
     "<|json|>": json.dumps(FOX),
     "<|think|>": f"<think>\n{THOUGHT}\n</think>\n\n{TEXT}",
     "<|harmony|>": HARMONY,
@@ -45,7 +50,9 @@ ANSWERS = {
 # The formats of Hermes and Qwen 3: calls in <tool_call>, reasoning in <think>.
 CHAT_TEMPLATE = """
 {%- macro text(content) -%}
-{{ content if content is string else (content or []) | map(attribute='text') | join }}
+{%- if content is string %}{{ content }}{% else -%}
+{%- for part in content or [] %}{{ '<image>' if part.type == 'image' else part.text }}{% endfor -%}
+{%- endif -%}
 {%- endmacro -%}
 {%- for tool in tools or [] %}{{ tool | tojson }}\n{% endfor -%}
 {%- for message in messages -%}
@@ -61,16 +68,18 @@ CHAT_TEMPLATE = """
 {%- set turn = (messages | rejectattr('role', 'equalto', 'system') | list)[-1] -%}
 {%- set last = text(turn.content) -%}
 {%- if turn.role == 'tool' -%}
-{{ '<|seen|>' if 'SECRET' in last else '<|unseen|>' }}
+{{ '<|seen|>' if 'SECRET' in last else '<|looked|>' if '<image>' in last else '<|unseen|>' }}
 {%- elif 'think' in last %}<|think|>
 {%- elif 'harmony' in last %}<|harmony|>
 {%- elif 'gemma' in last %}<|gemma|>
 {%- else -%}
-{%- set called = ['get_weather', 'Fox', 'Bash', 'exec_command'] | select('in', names) | first -%}
+{%- set looking = ['Read', 'view_image'] if 'PICTURE' in last else [] -%}
+{%- set known = looking + ['get_weather', 'Fox', 'Bash', 'exec_command'] -%}
+{%- set called = known | select('in', names) | first -%}
 {{ '<|call ' + called + '|>' if called else '<|json|>' if 'json_schema' in last else '<|text|>' }}
 {%- endif -%}
 {%- endif -%}
-""".replace("SECRET", SECRET)
+""".replace("SECRET", SECRET).replace("PICTURE", PICTURE)
 
 
 def make_agent_folder(folder: Path) -> Path:

@@ -1,7 +1,8 @@
 """Model folders whose answers are written in advance: real models, real tokens, real weights.
 
 The last token of a prompt decides about the answer, and each of its tokens about the next one. The
-chat template chooses the last token, by what it finds in the conversation.
+chat template chooses the last token, by what it finds in the conversation. The models take images,
+which are encoded and have no effect on the answer.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer
 
 from tests.support.models import EOS_TOKEN_ID, import_transformers, save_tokenizer
+from tests.support.vision import IMAGE_MARKS, VISION_VARIANTS, write_image_settings
 
 HIDDEN_SIZE = 256  # each token of a script has a dimension of its own, all others share one
 PEAK = 100.0  # logit of the next token; all others have 0
@@ -26,7 +28,7 @@ def make_scripted_folder(
     folder: Path, answers: Mapping[str, str], chat_template: str, *, max_model_len: int = 1 << 18
 ) -> Path:
     """Write a model that answers a prompt whose last token is a key with the key's text."""
-    save_tokenizer(folder)
+    save_tokenizer(folder, IMAGE_MARKS)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_special_tokens([AddedToken(key, special=True) for key in answers])
     next_token: dict[int, int] = {}
@@ -42,6 +44,7 @@ def make_scripted_folder(
     config = folder / "tokenizer_config.json"
     settings: dict[str, Any] = json.loads(config.read_text(encoding="utf-8"))
     config.write_text(json.dumps({**settings, "chat_template": chat_template}), encoding="utf-8")
+    write_image_settings(folder)
     return folder
 
 
@@ -71,26 +74,30 @@ def _save_model(
 ) -> None:
     assert len(next_token) < HIDDEN_SIZE
     transformers = import_transformers()
-    config = transformers.LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=HIDDEN_SIZE,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=max_model_len,
-        bos_token_id=1,
-        eos_token_id=EOS_TOKEN_ID,
-        pad_token_id=0,
-    )
+    text = {
+        "model_type": "llama",
+        "vocab_size": vocab_size,
+        "hidden_size": HIDDEN_SIZE,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": max_model_len,
+        "bos_token_id": 1,
+        "eos_token_id": EOS_TOKEN_ID,
+        "pad_token_id": 0,
+    }
+    vision = VISION_VARIANTS["smolvlm"].vision
+    config = transformers.SmolVLMConfig(text_config=text, vision_config=vision)
     torch.manual_seed(7)
-    model = transformers.LlamaForCausalLM(config)
+    model = transformers.SmolVLMForConditionalGeneration(config)
+    decoder = model.model.text_model
     with torch.no_grad():
-        for layer in model.model.layers:  # computed and transferred, and without effect
+        for layer in decoder.layers:  # computed and transferred, and without effect
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
-        embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
+        embedding, head = decoder.embed_tokens.weight, model.lm_head.weight
         embedding.zero_()[:, 0] = 1.0
         head.zero_()[EOS_TOKEN_ID, 0] = PEAK
         for dimension, (token, following) in enumerate(next_token.items(), 1):

@@ -74,8 +74,7 @@ def make_vision_folder(folder: Path, name: str) -> Path:
     _make_all_numbers_count(folder / "model.safetensors")
     if name == "gemma3":
         _edit_config(folder, mm_tokens_per_image=16)
-    processor = {"rescale_factor": 1 / 255, "image_mean": MEAN, "image_std": DEVIATION}
-    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    _write_processor(folder, {})
     return folder
 
 
@@ -229,16 +228,25 @@ CHAT_WITH_IMAGES = (
     "{% endfor %}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
 TILE_MARKS = tuple(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2))
+IMAGE_MARKS = ("<image>", "<fake_token_around_image>", "<global-img>", *TILE_MARKS)
 
 
 def make_chat_folder(folder: Path) -> Path:
     """Write a small SmolVLM with tokenizer and chat template, which takes images in chats."""
     make_vision_folder(folder, "smolvlm")
-    marks = ("<image>", "<fake_token_around_image>", "<global-img>", *TILE_MARKS)
-    save_tokenizer(folder, marks)
+    save_tokenizer(folder, IMAGE_MARKS)
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": CHAT_WITH_IMAGES}))
-    edges = {"max_image_size": {"longest_edge": 64}, "size": {"longest_edge": 128}}
-    path = folder / "preprocessor_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **edges}))
+    write_image_settings(folder)
     return folder
+
+
+def write_image_settings(folder: Path) -> None:
+    """Write how the small SmolVLM takes images: in at most four tiles."""
+    edges = {"max_image_size": {"longest_edge": 64}, "size": {"longest_edge": 128}}
+    _write_processor(folder, edges)
+
+
+def _write_processor(folder: Path, settings: Mapping[str, Any]) -> None:
+    processor = {"rescale_factor": 1 / 255, "image_mean": MEAN, "image_std": DEVIATION, **settings}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))

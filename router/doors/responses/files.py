@@ -9,13 +9,14 @@ from baton.core.errors import InvalidRequest
 from baton.router.doors.openai.request.bodies import Body
 from baton.router.doors.openai.request.files import (
     SEND_DATA_URL,
+    DetailField,
     FileBody,
     data_url_of,
     document_of_file,
     image_of_url,
 )
 from baton.router.parts import Document
-from baton.router.pictures.plan import Detail, ImageFile
+from baton.router.pictures.plan import ImageFile
 from baton.rpc.errors import UnsupportedInput
 
 
@@ -41,7 +42,7 @@ class InputImage(Body):
     type: str
     image_url: str | None = None
     file_id: str | None = None
-    detail: Detail = Detail.AUTO
+    detail: DetailField = None
     prompt_cache_breakpoint: Any = None  # ignored: every prefix is cached
 
 

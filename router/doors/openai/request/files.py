@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from baton.core.errors import InvalidRequest
 from baton.router.documents.document import document_from
@@ -50,14 +52,18 @@ def document_of_file(file: FileBody, data: str | None, where: str, field: str) -
     return document_from(content, where, name, media_type)
 
 
+# Bodies are strict otherwise, and would take no text for an enum.
+DetailField = Annotated[Detail, Field(strict=False)] | None
+
+
 class ImageUrl(Body):
     url: str
-    detail: Detail = Detail.AUTO
+    detail: DetailField = None
 
 
 class ImagePart(Body):
     type: str
-    image_url: ImageUrl | str
+    image_url: dict[str, Any] | str
     prompt_cache_breakpoint: Any = None  # ignored: every prefix is cached
 
 
@@ -66,15 +72,16 @@ def image_of_part(part: Mapping[str, Any], where: str) -> ImageFile:
     image = validate_body(part, ImagePart, where).image_url
     inside = f"{where}.image_url"
     if isinstance(image, str):
-        return image_of_url(image, Detail.AUTO, inside)
-    return image_of_url(image.url, image.detail, f"{inside}.url")
+        return image_of_url(image, None, inside)
+    read = validate_body(image, ImageUrl, inside)
+    return image_of_url(read.url, read.detail, f"{inside}.url")
 
 
-def image_of_url(url: str, detail: Detail, where: str) -> ImageFile:
+def image_of_url(url: str, detail: Detail | None, where: str) -> ImageFile:
     """Return the image in a `data:` URL. Raises InvalidRequest and UnsupportedInput."""
     if url[: len(DATA_URL)].lower() != DATA_URL:
         raise UnsupportedInput(f"{where}: the router fetches no URLs; {SEND_DATA_URL}", where)
-    return ImageFile(read_data(url, where)[0], where, detail)
+    return ImageFile(read_data(url, where)[0], where, detail or Detail.AUTO)
 
 
 def data_url_of(url: str, where: str) -> str:

@@ -173,6 +173,17 @@ def test_messages_reach_the_template_with_all_their_fields() -> None:
     assert not prompt.add_generation_prompt
 
 
+@pytest.mark.parametrize(
+    ("more", "detail"), [({}, "auto"), ({"detail": None}, "auto"), ({"detail": "low"}, "low")]
+)
+def test_an_image_has_the_detail_that_its_part_asks_for(more: dict[str, Any], detail: str) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA", **more}}
+
+    [file] = chat_prompt({"role": "user", "content": [image]}).image_files
+
+    assert (file.data, file.detail.value) == (bytes(3), detail)
+
+
 def test_tools_are_hidden_with_tool_choice_none() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert "tools" not in chat_prompt(tools=tools, tool_choice="none").variables

@@ -165,6 +165,17 @@ def test_the_response_repeats_the_request() -> None:
     )
 
 
+@pytest.mark.parametrize("detail", ["low", "high", "original"])
+def test_an_image_has_the_detail_that_its_part_asks_for(detail: str) -> None:
+    image = {**IMAGE, "image_url": "data:image/png;base64,AAAA", "detail": detail}
+
+    prompt = call_of(input=[{"role": "user", "content": [image]}]).prompt
+
+    assert isinstance(prompt, ChatPrompt)
+    [file] = prompt.image_files
+    assert file.detail.value == detail
+
+
 @pytest.mark.parametrize(
     ("fields", "kind", "field"),
     [
