@@ -32,6 +32,8 @@ from baton.router.loading import load_profiles
 from baton.router.options import RouterOptions
 from baton.router.orders.adapter_updates import AdapterUpdates
 from baton.router.orders.node_orders import NodeOrders
+from baton.router.pictures.image_hosts import ImageHosts
+from baton.router.pictures.plan import ImageSource
 from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.request_scope import RequestScopes
 from baton.router.routing.node_table import NodeTable
@@ -138,6 +140,7 @@ class RouterComponents:
             config=PipelineConfig(options.dispatch, options.admission_queue),
             forms=FormChecks(self.compiler),
             foreign_prefills=self.foreign_prefills,
+            image_source=_image_source(options.image_hosts),
         )
         # None: neither exported nor served over HTTP
         is_counted = options.telemetry.counts or options.http_port is not None
@@ -155,6 +158,15 @@ class RouterComponents:
         """Return the status of all nodes, servers that are not Baton's first."""
         foreign = (status for each in self.foreign_prefills for status in each.report())
         return (*foreign, *report_nodes(self.table))
+
+
+def _image_source(hosts: ImageHosts) -> ImageSource | None:
+    if not hosts.allows_any:
+        return None
+    # Imported late: routers that fetch nothing do not need a client of HTTP.
+    from baton.router.pictures.fetching import ImageFetcher
+
+    return ImageFetcher(hosts)
 
 
 def _services(options: RouterOptions, router: RouterComponents) -> tuple[Service, ...]:

@@ -21,6 +21,7 @@ from baton.router.discovery.sources import (
 from baton.router.dispatch.config import DispatchConfig
 from baton.router.http.config import NO_CORS, CorsConfig
 from baton.router.model_options import ModelOptions
+from baton.router.pictures.image_hosts import NO_IMAGE_HOSTS, ImageHosts
 from baton.rpc.listening import MAX_PORT, ListenHost, ListenPort
 from baton.rpc.process_end import DRAIN_TIMEOUT_S, DrainTimeout
 from baton.rpc.security.operators import Operators, OperatorTokens
@@ -99,6 +100,7 @@ class RouterOptions:
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
     admission_queue: AdmissionQueueConfig = field(default_factory=AdmissionQueueConfig)
     rate_limits: RateLimitConfig = NO_RATE_LIMITS
+    image_hosts: ImageHosts = NO_IMAGE_HOSTS
     tokens: Annotated[  # None: no authentication
         AcceptedTokens | None,
         Option(

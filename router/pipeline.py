@@ -20,8 +20,8 @@ from baton.router.documents.reader import DocumentReader
 from baton.router.input_processing.form_checks import FormChecks
 from baton.router.input_processing.input_processor import InputProcessor
 from baton.router.input_processing.model_profiles import ModelProfiles
-from baton.router.pictures.plan import ImageFile
-from baton.router.pictures.reader import PictureReader
+from baton.router.pictures.plan import ImageFile, ImageSource
+from baton.router.pictures.reader import PictureReader, ignore_bytes
 from baton.router.routing.node_table import NodeTable
 from baton.router.values import AnswerPart, ChatPrompt, GenerateCall, TokenChunk
 from baton.rpc.errors import Draining, RequestIdInUse, UnsupportedInput
@@ -44,12 +44,13 @@ class Pipeline:
         config: PipelineConfig,
         forms: FormChecks | None = None,
         foreign_prefills: Sequence[ForeignPrefills] = (),
+        image_source: ImageSource | None = None,
     ) -> None:
         self.table = table
         self.profiles = profiles
         self.inputs = InputProcessor(table, profiles, forms)
         self.documents = DocumentReader()
-        self.pictures = PictureReader()
+        self.pictures = PictureReader(source=image_source)
         self.traffic = TrafficByModel(config.admission_queue, clock)
         self._dispatcher = Dispatcher(
             table=table,
@@ -95,10 +96,17 @@ class Pipeline:
             if not self._ids_in_use:
                 self._became_idle.set()
 
-    async def read_images(self, prompt: ChatPrompt, model: ModelVariant, client: str) -> ChatPrompt:
+    async def read_images(
+        self,
+        prompt: ChatPrompt,
+        model: ModelVariant,
+        client: str,
+        hold: Callable[[int], None] = ignore_bytes,
+    ) -> ChatPrompt:
         """Return a chat with its images as the model takes them.
 
-        Raises InvalidRequest and UnsupportedInput, which name the field, and QueueFull.
+        `hold` counts the bytes of files and pixels. Raises InvalidRequest and UnsupportedInput,
+        which name the field, QueueFull, and what `hold` raises.
         """
         files, profile = prompt.image_files, self.profiles.of(model)
         if not files:
@@ -109,7 +117,7 @@ class Pipeline:
                 "text only",
                 files[0].where,
             )
-        read = await self.pictures.read(files, profile.images, client)
+        read = await self.pictures.read(files, profile.images, client, hold)
         return prompt.replaced(ImageFile, read)
 
     async def generate(

@@ -34,12 +34,7 @@ async def read_prompt(
         read = await pipeline.documents.read(documents, body.client, shows_pages=takes_images)
         body.hold_more(sum(getsizeof(document.content) for document in read))
         prompt = _with_pages(prompt.replaced(Document, read))
-    images = prompt.image_files
-    if images:
-        body.hold_more(sum(getsizeof(image.data) for image in images))
-        prompt = await pipeline.read_images(prompt, model, body.client)
-        body.hold_more(sum(len(each.rgb) for image in prompt.images for each in image.pictures))
-    return prompt
+    return await pipeline.read_images(prompt, model, body.client, body.hold_more)
 
 
 async def read_documents(

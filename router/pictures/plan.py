@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -22,9 +23,24 @@ class Detail(Enum):
 class ImageFile:
     """Image of a message, with the field that has it."""
 
-    data: bytes  # a PNG, JPEG, WebP or GIF file
+    data: bytes  # a PNG, JPEG, WebP or GIF file; empty: it is fetched from `url`
     where: str
     detail: Detail = Detail.AUTO
+    url: str = ""
+
+
+class ImageSource(Protocol):
+    """Place from which images of URLs come."""
+
+    async def fetch(
+        self, images: Sequence[ImageFile], client: str, hold: Callable[[int], None]
+    ) -> list[ImageFile]:
+        """Return the images with their data.
+
+        Clients take turns. `hold` counts bytes as they arrive. Raises InvalidRequest and
+        UnsupportedInput, which name the field, QueueFull, and what `hold` raises.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 
 from baton.core.errors import InvalidRequest
 from baton.core.media import Picture
 from baton.router.fair_slots import FairSlots
 from baton.router.pictures.picture_process import PictureLimits, Pixels, read_pixels
-from baton.router.pictures.plan import ImageFile, PictureFormat, PreparedImage
+from baton.router.pictures.plan import ImageFile, ImageSource, PictureFormat, PreparedImage
 from baton.router.pictures.prepared_images import ImageKey, PreparedImages
+from baton.rpc.errors import UnsupportedInput
 
 NUM_PROCESSES = 2
 MAX_WAITING = 64  # requests, each of which holds its files in memory
@@ -25,21 +26,36 @@ def _new_slots() -> FairSlots:
     )
 
 
+def ignore_bytes(num_bytes: int) -> None:
+    """Count nothing."""
+
+
 class PictureReader:
-    def __init__(self, limits: PictureLimits = DEFAULT_LIMITS) -> None:
+    def __init__(
+        self, limits: PictureLimits = DEFAULT_LIMITS, source: ImageSource | None = None
+    ) -> None:
+        """`source`: of images that are URLs; None: these are refused."""
         self._limits = limits
+        self._source = source
         self._slots = _new_slots()
         self._prepared = PreparedImages(limits.max_cached_bytes)
 
     async def read(
-        self, images: Sequence[ImageFile], pictures: PictureFormat, client: str
+        self,
+        images: Sequence[ImageFile],
+        pictures: PictureFormat,
+        client: str,
+        hold: Callable[[int], None] = ignore_bytes,
     ) -> list[PreparedImage]:
         """Return the images as a model takes them.
 
-        Clients take turns; `client` is empty without authentication. Raises InvalidRequest, which
-        names the field, UnsupportedInput without Pillow, and QueueFull if too many requests wait.
+        Clients take turns; `client` is empty without authentication. `hold` counts the bytes of
+        files and pixels. Raises InvalidRequest and UnsupportedInput, which name the field if it is
+        one, QueueFull if too many requests wait, and what `hold` raises.
         """
         self._check(images)
+        hold(sum(len(image.data) for image in images))
+        images = await self._fetched(images, client, hold)
         # On a thread: files have megabytes.
         names = await asyncio.to_thread(_names_of, images, pictures)
         keys = [ImageKey(client, name) for name in names]
@@ -49,8 +65,26 @@ class PictureReader:
         }
         read = await self._read(missing, pictures, client) if missing else {}
         whole = {key: found[key] or read[key] for key in keys}
-        self._check_size(images[0], sum(image.num_bytes for image in whole.values()))
+        num_bytes = sum(image.num_bytes for image in whole.values())
+        self._check_size(images[0], num_bytes)
+        hold(num_bytes)
         return [whole[key] for key in keys]
+
+    async def _fetched(
+        self, images: Sequence[ImageFile], client: str, hold: Callable[[int], None]
+    ) -> Sequence[ImageFile]:
+        linked = [image for image in images if image.url]
+        if not linked:
+            return images
+        if self._source is None:
+            where = linked[0].where
+            raise UnsupportedInput(
+                f"{where}: this router fetches no URLs: send the image itself, in base64, or name "
+                "its host in --image-hosts of the router",
+                where,
+            )
+        fetched = iter(await self._source.fetch(linked, client, hold))
+        return [next(fetched) if image.url else image for image in images]
 
     async def _read(
         self, images: Mapping[ImageKey, ImageFile], pictures: PictureFormat, client: str

@@ -202,6 +202,15 @@ def test_a_cancelled_request_ends_its_process() -> None:
     asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
 
 
+def test_a_router_that_may_fetch_from_nowhere_names_the_option() -> None:
+    images = [ImageFile(GOOD, "images[0]"), ImageFile(b"", "images[1]", url="https://a.test/b")]
+
+    with pytest.raises(
+        UnsupportedInput, match=r"images\[1\]: this router fetches no URLs.*--image"
+    ):
+        asyncio.run(PictureReader().read(images, FORMAT, ""))
+
+
 def test_clients_take_turns() -> None:
     async def run() -> list[str]:
         reader, ended = PictureReader(), []

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from baton.router.pictures.reader import PictureReader
 from baton.router.values import ChatMessage, ChatPrompt
 from tests.support.baton_command import BATON
 from tests.support.image_files import file_of, random_image
+from tests.support.image_server import ImageServer, an_image_server
 from tests.support.langchain_clients import LANGCHAIN
 from tests.support.nodes import kill_the_writer
 from tests.support.pdf_files import SHOW_IMAGE, pdf_of
@@ -46,6 +48,7 @@ NUM_TOKENS = 8
 # Not at its end before something happens to it.
 LONG = SamplingParams(max_tokens=380, temperature=0, ignore_eos=True)
 AS_BATON: dict[str, Any] = {"ignore_eos": True}
+TEXT_PART = {"type": "text", "text": "who?"}
 FOX, OWL = (file_of(random_image(150, 90, seed=seed)) for seed in (1, 2))
 ABOUT_FOX: Any = [{"role": "user", "content": "who?", "images": [FOX]}]
 
@@ -70,8 +73,18 @@ def connected_to(cluster: LocalCluster) -> Any:
 
 
 @pytest.fixture(scope="module")
-def cluster(folder: Path) -> Iterator[LocalCluster]:
-    with LocalCluster(options_for(folder)) as running:
+def pictures() -> Iterator[ImageServer]:
+    """Serve images at an address that the cluster's router is allowed to fetch from."""
+    with an_image_server({"fox": FOX, "text": b"no image"}) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def cluster(folder: Path, pictures: ImageServer) -> Iterator[LocalCluster]:
+    options = options_for(folder)
+    hosts = f"127.0.0.1:{pictures.port},localhost:{pictures.port}"
+    arguments = (*options.router_arguments, "--image-hosts", hosts)
+    with LocalCluster(replace(options, router_arguments=arguments)) as running:
         yield running
     assert {child.process.returncode for child in running.children} == {0}
 
@@ -179,6 +192,56 @@ def test_all_apis_take_the_same_image(chats: Any, cluster: LocalCluster) -> None
     assert counted == used.input_tokens + used.cache_read_input_tokens
 
 
+def test_all_apis_take_the_url_of_an_image(
+    chats: Any, cluster: LocalCluster, pictures: ImageServer, folder: Path
+) -> None:
+    url = pictures.url(f"redirect?{pictures.url('fox')}")
+    greedy: Any = {"model": "", "temperature": 0, "extra_body": AS_BATON}
+    content: Any = [{"type": "image_url", "image_url": {"url": url}}, TEXT_PART]
+    chat = chats.chat.completions.create(
+        messages=[{"role": "user", "content": content}], max_tokens=NUM_TOKENS, **greedy
+    )
+    parts: Any = [
+        {"type": "input_image", "image_url": url},
+        {"type": "input_text", "text": "who?"},
+    ]
+    items: Any = [{"role": "user", "content": parts}]
+    response = chats.responses.create(input=items, max_output_tokens=NUM_TOKENS, **greedy)
+    blocks = [{"type": "image", "source": {"type": "url", "url": url}}, TEXT_PART]
+    body = {
+        "model": "",
+        "max_tokens": NUM_TOKENS,
+        "temperature": 0,
+        **AS_BATON,
+        "messages": [{"role": "user", "content": blocks}],
+    }
+    router = f"http://{cluster.router.http_address}"
+    message = httpx.post(f"{router}/v1/messages", json=body, timeout=60).json()
+
+    seen = expected(folder, (FOX, "who?"))
+    assert chat.choices[0].message.content == response.output_text == seen
+    assert message["content"] == [{"type": "text", "text": seen}]
+
+
+@pytest.mark.parametrize(
+    ("path", "host", "cause"),
+    [
+        ("fox", "0.0.0.0", "not fetched from '0.0.0.0:.*--image-hosts"),
+        ("fox", "localhost", "'localhost' has a private address"),
+        ("missing", "127.0.0.1", "status is 404"),
+        ("text", "127.0.0.1", "no PNG, JPEG, WebP or GIF"),
+    ],
+)
+def test_urls_of_no_images_and_of_other_hosts_are_refused_by_name(
+    path: str, host: str, cause: str, chats: Any, pictures: ImageServer
+) -> None:
+    content: Any = [{"type": "image_url", "image_url": {"url": pictures.url(path, host)}}]
+
+    with pytest.raises(openai.BadRequestError, match=cause) as refused:
+        chats.chat.completions.create(model="", messages=[{"role": "user", "content": content}])
+    assert refused.value.param == "messages.0.content.0.image_url.url"
+
+
 def test_screenshots_in_results_of_tools_are_seen(
     chats: Any, cluster: LocalCluster, folder: Path
 ) -> None:
@@ -284,7 +347,7 @@ def test_pages_of_a_scan_are_images(chats: Any, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "cause"),
     [
-        ([{"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}], "fetches no URLs"),
+        ([{"type": "image_url", "image_url": {"url": "file:///fox.png"}}], "is not a URL of data:"),
         ([{"type": "image_url", "image_url": {"url": data_url(FOX[:300])}}], "content.0"),
         ([*asked(FOX)[0]["content"], {"type": "text", "text": "an <image>"}], "leave it out"),
     ],

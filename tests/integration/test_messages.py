@@ -117,7 +117,8 @@ def test_an_output_format_is_enforced(door: Any) -> None:
 def test_errors_are_those_of_the_client(door: Any) -> None:
     image: Any = [{"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/"}}]
     with pytest.raises(
-        anthropic.BadRequestError, match=r"messages\.0\.content\.0\.source\.type is 'url'"
+        anthropic.BadRequestError,
+        match=r"messages\.0\.content\.0\.source\.url: model 'tiny' takes no images",
     ):
         door.messages.create(**{**asked(""), "messages": [{"role": "user", "content": image}]})
     with pytest.raises(anthropic.NotFoundError, match="not served here") as refusal:

@@ -11,6 +11,7 @@ from baton.router.documents.document import document_from
 from baton.router.documents.encodings import read_base64
 from baton.router.doors.messages.bodies import Block, TextBlock
 from baton.router.doors.openai.request.bodies import Body, validate_by_type
+from baton.router.doors.openai.request.files import image_of_url
 from baton.router.input_processing.limits import check_file_name
 from baton.router.parts import Document
 from baton.router.pictures.plan import ImageFile
@@ -46,10 +47,15 @@ class DocumentBlock(Block):
     citations: Citations | None = None
 
 
-class ImageSource(Body):
+class ImageDataSource(Body):
     type: str
     media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
     data: str
+
+
+class ImageUrlSource(Body):
+    type: str
+    url: str
 
 
 class ImageBlock(Block):
@@ -62,11 +68,10 @@ SOURCES: Mapping[str, type[Body]] = {
     "text": TextSource,
     "content": ContentSource,
 }
+IMAGE_SOURCES: Mapping[str, type[Body]] = {"base64": ImageDataSource, "url": ImageUrlSource}
 # Sources without support.
-NOT_HERE = {
-    "url": "the router fetches no URLs; send the content as base64",
-    "file": "files are not stored here; send the content as base64",
-}
+NO_FILES = {"file": "files are not stored here; send the content as base64"}
+NOT_HERE = {"url": "the router fetches no URLs; send the content as base64", **NO_FILES}
 
 
 def document_of_block(block: DocumentBlock, where: str) -> Document:
@@ -80,8 +85,12 @@ def document_of_block(block: DocumentBlock, where: str) -> Document:
 def image_of_block(block: ImageBlock, where: str) -> ImageFile:
     """Raises InvalidRequest and UnsupportedInput, which name the field."""
     inside = f"{where}.source"
-    source = validate_by_type(block.source, {"base64": ImageSource}, inside, NOT_HERE)
-    return ImageFile(read_base64(source.data, f"{inside}.data"), inside)
+    match validate_by_type(block.source, IMAGE_SOURCES, inside, NO_FILES):
+        case ImageDataSource(data=data):
+            return ImageFile(read_base64(data, f"{inside}.data"), inside)
+        case ImageUrlSource(url=url):
+            return image_of_url(url, None, f"{inside}.url")
+    raise InvalidRequest(f"{inside} has no content", inside)
 
 
 def _document(block: DocumentBlock, where: str) -> Document:

@@ -18,6 +18,7 @@ from baton.rpc.errors import UnsupportedInput
 
 SEND_DATA = "send the content as file_data, in base64"
 SEND_DATA_URL = "send the image in it, as data:image/png;base64,…"
+FETCHED_SCHEMES = ("http", "https")
 
 
 class FileBody(Body):
@@ -78,10 +79,16 @@ def image_of_part(part: Mapping[str, Any], where: str) -> ImageFile:
 
 
 def image_of_url(url: str, detail: Detail | None, where: str) -> ImageFile:
-    """Return the image in a `data:` URL. Raises InvalidRequest and UnsupportedInput."""
-    if url[: len(DATA_URL)].lower() != DATA_URL:
-        raise UnsupportedInput(f"{where}: the router fetches no URLs; {SEND_DATA_URL}", where)
-    return ImageFile(read_data(url, where)[0], where, detail or Detail.AUTO)
+    """Return the image of a URL, whose data it has if the URL does.
+
+    Raises InvalidRequest and UnsupportedInput.
+    """
+    detail, scheme = detail or Detail.AUTO, url.partition(":")[0].lower()
+    if scheme in FETCHED_SCHEMES:
+        return ImageFile(b"", where, detail, url)
+    if f"{scheme}:" != DATA_URL:
+        raise UnsupportedInput(f"{where} is not a URL of data:, http: or https:", where)
+    return ImageFile(read_data(url, where)[0], where, detail)
 
 
 def data_url_of(url: str, where: str) -> str:

@@ -19,7 +19,7 @@ from baton.rpc.errors import UnsupportedInput
 CONTEXT = ModelContext(NO_SAMPLING_DEFAULTS, 512)
 USER = {"role": "user", "content": "hi"}
 SEE = {"name": "see", "input_schema": {"type": "object", "properties": {}}}
-IMAGE = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/fox.png"}}
+IMAGE = {"type": "image", "source": {"type": "file", "file_id": "file-1"}}
 BILLING = "x-anthropic-billing-header: cc_version=2.1.197"
 EPHEMERAL = {"type": "ephemeral"}
 LARGE = {"type": "string", "description": "x" * (1 << 19)}

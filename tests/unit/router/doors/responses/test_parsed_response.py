@@ -22,7 +22,7 @@ from baton.rpc.errors import UnsupportedInput
 
 CONTEXT = ModelContext(NO_SAMPLING_DEFAULTS, 512)
 SEE = {"type": "function", "name": "see", "parameters": {"type": "object", "properties": {}}}
-IMAGE = {"type": "input_image", "image_url": "http://127.0.0.1/fox.png"}
+IMAGE = {"type": "input_image", "image_url": "file:///fox.png"}
 LARGE = {"type": "string", "description": "x" * (1 << 19)}
 
 
