@@ -27,6 +27,11 @@ class ImageFile:
     where: str
     detail: Detail = Detail.AUTO
     url: str = ""
+    uuid: str = ""  # the client's own name, by which it finds an image that it has sent before
+
+    @property
+    def has_content(self) -> bool:
+        return bool(self.data or self.url or not self.uuid)
 
 
 class ImageSource(Protocol):

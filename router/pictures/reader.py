@@ -58,7 +58,10 @@ class PictureReader:
         images = await self._fetched(images, client, hold)
         # On a thread: files have megabytes.
         names = await asyncio.to_thread(_names_of, images, pictures)
-        keys = [ImageKey(client, name) for name in names]
+        keys = [
+            self._key_of(image, ImageKey(client, name))
+            for image, name in zip(images, names, strict=True)
+        ]
         found = {key: self._prepared.find(key) for key in keys}
         missing = {
             key: image for key, image in zip(keys, images, strict=True) if found[key] is None
@@ -68,7 +71,21 @@ class PictureReader:
         num_bytes = sum(image.num_bytes for image in whole.values())
         self._check_size(images[0], num_bytes)
         hold(num_bytes)
+        for image, key in zip(images, keys, strict=True):
+            if image.uuid:
+                self._prepared.name(ImageKey(client, _name_by_uuid(image, pictures)), key)
         return [whole[key] for key in keys]
+
+    def _key_of(self, image: ImageFile, named: ImageKey) -> ImageKey:
+        """Return the key of an image, which a uuid in place of the content can name."""
+        key = named if image.has_content else self._prepared.find_key(named)
+        if key is None:
+            raise InvalidRequest(
+                f"{image.where}: no image with this uuid is kept here for this client and this "
+                "detail: send the image itself, too",
+                image.where,
+            )
+        return key
 
     async def _fetched(
         self, images: Sequence[ImageFile], client: str, hold: Callable[[int], None]
@@ -124,8 +141,19 @@ class PictureReader:
 
 
 def _names_of(images: Sequence[ImageFile], pictures: PictureFormat) -> list[bytes]:
-    settings = repr(pictures).encode()
-    return [_digest(image.data, settings, image.detail.value.encode()) for image in images]
+    """Name images by their content, also those with a uuid: two can have the same one."""
+    return [
+        _name(image.data, image, pictures) if image.has_content else _name_by_uuid(image, pictures)
+        for image in images
+    ]
+
+
+def _name_by_uuid(image: ImageFile, pictures: PictureFormat) -> bytes:
+    return _digest(b"uuid", _name(image.uuid.encode(), image, pictures))
+
+
+def _name(content: bytes, image: ImageFile, pictures: PictureFormat) -> bytes:
+    return _digest(content, repr(pictures).encode(), image.detail.value.encode())
 
 
 def _prepared(name: bytes, pixels: Pixels) -> PreparedImage:

@@ -202,6 +202,34 @@ def test_a_cancelled_request_ends_its_process() -> None:
     asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
 
 
+def test_a_uuid_finds_an_image_and_never_names_its_pictures() -> None:
+    def image(data: bytes, uuid: str = "mine", detail: Detail = Detail.AUTO) -> ImageFile:
+        return ImageFile(data, "images[0]", detail, uuid=uuid)
+
+    other = image_file(9, 9)
+
+    async def run() -> None:
+        reader = PictureReader()
+        [first] = await reader.read([image(GOOD)], FORMAT, "a")
+        assert await reader.read([image(b"")], FORMAT, "a") == [first]
+        [second] = await reader.read([image(other)], FORMAT, "a")
+        assert await reader.read([image(b""), image(GOOD)], FORMAT, "a") == [second, first]
+        assert await reader.read([image(b"")], FORMAT, "a") == [first]
+        assert second == (await reader.read([image(other, uuid="")], FORMAT, "a"))[0]
+        assert second.pictures[0].digest != first.pictures[0].digest
+        unknown = (
+            (image(b""), FORMAT, "b"),
+            (image(b"", uuid="other"), FORMAT, "a"),
+            (image(b""), QWEN, "a"),
+            (image(b"", detail=Detail.LOW), FORMAT, "a"),
+        )
+        for sent, pictures, client in unknown:
+            with pytest.raises(InvalidRequest, match=r"images\[0\]: no image with this uuid"):
+                await reader.read([image(GOOD, uuid="new"), sent], pictures, client)
+
+    asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
+
+
 def test_a_router_that_may_fetch_from_nowhere_names_the_option() -> None:
     images = [ImageFile(GOOD, "images[0]"), ImageFile(b"", "images[1]", url="https://a.test/b")]
 

@@ -242,6 +242,27 @@ def test_urls_of_no_images_and_of_other_hosts_are_refused_by_name(
     assert refused.value.param == "messages.0.content.0.image_url.url"
 
 
+def test_an_image_that_was_sent_before_is_found_by_its_uuid(chats: Any, folder: Path) -> None:
+    def answer(url: str | None, uuid: str) -> Any:
+        image = {"type": "image_url", "image_url": url and {"url": url}, "uuid": uuid}
+        content: Any = [image, TEXT_PART]
+        return chats.chat.completions.create(
+            model="",
+            messages=[{"role": "user", "content": content}],
+            max_tokens=NUM_TOKENS,
+            temperature=0,
+            extra_body=AS_BATON,
+        )
+
+    answer(data_url(FOX), "pet")
+    again = answer(None, "pet")
+
+    assert again.choices[0].message.content == expected(folder, (FOX, "who?"))
+    with pytest.raises(openai.BadRequestError, match="no image with this uuid") as refused:
+        answer(None, "other")
+    assert refused.value.param == "messages.0.content.0.uuid"
+
+
 def test_screenshots_in_results_of_tools_are_seen(
     chats: Any, cluster: LocalCluster, folder: Path
 ) -> None:

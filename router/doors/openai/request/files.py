@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -18,6 +19,7 @@ from baton.rpc.errors import UnsupportedInput
 
 SEND_DATA = "send the content as file_data, in base64"
 SEND_DATA_URL = "send the image in it, as data:image/png;base64,…"
+MAX_UUID_CHARACTERS = 1_024
 FETCHED_SCHEMES = ("http", "https")
 
 
@@ -58,24 +60,34 @@ DetailField = Annotated[Detail, Field(strict=False)] | None
 
 
 class ImageUrl(Body):
-    url: str
+    url: str | None = None
     detail: DetailField = None
 
 
 class ImagePart(Body):
     type: str
-    image_url: dict[str, Any] | str
+    image_url: dict[str, Any] | str | None = None
+    uuid: str | None = None
     prompt_cache_breakpoint: Any = None  # ignored: every prefix is cached
 
 
 def image_of_part(part: Mapping[str, Any], where: str) -> ImageFile:
     """Return the image in a part of a chat's message. Raises InvalidRequest, UnsupportedInput."""
-    image = validate_body(part, ImagePart, where).image_url
-    inside = f"{where}.image_url"
+    read = validate_body(part, ImagePart, where)
+    image, inside, uuid = read.image_url, f"{where}.image_url", read.uuid or ""
+    if len(uuid) > MAX_UUID_CHARACTERS:
+        raise InvalidRequest(
+            f"{where}.uuid has {len(uuid)} characters; it may have {MAX_UUID_CHARACTERS}",
+            f"{where}.uuid",
+        )
     if isinstance(image, str):
-        return image_of_url(image, None, inside)
-    read = validate_body(image, ImageUrl, inside)
-    return image_of_url(read.url, read.detail, f"{inside}.url")
+        return replace(image_of_url(image, None, inside), uuid=uuid)
+    url = validate_body(image or {}, ImageUrl, inside)
+    if url.url is not None:
+        return replace(image_of_url(url.url, url.detail, f"{inside}.url"), uuid=uuid)
+    if not uuid:
+        raise InvalidRequest(f"{inside}.url is missing: {SEND_DATA_URL}", f"{inside}.url")
+    return ImageFile(b"", f"{where}.uuid", url.detail or Detail.AUTO, uuid=uuid)
 
 
 def image_of_url(url: str, detail: Detail | None, where: str) -> ImageFile:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.core.media import Picture
 from baton.router.pictures.plan import PicturePlan, PreparedImage
-from baton.router.pictures.prepared_images import ImageKey, PreparedImages
+from baton.router.pictures.prepared_images import MAX_UUIDS, ImageKey, PreparedImages
 
 PLAN = PicturePlan((), 0, (), "")
 
@@ -45,6 +45,30 @@ def test_an_image_that_is_added_twice_counts_once() -> None:
 
     assert images.find(key("a"))
     assert images.find(key("b"))
+
+
+def test_a_uuid_stands_for_the_image_that_was_sent_with_it_last() -> None:
+    images = PreparedImages(max_bytes=30)
+    for name in "ab":
+        images.add(key(name), image(5))
+        images.name(key("uuid"), key(name))
+
+    assert images.find_key(key("uuid")) == key("b")
+    assert images.find_key(key("uuid", "other")) is None
+    images.add(key("c"), image(10))  # in place of all others
+    assert images.find_key(key("uuid")) is None
+
+
+def test_the_uuids_that_were_used_last_are_kept() -> None:
+    images = PreparedImages(max_bytes=30)
+    images.add(key("a"), image(1))
+    for number in range(MAX_UUIDS):
+        images.name(key(f"{number}"), key("a"))
+
+    assert images.find_key(key("0"))
+    images.name(key("new"), key("a"))
+
+    assert [number for number in ("0", "1", "new") if images.find_key(key(number))] == ["0", "new"]
 
 
 def test_clients_share_no_images() -> None:

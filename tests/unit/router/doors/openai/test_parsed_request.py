@@ -184,6 +184,18 @@ def test_an_image_has_the_detail_that_its_part_asks_for(more: dict[str, Any], de
     assert (file.data, file.detail.value) == (bytes(3), detail)
 
 
+def test_an_image_without_content_needs_a_uuid() -> None:
+    part: dict[str, Any] = {"type": "image_url", "image_url": None}
+
+    [file] = chat_prompt({"role": "user", "content": [{**part, "uuid": "mine"}]}).image_files
+
+    assert (file.uuid, file.has_content) == ("mine", False)
+    for wrong, field in (({}, "image_url.url"), ({"uuid": "x" * 1025}, "uuid")):
+        with pytest.raises(InvalidRequest) as refusal:
+            chat({"role": "user", "content": [{**part, **wrong}]})
+        assert refusal.value.field == f"messages.0.content.0.{field}"
+
+
 def test_tools_are_hidden_with_tool_choice_none() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert "tools" not in chat_prompt(tools=tools, tool_choice="none").variables
