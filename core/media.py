@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from baton.core.errors import InvalidRequest
 
@@ -52,6 +54,27 @@ class MediaSegment:
     def overlaps(self, start: int, end: int) -> bool:
         """Return whether a token from `start` up to `end` is in the segment."""
         return self.start < end and start < self.start + self.num_tokens
+
+
+class PicturePlace(NamedTuple):
+    """Picture of which some tokens are in a block."""
+
+    digest: bytes
+    offset: int  # of the picture's first token from the block's start; negative: it began before
+
+
+def pictures_within(
+    media: Sequence[MediaSegment], start: int, end: int
+) -> tuple[PicturePlace, ...]:
+    """Return the pictures of the tokens from `start` up to `end`, once each time they are shown."""
+    places: dict[PicturePlace, None] = {}
+    begin = 0
+    for segment in media:
+        if segment.first == 0:  # the other segments of a picture follow
+            begin = segment.start
+        if segment.overlaps(start, end):
+            places[PicturePlace(segment.digest, begin - start)] = None
+    return tuple(places)
 
 
 def _check_digest(digest: bytes) -> None:

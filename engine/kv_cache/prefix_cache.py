@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from baton.core.ids import BlockId
+from baton.core.media import PicturePlace, pictures_within
 from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.block_names import PrefixEnds, group_of
@@ -95,13 +96,17 @@ class PrefixCache:
             return
         parent = held.block_hashes[start - 1] if start else None
         hashes = tuple(held.block_hashes[start:end])
+        size = self.block_size
         token_ids: tuple[int, ...] = ()
+        pictures: tuple[tuple[PicturePlace, ...], ...] = ()
         if self._config.collect_token_ids:
-            token_ids = tuple(held.token_ids[start * self.block_size : end * self.block_size])
-        stored = BlockStored(
-            hashes, parent, token_ids, self.block_size, held.root_hash, held.adapter
+            token_ids = tuple(held.token_ids[start * size : end * size])
+            if held.media:
+                starts = range(start * size, end * size, size)
+                pictures = tuple(pictures_within(held.media, at, at + size) for at in starts)
+        self._events.append(
+            BlockStored(hashes, parent, token_ids, size, held.root_hash, held.adapter, pictures)
         )
-        self._events.append(stored)
 
     def _report_evicted(self) -> None:
         removed: list[BlockHash] = []

@@ -22,21 +22,22 @@ from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.client import BatonError, Client, Generation
 from baton.cluster import ClusterOptions, LocalCluster
 from baton.core.errors import InvalidRequest
-from baton.core.ids import RequestId
+from baton.core.ids import PrefixKeys, RequestId
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
 from baton.llm import LLM
+from baton.node.kv.events.messages import HashFormat
 from baton.router.documents.pdf_process import PdfLimits, read_pdfs
 from baton.router.input_processing.tokenization import ModelText
 from baton.router.pictures.families.table import read_format
 from baton.router.pictures.plan import ImageFile
 from baton.router.pictures.reader import PictureReader
-from baton.router.values import ChatMessage, ChatPrompt
+from baton.router.values import ChatMessage, ChatPrompt, TokenPrompt
 from tests.support.baton_command import BATON
 from tests.support.image_files import file_of, random_image
 from tests.support.image_server import ImageServer, an_image_server
 from tests.support.langchain_clients import LANGCHAIN
-from tests.support.nodes import kill_the_writer
+from tests.support.nodes import card_at, kill_the_writer
 from tests.support.pdf_files import SHOW_IMAGE, pdf_of
 from tests.support.suspended_processes import suspended
 from tests.support.vision import generated_with_pictures, make_chat_folder
@@ -45,6 +46,7 @@ anthropic = pytest.importorskip("anthropic", reason="anthropic is not installed"
 openai = pytest.importorskip("openai", reason="openai is not installed")
 
 NUM_TOKENS = 8
+PATIENCE_MS = 30_000
 # Not at its end before something happens to it.
 LONG = SamplingParams(max_tokens=380, temperature=0, ignore_eos=True)
 AS_BATON: dict[str, Any] = {"ignore_eos": True}
@@ -80,8 +82,18 @@ def pictures() -> Iterator[ImageServer]:
 
 
 @pytest.fixture(scope="module")
-def cluster(folder: Path, pictures: ImageServer) -> Iterator[LocalCluster]:
-    options = options_for(folder)
+def events(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the endpoint of KV events, whose address ends with a node's id."""
+    return f"ipc://{tmp_path_factory.mktemp('events')}/"
+
+
+@pytest.fixture(scope="module")
+def cluster(folder: Path, pictures: ImageServer, events: str) -> Iterator[LocalCluster]:
+    options = options_for(
+        folder,
+        *("--kv-events-endpoint", f"{events}{{node_id}}"),
+        *("--kv-events-replay-endpoint", f"{events}{{node_id}}-replay"),
+    )
     hosts = f"127.0.0.1:{pictures.port},localhost:{pictures.port}"
     arguments = (*options.router_arguments, "--image-hosts", hosts)
     with LocalCluster(replace(options, router_arguments=arguments)) as running:
@@ -121,6 +133,16 @@ def expected(folder: Path, parts: Sequence[bytes | str]) -> str:
 
 def expected_after(folder: Path, messages: Sequence[tuple[str, Sequence[bytes | str]]]) -> str:
     """Return the answer of transformers to the prompt that the router makes."""
+    text, prompt = prompt_of(folder, messages)
+    sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    ids, media, pictures = prompt.token_ids, prompt.media, prompt.pictures
+    request = EngineRequest(RequestId("r"), ids, sampling, 0, media=media, pictures=pictures)
+    return text.text(tuple(generated_with_pictures(folder, request)))
+
+
+def prompt_of(
+    folder: Path, messages: Sequence[tuple[str, Sequence[bytes | str]]]
+) -> tuple[ModelText, TokenPrompt]:
     checkpoint = SafetensorsFolder(folder)
     images_as = read_format(checkpoint)
     assert images_as is not None
@@ -134,11 +156,7 @@ def expected_after(folder: Path, messages: Sequence[tuple[str, Sequence[bytes | 
     chat = ChatPrompt(tuple(said))
     read = asyncio.run(PictureReader().read(chat.image_files, images_as, ""))
     text = ModelText(checkpoint.load_tokenizer(), images_as)
-    prompt = text.tokenize(chat.replaced(ImageFile, read))
-    sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    ids, media, pictures = prompt.token_ids, prompt.media, prompt.pictures
-    request = EngineRequest(RequestId("r"), ids, sampling, 0, media=media, pictures=pictures)
-    return text.text(tuple(generated_with_pictures(folder, request)))
+    return text, text.tokenize(chat.replaced(ImageFile, read))
 
 
 def answer_of(chats: Any, *parts: bytes | str) -> Any:
@@ -411,6 +429,35 @@ def test_an_answer_about_an_image_goes_on_when_its_decode_node_loses_the_kv(
     finish = chunks[-1].finish
     assert finish is not None
     assert finish.served.attempts == 2
+
+
+def test_kv_events_name_the_pictures_of_blocks(
+    cluster: LocalCluster, chats: Any, folder: Path, events: str
+) -> None:
+    follower = pytest.importorskip("tools.follow_kv_events", reason="baton[vllm] is not installed")
+    parts = (OWL, "and", FOX, "or", OWL)
+    answer_of(chats, *parts)
+    _, prompt = prompt_of(folder, [("user", parts)])
+    begins = {(each.digest.hex(), each.start) for each in prompt.media}
+    keys = PrefixKeys(media=prompt.media)
+
+    for node in (*cluster.prefills, *cluster.decodes):
+        naming = card_at(node.address).prefix_naming
+        assert naming is not None
+        named = naming.names(prompt.token_ids, len(prompt.token_ids), keys)
+        endpoint, found = f"{events}{node.name}", set()
+        with follower.KvEventFollower(endpoint, f"{endpoint}-replay") as following:
+            following.catch_up()
+            while HashFormat.INT.encode(named[-1]) not in following.view.blocks:
+                assert following.receive(PATIENCE_MS), "the last block was not published"
+            blocks = following.view.blocks
+        for number, name in enumerate(named):
+            start, block = number * naming.block_size, blocks[HashFormat.INT.encode(name)]
+            assert block.token_ids == prompt.token_ids[start : start + naming.block_size]
+            for kind, digest, offset in block.extra_keys or ():
+                assert kind == "mm"
+                found.add((digest, start + offset))
+        assert found == begins
 
 
 def test_an_image_over_grpc_and_in_a_terminal_gives_the_same_answer(

@@ -24,7 +24,9 @@ LORA_ID_DIGITS = 15  # hexadecimal, so that a signed integer of 64 bits can hold
 # Key of a salt, as Dynamo writes and reads it; others compare keys as a whole.
 SALT_KEY_PREFIX = "dynamo-cache-salt:"
 INT_HASH_BYTES = 8
-ExtraKeys = tuple[str, ...] | None  # of one block
+PICTURE = "mm"  # kind of a key that names a picture
+# Of one block: names and salts, and for a picture its kind, digest and offset in the block.
+ExtraKeys = tuple[str | tuple[str, str, int], ...] | None
 ExternalHash = int | bytes  # hash of a block on the wire
 
 
@@ -143,16 +145,19 @@ class CacheFacts:
     def _extra_keys(self, event: BlockStored) -> list[ExtraKeys]:
         """Return the extra keys of each block, as vLLM does.
 
-        They are the name of its adapter, and, for the first block of a sequence with a salt, the
-        digest of the salt. The salt itself is a secret of its clients.
+        They are the name of its adapter, its pictures, and, for the first block of a sequence with
+        a salt, the digest of the salt. The salt itself is a secret of its clients.
         """
         adapter = event.adapter
         own = (adapter.name,) if adapter.id else ()
         keys: list[ExtraKeys] = [own or None] * len(event.block_hashes)
+        for place, pictures in enumerate(event.pictures):
+            named = ((PICTURE, each.digest.hex(), each.offset) for each in pictures)
+            keys[place] = (*own, *named) or None
         root = event.root_hash
         is_first = event.parent_block_hash is None
         if is_first and root is not None and root != self.unsalted_root(adapter.id):
-            keys[0] = (*own, SALT_KEY_PREFIX + root.hex())
+            keys[0] = (*(keys[0] or ()), SALT_KEY_PREFIX + root.hex())
         return keys
 
 

@@ -164,6 +164,35 @@ def test_events_have_token_ids_only_if_they_are_collected() -> None:
     assert event.root_hash == request.root_hash
 
 
+def test_events_have_the_pictures_of_blocks_with_their_places() -> None:
+    cache = _cache()
+    fox, owl = bytes(32), b"o" * 32
+    # Two rows of one picture, with a token of text in between; then another, and the first again.
+    media = (
+        MediaSegment(3, 2, fox),
+        MediaSegment(6, 1, fox, first=2),
+        MediaSegment(7, 1, owl),
+        MediaSegment(9, 3, fox),
+    )
+    held = _held_with(media, num_tokens=14)
+    cache.admit(held, NO_HIT)
+    held.num_computed_tokens = held.num_tokens
+    cache.release(held)
+
+    [event] = cache.prefixes.take_events()
+
+    assert isinstance(event, BlockStored)
+    assert event.pictures == (
+        (),
+        ((fox, 1),),
+        ((fox, -1),),
+        ((fox, -3), (owl, 1)),
+        ((fox, 1),),
+        ((fox, -1),),
+        (),
+    )
+
+
 def test_resets_and_evictions_create_events() -> None:
     cache = _cache(num_blocks=3)
     request = _serve(cache, range(6))
@@ -189,8 +218,11 @@ def _cache(num_blocks: int = 8, *, collect_token_ids: bool = True) -> KvCache:
 
 def _held_with_image(content: int) -> HeldKv:
     """Return the KV of a prompt of eight tokens, of which 5 and 6 stand for an image."""
-    image = MediaSegment(5, 2, bytes([content]) * 32)
-    submitted = replace(make_engine_request(range(8)), media=(image,))
+    return _held_with((MediaSegment(5, 2, bytes([content]) * 32),), num_tokens=8)
+
+
+def _held_with(media: tuple[MediaSegment, ...], *, num_tokens: int) -> HeldKv:
+    submitted = replace(make_engine_request(range(num_tokens)), media=media)
     return Request(submitted, (0, 0.0, 0), PrefixNaming(16).root(), frozenset(), 12).kv
 
 

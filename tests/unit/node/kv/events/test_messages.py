@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from baton.core.ids import AdapterRef
+from baton.core.media import PicturePlace
 from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.groups import CacheLayout, KvCacheSpec, KvGroup
@@ -13,6 +14,7 @@ from baton.node.kv.events.messages import (
     CacheFacts,
     HashFormat,
     StoredMessage,
+    decode_batch,
     encode_batch,
     spec_kind_of,
 )
@@ -95,6 +97,29 @@ def test_blocks_of_an_adapter_have_its_number_and_name() -> None:
     assert (first.lora_id, first.lora_name) == (second.lora_id, second.lora_name) == (7, "sql")
     assert first.extra_keys == [("sql",), ("sql",)]
     assert second.extra_keys == [("sql", SALT_KEY)]
+
+
+def test_blocks_name_the_pictures_that_they_have_tokens_of() -> None:
+    fox, owl = bytes(32), b"o" * 32
+    pictures = (), (PicturePlace(fox, 1),), (PicturePlace(fox, -1), PicturePlace(owl, 1))
+    adapter = AdapterRef("sql", "f" * 32)
+    tokens = (5, 6, 7, 8, 9, 9)
+    events = (
+        BlockStored((ONE, TWO, THREE), ONE, tokens, 2, UNSALTED, pictures=pictures),
+        BlockStored((ONE,), None, (9, 9), 2, SALTED, adapter, pictures=pictures[1:2]),
+    )
+
+    payload = encode_batch(FACTS.to_batch(events, 0.0))
+
+    _, (stored, salted), _ = msgspec.msgpack.decode(payload)
+    own = ["mm", "00" * 32, 1]
+    assert stored["extra_keys"] == [
+        None,
+        [own],
+        [["mm", "00" * 32, -1], ["mm", owl.hex(), 1]],
+    ]
+    assert salted["extra_keys"] == [["sql", own, SALT_KEY]]
+    assert encode_batch(decode_batch(payload)) == payload
 
 
 @pytest.mark.parametrize(
