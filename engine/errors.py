@@ -56,6 +56,10 @@ class EncodingMissing(EngineError):
     """A pass needs rows of a picture's encoding that the runner does not have."""
 
 
+class PictureCut(EngineError):
+    """A pass would compute a part of a picture whose tokens attend to each other."""
+
+
 class EncodingsUnaccounted(EngineError):
     """A consistency check found encodings of pictures that are not accounted for."""
 

@@ -74,6 +74,7 @@ def _scheduling_for(runner: LoadedRunner, config: SchedulerConfig) -> SchedulerC
         eos_token_ids=frozenset(runner.info.eos_token_ids),
         encodes_pictures=runner.info.encodes_pictures,
         picture_rows=runner.info.picture_rows,
+        whole_pictures=runner.info.sees_whole_pictures,
         pooling=runner.info.pooling,
         max_loras=0 if runner.adapters is None else runner.adapters.max_loras,
         can_generate=runner.info.can_generate,

@@ -31,9 +31,13 @@ class MediaPlanner:
     that waits for it.
     """
 
-    def __init__(self, num_cache_rows: int, max_rows_per_step: int) -> None:
+    def __init__(
+        self, num_cache_rows: int, max_rows_per_step: int, *, whole_pictures: bool = False
+    ) -> None:
+        """With `whole_pictures`, all tokens of a picture are computed in one step."""
         self.cache = EncoderCache(num_cache_rows)
         self._max_rows_per_step = max_rows_per_step
+        self._whole_pictures = whole_pictures
         self._num_step_rows = 0
         self._users: dict[RequestId, _User] = {}
         self._new: dict[bytes, Picture] = {}  # that the next plan encodes
@@ -42,8 +46,19 @@ class MediaPlanner:
     def begin_step(self) -> None:
         self._num_step_rows = 0
 
-    def limit(self, media: RequestMedia, start: int, num_tokens: int) -> int:
-        """Return how many of these tokens can be computed: up to a picture without room."""
+    def begin_whole(self, media: RequestMedia, start: int) -> int:
+        """Return where to start for a chunk that would start here: not inside a whole picture."""
+        cut = media.cut_at(start) if self._whole_pictures else None
+        return start if cut is None else cut.start
+
+    def limit(self, media: RequestMedia, start: int, num_tokens: int, num_left: int) -> int:
+        """Return how many of these tokens can be computed: up to a picture without room.
+
+        A chunk that begins with a picture which must be whole gets all of it, even if that is more
+        than the share of its prompt, if as many tokens are left in the step.
+        """
+        if self._whole_pictures:
+            num_tokens = _without_parts(media, start, num_tokens, num_left)
         used, added, num_rows = self._used(), dict[bytes, int](), self._num_step_rows
         for segment in media.within(start, start + num_tokens):
             digest = segment.digest
@@ -131,3 +146,13 @@ class MediaPlanner:
             user.needs = {key: end for key, end in user.needs.items() if end > computed}
             used.update(user.needs)
         return used
+
+
+def _without_parts(media: RequestMedia, start: int, num_tokens: int, num_left: int) -> int:
+    """Return the size of a chunk that computes all of the picture at its end, or nothing of it."""
+    cut = media.cut_at(start + num_tokens) if num_tokens else None
+    if cut is None:
+        return num_tokens
+    if cut.start > start:
+        return cut.start - start
+    return cut.num_tokens if cut.num_tokens <= num_left else 0

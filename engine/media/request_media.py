@@ -27,6 +27,11 @@ class RequestMedia:
         """Yield the segments that have a token from `start` up to `end`."""
         return (segment for segment in self.segments if segment.overlaps(start, end))
 
+    def cut_at(self, place: int) -> MediaSegment | None:
+        """Return the segment that `place` divides, if it is inside of one."""
+        found = self.within(place, place + 1)
+        return next((segment for segment in found if segment.start < place), None)
+
     def lacks_pixels(self, start: int) -> bool:
         """Return whether a picture from token `start` on has no pixels here."""
         return any(

@@ -48,10 +48,6 @@ from baton.engine.runner.weights.open_weights import OpenWeights, open_weights
 log = logging.getLogger(__name__)
 
 MAX_CONTEXT_LEN = 1 << 24
-# What decoders of these architectures would need for pictures.
-LACKING = {
-    "Gemma3ForConditionalGeneration": "attention in both directions among a picture's tokens",
-}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -77,7 +73,7 @@ def load_runner(
     processors = load_processors(config.logits_processors, view)
     defaults = checkpoint.read_generation_defaults()
     max_model_len = choose_max_model_len(config, model.max_context_len())
-    batch = _make_batch(config, max_model_len, layout)
+    batch = _make_batch(config, max_model_len, layout, model)
     adapters = _make_adapters(opened)
     adapter_bytes = 0 if adapters is None else adapters.max_bytes
     cache = CacheShape(shape.block_bytes, max_model_len, layout, adapter_bytes)
@@ -194,15 +190,10 @@ def _read_vision(config: RunnerConfig, checkpoint: Checkpoint) -> VisionConfig |
     if not config.loads_tower:
         return None
     try:
-        vision = read_vision_config(checkpoint)
+        return read_vision_config(checkpoint)
     except ModelError as error:
         log.warning("pictures are not encoded, but text is served: %s", error)
         return None
-    lacking = "" if vision is None else LACKING.get(vision.architecture, "")
-    if lacking:
-        log.warning("pictures are not encoded, but text is served: decoders lack %s", lacking)
-        return None
-    return vision
 
 
 def _describe(
@@ -224,6 +215,7 @@ def _describe(
         hidden_size=model.hidden_size,
         can_generate=model.can_generate,
         picture_rows=None if weights.tower is None else weights.tower.config.num_tokens,
+        sees_whole_pictures=model.sees_whole_pictures,
         pooling=choose_pooling(config.pooling, checkpoint, own_pooling),
         numerics=kernels.numerics,
         kernels=kernels.name,
@@ -243,7 +235,9 @@ def _plan_memory(
     return shape, state, cache_layout(model, state)
 
 
-def _make_batch(config: RunnerConfig, max_model_len: int, layout: CacheLayout) -> PersistentBatch:
+def _make_batch(
+    config: RunnerConfig, max_model_len: int, layout: CacheLayout, model: ModelConfig
+) -> PersistentBatch:
     try:
         return PersistentBatch(
             config.max_num_seqs,
@@ -251,6 +245,7 @@ def _make_batch(config: RunnerConfig, max_model_len: int, layout: CacheLayout) -
             config.block_size,
             len(layout.groups),
             layout.num_state_blocks,
+            sees_whole_pictures=model.sees_whole_pictures,
         )
     except MemoryError as error:
         raise InvalidConfig(

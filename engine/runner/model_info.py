@@ -33,6 +33,7 @@ class ModelInfo:
     # Rows of the encoding of a picture by height and width; raises ValueError for sizes that the
     # tower does not encode. None: no tower is loaded.
     picture_rows: Callable[[int, int], int] | None = None
+    sees_whole_pictures: bool = False  # a picture's tokens must be computed in one pass
     # Names an option of the kernels that changes the bits of KV, but not its meaning: nodes hand
     # requests over, and find no cached blocks of each other.
     numerics: str = ""

@@ -69,6 +69,7 @@ class AdmissionRules:
                 self._require_place,
                 self._find_prefix,
                 self._await_evicted,
+                self._begin_before_picture,
                 # After the lookup: a long prompt whose prefix is cached counts as short.
                 self._limit_long_prompts,
                 self._require_tokens,
@@ -185,11 +186,25 @@ class AdmissionRules:
             self._state.end(request, FinishReason.ERROR, failure)
             return Refusal.SET_ASIDE
         if self._state.media is not None:
-            candidate.chunk = self._state.media.limit(request.media, start, candidate.chunk)
+            num_left = self._budget.num_left_in_step
+            candidate.chunk = self._state.media.limit(
+                request.media, start, candidate.chunk, num_left
+            )
         return None if candidate.chunk else Refusal.BLOCKS
 
     def _start_of(self, candidate: Candidate) -> int:
         return candidate.hit.num_blocks * self._state.cache.block_size
+
+    def _begin_before_picture(self, candidate: Candidate) -> Refusal | None:
+        """Shorten a prefix that ends inside a picture whose tokens are computed together."""
+        media, own = self._state.media, candidate.request.media
+        while media is not None and own is not None:
+            start = self._start_of(candidate)
+            candidate.max_num_hits = min(candidate.max_num_hits, media.begin_whole(own, start))
+            if candidate.max_num_hits >= start:
+                break
+            self._find_prefix(candidate)  # it can end inside an earlier picture
+        return None
 
     # --- rules: the prefix --------------------------------------------------------
 
@@ -256,7 +271,8 @@ class AdmissionRules:
         state.waiting.remove(request)
         request.move(RequestStatus.RUNNING)
         state.batch.start_prefill(request, candidate.chunk)
-        state.use_media(request, self._start_of(candidate), candidate.chunk)
+        start = self._start_of(candidate)
+        state.use_media(request, start, candidate.chunk, candidate.chunk)
         # A sender's cached blocks need not be computed: the peer can have them at once.
         state.arrivals.sends.send(request.submitted.send_to, request.kv, candidate.hit.num_blocks)
         self._budget.give(request, candidate.chunk, candidate.num_missing)

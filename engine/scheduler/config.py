@@ -190,6 +190,7 @@ class SchedulerConfig:
     ] = 16_384
     encodes_pictures: bool = False  # the model has a vision tower, which is loaded
     picture_rows: PictureRows | None = None  # of its encodings, by height and width
+    whole_pictures: bool = False  # all tokens of a picture are computed in one step
     pooling: Pooling | None = None  # of the model; None: it embeds nothing
     can_generate: bool = True
     # Raises InvalidRequest for arguments that no logits processor accepts.
@@ -218,6 +219,11 @@ class SchedulerConfig:
     def num_encoder_rows(self) -> int:
         """The size of the cache of encodings in rows; 0: the node encodes no pictures."""
         return self.encoder_cache_tokens if self.encodes_pictures else 0
+
+    @property
+    def max_whole_picture(self) -> int:
+        """Tokens of a picture that fit into a step while all other requests decode."""
+        return self.max_num_batched_tokens - self.max_num_seqs + 1
 
     @property
     def pooling_needs_all_tokens(self) -> bool:

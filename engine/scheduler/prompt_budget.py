@@ -83,6 +83,11 @@ class PromptBudget:
     def is_spent(self) -> bool:
         return self._num_left < 1
 
+    @property
+    def num_left_in_step(self) -> int:
+        """Tokens that the step can still compute, whatever the shares of prompts and its pace."""
+        return self._config.max_num_batched_tokens - self._num_decoding - self._num_given
+
     def next_chunk(self, request: Request, num_missing: int, num_given: int = 0) -> int:
         """Return what a prompt gets now, in tokens, after `num_given` in the first round."""
         limit = self._num_left
@@ -119,21 +124,24 @@ class PromptBudget:
         """Draft tokens get what prompts leave over. Steps filled with prompt tokens have none."""
         if not self._config.num_lookahead_tokens or not self._num_decoding:
             return 0
-        return self._config.max_num_batched_tokens - self._num_decoding - self._num_given
+        return self.num_left_in_step
 
     # --- what a prompt was given --------------------------------------------------
 
     def give(self, request: Request, num_tokens: int, num_missing: int) -> None:
-        """Count tokens of a prompt that lacked `num_missing` tokens before."""
+        """Count tokens of a prompt that lacked `num_missing` tokens before.
+
+        A whole picture can have more than the prompt's share.
+        """
         self._num_given += num_tokens
-        self._num_left -= num_tokens
+        self._num_left = max(0, self._num_left - num_tokens)
         if request.is_paced:
             self._num_left_for_paced -= num_tokens
         is_partial = num_tokens < num_missing
         if not request.is_long:
             self._num_short_partial += is_partial
             return
-        self._num_left_for_long -= num_tokens
+        self._num_left_for_long = max(0, self._num_left_for_long - num_tokens)
         if is_partial:
             self._long_partial[request] = None
         else:

@@ -284,7 +284,8 @@ class StepPlanner:
         num_missing = request.num_tokens - batch.position(request) - num_given
         chunk = self.budget.next_chunk(request, num_missing, num_given)
         if request.media is not None:
-            chunk = self._state.use_media(request, batch.position(request) + num_given, chunk)
+            start = batch.position(request) + num_given
+            chunk = self._state.use_media(request, start, chunk, self.budget.num_left_in_step)
         batch.continue_prefill(request, chunk)
         # Without tokens, too: it still counts as an incomplete prefill.
         self.budget.give(request, chunk, num_missing)

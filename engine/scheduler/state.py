@@ -52,7 +52,11 @@ class SchedulerState:
         self.adapters = BatchAdapters(config.max_loras)
         self.media: MediaPlanner | None = None  # None: the model takes no pictures
         if config.num_encoder_rows:
-            self.media = MediaPlanner(config.num_encoder_rows, config.max_num_batched_tokens)
+            self.media = MediaPlanner(
+                config.num_encoder_rows,
+                config.max_num_batched_tokens,
+                whole_pictures=config.whole_pictures,
+            )
         self.num_waiting_for_remote_kvs = 0
         self.num_waiting_for_fsm = 0
         self.total_preemptions = 0
@@ -389,14 +393,15 @@ class SchedulerState:
         request.arrival.restart()  # what was not worth it may be better than computing
         self.waiting.push(request)
 
-    def use_media(self, request: Request, start: int, num_tokens: int) -> int:
+    def use_media(self, request: Request, start: int, num_tokens: int, num_left: int) -> int:
         """Have the pictures of these tokens encoded, as far as there is room.
 
-        Returns the tokens that can be computed, which are all for a prompt of text alone.
+        Returns the tokens that can be computed, which are all for a prompt of text alone. At most
+        `num_left` are left in the step.
         """
         if request.media is None or self.media is None:
             return num_tokens
-        num_tokens = self.media.limit(request.media, start, num_tokens)
+        num_tokens = self.media.limit(request.media, start, num_tokens, num_left)
         self.media.use(request.kv, request.media, start, num_tokens)
         return num_tokens
 

@@ -66,6 +66,28 @@ def _check_media(request: EngineRequest, config: SchedulerConfig) -> None:
             f"a picture takes {largest} tokens, more than encoder-cache-tokens "
             f"({config.num_encoder_rows}): send a smaller one"
         )
+    if config.whole_pictures:
+        _check_whole_pictures(media, config, is_computed_here=request.receive_from is None)
+
+
+def _check_whole_pictures(
+    media: RequestMedia, config: SchedulerConfig, *, is_computed_here: bool
+) -> None:
+    """Refuse a picture in parts, or one that no step can compute together with its batch."""
+    for segment in media.segments:
+        num_rows = media.num_rows[segment.digest]
+        if segment.num_tokens != num_rows:
+            raise InvalidRequest(
+                f"{segment.num_tokens} of the {num_rows} tokens of a picture follow each other: "
+                "this model needs all of them in one place"
+            )
+        if is_computed_here and num_rows > config.max_whole_picture:
+            raise InvalidRequest(
+                f"a picture takes {num_rows} tokens, which this model computes in one step: "
+                f"max-num-batched-tokens ({config.max_num_batched_tokens}) leaves "
+                f"{config.max_whole_picture} of them beside max-num-seqs ({config.max_num_seqs}): "
+                "start the node with more, or with fewer sequences"
+            )
 
 
 def _check_picture(picture: Picture, num_rows: int, picture_rows: PictureRows) -> None:

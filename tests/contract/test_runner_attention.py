@@ -95,7 +95,15 @@ SHAPES = st.builds(
     has_sinks=st.booleans(),
     dtype=st.sampled_from(ALL_FLOATS),
 )
-CHUNKS = st.builds(Part, computed=st.integers(0, 40), queries=st.integers(1, 24))
+PICTURES = st.just(range(0)) | st.builds(range, st.integers(0, 5), st.integers(6, 20))
+CHUNKS = st.builds(
+    lambda computed, queries, picture: Part(
+        computed, queries, picture if picture.stop <= queries else range(0)
+    ),
+    computed=st.integers(0, 40),
+    queries=st.integers(1, 24),
+    picture=PICTURES,
+)
 DECODES = st.builds(Part, computed=st.integers(0, 90), queries=st.just(1))
 
 
@@ -183,6 +191,17 @@ def test_softcaps_sinks_and_chunks_are_correct_across_tiles(
     )
     sequences = [Part(255, 1), Part(520, 1), Part(240, 40), Part(511, 3)]
     check(implementation.make, World(implementation.fit(shape), sequences, seed=2))
+
+
+@each_implementation_at_length
+@pytest.mark.parametrize("window", [None, 5, 100])
+def test_tokens_of_a_picture_see_each_other_across_tiles(
+    implementation: Implementation, window: int | None
+) -> None:
+    shape = implementation.fit(Shape(head_dim=64, windows=(window, None)))
+    long = 24 if implementation.make is triton_attention else 300  # the interpreter is slow
+    pictures = [Part(250, long, range(3, long - 5)), Part(0, 17, range(17)), Part(7, 1)]
+    check(implementation.make, World(shape, [*pictures, Part(3, 9)], seed=6))
 
 
 @each_implementation

@@ -13,7 +13,7 @@ from torch import Tensor
 from baton.engine.kv_cache.groups import KvCacheSpec
 from baton.engine.runner.attention.int8_kv import dequantize, quantize
 from baton.engine.runner.attention.paged_attention import LayerAttention, PagedAttention
-from baton.engine.runner.model.pass_layout import PassLayout
+from baton.engine.runner.model.pass_layout import Ints, PassLayout
 
 MakeAttention = Callable[[Tensor, Sequence[LayerAttention]], PagedAttention]
 
@@ -51,10 +51,15 @@ class Part:
 
     computed: int  # tokens whose KV is in the cache before the pass
     queries: int
+    picture: range = range(0)  # queries that see each other
 
     @property
     def length(self) -> int:
         return self.computed + self.queries
+
+    def seen_end(self, query: int) -> int:
+        """Return the end of the tokens that a query sees."""
+        return self.computed + (self.picture.stop if query in self.picture else query + 1)
 
 
 class World:
@@ -96,6 +101,14 @@ class World:
             positions=np.array([position for _, position in places]),
             write_blocks=np.array([[self.tables[i][p // size] for i, p in places]]),
             write_offsets=np.array([p % size for _, p in places]),
+            seen_ends=self._seen_ends(),
+        )
+
+    def _seen_ends(self) -> Ints | None:
+        if not any(each.picture for each in self.sequences):
+            return None
+        return np.array(
+            [each.seen_end(query) for each in self.sequences for query in range(each.queries)]
         )
 
     def attend(self, make: MakeAttention) -> list[Tensor]:
@@ -113,7 +126,8 @@ class World:
         for each, keys_values in zip(self.sequences, self._kept(), strict=True):
             for place in range(each.queries):
                 query = self.queries[layer, first + place]
-                answers.append(self._naive(layer, query, keys_values, each.computed + place))
+                position, end = each.computed + place, each.seen_end(place)
+                answers.append(self._naive(layer, query, keys_values[..., :end], position))
             first += each.queries
         return torch.stack(answers)
 
@@ -139,7 +153,7 @@ class World:
         shape, window, chunk = self.shape, self.shape.windows[layer], self.shape.chunks[layer]
         first = 0 if window is None else max(0, position - window + 1)
         first = first if chunk is None else max(first, position // chunk * chunk)
-        seen = keys_values[:, layer, :, :, first : position + 1]
+        seen = keys_values[:, layer, :, :, first:]
         keys, values = seen[0], seen[-1, :, : shape.value_dim]
         # By KV head: [kv_heads, heads of one, ..].
         grouped = query.double().unflatten(0, (shape.num_kv_heads, -1))

@@ -217,6 +217,7 @@ class EngineWorld:
             chance or random.Random(0),
             max_loras=self.config.max_loras,
             pools_all_tokens=self.config.pooling_needs_all_tokens,
+            whole_pictures=self.config.whole_pictures,
         )
         self._passes = _Strict(self.runner)
         self.containment = Containment(self._passes.run, self.scheduler)

@@ -294,6 +294,7 @@ class FakeRunner(SynchronousRunner):
     max_loras: int | None = None  # different adapters of a pass; None: any number
     # Pooled rows need all tokens, which their passes must compute.
     pools_all_tokens: bool = False
+    whole_pictures: bool = False  # all tokens of a picture must be in one pass
     max_rows: int = 16  # with more tokens, a pass has no drafts
     num_encoded: int = 0  # pictures
     _encodings: set[bytes] = field(default_factory=set)  # by digest
@@ -462,9 +463,7 @@ class FakeRunner(SynchronousRunner):
             its += [GARBAGE] * num_unseen + self.kv.read(table, range(num_unseen, start))
         blocks_by_end = dict(snapshots)
         assert all(start < num_tokens <= end for num_tokens in blocks_by_end)
-        for segment in row.row.media:
-            if segment.overlaps(start, end) and segment.digest not in self._encodings:
-                raise AssertionError(f"a picture of {row.row.request_id} is not encoded")
+        self._check_pictures(row, start, end)
         seen = seen_tokens(row.token_ids, row.row.media)
         for position in range(start, end):
             content.append(seen[position], self.specs)
@@ -477,6 +476,15 @@ class FakeRunner(SynchronousRunner):
         if row.row.task.is_pooling and self.pools_all_tokens:
             self._note_pooled(row, start, content)
         return content
+
+    def _check_pictures(self, row: _Row, start: int, end: int) -> None:
+        for segment in row.row.media:
+            if segment.overlaps(start, end) and segment.digest not in self._encodings:
+                raise AssertionError(f"a picture of {row.row.request_id} is not encoded")
+            stop = segment.start + segment.num_tokens
+            is_cut = any(segment.start < place < stop for place in (start, end))
+            if self.whole_pictures and is_cut:
+                raise AssertionError(f"{start} to {end} of {row.row.request_id} cut a picture")
 
     def _compute_whole(self, row: _Row, end: int) -> Content:
         """Compute a text as an encoder does, which keeps nothing of it."""

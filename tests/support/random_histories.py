@@ -298,7 +298,7 @@ def _add(
         prompt_logprobs=chance.choice([None, None, None, 1]),
     )
     prompt = draw_tokens(chance, chance.choice([3, 8, 20]), world.kv.block_size)
-    media = _draw_media(prompt, sights)
+    media = _draw_media(prompt, sights, whole_pictures=world.runner.whole_pictures)
     try:
         world.add(
             prompt,
@@ -342,17 +342,24 @@ def _draw_kinds(config: SchedulerConfig, kinds: random.Random) -> SchedulerConfi
 
 def _draw_encoder(config: SchedulerConfig, sights: random.Random) -> SchedulerConfig:
     num_rows = sights.choice([MAX_PICTURE_ROWS, MAX_PICTURE_ROWS + 1, 10, 100])
-    return replace(config, encodes_pictures=True, encoder_cache_tokens=num_rows)
+    return replace(
+        config,
+        encodes_pictures=True,
+        encoder_cache_tokens=num_rows,
+        whole_pictures=sights.random() < 0.5,
+    )
 
 
-def _draw_media(prompt: list[int], sights: random.Random | None) -> list[MediaSegment]:
-    """Return pictures of a prompt, some of which stand in two runs. Writes their placeholders."""
+def _draw_media(
+    prompt: list[int], sights: random.Random | None, *, whole_pictures: bool
+) -> list[MediaSegment]:
+    """Return pictures of a prompt, some in two runs if they can be. Writes their placeholders."""
     media: list[MediaSegment] = []
     end = 0 if sights is not None and sights.random() < 0.5 else len(prompt)
     while sights is not None:
         rows, start = sights.randint(1, MAX_PICTURE_ROWS), end + sights.choice([0, 0, 1, 3])
         runs = [range(rows)]
-        if rows > 2 and sights.random() < 0.4:
+        if rows > 2 and sights.random() < 0.4 and not whole_pictures:
             runs = [range(2), range(2, rows)]
         for run in runs:
             place = start + run.start + (run.start > 0)  # a text token is between runs

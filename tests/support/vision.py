@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import functional
 
 from baton.core.media import Picture
 from baton.core.request import EngineRequest
@@ -41,7 +42,10 @@ VISION_VARIANTS: Mapping[str, Variant] = {
         WRAPPED["mistral3"].settings,
         vision={**SMALL, "model_type": "pixtral", "head_dim": 16, "patch_size": 14},
     ),
-    "gemma3": Variant("Gemma3", WRAPPED["gemma3-vision"].settings, vision=SIGLIP),
+    # The window is shorter than a picture.
+    "gemma3": Variant(
+        "Gemma3", {**WRAPPED["gemma3-vision"].settings, "sliding_window": 10}, vision=SIGLIP
+    ),
     "qwen2.5-vl": Variant(
         "Qwen2_5_VL",
         WRAPPED["qwen2.5-vl"].settings,
@@ -166,6 +170,8 @@ def generated_with_pictures(folder: Path, request: EngineRequest) -> list[int]:
         if model.config.model_type.startswith("qwen"):
             whole = [torch.cat(level) for level in zip(*levels, strict=True)]
             return _generated_at(model, embeddings, request, whole)
+        if model.config.model_type == "gemma3":  # whose `generate` takes no embeddings
+            return _generated_in_sight(model, embeddings, request)
         answer = model.generate(
             inputs_embeds=embeddings,
             attention_mask=torch.ones_like(token_ids),
@@ -183,6 +189,17 @@ def _kinds(request: EngineRequest) -> Tensor:
     for segment in request.media:
         kinds[0, segment.start : segment.start + segment.num_tokens] = 1
     return kinds
+
+
+def _generated_in_sight(model: Any, embeddings: Tensor, request: EngineRequest) -> list[int]:
+    """Return greedy tokens, where the tokens of a picture attend to each other."""
+    answer, kinds = list[int](), _kinds(request)
+    for _ in range(request.sampling.max_tokens):
+        logits = model(inputs_embeds=embeddings, token_type_ids=kinds, use_cache=False).logits
+        answer.append(int(logits[0, -1].argmax()))
+        own = model.get_input_embeddings()(torch.tensor([[answer[-1]]]))
+        embeddings, kinds = torch.cat((embeddings, own), dim=1), functional.pad(kinds, (0, 1))
+    return answer
 
 
 def _grid_positions(model: Any, request: EngineRequest) -> Tensor:

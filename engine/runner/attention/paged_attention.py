@@ -72,14 +72,15 @@ class _PlannedGroup(NamedTuple):
     """Sequences with the same number of tokens, padded to the same number of blocks.
 
     The arrays are those of the host: a block table, [sequences, blocks]; flat indices into it
-    of blocks with slots past the context; a mask of those slots, [padded blocks, block_size]; and
-    positions in the sequence of queries and slots, each [sequences, any].
+    of blocks with slots past the context; a mask of those slots, [padded blocks, block_size];
+    positions in the sequence of queries and slots, each [sequences, any]; and the ends of what the
+    queries see, if that is not up to themselves.
     """
 
     tokens: slice
     num_queries: int  # per sequence: 1, or any number for a group of one sequence
     is_causal: bool  # torch's causal mask does: the tokens are a prompt from its beginning
-    arrays: tuple[Array, Array, Array, Array, Array]
+    arrays: Sequence[Array]
 
 
 class _Group(NamedTuple):
@@ -97,11 +98,11 @@ def _place_group(
     group: _PlannedGroup, attended: _Range, tensors: Sequence[Tensor], dtype: torch.dtype
 ) -> _Group:
     """Take the tensors of the group's arrays, and build its mask for a KV tensor of this dtype."""
-    block_table, padded_blocks, padding, queries, slots = tensors
+    block_table, padded_blocks, padding, queries, slots, *ends = tensors
     mask = None
     if not group.is_causal:
         query, slot = queries[None, :, :, None], slots[None, :, None, :]
-        hidden = slot > query
+        hidden = slot >= ends[0][None, :, :, None] if ends else slot > query
         if attended.window is not None:
             hidden = hidden | (slot <= query - attended.window)
         if attended.chunk is not None:
@@ -269,10 +270,21 @@ def _plan_group(layout: PassLayout, rows: Ints, attended: _Range, block_size: in
     padded_blocks = np.flatnonzero(padding.any(axis=1))
     queries = first_query[:, None] + np.arange(num_queries)
     is_whole_prompt = num_queries > 1 and queries[0, 0] == 0 and slots[0, 0] == 0
+    tokens = slice(first_token, first_token + num_queries * len(rows))
+    ends = _ends_beyond(layout, tokens, queries)
     return _PlannedGroup(
-        tokens=slice(first_token, first_token + num_queries * len(rows)),
+        tokens=tokens,
         num_queries=num_queries,
         is_causal=bool(is_whole_prompt)
+        and not ends
         and all(limit is None or limit >= num_queries for limit in (window, chunk)),
-        arrays=(table, padded_blocks, padding[padded_blocks], queries, slots),
+        arrays=(table, padded_blocks, padding[padded_blocks], queries, slots, *ends),
     )
+
+
+def _ends_beyond(layout: PassLayout, tokens: slice, queries: Ints) -> tuple[Ints, ...]:
+    """Return the ends of what these queries see, unless each sees up to itself."""
+    if layout.seen_ends is None:
+        return ()
+    ends = layout.seen_ends[tokens].reshape(queries.shape)
+    return (ends,) if (ends > queries + 1).any() else ()

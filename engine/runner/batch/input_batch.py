@@ -17,6 +17,7 @@ from baton.engine.errors import RowOverflow
 from baton.engine.plan import BlockTables, Plan, PlanRow
 from baton.engine.runner.batch.unknown_tokens import UnknownTokens
 from baton.engine.runner.model.pass_layout import Ints, PassLayout, TokenRun
+from baton.engine.runner.model.picture_ends import picture_ends
 from baton.engine.runner.model.token_counts import TokenCounts
 from baton.engine.runner.state.state_tables import NO_SNAPSHOTS, Snapshots, StateLayout, StateTables
 from baton.engine.spec_decode.proposer import Drafts
@@ -63,10 +64,13 @@ class PersistentBatch:
         block_size: int,
         num_kv_groups: int = 1,
         num_state_blocks: int = 0,
+        *,
+        sees_whole_pictures: bool = False,
     ) -> None:
         max_blocks = -(-max_model_len // block_size)
         self._block_size = block_size
         self._max_model_len = max_model_len
+        self._sees_whole_pictures = sees_whole_pictures
         # Pages that no request has touched take no memory.
         self._tokens: Ints = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
         self._tokens_by_slot: list[Ints] = list(self._tokens)
@@ -257,6 +261,7 @@ class PersistentBatch:
             positions=positions,
             write_blocks=self._blocks[:, slots.repeat(num_queries), positions // self._block_size],
             write_offsets=positions % self._block_size,
+            seen_ends=picture_ends(runs, positions) if self._sees_whole_pictures else None,
         )
 
     def _is_sampled(self, run: TokenRun) -> bool:

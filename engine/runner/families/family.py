@@ -133,6 +133,7 @@ class Family:
     recurrent: Callable[[JsonFields], RecurrentConfig] | None = None  # for recurrent layers
     scales_embedding: bool = False  # by the square root of the hidden size
     has_text_config: bool = False  # the text model's fields are in `text_config`
+    sees_whole_pictures: bool = False  # a picture's tokens attend to all tokens of the picture
     moe: Callable[[JsonFields], MoeConfig] | None = None
     dense_layers: Callable[[JsonFields, int], frozenset[int]] | None = None  # without experts
     dense_size: str = "intermediate_size"

@@ -113,6 +113,7 @@ def _read(name: str, family: Family, fields: JsonFields, raw: JsonFields) -> Mod
         quantization=read_quantization(raw if raw.has("quantization_config") else fields),
         recurrent=_read_recurrent(family, fields, layers),
         has_output_gate=family.has_output_gate,
+        sees_whole_pictures=family.sees_whole_pictures,
     )
     if family.has_latent:
         config = with_latent(config, fields)

@@ -273,7 +273,9 @@ FAMILIES: Mapping[str, Family] = {
         scales_embedding=True,
     ),
     "Gemma3ForCausalLM": GEMMA3_FAMILY,
-    "Gemma3ForConditionalGeneration": _with_images(GEMMA3_FAMILY),
+    "Gemma3ForConditionalGeneration": replace(
+        _with_images(GEMMA3_FAMILY), sees_whole_pictures=True
+    ),
     "Phi3ForCausalLM": Family(
         names=replace(FUSED_MLP, qkv=("self_attn.qkv_proj",)),
         fields=PARTIAL,

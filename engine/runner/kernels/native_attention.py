@@ -66,6 +66,8 @@ class NativePass:
             "num_single": layout.num_single,
             "num_tokens": len(layout.positions),
         }
+        if layout.seen_ends is not None:
+            shared["seen_ends"] = arrays.address(layout.seen_ends)
         tables = zip(layout.block_tables, layout.write_blocks, strict=True)
         self.batches = [  # by KV group
             BatchLayout(

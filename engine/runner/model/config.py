@@ -230,6 +230,7 @@ class ModelConfig:
     can_generate: bool = True  # it has a head for tokens
     num_labels: int = 0  # of a classifier of texts
     label_tokens: tuple[int, int] | None = None  # whose rows of the head give the only label
+    sees_whole_pictures: bool = False  # a picture's tokens attend to all tokens of the picture
 
     @property
     def attention_layers(self) -> tuple[int, ...]:

@@ -49,6 +49,9 @@ class PassLayout:
     positions: Ints  # by token
     write_blocks: Ints  # [KV groups, tokens]: the block that a token's KV is written to
     write_offsets: Ints  # by token: the slot in that block
+    # By token: the end of the tokens that it attends to, for pictures whose tokens attend to each
+    # other. None: its own is the last one.
+    seen_ends: Ints | None = None
 
     @property
     def num_single(self) -> int:
@@ -79,6 +82,7 @@ class PassLayout:
             positions=self.positions[last],
             write_blocks=self.write_blocks[:, last],
             write_offsets=self.write_offsets[last],
+            seen_ends=None if self.seen_ends is None else self.seen_ends[last],
         )
 
     def pad(self, num_rows: int, num_blocks: int, scratch_block: int) -> PassLayout:

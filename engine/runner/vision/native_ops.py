@@ -118,7 +118,7 @@ class _WindowAttention:
             "baton_attention",
             kv=kv,
             batch=batch,
-            params=AttentionParams(scale=head_dim**-0.5, sees_later=1),
+            params=AttentionParams(scale=head_dim**-0.5),
             queries=query,
             dst=output,
             layer=0,
@@ -138,6 +138,7 @@ class _WindowAttention:
             BatchLayout(
                 write_blocks=arrays.address(blocks),
                 write_offsets=arrays.address(places % BLOCK_SIZE),
+                seen_ends=arrays.address(lens.repeat(lens)),
                 block_tables=arrays.address(tables),
                 context_lens=arrays.address(lens),
                 query_starts=arrays.address(starts),

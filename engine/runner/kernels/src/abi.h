@@ -38,6 +38,9 @@ struct PagedKv {
 struct BatchLayout {
     // By token.
     const std::int64_t *write_blocks, *write_offsets;
+    // By token: the end of the slots that it attends to. Null: its own is the last one. No token's
+    // is before that of an earlier token of its sequence.
+    const std::int64_t* seen_ends;
     // By sequence.
     const std::int64_t *block_tables, *context_lens, *query_starts, *num_queries;
     std::int64_t table_stride, num_sequences, num_single, num_tokens;
@@ -282,7 +285,6 @@ struct AttentionParams {
     std::int64_t window, chunk;  // slots that a token attends to: see baton_attention. 0 for none
     float scale;                 // of the scores
     float softcap;               // scores become softcap * tanh(score / softcap); 0 for none
-    std::int32_t sees_later;     // 1: a token attends to the later ones of its sequence, too
 };
 
 struct AttentionArgs {
@@ -504,7 +506,8 @@ void baton_mix_experts(const baton::MixArgs* args);
 void baton_write_kv(const baton::WriteKvArgs* args);
 
 // Attention of each token over its own context: over the last `window` slots of it, and from the
-// last multiple of `chunk` on. The keys and values of the batch are already in the cache.
+// last multiple of `chunk` on, up to itself or `seen_ends`. The keys and values of the batch are
+// already in the cache.
 void baton_attention(const baton::AttentionArgs* args);
 
 // Computes layers in place. hidden: [tokens, hidden_size]. passes: by KV group.

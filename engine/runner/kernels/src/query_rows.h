@@ -23,8 +23,8 @@ struct Chunk {
     const Bf16* queries;  // [tokens, heads, head_dim]
     Bf16* dst;            // [tokens, heads, value_dim]
     std::int64_t num_tokens, window, chunk, gqa_group_size;
-    bool sees_later;
-    const float* sinks;  // by head, or null
+    const std::int64_t* seen_ends;  // by token, or null
+    const float* sinks;             // by head, or null
     // The softmax uses powers of two: 2^(scale * score). With a soft-cap, a score is
     // tanh(tanh_scale * product); without one, tanh_scale is 0.
     float scale, tanh_scale;
@@ -37,7 +37,10 @@ struct Chunk {
           queries(args.queries + first * args.kv.head_dim),
           dst(args.dst + first * args.kv.value_dim), num_tokens(num_tokens),
           window(args.params.window), chunk(args.params.chunk),
-          gqa_group_size(args.num_heads / args.kv.num_kv_heads), sees_later(args.params.sees_later),
+          gqa_group_size(args.num_heads / args.kv.num_kv_heads),
+          seen_ends(args.batch.seen_ends == nullptr
+                        ? nullptr
+                        : args.batch.seen_ends + first / args.num_heads),
           sinks(args.params.sinks),
           scale((has_softcap(args) ? args.params.softcap : args.params.scale) * kLog2OfE),
           tanh_scale(has_softcap(args) ? args.params.scale / args.params.softcap : 0.0f) {}
@@ -45,7 +48,7 @@ struct Chunk {
     std::int64_t num_rows() const { return num_tokens * gqa_group_size; }
     std::int64_t position(std::int64_t token) const { return context.length - num_tokens + token; }
     std::int64_t end_slot(std::int64_t token) const {
-        return sees_later ? context.length : position(token) + 1;
+        return seen_ends == nullptr ? position(token) + 1 : seen_ends[token];
     }
     std::int64_t first_slot(std::int64_t token) const {
         const std::int64_t own = position(token);

@@ -30,6 +30,7 @@ class Sizes(NamedTuple):
     has_sinks: bool
     is_int8: bool  # the cache
     is_latent: bool  # keys begin with their values
+    has_seen_ends: bool  # some tokens see beyond themselves
 
     @property
     def tile_tokens(self) -> int:
@@ -49,6 +50,7 @@ class Batch(NamedTuple):
     context_lens: Tensor
     num_sequences: int
     table_stride: int
+    seen_ends: Tensor  # by token: the end of the keys that it sees
 
 
 class Cache(NamedTuple):

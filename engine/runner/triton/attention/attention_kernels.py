@@ -169,7 +169,13 @@ def store_output(dst, sums, tile, first, num_columns: tl.constexpr, sizes: tl.co
 
 @triton.jit(
     do_not_specialize=["num_sequences", "table_stride"],
-    do_not_specialize_on_alignment=["sinks", "block_table", "query_starts", "context_lens"],
+    do_not_specialize_on_alignment=[
+        "sinks",
+        "block_table",
+        "query_starts",
+        "context_lens",
+        "seen_ends",
+    ],
 )
 def attention_kernel(
     dst,
@@ -180,12 +186,13 @@ def attention_kernel(
     context_lens,
     num_sequences,
     table_stride,
+    seen_ends,
     cache,
     scores,
     sizes: tl.constexpr,
 ):
     """Attention of a tile over all of its keys."""
-    batch = Batch(block_table, query_starts, context_lens, num_sequences, table_stride)
+    batch = Batch(block_table, query_starts, context_lens, num_sequences, table_stride, seen_ends)
     tile = locate_tile(batch, scores, sizes)
     query = load_query(queries, tile, sizes)
     sums = first_sums(sinks, tile, sizes, sizes.padded_value_dim)
@@ -198,7 +205,7 @@ def attention_kernel(
 
 @triton.jit(
     do_not_specialize=["num_sequences", "table_stride", "num_segments", "program_segments"],
-    do_not_specialize_on_alignment=["block_table", "query_starts", "context_lens"],
+    do_not_specialize_on_alignment=["block_table", "query_starts", "context_lens", "seen_ends"],
 )
 def segments_kernel(
     queries,
@@ -210,12 +217,13 @@ def segments_kernel(
     context_lens,
     num_sequences,
     table_stride,
+    seen_ends,
     cache,
     scores,
     sizes: tl.constexpr,
 ):
     """Sums of a tile over each of the program's segments."""
-    batch = Batch(block_table, query_starts, context_lens, num_sequences, table_stride)
+    batch = Batch(block_table, query_starts, context_lens, num_sequences, table_stride, seen_ends)
     tile = locate_tile(batch, scores, sizes)
     query = load_query(queries, tile, sizes)
     segment_keys: tl.constexpr = sizes.segment_keys
@@ -233,7 +241,13 @@ def segments_kernel(
 
 @triton.jit(
     do_not_specialize=["num_sequences", "table_stride", "num_segments"],
-    do_not_specialize_on_alignment=["sinks", "block_table", "query_starts", "context_lens"],
+    do_not_specialize_on_alignment=[
+        "sinks",
+        "block_table",
+        "query_starts",
+        "context_lens",
+        "seen_ends",
+    ],
 )
 def merge_kernel(
     dst,
@@ -245,12 +259,13 @@ def merge_kernel(
     context_lens,
     num_sequences,
     table_stride,
+    seen_ends,
     scores,
     num_columns: tl.constexpr,
     sizes: tl.constexpr,
 ):
     """Attention of a tile, some columns of it, from the sums over its segments."""
-    batch = Batch(block_table, query_starts, context_lens, num_sequences, table_stride)
+    batch = Batch(block_table, query_starts, context_lens, num_sequences, table_stride, seen_ends)
     tile = locate_tile(batch, scores, sizes)
     first_column = tl.program_id(2) * num_columns
     columns = first_column + tl.arange(0, num_columns)

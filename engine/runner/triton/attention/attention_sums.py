@@ -87,5 +87,5 @@ def score(product, scores, sizes: tl.constexpr):
 @triton.jit
 def hide_unseen(scored, keys, tile, seen_from):
     """Set the scores of keys that a row does not attend to to -inf."""
-    is_seen = (keys[None, :] >= seen_from[:, None]) & (keys[None, :] <= tile.positions[:, None])
+    is_seen = (keys[None, :] >= seen_from[:, None]) & (keys[None, :] < tile.seen_ends[:, None])
     return tl.where(is_seen & tile.is_row[:, None], scored, float("-inf"))

@@ -20,6 +20,7 @@ class Tile(NamedTuple):
     heads: Any  # by row
     query_rows: Any  # by row: index of the token and the head in the flat batch
     positions: Any  # by row: of the token in the sequence
+    seen_ends: Any  # by row: end of the keys that it attends to
     is_row: Any  # by row
     start: Any  # first key that a row attends to
     end: Any  # end of the keys, or 0 if the tile is empty
@@ -86,13 +87,21 @@ def locate_tile(batch, scores, sizes: tl.constexpr):
     group_heads = tl.program_id(1) % head_tiles * sizes.tile_heads + rows % sizes.tile_heads
     heads = kv_head * sizes.gqa_group_size + group_heads
     num_heads = sizes.num_kv_heads * sizes.gqa_group_size
+    is_row = (tokens < end_token) & (group_heads < sizes.gqa_group_size)
+    seen_ends = num_computed + tokens + 1
+    end = num_computed + end_token
+    if sizes.has_seen_ends:
+        # Those of the rows behind the last token are not read.
+        seen_ends = tl.load(batch.seen_ends + query_start + tokens, mask=is_row, other=0)
+        end = tl.max(seen_ends, axis=0)
     return Tile(
         sequence,
         kv_head,
         heads,
         (query_start + tokens).to(tl.int64) * num_heads + heads,
         num_computed + tokens,
-        (tokens < end_token) & (group_heads < sizes.gqa_group_size),
+        seen_ends,
+        is_row,
         first_seen(num_computed + first_token, scores),
-        tl.where(first_token < num_queries, num_computed + end_token, 0),
+        tl.where(first_token < num_queries, end, 0),
     )

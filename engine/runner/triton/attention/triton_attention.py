@@ -90,6 +90,8 @@ class TritonPagedAttention:
     def begin(self, layout: PassLayout, inputs: StepInputs = SHARED_INPUTS) -> AttentionPass:
         query_starts = np.append(layout.query_starts, len(layout.positions))
         arrays = [layout.block_tables, query_starts, layout.context_lens]
+        if layout.seen_ends is not None:
+            arrays.append(layout.seen_ends)
         return TritonPass(
             self._kv,
             self._layers,
@@ -113,6 +115,7 @@ class TritonPass:
     block_tables: Tensor
     query_starts: Tensor  # and, last, the number of tokens
     context_lens: Tensor
+    seen_ends: Tensor | None = None  # by token: the end of the keys that it sees, not its own
 
     def write(self, layer: int, key: Tensor, value: Tensor | None) -> None:
         """Write both with one launch, which quantises them if the cache is int8."""
@@ -150,15 +153,20 @@ class TritonPass:
         call = _AttentionCall(
             query,
             query if own.sinks is None else own.sinks,
-            Batch(*self._sequences(own), self.block_tables.stride(1)),
+            Batch(
+                *self._sequences(own),
+                self.block_tables.stride(1),
+                self.context_lens if self.seen_ends is None else self.seen_ends,
+            ),
             self._cache(own),
             Scores(own.scale, own.softcap or 0.0, own.window or UNLIMITED, own.chunk or UNLIMITED),
             sizes,
             tile,
         )
+        limits = (own.window, own.chunk) if self.seen_ends is None else (None, None)
         split = split_context(
             math.prod(call.grid),
-            count_segments(self.max_context, own.window, own.chunk, sizes.tile_tokens),
+            count_segments(self.max_context, *limits, sizes.tile_tokens),
             num_tokens * num_heads * (sizes.value_dim + NUM_SUMS),
             self.num_processors,
         )
@@ -200,6 +208,7 @@ class TritonPass:
             has_sinks=layer.sinks is not None,
             is_int8=self.kv.dtype is torch.int8,
             is_latent=layer.value_dim is not None,
+            has_seen_ends=self.seen_ends is not None,
         )
 
     def _place(self, layer: LayerAttention, tensor: int) -> int:

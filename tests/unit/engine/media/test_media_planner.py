@@ -16,12 +16,16 @@ PROMPT = list(range(8))
 CAT, DOG, OX = (bytes([number]) * DIGEST_BYTES for number in range(1, 4))
 
 
-def _world(num_rows: int = 12, step: int = 32) -> EngineWorld:
+def _world(
+    num_rows: int = 12, step: int = 32, *, threshold: int = 0, whole_pictures: bool = False
+) -> EngineWorld:
     config = SchedulerConfig(
         max_num_batched_tokens=step,
         max_num_seqs=4,
+        long_prefill_token_threshold=threshold,
         encodes_pictures=True,
         encoder_cache_tokens=num_rows,
+        whole_pictures=whole_pictures,
     )
     return EngineWorld(config, num_blocks=64, block_size=2)
 
@@ -79,6 +83,43 @@ def test_a_picture_of_a_failed_pass_is_encoded_again() -> None:
     assert world.runner.num_encoded == 2
 
 
+def _chunks(world: EngineWorld) -> list[int]:
+    plans = [world.step() for _ in range(4)]
+    return [num for plan in plans for num in plan.num_scheduled_tokens.values() if num > 1]
+
+
+def test_a_picture_whose_tokens_see_each_other_is_computed_in_one_step() -> None:
+    world = _world(step=7, whole_pictures=True)
+    world.add(PROMPT, media=[MediaSegment(2, 4, CAT)])
+    assert _chunks(world) == [7]  # it is inside
+
+    world = _world(step=7, whole_pictures=True)
+    world.add(PROMPT, media=[MediaSegment(4, 4, CAT)])
+    assert _chunks(world) == [4, 4]
+
+
+def test_a_whole_picture_can_have_more_than_the_share_of_its_prompt() -> None:
+    world = _world(step=7, threshold=2, whole_pictures=True)
+    world.add(PROMPT[:1])  # while short prompts arrive, long ones get less
+    world.add(PROMPT, media=[MediaSegment(4, 4, CAT)])
+
+    assert _chunks(world) == [2, 2, 4]
+
+
+def test_a_prefix_that_ends_inside_a_whole_picture_is_used_up_to_the_picture() -> None:
+    world = _world(whole_pictures=True)
+    pictures = [MediaSegment(1, 2, DOG), MediaSegment(3, 4, CAT)]
+    found = []
+    for prompt in (PROMPT[:7], PROMPT, [*PROMPT, 8]):
+        name = world.add(prompt, media=pictures, max_tokens=1)
+        world.run_to_end()
+        served = world.receipts[name].outputs[-1].served
+        found.append(None if served is None else served.num_cached_tokens)
+
+    # Six tokens of the second are cached: they end in one picture, and four of them in the other.
+    assert found == [0, 0, 8]
+
+
 def test_a_decode_node_that_loses_the_kv_of_a_picture_gives_the_request_back() -> None:
     world = _world()
     name = world.add(PROMPT, receives=True, media=[MediaSegment(0, 4, CAT)])
@@ -105,6 +146,20 @@ def test_pictures_that_cannot_be_computed_are_refused(
 ) -> None:
     with pytest.raises(InvalidRequest, match=message):
         _world().add(PROMPT, media=media)
+
+
+@pytest.mark.parametrize(
+    ("media", "message"),
+    [
+        ([MediaSegment(0, 5, CAT)], "leaves 4 of them beside max-num-seqs"),
+        ([MediaSegment(0, 2, CAT), MediaSegment(3, 2, CAT, 2)], "2 of the 4 tokens of a picture"),
+    ],
+)
+def test_pictures_that_no_step_can_compute_whole_are_refused(
+    media: list[MediaSegment], message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        _world(step=7, whole_pictures=True).add(PROMPT, media=media)
 
 
 def test_the_cache_refuses_what_it_has_no_room_for_and_notices_what_it_lacks() -> None:
