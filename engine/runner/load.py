@@ -66,7 +66,7 @@ def load_runner(
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     opened = _open(config, make_device, make_parts)
-    _, checkpoint, model, dtype, device, kernels = opened
+    _, checkpoint, model, dtype, device, kernels, _ = opened
     shape, state, layout = _plan_memory(config, model, dtype)
     # Everything that can be wrong is found before the weights are loaded, which takes long.
     view = ModelView(str(checkpoint.path), model.vocab_size)
@@ -122,6 +122,7 @@ class _Opened(NamedTuple):
     dtype: torch.dtype
     device: Device
     kernels: Parts
+    vision: VisionConfig | None  # its tower, if it has one that can be used here
 
 
 def _open(
@@ -137,7 +138,8 @@ def _open(
         activation_dtype=config.activation_dtype,
         batch_invariant=config.batch_invariant,
     )
-    return _Opened(config, checkpoint, model, dtype, device, kernels)
+    vision = _read_vision(config, checkpoint)
+    return _Opened(config, checkpoint, model, dtype, device, kernels, vision)
 
 
 def _make_adapters(opened: _Opened) -> AdapterTable | None:
@@ -159,7 +161,7 @@ class _Weights(NamedTuple):
 def _load_weights(
     opened: _Opened, on_progress: LoadProgressCallback | None, active: ActiveAdapters | None
 ) -> _Weights:
-    config, checkpoint, model, dtype, device, kernels = opened
+    config, checkpoint, model, dtype, device, kernels, vision = opened
     with open_weights(
         config, checkpoint, model, dtype, device.place, kernels, on_progress
     ) as weights:
@@ -167,16 +169,16 @@ def _load_weights(
         adapt = None if active is None else partial(adaptable_layers, kernels.ops, model, active)
         decoder = load_decoder(model, weights.tensors, weights.target, on_progress, adapt)
         attention = attention_of(model, weights.tensors, device.place)
-        fingerprint = weights.fingerprint(versions(config.logits_processors))
+        described = "" if vision is None else str(vision)
+        fingerprint = weights.fingerprint(versions(config.logits_processors), described)
         return _Weights(decoder, attention, fingerprint, tower)
 
 
 def _load_tower(opened: _Opened, weights: OpenWeights) -> Tower | None:
-    vision = _read_vision(opened.config, opened.checkpoint)
-    if vision is None:
+    if opened.vision is None or not opened.config.loads_tower:
         return None
     try:
-        return load_tower(vision, weights.tensors, weights.target)
+        return load_tower(opened.vision, weights.tensors, weights.target)
     except ModelError as error:
         if opened.model.quantization is None:
             raise
@@ -187,19 +189,18 @@ def _load_tower(opened: _Opened, weights: OpenWeights) -> Tower | None:
 
 def _read_vision(config: RunnerConfig, checkpoint: Checkpoint) -> VisionConfig | None:
     """Return the model's vision tower; None if it has none, or none that can be used here."""
-    if not config.loads_tower:
-        return None
     try:
         return read_vision_config(checkpoint)
     except ModelError as error:
-        log.warning("pictures are not encoded, but text is served: %s", error)
+        if config.loads_tower:
+            log.warning("pictures are not encoded, but text is served: %s", error)
         return None
 
 
 def _describe(
     opened: _Opened, weights: _Weights, max_model_len: int, defaults: GenerationDefaults
 ) -> ModelInfo:
-    config, checkpoint, model, _, _, kernels = opened
+    config, checkpoint, model, _, _, kernels, _ = opened
     own_pooling = None
     if model.num_labels:  # of the last token
         own_pooling = Pooling(PoolingKind.LAST, normalizes=False, num_labels=model.num_labels)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -249,6 +252,32 @@ def prompt_logprobs(runner: TorchRunner, request: EngineRequest) -> list[float]:
         for output in engine.step():
             found += [each.logprob for each in output.prompt_logprobs if each is not None]
     return found
+
+
+@pytest.mark.parametrize(
+    ("file", "fields"),
+    [
+        ("preprocessor_config.json", {"image_mean": [0.4, 0.5, 0.46]}),
+        ("preprocessor_config.json", {"do_normalize": False}),
+        ("config.json", {"vision_config": {"layer_norm_eps": 1e-5}}),
+    ],
+)
+def test_what_changes_encodings_changes_the_fingerprint(
+    file: str,
+    fields: dict[str, Any],
+    folder_of: FolderOf,
+    runner_of: Callable[..., TorchRunner],
+    tmp_path: Path,
+) -> None:
+    shutil.copytree(folder_of("smolvlm"), tmp_path, dirs_exist_ok=True)
+    found = json.loads((tmp_path / file).read_text())
+    for name, value in fields.items():
+        found[name] = {**found[name], **value} if isinstance(value, dict) else value
+    (tmp_path / file).write_text(json.dumps(found))
+    config = RunnerConfig(str(tmp_path), dtype="float32", kv_cache_bytes=8 << 20, loads_tower=False)
+
+    with load_runner(config) as changed:
+        assert changed.info.fingerprint != runner_of("smolvlm").info.fingerprint
 
 
 def test_pictures_that_the_tower_cannot_encode_are_refused_before_a_pass(
