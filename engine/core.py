@@ -124,7 +124,7 @@ class EngineCore:
         except Exception as root:
             raise PassHookFailed(root) from root
         result = launched.collect()
-        self._note_pass(plan, began_s)
+        self._note_pass(plan, result, began_s)
         return result
 
     def _run_pass(self, plan: Plan) -> RunResult:
@@ -132,12 +132,14 @@ class EngineCore:
             return self._collect(plan, self._passes.launch(plan))
         began_s = self._clock()
         result = self._runner.launch(plan).collect()
-        self._note_pass(plan, began_s)
+        self._note_pass(plan, result, began_s)
         return result
 
-    def _note_pass(self, plan: Plan, began_s: float) -> None:
+    def _note_pass(self, plan: Plan, result: RunResult, began_s: float) -> None:
         ended_s = self._clock()
         for observer in self._observers:
+            if result.encode_s:
+                observer.note_encoded(plan, result.encode_s, began_s)
             observer.note_pass(plan, began_s, ended_s)
 
     def post_from_pass(self, call: Callable[[], None]) -> None:

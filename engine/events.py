@@ -62,6 +62,7 @@ class SchedulerStats:
     total_foreign_blocks: int = 0  # from servers that are not Baton's
     total_failed_foreign_blocks: int = 0
     num_encoder_rows: int = 0  # of pictures, in memory
+    max_encoder_rows: int = 0  # that fit; 0: no pictures are encoded
     total_encoded_pictures: int = 0
     total_found_pictures: int = 0  # whose encodings were in memory
     # Of prompts, loaded from outside the KV cache, by source.

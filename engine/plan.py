@@ -147,6 +147,7 @@ class RunResult:
     vectors: dict[RequestId, bytes] = field(default_factory=dict)  # of pooled requests, see Output
     # With speculation: number of proposed tokens. The accepted ones are in `token_ids`.
     num_proposed: dict[RequestId, int] = field(default_factory=dict)
+    encode_s: dict[RequestId, float] = field(default_factory=dict)  # for pictures, before the pass
 
     def without(self, request_ids: Collection[RequestId]) -> RunResult:
         """Return the results of all other requests."""

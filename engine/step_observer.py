@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
+from baton.core.ids import RequestId
 from baton.engine.plan import Plan
 from baton.kv_transfer.records import TransferRecord
 from baton.kv_transfer.types import KvReports
@@ -28,6 +30,9 @@ class StepObserver:
 
     def note_plan(self, plan: Plan, now_s: float) -> None:
         """Note a plan whose KV orders have started. Its pass follows."""
+
+    def note_encoded(self, plan: Plan, encode_s: Mapping[RequestId, float], began_s: float) -> None:
+        """Note how long the encoding of the plan's pictures took, before its pass."""
 
     def note_pass(self, plan: Plan, began_s: float, ended_s: float) -> None:
         """Note a pass that succeeded: of the step's plan, or of a part that is run again."""

@@ -252,6 +252,8 @@ def _read_load(scheduler: Scheduler, tiers: TieredKv | None) -> NodeLoad:
         num_proposed_tokens=stats.total_proposed_tokens,
         num_accepted_tokens=stats.total_accepted_tokens,
         tiers=() if tiers is None else _tier_reports(tiers, stats.total_loaded_tokens),
+        num_encoder_rows=stats.num_encoder_rows,
+        max_encoder_rows=stats.max_encoder_rows,
     )
     return NodeLoad(stats.num_running, num_waiting, stats.num_free_blocks, totals=totals)
 

@@ -21,7 +21,7 @@ from baton.router.input_processing.form_checks import FormChecks
 from baton.router.input_processing.input_processor import InputProcessor
 from baton.router.input_processing.model_profiles import ModelProfiles
 from baton.router.pictures.plan import ImageFile, ImageSource
-from baton.router.pictures.reader import PictureReader, ignore_bytes
+from baton.router.pictures.reader import ImageTrace, PictureReader, ignore_bytes, untraced
 from baton.router.routing.node_table import NodeTable
 from baton.router.values import AnswerPart, ChatPrompt, GenerateCall, TokenChunk
 from baton.rpc.errors import Draining, RequestIdInUse, UnsupportedInput
@@ -102,6 +102,7 @@ class Pipeline:
         model: ModelVariant,
         client: str,
         hold: Callable[[int], None] = ignore_bytes,
+        trace: ImageTrace = untraced,
     ) -> ChatPrompt:
         """Return a chat with its images as the model takes them.
 
@@ -117,7 +118,7 @@ class Pipeline:
                 "text only",
                 files[0].where,
             )
-        read = await self.pictures.read(files, profile.images, client, hold)
+        read = await self.pictures.read(files, profile.images, client, hold, trace)
         return prompt.replaced(ImageFile, read)
 
     async def generate(

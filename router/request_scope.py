@@ -17,6 +17,7 @@ from baton.router.admission.rate_limits import (
     RateLimits,
 )
 from baton.router.context import RequestContext
+from baton.router.pictures.reader import ImageTrace
 from baton.router.tracing import NO_REQUEST_TRACING, Tracing
 from baton.router.values import GenerateCall
 from baton.rpc.call_outcome import HasDeadline, is_late
@@ -57,6 +58,11 @@ class RequestScope:
     def owner(self) -> str:
         """Digest of the client's token; empty without authentication."""
         return self._owner
+
+    @property
+    def image_work(self) -> ImageTrace:
+        """Traces work on the request's images."""
+        return self._trace.image_work
 
     def note_documents_read(self, warnings: Sequence[str]) -> None:
         """Record that documents have become text, with warnings for all answers."""

@@ -21,11 +21,18 @@ from baton.telemetry.logs import log_event
 from baton.telemetry.metrics.instruments import RouterMetrics
 from baton.telemetry.tracing.request_timeline import (
     AttemptTimeline,
+    ImageWork,
     Judgement,
     NodeRpcTimeline,
     RequestTimeline,
 )
-from baton.telemetry.tracing.spans import End, Metadata, SpanOutcome, TraceContext
+from baton.telemetry.tracing.spans import (
+    AttributeValue,
+    End,
+    Metadata,
+    SpanOutcome,
+    TraceContext,
+)
 from baton.telemetry.tracing.tracer import NO_TRACER, Received, Tracer, new_span_id, new_trace_id
 from baton.telemetry.tracing.vllm_leg import VllmLegTimeline
 
@@ -59,6 +66,11 @@ class RequestTrace:
     def note_call(self, call: GenerateCall) -> None: ...
 
     def note_documents_read(self) -> None: ...
+
+    @contextmanager
+    def image_work(self, name: str) -> Iterator[dict[str, AttributeValue]]:
+        """Trace work on images, which ends with the block. Yields the attributes of its span."""
+        yield {}
 
     def note_tokenized(self, num_tokens: int) -> None: ...
 
@@ -126,6 +138,17 @@ class RecordedTrace(RequestTrace):
                 names.ADAPTER: adapter.name,
                 names.ADAPTER_ID: adapter.id,
             }
+
+    @contextmanager
+    def image_work(self, name: str) -> Iterator[dict[str, AttributeValue]]:
+        work = ImageWork(name, time.monotonic())
+        self._timeline.image_work.append(work)
+        try:
+            yield work.attributes
+            work.end = End(time.monotonic())
+        except BaseException as error:
+            work.end = end_of(error, is_refused=self._is_refused(error))
+            raise
 
     def note_documents_read(self) -> None:
         self._timeline.documents_read_s = time.monotonic()

@@ -80,7 +80,7 @@ class TierReport:
 
 @dataclass(frozen=True, slots=True)
 class NodeTotals:
-    """Counters of a node since its process started, and the use of its tiers."""
+    """Counters of a node since its process started, and the use of its other memory."""
 
     num_prompt_tokens: int = 0  # of requests that were given blocks
     num_hit_tokens: int = 0  # of num_prompt_tokens, found in the prefix cache
@@ -88,6 +88,8 @@ class NodeTotals:
     num_proposed_tokens: int = 0  # draft tokens of speculative decoding
     num_accepted_tokens: int = 0  # of num_proposed_tokens
     tiers: tuple[TierReport, ...] = ()  # the fastest one first
+    num_encoder_rows: int = 0  # of encodings of pictures, in memory
+    max_encoder_rows: int = 0  # that fit; 0: the node encodes no pictures
 
     @property
     def hit_rate(self) -> float | None:

@@ -12,6 +12,8 @@ SCOPE = "baton"
 
 GENERATE = "generate"  # router: the whole call
 ADMIT = "admit"  # until admission
+FETCH_IMAGES = "fetch_images"  # of a request, from their URLs
+PREPARE_IMAGES = "prepare_images"  # files become pictures of the sizes that the model takes
 ROUTE = "route"  # selection of nodes, until the first one is called
 RETRY = "retry"  # another attempt, before the first token was sent to the client
 MIGRATE = "migrate"  # another attempt, which continues a partial answer
@@ -20,6 +22,7 @@ ENCODE = "encode"
 PREFILL = "prefill"
 PREFILL_WAIT = "prefill_wait"  # until the first chunk is computed
 PREFILL_COMPUTE = "prefill_compute"
+ENCODE_PICTURES = "encode_pictures"  # by the vision tower, before the pass that takes them
 KV_PUSH = "kv_push"  # from the first send order to the end of the last write
 DECODE = "decode"
 KV_WAIT = "kv_wait"  # from the grant of blocks until their KV has landed
@@ -65,6 +68,12 @@ HTTP_PATH = "url.path"
 
 # --- Attributes of Baton ---------------------------------------------------------------------
 
+IMAGES = "baton.images"  # number of those that a span is about
+IMAGES_CACHED = "baton.images.cached"  # that were prepared before
+IMAGE_BYTES = "baton.images.bytes"  # of files
+PICTURES = "baton.pictures"  # of images, which have one for each tile
+PICTURES_CACHED = "baton.pictures.cached"  # whose encodings were in memory
+PICTURE_ROWS = "baton.pictures.rows"  # of their encodings: one for each placeholder token
 OUTCOME = "baton.outcome"  # ok, cancelled, refused, failed or deadline_exceeded
 SERVED = "baton.served"  # remote, local or migrated
 SERVED_REASON = "baton.served.reason"

@@ -128,6 +128,7 @@ class MediaPlanner:
         """Return the statistics of pictures, by field of `SchedulerStats`."""
         return {
             "num_encoder_rows": self.cache.num_used_rows,
+            "max_encoder_rows": self.cache.num_rows,
             "total_encoded_pictures": self.cache.total_encoded,
             "total_found_pictures": self.cache.total_hits,
         }

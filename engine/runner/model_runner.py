@@ -10,6 +10,7 @@ no more than rounding: almost never in float32, occasionally in half precision.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ import torch
 
 from baton.core.ids import RequestId
 from baton.engine.kv_cache.groups import CacheLayout
-from baton.engine.plan import NO_MEDIA, Pending, Plan, RunResult
+from baton.engine.plan import NO_MEDIA, MediaOrders, Pending, Plan, RunResult
 from baton.engine.runner.adapters.adapters import AdapterTable
 from baton.engine.runner.attention.kv_blocks import KvBlocks
 from baton.engine.runner.attention.kv_tensor import KvShape, describe
@@ -167,15 +168,22 @@ class TorchRunner:
         self.graphs = graphs
         self.num_passes.clear()
 
+    def _encode(self, orders: MediaOrders) -> dict[RequestId, float]:
+        """Carry out orders about encodings. Returns how long it took, for each request."""
+        if self._encodings is None:
+            return {}
+        began_s = time.monotonic()
+        with torch.inference_mode():
+            self._encodings.apply(orders, self._progress())
+        return dict.fromkeys(orders.encoded, time.monotonic() - began_s)
+
     def launch(self, plan: Plan) -> Pending:
         """Launch one flat forward pass over everything the plan schedules.
 
         If the pass before is not collected, its tokens are the inputs of this one on the device.
         """
         before = self._follow_open_pass(plan)
-        if self._encodings is not None and plan.media is not NO_MEDIA:
-            with torch.inference_mode():
-                self._encodings.apply(plan.media, self._progress())
+        encode_s = {} if plan.media is NO_MEDIA else self._encode(plan.media)
         if self._prompt_head is None and any(row.wants_prompt_logprobs for row in plan.started):
             self._prompt_head = PromptLogprobs(self.decoder, self.device, self._sampling)
             self._heads = (self._prompt_head, *self._heads)
@@ -195,6 +203,8 @@ class TorchRunner:
             step = replace(step, unknown=unknown)
         with torch.inference_mode():
             launched = self._launch(step, plan)
+        if encode_s:
+            launched.encode_s = encode_s
         self._batch.advance(step)
         if launched.can_be_followed:
             self._open = launched

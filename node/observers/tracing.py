@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from baton.core.ids import HandoffId, RequestId
@@ -24,6 +24,7 @@ from baton.rpc.call_outcome import end_of, is_late
 from baton.rpc.messages.calls import handoff_id_of, node_request_id
 from baton.telemetry import names
 from baton.telemetry.tracing.node_timeline import (
+    Encoding,
     KvLoad,
     NodeFacts,
     NodeTimeline,
@@ -154,7 +155,9 @@ class NodeTracing(StepObserver):
         push = dict(metadata).get(names.KV_PUSH_SPAN)
         push_id = _span_id(push) if isinstance(push, str) else None
         attempt = handoff_id_of(request.request_id).attempt
-        return NodeTimeline(parent, self._facts, kind.value, attempt, push_id, request.arrival_s)
+        return NodeTimeline(
+            parent, self._facts, kind.value, attempt, push_id, request.arrival_s, request.media
+        )
 
     # --- The engine's thread ----------------------------------------------------------------
 
@@ -167,6 +170,13 @@ class NodeTracing(StepObserver):
             self._note_dropped(request_id, now_s)
         for row in plan.started:
             self._note_started(row, now_s)
+
+    def note_encoded(self, plan: Plan, encode_s: Mapping[RequestId, float], began_s: float) -> None:
+        for request_id, duration_s in encode_s.items():
+            timeline = self._timelines.get(request_id)
+            if timeline is not None:
+                digests = frozenset(each.digest for each in plan.media.encoded[request_id])
+                timeline.encodings.append(Encoding(began_s, began_s + duration_s, digests))
 
     def note_pass(self, plan: Plan, began_s: float, ended_s: float) -> None:
         if not self._computing:

@@ -13,12 +13,17 @@ from baton.router.http.exchange import ReceivedRequest
 from baton.router.input_processing.limits import check_count
 from baton.router.parts import Content, Document, Part
 from baton.router.pictures.plan import ImageFile
+from baton.router.pictures.reader import ImageTrace, untraced
 from baton.router.pipeline import Pipeline
 from baton.router.values import ChatPrompt, Prompt
 
 
 async def read_prompt(
-    prompt: Prompt, pipeline: Pipeline, body: ReceivedBody, model: ModelVariant
+    prompt: Prompt,
+    pipeline: Pipeline,
+    body: ReceivedBody,
+    model: ModelVariant,
+    trace: ImageTrace = untraced,
 ) -> Prompt:
     """Read the documents and images of a prompt.
 
@@ -34,7 +39,7 @@ async def read_prompt(
         read = await pipeline.documents.read(documents, body.client, shows_pages=takes_images)
         body.hold_more(sum(getsizeof(document.content) for document in read))
         prompt = _with_pages(prompt.replaced(Document, read))
-    return await pipeline.read_images(prompt, model, body.client, body.hold_more)
+    return await pipeline.read_images(prompt, model, body.client, body.hold_more, trace)
 
 
 async def read_documents(
@@ -49,7 +54,8 @@ async def read_documents(
     if not isinstance(prompt, ChatPrompt) or not _has_files(prompt):
         return parsed
     with pipeline.accept(request.id):  # a router that stops waits for it, or refuses it at once
-        prompt = await read_prompt(prompt, pipeline, request.body, call.model)
+        trace = request.scope.image_work
+        prompt = await read_prompt(prompt, pipeline, request.body, call.model, trace)
     warnings = [text for document in documents_in(prompt) for text in document.warnings]
     request.scope.note_documents_read(warnings)
     return replace(parsed, calls=tuple(replace(call, prompt=prompt) for call in parsed.calls))

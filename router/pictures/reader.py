@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from hashlib import sha256
 
 from baton.core.errors import InvalidRequest
@@ -13,6 +14,8 @@ from baton.router.pictures.picture_process import PictureLimits, Pixels, read_pi
 from baton.router.pictures.plan import ImageFile, ImageSource, PictureFormat, PreparedImage
 from baton.router.pictures.prepared_images import ImageKey, PreparedImages
 from baton.rpc.errors import UnsupportedInput
+from baton.telemetry import names
+from baton.telemetry.tracing.spans import AttributeValue
 
 NUM_PROCESSES = 2
 MAX_WAITING = 64  # requests, each of which holds its files in memory
@@ -26,8 +29,16 @@ def _new_slots() -> FairSlots:
     )
 
 
+# Traces work of a name until a block ends, and yields attributes to be set.
+ImageTrace = Callable[[str], AbstractContextManager[dict[str, AttributeValue]]]
+
+
 def ignore_bytes(num_bytes: int) -> None:
     """Count nothing."""
+
+
+def untraced(_name: str) -> AbstractContextManager[dict[str, AttributeValue]]:
+    return nullcontext({})
 
 
 class PictureReader:
@@ -46,6 +57,7 @@ class PictureReader:
         pictures: PictureFormat,
         client: str,
         hold: Callable[[int], None] = ignore_bytes,
+        trace: ImageTrace = untraced,
     ) -> list[PreparedImage]:
         """Return the images as a model takes them.
 
@@ -55,12 +67,26 @@ class PictureReader:
         """
         self._check(images)
         hold(sum(len(image.data) for image in images))
-        images = await self._fetched(images, client, hold)
+        images = await self._fetched(images, client, hold, trace)
+        with trace(names.PREPARE_IMAGES) as attributes:
+            prepared = await self._prepare(images, pictures, client, attributes)
+        num_bytes = sum({id(image): image.num_bytes for image in prepared}.values())
+        self._check_size(images[0], num_bytes)
+        hold(num_bytes)
+        return prepared
+
+    async def _prepare(
+        self,
+        images: Sequence[ImageFile],
+        pictures: PictureFormat,
+        client: str,
+        attributes: dict[str, AttributeValue],
+    ) -> list[PreparedImage]:
         # On a thread: files have megabytes.
-        names = await asyncio.to_thread(_names_of, images, pictures)
+        digests = await asyncio.to_thread(_names_of, images, pictures)
         keys = [
-            self._key_of(image, ImageKey(client, name))
-            for image, name in zip(images, names, strict=True)
+            self._key_of(image, ImageKey(client, digest))
+            for image, digest in zip(images, digests, strict=True)
         ]
         found = {key: self._prepared.find(key) for key in keys}
         missing = {
@@ -68,9 +94,11 @@ class PictureReader:
         }
         read = await self._read(missing, pictures, client) if missing else {}
         whole = {key: found[key] or read[key] for key in keys}
-        num_bytes = sum(image.num_bytes for image in whole.values())
-        self._check_size(images[0], num_bytes)
-        hold(num_bytes)
+        attributes |= {
+            names.IMAGES: len(whole),
+            names.IMAGES_CACHED: len(whole) - len(missing),
+            names.PICTURES: sum(len(image.pictures) for image in whole.values()),
+        }
         for image, key in zip(images, keys, strict=True):
             if image.uuid:
                 self._prepared.name(ImageKey(client, _name_by_uuid(image, pictures)), key)
@@ -88,7 +116,11 @@ class PictureReader:
         return key
 
     async def _fetched(
-        self, images: Sequence[ImageFile], client: str, hold: Callable[[int], None]
+        self,
+        images: Sequence[ImageFile],
+        client: str,
+        hold: Callable[[int], None],
+        trace: ImageTrace,
     ) -> Sequence[ImageFile]:
         linked = [image for image in images if image.url]
         if not linked:
@@ -100,7 +132,11 @@ class PictureReader:
                 "its host in --image-hosts of the router",
                 where,
             )
-        fetched = iter(await self._source.fetch(linked, client, hold))
+        with trace(names.FETCH_IMAGES) as attributes:
+            attributes[names.IMAGES] = len(linked)
+            files = await self._source.fetch(linked, client, hold)
+            attributes[names.IMAGE_BYTES] = sum(len(image.data) for image in files)
+        fetched = iter(files)
         return [next(fetched) if image.url else image for image in images]
 
     async def _read(

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from baton.core.media import MediaSegment
 from baton.core.output import FinishReason, Output
 from baton.kv_transfer.records import TransferRecord, TransferRole
 from baton.telemetry import names
@@ -59,6 +60,15 @@ class PrefillChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Encoding:
+    """Encoding of pictures before a pass; on a GPU, its launch."""
+
+    began_s: float
+    ended_s: float
+    digests: frozenset[bytes]  # of pictures of the request
+
+
+@dataclass(frozen=True, slots=True)
 class Start:
     at_s: float
     num_cached_tokens: int  # with KV present: prefix hits and received tokens
@@ -91,7 +101,9 @@ class NodeTimeline:
     attempt: int
     kv_push_span_id: int | None
     arrival_s: float
+    media: tuple[MediaSegment, ...] = ()  # in the prompt
     # Written by the engine's thread.
+    encodings: list[Encoding] = field(default_factory=list)
     starts: list[Start] = field(default_factory=list)
     chunks: list[PrefillChunk] = field(default_factory=list)
     dropped_s: list[float] = field(default_factory=list)  # departures from the batch
@@ -200,11 +212,11 @@ class _NodeSpans:
         timeline = self._timeline
         yield self._batch_wait(names.PREFILL_WAIT, timeline.arrival_s)
         if timeline.starts:
-            yield self._compute()
+            yield from self._compute()
         if timeline.record is not None and timeline.record.role is TransferRole.SENT:
             yield self._kv(names.KV_PUSH, timeline.record, span_id=timeline.kv_push_span_id)
 
-    def _compute(self) -> Span:
+    def _compute(self) -> Iterator[Span]:
         """The passes over the prompt; on decode nodes, only if its KV was not received."""
         timeline, start = self._timeline, self._timeline.starts[0]
         chunks = [chunk for chunk in timeline.chunks if chunk.began_s >= start.at_s]
@@ -218,19 +230,50 @@ class _NodeSpans:
             )
             for chunk in chunks
         ]
-        attributes = {
+        attributes: dict[str, AttributeValue | None] = {
             names.TOKENS: sum(chunk.num_tokens for chunk in chunks),
             names.CACHED_TOKENS: start.num_cached_tokens,
             names.STEPS: len(chunks),
             names.PREEMPTIONS: len(timeline.preempted_s),
+            **self._pictures_from(start.num_cached_tokens),
         }
-        return self._make.span(
+        compute = self._make.span(
             names.PREFILL_COMPUTE,
             self._server_id,
             start.at_s,
             end,
             attributes,
             events=(*events, *self._preemptions(), *self._fetched(start.at_s, end.at_s)),
+        )
+        yield compute
+        for number, encoding in enumerate(timeline.encodings):
+            yield self._encode(encoding, compute.span_id, number)
+
+    def _pictures_from(self, start: int) -> dict[str, AttributeValue]:
+        """Return how many pictures have tokens from `start` on, and were in memory."""
+        digests = {
+            segment.digest
+            for segment in self._timeline.media
+            if segment.start + segment.num_tokens > start
+        }
+        if not digests:
+            return {}
+        encoded = {each for encoding in self._timeline.encodings for each in encoding.digests}
+        return {names.PICTURES: len(digests), names.PICTURES_CACHED: len(digests - encoded)}
+
+    def _encode(self, encoding: Encoding, parent_id: int, number: int) -> Span:
+        rows = dict.fromkeys(encoding.digests, 0)
+        for segment in self._timeline.media:
+            if segment.digest in rows:
+                end = segment.first + segment.num_tokens
+                rows[segment.digest] = max(rows[segment.digest], end)
+        return self._make.span(
+            names.ENCODE_PICTURES,
+            parent_id,
+            encoding.began_s,
+            End(encoding.ended_s),
+            {names.PICTURES: len(rows), names.PICTURE_ROWS: sum(rows.values())},
+            span_id=child_id(parent_id, f"{names.ENCODE_PICTURES}/{number}"),
         )
 
     # --- decode -------------------------------------------------------------------------
@@ -254,7 +297,7 @@ class _NodeSpans:
         timeline = self._timeline
         began_s = timeline.starts[0].at_s
         if timeline.chunks:
-            yield self._compute()
+            yield from self._compute()
             began_s = timeline.chunks[-1].ended_s
             if timeline.num_missing_tokens > 0:
                 return

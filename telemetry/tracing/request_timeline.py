@@ -77,6 +77,16 @@ class Judgement:
 
 
 @dataclass(slots=True)
+class ImageWork:
+    """Work on the images of a request, before it is admitted."""
+
+    name: str  # fetch_images or prepare_images
+    began_s: float
+    attributes: dict[str, AttributeValue] = field(default_factory=dict)
+    end: End | None = None
+
+
+@dataclass(slots=True)
 class RequestTimeline:
     request_id: str
     context: TraceContext  # of the generate span
@@ -85,6 +95,7 @@ class RequestTimeline:
     request_attributes: dict[str, AttributeValue] = field(default_factory=dict)
     num_prompt_tokens: int | None = None
     documents_read_s: float | None = None  # None: there are none
+    image_work: list[ImageWork] = field(default_factory=list)
     tokenized_s: float | None = None
     queue_position: int = 0
     admitted_s: float | None = None
@@ -123,7 +134,11 @@ class _RequestSpans:
 
     def spans(self) -> Iterator[Span]:
         yield self._generate()
-        yield self._admit()
+        admit = self._admit()
+        yield admit
+        for work in self._timeline.image_work:
+            end = work.end or self._end
+            yield self._make.span(work.name, admit.span_id, work.began_s, end, work.attributes)
         for leg in self._timeline.vllm_legs:
             yield vllm_leg_span(leg, self._make, self._root_id, self._timeline.num_prompt_tokens)
         previous: AttemptTimeline | None = None

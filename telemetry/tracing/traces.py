@@ -173,7 +173,7 @@ def _fetch(verb: str, source: str, outcome: str, events: Sequence[SpanEvent]) ->
     ends_ms = [event.at_ns / 1e6 + _number(event, names.KV_DURATION) * 1e3 for event in events]
     took_ms = max(ends_ms) - min(event.at_ns / 1e6 for event in events)
     where = f" from {source}" if source else ""
-    blocks = "1 block" if num_blocks == 1 else f"{num_blocks:.0f} blocks"
+    blocks = _plural(round(num_blocks), "block")
     what = f"{verb} {blocks}{where} in {took_ms:.1f} ms, {_bytes(num_bytes)}"
     return what if outcome == "done" else f"{what} ({outcome})"
 
@@ -200,6 +200,10 @@ def _began(span: Span) -> int:
     return span.began_ns
 
 
+def _plural(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def _bytes(value: AttributeValue) -> str:
     number = float(value) if isinstance(value, int | float) else 0.0
     for unit in ("B", "KiB", "MiB"):
@@ -216,6 +220,12 @@ _NOTES: dict[str, Callable[[Any], str]] = {
     names.CHOSEN_HOLDER: lambda value: f"pulls from {value}",
     names.CHOSEN_DECODE: lambda value: f"→ {value}",
     names.ROUTE_REASON: str,
+    names.IMAGES: lambda value: _plural(value, "image"),
+    names.IMAGES_CACHED: lambda value: f"{value} prepared before",
+    names.IMAGE_BYTES: _bytes,
+    names.PICTURES: lambda value: _plural(value, "picture"),
+    names.PICTURES_CACHED: lambda value: f"{value} in memory",
+    names.PICTURE_ROWS: lambda value: f"{value} rows",
     names.WAIT_FOR: lambda value: f"for {value}",
     names.TOKENS: lambda value: f"{value} tokens",
     names.CACHED_TOKENS: lambda value: f"{value} cached",

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
+from baton.core.media import MediaSegment
 from baton.telemetry import names
-from baton.telemetry.tracing.spans import SpanStatus
-from baton.telemetry.tracing.traces import traces_of
+from baton.telemetry.tracing.node_timeline import Encoding
+from baton.telemetry.tracing.request_timeline import ImageWork
+from baton.telemetry.tracing.spans import End, SpanStatus
+from baton.telemetry.tracing.traces import note_of, traces_of
 from tests.support.traces import (
     a_request,
     a_step,
@@ -58,13 +63,41 @@ SPANS = (
     names.GENERATE, names.ADMIT, names.ROUTE, names.RETRY, names.MIGRATE,
     names.PREFILL, names.PREFILL_WAIT, names.PREFILL_COMPUTE, names.KV_PUSH,
     names.DECODE, names.KV_WAIT, names.DECODE_WAIT, names.DECODE_COMPUTE,
-    names.ENGINE_STEP,
+    names.ENGINE_STEP, names.FETCH_IMAGES, names.PREPARE_IMAGES, names.ENCODE_PICTURES,
 )  # fmt: skip
 
 LOAD = {
     *("baton.kv.tier", "baton.kv.blocks", "baton.kv.bytes", "baton.kv.outcome"),
     "baton.kv.duration",
 }
+
+
+def test_work_on_images_is_below_the_admission_and_the_passes() -> None:
+    request, node = a_request(), on_prefill()
+    request.image_work = [
+        ImageWork("fetch_images", 10.0, {names.IMAGES: 1, names.IMAGE_BYTES: 2048}, End(10.0003)),
+        ImageWork("prepare_images", 10.0003, {names.IMAGES: 2, names.IMAGES_CACHED: 1}),
+    ]
+    fox, owl = bytes(32), b"o" * 32
+    node.media = (
+        MediaSegment(0, 9, b"s" * 32),  # its tokens were cached
+        MediaSegment(20, 4, fox),
+        MediaSegment(25, 4, fox, first=4),
+        MediaSegment(30, 8, owl),
+    )
+    node.encodings = [Encoding(10.01, 10.03, frozenset({fox}))]
+    spans = {one.name: one for one in (*request.spans(to_unix_ns), *node.spans(to_unix_ns))}
+
+    notes = {name: note_of(spans[name]) for name in SPANS[-3:]}
+    assert notes == {
+        "fetch_images": "1 image, 2 KiB",
+        "prepare_images": "2 images, 1 prepared before",
+        "encode_pictures": "1 picture, 8 rows",
+    }
+    assert spans["fetch_images"].parent_id == spans["admit"].span_id
+    assert spans["encode_pictures"].parent_id == spans["prefill_compute"].span_id
+    assert spans["encode_pictures"].duration_s == pytest.approx(0.02)
+    assert note_of(spans["prefill_compute"]).endswith("2 pictures, 1 in memory")
 
 
 def test_a_tier_load_is_a_span_event_of_the_wait() -> None:

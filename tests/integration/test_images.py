@@ -34,10 +34,11 @@ from baton.router.pictures.plan import ImageFile
 from baton.router.pictures.reader import PictureReader
 from baton.router.values import ChatMessage, ChatPrompt, TokenPrompt
 from tests.support.baton_command import BATON
+from tests.support.collector import Collector, collecting
 from tests.support.image_files import file_of, random_image
 from tests.support.image_server import ImageServer, an_image_server
 from tests.support.langchain_clients import LANGCHAIN
-from tests.support.nodes import card_at, kill_the_writer
+from tests.support.nodes import card_at, kill_the_writer, load_at
 from tests.support.pdf_files import SHOW_IMAGE, pdf_of
 from tests.support.suspended_processes import suspended
 from tests.support.vision import generated_with_pictures, make_chat_folder
@@ -51,7 +52,7 @@ PATIENCE_MS = 30_000
 LONG = SamplingParams(max_tokens=380, temperature=0, ignore_eos=True)
 AS_BATON: dict[str, Any] = {"ignore_eos": True}
 TEXT_PART = {"type": "text", "text": "who?"}
-FOX, OWL = (file_of(random_image(150, 90, seed=seed)) for seed in (1, 2))
+FOX, OWL, HEN = (file_of(random_image(150, 90, seed=seed)) for seed in (1, 2, 3))
 ABOUT_FOX: Any = [{"role": "user", "content": "who?", "images": [FOX]}]
 
 
@@ -77,7 +78,7 @@ def connected_to(cluster: LocalCluster) -> Any:
 @pytest.fixture(scope="module")
 def pictures() -> Iterator[ImageServer]:
     """Serve images at an address that the cluster's router is allowed to fetch from."""
-    with an_image_server({"fox": FOX, "text": b"no image"}) as server:
+    with an_image_server({"fox": FOX, "hen": HEN, "text": b"no image"}) as server:
         yield server
 
 
@@ -88,14 +89,24 @@ def events(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def cluster(folder: Path, pictures: ImageServer, events: str) -> Iterator[LocalCluster]:
+def collector() -> Iterator[Collector]:
+    with collecting() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    folder: Path, pictures: ImageServer, events: str, collector: Collector
+) -> Iterator[LocalCluster]:
+    otlp = ("--otlp-endpoint", collector.address)
     options = options_for(
         folder,
+        *otlp,
         *("--kv-events-endpoint", f"{events}{{node_id}}"),
         *("--kv-events-replay-endpoint", f"{events}{{node_id}}-replay"),
     )
     hosts = f"127.0.0.1:{pictures.port},localhost:{pictures.port}"
-    arguments = (*options.router_arguments, "--image-hosts", hosts)
+    arguments = (*options.router_arguments, *otlp, "--image-hosts", hosts)
     with LocalCluster(replace(options, router_arguments=arguments)) as running:
         yield running
     assert {child.process.returncode for child in running.children} == {0}
@@ -429,6 +440,42 @@ def test_an_answer_about_an_image_goes_on_when_its_decode_node_loses_the_kv(
     finish = chunks[-1].finish
     assert finish is not None
     assert finish.served.attempts == 2
+
+
+def test_images_are_in_traces_and_in_the_report_of_the_node_that_encodes_them(
+    cluster: LocalCluster, chats: Any, collector: Collector, pictures: ImageServer
+) -> None:
+    def spans_of(trace: int, *parts: str) -> dict[str, Any]:
+        """Return the attributes of the spans of a chat about the hen by their names."""
+        image = {"type": "image_url", "image_url": {"url": pictures.url("hen")}}
+        content: Any = [*({"type": "text", "text": part} for part in parts), image, TEXT_PART]
+        chats.chat.completions.create(
+            model="",
+            messages=[{"role": "user", "content": content}],
+            max_tokens=NUM_TOKENS,
+            extra_headers={"traceparent": f"00-{trace:032x}-{1:016x}-01"},
+        )
+        whole = {"generate", "prefill_compute"}
+        spans = collector.trace(f"{trace:032x}", lambda found: {e.name for e in found} >= whole)
+        return {span.name: span.attributes for span in spans}
+
+    first, again = spans_of(0xA), spans_of(0xB, "now")
+
+    num_pictures = first["prepare_images"]["baton.pictures"]
+    assert num_pictures > 1  # a tile is a picture
+    fetched = first["fetch_images"]
+    assert (fetched["baton.images"], fetched["baton.images.bytes"]) == (1, len(HEN))
+    assert first["prepare_images"]["baton.images.cached"] == 0
+    assert first["encode_pictures"]["baton.pictures"] == num_pictures
+    assert first["prefill_compute"]["baton.pictures.cached"] == 0
+    num_rows = first["encode_pictures"]["baton.pictures.rows"]
+    assert num_rows > num_pictures
+    assert again["prepare_images"]["baton.images.cached"] == 1
+    assert "encode_pictures" not in again
+    assert again["prefill_compute"]["baton.pictures.cached"] == num_pictures
+    loads = [load_at(child.address).totals for child in (*cluster.prefills, *cluster.decodes)]
+    assert [totals.max_encoder_rows for totals in loads] == [16384, 0]
+    assert num_rows <= loads[0].num_encoder_rows <= 16384
 
 
 def test_kv_events_name_the_pictures_of_blocks(

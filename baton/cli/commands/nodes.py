@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 STATE_STYLES = {"ready": "green", "unreachable": "red", "mismatched": "red"}
 TO_THE_RIGHT = {
     "running", "waiting", "free blocks", "hit rate", "prompt tok/s", "new tok/s",
-    "drafts accepted", "adapters",
+    "drafts accepted", "adapters", "encoder rows",
     "blocks", "used", "loaded", "stored", "evicted", "failed",
 }  # fmt: skip
 
@@ -196,6 +196,9 @@ def table_of_nodes(seen: Snapshot, rates: Mapping[str, NodeRates]) -> Table:
     if any(node.max_loras for node in seen.nodes):
         for node, row in zip(seen.nodes, rows, strict=True):
             row["adapters"] = _adapters(node)
+    if any(node.totals.max_encoder_rows for node in seen.nodes):
+        for node, row in zip(seen.nodes, rows, strict=True):
+            row["encoder rows"] = _encoder_rows(node)
     if any(node.kernels for node in seen.nodes):
         for node, row in zip(seen.nodes, rows, strict=True):
             row["kernels"] = node.kernels
@@ -246,6 +249,12 @@ def _tier_row(node: NodeStatus, tier: TierReport) -> dict[str, str | Text]:
         "evicted": str(tier.num_evicted_blocks),
         "failed": str(tier.num_failed_blocks),
     }
+
+
+def _encoder_rows(node: NodeStatus) -> str:
+    """Return how many rows of encodings of pictures are in memory, and how many fit."""
+    totals = node.totals
+    return f"{totals.num_encoder_rows}/{totals.max_encoder_rows}" if totals.max_encoder_rows else ""
 
 
 def _adapters(node: NodeStatus) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from baton.core.ids import RequestId
 from baton.engine.plan import Plan, RunResult
 from baton.engine.runner.batch.input_batch import Step
 from baton.engine.runner.batch.unknown_tokens import SampledTokens
@@ -25,6 +26,7 @@ class PendingPass:
     can_be_followed: bool  # before it is collected, by passes that can have no drafts
     spec_decoder: SpecDecoder | None = None
     is_followed: bool = False
+    encode_s: Mapping[RequestId, float] = field(default_factory=dict)  # before it was launched
     result: RunResult | None = None
 
     @property
@@ -47,7 +49,7 @@ class PendingPass:
 
     def read(self) -> RunResult:
         """Wait for the results, without those of rows that got no token from the pass before."""
-        result, unknown = RunResult(), self.step.unknown
+        result, unknown = RunResult(encode_s=dict(self.encode_s)), self.step.unknown
         for head in self.heads:
             head.collect(result)
         failed = () if unknown is None else unknown.failed_rows()

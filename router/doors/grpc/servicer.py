@@ -31,7 +31,7 @@ from baton.router.input_processing.limits import (
     is_valid_name,
 )
 from baton.router.pipeline import Pipeline
-from baton.router.request_scope import RequestScopes, host_of_peer
+from baton.router.request_scope import RequestScope, RequestScopes, host_of_peer
 from baton.router.values import ChatPrompt, GenerateCall, TokenChunk
 from baton.rpc.errors import NoNodes
 from baton.rpc.messages.conversion import SAMPLING_DEFAULTS
@@ -61,7 +61,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 served = self._table.served_model(model)
                 check_request(request, served.max_model_len)
                 calls = calls_from(request, request_id, served.sampling_defaults, model)
-                calls = await self._with_images(calls, scope.owner)
+                calls = await self._with_images(calls, scope)
             builders = [ResponseBuilder(request_id, index) for index in range(len(calls))]
             answers = generate_answers(self._pipeline, scope, calls, len(calls))
             with scope.within_limits():
@@ -134,12 +134,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             tasks=served.tasks,
         )
 
-    async def _with_images(self, calls: list[GenerateCall], client: str) -> list[GenerateCall]:
+    async def _with_images(
+        self, calls: list[GenerateCall], scope: RequestScope
+    ) -> list[GenerateCall]:
         """Return the calls, whose prompt is the same, with its images read."""
         prompt = calls[0].prompt
         if not isinstance(prompt, ChatPrompt) or not prompt.image_files:
             return calls
-        prompt = await self._pipeline.read_images(prompt, calls[0].model, client)
+        prompt = await self._pipeline.read_images(
+            prompt, calls[0].model, scope.owner, trace=scope.image_work
+        )
         return [replace(call, prompt=prompt) for call in calls]
 
     @contextmanager

@@ -74,6 +74,21 @@ def test_nodes_with_adapters_show_how_many_are_in_memory() -> None:
     assert "adapters" not in {str(column.header) for column in plain.columns}
 
 
+def test_nodes_that_encode_pictures_show_the_rows_in_memory() -> None:
+    encoding = a_status(NodeTotals(num_encoder_rows=32, max_encoder_rows=128))
+    other = replace(a_status(NodeTotals()), address="m:1")
+    assert STATUS.from_message(STATUS.to_message(encoding)) == encoding
+
+    seen = Snapshot(1.0, (encoding, other))
+    (table,) = tables_of(seen, {})
+    columns = {str(column.header): list(column.cells) for column in table.columns}
+    assert columns["encoder rows"] == ["32/128", ""]
+    assert as_values(seen, {})["nodes"][0]["max_encoder_rows"] == 128
+
+    (plain,) = tables_of(Snapshot(1.0, (other,)), {})
+    assert "encoder rows" not in {str(column.header) for column in plain.columns}
+
+
 def test_vllm_servers_that_are_not_used_show_the_reason() -> None:
     server = NodeStatus(
         (LegKind.PREFILL,),
