@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class LegKind(StrEnum):
-    ENCODE = "encode"  # turns a prompt into a vector
+    ENCODE = "encode"  # turns a text into a vector, or a picture into KV blocks with its encoding
     PREFILL = "prefill"  # computes a prompt, and sends its KV and the first token
     DECODE = "decode"  # generates the answer from KV that it receives, or from the prompt
 

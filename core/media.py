@@ -1,8 +1,8 @@
-"""Pictures of prompts: their pixels, and the tokens that stand for them."""
+"""Pictures of prompts: their pixels, the tokens that stand for them, and stored encodings."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -10,6 +10,14 @@ from baton.core.errors import InvalidRequest
 
 DIGEST_BYTES = 32
 NUM_CHANNELS = 3  # red, green, blue
+# Before the salt of a prompt that stores an encoding. The salt of a client begins with its owner,
+# or with a colon.
+PICTURE_SALT = "picture!"
+
+
+# Rows of a picture's encoding, by its height and width. Raises ValueError for a size that the tower
+# does not encode.
+PictureRows = Callable[[int, int], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +83,64 @@ def pictures_within(
         if segment.overlaps(start, end):
             places[PicturePlace(segment.digest, begin - start)] = None
     return tuple(places)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPicture:
+    """Prompt whose KV blocks hold the encoding of a picture instead of keys and values.
+
+    So nodes cache an encoding, keep it in tiers and send it to each other as they do with KV. Its
+    token ids mean nothing. The last one is never cached, since a node computes one token at least.
+    """
+
+    digest: bytes
+    num_blocks: int
+    block_size: int
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Return the tokens of all its full blocks, which hold the encoding."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return (0,) * (self.num_cached_tokens + 1)
+
+    @property
+    def media(self) -> tuple[MediaSegment, ...]:
+        return (MediaSegment(0, self.num_cached_tokens, self.digest),)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """Rows of encodings in KV blocks, whose bytes they fill in order."""
+
+    row_bytes: int
+    block_bytes: int
+    block_size: int  # tokens of KV in a block
+    group: int = 0  # KV group of the blocks
+
+    def num_blocks(self, num_rows: int) -> int:
+        return -(-num_rows * self.row_bytes // self.block_bytes)
+
+    def prompt(self, digest: bytes, num_rows: int) -> StoredPicture:
+        """Return the prompt that stores the encoding of a picture."""
+        return StoredPicture(digest, self.num_blocks(num_rows), self.block_size)
+
+
+def picture_salt(cache_salt: str) -> str:
+    """Return the salt of stored encodings for a salt of texts, whose KV must not share names."""
+    return f"{PICTURE_SALT}{cache_salt}"
+
+
+def encoding_rows(media: Iterable[MediaSegment]) -> dict[bytes, int]:
+    """Return the rows of each picture's encoding that a prompt takes, by digest."""
+    num_rows: dict[bytes, int] = {}
+    for segment in media:
+        num_rows[segment.digest] = max(
+            num_rows.get(segment.digest, 0), segment.first + segment.num_tokens
+        )
+    return num_rows
 
 
 def _check_digest(digest: bytes) -> None:

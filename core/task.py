@@ -16,6 +16,7 @@ class TaskOutput(Enum):
     TOKENS = "tokens"
     KV = "kv"  # in the KV cache of its node; no token is computed
     VECTOR = "vector"  # pooled from the hidden states of the prompt
+    ENCODING = "encoding"  # of a picture, in the KV cache of its node
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ GENERATE = Task("generate", TaskOutput.TOKENS, has_decode_leg=True)
 UNSAMPLED = SamplingParams(max_tokens=1)
 
 PREFETCH = Task("prefetch", TaskOutput.KV, has_decode_leg=False, sampling=UNSAMPLED)
+ENCODE = Task("encode", TaskOutput.ENCODING, has_decode_leg=False, sampling=UNSAMPLED)
 EMBED = EmbedTask("embed", TaskOutput.VECTOR, has_decode_leg=False, sampling=UNSAMPLED)
 
 

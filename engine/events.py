@@ -65,6 +65,7 @@ class SchedulerStats:
     max_encoder_rows: int = 0  # that fit; 0: no pictures are encoded
     total_encoded_pictures: int = 0
     total_found_pictures: int = 0  # whose encodings were in memory
+    total_read_pictures: int = 0  # whose encodings were in the KV cache
     # Of prompts, loaded from outside the KV cache, by source.
     total_loaded_tokens: Mapping[str, int] = field(default_factory=dict)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from baton.core.media import StoredRows
 from baton.engine.config import EngineOptions
 from baton.engine.core import EngineCore
 from baton.engine.kv_arrival.arrivals import NO_SOURCES, KvSources
@@ -62,6 +63,15 @@ def _caching_for(runner: LoadedRunner, options: EngineOptions) -> CacheConfig:
     )
 
 
+def stored_rows(runner: LoadedRunner) -> StoredRows | None:
+    """Return how the runner's KV cache stores encodings of pictures; None: it cannot."""
+    row_bytes, memory = runner.info.encoding_row_bytes, runner.kv_memory
+    group = None if memory is None else memory.layout.lasting_group
+    if not row_bytes or memory is None or group is None:
+        return None
+    return StoredRows(row_bytes, memory.block_bytes, memory.blocks.block_size, group)
+
+
 def _scheduling_for(runner: LoadedRunner, config: SchedulerConfig) -> SchedulerConfig:
     speculation = runner.speculation
     if runner.kv_memory is None:
@@ -72,11 +82,11 @@ def _scheduling_for(runner: LoadedRunner, config: SchedulerConfig) -> SchedulerC
         max_model_len=runner.info.max_model_len,
         vocab_size=runner.info.vocab_size,
         eos_token_ids=frozenset(runner.info.eos_token_ids),
-        encodes_pictures=runner.info.encodes_pictures,
         picture_rows=runner.info.picture_rows,
-        whole_pictures=runner.info.sees_whole_pictures,
+        whole_pictures=runner.info.sees_whole_pictures and runner.info.has_decoder,
+        stored_rows=stored_rows(runner),
         pooling=runner.info.pooling,
         max_loras=0 if runner.adapters is None else runner.adapters.max_loras,
-        can_generate=runner.info.can_generate,
+        can_generate=runner.info.can_generate and runner.info.has_decoder,
         check_extra_args=runner.processors.check,
     )

@@ -44,14 +44,26 @@ StateCopies: TypeAlias = Mapping[RequestId, tuple[StateSnapshot, ...]]
 NO_STATE_COPIES: StateCopies = {}
 
 
+class StoredEncoding(NamedTuple):
+    """Encoding of a picture in blocks of the KV cache, which its rows fill in order."""
+
+    digest: bytes
+    num_rows: int
+    block_ids: BlockIds
+
+
+EncodingSource: TypeAlias = Picture | StoredEncoding
+
+
 class MediaOrders(NamedTuple):
     """Pictures to encode before a pass, by request, and encodings to forget before that.
 
-    A picture can be ordered for several requests, and is encoded once.
+    Of a stored encoding, the rows are read instead. A picture can be ordered for several requests,
+    and is encoded once.
     """
 
     freed: tuple[bytes, ...] = ()  # digests
-    encoded: Mapping[RequestId, tuple[Picture, ...]] = MappingProxyType({})
+    encoded: Mapping[RequestId, tuple[EncodingSource, ...]] = MappingProxyType({})
 
 
 NO_MEDIA = MediaOrders()

@@ -18,6 +18,7 @@ from baton.core.legs import LegKind
 from baton.core.units import format_bytes
 from baton.decode_node.peer_warmup import PeerWarmup, read_legs
 from baton.engine.errors import EngineStopped
+from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.loaded_runner import LoadedRunner
 from baton.engine.runner.model_info import LoadProgress
 from baton.engine.runner.open_runner import open_runner
@@ -62,15 +63,21 @@ def run(role: LegKind, options: NodeOptions, around: Around = NO_NODE_DECORATORS
     `role` is the kind of leg that the node offers beside those that any node can offer.
     """
     _check_start(options)
-    # Decode nodes get the KV of pictures, and no pixels.
-    config = replace(options.runner_config, loads_tower=role is not LegKind.DECODE)
-    with open_runner(config, LoadLog(time.monotonic)) as runner:
+    with open_runner(_parts_for(role, options), LoadLog(time.monotonic)) as runner:
         identity = identify(options, role, runner)
         process = Process(role.value, identity.node_id, identity.incarnation)
         with tracing(options.telemetry, process) as tracer:
             asyncio.run(
                 serve(process, options, runner, identity, tracer, around, on_ready=freeze_heap)
             )
+
+
+def _parts_for(role: LegKind, options: NodeOptions) -> RunnerConfig:
+    """Return what to load. Decode nodes get the KV of pictures, and no pixels."""
+    config = options.runner_config
+    if role is LegKind.DECODE:
+        return replace(config, loads_tower=False)
+    return replace(config, loads_decoder=False) if role is LegKind.ENCODE else config
 
 
 class LoadLog:

@@ -216,6 +216,7 @@ def _build_card(
         has_labels=runner.info.has_labels,
         generates=runner.info.can_generate,
         encodes_pictures=runner.info.encodes_pictures,
+        encoding_row_bytes=runner.info.encoding_row_bytes,
         logprobs_mode=options.runner.logprobs_mode,
         kernels=runner.info.kernels,
         max_loras=scheduler.config.max_loras,
@@ -224,6 +225,8 @@ def _build_card(
 
 def _legs_of(role: LegKind, runner: LoadedRunner) -> Legs:
     """Return what a node of this role can do with its model."""
+    if not runner.info.has_decoder:
+        return (LegKind.ENCODE,)
     encoding = (LegKind.ENCODE,) if runner.info.vector_size else ()
     return (*encoding, role) if runner.info.can_generate else encoding
 

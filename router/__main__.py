@@ -190,7 +190,8 @@ def _services(options: RouterOptions, router: RouterComponents) -> tuple[Service
 def node_discovery(options: RouterOptions) -> NodeDiscovery:
     prefills = dict.fromkeys(options.baton_prefill_nodes, LegKind.PREFILL)
     decodes = dict.fromkeys(options.decode_nodes, LegKind.DECODE)
-    return NodeDiscovery(prefills | decodes, options.find_every_s)
+    encoders = dict.fromkeys(options.encode_nodes, LegKind.ENCODE)
+    return NodeDiscovery(prefills | decodes | encoders, options.find_every_s)
 
 
 @asynccontextmanager

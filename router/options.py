@@ -54,6 +54,9 @@ class RouterOptions:
             parse=parse_prefill_sources,
         ),
     ] = ()
+    encode_nodes: Annotated[
+        tuple[NodeSource, ...], Option(NODES_HELP, NETWORK, default="", parse=parse_sources)
+    ] = ()
     find_every_s: Annotated[
         float,
         Option(
@@ -124,7 +127,9 @@ class RouterOptions:
             )
         if not self.decode_nodes:
             raise InvalidConfig("no decode node is named; give --decode-nodes host:port")
-        check_single_role(self.prefill_nodes, self.decode_nodes)
+        check_single_role(
+            prefill=self.prefill_nodes, decode=self.decode_nodes, encode=self.encode_nodes
+        )
 
     @property
     def baton_prefill_nodes(self) -> tuple[NodeSource, ...]:

@@ -8,6 +8,7 @@ from enum import StrEnum
 from baton.core.ids import Incarnation, NodeId
 from baton.core.legs import Legs
 from baton.core.logprobs import RAW_LOGPROBS
+from baton.core.media import StoredRows
 from baton.core.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults
 from baton.engine.kv_cache.block_hashes import PrefixNaming
 from baton.kv_transfer.protocol.messages import Fingerprint
@@ -50,12 +51,21 @@ class NodeCard:
     max_loras: int = 0  # different adapters in a batch; 0: it serves none
     logprobs_mode: str = RAW_LOGPROBS
     encodes_pictures: bool = False  # a node without the model's vision tower cannot
+    encoding_row_bytes: int = 0  # of a picture's encoding; 0: the model takes no pictures
     kernels: str = ""  # that compute the model, such as avx512bf16 or torch; empty: not reported
 
     @property
     def max_sequence_length(self) -> int:
         """Maximum number of tokens of prompt and answer together."""
         return self.max_sequence_len or self.max_model_len
+
+    @property
+    def stored_rows(self) -> StoredRows | None:
+        """Return how its KV cache stores encodings of pictures; None: it stores none."""
+        if not self.encoding_row_bytes or self.prefix_naming is None:
+            return None
+        block_size = self.fingerprint.layout.block_size
+        return StoredRows(self.encoding_row_bytes, self.block_bytes, block_size)
 
     @property
     def num_distinct_blocks(self) -> int:

@@ -36,6 +36,7 @@ EXAMPLES = {
         "baton serve decode --model models/demo --port 50071",
         "baton serve decode --model models/demo --kv-cache-memory 4GiB --max-num-seqs 64",
     ),
+    "serve encode": ("baton serve encode --model ~/models/vision --port 50081",),
     "serve router": (
         "baton serve router --prefill-nodes 127.0.0.1:50061 --decode-nodes 127.0.0.1:50071",
         "baton serve router --model models/demo --decode-nodes dns:///decode:50071",

@@ -19,6 +19,7 @@ FIRST_OPTIONS = {
     ),
     "serve prefill": OF_NODES,
     "serve decode": OF_NODES,
+    "serve encode": OF_NODES,
     "serve router": (
         "model", "prefill_nodes", "decode_nodes", "host", "port", "http_port", "policy",
         "token_file", "tls_cert", "tls_key", "metrics_port",

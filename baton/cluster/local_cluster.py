@@ -6,6 +6,7 @@ import itertools
 import queue
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -43,6 +44,7 @@ class ClusterOptions(ChildOptions):
     model: str
     num_prefill: int = 1
     num_decode: int = 1
+    num_encode: int = 0
     # No prefill nodes: num_prefill + num_decode decode nodes, which also compute the prompts.
     is_colocated: bool = False
     host: str = "127.0.0.1"
@@ -50,6 +52,7 @@ class ClusterOptions(ChildOptions):
     node_arguments: tuple[str, ...] = ()  # passed to every node
     prefill_arguments: tuple[str, ...] = ()  # passed to every prefill node, after node_arguments
     decode_arguments: tuple[str, ...] = ()
+    encode_arguments: tuple[str, ...] = ()
     # Each has a node; a model that is repeated has several. They are prefill nodes, or decode nodes
     # where there are no prefill nodes.
     embedders: tuple[FurtherModel, ...] = ()
@@ -63,7 +66,7 @@ class ClusterOptions(ChildOptions):
 
     @property
     def num_nodes(self) -> int:
-        return self.num_prefill + self.num_decode + len(self.embedders)
+        return self.num_prefill + self.num_decode + self.num_encode + len(self.embedders)
 
 
 class LocalCluster:
@@ -74,7 +77,7 @@ class LocalCluster:
         self._lifetime = ExitStack()
         self._router_lifetime = ExitStack()  # ends first
         self._forks = ForkServer(options.environment)
-        self._numbers = {"prefill": itertools.count(), "decode": itertools.count()}
+        self._numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self._spawned: list[Child] = []
         self._lists: dict[str, Path] = {}  # of the nodes of each role, for the router
         self._successors: dict[Child, Child] = {}  # of processes that were restarted
@@ -83,6 +86,7 @@ class LocalCluster:
         self.router: Child
         self.prefills: list[Child] = []
         self.decodes: list[Child] = []
+        self.encoders: list[Child] = []  # of pictures
         self.embedders: list[Child] = []
 
     def __enter__(self) -> Self:
@@ -107,7 +111,7 @@ class LocalCluster:
 
     @property
     def nodes(self) -> list[Child]:
-        return [*self.prefills, *self.decodes, *self.embedders]
+        return [*self.prefills, *self.decodes, *self.encoders, *self.embedders]
 
     @property
     def children(self) -> list[Child]:
@@ -147,7 +151,7 @@ class LocalCluster:
         if ended is self.router:
             self.router = child
         else:
-            siblings = (self.prefills, self.decodes, self.embedders)
+            siblings = (self.prefills, self.decodes, self.encoders, self.embedders)
             [own] = (nodes for nodes in siblings if ended in nodes)
             own[own.index(ended)] = child
         return child
@@ -168,7 +172,7 @@ class LocalCluster:
         # The router loads while the nodes do, and finds them in lists as soon as all listen. It is
         # first, so that it does not wait for what the nodes import.
         folder = self._lifetime.enter_context(TemporaryDirectory(prefix="baton-nodes-"))
-        num_nodes = {"prefill": num_prefill, "decode": num_decode}
+        num_nodes = {"prefill": num_prefill, "decode": num_decode, "encode": options.num_encode}
         num_nodes["prefill" if num_prefill else "decode"] += len(options.embedders)
         self._lists = {role: Path(folder, role) for role, number in num_nodes.items() if number}
         for path in self._lists.values():
@@ -176,6 +180,7 @@ class LocalCluster:
         self.router = self._spawn_router()
         self.prefills = [self._spawn_node("prefill") for _ in range(num_prefill)]
         self.decodes = [self._spawn_node("decode") for _ in range(num_decode)]
+        self.encoders = [self._spawn_node("encode") for _ in range(options.num_encode)]
         self.embedders = [
             self._spawn_embedder(f"embed-{index}", model)
             for index, model in enumerate(options.embedders)
@@ -200,7 +205,7 @@ class LocalCluster:
             waiting.remove(child)
 
     def _nodes(self, role: str) -> list[Child]:
-        nodes = self.prefills if role == "prefill" else self.decodes
+        nodes = {"prefill": self.prefills, "decode": self.decodes, "encode": self.encoders}[role]
         return [*nodes, *self.embedders] if role == self._role_of_embedders else nodes
 
     @property
@@ -234,8 +239,12 @@ class LocalCluster:
         options = self._options
         listen = ["--host", options.host, "--port", str(port)]
         common = [role, *TEXT_LOGS, "--model", options.model, *listen, "--node-id", name]
-        by_role = options.prefill_arguments if role == "prefill" else options.decode_arguments
-        return self._spawn(name, [*common, *options.node_arguments, *by_role, *arguments])
+        own = {
+            "prefill": options.prefill_arguments,
+            "decode": options.decode_arguments,
+            "encode": options.encode_arguments,
+        }[role]
+        return self._spawn(name, [*common, *options.node_arguments, *own, *arguments])
 
     def _spawn_embedder(self, node_id: str, model: FurtherModel) -> Child:
         options, role = self._options, self._role_of_embedders

@@ -102,6 +102,12 @@ class CacheLayout:
         return (num_blocks - num_state_blocks) // len(self.groups)
 
     @property
+    def lasting_group(self) -> int | None:
+        """Return the first KV group that keeps all tokens; None if there is none."""
+        kept = (number for number, group in enumerate(self.groups) if not group.spec.forgets)
+        return next(kept, None)
+
+    @property
     def kinds(self) -> tuple[MemoryKind, ...]:
         """Return the kinds of memory as peers must have them, too."""
         groups = [

@@ -17,7 +17,6 @@ class EncoderCache:
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
         self.num_used_rows = 0
-        self.total_encoded = 0
         self.total_hits = 0
         self._rows: dict[bytes, int] = {}  # the least recently used first
         self._freed: list[bytes] = []
@@ -40,7 +39,6 @@ class EncoderCache:
             raise OutOfOrder(f"there is no room for an encoding of {num_rows} rows")
         self._rows[digest] = num_rows
         self.num_used_rows += num_rows
-        self.total_encoded += 1
 
     def touch(self, digest: bytes) -> None:
         """Note the use of an encoding by one more request."""

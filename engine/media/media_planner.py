@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from baton.core.ids import RequestId
 from baton.core.media import Picture
 from baton.engine.errors import EncodingsUnaccounted
+from baton.engine.kv_arrival.holds import Hold
 from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.media.encoder_cache import EncoderCache
 from baton.engine.media.request_media import RequestMedia
-from baton.engine.plan import NO_MEDIA, MediaOrders
+from baton.engine.media.stored_encodings import StoredEncodings
+from baton.engine.plan import NO_MEDIA, EncodingSource, MediaOrders
 
 
 @dataclass(slots=True, eq=False)
@@ -21,6 +24,7 @@ class _User:
     kv: HeldKv
     # By digest: the length of the request after which it needs the encoding no more.
     needs: dict[bytes, int] = field(default_factory=dict)
+    hold: Hold | None = None  # on blocks with encodings that it has no pixels for
 
 
 class MediaPlanner:
@@ -32,19 +36,48 @@ class MediaPlanner:
     """
 
     def __init__(
-        self, num_cache_rows: int, max_rows_per_step: int, *, whole_pictures: bool = False
+        self,
+        num_cache_rows: int,
+        max_rows_per_step: int,
+        stored: StoredEncodings | None = None,
+        *,
+        whole_pictures: bool = False,
     ) -> None:
         """With `whole_pictures`, all tokens of a picture are computed in one step."""
         self.cache = EncoderCache(num_cache_rows)
+        self._stored = stored  # None: all requests have pixels
         self._max_rows_per_step = max_rows_per_step
         self._whole_pictures = whole_pictures
         self._num_step_rows = 0
         self._users: dict[RequestId, _User] = {}
-        self._new: dict[bytes, Picture] = {}  # that the next plan encodes
-        self._orders: dict[RequestId, tuple[Picture, ...]] = {}
+        self._new: dict[bytes, EncodingSource] = {}  # that the next plan encodes
+        self._orders: dict[RequestId, tuple[EncodingSource, ...]] = {}
+        # For each plan whose pass has not ended: the blocks that it reads, also if their request
+        # ends before.
+        self._reading: deque[Hold | None] = deque()
+        self._total_encoded = 0
+        self._total_read = 0
 
     def begin_step(self) -> None:
         self._num_step_rows = 0
+
+    def can_encode(self, media: RequestMedia, start: int) -> bool:
+        """Return whether all pictures from token `start` on have pixels, or stored encodings."""
+        lacking = media.lacking(start)
+        if not lacking:
+            return True
+        return self._stored is not None and self._stored.find(media, lacking) is not None
+
+    def hold(self, kv: HeldKv, media: RequestMedia, start: int) -> None:
+        """Keep the stored encodings that a request needs from token `start` on, until `release`.
+
+        Call it after `can_encode`.
+        """
+        lacking = media.lacking(start)
+        found = self._stored.find(media, lacking) if lacking and self._stored is not None else None
+        if found and self._stored is not None:
+            media.sources.update(found)
+            self._users[kv.request_id] = _User(kv, hold=self._stored.hold(found.values()))
 
     def begin_whole(self, media: RequestMedia, start: int) -> int:
         """Return where to start for a chunk that would start here: not inside a whole picture."""
@@ -84,7 +117,7 @@ class MediaPlanner:
         for segment in segments:
             digest = segment.digest
             if digest not in self.cache:
-                self._encode(media.pictures[digest], media.num_rows[digest])
+                self._encode(media.sources[digest], media.num_rows[digest])
             elif digest in found and digest not in self._new:
                 self.cache.touch(digest)
             found.discard(digest)
@@ -95,17 +128,25 @@ class MediaPlanner:
             digests = dict.fromkeys((*earlier, *ordered))
             self._orders[kv.request_id] = tuple(self._new[digest] for digest in digests)
 
-    def _encode(self, picture: Picture, num_rows: int) -> None:
-        self.cache.add(picture.digest, num_rows, self._used())
+    def _encode(self, source: EncodingSource, num_rows: int) -> None:
+        self.cache.add(source.digest, num_rows, self._used())
         self._num_step_rows += num_rows
-        self._new[picture.digest] = picture
+        self._new[source.digest] = source
+        is_encoded = isinstance(source, Picture)
+        self._total_encoded += is_encoded
+        self._total_read += not is_encoded
 
-    def release(self, request_id: RequestId) -> None:
+    def release(self, request_id: RequestId, media: RequestMedia) -> None:
         """Note that a request was preempted or has ended."""
-        self._users.pop(request_id, None)
+        user = self._users.pop(request_id, None)
+        if user is not None and user.hold is not None and self._stored is not None:
+            self._stored.close(user.hold)
+            media.forget_stored()
 
     def drop(self, media: RequestMedia) -> None:
         """Forget the encodings of a request whose pass failed. Other users encode them again."""
+        if self._stored is not None:
+            self._stored.forget(media)
         for digest in media.num_rows:
             self.cache.drop(digest)
             for user in self._users.values():
@@ -118,18 +159,27 @@ class MediaPlanner:
     def take_orders(self) -> MediaOrders:
         """Return what the next pass encodes, and what the runner forgets before."""
         freed = self.cache.take_freed()
+        read = [each for each in self._new.values() if not isinstance(each, Picture)]
+        self._reading.append(self._stored.hold(read) if read and self._stored else None)
         if not freed and not self._orders:
             return NO_MEDIA
         orders = MediaOrders(freed, self._orders)
         self._orders, self._new = {}, {}
         return orders
 
+    def end_pass(self) -> None:
+        """Note that the first of the planned passes has ended."""
+        hold = self._reading.popleft()
+        if hold is not None and self._stored is not None:
+            self._stored.close(hold)
+
     def stats(self) -> dict[str, int]:
         """Return the statistics of pictures, by field of `SchedulerStats`."""
         return {
             "num_encoder_rows": self.cache.num_used_rows,
             "max_encoder_rows": self.cache.num_rows,
-            "total_encoded_pictures": self.cache.total_encoded,
+            "total_encoded_pictures": self._total_encoded,
+            "total_read_pictures": self._total_read,
             "total_found_pictures": self.cache.total_hits,
         }
 

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from baton.core.media import MediaSegment, Picture
+from baton.core.media import MediaSegment, Picture, PictureRows, encoding_rows
 from baton.core.request import EngineRequest
+from baton.core.task import TaskOutput
+from baton.engine.plan import EncodingSource
 
 
 @dataclass(frozen=True, slots=True)
 class RequestMedia:
     segments: tuple[MediaSegment, ...]  # in order
-    pictures: dict[bytes, Picture]  # by digest; empty where no pixels are needed
-    num_rows: dict[bytes, int] = field(default_factory=dict)  # of each encoding
+    # By digest: pixels, and while the request runs, encodings in the KV cache.
+    sources: dict[bytes, EncodingSource]
+    num_rows: dict[bytes, int]  # of each encoding
+    cache_salt: str = ""
 
     @classmethod
-    def of(cls, request: EngineRequest) -> RequestMedia:
-        media = cls(request.media, {each.digest: each for each in request.pictures})
-        for segment in request.media:
-            known = media.num_rows.get(segment.digest, 0)
-            media.num_rows[segment.digest] = max(known, segment.first + segment.num_tokens)
-        return media
+    def of(cls, request: EngineRequest, picture_rows: PictureRows | None = None) -> RequestMedia:
+        sources: dict[bytes, EncodingSource] = {each.digest: each for each in request.pictures}
+        num_rows = encoding_rows(request.media)
+        if request.task.output is TaskOutput.ENCODING and picture_rows is not None:
+            # Its tokens are those of blocks, which hold more rows than tokens.
+            for picture in request.pictures:
+                num_rows[picture.digest] = picture_rows(picture.height, picture.width)
+        return cls(request.media, sources, num_rows, request.cache_salt)
 
     def within(self, start: int, end: int) -> Iterator[MediaSegment]:
         """Yield the segments that have a token from `start` up to `end`."""
@@ -32,10 +38,16 @@ class RequestMedia:
         found = self.within(place, place + 1)
         return next((segment for segment in found if segment.start < place), None)
 
-    def lacks_pixels(self, start: int) -> bool:
-        """Return whether a picture from token `start` on has no pixels here."""
-        return any(
-            segment.digest not in self.pictures
+    def forget_stored(self) -> None:
+        """Forget the encodings in the KV cache: without a hold, they may go."""
+        for digest in [key for key, each in self.sources.items() if not isinstance(each, Picture)]:
+            del self.sources[digest]
+
+    def lacking(self, start: int) -> list[bytes]:
+        """Return the pictures from token `start` on of which nothing is here to encode."""
+        digests = (
+            segment.digest
             for segment in self.segments
             if segment.start + segment.num_tokens > start
         )
+        return [digest for digest in dict.fromkeys(digests) if digest not in self.sources]

@@ -61,7 +61,17 @@ class RunnerConfig:
         Option("Maximum context length: tokens of prompt and answer together.", MODEL, at_least=1),
     ] = None  # the model's maximum context length
     device: Annotated[str, Option("cpu, cuda or cuda:N.", MACHINE)] = "cpu"
-    loads_tower: bool = True  # the model's vision tower, if it has one; decode nodes need none
+    loads_tower: Annotated[
+        bool,
+        Option(
+            "Load the vision tower of the model, if it has one. Decode nodes never do, and a "
+            "prefill node needs none beside encode nodes.",
+            MODEL,
+            name="vision_tower",
+            is_setting=True,
+        ),
+    ] = True
+    loads_decoder: bool = True  # False: the tower alone, to encode pictures for other nodes
     num_threads: Annotated[  # torch threads of the whole process
         int | None, Option("Number of torch threads.", MACHINE, name="threads", at_least=1)
     ] = None

@@ -21,13 +21,13 @@ def choose_num_blocks(
     config: RunnerConfig,
     cache: CacheShape,
     device: Device,
-    make_runner: Callable[[int], TorchRunner],
-    capture: Callable[[TorchRunner], None],
+    make_runner: Callable[[int], TorchRunner] | None = None,
+    capture: Callable[[TorchRunner], None] = lambda _: None,
 ) -> int:
     """Return the number of blocks, once the weights are loaded. Raises InvalidConfig.
 
     `make_runner` makes a runner with so many blocks, with which the largest steps are measured,
-    and the graphs of decode steps that `capture` captures.
+    and the graphs of decode steps that `capture` captures. None: steps are not measured.
     """
     kv_bytes = config.kv_cache_bytes
     if kv_bytes is not None:
@@ -36,7 +36,10 @@ def choose_num_blocks(
     if config.kv_cache_share is not None:
         free_bytes = max(0, device.free_bytes() - cache.adapter_bytes)
         kv_bytes = int(free_bytes * config.kv_cache_share)
-    elif (memory := _measure(config, cache, device, make_runner, capture)) is not None:
+    elif (
+        make_runner is not None
+        and (memory := _measure(config, cache, device, make_runner, capture)) is not None
+    ):
         kv_bytes = profiled_kv_bytes(config, memory, cache)
         sizes = (
             memory.total_bytes,

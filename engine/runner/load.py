@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -17,7 +18,8 @@ from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.runner.adapters.adapted_layers import adaptable_layers
 from baton.engine.runner.adapters.adapters import AdapterTable
 from baton.engine.runner.adapters.low_rank import ActiveAdapters
-from baton.engine.runner.attention.kv_tensor import KvShape
+from baton.engine.runner.attention.kv_blocks import KvBlocks
+from baton.engine.runner.attention.kv_tensor import KvShape, describe
 from baton.engine.runner.attention.paged_attention import LayerAttention
 from baton.engine.runner.batch.input_batch import PersistentBatch
 from baton.engine.runner.config import RunnerConfig as RunnerConfig
@@ -39,9 +41,11 @@ from baton.engine.runner.pooling.choose import choose_pooling
 from baton.engine.runner.sampling.logits_processors import ModelView, load_processors, versions
 from baton.engine.runner.state.state_shape import StateShape, cache_layout, state_shape
 from baton.engine.runner.vision.config import VisionConfig
+from baton.engine.runner.vision.encoding_blocks import EncodingBlocks
 from baton.engine.runner.vision.load import load_tower
 from baton.engine.runner.vision.read_config import read_vision_config
 from baton.engine.runner.vision.tower import Tower
+from baton.engine.runner.vision.tower_runner import TowerRunner
 from baton.engine.runner.weights.decoder_loading import attention_of, load_decoder
 from baton.engine.runner.weights.open_weights import OpenWeights, open_weights
 
@@ -81,7 +85,7 @@ def load_runner(
         num_blocks_in(config.kv_cache_bytes, cache, device)
     weights = _load_weights(opened, on_progress, None if adapters is None else adapters.active)
     parts = RunnerParts(
-        _describe(opened, weights, max_model_len, defaults),
+        _describe(opened, weights.fingerprint, weights.tower, max_model_len, defaults),
         dtype,
         weights.decoder,
         weights.attention,
@@ -111,6 +115,44 @@ def load_runner(
         warm_up(runner, *sizes, layout)
     capture(runner)
     return runner
+
+
+def load_tower_runner(
+    config: RunnerConfig,
+    on_progress: LoadProgressCallback | None = None,
+    make_device: Callable[[str], Device] = open_device,
+    make_parts: Callable[..., Parts] = choose_parts,
+) -> TowerRunner:
+    """Load the vision tower alone, beside blocks like those of nodes with the whole model.
+
+    Raises ModelError for errors in the model folder and InvalidConfig for errors in the settings.
+    """
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    opened = _open(config, make_device, make_parts)
+    _, checkpoint, model, dtype, device, kernels, _ = opened
+    shape, _, layout = _plan_memory(config, model, dtype)
+    max_model_len = choose_max_model_len(config, model.max_context_len())
+    check(
+        layout.lasting_group is not None, "encode nodes need a model with a KV cache of all tokens"
+    )
+    with open_weights(
+        config, checkpoint, model, dtype, device.place, kernels, on_progress
+    ) as weights:
+        tower = _load_tower(opened, weights)
+        if tower is None:
+            raise InvalidConfig(f"{checkpoint.path} has no vision tower: encode nodes need one")
+        described = str(opened.vision)
+        fingerprint = weights.fingerprint(versions(config.logits_processors), described)
+    defaults = checkpoint.read_generation_defaults()
+    info = _describe(opened, fingerprint, tower, max_model_len, defaults)
+    cache = CacheShape(shape.block_bytes, max_model_len, layout)
+    num_blocks = choose_num_blocks(config, cache, device)
+    kv = shape.allocate(num_blocks, device.place)
+    blocks = KvBlocks(kv, device, kernels.make_block_hashes(kv))
+    stored = EncodingBlocks(kv, info.encoding_row_bytes, dtype)
+    info = replace(info, has_decoder=False, pooling=None)
+    return TowerRunner(info, tower, stored, describe(kv, layout, info.dtype), blocks, device)
 
 
 class _Opened(NamedTuple):
@@ -198,15 +240,19 @@ def _read_vision(config: RunnerConfig, checkpoint: Checkpoint) -> VisionConfig |
 
 
 def _describe(
-    opened: _Opened, weights: _Weights, max_model_len: int, defaults: GenerationDefaults
+    opened: _Opened,
+    fingerprint: str,
+    tower: Tower | None,
+    max_model_len: int,
+    defaults: GenerationDefaults,
 ) -> ModelInfo:
-    config, checkpoint, model, _, _, kernels, _ = opened
+    config, checkpoint, model, dtype, _, kernels, vision = opened
     own_pooling = None
     if model.num_labels:  # of the last token
         own_pooling = Pooling(PoolingKind.LAST, normalizes=False, num_labels=model.num_labels)
     return ModelInfo(
         checkpoint=checkpoint,
-        fingerprint=weights.fingerprint,
+        fingerprint=fingerprint,
         vocab_size=model.vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=defaults.eos_token_ids,
@@ -215,7 +261,8 @@ def _describe(
         max_shareable_prompt_len=model.max_shareable_prompt_len(),
         hidden_size=model.hidden_size,
         can_generate=model.can_generate,
-        picture_rows=None if weights.tower is None else weights.tower.config.num_tokens,
+        picture_rows=None if tower is None else tower.config.num_tokens,
+        encoding_row_bytes=0 if vision is None else vision.encoding_size * dtype.itemsize,
         sees_whole_pictures=model.sees_whole_pictures,
         pooling=choose_pooling(config.pooling, checkpoint, own_pooling),
         numerics=kernels.numerics,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton.checkpoint.checkpoint import Checkpoint, GenerationDefaults
+from baton.core.media import PictureRows
 from baton.core.pooling import Pooling
 from baton.engine.kv_cache.groups import CacheLayout
 from baton.kv_transfer.fence import Fence
@@ -30,9 +31,10 @@ class ModelInfo:
     hidden_size: int = 0
     pooling: Pooling | None = None  # None: the model embeds nothing
     can_generate: bool = True
-    # Rows of the encoding of a picture by height and width; raises ValueError for sizes that the
-    # tower does not encode. None: no tower is loaded.
-    picture_rows: Callable[[int, int], int] | None = None
+    has_decoder: bool = True  # False: the vision tower alone is loaded
+    # Rows of the encoding of a picture. None: no tower is loaded.
+    picture_rows: PictureRows | None = None
+    encoding_row_bytes: int = 0  # of an encoding; 0: the model takes no pictures
     sees_whole_pictures: bool = False  # a picture's tokens must be computed in one pass
     # Names an option of the kernels that changes the bits of KV, but not its meaning: nodes hand
     # requests over, and find no cached blocks of each other.

@@ -18,6 +18,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from baton.core.ids import RequestId
 from baton.engine.kv_cache.groups import CacheLayout
@@ -55,6 +56,7 @@ from baton.engine.runner.sampling.prompt_logprobs import PromptLogprobs
 from baton.engine.runner.sampling.sampler import Sampler
 from baton.engine.runner.state.state_shape import StateShape
 from baton.engine.runner.state.state_tables import empty_states
+from baton.engine.runner.vision.encoding_blocks import EncodingBlocks
 from baton.engine.runner.vision.encodings import Encodings
 from baton.engine.runner.vision.tower import LayerDone, Tower
 from baton.engine.spec_decode.config import Speculation
@@ -81,7 +83,7 @@ class RunnerParts:
     speculation: Speculation | None
     drafters: Mapping[str, MakeDrafter]
     has_graphs: bool  # of decode steps
-    tower: Tower | None = None  # None: the model takes text alone
+    tower: Tower | None = None  # None: the node encodes no pictures
 
 
 class TorchRunner:
@@ -99,7 +101,7 @@ class TorchRunner:
         self.num_passes: Counter[GraphSize | EagerCause] = Counter()  # by graph, or why eager
         self.adapters = parts.adapters
         self.blocks = KvBlocks(kv[:num_blocks], self.device, kernels.make_block_hashes(kv))
-        self._encodings = None if parts.tower is None else Encodings(parts.tower)
+        self._encodings = _make_encodings(parts, kv[:num_blocks])
         self._inputs = make_inputs(self.device)
         self._batch = parts.batch
         self._passes = ForwardPasses(
@@ -326,6 +328,11 @@ class TorchRunner:
         self._ended = frozenset(() if launched.is_followed else (*result.failures, *full))
         launched.fence.wait()  # a step that samples nothing has not waited for its pass yet
         return result
+
+
+def _make_encodings(parts: RunnerParts, kv: Tensor) -> Encodings | None:
+    row_bytes = parts.info.encoding_row_bytes
+    return Encodings(parts.tower, EncodingBlocks(kv, row_bytes, parts.dtype)) if row_bytes else None
 
 
 def _shape_of(

@@ -57,12 +57,13 @@ def open_runner(
     """
     import torch
 
-    from baton.engine.runner.load import load_runner
+    from baton.engine.runner.load import load_runner, load_tower_runner
 
     checkpoint = open_checkpoint(config.model)
     kind = kind_of(checkpoint)
     if kind is None:
-        return load_runner(config, on_progress)
+        load = load_runner if config.loads_decoder else load_tower_runner
+        return load(config, on_progress)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     return kind.load(config, checkpoint, on_progress)

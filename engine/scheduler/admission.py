@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -17,7 +18,7 @@ from baton.engine.scheduler.request import Request, RequestStatus
 from baton.engine.scheduler.state import SchedulerState
 
 NO_HIT = PrefixHit(0, ())
-PIXELS_LOST = "the KV of pictures was lost, and this node has no pixels to compute it again"
+PIXELS_LOST = "this node has no pixels of a picture, nor its encoding, to compute KV that it lacks"
 
 
 class Refusal(Enum):
@@ -93,6 +94,7 @@ class AdmissionRules:
         self._ways = {
             TaskOutput.TOKENS: compute,
             TaskOutput.VECTOR: compute,
+            TaskOutput.ENCODING: compute,
             TaskOutput.KV: prefetch,
         }
 
@@ -176,20 +178,21 @@ class AdmissionRules:
     def _require_encodings(self, candidate: Candidate) -> Refusal | None:
         """Cut the first chunk before a picture that there is no room to encode.
 
-        A decode node has no pixels: a request that lost the KV of its pictures ends there.
+        A decode node has no pixels: a request that lost the KV of its pictures ends there. So does
+        one whose encodings another node has written here, if they are evicted before it starts.
         """
         request, start = candidate.request, self._start_of(candidate)
         if request.media is None:
             return None
-        if request.media.lacks_pixels(start):
+        planner = self._state.media
+        has_all = not request.media.lacking(start)
+        if not has_all and (planner is None or not planner.can_encode(request.media, start)):
             failure = Failure(PIXELS_LOST, FailureCause.KV_LOST)
             self._state.end(request, FinishReason.ERROR, failure)
             return Refusal.SET_ASIDE
-        if self._state.media is not None:
+        if planner is not None:
             num_left = self._budget.num_left_in_step
-            candidate.chunk = self._state.media.limit(
-                request.media, start, candidate.chunk, num_left
-            )
+            candidate.chunk = planner.limit(request.media, start, candidate.chunk, num_left)
         return None if candidate.chunk else Refusal.BLOCKS
 
     def _start_of(self, candidate: Candidate) -> int:
@@ -224,6 +227,8 @@ class AdmissionRules:
         token_s = self._budget.pace.token_s
         if arrival.handoff is not None:
             token_s = state.arrivals.pulls.receive_token_s(arrival.handoff.source, state.now_s)
+        elif candidate.request.is_fetch_of_media:
+            token_s = math.inf  # what another node has encoded cannot be computed here
         need = PrefixNeed(
             candidate.max_num_hits,
             token_s,
@@ -254,12 +259,17 @@ class AdmissionRules:
     def _take_blocks(self, candidate: Candidate) -> Refusal | None:
         """Allocate all blocks of the prompt at once: a prefill never waits for blocks halfway."""
         cache, request, hit = self._state.cache, candidate.request, candidate.hit
+        planner = self._state.media if request.arrival.handoff is None else None
+        if request.media is not None and planner is not None:
+            planner.hold(request.kv, request.media, self._start_of(candidate))
         if cache.admit(request.kv, hit, spare=candidate.num_spare):
             request.note_admission()
             self._state.clients.hold(request)
             if request.adapter_id:
                 self._state.adapters.take(request.submitted)
             return None
+        if request.media is not None and planner is not None:
+            planner.release(request.request_id, request.media)
         request.shortage = self._state.shortage_of(request, hit, candidate.max_num_hits)
         return Refusal.BLOCKS
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Annotated, Any
@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from baton.core.errors import require_setting
 from baton.core.exclusions import Feature, check_exclusions
 from baton.core.extra_args import Check, reject_extra_args
+from baton.core.media import PictureRows, StoredRows
 from baton.core.options import BATCHING, KV_CACHE, Option, check_options
 from baton.core.pooling import Pooling
 from baton.engine.runner.config import MaxNumBatchedTokens, MaxNumSeqs
@@ -30,10 +31,6 @@ class LoadFailurePolicy(Enum):
 
     RECOMPUTE = "recompute"  # from the start, on this node
     FAIL = "fail"  # end the request here; the router can retry it on another node
-
-
-# Raises ValueError for a size that the tower does not encode.
-PictureRows = Callable[[int, int], int]
 
 
 def default_threshold(given: Mapping[str, Any]) -> int:
@@ -188,8 +185,8 @@ class SchedulerConfig:
             is_setting=True,
         ),
     ] = 16_384
-    encodes_pictures: bool = False  # the model has a vision tower, which is loaded
-    picture_rows: PictureRows | None = None  # of its encodings, by height and width
+    picture_rows: PictureRows | None = None  # of its encodings; None: no vision tower is loaded
+    stored_rows: StoredRows | None = None  # encodings in its KV cache; None: it takes no pictures
     whole_pictures: bool = False  # all tokens of a picture are computed in one step
     pooling: Pooling | None = None  # of the model; None: it embeds nothing
     can_generate: bool = True
@@ -217,8 +214,9 @@ class SchedulerConfig:
 
     @property
     def num_encoder_rows(self) -> int:
-        """The size of the cache of encodings in rows; 0: the node encodes no pictures."""
-        return self.encoder_cache_tokens if self.encodes_pictures else 0
+        """The size of the cache of encodings in rows; 0: the model takes no pictures."""
+        takes_pictures = self.picture_rows is not None or self.stored_rows is not None
+        return self.encoder_cache_tokens if takes_pictures else 0
 
     @property
     def max_whole_picture(self) -> int:

@@ -39,6 +39,8 @@ class OutputProcessor:
         for held in step.written:
             self._state.cache.release(held)
         self._state.cache.end_pass()  # before requests end with their last token
+        if self._state.media is not None:
+            self._state.media.end_pass()
         self._append_tokens(run)
         self._end_pooled(run)
 

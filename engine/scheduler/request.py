@@ -13,6 +13,7 @@ from baton.core.ids import RequestId
 from baton.core.output import RequestStats
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
+from baton.core.task import TaskOutput
 from baton.engine.errors import OutOfOrder
 from baton.engine.kv_arrival.arrival import Arrival, GivenKv
 from baton.engine.kv_cache.block_hashes import BlockHash
@@ -89,7 +90,7 @@ class Request:
     num_prompt_tokens: int = field(init=False)
     kv: HeldKv = field(init=False)
     arrival: Arrival = field(init=False)
-    media: RequestMedia | None = field(init=False)  # None: its prompt is text alone
+    media: RequestMedia | None = None  # None: its prompt is text alone
     num_prompt_logprobs: int = 0  # already returned
     shortage: BlockShortage | None = None  # found when it was last tried to be started
     lasting_shortage: BlockShortage | None = None  # that no preemption could end
@@ -126,7 +127,6 @@ class Request:
             submitted.media,
             submitted.adapter,
         )
-        self.media = RequestMedia.of(submitted) if submitted.media else None
         foreign = submitted.foreign_kv
         self.arrival = Arrival(
             self.kv,
@@ -135,6 +135,11 @@ class Request:
             submitted.prefix_source,
             None if foreign is None else _given(foreign, submitted),
         )
+
+    @property
+    def is_fetch_of_media(self) -> bool:
+        """Return whether it only gets cached blocks with media to this node."""
+        return self.media is not None and self.submitted.task.output is TaskOutput.KV
 
     @property
     def client(self) -> str:

@@ -18,6 +18,8 @@ from baton.engine.kv_cache.cache_group import PrefixHit
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.media.media_planner import MediaPlanner
+from baton.engine.media.request_media import RequestMedia
+from baton.engine.media.stored_encodings import StoredEncodings
 from baton.engine.scheduler.batch_adapters import BatchAdapters
 from baton.engine.scheduler.client_shares import ClientShares
 from baton.engine.scheduler.config import SchedulerConfig, SchedulingPolicy
@@ -52,9 +54,13 @@ class SchedulerState:
         self.adapters = BatchAdapters(config.max_loras)
         self.media: MediaPlanner | None = None  # None: the model takes no pictures
         if config.num_encoder_rows:
+            stored = None
+            if config.stored_rows is not None:
+                stored = StoredEncodings(self.cache, self.arrivals.holds, config.stored_rows)
             self.media = MediaPlanner(
                 config.num_encoder_rows,
                 config.max_num_batched_tokens,
+                stored,
                 whole_pictures=config.whole_pictures,
             )
         self.num_waiting_for_remote_kvs = 0
@@ -87,6 +93,8 @@ class SchedulerState:
             limit if submitted.send_to is None else min(limit, num_context + 1),
             takes_no_prefix=submitted.task.is_pooling and self.config.pooling_needs_all_tokens,
         )
+        if submitted.media:
+            request.media = RequestMedia.of(submitted, self.config.picture_rows)
         self.requests[submitted.request_id] = request
         self.clients.add(request)
         if submitted.receive_from is not None:
@@ -160,7 +168,7 @@ class SchedulerState:
         if request.adapter_id:
             self._release_adapter(request)
         if request.media is not None and self.media is not None:
-            self.media.release(request.request_id)
+            self.media.release(request.request_id, request.media)
         if request.arrival.foreign_kv is not None:
             self.arrivals.foreign.let_go(request.arrival)
         request.arrival.is_over = True  # others no longer wait behind it for room to load
@@ -384,7 +392,7 @@ class SchedulerState:
         if request.adapter_id:
             self._release_adapter(request)
         if request.media is not None and self.media is not None:
-            self.media.release(request.request_id)
+            self.media.release(request.request_id, request.media)
         self.cache.release(request.kv, is_over=False)
         self.clients.release(request)
         self.waiting.note_release(request.client)

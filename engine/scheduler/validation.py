@@ -6,14 +6,14 @@ from collections.abc import Collection, Iterator
 from itertools import chain
 
 from baton.core.errors import ContextLengthExceeded, InvalidRequest
-from baton.core.media import Picture
+from baton.core.media import PICTURE_SALT, Picture, PictureRows, encoding_rows
 from baton.core.request import EngineRequest
 from baton.core.structured_outputs import FIELD
-from baton.core.task import EmbedTask
+from baton.core.task import EmbedTask, TaskOutput
 from baton.engine.kv_cache.block_hashes import MAX_TOKEN_ID
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.media.request_media import RequestMedia
-from baton.engine.scheduler.config import PictureRows, SchedulerConfig
+from baton.engine.scheduler.config import SchedulerConfig
 
 
 def validate_request(
@@ -27,10 +27,15 @@ def validate_request(
         raise InvalidRequest(f"the adapter {request.adapter.name!r} is not served by this node")
     if request.media:
         _check_media(request, config)
-    if isinstance(request.task, EmbedTask):
+    if request.task.output is TaskOutput.ENCODING:
+        _check_encode(request, config)
+    elif isinstance(request.task, EmbedTask):
         _check_embed(request, request.task, config)
     elif not config.can_generate:
-        raise InvalidRequest("this model generates no text: it embeds or scores texts only")
+        raise InvalidRequest(
+            "this node generates no text: its model embeds or scores texts only, or it encodes "
+            "pictures for other nodes"
+        )
     _check_tokens(request, config)
     _check_lengths(request, config)
     _check_fits_cache(request, config, cache)
@@ -46,22 +51,22 @@ def validate_request(
 
 
 def _check_media(request: EngineRequest, config: SchedulerConfig) -> None:
-    if not config.num_encoder_rows and request.receive_from is None:
+    is_computed = request.receive_from is None and request.task.output is not TaskOutput.KV
+    if is_computed and not config.num_encoder_rows:
         raise InvalidRequest("this node encodes no pictures: send text only")
-    end, media = 0, RequestMedia.of(request)
+    end, media = 0, RequestMedia.of(request, config.picture_rows)
     for segment in request.media:
         if segment.start < end:
             raise InvalidRequest("the media of the prompt overlap, or are not in order")
         end = segment.start + segment.num_tokens
     if end > len(request.prompt_token_ids):
         raise InvalidRequest(f"a picture ends at token {end}, after the end of the prompt")
-    if request.receive_from is None and media.lacks_pixels(0):
+    if is_computed and media.lacking(0) and (config.stored_rows is None or request.pictures):
         raise InvalidRequest("a picture of the prompt has no pixels")
-    if config.picture_rows is not None:
-        for picture in request.pictures:
-            _check_picture(picture, media.num_rows.get(picture.digest, 0), config.picture_rows)
+    for picture in request.pictures:
+        _check_picture(picture, media.num_rows.get(picture.digest, 0), config.picture_rows)
     largest = max(media.num_rows.values())
-    if request.receive_from is None and largest > config.num_encoder_rows:
+    if is_computed and largest > config.num_encoder_rows:
         raise InvalidRequest(
             f"a picture takes {largest} tokens, more than encoder-cache-tokens "
             f"({config.num_encoder_rows}): send a smaller one"
@@ -90,8 +95,10 @@ def _check_whole_pictures(
             )
 
 
-def _check_picture(picture: Picture, num_rows: int, picture_rows: PictureRows) -> None:
+def _check_picture(picture: Picture, num_rows: int, picture_rows: PictureRows | None) -> None:
     """Refuse a picture that the tower cannot encode: its pass would fail."""
+    if picture_rows is None:
+        raise InvalidRequest("this node has no vision tower: send no pixels to it")
     try:
         expected = picture_rows(picture.height, picture.width)
     except ValueError as error:
@@ -100,6 +107,23 @@ def _check_picture(picture: Picture, num_rows: int, picture_rows: PictureRows) -
         raise InvalidRequest(
             f"a picture of {picture.width}x{picture.height} pixels has {expected} tokens in this "
             f"model, and {num_rows} in the prompt: is the router's model folder another one?"
+        )
+
+
+def _check_encode(request: EngineRequest, config: SchedulerConfig) -> None:
+    """Refuse what is not the prompt of a stored encoding: it would be cached as one."""
+    rows, pictures = config.stored_rows, request.pictures
+    if rows is None or config.picture_rows is None or config.can_generate:
+        raise InvalidRequest("this node encodes no pictures for others: use an encode node")
+    if len(pictures) != 1 or not request.cache_salt.startswith(PICTURE_SALT):
+        raise InvalidRequest("an encode leg has one picture, and the salt of a stored encoding")
+    [picture] = pictures
+    stored = rows.prompt(picture.digest, config.picture_rows(picture.height, picture.width))
+    if (request.prompt_token_ids, request.media) != (stored.token_ids, stored.media):
+        raise InvalidRequest(
+            f"the encoding of a picture of {picture.width}x{picture.height} pixels takes "
+            f"{stored.num_blocks} blocks, not {len(request.prompt_token_ids) // rows.block_size}: "
+            "is the router's model folder another one?"
         )
 
 
@@ -191,6 +215,10 @@ def _check_fits_cache(request: EngineRequest, config: SchedulerConfig, cache: Ca
     if request.send_to is None:
         num_slots = max_num_tokens(request, config) - 1
     num_blocks = -(-num_slots // cache.block_size)
+    if request.media and not request.pictures and config.stored_rows is not None:
+        rows = encoding_rows(request.media).values()  # held beside its own blocks
+        num_stored = sum(map(config.stored_rows.num_blocks, rows))
+        num_blocks += -(-num_stored // len(cache.layout.groups))
     if num_blocks > cache.max_blocks_per_group:
         num_prompt_tokens = len(request.prompt_token_ids)
         longest = max_sequence_length(config, cache)

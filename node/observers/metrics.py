@@ -95,6 +95,7 @@ def read_gauges(
         counted.PICTURES: {
             "encoded": stats.total_encoded_pictures,
             "found": stats.total_found_pictures,
+            "read": stats.total_read_pictures,
         },
         counted.ENCODER_ROWS: stats.num_encoder_rows,
         counted.PULL_BLOCKS: {

@@ -30,7 +30,7 @@ class Readiness:
         is_overdue = now >= self._deadline_s
         if decodes and (is_overdue or any(card.model in decodes for card in prefills)):
             self._has_begun = True
-        encoders = [node.card for node in table.open_nodes(LegKind.ENCODE)]
+        encoders = [node.card for node in table.open_nodes(LegKind.ENCODE) if node.card.vector_size]
         can_embed = any(is_overdue or not card.generates for card in encoders)
         self._missing -= decodes | {card.model for card in encoders}
         if self._missing and not is_overdue:

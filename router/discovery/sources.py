@@ -74,11 +74,15 @@ def parse_list(text: str) -> frozenset[str]:
     return frozenset(_check_address(line) for line in lines if line)
 
 
-def check_single_role(prefills: Iterable[PrefillSource], decodes: Iterable[NodeSource]) -> None:
-    """Raises InvalidConfig if a source is listed for both roles."""
-    both = sorted(map(str, set(prefills) & set(decodes)))
-    if both:
-        raise InvalidConfig(f"{both[0]} is listed both as a prefill node and as a decode node")
+def check_single_role(**sources_by_role: Iterable[PrefillSource]) -> None:
+    """Raises InvalidConfig if a source is listed for two roles."""
+    role_of: dict[PrefillSource, str] = {}
+    for role, sources in sources_by_role.items():
+        for source in sources:
+            if role_of.setdefault(source, role) != role:
+                raise InvalidConfig(
+                    f"{source} is listed both as a {role_of[source]} node and as a {role} node"
+                )
 
 
 def _parts(text: str) -> list[str]:

@@ -64,6 +64,10 @@ class Attempt:
         self._first_decoded_token_s: float | None = None
         self.failure_by_address: dict[str, NodeFailed] = {}
 
+    @property
+    def number(self) -> int:
+        return self._handoff_id.attempt
+
     async def run(self, node_calls: NodeCalls) -> AsyncGenerator[AnswerPart, None]:
         """Run the legs and yield the parts of the answer; the last is its Finish.
 
@@ -111,6 +115,8 @@ class Attempt:
             receive = ReceiveKv(self._handoff_id, source)
             return replace(request, receive_from=receive, pictures=())
         request = replace(request, prefix_source=_prefix_source(self._route))
+        if self._route.encoder is not None or not leg.node.card.encodes_pictures:
+            request = replace(request, pictures=())  # encodings or KV are there
         return replace(request, send_to=self._handoff_id) if leg.sends else request
 
     def _handle(self, event: LegEvent, events: Events) -> TokenChunk | None:

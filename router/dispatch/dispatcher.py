@@ -16,6 +16,7 @@ from baton.router.dispatch.config import DispatchConfig
 from baton.router.dispatch.dispatched_request import DispatchedRequest
 from baton.router.dispatch.foreign_prefills import ForeignPrefills
 from baton.router.dispatch.node_rpcs import NodeCalls
+from baton.router.dispatch.picture_legs import PictureLegs
 from baton.router.dispatch.quarantine import (
     Quarantine,
     QuarantineVerdict,
@@ -60,6 +61,7 @@ class Dispatcher:
         self._foreign_prefills = foreign_prefills
         self._breakers = CircuitBreakers(config.breakers)
         self._quarantine = Quarantine(self.wake)
+        self._pictures = PictureLegs(table, node_calls, clock)
         self._routes = RouteFinder(table, config, self._breakers, self._quarantine, clock)
 
     def wake(self) -> None:
@@ -79,6 +81,8 @@ class Dispatcher:
             with self._on_nodes(request, route) as (assignment, tracked):
                 attempt = self._create_attempt(request, number, route, assignment, tracked)
                 try:
+                    if route.encoder is not None:
+                        await self._pictures.bring(request, route, attempt)
                     async with aclosing(attempt.run(self._node_calls)) as parts:
                         async for part in parts:
                             if isinstance(part, TokenChunk):

@@ -16,7 +16,7 @@ class Assignment:
         self._adapter = adapter
         self._last_load = table.node_load(route.last.node)
         self._prompt_load = table.node_load(route.first.node)
-        self._addresses = route.addresses
+        self._addresses = [leg.node.address for leg in route.legs]
         self._is_prompt_done = False
         self._last_load.note_sent(adapter)
         self._prompt_load.num_sent_tokens += route.num_missing_tokens

@@ -49,6 +49,7 @@ class Route:
     ] = ()  # prefix blocks that both nodes will report; empty if unused
     is_paced: bool = False  # decode computes the prompt in small chunks, though prefill could
     holder: PrefixHolder | None = None  # to pull from, for the node that computes the prompt
+    encoder: Node | None = None  # encodes pictures for that node, which then needs no pixels
 
     @property
     def first(self) -> Leg:
@@ -65,7 +66,8 @@ class Route:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        return tuple(leg.node.address for leg in self.legs)
+        encoders = () if self.encoder is None else (self.encoder.address,)
+        return (*encoders, *(leg.node.address for leg in self.legs))
 
 
 def handed_over(prefill: Node, decode: Node) -> tuple[Leg, Leg]:
@@ -95,6 +97,23 @@ def choose(
     Raises NoNodes and IncompatibleNodes, and InvalidRequest if no model is named where several
     could do the task.
     """
+    route = _choose_legs(table, routing, request, without, unfit_holders)
+    if not request.media:
+        return route
+    encoders = _encoders_for(table, route.first.node, without)
+    if not encoders:
+        return route
+    least = _least(encoders, [table.node_load(node).num_requests for node in encoders])
+    return replace(route, encoder=_round_robin(least, request.number))
+
+
+def _choose_legs(
+    table: NodeTable,
+    routing: Routing,
+    request: RoutingRequest,
+    without: frozenset[str],
+    unfit_holders: frozenset[str],
+) -> Route:
     if request.model.base not in table.models:  # it arrived before its nodes did
         request = replace(request, model=_late_model(table, request))
     if request.task.is_pooling:
@@ -102,7 +121,7 @@ def choose(
     groups = [group for group in table.groups(without) if group.model == request.model.base]
     groups = [group for group in _with_adapter(table, groups, request.model) if group.decodes]
     if request.media:
-        groups = _with_towers(groups)
+        groups = _with_towers(table, groups, without)
     groups = _filter_by_revision(groups, request.revision)
     if not groups:
         what = " that can get the KV of pictures" if request.media else ""
@@ -163,6 +182,7 @@ def _choose_for_pooling(
         node
         for node in table.open_nodes(LegKind.ENCODE)
         if node.card.model == request.model.base
+        and node.card.vector_size
         and request.revision in (None, node.revision)
         and node.address not in without
         and table.can_serve(node, request.model.adapter)
@@ -277,22 +297,41 @@ def _with_adapter(
     return [NodeGroup(able(group.prefills), able(group.decodes)) for group in groups]
 
 
-def _with_towers(groups: list[NodeGroup]) -> list[NodeGroup]:
-    """Return the groups in which a node encodes pictures: a prefill node, or the decode node."""
-    groups = [
-        NodeGroup(
-            tuple(node for node in group.prefills if node.card.encodes_pictures), group.decodes
+def _with_towers(
+    table: NodeTable, groups: list[NodeGroup], without: frozenset[str]
+) -> list[NodeGroup]:
+    """Return the groups in which a node can compute pictures: a prefill node, or the decode node.
+
+    It encodes them itself, or an encode node does that for it.
+    """
+
+    def able(nodes: Sequence[Node]) -> tuple[Node, ...]:
+        return tuple(
+            node
+            for node in nodes
+            if node.card.encodes_pictures or _encoders_for(table, node, without)
         )
-        for group in groups
-    ]
+
+    groups = [NodeGroup(able(group.prefills), group.decodes) for group in groups]
     paired = [group for group in groups if group.prefills]
     if paired:
         return paired
-    able = [
-        NodeGroup((), tuple(node for node in group.decodes if node.card.encodes_pictures))
-        for group in groups
+    groups = [NodeGroup((), able(group.decodes)) for group in groups]
+    return [group for group in groups if group.decodes]
+
+
+def _encoders_for(table: NodeTable, node: Node, without: frozenset[str]) -> list[Node]:
+    """Return the open nodes that encode pictures for this one, into blocks like its own."""
+    if node.card.stored_rows is None:
+        return []
+    return [
+        each
+        for each in table.open_nodes(LegKind.ENCODE)
+        if each.card.encodes_pictures
+        and each.card.stored_rows == node.card.stored_rows
+        and each.kv_kind == node.kv_kind
+        and each.address not in without
     ]
-    return [group for group in able if group.decodes]
 
 
 def _adapter_of(request: RoutingRequest) -> str:

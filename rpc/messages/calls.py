@@ -12,7 +12,7 @@ from baton.core.legs import LegKind
 from baton.core.output import Output
 from baton.core.pause_mode import PauseMode
 from baton.core.request import EngineRequest, ReceiveKv
-from baton.core.task import EMBED, EmbedTask, Task, task_of
+from baton.core.task import EMBED, ENCODE, EmbedTask, Task, task_of
 from baton.rpc.errors import UnsupportedInput
 from baton.rpc.messages.conversion import HANDOFF, KV_HINTS, PEER, SAMPLING, output_to
 from baton.rpc.messages.mapper import Converter, Mapper, enum_converter
@@ -71,7 +71,7 @@ def engine_request(order: node_pb2.LegOrder, now: float) -> EngineRequest:
     receive_from = None
     if order.HasField("receives_from"):
         receive_from = ReceiveKv(handoff_id, PEER.from_message(order.receives_from))
-    task = _task_from(sequence, hints)
+    task = _task_from(sequence, KIND.from_message(order.kind), hints)
     if not task.has_decode_leg and (order.sends or receive_from is not None):
         raise UnsupportedInput(f"a request to {task.name} takes no part in a hand-off")
     return SEQUENCE.from_message(
@@ -86,10 +86,10 @@ def engine_request(order: node_pb2.LegOrder, now: float) -> EngineRequest:
     )
 
 
-def _task_from(sequence: node_pb2.Sequence, hints: KvHints) -> Task:
+def _task_from(sequence: node_pb2.Sequence, kind: LegKind, hints: KvHints) -> Task:
     if sequence.HasField("embed"):
         return replace(EMBED, second_text_start=sequence.embed.second_text_start)
-    return task_of(hints)
+    return ENCODE if kind is LegKind.ENCODE else task_of(hints)
 
 
 def _embed_to(task: Task) -> node_pb2.Embed | None:

@@ -161,7 +161,8 @@ SPECULATED_TOKENS = _counter(
 )
 PICTURES = _counter(
     "baton.pictures",
-    "Pictures of prompts that were encoded, and those whose encodings were found in memory.",
+    "Pictures of prompts that were encoded, whose encodings were found in memory, or read from "
+    "the KV cache.",
     "kind",
 )
 ENCODER_ROWS = _gauge("baton.encoder.rows", "Rows of encodings of pictures in memory.")

@@ -16,14 +16,14 @@ import pytest
 from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.core.errors import InvalidRequest
 from baton.core.ids import RequestId
-from baton.core.media import MediaSegment
+from baton.core.media import MediaSegment, encoding_rows
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
 from baton.engine.config import EngineOptions
 from baton.engine.core import EngineCore
-from baton.engine.factory import build_engine
+from baton.engine.factory import build_engine, stored_rows
 from baton.engine.runner.config import RunnerConfig
-from baton.engine.runner.load import load_runner
+from baton.engine.runner.load import load_runner, load_tower_runner
 from baton.engine.runner.model_info import NO_LAYER
 from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.runner.vision.read_config import read_vision_config
@@ -69,18 +69,23 @@ def runner_of(folder_of: FolderOf) -> Iterator[Callable[..., TorchRunner]]:
         def load(
             name: str, *, loads_tower: bool = True, kv: str = "auto", dtype: str = "float32"
         ) -> TorchRunner:
-            config = RunnerConfig(
-                str(folder_of(name)),
-                dtype=dtype,
-                block_size=BLOCK_SIZE,
-                kv_cache_bytes=8 << 20,
-                kv_cache_dtype=kv,
-                max_model_len=512,
-                loads_tower=loads_tower,
-            )
-            return stack.enter_context(load_runner(config))
+            config = config_for(folder_of(name), kv_cache_dtype=kv, dtype=dtype)
+            return stack.enter_context(load_runner(replace(config, loads_tower=loads_tower)))
 
         yield load
+
+
+def config_for(folder: Path, **settings: Any) -> RunnerConfig:
+    return RunnerConfig(
+        str(folder),
+        **{
+            "dtype": "float32",
+            "block_size": BLOCK_SIZE,
+            "kv_cache_bytes": 8 << 20,
+            "max_model_len": 512,
+            **settings,
+        },
+    )
 
 
 def an_engine(runner: TorchRunner, chunk: int = 512, num_rows: int = 512) -> EngineCore:
@@ -191,6 +196,29 @@ def test_a_decode_node_without_tower_and_pixels_continues_the_answer(
 
     assert answer.token_ids == expected
     assert answer.num_received
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_node_without_tower_takes_encodings_from_an_encode_node(
+    name: str, folder_of: FolderOf, runner_of: Callable[..., TorchRunner]
+) -> None:
+    folder, blind = folder_of(name), runner_of(name, loads_tower=False)
+    request = a_request(folder, name, [0, 1, 0])
+    expected = generated_with_pictures(folder, request)
+    num_rows = encoding_rows(request.media)
+
+    with load_tower_runner(config_for(folder)) as tower:
+        assert tower.info.fingerprint == blind.info.fingerprint
+        rows = stored_rows(tower)
+        assert rows is not None
+        assert rows == stored_rows(blind)
+        with LocalHandoffs(tower, [blind], chunk=8) as nodes:
+            stored = [rows.prompt(each.digest, num_rows[each.digest]) for each in request.pictures]
+            for prompt, picture in zip(stored, request.pictures, strict=True):
+                nodes.encode(prompt, picture)
+            answer = nodes.answer_alone(replace(request, pictures=()))
+
+    assert answer.token_ids == expected
 
 
 @pytest.mark.parametrize(("name", "chunk"), [("smolvlm", 5), ("gemma3", 17)])

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from baton.core.ids import AdapterRef, HandoffId, NodeId, Peer, RequestId
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
-from baton.core.media import MediaSegment, Picture
+from baton.core.media import MediaSegment, Picture, StoredPicture, picture_salt
 from baton.core.output import FinishReason, Output
 from baton.core.pause_mode import PauseMode
 from baton.core.request import EngineRequest, PrefixSource, ReceiveKv
@@ -255,6 +255,7 @@ class EngineWorld:
         adapter: str = "",
         task: Task | None = None,
         media: Sequence[MediaSegment] = (),
+        has_pixels: bool = True,
     ) -> RequestId:
         """Add a request. An integer prompt is a prompt of that length with a common prefix.
 
@@ -283,7 +284,7 @@ class EngineWorld:
             adapter=AdapterRef(adapter, adapter),
             media=tuple(media),
             # A decode node gets no pixels.
-            pictures=() if receives else pictures_of(media),
+            pictures=pictures_of(media) if has_pixels and not receives else (),
         )
         self.scheduler.adapters.add(adapter)
         self._is_at_rest = False
@@ -292,6 +293,17 @@ class EngineWorld:
         self.wire.expect(engine_request)
         self._cache_at_peers(engine_request)
         return name
+
+    def fetch(self, stored: StoredPicture, cache_salt: str = "") -> RequestId:
+        """Add a request that pulls the encoding of a picture from a peer, which has it."""
+        return self.add(
+            stored.token_ids,
+            cache_salt=picture_salt(cache_salt),
+            kv_hints=KvHints(prefetch=True),
+            num_promised=stored.num_cached_tokens,
+            media=stored.media,
+            has_pixels=False,
+        )
 
     def _cache_at_peers(self, engine_request: EngineRequest) -> None:
         """Let the peers have all blocks of a request and its answer."""

@@ -26,7 +26,7 @@ from typing import ClassVar
 
 from baton.core.ids import NO_BLOCK, BlockId, RequestId
 from baton.core.logprobs import TokenLogprobs
-from baton.core.media import MediaSegment
+from baton.core.media import MediaSegment, StoredPicture
 from baton.core.output import Failure
 from baton.engine.kv_cache.groups import FULL, KvCacheSpec
 from baton.engine.plan import (
@@ -39,6 +39,7 @@ from baton.engine.plan import (
     RunResult,
     StateBlocks,
     StateSnapshot,
+    StoredEncoding,
 )
 
 # Cache content of one position. `prefix` stands for everything that attention mixed in.
@@ -297,6 +298,7 @@ class FakeRunner(SynchronousRunner):
     whole_pictures: bool = False  # all tokens of a picture must be in one pass
     max_rows: int = 16  # with more tokens, a pass has no drafts
     num_encoded: int = 0  # pictures
+    num_read: int = 0  # encodings in blocks
     _encodings: set[bytes] = field(default_factory=set)  # by digest
     _num_drafts_left: int = 0  # in this step
     _rows: dict[RequestId, _Row] = field(default_factory=dict)
@@ -365,9 +367,26 @@ class FakeRunner(SynchronousRunner):
 
     def _encode(self, media: MediaOrders) -> None:
         self._encodings.difference_update(media.freed)
-        ordered = {each.digest for pictures in media.encoded.values() for each in pictures}
-        self.num_encoded += len(ordered - self._encodings)
-        self._encodings |= ordered
+        ordered = {each.digest: each for sources in media.encoded.values() for each in sources}
+        for digest, source in ordered.items():
+            if digest in self._encodings:
+                continue
+            if isinstance(source, StoredEncoding):
+                self._check_stored(source)
+                self.num_read += 1
+            else:
+                self.num_encoded += 1
+        self._encodings.update(ordered)
+
+    def _check_stored(self, stored: StoredEncoding) -> None:
+        """Check that the blocks hold the encoding, and not what somebody has written since."""
+        group = next(number for number, spec in enumerate(self.specs) if not spec.forgets)
+        prompt = StoredPicture(stored.digest, len(stored.block_ids), self.kv.block_size)
+        positions = range(prompt.num_cached_tokens)
+        seen = seen_tokens(prompt.token_ids[: positions.stop], prompt.media)
+        expected = content_of(seen, self.specs, self.num_state_blocks).slots[group]
+        if self.kv.read(stored.block_ids, positions) != expected:
+            raise AssertionError(f"blocks {stored.block_ids} do not hold the encoding")
 
     def _drop(self, plan: Plan) -> None:
         for request_id in plan.dropped:

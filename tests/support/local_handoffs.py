@@ -11,14 +11,15 @@ from types import TracebackType
 
 from baton.checkpoint.peft_folder import PeftFolder
 from baton.core.ids import AdapterRef, HandoffId, Incarnation, NodeId, Peer, RequestId
-from baton.core.media import MediaSegment, Picture
+from baton.core.media import MediaSegment, Picture, StoredPicture, picture_salt
 from baton.core.output import FinishReason, Output, RequestStats
-from baton.core.request import EngineRequest, ReceiveKv
+from baton.core.request import EngineRequest, PrefixSource, ReceiveKv
 from baton.core.sampling import SamplingParams
+from baton.core.task import ENCODE, PREFETCH, UNSAMPLED
 from baton.engine.config import EngineOptions
 from baton.engine.factory import build_engine
 from baton.engine.runner.config import RunnerConfig
-from baton.engine.runner.model_runner import TorchRunner
+from baton.engine.runner.loaded_runner import CachingRunner
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.kv_transfer.pairs import Identity
 from baton.kv_transfer.protocol.messages import Fingerprint
@@ -58,7 +59,7 @@ class HandoffEngine:
         self,
         hub: LinkHub,
         name: str,
-        runner: TorchRunner,
+        runner: CachingRunner,
         chunk: int,
         staging_bytes: int = 0,
         *,
@@ -124,8 +125,8 @@ class LocalHandoffs:
 
     def __init__(
         self,
-        prefill: TorchRunner,
-        decodes: Sequence[TorchRunner],
+        prefill: CachingRunner,
+        decodes: Sequence[CachingRunner],
         *,
         chunk: int,
         staging_bytes: int = 0,
@@ -182,8 +183,7 @@ class LocalHandoffs:
         `prior` are tokens of the answer from elsewhere, which `num_tokens` includes. With `until`,
         stop after this number of tokens.
         """
-        self._num_requests += 1
-        request_id = RequestId(f"r{self._num_requests}")
+        request_id = self._next_id()
         handoff_id, receiver = HandoffId(request_id, 1), self.decodes[0]
         sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
         request = EngineRequest(
@@ -210,6 +210,44 @@ class LocalHandoffs:
         assert sent.token_ids == answer.token_ids[:1]
         return answer
 
+    def encode(self, stored: StoredPicture, picture: Picture) -> None:
+        """Have the first engine encode a picture, and the first decode engine pull the encoding."""
+        request = EngineRequest(
+            self._next_id(),
+            stored.token_ids,
+            UNSAMPLED,
+            seed=0,
+            task=ENCODE,
+            media=stored.media,
+            pictures=(picture,),
+            cache_salt=picture_salt(""),
+        )
+        encoded = self.prefill.add(request)
+        self._run_until_served(encoded)
+        source = PrefixSource(self.prefill.peer, stored.num_cached_tokens)
+        pull = replace(request, task=PREFETCH, pictures=(), prefix_source=source)
+        pulled = self.decodes[0].add(replace(pull, request_id=self._next_id()))
+        self._run_until_served(pulled)
+        assert pulled.served is not None
+        assert pulled.served.num_cached_tokens == stored.num_cached_tokens
+
+    def answer_alone(self, request: EngineRequest) -> Continuation:
+        """Run a request on the first decode engine alone."""
+        answer = self.decodes[0].add(request)
+        self._run_until_served(answer)
+        return answer
+
+    def _next_id(self) -> RequestId:
+        self._num_requests += 1
+        return RequestId(f"r{self._num_requests}")
+
+    def _run_until_served(self, answer: Continuation) -> None:
+        deadline_s = time.monotonic() + WAIT_S
+        while answer.served is None:
+            assert time.monotonic() < deadline_s, "the request does not end"
+            self.prefill.step()
+            self.decodes[0].step()
+
     def kill_decode(self) -> None:
         """Remove the first decode engine with all of its requests. Its links break."""
         engine = self.decodes.pop(0)
@@ -217,5 +255,5 @@ class LocalHandoffs:
         engine.close()
 
 
-def fingerprint_of(runner: TorchRunner) -> Fingerprint:
+def fingerprint_of(runner: CachingRunner) -> Fingerprint:
     return Fingerprint(runner.info.fingerprint, runner.kv_memory.blocks)

@@ -15,7 +15,7 @@ from functools import partial
 from baton.core.errors import InvalidRequest
 from baton.core.ids import HandoffId, RequestId
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
-from baton.core.media import DIGEST_BYTES, MediaSegment
+from baton.core.media import DIGEST_BYTES, MediaSegment, StoredRows, encoding_rows
 from baton.core.output import FinishReason
 from baton.core.pause_mode import PauseMode
 from baton.core.pooling import Pooling, PoolingKind
@@ -23,7 +23,7 @@ from baton.core.sampling import SamplingParams
 from baton.core.task import EMBED, Task
 from baton.engine.containment import MAX_CRASHES_IN_A_ROW
 from baton.engine.kv_cache.block_hashes import BlockHash
-from baton.engine.kv_cache.groups import ONE_GROUP, KvCacheSpec, KvGroup
+from baton.engine.kv_cache.groups import ONE_GROUP, CacheLayout, KvCacheSpec, KvGroup
 from baton.engine.scheduler.config import LoadFailurePolicy, SchedulerConfig, SchedulingPolicy
 from tests.support.engine_world import OTHER_SOURCE, SOURCE, VOCAB_SIZE, EngineWorld
 from tests.support.fake_runner import CrashPlace
@@ -58,12 +58,14 @@ def run_history(seed: int) -> EngineWorld:
     sights = random.Random(seed) if seed % 11 < 4 else None
     config = draw_config(chance, can_draft=not num_state_blocks)
     config = config if kinds is None else _draw_kinds(config, kinds)
+    block_size = chance.choice([1, 2, 2, 3, 4])
+    layout = CacheLayout(groups)
     world = EngineWorld(
-        config if sights is None else _draw_encoder(config, sights),
+        config if sights is None else _draw_encoder(config, sights, block_size, layout),
         num_blocks=num_blocks,
         groups=groups,
         num_state_blocks=num_state_blocks,
-        block_size=chance.choice([1, 2, 2, 3, 4]),
+        block_size=block_size,
         enable_prefix_caching=chance.random() < 0.8 or pulls is not None,
         chance=chance,
         external_chance=evictions,
@@ -299,14 +301,22 @@ def _add(
     )
     prompt = draw_tokens(chance, chance.choice([3, 8, 20]), world.kv.block_size)
     media = _draw_media(prompt, sights, whole_pictures=world.runner.whole_pictures)
+    salt, rows = chance.choice(["", "", "tenant"]), world.config.stored_rows
+    is_stored = sights is not None and rows is not None and sights.random() < 0.5
     try:
+        if is_stored and rows is not None:
+            for digest, num_rows in encoding_rows(media).items():
+                world.fetch(rows.prompt(digest, num_rows), salt)
+            for _ in range(4):
+                world.wire.settle()
+                world.step()
         world.add(
             prompt,
             receives=role == "receives",
             sends=role == "sends",
             prior=prior,
             priority=chance.randint(0, 2),
-            cache_salt=chance.choice(["", "", "tenant"]),
+            cache_salt=salt,
             sampling=sampling,
             is_paced=role == "local" and chance.random() < 0.2,
             num_promised=_draw_promise(pulls),
@@ -314,6 +324,7 @@ def _add(
             adapter=_draw_adapter(kinds),
             task=_draw_task(role, kinds),
             media=media,
+            has_pixels=not is_stored,
         )
     except InvalidRequest:
         return
@@ -340,12 +351,17 @@ def _draw_kinds(config: SchedulerConfig, kinds: random.Random) -> SchedulerConfi
     )
 
 
-def _draw_encoder(config: SchedulerConfig, sights: random.Random) -> SchedulerConfig:
+def _draw_encoder(
+    config: SchedulerConfig, sights: random.Random, block_size: int, layout: CacheLayout
+) -> SchedulerConfig:
     num_rows = sights.choice([MAX_PICTURE_ROWS, MAX_PICTURE_ROWS + 1, 10, 100])
+    group = layout.lasting_group
+    stored = None if group is None else StoredRows(1, block_size, block_size, group)
     return replace(
         config,
-        encodes_pictures=True,
+        picture_rows=lambda height, width: MAX_PICTURE_ROWS,
         encoder_cache_tokens=num_rows,
+        stored_rows=stored,
         whole_pictures=sights.random() < 0.5,
     )
 
@@ -519,7 +535,7 @@ def _give_up_sending(world: EngineWorld, chance: random.Random) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     first, count = int(arguments[0]), int(arguments[1])
-    num_requests = num_preemptions = num_pulled = num_given = 0
+    num_requests = num_preemptions = num_pulled = num_given = num_encoded = num_read = 0
     num_by_reason: dict[FinishReason | None, int] = {}
     for seed in range(first, first + count):
         try:
@@ -531,11 +547,14 @@ def main(arguments: Sequence[str]) -> None:
         num_preemptions += world.scheduler.stats().total_preemptions
         num_pulled += world.wire.num_pulled
         num_given += world.wire.num_given
+        num_encoded += world.runner.num_encoded
+        num_read += world.runner.num_read
         for receipt in world.receipts.values():
             reason = receipt.finish_reason
             num_by_reason[reason] = num_by_reason.get(reason, 0) + 1
     print(f"{count} histories held: {num_requests} requests, {num_preemptions} preemptions")
     print(f"blocks pulled: {num_pulled}, and pulled by peers: {num_given}")
+    print(f"pictures encoded: {num_encoded}, and encodings read from blocks: {num_read}")
     print({reason.name: count for reason, count in num_by_reason.items() if reason is not None})
 
 

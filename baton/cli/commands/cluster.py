@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
 FOR_TLS = tuple(options_of(TlsConfig))
 # Options that a command sets itself for each process of the cluster that it starts.
-SET_PER_PROCESS = ("host", "port", "model", "node_id", "prefill_nodes", "decode_nodes")
+LISTS = ("prefill_nodes", "decode_nodes", "encode_nodes")
+SET_PER_PROCESS = ("host", "port", "model", "node_id", *LISTS)
 GIVEN = (*SET_PER_PROCESS, "http_port", "drain_timeout_s", *FOR_TLS)  # those of `baton up`
-ONLY_OF_PROCESSES = ("node_id", "prefill_nodes", "decode_nodes")
+ONLY_OF_PROCESSES = ("node_id", *LISTS)
 CLUSTER = "Cluster"
 # Panels whose options apply to any model; the others of `baton up` are for --model.
 OF_ANY_MODEL = (MACHINE, NETWORK, SECURITY, TELEMETRY)
@@ -45,6 +46,14 @@ class ClusterSize:
 
     prefill: Annotated[int, Option("Number of prefill nodes.", CLUSTER, at_least=0)] = 1
     decode: Annotated[int, Option("Number of decode nodes.", CLUSTER, at_least=1)] = 1
+    encode: Annotated[
+        int,
+        Option(
+            "Number of encode nodes, which encode pictures for the nodes that compute prompts.",
+            CLUSTER,
+            at_least=0,
+        ),
+    ] = 0
     colocated: Annotated[
         bool,
         Option(
@@ -130,7 +139,7 @@ def up(context: typer.Context, **given: Any) -> None:
     http_port = _http_port(context, options.http_port)
     of_router = {"decode_nodes": f"{host}:1", "http_port": http_port}
     router = make(RouterOptions, given | {"model": [given["model"]]} | of_router)
-    if size.prefill + size.decode > 1:
+    if size.prefill + size.decode + size.encode > 1:
         nodes.kv_events.check_shared()
     check_port(host, options.port)
     if http_port is not None:
@@ -180,7 +189,7 @@ def cluster_options(
     from baton.cluster import ClusterOptions, FurtherModel
 
     path = context.meta.get(FILE)
-    num_nodes = size.prefill + size.decode + len(embedders)
+    num_nodes = size.prefill + size.decode + size.encode + len(embedders)
     of_embedders = {
         name for name, one in options_of(NodeOptions).items() if one.option.panel in OF_ANY_MODEL
     }
@@ -190,6 +199,7 @@ def cluster_options(
         model=model,
         num_prefill=size.prefill,
         num_decode=size.decode,
+        num_encode=size.encode,
         is_colocated=size.colocated,
         program_arguments=() if path is None else (f"--config={path}",),
         node_arguments=(
@@ -214,7 +224,7 @@ def _shares(
     """
     num_threads = max(1, len(os.sched_getaffinity(0)) // num_nodes)
     for name, share in (("threads", num_threads), ("nodes_per_machine", num_nodes)):
-        in_file = any(name in tables.get(role, {}) for role in ("prefill", "decode"))
+        in_file = any(name in tables.get(role, {}) for role in ("prefill", "decode", "encode"))
         if not in_file and not is_set(context, name):
             yield f"{options_of(NodeOptions)[name].flag}={share}"
 

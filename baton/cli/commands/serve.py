@@ -80,6 +80,13 @@ def _run_decode(options: NodeOptions) -> None:
     run(LegKind.DECODE, options)
 
 
+def _run_encode(options: NodeOptions) -> None:
+    with uncollected():
+        from baton.node.run import run
+
+    run(LegKind.ENCODE, options)
+
+
 def _run_router(options: RouterOptions) -> None:
     with uncollected():
         from baton.router.__main__ import main
@@ -95,6 +102,10 @@ serve.command(
     "decode",
     help="Run a decode node, which receives KV from prefill nodes and generates the answers.",
 )(node_command("decode", _run_decode))
+serve.command(
+    "encode",
+    help="Run an encode node, which encodes pictures for the nodes that compute prompts with them.",
+)(node_command("encode", _run_encode))
 serve.command(
     "router",
     help="Run the router, which clients connect to. Without --model it accepts only token ids.",

@@ -12,8 +12,9 @@ from torch import Tensor
 from baton.core.ids import RequestId
 from baton.core.media import Picture
 from baton.engine.errors import EncodingMissing
-from baton.engine.plan import MediaOrders
+from baton.engine.plan import EncodingSource, MediaOrders, StoredEncoding
 from baton.engine.runner.model.pass_layout import Ints, TokenRun
+from baton.engine.runner.vision.encoding_blocks import EncodingBlocks
 from baton.engine.runner.vision.tower import LayerDone
 
 
@@ -37,17 +38,25 @@ class MediaRows(NamedTuple):
 class Encodings:
     """Carries out what plans order, so that it holds what the scheduler counts."""
 
-    def __init__(self, encoder: PictureEncoder) -> None:
+    def __init__(
+        self, encoder: PictureEncoder | None, blocks: EncodingBlocks | None = None
+    ) -> None:
+        """Without an encoder, all encodings are in blocks."""
         self._encoder = encoder
+        self._blocks = blocks
         self._rows: dict[bytes, Tensor] = {}  # by digest
 
     def apply(self, orders: MediaOrders, layer_done: LayerDone | None = None) -> None:
-        """Forget encodings, then encode the pictures that are not here."""
+        """Forget encodings, then encode or read those that are not here."""
         for digest in orders.freed:
             self._rows.pop(digest, None)
-        for picture in _distinct(orders.encoded):
-            if picture.digest not in self._rows:
-                [self._rows[picture.digest]] = self._encoder.encode([picture], layer_done)
+        for source in _distinct(orders.encoded):
+            if source.digest not in self._rows:
+                self._rows[source.digest] = self._get(source, layer_done)
+
+    def of(self, digest: bytes) -> Tensor:
+        """Return all rows of an encoding."""
+        return self._rows[digest]
 
     def rows_for(self, runs: Sequence[TokenRun]) -> MediaRows | None:
         """Return what the tokens of a pass take; None if all are text."""
@@ -66,6 +75,14 @@ class Encodings:
             first += run.num_tokens
         return MediaRows(np.array(tokens, dtype=np.int64), torch.cat(rows)) if rows else None
 
+    def _get(self, source: EncodingSource, layer_done: LayerDone | None) -> Tensor:
+        if isinstance(source, Picture) and self._encoder is not None:
+            [rows] = self._encoder.encode([source], layer_done)
+            return rows
+        if isinstance(source, StoredEncoding) and self._blocks is not None:
+            return self._blocks.read(source.block_ids, source.num_rows)
+        raise EncodingMissing("a picture is due, but this runner can neither encode nor read it")
+
     def _part(self, digest: bytes, first: int, end: int) -> Tensor:
         rows = self._rows.get(digest)
         if rows is None or end > len(rows):
@@ -74,6 +91,6 @@ class Encodings:
         return rows[first:end]
 
 
-def _distinct(encoded: Mapping[RequestId, Sequence[Picture]]) -> Iterator[Picture]:
-    by_digest = {each.digest: each for pictures in encoded.values() for each in pictures}
+def _distinct(encoded: Mapping[RequestId, Sequence[EncodingSource]]) -> Iterator[EncodingSource]:
+    by_digest = {each.digest: each for sources in encoded.values() for each in sources}
     yield from by_digest.values()

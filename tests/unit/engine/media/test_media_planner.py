@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from baton.core.errors import InvalidRequest
-from baton.core.media import DIGEST_BYTES, MediaSegment
-from baton.core.output import FinishReason
+from baton.core.ids import RequestId
+from baton.core.media import DIGEST_BYTES, MediaSegment, StoredRows, picture_salt
+from baton.core.output import FailureCause, FinishReason
+from baton.core.request import EngineRequest
+from baton.core.task import ENCODE, GENERATE, UNSAMPLED
 from baton.engine.errors import EncodingsUnaccounted, OutOfOrder
+from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.media.encoder_cache import EncoderCache
 from baton.engine.scheduler.config import SchedulerConfig
-from tests.support.engine_world import EngineWorld
+from baton.engine.scheduler.validation import validate_request
+from tests.support.engine_world import EngineWorld, pictures_of
 
 PROMPT = list(range(8))
+ROWS = StoredRows(row_bytes=1, block_bytes=2, block_size=2)
 CAT, DOG, OX = (bytes([number]) * DIGEST_BYTES for number in range(1, 4))
 
 
@@ -23,11 +32,25 @@ def _world(
         max_num_batched_tokens=step,
         max_num_seqs=4,
         long_prefill_token_threshold=threshold,
-        encodes_pictures=True,
+        picture_rows=lambda height, width: 100,
         encoder_cache_tokens=num_rows,
         whole_pictures=whole_pictures,
     )
     return EngineWorld(config, num_blocks=64, block_size=2)
+
+
+def _world_with_stored_encodings() -> EngineWorld:
+    config = SchedulerConfig(max_num_seqs=4, encoder_cache_tokens=12, stored_rows=ROWS)
+    return EngineWorld(config, num_blocks=16, block_size=2)
+
+
+def _fetch(world: EngineWorld, *digests: bytes) -> None:
+    names = [world.fetch(ROWS.prompt(digest, num_rows=4)) for digest in digests]
+    world.run_to_end()
+    for name in names:
+        served = world.receipts[name].outputs[-1].served
+        assert served is not None
+        assert served.num_cached_tokens == 4
 
 
 def test_a_picture_of_many_requests_is_encoded_once() -> None:
@@ -131,6 +154,114 @@ def test_a_decode_node_that_loses_the_kv_of_a_picture_gives_the_request_back() -
     failure = world.receipts[name].outputs[-1].failure
     assert failure is not None
     assert "no pixels" in failure.reason
+
+
+def test_a_request_without_pixels_reads_the_encodings_that_a_peer_has_written() -> None:
+    world = _world_with_stored_encodings()
+    _fetch(world, CAT, DOG)
+    media = [MediaSegment(0, 4, CAT), MediaSegment(4, 4, DOG)]
+    for seed in range(2):
+        world.add([*PROMPT, seed], media=media, has_pixels=False)
+    world.run_to_end()
+
+    assert (world.runner.num_read, world.runner.num_encoded) == (2, 0)
+    assert {world.finish_reason(name) for name in world.receipts} == {FinishReason.LENGTH}
+
+
+def test_an_encoding_stays_until_its_tokens_are_computed() -> None:
+    world = _world_with_stored_encodings()
+    _fetch(world, CAT)
+    world.add(PROMPT, media=[MediaSegment(2, 4, CAT)], has_pixels=False, max_tokens=9)
+    world.step()
+    world.evict_cached()
+    world.scheduler.check()
+    world.run_to_end()
+
+    assert world.runner.num_read == 1
+
+
+def test_a_request_ends_if_an_encoding_is_evicted_before_it_starts() -> None:
+    world = _world_with_stored_encodings()
+    _fetch(world, CAT)
+    world.evict_cached()
+    name = world.add(PROMPT, media=[MediaSegment(2, 4, CAT)], has_pixels=False)
+    world.run_to_end()
+
+    failure = world.receipts[name].outputs[-1].failure
+    assert failure is not None
+    assert failure.cause is FailureCause.KV_LOST
+
+
+def test_encodings_of_other_salts_are_not_found() -> None:
+    world = _world_with_stored_encodings()
+    _fetch(world, CAT)
+    name = world.add(
+        PROMPT, media=[MediaSegment(2, 4, CAT)], has_pixels=False, cache_salt="another"
+    )
+    world.run_to_end()
+
+    assert world.finish_reason(name) is FinishReason.ERROR
+
+
+def test_a_failed_pass_removes_the_encodings_that_it_read() -> None:
+    world = _world_with_stored_encodings()
+    _fetch(world, CAT)
+    name = world.add(PROMPT, media=[MediaSegment(0, 4, CAT)], has_pixels=False)
+    world.fail_next_token(name)
+    world.run_to_end()
+    again = world.add(PROMPT, media=[MediaSegment(0, 4, CAT)], has_pixels=False)
+    world.run_to_end()
+
+    assert world.finish_reason(again) is FinishReason.ERROR
+
+
+def test_a_request_that_does_not_fit_beside_its_encodings_is_refused() -> None:
+    world = _world_with_stored_encodings()
+    media = [MediaSegment(0, 12, CAT)]
+
+    with pytest.raises(InvalidRequest, match="the whole cache has 16"):
+        world.add(22, media=media, has_pixels=False)
+
+
+def _encode_order(**fields: Any) -> EngineRequest:
+    stored = ROWS.prompt(CAT, num_rows=4)
+    order = EngineRequest(
+        RequestId("encode"),
+        stored.token_ids,
+        UNSAMPLED,
+        0,
+        task=ENCODE,
+        media=stored.media,
+        pictures=pictures_of(stored.media),
+        cache_salt=picture_salt("a"),
+    )
+    return replace(order, **fields)
+
+
+ENCODING = SchedulerConfig(
+    picture_rows=lambda height, width: 4, stored_rows=ROWS, can_generate=False
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "fields", "message"),
+    [
+        (ENCODING, {"cache_salt": "a"}, "the salt of a stored encoding"),
+        (ENCODING, {"pictures": ()}, "has one picture"),
+        (ENCODING, {"prompt_token_ids": (0,) * 7}, "takes 2 blocks, not 3"),
+        (ENCODING, {"task": GENERATE}, "this node generates no text"),
+        (replace(ENCODING, can_generate=True), {}, "use an encode node"),
+        (replace(ENCODING, picture_rows=None), {}, "has no vision tower"),
+    ],
+)
+def test_encode_nodes_take_pictures_alone(
+    config: SchedulerConfig, fields: dict[str, Any], message: str
+) -> None:
+    cache = CacheConfig(num_blocks=16, block_size=2)
+    validate_request(_encode_order(), ENCODING, cache)
+
+    with pytest.raises(InvalidRequest, match=message):
+        validate_request(_encode_order(**fields), config, cache)
 
 
 @pytest.mark.parametrize(

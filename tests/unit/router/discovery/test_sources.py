@@ -72,5 +72,5 @@ def test_one_source_cannot_have_both_roles() -> None:
     prefills, decodes = parse_sources("a:1,dns:///b:1"), parse_sources("c:1,dns:///b:1")
 
     with pytest.raises(InvalidConfig, match="dns:///b:1"):
-        check_single_role(prefills, decodes)
-    check_single_role(prefills, parse_sources("c:1"))
+        check_single_role(prefill=prefills, decode=decodes)
+    check_single_role(prefill=prefills, decode=parse_sources("c:1"))

@@ -1,0 +1,137 @@
+"""Runner of an encode node: turns pictures into encodings in KV blocks. Owns a vision tower.
+
+Its requests are prompts that store an encoding (`core.media.StoredPicture`). Each token stands for
+bytes of blocks. A request ends with one token that means nothing, like any other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+from baton.core.ids import RequestId
+from baton.engine.errors import OutOfOrder
+from baton.engine.plan import Pending, Plan, PlanRow, RunResult
+from baton.engine.runner.adapters.adapters import AdapterTable
+from baton.engine.runner.attention.kv_blocks import KvBlocks
+from baton.engine.runner.device.block_copies import BlockCopies
+from baton.engine.runner.device.device import Device
+from baton.engine.runner.device.fenced_hook import FencedHook
+from baton.engine.runner.device.graphs import EagerCause, GraphSize
+from baton.engine.runner.model_info import KvMemory, ModelInfo, PassHook
+from baton.engine.runner.sampling.logits_processors import NO_PROCESSORS, Processors
+from baton.engine.runner.vision.encoding_blocks import EncodingBlocks
+from baton.engine.runner.vision.encodings import Encodings
+from baton.engine.runner.vision.tower import Tower
+from baton.engine.spec_decode.config import Speculation
+
+END = 0  # token that a request ends with
+
+
+@dataclass(slots=True)
+class _Row:
+    """A request in the batch."""
+
+    row: PlanRow
+    num_computed: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_computed = self.row.num_computed_tokens
+
+
+class TowerRunner:
+    """Implements `CachingRunner`."""
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        tower: Tower,
+        stored: EncodingBlocks,
+        memory: KvMemory,
+        blocks: KvBlocks,
+        device: Device,
+    ) -> None:
+        group = memory.layout.lasting_group
+        if group is None:
+            raise ValueError("a KV cache that forgets all tokens stores no encodings")
+        self.info = info
+        self.kv_memory = memory
+        self.blocks = blocks
+        self.adapters: AdapterTable | None = None
+        self.num_passes: Counter[GraphSize | EagerCause] = Counter()
+        self.speculation: Speculation | None = None
+        self.processors: Processors = NO_PROCESSORS
+        self.hook: PassHook | None = None
+        self._device = device
+        self._group = group
+        self._stored = stored
+        self._encodings = Encodings(tower, stored)
+        self._rows: dict[RequestId, _Row] = {}
+
+    def __enter__(self) -> TowerRunner:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.blocks.close()
+        # A reference to the runner that outlives the block must not keep the memory alive.
+        del self.blocks, self._stored, self._encodings
+
+    def launch(self, plan: Plan) -> Pending:
+        """Encode the pictures that the plan orders, and store what it schedules."""
+        hook = None
+        if self.hook is not None:
+            # As in a retry, layers are progress only: nothing is sent.
+            hook = FencedHook(self.hook, self._device, is_retry=True)
+        with torch.inference_mode():
+            self._encodings.apply(plan.media, None if hook is None else hook.layer_done)
+            result = self._store(plan)
+        if hook is not None and plan.num_scheduled_tokens:
+            hook.pass_done()
+        return _FinishedPass(result, self._device)
+
+    def make_block_copies(self) -> BlockCopies | None:
+        stream = self._device.make_copy_stream()
+        return None if stream is None else BlockCopies(self.blocks.kv, stream, self._device.record)
+
+    def _store(self, plan: Plan) -> RunResult:
+        for request_id in plan.dropped:
+            self._rows.pop(request_id, None)
+        self._rows |= {row.request_id: _Row(row) for row in plan.started}
+        result = RunResult()
+        for request_id, num_tokens in plan.num_scheduled_tokens.items():
+            row = self._rows[request_id]
+            end = row.num_computed + num_tokens
+            if end > len(row.row.token_ids):
+                raise OutOfOrder(f"{request_id}: token {end} of {len(row.row.token_ids)} is due")
+            self._store_tokens(row.row, row.num_computed, end)
+            row.num_computed = end
+            if end == len(row.row.token_ids):
+                result.token_ids[request_id] = [END]
+        return result
+
+    def _store_tokens(self, row: PlanRow, start: int, end: int) -> None:
+        """Write the blocks of these tokens; one that is not full is written again later."""
+        size = self.kv_memory.blocks.block_size
+        for segment in row.media:
+            last = min(end, segment.num_tokens)
+            if start < last:
+                places = range(start // size, -(-last // size))
+                block_ids = row.block_tables[self._group][places.start : places.stop]
+                self._stored.write(self._encodings.of(segment.digest), places, block_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class _FinishedPass:
+    """Implements `Pending`."""
+
+    result: RunResult
+    device: Device
+
+    def allows(self, plan: Plan) -> bool:
+        return False
+
+    def collect(self) -> RunResult:
+        self.device.record().wait()
+        return self.result

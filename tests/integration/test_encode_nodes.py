@@ -1,0 +1,97 @@
+"""Encode nodes: pictures are encoded apart from the prompts that have them, in a real cluster."""
+
+from __future__ import annotations
+
+import re
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("PIL", reason="baton[images] is not installed")
+
+from baton.cluster import ClusterOptions, LocalCluster
+from tests.integration.test_images import (
+    FOX,
+    OWL,
+    answer_of,
+    connected_to,
+    expected,
+)
+from tests.support.image_files import file_of, random_image
+from tests.support.ports import free_port
+from tests.support.vision import make_chat_folder
+
+ON_PREFILL, ON_ENCODE = free_port(), free_port()  # metrics
+HEN = file_of(random_image(80, 60, seed=3))
+ENCODED = re.compile(r'^baton_pictures_total\{.*kind="(\w+)".*\} (\S+)$', re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_chat_folder(tmp_path_factory.mktemp("models") / "eyes")
+
+
+@pytest.fixture(scope="module")
+def cluster(folder: Path) -> Iterator[LocalCluster]:
+    options = ClusterOptions(
+        str(folder),
+        num_encode=1,
+        node_arguments=("--kv-cache-memory", "8MiB", "--threads", "1"),
+        prefill_arguments=("--metrics-port", str(ON_PREFILL)),
+        encode_arguments=("--metrics-port", str(ON_ENCODE)),
+        router_arguments=("--http-port", "0"),
+    )
+    with LocalCluster(options) as running:
+        yield running
+    ended_well = [child for child in running.children if child not in running.encoders]
+    assert {child.process.returncode for child in ended_well} == {0}
+
+
+@pytest.fixture
+def chats(cluster: LocalCluster) -> Iterator[Any]:
+    with connected_to(cluster) as connected:
+        yield connected
+
+
+def pictures_of(port: int) -> dict[str, int]:
+    """Return the pictures that a node has encoded, found in memory and read from blocks."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+        return {kind: int(float(count)) for kind, count in ENCODED.findall(page.read().decode())}
+
+
+@pytest.mark.parametrize("parts", [(FOX, "who?"), (FOX, "or", OWL), (OWL, FOX), (FOX, FOX)])
+def test_answers_are_those_of_transformers(
+    parts: tuple[bytes | str, ...], chats: Any, folder: Path
+) -> None:
+    first, again = answer_of(chats, *parts), answer_of(chats, *parts)
+
+    assert first.choices[0].message.content == expected(folder, parts)
+    assert again.choices[0].message.content == first.choices[0].message.content
+    assert again.usage.prompt_tokens_details.cached_tokens > 0
+    assert not pictures_of(ON_PREFILL)["encoded"]
+
+
+def test_a_picture_of_many_requests_is_encoded_once_in_the_cluster(chats: Any) -> None:
+    before = pictures_of(ON_ENCODE)["encoded"]
+    answer_of(chats, HEN, "question 0")
+    once = pictures_of(ON_ENCODE)["encoded"]
+    for number in range(1, 20):
+        answer_of(chats, HEN, f"question {number}")
+
+    assert before < once == pictures_of(ON_ENCODE)["encoded"]
+    assert not pictures_of(ON_PREFILL)["encoded"]
+
+
+def test_the_prefill_node_encodes_when_the_encode_node_is_lost(
+    chats: Any, cluster: LocalCluster, folder: Path
+) -> None:
+    cluster.encoders[0].process.kill()
+    new = file_of(random_image(70, 90, seed=5))
+
+    answer = answer_of(chats, new, "who?")
+
+    assert answer.choices[0].message.content == expected(folder, (new, "who?"))
+    assert pictures_of(ON_PREFILL)["encoded"]
