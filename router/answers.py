@@ -24,7 +24,7 @@ from baton.router.dispatch.quarantine import PromptGroup
 from baton.router.input_processing.limits import LogprobBudget
 from baton.router.pipeline import Pipeline
 from baton.router.request_scope import RequestScope
-from baton.router.values import AnswerPart, GenerateCall, TokenChunk, TokenPrompt
+from baton.router.values import AnswerPart, GenerateCall, TokenChunk
 
 Parts = AsyncGenerator[AnswerPart, None]
 IndexedParts = AsyncGenerator[tuple[int, AnswerPart], None]
@@ -130,8 +130,8 @@ class SharedPrompt:
             return call, context
         sampling = replace(call.sampling, prompt_logprobs=None)
         placement = self._placement
-        prompt = TokenPrompt(placement.token_ids)
-        call = replace(call, prompt=prompt, sampling=sampling, cache_salt=placement.cache_salt)
+        prompt, salt = placement.prompt, placement.cache_salt
+        call = replace(call, prompt=prompt, sampling=sampling, cache_salt=salt)
         return call, replace(context, placement=placement)
 
     async def _with_prompt_logprobs(self, parts: Parts) -> Parts:

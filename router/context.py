@@ -9,6 +9,7 @@ from baton.router.dispatch.quarantine import PromptGroup
 from baton.router.input_processing.limits import LogprobBudget
 from baton.router.routing.nodes import Node
 from baton.router.tracing import UNTRACED, RequestTrace
+from baton.router.values import TokenPrompt
 from baton.rpc.errors import DeadlineExceeded
 
 
@@ -16,7 +17,7 @@ from baton.rpc.errors import DeadlineExceeded
 class PromptPlacement:
     """Decode node of a prompt that several answers share."""
 
-    token_ids: tuple[int, ...]
+    prompt: TokenPrompt
     decode: Node
     cache_salt: str  # of the KV
     has_kv: bool = False  # it has the KV of the whole prompt

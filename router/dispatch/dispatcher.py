@@ -159,8 +159,8 @@ class Dispatcher:
                 self._quarantine.release_node(tracked, route.first.node.address)
 
         handoff_id = HandoffId(request.own_id, number)
-        token_ids, salt = request.call.prompt_token_ids, request.cache_salt(number)
-        placement = PromptPlacement(token_ids, route.last.node, salt)
+        prompt, salt = request.call.token_prompt, request.cache_salt(number)
+        placement = PromptPlacement(prompt, route.last.node, salt)
         request.context.note_placement(placement)
         return Attempt(
             route=route,

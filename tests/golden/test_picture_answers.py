@@ -212,7 +212,7 @@ def test_a_node_without_tower_takes_encodings_from_an_encode_node(
         rows = stored_rows(tower)
         assert rows is not None
         assert rows == stored_rows(blind)
-        with LocalHandoffs(tower, [blind], chunk=8) as nodes:
+        with LocalHandoffs(tower, [blind], chunk=24) as nodes:
             stored = [rows.prompt(each.digest, num_rows[each.digest]) for each in request.pictures]
             for prompt, picture in zip(stored, request.pictures, strict=True):
                 nodes.encode(prompt, picture)

@@ -6,7 +6,7 @@ import re
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -14,9 +14,12 @@ pytest.importorskip("PIL", reason="baton[images] is not installed")
 
 from baton.cluster import ClusterOptions, LocalCluster
 from tests.integration.test_images import (
+    AS_BATON,
     FOX,
+    NUM_TOKENS,
     OWL,
     answer_of,
+    asked,
     connected_to,
     expected,
 )
@@ -24,8 +27,7 @@ from tests.support.image_files import file_of, random_image
 from tests.support.ports import free_port
 from tests.support.vision import make_chat_folder
 
-ON_PREFILL, ON_ENCODE = free_port(), free_port()  # metrics
-HEN = file_of(random_image(80, 60, seed=3))
+HEN, YAK = (file_of(random_image(80, 60, seed=seed)) for seed in (3, 4))
 ENCODED = re.compile(r'^baton_pictures_total\{.*kind="(\w+)".*\} (\S+)$', re.MULTILINE)
 
 
@@ -34,14 +36,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_chat_folder(tmp_path_factory.mktemp("models") / "eyes")
 
 
+class MetricsPorts(NamedTuple):
+    prefill: int
+    encode: int
+
+
 @pytest.fixture(scope="module")
-def cluster(folder: Path) -> Iterator[LocalCluster]:
+def ports() -> MetricsPorts:
+    return MetricsPorts(free_port(), free_port())
+
+
+@pytest.fixture(scope="module")
+def cluster(folder: Path, ports: MetricsPorts) -> Iterator[LocalCluster]:
     options = ClusterOptions(
         str(folder),
         num_encode=1,
         node_arguments=("--kv-cache-memory", "8MiB", "--threads", "1"),
-        prefill_arguments=("--metrics-port", str(ON_PREFILL)),
-        encode_arguments=("--metrics-port", str(ON_ENCODE)),
+        prefill_arguments=("--metrics-port", str(ports.prefill)),
+        encode_arguments=("--metrics-port", str(ports.encode)),
         router_arguments=("--http-port", "0"),
     )
     with LocalCluster(options) as running:
@@ -64,29 +76,47 @@ def pictures_of(port: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("parts", [(FOX, "who?"), (FOX, "or", OWL), (OWL, FOX), (FOX, FOX)])
 def test_answers_are_those_of_transformers(
-    parts: tuple[bytes | str, ...], chats: Any, folder: Path
+    parts: tuple[bytes | str, ...], chats: Any, folder: Path, ports: MetricsPorts
 ) -> None:
     first, again = answer_of(chats, *parts), answer_of(chats, *parts)
 
     assert first.choices[0].message.content == expected(folder, parts)
     assert again.choices[0].message.content == first.choices[0].message.content
     assert again.usage.prompt_tokens_details.cached_tokens > 0
-    assert not pictures_of(ON_PREFILL)["encoded"]
+    assert not pictures_of(ports.prefill)["encoded"]
 
 
-def test_a_picture_of_many_requests_is_encoded_once_in_the_cluster(chats: Any) -> None:
-    before = pictures_of(ON_ENCODE)["encoded"]
+def test_a_picture_of_many_requests_is_encoded_once_in_the_cluster(
+    chats: Any, ports: MetricsPorts
+) -> None:
+    before = pictures_of(ports.encode)["encoded"]
     answer_of(chats, HEN, "question 0")
-    once = pictures_of(ON_ENCODE)["encoded"]
+    once = pictures_of(ports.encode)["encoded"]
     for number in range(1, 20):
         answer_of(chats, HEN, f"question {number}")
 
-    assert before < once == pictures_of(ON_ENCODE)["encoded"]
-    assert not pictures_of(ON_PREFILL)["encoded"]
+    assert before < once == pictures_of(ports.encode)["encoded"]
+    assert not pictures_of(ports.prefill)["encoded"]
+
+
+@pytest.mark.parametrize("parts", [(YAK, "who?"), ("who?", YAK)])
+def test_all_answers_to_a_prompt_see_its_image(
+    parts: tuple[bytes | str, ...], chats: Any, folder: Path
+) -> None:
+    answers = chats.chat.completions.create(
+        model="",
+        messages=asked(*parts),
+        max_tokens=NUM_TOKENS,
+        temperature=0,
+        n=3,
+        extra_body=AS_BATON,
+    )
+
+    assert {each.message.content for each in answers.choices} == {expected(folder, parts)}
 
 
 def test_the_prefill_node_encodes_when_the_encode_node_is_lost(
-    chats: Any, cluster: LocalCluster, folder: Path
+    chats: Any, cluster: LocalCluster, folder: Path, ports: MetricsPorts
 ) -> None:
     cluster.encoders[0].process.kill()
     new = file_of(random_image(70, 90, seed=5))
@@ -94,4 +124,4 @@ def test_the_prefill_node_encodes_when_the_encode_node_is_lost(
     answer = answer_of(chats, new, "who?")
 
     assert answer.choices[0].message.content == expected(folder, (new, "who?"))
-    assert pictures_of(ON_PREFILL)["encoded"]
+    assert pictures_of(ports.prefill)["encoded"]
