@@ -8,7 +8,7 @@ from glob import escape
 from pathlib import Path
 
 from baton.checkpoint.checkpoint import Checkpoint
-from baton.checkpoint.gguf.file_choice import choose_files
+from baton.checkpoint.gguf.file_choice import choose_files, is_projector, order_projectors
 from baton.checkpoint.gguf.gguf_checkpoint import GgufCheckpoint
 from baton.checkpoint.gguf.gguf_file import is_later_part, list_parts
 from baton.checkpoint.model_files import INDEX, SINGLE, read_shard_names
@@ -81,7 +81,8 @@ def _gguf_of(folder: Path) -> Path | None:
     """Return the GGUF file of a folder that has no other weights, the first of its parts."""
     if any(folder.glob("*.safetensors")):
         return None
-    files = sorted(path for path in folder.glob("*.gguf") if not is_later_part(path))
+    found = sorted(path for path in folder.glob("*.gguf") if not is_later_part(path))
+    files = [path for path in found if not is_projector(path.name)]
     if len(files) > 1:
         raise ModelError(
             f"{folder} has {len(files)} models: name one of {', '.join(map(str, files))}"
@@ -135,7 +136,9 @@ def _download(name: str, quantization: str, cache: Path | None) -> Path:
         names = [each.rfilename for each in about.siblings or ()]
         is_folder = not quantization and any(each.endswith(".safetensors") for each in names)
         files = None if is_folder else choose_files(name, names, quantization)
-        wanted = list(WANTED_FILES) if files is None else [escape(file) for file in files]
+        wanted = list(WANTED_FILES)
+        if files is not None:
+            wanted = [escape(file) for file in (*files, *order_projectors(names)[:1])]
         found = Path(snapshot_download(name, cache_dir=cache, allow_patterns=wanted))
     except failures as error:
         reason = next(iter(str(error).strip().splitlines()), repr(error))

@@ -14,6 +14,7 @@ QUANTIZATION = re.compile(
     r"(?<![A-Za-z0-9])(I?Q\d\w*|MXFP4\w*|BF16|F16|F32)(?![A-Za-z0-9])", re.IGNORECASE
 )
 PROJECTOR = "mmproj"  # in names of files that turn images into embeddings
+PROJECTOR_TYPES = ("BF16", "F16", "F32", "Q8_0")  # the preferred ones first
 
 
 def choose_files(repository: str, names: Iterable[str], quantization: str) -> list[str]:
@@ -24,7 +25,7 @@ def choose_files(repository: str, names: Iterable[str], quantization: str) -> li
     """
     found: dict[str, list[str]] = {}
     for name in sorted(names):
-        if name.lower().endswith(".gguf") and PROJECTOR not in name.lower():
+        if name.lower().endswith(".gguf") and not is_projector(name):
             found.setdefault(_quantization(name), []).append(name)
     if not found:
         raise ModelError(f"{repository} has no GGUF file, and no *.safetensors")
@@ -41,6 +42,19 @@ def choose_files(repository: str, names: Iterable[str], quantization: str) -> li
         return [first]
     stem = f"{match['stem']}-"
     return [first, *(name for name in others if PurePosixPath(name).name.startswith(stem))]
+
+
+def is_projector(name: str) -> bool:
+    """Return whether a file's name is that of a vision tower."""
+    return name.lower().endswith(".gguf") and PROJECTOR in name.lower()
+
+
+def order_projectors(names: Iterable[str]) -> list[str]:
+    """Return the files with vision towers, the one to take first."""
+    found = sorted(filter(is_projector, names))
+    others = len(PROJECTOR_TYPES)
+    place = {kind: index for index, kind in enumerate(PROJECTOR_TYPES)}
+    return sorted(found, key=lambda name: place.get(_quantization(name), others))
 
 
 def _quantization(name: str) -> str:

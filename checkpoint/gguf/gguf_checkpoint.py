@@ -1,4 +1,7 @@
-"""GGUF file: configuration, tokenizer and weights in one. Imports torch only for tensors."""
+"""GGUF file: configuration, tokenizer and weights in one. Imports torch only for tensors.
+
+A vision tower is in another file next to it.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from baton.checkpoint.gguf.generation import (
     read_pooling,
 )
 from baton.checkpoint.gguf.gguf_file import GgufFile
+from baton.checkpoint.gguf.projector import GgufProjector, find_projector
 from baton.checkpoint.json_fields import JsonFields
 from baton.core.pooling import Pooling
 
@@ -30,7 +34,8 @@ class GgufCheckpoint:
     path: Path
 
     def read_config(self) -> JsonFields:
-        return read_config(self._file)
+        config = read_config(self._file)
+        return config if self._projector is None else self._projector.add_to(config)
 
     def read_generation_defaults(self) -> GenerationDefaults:
         return read_generation_defaults(self._file)
@@ -45,9 +50,8 @@ class GgufCheckpoint:
     def read_chat_templates(self) -> dict[str, str]:
         return read_chat_templates(self._file)
 
-    def read_image_processor(self) -> None:
-        """Return that the file is of a model of text alone."""
-        return
+    def read_image_processor(self) -> JsonFields | None:
+        return None if self._projector is None else self._projector.read_image_processor()
 
     def load_tokenizer(self) -> Tokenizer:
         from baton.checkpoint.gguf.gguf_tokenizer import load_tokenizer  # nodes do not need jinja
@@ -62,10 +66,20 @@ class GgufCheckpoint:
     def open_tensors(self) -> AbstractContextManager[Tensors]:
         from baton.checkpoint.gguf.gguf_tensors import GgufTensors  # imports torch
 
-        return GgufTensors(self._file, read_tensors(self._file))
+        file, tensors = self._file, read_tensors(self._file)
+        if self._projector is not None:
+            file, tensors = (
+                file.with_file(self._projector.file),
+                {**tensors, **self._projector.tensors()},
+            )
+        return GgufTensors(file, tensors)
 
     def num_weight_bytes(self) -> int:
-        return self._file.num_bytes
+        return self._file.num_bytes + (self._projector.file.num_bytes if self._projector else 0)
+
+    @cached_property
+    def _projector(self) -> GgufProjector | None:
+        return find_projector(self._file)
 
     @cached_property
     def _file(self) -> GgufFile:

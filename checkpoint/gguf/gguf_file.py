@@ -65,6 +65,10 @@ class GgufFile:
             )
         return found
 
+    def with_file(self, other: GgufFile) -> GgufFile:
+        """Return this file with the tensors of another one."""
+        return GgufFile([*self._headers, *other._headers])
+
     @property
     def paths(self) -> list[Path]:
         return [header.path for header in self._headers]

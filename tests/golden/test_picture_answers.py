@@ -29,6 +29,7 @@ from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.runner.vision.read_config import read_vision_config
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.kv_transfer.fence import Fence
+from tests.support.gguf_towers import write_gguf_with_tower
 from tests.support.local_handoffs import LocalHandoffs
 from tests.support.models import prompt_of
 from tests.support.vision import (
@@ -219,6 +220,18 @@ def test_a_node_without_tower_takes_encodings_from_an_encode_node(
             answer = nodes.answer_alone(replace(request, pictures=()))
 
     assert answer.token_ids == expected
+
+
+@pytest.mark.parametrize("name", ["smolvlm", "gemma3"])
+def test_files_of_llama_cpp_give_the_answers_of_the_folder(
+    name: str, folder_of: FolderOf, runner_of: Callable[..., TorchRunner], tmp_path: Path
+) -> None:
+    path = write_gguf_with_tower(folder_of(name), tmp_path)
+    request = a_request(folder_of(name), name, [0, 1])
+    config = RunnerConfig(str(path), dtype="float32", kv_cache_bytes=8 << 20, max_model_len=512)
+
+    with load_runner(config) as runner:
+        assert answers(an_engine(runner), request) == answers(an_engine(runner_of(name)), request)
 
 
 @pytest.mark.parametrize(("name", "chunk"), [("smolvlm", 5), ("gemma3", 17)])

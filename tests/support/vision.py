@@ -42,9 +42,15 @@ VISION_VARIANTS: Mapping[str, Variant] = {
         WRAPPED["mistral3"].settings,
         vision={**SMALL, "model_type": "pixtral", "head_dim": 16, "patch_size": 14},
     ),
-    # The window is shorter than a picture.
+    # The window is shorter than a picture, and the scale is the one that llama.cpp assumes.
     "gemma3": Variant(
-        "Gemma3", {**WRAPPED["gemma3-vision"].settings, "sliding_window": 10}, vision=SIGLIP
+        "Gemma3",
+        {
+            **WRAPPED["gemma3-vision"].settings,
+            "sliding_window": 10,
+            "query_pre_attn_scalar": 32,
+        },
+        vision=SIGLIP,
     ),
     "qwen2.5-vl": Variant(
         "Qwen2_5_VL",

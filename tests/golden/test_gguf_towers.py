@@ -1,0 +1,116 @@
+"""Vision towers from GGUF files: the encodings and image settings of the same folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+
+from baton.checkpoint.checkpoint import Checkpoint
+from baton.checkpoint.gguf.file_choice import order_projectors
+from baton.checkpoint.hub import open_checkpoint
+from baton.checkpoint.safetensors_folder import SafetensorsFolder
+from baton.core.errors import ModelError
+from baton.engine.runner.kernels.choose import TORCH
+from baton.engine.runner.vision.load import load_tower
+from baton.engine.runner.vision.read_config import read_vision_config
+from baton.engine.runner.weights.tensor_loading import LoadTarget
+from baton.router.pictures.families.table import read_format
+from tests.support.gguf_towers import finish, write_gguf_with_tower, write_tower_fields
+from tests.support.vision import PICTURE_SIZES, a_picture, make_vision_folder
+
+NAMES = ("smolvlm", "gemma3")
+SIZES = {
+    "smolvlm": {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 64}},
+    "gemma3": {"size": {"height": 64, "width": 64}},
+}
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def folder(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = make_vision_folder(tmp_path_factory.mktemp(name), name)
+    path = made / "preprocessor_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **SIZES[name]}))
+    return made
+
+
+def encodings(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    config = read_vision_config(checkpoint)
+    assert config is not None
+    with checkpoint.open_tensors() as files:
+        target = LoadTarget(torch.float32, torch.device("cpu"), TORCH)
+        tower = load_tower(config, files, target)
+    assert tower is not None
+    pictures = [a_picture(*size, seed=seed) for seed, size in enumerate(PICTURE_SIZES[name][:2])]
+    return torch.cat(tower.encode(pictures))
+
+
+def test_a_tower_in_a_file_next_to_the_model_gives_the_encodings_of_the_folder(
+    name: str, folder: Path, tmp_path: Path
+) -> None:
+    # Early files of Gemma 3 have the names of two matrices swapped.
+    write_gguf_with_tower(folder, tmp_path, swaps_mlp=name == "gemma3")
+    found = open_checkpoint(str(tmp_path))  # the only model there
+
+    expected = SafetensorsFolder(folder)
+    assert torch.equal(encodings(found, name), encodings(expected, name))
+    assert read_format(found) == read_format(expected)
+
+
+def test_a_tower_that_does_not_fit_leaves_a_model_of_text(
+    name: str, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_gguf_with_tower(folder, tmp_path)
+    tower = next(tmp_path.glob("mmproj*"))
+    config = json.loads((folder / "config.json").read_text())
+    processor = json.loads((folder / "preprocessor_config.json").read_text())
+    config["text_config"]["hidden_size"] += 1
+    rewrite(tower, config, processor)
+
+    checkpoint = open_checkpoint(str(path))
+    with caplog.at_level(logging.WARNING):
+        assert read_vision_config(checkpoint) is None
+        assert read_format(checkpoint) is None
+
+    assert "embeddings of 65 numbers" in caplog.text
+    with checkpoint.open_tensors() as files:
+        assert not [each for each in files.names() if "vision" in each]
+
+
+def rewrite(path: Path, config: dict[str, Any], processor: dict[str, Any]) -> None:
+    path.unlink()
+    writer = gguf.GGUFWriter(path, "clip")
+    write_tower_fields(writer, config["architectures"][0], config, processor)
+    finish(writer)
+
+
+def test_tensors_and_types_that_are_not_known_are_refused_by_name(
+    name: str, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_gguf_with_tower(folder, tmp_path)
+    tower = next(tmp_path.glob("mmproj*"))
+    content = tower.read_bytes()
+    tower.write_bytes(content.replace(b"v.post_ln.weight", b"v.past_ln.weight"))
+    with pytest.raises(ModelError, match=r"v\.past_ln\.weight"):
+        open_checkpoint(str(path)).open_tensors()
+
+    tower.write_bytes(content.replace(b"idefics3", b"idefics9").replace(b"gemma3", b"gemma9"))
+    with caplog.at_level(logging.WARNING):
+        assert read_format(open_checkpoint(str(path))) is None
+    assert "which Baton does not read from GGUF; it reads gemma3, idefics3" in caplog.text
+
+
+def test_the_most_exact_of_the_usual_files_is_taken() -> None:
+    names = ["mmproj-Q8_0.gguf", "tiny.gguf", "mmproj-F32.gguf", "mmproj-model-f16.gguf", "mmproj"]
+
+    assert order_projectors(names) == ["mmproj-model-f16.gguf", "mmproj-F32.gguf", names[0]]
