@@ -10,7 +10,6 @@ no more than rounding: almost never in float32, occasionally in half precision.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -171,13 +170,11 @@ class TorchRunner:
         self.num_passes.clear()
 
     def _encode(self, orders: MediaOrders) -> dict[RequestId, float]:
-        """Carry out orders about encodings. Returns how long it took, for each request."""
+        """Carry out orders about encodings. Returns what `Encodings.apply` does."""
         if self._encodings is None:
             return {}
-        began_s = time.monotonic()
         with torch.inference_mode():
-            self._encodings.apply(orders, self._progress())
-        return dict.fromkeys(orders.encoded, time.monotonic() - began_s)
+            return self._encodings.apply(orders, self._progress())
 
     def launch(self, plan: Plan) -> Pending:
         """Launch one flat forward pass over everything the plan schedules.

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 from baton.core.ids import HandoffId, RequestId
 from baton.core.legs import LegKind
+from baton.core.media import Picture
 from baton.core.request import EngineRequest
 from baton.engine.plan import Plan, PlanRow
 from baton.engine.step_observer import StepObserver, StepRecord
@@ -175,7 +176,8 @@ class NodeTracing(StepObserver):
         for request_id, duration_s in encode_s.items():
             timeline = self._timelines.get(request_id)
             if timeline is not None:
-                digests = frozenset(each.digest for each in plan.media.encoded[request_id])
+                sources = plan.media.encoded[request_id]  # without those read from the KV cache
+                digests = frozenset(each.digest for each in sources if isinstance(each, Picture))
                 timeline.encodings.append(Encoding(began_s, began_s + duration_s, digests))
 
     def note_pass(self, plan: Plan, began_s: float, ended_s: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -46,13 +47,21 @@ class Encodings:
         self._blocks = blocks
         self._rows: dict[bytes, Tensor] = {}  # by digest
 
-    def apply(self, orders: MediaOrders, layer_done: LayerDone | None = None) -> None:
-        """Forget encodings, then encode or read those that are not here."""
+    def apply(
+        self, orders: MediaOrders, layer_done: LayerDone | None = None
+    ) -> dict[RequestId, float]:
+        """Forget encodings, then encode or read those that are not here.
+
+        Returns how long that took, for each request with a picture to encode.
+        """
+        began_s = time.monotonic()
         for digest in orders.freed:
             self._rows.pop(digest, None)
         for source in _distinct(orders.encoded):
             if source.digest not in self._rows:
                 self._rows[source.digest] = self._get(source, layer_done)
+        encoding = (key for key, its in orders.encoded.items() if any(map(_is_picture, its)))
+        return dict.fromkeys(encoding, time.monotonic() - began_s)
 
     def of(self, digest: bytes) -> Tensor:
         """Return all rows of an encoding."""
@@ -89,6 +98,10 @@ class Encodings:
             found = "none" if rows is None else f"{len(rows)} rows"
             raise EncodingMissing(f"rows up to {end} of a picture's encoding are due: {found}")
         return rows[first:end]
+
+
+def _is_picture(source: EncodingSource) -> bool:
+    return isinstance(source, Picture)
 
 
 def _distinct(encoded: Mapping[RequestId, Sequence[EncodingSource]]) -> Iterator[EncodingSource]:

@@ -85,8 +85,9 @@ class TowerRunner:
             # As in a retry, layers are progress only: nothing is sent.
             hook = FencedHook(self.hook, self._device, is_retry=True)
         with torch.inference_mode():
-            self._encodings.apply(plan.media, None if hook is None else hook.layer_done)
-            result = self._store(plan)
+            layer_done = None if hook is None else hook.layer_done
+            encode_s = self._encodings.apply(plan.media, layer_done)
+            result = self._store(plan, encode_s)
         if hook is not None and plan.num_scheduled_tokens:
             hook.pass_done()
         return _FinishedPass(result, self._device)
@@ -95,11 +96,11 @@ class TowerRunner:
         stream = self._device.make_copy_stream()
         return None if stream is None else BlockCopies(self.blocks.kv, stream, self._device.record)
 
-    def _store(self, plan: Plan) -> RunResult:
+    def _store(self, plan: Plan, encode_s: dict[RequestId, float]) -> RunResult:
         for request_id in plan.dropped:
             self._rows.pop(request_id, None)
         self._rows |= {row.request_id: _Row(row) for row in plan.started}
-        result = RunResult()
+        result = RunResult(encode_s=encode_s)
         for request_id, num_tokens in plan.num_scheduled_tokens.items():
             row = self._rows[request_id]
             end = row.num_computed + num_tokens
