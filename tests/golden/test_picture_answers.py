@@ -199,16 +199,22 @@ def test_a_decode_node_without_tower_and_pixels_continues_the_answer(
     assert answer.num_received
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "kv", "dtype"),
+    [*((name, "auto", "float32") for name in NAMES), ("qwen3-vl", "int8", "bfloat16")],
+)
 def test_a_node_without_tower_takes_encodings_from_an_encode_node(
-    name: str, folder_of: FolderOf, runner_of: Callable[..., TorchRunner]
+    name: str, kv: str, dtype: str, folder_of: FolderOf, runner_of: Callable[..., TorchRunner]
 ) -> None:
-    folder, blind = folder_of(name), runner_of(name, loads_tower=False)
+    folder, blind = folder_of(name), runner_of(name, loads_tower=False, kv=kv, dtype=dtype)
     request = a_request(folder, name, [0, 1, 0])
-    expected = generated_with_pictures(folder, request)
+    if kv == "auto":
+        expected = generated_with_pictures(folder, request)
+    else:
+        [expected] = answers(an_engine(runner_of(name, kv=kv, dtype=dtype)), request)
     num_rows = encoding_rows(request.media)
 
-    with load_tower_runner(config_for(folder)) as tower:
+    with load_tower_runner(config_for(folder, kv_cache_dtype=kv, dtype=dtype)) as tower:
         assert tower.info.fingerprint == blind.info.fingerprint
         rows = stored_rows(tower)
         assert rows is not None
