@@ -62,7 +62,7 @@ class SchedulerStats:
     total_foreign_blocks: int = 0  # from servers that are not Baton's
     total_failed_foreign_blocks: int = 0
     num_encoder_rows: int = 0  # of pictures, in memory
-    max_encoder_rows: int = 0  # that fit; 0: no pictures are encoded
+    max_encoder_rows: int = 0  # that fit; 0: the model takes no pictures
     total_encoded_pictures: int = 0
     total_found_pictures: int = 0  # whose encodings were in memory
     total_read_pictures: int = 0  # whose encodings were in the KV cache

@@ -11,6 +11,7 @@ from baton.core.finish import Finish
 from baton.core.ids import ModelVariant
 from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.admission.model_traffic import TrafficByModel
+from baton.router.byte_budget import ByteBudget
 from baton.router.context import RequestContext
 from baton.router.dispatch.config import DispatchConfig
 from baton.router.dispatch.dispatcher import Dispatcher
@@ -47,6 +48,7 @@ class Pipeline:
         image_source: ImageSource | None = None,
     ) -> None:
         self.table = table
+        self.byte_budget = ByteBudget()
         self.profiles = profiles
         self.inputs = InputProcessor(table, profiles, forms)
         self.documents = DocumentReader()

@@ -99,7 +99,7 @@ class NodeTotals:
     num_accepted_tokens: int = 0  # of num_proposed_tokens
     tiers: tuple[TierReport, ...] = ()  # the fastest one first
     num_encoder_rows: int = 0  # of encodings of pictures, in memory
-    max_encoder_rows: int = 0  # that fit; 0: the node encodes no pictures
+    max_encoder_rows: int = 0  # that fit; 0: the model takes no pictures
 
     @property
     def hit_rate(self) -> float | None:

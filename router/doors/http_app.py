@@ -48,7 +48,7 @@ def http_app(
     embed_truncate: bool = True,
     doors: Sequence[Door] = DOORS,
 ) -> ASGIApp:
-    bodies = Bodies(pipeline.table)
+    bodies = Bodies(pipeline.table, pipeline.byte_budget)
     routes: list[BaseRoute] = [
         *openai_routes(pipeline, scopes, bodies, orders, adapters, embed_truncate=embed_truncate),
         *(route for door in doors for route in door(pipeline, scopes, bodies)),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -13,10 +13,11 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
+from baton.router.byte_budget import ByteBudget, Lease
 from baton.router.input_processing.large_texts import LargeTextConfig, LargeTexts
 from baton.router.input_processing.limits import MAX_ANSWERS
 from baton.router.routing.node_table import NodeTable
-from baton.rpc.errors import BodyTimeout, ClientGone, MessageTooLarge, QueueFull, Unreadable
+from baton.rpc.errors import BodyTimeout, ClientGone, MessageTooLarge, Unreadable
 
 MAX_BODY_BYTES = 16 << 20
 # A body up to this size is not counted in the budget: the number of connections bounds it.
@@ -27,9 +28,7 @@ MAX_VALUES = 1 << 20
 # Cost of parsing an object, a list or a key, in units of one number.
 NUM_VALUES_BY_MARK = {b",": 1, b"[": 4, b"{": 4, b":": 3}
 VALUE_BYTES = 32  # approximate memory of a parsed JSON value
-MAX_BYTES_IN_FLIGHT = 256 << 20
 BODY_TIMEOUT_S = 60.0
-RETRY_AFTER_S = 1.0
 # A single thread: each additional one would delay the event loop further, because of the GIL.
 ONE_AT_A_TIME = LargeTextConfig(small_size=SMALL_BODY_BYTES, num_threads=1)
 
@@ -53,7 +52,7 @@ class ReceivedBody:
 
     def hold_more(self, num_bytes: int) -> None:
         """Count what was read from the body in the budget, too. Raises QueueFull."""
-        self.lease.grow_to(self.lease.num_bytes + num_bytes)
+        self.lease.add(num_bytes)
         self.num_more_bytes += num_bytes
 
     async def hold_json(self, value: bytes) -> None:
@@ -77,9 +76,9 @@ class ReceivedBody:
 class Bodies:
     """Receives bodies, within the limits of the router."""
 
-    def __init__(self, table: NodeTable) -> None:
+    def __init__(self, table: NodeTable, budget: ByteBudget) -> None:
         self._table = table
-        self._budget = BodyBudget()
+        self._budget = budget
         self._thread = LargeTexts(ONE_AT_A_TIME)
 
     @asynccontextmanager
@@ -108,45 +107,6 @@ class Bodies:
 
     def _gauge(self) -> JsonGauge:
         return JsonGauge(max_values(self._table.served_model().max_model_len))
-
-
-class BodyBudget:
-    """Memory for large bodies, shared by all requests of the router."""
-
-    def __init__(self, max_bytes: int = MAX_BYTES_IN_FLIGHT) -> None:
-        self.max_bytes = max_bytes
-        self.num_held = 0
-
-    @contextmanager
-    def lease(self) -> Iterator[Lease]:
-        """Yield a lease that is released when the block ends."""
-        lease = Lease(self)
-        try:
-            yield lease
-        finally:
-            lease.release()
-
-
-@dataclass(slots=True)
-class Lease:
-    budget: BodyBudget
-    num_bytes: int = 0
-
-    def grow_to(self, num_bytes: int) -> None:
-        """Raises QueueFull if the bodies of all requests together would exceed the budget."""
-        num_more = num_bytes - self.num_bytes
-        if self.budget.num_held + num_more > self.budget.max_bytes:
-            raise QueueFull(
-                f"large bodies of other requests take {self.budget.num_held >> 20} of "
-                f"{self.budget.max_bytes >> 20} MiB; send this one later",
-                RETRY_AFTER_S,
-            )
-        self.num_bytes = num_bytes
-        self.budget.num_held += num_more
-
-    def release(self) -> None:
-        self.budget.num_held -= self.num_bytes
-        self.num_bytes = 0
 
 
 class JsonGauge:

@@ -7,7 +7,7 @@ import socket
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.router.http.bodies import MAX_BYTES_IN_FLIGHT
+from baton.router.byte_budget import MAX_BYTES_IN_FLIGHT
 
 
 class OpenConnection(Protocol):

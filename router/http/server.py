@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager, contextmanager
 import uvicorn
 from starlette.types import ASGIApp
 
-from baton.router.http.bodies import MAX_BODY_BYTES, BodyBudget
+from baton.router.byte_budget import ByteBudget
+from baton.router.http.bodies import MAX_BODY_BYTES
 from baton.router.http.connection_slots import ConnectionLimits
 from baton.router.http.connections import Acceptor
 from baton.router.http.errors import ErrorFormat
@@ -73,7 +74,7 @@ async def http_serving(
     config.load()
     server = HttpServer(config)
     serving = asyncio.ensure_future(server.serve(sockets=[]))  # connections come from the Acceptor
-    arriving = BodyBudget(limits.max_arriving_bytes)
+    arriving = ByteBudget(limits.max_arriving_bytes)
     websockets = WebSocketPaths(frozenset(websocket_paths), arriving)
     acceptor = Acceptor(listening, config, server.server_state, limits, errors, websockets)
     accepting = asyncio.ensure_future(acceptor.run())

@@ -17,7 +17,8 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from uvicorn.server import ServerState
 from websockets.frames import CloseCode, Frame
 
-from baton.router.http.bodies import SMALL_BODY_BYTES, BodyBudget, Lease
+from baton.router.byte_budget import ByteBudget, Lease
+from baton.router.http.bodies import SMALL_BODY_BYTES
 from baton.router.http.connection_slots import ConnectionLimits, ConnectionSlot, ConnectionSlots
 from baton.rpc.errors import QueueFull
 
@@ -30,7 +31,7 @@ class WebSocketPaths:
     """Paths that are served over WebSocket, and the memory for their incomplete messages."""
 
     paths: frozenset[str]
-    arriving: BodyBudget
+    arriving: ByteBudget
 
 
 class WebSocketConnection(WebSocketsSansIOProtocol):
@@ -41,7 +42,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         limits: ConnectionLimits,
         slots: ConnectionSlots,
         slot: ConnectionSlot,
-        arriving: BodyBudget,
+        arriving: ByteBudget,
         *,
         config: uvicorn.Config,
         server_state: ServerState,

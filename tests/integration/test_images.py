@@ -473,9 +473,8 @@ def test_images_are_in_traces_and_in_the_report_of_the_node_that_encodes_them(
     assert again["prepare_images"]["baton.images.cached"] == 1
     assert "encode_pictures" not in again
     assert again["prefill_compute"]["baton.pictures.cached"] == num_pictures
-    loads = [load_at(child.address).totals for child in (*cluster.prefills, *cluster.decodes)]
-    assert [totals.max_encoder_rows for totals in loads] == [16384, 0]
-    assert num_rows <= loads[0].num_encoder_rows <= 16384
+    totals = load_at(cluster.prefills[0].address).totals
+    assert num_rows <= totals.num_encoder_rows <= totals.max_encoder_rows == 16384
 
 
 def test_kv_events_name_the_pictures_of_blocks(

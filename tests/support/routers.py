@@ -16,6 +16,7 @@ from baton.router.dispatch.config import DispatchConfig
 from baton.router.doors.grpc.servicer import InferenceServicer
 from baton.router.input_processing.form_checks import FormChecks
 from baton.router.input_processing.tokenization import TextBoundary
+from baton.router.pictures.plan import PictureFormat
 from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.request_scope import RequestScopes
 from baton.router.routing.config import Routing, RoutingPolicy
@@ -57,12 +58,14 @@ class UnreliableRouter(InferenceServicer):
         tracing: Tracing = NO_REQUEST_TRACING,
         rate_limits: RateLimitConfig = NO_RATE_LIMITS,
         forms: FormChecks | None = None,
+        text: PromptRecorder | None = None,
+        images: PictureFormat | None = None,
     ) -> None:
-        self.text = PromptRecorder()
+        self.text = text or PromptRecorder()
         self.pipeline = Pipeline(
             table=table,
             node_calls=node_calls,
-            profiles=profiles_of(table, self.text),
+            profiles=profiles_of(table, self.text, images=images),
             clock=time.monotonic,
             config=PipelineConfig(
                 DispatchConfig(routing=Routing(RoutingPolicy.ROUND_ROBIN)), admission_queue
@@ -110,11 +113,21 @@ async def a_router(
     tracing: Tracing = NO_REQUEST_TRACING,
     rate_limits: RateLimitConfig = NO_RATE_LIMITS,
     forms: FormChecks | None = None,
+    text: PromptRecorder | None = None,
+    images: PictureFormat | None = None,
 ) -> AsyncIterator[tuple[UnreliableRouter, str]]:
     """Serve a router; yield it and its address."""
     nodes = node_calls or FakeNodeCalls()
     router = UnreliableRouter(
-        nodes, faults, table or a_table(), admission_queue, tracing, rate_limits, forms
+        nodes,
+        faults,
+        table or a_table(),
+        admission_queue,
+        tracing,
+        rate_limits,
+        forms,
+        text,
+        images,
     )
     service = Service(
         "baton.v1.InferenceService",

@@ -15,6 +15,7 @@ from baton.core.legs import LegKind
 from baton.core.task import EMBED
 from baton.core.vectors import check_dimensions, shorten
 from baton.router.answers import generate_answers
+from baton.router.byte_budget import Lease
 from baton.router.doors.grpc.translate import (
     ResponseBuilder,
     calls_from,
@@ -61,7 +62,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 served = self._table.served_model(model)
                 check_request(request, served.max_model_len)
                 calls = calls_from(request, request_id, served.sampling_defaults, model)
-                calls = await self._with_images(calls, scope)
+                calls = await self._with_images(calls, scope, context)
             builders = [ResponseBuilder(request_id, index) for index in range(len(calls))]
             answers = generate_answers(self._pipeline, scope, calls, len(calls))
             with scope.within_limits():
@@ -105,7 +106,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 model = self._checked_model(request.model)
                 prompt = tokenize_input_from(request)
                 if isinstance(prompt, ChatPrompt):
-                    prompt = await self._pipeline.read_images(prompt, model, client)
+                    with self._pipeline.byte_budget.lease() as lease:
+                        prompt = await self._pipeline.read_images(prompt, model, client, lease.add)
                 token_ids = await self._pipeline.inputs.token_ids(prompt, model, client)
         return inference_pb2.TokenizeResponse(token_ids=token_ids)
 
@@ -135,16 +137,29 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         )
 
     async def _with_images(
-        self, calls: list[GenerateCall], scope: RequestScope
+        self,
+        calls: list[GenerateCall],
+        scope: RequestScope,
+        context: Any,
     ) -> list[GenerateCall]:
-        """Return the calls, whose prompt is the same, with its images read."""
+        """Return the calls, whose prompt is the same, with its images read.
+
+        They count in the budget of bytes until the end of the client's call.
+        """
         prompt = calls[0].prompt
         if not isinstance(prompt, ChatPrompt) or not prompt.image_files:
             return calls
+        lease = self._lease_during(context)
         prompt = await self._pipeline.read_images(
-            prompt, calls[0].model, scope.owner, trace=scope.image_work
+            prompt, calls[0].model, scope.owner, lease.add, scope.image_work
         )
         return [replace(call, prompt=prompt) for call in calls]
+
+    def _lease_during(self, context: Any) -> Lease:
+        """Return a lease of bytes that the end of the client's call releases."""
+        lease = Lease(self._pipeline.byte_budget)
+        context.add_done_callback(lambda _: lease.release())
+        return lease
 
     @contextmanager
     def _within_limits(self, context: aio.ServicerContext[Any, Any]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from baton.router.doors.messages.bodies import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from baton.router.doors.messages.documents import (
+from baton.router.doors.messages.files import (
     DocumentBlock,
     ImageBlock,
     document_of_block,

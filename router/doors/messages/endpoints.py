@@ -11,8 +11,8 @@ from starlette.responses import JSONResponse, Response
 
 from baton.core.finish import Finish
 from baton.router.answers import generate_answers
-from baton.router.doors.documents import read_documents, read_prompt
 from baton.router.doors.field_names import renaming_fields
+from baton.router.doors.files import read_files, read_prompt
 from baton.router.doors.messages.parsed_message import (
     FIELD_NAMES,
     ParsedMessage,
@@ -49,7 +49,7 @@ class MessageHandler:
         fields = with_session(await request.body.fields(), request.session_id)
         context = model_context(self.pipeline, fields)
         parsed = await request.body.run(partial(message_from, fields, request.id, context))
-        read = await read_documents(parsed.request, self.pipeline, request)
+        read = await read_files(parsed.request, self.pipeline, request)
         return replace(parsed, request=read)
 
     async def _tokenize(self, call: GenerateCall, client: str) -> GenerateCall:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from baton.core.ids import ModelVariant
-from baton.router.doors.documents import read_prompt
+from baton.router.doors.files import read_prompt
 from baton.router.doors.openai.request.bodies import (
     DetokenizeBody,
     ResetBody,

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from baton.router.answers import generate_answers
-from baton.router.doors.documents import read_documents
+from baton.router.doors.files import read_files
 from baton.router.doors.openai.request.bodies import with_session
 from baton.router.doors.openai.request.parsed_request import ModelContext, ParsedRequest
 from baton.router.doors.openai.request.structured_outputs import errors_of_field
@@ -44,7 +44,7 @@ class AnswerHandler:
         fields = with_session(await request.body.fields(), request.session_id)
         context = model_context(self.pipeline, fields)
         parsed = await request.body.run(partial(self.read, fields, request.id, context))
-        return await read_documents(parsed, self.pipeline, request)
+        return await read_files(parsed, self.pipeline, request)
 
     async def _repeated_prompts(self, parsed: ParsedRequest, client: str) -> list[EchoedPrompt]:
         """Return the prompt of each call; empty unless the answer repeats it."""

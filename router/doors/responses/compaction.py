@@ -14,8 +14,8 @@ from baton.core.errors import InvalidRequest
 from baton.core.finish import Finish
 from baton.core.output import FinishReason
 from baton.router.answers import generate_answers
-from baton.router.doors.documents import read_documents
 from baton.router.doors.field_names import renaming_fields
+from baton.router.doors.files import read_files
 from baton.router.doors.openai.generation import model_context
 from baton.router.doors.openai.request.bodies import Body, effective_fields, validate_body
 from baton.router.doors.responses.bodies import IGNORED_FIELDS, Items
@@ -90,7 +90,7 @@ class CompactionHandler:
         context = model_context(self.pipeline, fields)
         parse = partial(response_from, fields, history, request.id, context)
         parsed = await request.body.run(parse)
-        read = await read_documents(parsed.request, self.pipeline, request)
+        read = await read_files(parsed.request, self.pipeline, request)
         return replace(parsed, request=read)
 
 

@@ -14,8 +14,8 @@ from baton.core.errors import NamedError
 from baton.core.finish import Finish
 from baton.core.output import FinishReason
 from baton.router.answers import IndexedParts, generate_answers
-from baton.router.doors.documents import documents_in, read_documents
 from baton.router.doors.field_names import renaming_fields
+from baton.router.doors.files import documents_in, read_files
 from baton.router.doors.openai.generation import model_context, served_name
 from baton.router.doors.openai.request.structured_outputs import errors_of_field
 from baton.router.doors.responses.files import put_texts
@@ -163,7 +163,7 @@ async def begin_turn(
         context = model_context(pipeline, fields)
         parse = partial(response_from, fields, history, request.id, context, is_warmup=is_warmup)
         parsed = await request.body.run(parse)
-        parsed = replace(parsed, request=await read_documents(parsed.request, pipeline, request))
+        parsed = replace(parsed, request=await read_files(parsed.request, pipeline, request))
     [call] = parsed.request.calls
     put_texts(parsed.items, documents_in(call.prompt))
     response = ResponseObject(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from starlette.datastructures import Headers
 
 from baton.core.errors import NamedError
+from baton.router.byte_budget import RETRY_AFTER_S
 from baton.router.doors.openai.errors import RefusedByCode
 from baton.router.doors.openai.request.bodies import with_session
 from baton.router.doors.responses.memory import ConnectionMemory
@@ -25,7 +26,7 @@ from baton.router.doors.responses.websocket.events import (
     error_event,
     take_stream_id,
 )
-from baton.router.http.bodies import RETRY_AFTER_S, Bodies, ReceivedBody, run_until_first
+from baton.router.http.bodies import Bodies, ReceivedBody, run_until_first
 from baton.router.http.errors import failure_of
 from baton.router.http.exchange import ReceivedRequest
 from baton.router.http.json_encoding import as_json

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from baton.core.sampling import SamplingDefaults
-from baton.router.doors.documents import documents_in
+from baton.router.doors.files import documents_in
 from baton.router.doors.grpc import translate
 from baton.router.doors.http_app import DESCRIPTIONS
 from baton.router.doors.messages.parsed_message import message_from, prompt_to_count

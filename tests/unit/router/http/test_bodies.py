@@ -13,14 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.requests import Request
 
+from baton.router.byte_budget import ByteBudget, Lease
 from baton.router.http.bodies import (
     MAX_VALUES,
     ONE_AT_A_TIME,
     SMALL_BODY_BYTES,
     VALUE_BYTES,
-    BodyBudget,
     JsonGauge,
-    Lease,
     ReceivedBody,
     max_values,
     read_body,
@@ -84,7 +83,7 @@ async def chunks_of(*chunks: bytes) -> AsyncIterator[bytes]:
         yield chunk
 
 
-def read(budget: BodyBudget, *chunks: bytes) -> bytes:
+def read(budget: ByteBudget, *chunks: bytes) -> bytes:
     async def run() -> bytes:
         with budget.lease() as lease:
             return await read_body(a_request(chunks_of(*chunks)), lease, JsonGauge())
@@ -93,7 +92,7 @@ def read(budget: BodyBudget, *chunks: bytes) -> bytes:
 
 
 def test_large_bodies_in_flight_share_a_limit_and_small_ones_are_exempt() -> None:
-    budget = BodyBudget(2 * LARGE)
+    budget = ByteBudget(2 * LARGE)
     held = LARGE + VALUE_BYTES
 
     with budget.lease() as lease:
@@ -108,7 +107,7 @@ def test_large_bodies_in_flight_share_a_limit_and_small_ones_are_exempt() -> Non
 
 
 def test_values_are_weighted_by_their_parsed_size() -> None:
-    budget = BodyBudget(VALUE_BYTES * LARGE // 2)
+    budget = ByteBudget(VALUE_BYTES * LARGE // 2)
 
     assert read(budget, b"x" * LARGE)
     with pytest.raises(QueueFull):
@@ -122,7 +121,7 @@ def test_waiting_for_a_body_times_out() -> None:
         await asyncio.Event().wait()
 
     async def run() -> None:
-        with BodyBudget().lease() as lease:
+        with ByteBudget().lease() as lease:
             await read_body(a_request(never()), lease, JsonGauge(), timeout_s=0)
 
     with pytest.raises(BodyTimeout, match="came within 0 s"):
@@ -130,7 +129,7 @@ def test_waiting_for_a_body_times_out() -> None:
 
 
 def test_what_is_read_from_a_body_counts_as_the_body_does() -> None:
-    thread, budget = LargeTexts(ONE_AT_A_TIME), BodyBudget(max_bytes=LARGE)
+    thread, budget = LargeTexts(ONE_AT_A_TIME), ByteBudget(max_bytes=LARGE)
     with budget.lease() as lease:
         body = ReceivedBody(b"x", thread, lease)
         body.hold_more(LARGE)
@@ -141,7 +140,7 @@ def test_what_is_read_from_a_body_counts_as_the_body_does() -> None:
 
 
 def test_json_that_is_parsed_with_a_body_counts_as_the_body_does() -> None:
-    thread, budget = LargeTexts(ONE_AT_A_TIME), BodyBudget(max_bytes=10 * LARGE)
+    thread, budget = LargeTexts(ONE_AT_A_TIME), ByteBudget(max_bytes=10 * LARGE)
     small, large, heavy = b"[5]", b'"' + b"x" * LARGE + b'"', b"[" + b"5," * LARGE + b"5]"
 
     async def held_for(value: bytes) -> int:
@@ -157,7 +156,7 @@ def test_json_that_is_parsed_with_a_body_counts_as_the_body_does() -> None:
 
 
 def test_large_bodies_are_parsed_outside_the_event_loop() -> None:
-    thread, lease = LargeTexts(ONE_AT_A_TIME), Lease(BodyBudget())
+    thread, lease = LargeTexts(ONE_AT_A_TIME), Lease(ByteBudget())
 
     body = ReceivedBody(b"x" * SMALL_BODY_BYTES, thread, lease)
     small = asyncio.run(body.run(threading.get_ident))

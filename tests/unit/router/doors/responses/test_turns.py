@@ -8,10 +8,11 @@ import time
 
 import pytest
 
+from baton.router.byte_budget import ByteBudget
 from baton.router.doors.responses.memory import TenantMemory
 from baton.router.doors.responses.store import ResponseStore, StoredResponse
 from baton.router.doors.responses.turns import begin_turn
-from baton.router.http.bodies import ONE_AT_A_TIME, BodyBudget, ReceivedBody
+from baton.router.http.bodies import ONE_AT_A_TIME, ReceivedBody
 from baton.router.http.exchange import ReceivedRequest
 from baton.router.input_processing.large_texts import LargeTexts
 from baton.router.pipeline import Pipeline, PipelineConfig
@@ -42,7 +43,7 @@ def a_memory() -> TenantMemory:
 
 
 def test_the_history_of_each_request_counts_in_the_budget_of_bodies() -> None:
-    budget = BodyBudget(max_bytes=2 * len(HISTORY))
+    budget = ByteBudget(max_bytes=2 * len(HISTORY))
 
     async def continue_with(num_others: int) -> None:
         with budget.lease() as lease:

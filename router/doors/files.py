@@ -42,7 +42,7 @@ async def read_prompt(
     return await pipeline.read_images(prompt, model, body.client, body.hold_more, trace)
 
 
-async def read_documents(
+async def read_files(
     parsed: ParsedRequest, pipeline: Pipeline, request: ReceivedRequest
 ) -> ParsedRequest:
     """Read the documents and images of a request, whose answer gets the warnings.
