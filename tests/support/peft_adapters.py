@@ -40,8 +40,10 @@ def save_and_merge(base: Path, folder: Path, *, seed: int = 0, **config: Any) ->
 
 
 def _adapted_model(base: Path, seed: int, config: dict[str, Any]) -> Any:
-    loader, peft = import_transformers().AutoModelForCausalLM, import_module("peft")
-    model = loader.from_pretrained(base, dtype=torch.float32)
+    transformers, peft = import_transformers(), import_module("peft")
+    has_images = hasattr(transformers.AutoConfig.from_pretrained(base), "vision_config")
+    kind = "AutoModelForImageTextToText" if has_images else "AutoModelForCausalLM"
+    model = getattr(transformers, kind).from_pretrained(base, dtype=torch.float32)
     adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **config))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -24,7 +24,10 @@ from baton.engine.runner.model.config import ModelConfig
 
 MODULE = re.compile(r"(?P<prefix>(?:.*\.)?)layers\.(?P<layer>\d{1,6})\.(?P<name>[\w.]+)", re.ASCII)
 # Prefixes of the text model's layers, in models of text alone and with images.
-PREFIXES = ("", "model.", "model.language_model.", "language_model.model.", "language_model.")
+PREFIXES = (
+    *("", "model.", "model.language_model.", "language_model.model.", "language_model."),
+    "model.text_model.",
+)
 HEAD_NAMES = KEY, VALUE = "key", "value"
 MAX_NUMBER_BYTES = 8  # float64
 MAX_ENTRY_BYTES, MAX_METADATA_BYTES = 512, 1 << 20  # of a tensor, and of all, in a file's header
