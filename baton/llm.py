@@ -61,6 +61,7 @@ class LLM:
         self,
         model: str,
         *,
+        mmproj: str = "",  # of a GGUF model's vision tower, if it is not next to it
         dtype: str = "auto",
         device: str = "cpu",
         kv_cache_memory: int | str | None = None,
@@ -89,6 +90,7 @@ class LLM:
         self._shows_progress = sys.stderr.isatty() if show_progress is None else show_progress
         config = RunnerConfig(
             model=model,
+            mmproj=mmproj,
             dtype=dtype,
             device=device,
             block_size=block_size,
@@ -119,7 +121,7 @@ class LLM:
         )
         self._request_numbers = itertools.count()
         self._lifetime = ExitStack()
-        checkpoint = open_checkpoint(model)
+        checkpoint = open_checkpoint(model, mmproj=mmproj)
         self.tokenizer = tokenizer or checkpoint.load_tokenizer()  # before what takes longer
         screen = Console(stderr=True, quiet=not self._shows_progress)
         build_missing_kernels(config, checkpoint, screen)

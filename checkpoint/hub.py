@@ -22,10 +22,20 @@ GGUF_MAGIC = b"GGUF"
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")  # and a quantization of GGUF
 
 
-def open_checkpoint(model: str, *, offline: bool = False) -> Checkpoint:
-    """Return the checkpoint of a path or a name of the hub, which is downloaded if needed."""
+def open_checkpoint(model: str, *, offline: bool = False, mmproj: str = "") -> Checkpoint:
+    """Return the checkpoint of a path or a name of the hub, which is downloaded if needed.
+
+    `mmproj` is the file of a GGUF model's vision tower, if it is not next to it.
+    """
     path = resolve_model(model, offline=offline)
-    return SafetensorsFolder(path) if path.is_dir() else GgufCheckpoint(path)
+    if not path.is_dir():
+        checkpoint = GgufCheckpoint(path, Path(mmproj).expanduser() if mmproj else None)
+        if mmproj:
+            checkpoint.read_config()  # raises ModelError if it does not fit
+        return checkpoint
+    if mmproj:
+        raise ModelError(f"--mmproj {mmproj} is for GGUF files, and {path} is a folder")
+    return SafetensorsFolder(path)
 
 
 def resolve_model(model: str, *, offline: bool = False, cache: Path | None = None) -> Path:

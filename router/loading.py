@@ -32,7 +32,8 @@ def load_profiles(options: ModelOptions) -> list[ModelProfile]:
 
 
 def _load(options: ModelOptions, model: ByName, name: str) -> ModelProfile:
-    checkpoint = open_checkpoint(model.value)
+    mmproj = options.mmproj if model is options.folders[0] else ""
+    checkpoint = open_checkpoint(model.value, mmproj=mmproj)
     tokenizer, images = checkpoint.load_tokenizer(), _read_format(checkpoint)
     parsing = options.parsing_of(name, tokenizer.chat_template)
     tokens = _reasoning_tokens(parsing, tokenizer)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from baton.checkpoint.options import Mmproj
 from baton.core.errors import InvalidConfig
 from baton.core.options import MODEL, Option
 from baton.router.text_events.table import (
@@ -86,6 +87,7 @@ class ModelOptions:
             parse=parse_models,
         ),
     ] = ()
+    mmproj: Mmproj = ""
     tool_parsers: Annotated[
         tuple[ByName, ...],
         Option(

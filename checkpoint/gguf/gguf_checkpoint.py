@@ -32,6 +32,7 @@ class GgufCheckpoint:
     """Implements `Checkpoint`."""
 
     path: Path
+    mmproj: Path | None = None  # of the vision tower; None: one next to it, if there is one
 
     def read_config(self) -> JsonFields:
         config = read_config(self._file)
@@ -79,7 +80,9 @@ class GgufCheckpoint:
 
     @cached_property
     def _projector(self) -> GgufProjector | None:
-        return find_projector(self._file)
+        if self.mmproj is None:
+            return find_projector(self._file)
+        return GgufProjector.of(GgufFile.open(self.mmproj), self._file)
 
     @cached_property
     def _file(self) -> GgufFile:

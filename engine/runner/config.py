@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Protocol
 
+from baton.checkpoint.options import Mmproj
 from baton.checkpoint.user_cache import user_cache_folder
 from baton.core.errors import InvalidConfig
 from baton.core.exclusions import Feature, check_exclusions
@@ -52,6 +53,7 @@ class RunnerConfig:
     """
 
     model: Annotated[str, Option("Model folder, or a name on the Hugging Face hub.", MODEL)]
+    mmproj: Mmproj = ""
     dtype: Annotated[
         str,
         Option("auto, float32, bfloat16 or float16.", MODEL, choices=("auto", *DTYPE_NAMES)),

@@ -170,7 +170,7 @@ class _Opened(NamedTuple):
 def _open(
     config: RunnerConfig, make_device: Callable[[str], Device], make_parts: Callable[..., Parts]
 ) -> _Opened:
-    checkpoint = open_checkpoint(config.model)
+    checkpoint = open_checkpoint(config.model, mmproj=config.mmproj)
     model = read_model_config(checkpoint)
     device, dtype = make_device(config.device), DTYPES[dtype_name(config, model)]
     kernels = make_parts(

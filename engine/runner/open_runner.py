@@ -59,7 +59,7 @@ def open_runner(
 
     from baton.engine.runner.load import load_runner, load_tower_runner
 
-    checkpoint = open_checkpoint(config.model)
+    checkpoint = open_checkpoint(config.model, mmproj=config.mmproj)
     kind = kind_of(checkpoint)
     if kind is None:
         load = load_runner if config.loads_decoder else load_tower_runner

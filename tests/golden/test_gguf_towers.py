@@ -67,6 +67,20 @@ def test_a_tower_in_a_file_next_to_the_model_gives_the_encodings_of_the_folder(
     assert read_format(found) == read_format(expected)
 
 
+def test_a_tower_can_be_in_another_folder(name: str, folder: Path, tmp_path: Path) -> None:
+    path = write_gguf_with_tower(folder, tmp_path)
+    (tmp_path / "other").mkdir()
+    tower = next(tmp_path.glob("mmproj*")).rename(tmp_path / "other" / "tower.gguf")
+
+    assert read_format(open_checkpoint(str(path))) is None
+    found = open_checkpoint(str(path), mmproj=str(tower))
+    assert torch.equal(encodings(found, name), encodings(SafetensorsFolder(folder), name))
+    with pytest.raises(ModelError, match="no vision tower"):
+        open_checkpoint(str(path), mmproj=str(path))
+    with pytest.raises(ModelError, match="is for GGUF files"):
+        open_checkpoint(str(folder), mmproj=str(tower))
+
+
 def test_a_tower_that_does_not_fit_leaves_a_model_of_text(
     name: str, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

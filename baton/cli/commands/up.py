@@ -76,7 +76,7 @@ def _prepare(model: RunnerConfig, *, must_embed: bool) -> FirstRequest:
 
     Returns a request that the model can serve.
     """
-    checkpoint = open_checkpoint(model.model)
+    checkpoint = open_checkpoint(model.model, mmproj=model.mmproj)
     config = read_any_config(checkpoint)
     if must_embed and not (
         config.num_labels or model.pooling != "auto" or checkpoint.read_pooling()
