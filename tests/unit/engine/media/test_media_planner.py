@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -39,9 +40,18 @@ def _world(
     return EngineWorld(config, num_blocks=64, block_size=2)
 
 
-def _world_with_stored_encodings() -> EngineWorld:
-    config = SchedulerConfig(max_num_seqs=4, encoder_cache_tokens=12, stored_rows=ROWS)
-    return EngineWorld(config, num_blocks=16, block_size=2)
+def _world_with_stored_encodings(*, runs_ahead: bool = False) -> EngineWorld:
+    config = SchedulerConfig(
+        max_num_seqs=4, encoder_cache_tokens=12, stored_rows=ROWS, remote_headroom_blocks=0
+    )
+    return EngineWorld(config, num_blocks=16, block_size=2, runs_ahead=runs_ahead)
+
+
+class _Late(random.Random):
+    """Draws by which no pass is launched early."""
+
+    def random(self) -> float:
+        return 1.0
 
 
 def _fetch(world: EngineWorld, *digests: bytes) -> None:
@@ -175,6 +185,24 @@ def test_an_encoding_stays_until_its_tokens_are_computed() -> None:
     world.step()
     world.evict_cached()
     world.scheduler.check()
+    world.run_to_end()
+
+    assert world.runner.num_read == 1
+
+
+def test_an_encoding_stays_until_it_was_read_although_its_request_has_ended() -> None:
+    world = _world_with_stored_encodings(runs_ahead=True)
+    _fetch(world, CAT)
+    world._pass_chance = _Late()
+    world.add(2, max_tokens=8)
+    world.step()
+    name = world.add(PROMPT, media=[MediaSegment(2, 4, CAT)], has_pixels=False)
+    world.step()
+    assert world._ahead is not None
+    assert name in world._ahead.plan.media.encoded  # of a pass that has not been launched
+    world.abort(name)
+    world.add(22, receives=True)  # the peer writes garbage into whatever it is granted
+    world.step()
     world.run_to_end()
 
     assert world.runner.num_read == 1
