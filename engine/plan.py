@@ -185,6 +185,19 @@ class Pending(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class FinishedPass:
+    """Pass that has ended with its launch. Implements `Pending`."""
+
+    result: RunResult
+
+    def allows(self, plan: Plan) -> bool:
+        return False
+
+    def collect(self) -> RunResult:
+        return self.result
+
+
 class Runner(Protocol):
     """Runs the model over plans. All code that depends on torch is behind this protocol."""
 

@@ -83,6 +83,7 @@ class Dispatcher:
                 try:
                     if route.encoder is not None:
                         await self._pictures.bring(request, route, attempt)
+                        self._quarantine.release_node(tracked, route.encoder.address)
                     async with aclosing(attempt.run(self._node_calls)) as parts:
                         async for part in parts:
                             if isinstance(part, TokenChunk):

@@ -7,7 +7,6 @@ pass. No keys and values are kept.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch import Tensor
 from baton.core.ids import RequestId
 from baton.core.pooling import Pooling, PoolingKind
 from baton.engine.errors import OutOfOrder
-from baton.engine.plan import Pending, Plan, PlanRow, RunResult
+from baton.engine.plan import FinishedPass, Pending, Plan, PlanRow, RunResult
 from baton.engine.runner.adapters.adapters import AdapterTable
 from baton.engine.runner.device.device import CPU
 from baton.engine.runner.device.fenced_hook import FencedHook
@@ -60,7 +59,7 @@ class EncoderRunner:
         if rows and self.info.pooling is not None:
             with torch.inference_mode():
                 self._compute(pack_texts(rows), self.info.pooling, result)
-        return _FinishedPass(result)
+        return FinishedPass(result)
 
     def _whole_row(self, request_id: RequestId, num_tokens: int) -> PlanRow:
         row = self._rows[request_id]
@@ -83,19 +82,6 @@ class EncoderRunner:
         add_vectors(request_ids, finish(vectors, pooling, logits).numpy(), result)
         if hook is not None:
             hook.pass_done()
-
-
-@dataclass(frozen=True, slots=True)
-class _FinishedPass:
-    """Implements `Pending`."""
-
-    result: RunResult
-
-    def allows(self, plan: Plan) -> bool:
-        return False
-
-    def collect(self) -> RunResult:
-        return self.result
 
 
 def _pool(hidden_states: Tensor, texts: PackedTexts, kind: PoolingKind) -> Tensor:

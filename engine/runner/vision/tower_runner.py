@@ -13,7 +13,7 @@ import torch
 
 from baton.core.ids import RequestId
 from baton.engine.errors import OutOfOrder
-from baton.engine.plan import Pending, Plan, PlanRow, RunResult
+from baton.engine.plan import FinishedPass, Pending, Plan, PlanRow, RunResult
 from baton.engine.runner.adapters.adapters import AdapterTable
 from baton.engine.runner.attention.kv_blocks import KvBlocks
 from baton.engine.runner.device.block_copies import BlockCopies
@@ -90,7 +90,8 @@ class TowerRunner:
             result = self._store(plan, encode_s)
         if hook is not None and plan.num_scheduled_tokens:
             hook.pass_done()
-        return _FinishedPass(result, self._device)
+        self._device.record().wait()
+        return FinishedPass(result)
 
     def make_block_copies(self) -> BlockCopies | None:
         stream = self._device.make_copy_stream()
@@ -121,18 +122,3 @@ class TowerRunner:
                 places = range(start // size, -(-last // size))
                 block_ids = row.block_tables[self._group][places.start : places.stop]
                 self._stored.write(self._encodings.of(segment.digest), places, block_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class _FinishedPass:
-    """Implements `Pending`."""
-
-    result: RunResult
-    device: Device
-
-    def allows(self, plan: Plan) -> bool:
-        return False
-
-    def collect(self) -> RunResult:
-        self.device.record().wait()
-        return self.result
