@@ -215,7 +215,8 @@ def _check_fits_cache(request: EngineRequest, config: SchedulerConfig, cache: Ca
     if request.send_to is None:
         num_slots = max_num_tokens(request, config) - 1
     num_blocks = -(-num_slots // cache.block_size)
-    if request.media and not request.pictures and config.stored_rows is not None:
+    reads_stored = request.receive_from is None and not request.pictures
+    if request.media and reads_stored and config.stored_rows is not None:
         rows = encoding_rows(request.media).values()  # held beside its own blocks
         num_stored = sum(map(config.stored_rows.num_blocks, rows))
         num_blocks += -(-num_stored // len(cache.layout.groups))

@@ -8,7 +8,7 @@ import pytest
 
 from baton.core.errors import ContextLengthExceeded, InvalidRequest
 from baton.core.ids import AdapterRef, HandoffId, NodeId, Peer, RequestId
-from baton.core.media import MediaSegment
+from baton.core.media import MediaSegment, StoredRows
 from baton.core.request import EngineRequest, ReceiveKv
 from baton.core.sampling import SamplingParams
 from baton.engine.kv_cache.config import CacheConfig
@@ -32,6 +32,18 @@ def test_media_are_refused() -> None:
     image = MediaSegment(0, 1, bytes(32))
 
     _assert_refused(replace(make_engine_request([1]), media=(image,)), "encodes no pictures")
+
+
+def test_stored_encodings_need_blocks_only_where_a_prompt_is_computed() -> None:
+    config = replace(CONFIG, stored_rows=StoredRows(row_bytes=1, block_bytes=2, block_size=4))
+    image = MediaSegment(0, 4, bytes(32))  # its encoding takes two blocks
+    computed = replace(make_engine_request(range(6), max_tokens=11), media=(image,))
+    peer = Peer(NodeId("p"), "p:1")
+    received = replace(computed, receive_from=ReceiveKv(HandoffId("r", 1), peer))
+
+    validate_request(received, config, CACHE)
+    with pytest.raises(InvalidRequest, match="may need 6 KV blocks; the whole cache has 4"):
+        validate_request(computed, config, CACHE)
 
 
 def test_an_adapter_is_refused() -> None:
