@@ -67,10 +67,9 @@ class PictureNodes(FakeNodeCalls):
 
 
 def with_card(node: Node, *, encodes: bool) -> Node:
-    return replace(
-        node,
-        card=replace(node.card, encodes_pictures=encodes, encoding_row_bytes=ROW_BYTES),
-    )
+    generates = LegKind.ENCODE not in node.card.legs
+    card = replace(node.card, encodes_pictures=encodes, generates=generates)
+    return replace(node, card=replace(card, encoding_row_bytes=ROW_BYTES))
 
 
 def a_cluster(num_encode: int = 1, *, prefill_encodes: bool = False) -> NodeTable:
@@ -178,6 +177,17 @@ def test_a_prefill_node_with_a_tower_takes_the_place_of_the_only_encode_node() -
 
     assert nodes.order == [("encode", "e0"), ("prefill", "p"), ("decode", "d")]
     assert nodes.calls[1][1].pictures == (CAT,)
+
+
+def test_prefill_nodes_that_also_embed_texts_encode_no_pictures_for_others() -> None:
+    nodes = PictureNodes()
+    prefills = [with_card(a_node(LegKind.PREFILL, name), encodes=True) for name in ("p", "q")]
+    both = (LegKind.PREFILL, LegKind.ENCODE)
+    embedding = [replace(node, card=replace(node.card, legs=both)) for node in prefills]
+    table = a_table(*embedding, with_card(a_node(LegKind.DECODE, "d"), encodes=False))
+    answered(nodes, table, about(CAT))
+
+    assert [kind for kind, _ in nodes.order] == ["prefill", "decode"]
 
 
 def test_the_encode_node_is_to_blame_if_its_encodings_never_arrive() -> None:
