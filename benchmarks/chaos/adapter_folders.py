@@ -17,6 +17,7 @@ NAMES = ("red", "green", "blue")
 RELOADED = "paint"  # name that means one of the first and the last, or none
 MEMORY = ("--max-loras=2", "--max-cpu-loras=2")
 MODULES = ("q_proj", "v_proj", "o_proj", "down_proj")
+TOWER = ".vision_model."
 RANK, ALPHA, STD = 4, 8, 0.2  # large enough for answers to differ
 
 
@@ -35,6 +36,8 @@ def _write_adapter(model: str, folder: Path, seed: int) -> None:
     weights = {}
     for name, shape in shapes.items():
         module = name.removesuffix(".weight")
+        if TOWER in module:  # a vision tower takes no adapters
+            continue
         if module.rpartition(".")[2] in MODULES and len(shape) == 2:
             prefix = f"base_model.model.{module}.lora_"
             weights[f"{prefix}A.weight"] = STD * torch.randn(RANK, shape[1], generator=generator)

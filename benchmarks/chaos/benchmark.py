@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 from baton.client import AsyncClient, Retries
 from baton.cluster import Child
+from baton.kv_transfer.external_kv import KV
 from benchmarks.chaos.cluster import ChaosCluster
-from benchmarks.chaos.cluster_config import ChaosClusterConfig
+from benchmarks.chaos.cluster_config import OPERATOR_TOKEN, ChaosClusterConfig
 from benchmarks.chaos.faults import Fault, Script, TargetRole, faults
 from benchmarks.chaos.hostile.latencies import BystanderLatencies, bystander_latencies
 from benchmarks.chaos.hostile.processes import HostileProcesses
@@ -25,7 +26,7 @@ from benchmarks.chaos.leaks import grown, held, memory_growth, num_adapters, num
 from benchmarks.chaos.load import AnswerOutcome, ChaosLoad
 from benchmarks.chaos.report import Attempts, Report, report
 from benchmarks.chaos.second_turns import loads_rows, skipped_loads
-from benchmarks.chaos.sending import Router
+from benchmarks.chaos.sending import ChaosRequest, Router
 from benchmarks.chaos.tier_load import TierLoad
 from benchmarks.chaos.workload import KnownAnswer, draw_requests, reference_answers
 
@@ -40,6 +41,7 @@ class ChaosBench:
     script: Script
     num_clients: int = 6
     num_requests: int = 30
+    images_share: float = 0.0  # of requests about pictures
     num_probes: int = 2  # of second turns, for each fault of these kinds
     attacks: tuple[Attack, ...] = tuple(Attack)  # of the hostile client, if there is one
 
@@ -65,8 +67,12 @@ async def run(bench: ChaosBench, stop: asyncio.Event, on_progress: OnProgress) -
         AsyncClient(cluster.address, retries=ONCE) as client,
     ):
         router = await cluster.router(client)
-        requests = await draw_requests(router, script.seed, bench.num_requests)
+        requests = await _draw_requests(bench, router)
         answers = await _unless(stop, reference_answers(router, requests))
+        if bench.images_share:
+            from benchmarks.chaos.pictures import check_alone
+
+            await asyncio.to_thread(check_alone, bench.setting.model, answers)
         await cluster.begin()
         async with AsyncExitStack() as lifetime:
             hostile: HostileProcesses | None = None
@@ -76,7 +82,17 @@ async def run(bench: ChaosBench, stop: asyncio.Event, on_progress: OnProgress) -
                 await lifetime.enter_async_context(hostile)
             chaos = ChaosRun(cluster, router, answers, bench.num_clients, script.seed, hostile)
             chaos.tier_load.num_probes = bench.num_probes
+            chaos.has_pictures = bench.images_share > 0
             return await chaos.run(drawn, script.duration_s, stop, on_progress)
+
+
+async def _draw_requests(bench: ChaosBench, router: Router) -> list[ChaosRequest]:
+    seed, count = bench.script.seed, bench.num_requests
+    if not bench.images_share:
+        return await draw_requests(router, seed, count)
+    from benchmarks.chaos.pictures import PICTURE_KINDS
+
+    return await draw_requests(router, seed, count, PICTURE_KINDS, bench.images_share)
 
 
 async def _unless(
@@ -113,7 +129,8 @@ class ChaosRun:
     ) -> None:
         self._cluster = cluster
         self._hostile = hostile
-        client = router.client
+        self._client = client = router.client
+        self.has_pictures = False  # requests are about pictures, too
         self._num_clients = num_clients
         self.load = ChaosLoad(router, answers, seed)
         self._attempts = Attempts()
@@ -164,6 +181,8 @@ class ChaosRun:
         ended_s = time.monotonic()
         if self._hostile is not None:
             await self._hostile.end()
+        if self.has_pictures:  # encodings in use stay in memory, and are leaks
+            await self._client.reset_prefix_caches((KV,), OPERATOR_TOKEN)
         leaks = await self._leaks()
         turns, injected = self.tier_load.turns, self._injector.injected
         token_bytes = await self.tier_load.token_bytes()

@@ -80,7 +80,11 @@ class ChaosCluster:
         self.num_adapters_at_start: dict[str, int] = {}
 
     async def __aenter__(self) -> ChaosCluster:
-        await asyncio.to_thread(self._cluster.__enter__)
+        try:
+            await asyncio.to_thread(self._cluster.__enter__)
+        except BaseException:
+            await self._lifetime.aclose()
+            raise
         return self
 
     async def begin(self) -> None:
@@ -165,6 +169,8 @@ class ChaosCluster:
                 return self._cluster.decodes[place]
             case TargetRole.EMBED:
                 return self._cluster.embedders[place]
+            case TargetRole.ENCODE:
+                return self._cluster.encoders[place]
             case TargetRole.VLLM:
                 return self._vllm_servers.children[place]
 

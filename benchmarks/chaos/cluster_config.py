@@ -32,6 +32,7 @@ class ChaosClusterConfig:
     num_prefill: int = 2
     num_decode: int = 2
     num_embed: int = 2
+    num_encode: int = 0  # nodes that encode pictures
     num_vllm: int = 0  # vLLM servers, which compute prompts if there are no prefill nodes
     lease_s: float = 2.0
     silence_s: float = 3.0
@@ -53,6 +54,7 @@ class ChaosClusterConfig:
             TargetRole.PREFILL: self.num_prefill,
             TargetRole.DECODE: self.num_decode,
             TargetRole.EMBED: self.num_embed,
+            TargetRole.ENCODE: self.num_encode,
             TargetRole.VLLM: self.num_vllm,
         }
 
@@ -75,6 +77,7 @@ def cluster_options(
         model=setting.model,
         num_prefill=setting.num_prefill,
         num_decode=setting.num_decode,
+        num_encode=setting.num_encode,
         node_program=(NODE_MODULE, str(folder)),
         environment={**environment, **more},
         node_arguments=(

@@ -23,7 +23,7 @@ class FaultKind(Enum):
     LATE = "late"  # all of them are delayed
     DOUBLE = "double"  # all of them arrive twice
     SWAP = "swap"  # half of them are reordered
-    CORRUPT = "corrupt"  # writes of a prefill node carry wrong bytes
+    CORRUPT = "corrupt"  # writes of a node carry wrong bytes
     JUMP = "jump"  # the wall clock of a process is wrong for a while
     HOSTILE = "hostile"  # a client sends the most expensive requests the limits allow
     SPOIL = "spoil"  # bytes of half of the blocks in files and objects change
@@ -53,12 +53,14 @@ class TargetRole(Enum):
     PREFILL = "prefill"
     DECODE = "decode"
     EMBED = "embed"  # nodes of the further model
+    ENCODE = "encode"  # nodes that encode pictures
     VLLM = "vllm"  # vLLM servers, which no fault kills
 
 
 NODES_AND_ROUTER = (
-    TargetRole.ROUTER, TargetRole.PREFILL, TargetRole.DECODE, TargetRole.EMBED,
+    TargetRole.ROUTER, TargetRole.PREFILL, TargetRole.DECODE, TargetRole.EMBED, TargetRole.ENCODE,
 )  # fmt: skip
+NODES_WITH_KV = (TargetRole.PREFILL, TargetRole.DECODE, TargetRole.ENCODE)
 
 
 ROLES_BY_FAULT_KIND = {
@@ -66,15 +68,15 @@ ROLES_BY_FAULT_KIND = {
     FaultKind.STOP: tuple(TargetRole),
     FaultKind.FREEZE: (TargetRole.DECODE, TargetRole.VLLM),
     FaultKind.SLOW: tuple(TargetRole),
-    FaultKind.PAUSE: (TargetRole.PREFILL, TargetRole.DECODE, TargetRole.EMBED),
+    FaultKind.PAUSE: (*NODES_WITH_KV, TargetRole.EMBED),
     FaultKind.CUT: (TargetRole.PREFILL,),
     FaultKind.STALL: (TargetRole.PREFILL,),
     FaultKind.OVERLOAD: (TargetRole.ROUTER,),
-    FaultKind.DROP: (TargetRole.PREFILL, TargetRole.DECODE),
-    FaultKind.LATE: (TargetRole.PREFILL, TargetRole.DECODE),
-    FaultKind.DOUBLE: (TargetRole.PREFILL, TargetRole.DECODE),
-    FaultKind.SWAP: (TargetRole.PREFILL, TargetRole.DECODE),
-    FaultKind.CORRUPT: (TargetRole.PREFILL,),
+    FaultKind.DROP: NODES_WITH_KV,
+    FaultKind.LATE: NODES_WITH_KV,
+    FaultKind.DOUBLE: NODES_WITH_KV,
+    FaultKind.SWAP: NODES_WITH_KV,
+    FaultKind.CORRUPT: (TargetRole.PREFILL, TargetRole.ENCODE),
     FaultKind.JUMP: NODES_AND_ROUTER,
     FaultKind.HOSTILE: (TargetRole.ROUTER,),
     FaultKind.SPOIL: (TargetRole.ROUTER,),

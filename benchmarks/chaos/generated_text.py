@@ -6,7 +6,7 @@ import math
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from baton.client import Answer, Generation, Served
+from baton.client import Answer, Generation, Prompt, Served
 from benchmarks.chaos.sending import ChaosRequest, Sending, WrongAnswer
 
 # Tolerance of logprobs: the order of summation differs between batches.
@@ -20,7 +20,7 @@ class GeneratedText:
 
     tag: int
     kind: str
-    prompt: tuple[int, ...]
+    prompt: Prompt
     generation: Generation
     needs_stop: bool = False  # a string that ends the answer
 

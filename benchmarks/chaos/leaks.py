@@ -25,6 +25,7 @@ HELD = (
     (names.BLOCKS, "granted", "granted blocks"),
     (names.BLOCKS, "fenced", "fenced blocks"),
     (names.BLOCKS, "owned", "owned blocks"),
+    (names.ENCODER_ROWS, "", "rows of encodings"),
     (names.IN_FLIGHT, "", "requests in flight"),
     (names.QUEUE_DEPTH, "", "queued requests"),
     (names.ADAPTER_WAITING, "", "requests that wait for adapters"),

@@ -1,6 +1,6 @@
-"""`python -m benchmarks.chaos.node FOLDER prefill|decode …`: a node with KV transfer faults.
+"""`python -m benchmarks.chaos.node FOLDER prefill|decode|encode …`: a node with KV transfer faults.
 
-It is `baton serve prefill|decode` with fault-injecting wrappers around KV link and transport.
+It is `baton serve` with fault-injecting wrappers around KV link and transport.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> None:
     folder = Path(sys.argv.pop(1))
     prepare()
     app = typer.Typer(pretty_exceptions_enable=False)
-    for role in ("prefill", "decode"):
+    for role in ("prefill", "decode", "encode"):
         app.command(role)(node_command(role, partial(run, folder, role)))
     app()
 

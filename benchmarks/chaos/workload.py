@@ -116,16 +116,28 @@ KINDS: Mapping[str, Draw] = {
 }
 
 
-async def draw_requests(router: Router, seed: int, count: int) -> list[ChaosRequest]:
-    """Return the requests, deterministic for a seed and a model."""
+async def draw_requests(
+    router: Router,
+    seed: int,
+    count: int,
+    further: Mapping[str, Draw] | None = None,
+    further_share: float = 0.0,
+) -> list[ChaosRequest]:
+    """Return the requests, deterministic for a seed and a model.
+
+    A share of them is of `further` kinds.
+    """
     vocab_size = (await router.client.model(router.chat_model)).vocab_size
-    draw, kinds = random.Random(seed), list(KINDS)
-    plain = range(FIRST_PLAIN_TOKEN, vocab_size)
-    return [
-        KINDS[kind](Drawing(tag, kind, draw, plain))
-        for tag in range(count)
-        for kind in (kinds[tag % len(kinds)],)
-    ]
+    draw, plain = random.Random(seed), range(FIRST_PLAIN_TOKEN, vocab_size)
+    tables = (KINDS, further or {})
+    turns, requests = [0, 0], list[ChaosRequest]()
+    for tag in range(count):
+        which = int((tag + 1) * further_share) - int(tag * further_share)
+        table = tables[which]
+        kind = list(table)[turns[which] % len(table)]
+        turns[which] += 1
+        requests.append(table[kind](Drawing(tag, kind, draw, plain)))
+    return requests
 
 
 async def reference_answers(router: Router, requests: Sequence[ChaosRequest]) -> list[KnownAnswer]:

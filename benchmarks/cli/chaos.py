@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from benchmarks.chaos.report import Report
 
 EVERYTHING = "all"
+# Rows of encodings in memory: few, so that pictures take turns.
+ENCODER_CACHE = "--encoder-cache-tokens=64"
 
 
 def chaos(
@@ -46,7 +48,7 @@ def chaos(
     roles: Annotated[
         str,
         typer.Option(
-            help="Roles to inject faults into: router, prefill, decode, embed, vllm; "
+            help="Roles to inject faults into: router, prefill, decode, embed, encode, vllm; "
             "comma-separated."
         ),
     ] = EVERYTHING,
@@ -64,6 +66,7 @@ def chaos(
     prefill: Annotated[int, typer.Option(min=0, help="Prefill nodes.")] = 2,
     decode: Annotated[int, typer.Option(min=2, help="Decode nodes.")] = 2,
     embed: Annotated[int, typer.Option(min=2, help="Nodes of an embedder, a further model.")] = 2,
+    encode: Annotated[int, typer.Option(min=0, help="Nodes that encode pictures.")] = 0,
     vllm: Annotated[
         int,
         typer.Option(
@@ -72,6 +75,16 @@ def chaos(
             "They are doubles, which refuse some prompts.",
         ),
     ] = 0,
+    requests: Annotated[int, typer.Option(min=1, help="Different requests.")] = 30,
+    images: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=1,
+            help="Share of the requests that ask about pictures of numbers; with a model that "
+            "sees, such as models/demo-vision. Answers are also compared with an engine alone.",
+        ),
+    ] = 0.0,
     kv_cache_memory: Annotated[
         str, typer.Option(help="KV cache of each node; small, so that overload fills it.")
     ] = "3MiB",
@@ -133,11 +146,14 @@ def chaos(
     if logs is not None:
         logs.mkdir(parents=True, exist_ok=True)
     bench = ChaosBench(
+        num_requests=requests,
+        images_share=images,
         setting=ChaosClusterConfig(
             model,
             prefill,
             decode,
             embed,
+            encode,
             vllm,
             node_arguments=(
                 f"--kv-cache-memory={kv_cache_memory}",
@@ -145,6 +161,7 @@ def chaos(
                 f"--dtype={dtype}",
                 f"--kv-transport={transport}",
                 f"--kv-tls={kv_tls}",
+                *((ENCODER_CACHE,) if images else ()),
             ),
             log_dir=logs,
             clocks_jump=FaultKind.JUMP in chosen,

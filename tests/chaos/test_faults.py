@@ -58,7 +58,8 @@ FAULTS: list[tuple[FaultKind, TargetRole]] = [
     for kind in FaultKind
     if kind not in OWN_TESTS
     for role in ROLES_BY_FAULT_KIND[kind]
-    if role is not TargetRole.VLLM  # needs a cluster without prefill nodes
+    # They need a cluster without prefill nodes, and a model that sees.
+    if role not in (TargetRole.VLLM, TargetRole.ENCODE)
 ]
 
 pytestmark = pytest.mark.slow

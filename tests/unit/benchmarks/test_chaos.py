@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import socket
@@ -9,6 +10,7 @@ import subprocess
 from collections import Counter
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,10 +48,11 @@ from benchmarks.chaos.leaks import (
     resident_bytes,
 )
 from benchmarks.chaos.load import AnswerOutcome, RequestOutcome
+from benchmarks.chaos.pictures import PICTURE_KINDS
 from benchmarks.chaos.pooled_text import Embeddings, Ranking
 from benchmarks.chaos.report import Attempts, Report, report
-from benchmarks.chaos.sending import ChaosRequest
-from benchmarks.chaos.workload import KINDS, Drawing
+from benchmarks.chaos.sending import ChaosRequest, Router
+from benchmarks.chaos.workload import KINDS, Drawing, draw_requests
 
 NUM_BY_ROLE = {TargetRole.ROUTER: 1, TargetRole.PREFILL: 2, TargetRole.DECODE: 2}
 SERVED = Served("p", "d", True, "", 1, 1, "nixl", 0, 0, 1)
@@ -136,15 +139,36 @@ def test_any_difference_between_vectors_and_scores_is_detected() -> None:
     assert "documents [0]" in (ranking.difference({0: 0.5}, {0: 0.5, 1: 0.2}) or "")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+ALL_KINDS = {**KINDS, **PICTURE_KINDS}
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_requests_of_each_kind_follow_from_the_seed_and_differ_between_tags(kind: str) -> None:
     def drawn(tag: int, seed: int) -> ChaosRequest:
-        return KINDS[kind](Drawing(tag, kind, random.Random(seed), range(4, 300)))
+        return ALL_KINDS[kind](Drawing(tag, kind, random.Random(seed), range(4, 300)))
 
     assert drawn(1, 3) == drawn(1, 3)
     assert drawn(1, 3) != drawn(1, 4)
     assert drawn(1, 3) != drawn(2, 3)
     assert (drawn(1, 3).tag, drawn(1, 3).kind) == (1, kind)
+
+
+def test_a_share_of_the_requests_is_about_pictures() -> None:
+    class Model:
+        vocab_size = 300
+
+    class OneModel:
+        async def model(self, _name: str) -> Model:
+            return Model()
+
+    client: Any = OneModel()
+    drawing = draw_requests(Router(client, ""), 1, 40, PICTURE_KINDS, further_share=0.25)
+    kinds = Counter(request.kind for request in asyncio.run(drawing))
+
+    assert {kind: kinds[kind] for kind in PICTURE_KINDS} == dict(
+        zip(PICTURE_KINDS, (4, 3, 3), strict=True)
+    )
+    assert kinds.total() - 10 == sum(kinds[kind] for kind in KINDS)
 
 
 METRICS = """
@@ -156,6 +180,7 @@ baton_kv_blocks{state="fenced"} 2.0
 baton_handoffs_open{direction="received"} 0.0
 baton_handoffs_open{direction="sent"} 1.0
 baton_requests_waiting{status="ready"} 0.0
+baton_encoder_rows 16.0
 baton_adapters{state="named"} 3.0
 baton_adapters{state="in_use"} 1.0
 baton_attempts_total{kind="migrate"} 4.0
@@ -167,6 +192,7 @@ def test_leaked_resources_are_named() -> None:
     assert list(held(parse(METRICS))) == [
         "1 open hand-offs",
         "2 fenced blocks",
+        "16 rows of encodings",
         "1 adapters in use",
     ]
     assert num_adapters(parse(METRICS)) == 3
