@@ -211,7 +211,7 @@ def hub_tensors(file: GgufFile, rules: NameRules) -> dict[str, HubTensor]:
                 part = source.part or 0
                 found.setdefault(name, []).append((part, place, HubTensor((source,), change)))
     return {
-        name: _joined(file, [tensor for _, _, tensor in sorted(each, key=lambda part: part[:2])])
+        name: join_rows(file, [tensor for _, _, tensor in sorted(each, key=lambda part: part[:2])])
         for name, each in found.items()
     }
 
@@ -277,7 +277,7 @@ def _parts(
         yield hub_name.format(expert=part), Source(entry, part, change.is_transposed)
 
 
-def _joined(file: GgufFile, parts: list[HubTensor]) -> HubTensor:
+def join_rows(file: GgufFile, parts: list[HubTensor]) -> HubTensor:
     """Join the rows of tensors, which may differ only in their number of rows."""
     first, sources = parts[0].sources[0], [source for part in parts for source in part.sources]
     for source in sources:

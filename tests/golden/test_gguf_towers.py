@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,15 @@ from baton.engine.runner.vision.load import load_tower
 from baton.engine.runner.vision.read_config import read_vision_config
 from baton.engine.runner.weights.tensor_loading import LoadTarget
 from baton.router.pictures.families.table import read_format
-from tests.support.gguf_towers import finish, write_gguf_with_tower, write_tower_fields
+from tests.support.gguf_towers import TYPES, finish, write_gguf_with_tower, write_tower_fields
 from tests.support.vision import PICTURE_SIZES, a_picture, make_vision_folder
 
-NAMES = ("smolvlm", "gemma3")
-SIZES = {
+NAMES = ("smolvlm", "gemma3", "qwen2-vl", "qwen2.5-vl")
+SIZES: Mapping[str, Mapping[str, object]] = {
     "smolvlm": {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 64}},
     "gemma3": {"size": {"height": 64, "width": 64}},
+    "qwen2-vl": {"min_pixels": 28 * 28, "max_pixels": 100 * 28 * 28},
+    "qwen2.5-vl": {"min_pixels": 28 * 28, "max_pixels": 100 * 28 * 28},
 }
 
 
@@ -58,8 +61,8 @@ def encodings(checkpoint: Checkpoint, name: str) -> torch.Tensor:
 def test_a_tower_in_a_file_next_to_the_model_gives_the_encodings_of_the_folder(
     name: str, folder: Path, tmp_path: Path
 ) -> None:
-    # Early files of Gemma 3 have the names of two matrices swapped.
-    write_gguf_with_tower(folder, tmp_path, swaps_mlp=name == "gemma3")
+    # Early files have the names of two matrices swapped.
+    write_gguf_with_tower(folder, tmp_path, swaps_mlp=name in ("gemma3", "qwen2-vl"))
     found = open_checkpoint(str(tmp_path))  # the only model there
 
     expected = SafetensorsFolder(folder)
@@ -104,7 +107,7 @@ def test_a_tower_that_does_not_fit_leaves_a_model_of_text(
 def rewrite(path: Path, config: dict[str, Any], processor: dict[str, Any]) -> None:
     path.unlink()
     writer = gguf.GGUFWriter(path, "clip")
-    write_tower_fields(writer, config["architectures"][0], config, processor)
+    write_tower_fields(writer, config, processor)
     finish(writer)
 
 
@@ -118,10 +121,14 @@ def test_tensors_and_types_that_are_not_known_are_refused_by_name(
     with pytest.raises(ModelError, match=r"v\.past_ln\.weight"):
         open_checkpoint(str(path)).open_tensors()
 
-    tower.write_bytes(content.replace(b"idefics3", b"idefics9").replace(b"gemma3", b"gemma9"))
+    kind = TYPES[json.loads((folder / "config.json").read_text())["model_type"]]
+    tower.write_bytes(content.replace(kind.encode(), kind[:-1].encode() + b"9"))
     with caplog.at_level(logging.WARNING):
         assert read_format(open_checkpoint(str(path))) is None
-    assert "which Baton does not read from GGUF; it reads gemma3, idefics3" in caplog.text
+    assert (
+        "which Baton does not read from GGUF; it reads gemma3, idefics3, qwen2vl_merger"
+        in caplog.text
+    )
 
 
 def test_the_most_exact_of_the_usual_files_is_taken() -> None:

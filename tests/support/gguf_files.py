@@ -36,6 +36,7 @@ ARCHITECTURES = {
     "GlmForCausalLM": "chatglm",
     "Glm4ForCausalLM": "glm4",
     "Qwen2MoeForCausalLM": "qwen2moe",
+    "Qwen2VLForCausalLM": "qwen2vl",  # the text model within
 }
 PAIRED = ("llama", "granite", "smollm3")  # llama.cpp stores the rows of rotated heads in pairs
 JOINED = ("chatglm",)  # llama.cpp stores queries, keys and values as one
@@ -182,6 +183,8 @@ def _write_rope(writer: gguf.GGUFWriter, config: Config, head_dim: int) -> None:
     writer.add_rope_freq_base(rope["rope_theta"])
     share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1))
     writer.add_rope_dimension_count(int(head_dim * share))
+    if "mrope_section" in rope:
+        writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])

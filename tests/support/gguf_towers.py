@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,22 @@ from torch import Tensor
 
 from tests.support.gguf_files import folder_tensors, write_gguf
 
+Config = Mapping[str, Any]
 TEXTS = {
-    "SmolVLMForConditionalGeneration": "LlamaForCausalLM",
-    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "smolvlm": "LlamaForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "qwen2_vl": "Qwen2VLForCausalLM",
+    "qwen2_5_vl": "Qwen2VLForCausalLM",
 }
-IN_TEXT = ("model.text_model.", "language_model.model.", "language_model.")
-KINDS = {"SmolVLMForConditionalGeneration": "idefics3", "Gemma3ForConditionalGeneration": "gemma3"}
+TYPES = {
+    "smolvlm": "idefics3",
+    "gemma3": "gemma3",
+    "qwen2_vl": "qwen2vl_merger",
+    "qwen2_5_vl": "qwen2.5vl_merger",
+}
+IN_TEXT = ("model.text_model.", "language_model.model.", "language_model.", "model.")
+IN_TOWER = ("vision", "connector", "projector", "visual.")
+SWAPPED = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
 
 
 def write_gguf_with_tower(folder: Path, target: Path, *, swaps_mlp: bool = False) -> Path:
@@ -27,12 +38,11 @@ def write_gguf_with_tower(folder: Path, target: Path, *, swaps_mlp: bool = False
     With `swaps_mlp`, matrices of the tower have the names of llama.cpp's early files.
     """
     config = json.loads((folder / "config.json").read_text())
-    architecture = config["architectures"][0]
     text = target / "text"
     text.mkdir()
     for file in folder.glob("tokenizer*.json"):
         shutil.copy(file, text)
-    own = {**config["text_config"], "architectures": [TEXTS[architecture]]}
+    own = {**config["text_config"], "architectures": [TEXTS[config["model_type"]]]}
     (text / "config.json").write_text(json.dumps(own))
     tensors = folder_tensors(folder)
     save_file(dict(_text_tensors(tensors)), text / "model.safetensors", {"format": "pt"})
@@ -40,25 +50,11 @@ def write_gguf_with_tower(folder: Path, target: Path, *, swaps_mlp: bool = False
     shutil.rmtree(text)
     processor = json.loads((folder / "preprocessor_config.json").read_text())
     writer = gguf.GGUFWriter(target / "mmproj-tiny-F32.gguf", "clip")
-    write_tower_fields(writer, architecture, config, processor)
-    names = gguf.get_tensor_name_map(
-        gguf.MODEL_ARCH.MMPROJ, config["vision_config"]["num_hidden_layers"]
-    )
-    for name, tensor in sorted(tensors.items()):
-        if "vision" not in name and "connector" not in name and "projector" not in name:
-            continue
-        if ".head." in name:
-            continue
-        # As hub folders have them, unlike those that transformers writes now.
-        hub_name = name.replace("_weight", ".weight")
-        hub_name = hub_name.replace("vision_tower.", "vision_tower.vision_model.")
-        stored = names.get_name(hub_name, (".weight", ".bias"))
-        assert stored is not None, name
-        if swaps_mlp:
-            swapped = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
-            stored = ".".join(swapped.get(part, part) for part in stored.split("."))
-        offset = 1.0 if "soft_emb_norm" in name else 0.0
-        writer.add_tensor(stored, (tensor.float() + offset).contiguous().numpy())
+    write_tower_fields(writer, config, processor)
+    for name, tensor in _tower_tensors(config, tensors):
+        parts = name.split(".")
+        stored = ".".join(SWAPPED.get(part, part) for part in parts) if swaps_mlp else name
+        writer.add_tensor(stored, tensor.float().contiguous().numpy())
     finish(writer)
     return written.path
 
@@ -70,38 +66,73 @@ def finish(writer: gguf.GGUFWriter) -> None:
     writer.close()
 
 
-def _text_tensors(tensors: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
-    found = []
+def _text_tensors(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in tensors.items():
-        prefix = next(filter(name.startswith, IN_TEXT), None)
-        if name == "lm_head.weight" or name == "language_model.lm_head.weight":
-            found.append(("lm_head.weight", tensor))
-        elif prefix is not None:
-            found.append((f"model.{name.removeprefix(prefix)}", tensor))
-    return found
+        if name.endswith("lm_head.weight"):
+            yield "lm_head.weight", tensor
+        elif not any(part in name for part in IN_TOWER):
+            prefix = next(filter(name.startswith, IN_TEXT))
+            yield f"model.{name.removeprefix(prefix)}", tensor
 
 
-def write_tower_fields(
-    writer: gguf.GGUFWriter, architecture: str, config: dict[str, Any], processor: dict[str, Any]
-) -> None:
+def _tower_tensors(config: Config, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors as llama.cpp's converter writes them."""
     vision = config["vision_config"]
+    num_layers = vision.get("num_hidden_layers") or vision["depth"]
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, num_layers)
+    for name, tensor in sorted(tensors.items()):
+        if not any(part in name for part in IN_TOWER) or ".head." in name:
+            continue
+        # As hub folders have them, unlike those that transformers writes now.
+        hub_name = name.replace("_weight", ".weight")
+        hub_name = hub_name.replace("vision_tower.", "vision_tower.vision_model.")
+        if ".qkv." in name:
+            for part, rows in zip("qkv", tensor.chunk(3), strict=True):
+                yield _stored(names, hub_name.replace("qkv", part)), rows
+        elif tensor.ndim == 5:  # of two frames
+            yield f"{_stored(names, hub_name)}", tensor[:, :, 0]
+            yield f"{_stored(names, hub_name)}.1", tensor[:, :, 1]
+        else:
+            yield _stored(names, hub_name), tensor + ("soft_emb_norm" in name)
+
+
+def _stored(names: gguf.TensorNameMap, hub_name: str) -> str:
+    found = names.get_name(hub_name, (".weight", ".bias"))
+    assert found is not None, hub_name
+    return str(found)
+
+
+def write_tower_fields(writer: gguf.GGUFWriter, config: Config, processor: Config) -> None:
+    vision, kind = config["vision_config"], config["model_type"]
     writer.add_clip_has_vision_encoder(True)
-    writer.add_clip_projector_type(KINDS[architecture])
+    writer.add_clip_projector_type(TYPES[kind])
     writer.add_vision_projection_dim(config["text_config"]["hidden_size"])
-    writer.add_vision_image_size(vision["image_size"])
     writer.add_vision_patch_size(vision["patch_size"])
-    writer.add_vision_embedding_length(vision["hidden_size"])
-    writer.add_vision_feed_forward_length(vision["intermediate_size"])
-    writer.add_vision_block_count(vision["num_hidden_layers"])
-    writer.add_vision_head_count(vision["num_attention_heads"])
     writer.add_vision_image_mean(processor["image_mean"])
     writer.add_vision_image_std(processor["image_std"])
-    writer.add_vision_attention_layernorm_eps(vision["layer_norm_eps"])
+    writer.add_vision_attention_layernorm_eps(vision.get("layer_norm_eps", 1e-6))
+    writer.add_vision_block_count(vision.get("num_hidden_layers") or vision["depth"])
+    writer.add_vision_head_count(vision.get("num_attention_heads") or vision["num_heads"])
+    writer.add_vision_embedding_length(vision.get("embed_dim") or vision["hidden_size"])
+    # The converter takes this field, although it is not the size of Qwen2-VL's MLP.
+    writer.add_vision_feed_forward_length(vision.get("intermediate_size", vision["hidden_size"]))
+    if kind.startswith("qwen"):
+        writer.add_vision_image_size(560)
+        if "min_pixels" in processor:
+            writer.add_vision_min_pixels(processor["min_pixels"])
+            writer.add_vision_max_pixels(processor["max_pixels"])
+        if kind == "qwen2_5_vl":
+            writer.add_vision_use_silu(True)
+            writer.add_vision_n_wa_pattern(vision["fullatt_block_indexes"][0] + 1)
+            writer.add_uint32(gguf.Keys.ClipVision.WINDOW_SIZE, vision["window_size"])
+        return
+    writer.add_vision_image_size(vision["image_size"])
     writer.add_vision_use_gelu(True)
-    if architecture.startswith("Gemma3"):
+    if kind == "gemma3":
         side = vision["image_size"] // vision["patch_size"]
-        writer.add_vision_projector_scale_factor(side // int(config["mm_tokens_per_image"] ** 0.5))
-    else:
-        writer.add_vision_projector_scale_factor(config["scale_factor"])
-        edge = processor.get("size", {}).get("longest_edge", vision["image_size"])
-        writer.add_vision_preproc_image_size(edge)
+        scale = side // int(config["mm_tokens_per_image"] ** 0.5)
+        writer.add_vision_projector_scale_factor(scale)
+        return
+    writer.add_vision_projector_scale_factor(config["scale_factor"])
+    edge = processor.get("size", {}).get("longest_edge", vision["image_size"])
+    writer.add_vision_preproc_image_size(edge)

@@ -1,0 +1,218 @@
+"""Table of the vision towers that are read from GGUF files, by their type. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from baton.checkpoint.gguf.gguf_file import GgufFile
+from baton.checkpoint.gguf.hub_tensors import Change, Shape
+from baton.checkpoint.gguf.metadata_fields import Fields, read_rope_scaling
+
+# Fields of a tower in config.json, by those of the metadata.
+SIGLIP_SIZES = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "image_size": "image_size",
+    "patch_size": "patch_size",
+}
+QWEN_SIZES = {
+    "depth": "block_count",
+    "num_heads": "attention.head_count",
+    "patch_size": "patch_size",
+}
+# Names without `.weight` and `.bias`, or whole.
+SIGLIP = {
+    "v.patch_embd": "embeddings.patch_embedding",
+    "v.position_embd": "embeddings.position_embedding",
+    "v.post_ln": "post_layernorm",
+}
+SIGLIP_LAYER = {
+    "ln1": "layer_norm1",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_out": "self_attn.out_proj",
+    "ln2": "layer_norm2",
+    "ffn_up": "mlp.fc1",
+    "ffn_down": "mlp.fc2",
+}
+QWEN = {
+    "v.patch_embd.weight": "patch_embed.proj.weight",  # of the first frame
+    "v.patch_embd.weight.1": "patch_embed.proj.weight",  # of the second
+    "v.post_ln": "merger.ln_q",
+    "mm.0": "merger.mlp.0",
+    "mm.2": "merger.mlp.2",
+}
+QWEN2_LAYER = {
+    "ln1": "norm1",
+    "attn_q": "attn.qkv",
+    "attn_k": "attn.qkv",
+    "attn_v": "attn.qkv",
+    "attn_out": "attn.proj",
+    "ln2": "norm2",
+    "ffn_up": "mlp.fc1",
+    "ffn_down": "mlp.fc2",
+}
+QWEN2_5_LAYER = {
+    **QWEN2_LAYER,
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+WINDOW_SIZE = 112  # pixels, in all models
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectorFamily:
+    """A kind of tower, with the text model that it belongs to."""
+
+    text: str  # architecture of the text model's file
+    hub_name: str
+    model_type: str
+    tower: str  # before the names of a tower's tensors
+    layers: str
+    names: Mapping[str, str]
+    layer_names: Mapping[str, str]
+    sizes: Mapping[str, str]
+    vision: Callable[[GgufFile], Fields]  # further fields of a tower
+    outer: Callable[[GgufFile, GgufFile], Fields]  # from the files of tower and text
+    processor: Callable[[GgufFile], Fields]  # of the image processor, besides its colours
+    projector: Mapping[str, str] = field(default_factory=dict)  # names with another prefix
+    changes: Mapping[str, Change] = field(default_factory=dict)
+
+
+def positive(file: GgufFile, name: str) -> int:
+    full = f"clip.vision.{name}"
+    found = file.require(full, int)
+    if found < 1:
+        raise file.wrong(full, "must be above 0")
+    return found
+
+
+def _scale(file: GgufFile, default: int) -> int:
+    name = "projector.scale_factor"
+    return positive(file, name) if file.has(f"clip.vision.{name}") else default
+
+
+def _siglip(file: GgufFile) -> Fields:
+    return {"layer_norm_eps": file.require("clip.vision.attention.layer_norm_epsilon", float)}
+
+
+def _gemma3(file: GgufFile, _: GgufFile) -> Fields:
+    merged = positive(file, "patch_size") * _scale(file, 4)
+    return {"mm_tokens_per_image": (positive(file, "image_size") // merged) ** 2}
+
+
+def _gemma3_processor(file: GgufFile) -> Fields:
+    edge = positive(file, "image_size")
+    return {"size": {"height": edge, "width": edge}}
+
+
+def _idefics3(file: GgufFile, _: GgufFile) -> Fields:
+    return {"scale_factor": _scale(file, 2)}
+
+
+def _idefics3_processor(file: GgufFile) -> Fields:
+    edge = positive(file, "image_size")
+    longest = file.get("clip.vision.preproc_image_size", int, edge)
+    return {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": edge}}
+
+
+def _qwen2(file: GgufFile) -> Fields:
+    size, biases = positive(file, "embedding_length"), ("ffn_up.bias", "ffn_down.bias")
+    # The metadata have another size as that of the MLP.
+    found = (file.tensors.get(f"v.blk.0.{name}") for name in biases)
+    mlp_size = max((each.shape[0] for each in found if each is not None), default=0)
+    return {
+        "embed_dim": size,
+        "hidden_size": positive(file, "projection_dim"),
+        "mlp_ratio": mlp_size / size,
+    }
+
+
+def _qwen2_5(file: GgufFile) -> Fields:
+    pattern, depth = positive(file, "n_wa_pattern"), positive(file, "block_count")
+    return {
+        "hidden_size": positive(file, "embedding_length"),
+        "intermediate_size": positive(file, "feed_forward_length"),
+        "out_hidden_size": positive(file, "projection_dim"),
+        "window_size": file.get("clip.vision.window_size", int, WINDOW_SIZE),
+        "fullatt_block_indexes": list(range(pattern - 1, depth, pattern)),
+    }
+
+
+def _qwen(_: GgufFile, text: GgufFile) -> Fields:
+    sections = text.list_of(f"{text.architecture}.rope.dimension_sections", int)
+    return {"rope_scaling": {**read_rope_scaling(text), "mrope_section": sections[:3]}}
+
+
+def _qwen_processor(file: GgufFile) -> Fields:
+    found: Fields = {}
+    for name in ("min_pixels", "max_pixels"):
+        if file.has(f"clip.vision.image_{name}"):
+            found[name] = positive(file, f"image_{name}")
+    return found
+
+
+def _two_frames(shape: Shape) -> Shape:
+    """Return the shape of patches of videos, whose frames follow each other as rows."""
+    size, channels, rows, columns = shape
+    return size, channels, 2, rows // 2, columns
+
+
+_IDEFICS3 = ProjectorFamily(
+    text="llama",
+    hub_name="Idefics3ForConditionalGeneration",
+    model_type="idefics3",
+    tower="model.vision_model.",
+    layers="encoder.layers",
+    names=SIGLIP,
+    layer_names=SIGLIP_LAYER,
+    sizes=SIGLIP_SIZES,
+    vision=_siglip,
+    outer=_idefics3,
+    processor=_idefics3_processor,
+    projector={"mm.model.fc": "model.connector.modality_projection.proj"},
+)
+_QWEN2 = ProjectorFamily(
+    text="qwen2vl",
+    hub_name="Qwen2VLForConditionalGeneration",
+    model_type="qwen2_vl",
+    tower="model.visual.",
+    layers="blocks",
+    names=QWEN,
+    layer_names=QWEN2_LAYER,
+    sizes=QWEN_SIZES,
+    vision=_qwen2,
+    outer=_qwen,
+    processor=_qwen_processor,
+    changes={"v.patch_embd": Change(shape=_two_frames)},
+)
+PROJECTORS: Mapping[str, ProjectorFamily] = {
+    "gemma3": replace(
+        _IDEFICS3,
+        text="gemma3",
+        hub_name="Gemma3ForConditionalGeneration",
+        model_type="gemma3",
+        tower="model.vision_tower.",
+        outer=_gemma3,
+        processor=_gemma3_processor,
+        projector={
+            "mm.input_projection.weight": "model.multi_modal_projector.mm_input_projection_weight",
+            "mm.soft_emb_norm": "model.multi_modal_projector.mm_soft_emb_norm",
+        },
+        changes={"mm.soft_emb_norm": Change(offset=1.0)},
+    ),
+    "idefics3": _IDEFICS3,
+    "qwen2vl_merger": _QWEN2,
+    "qwen2.5vl_merger": replace(
+        _QWEN2,
+        hub_name="Qwen2_5_VLForConditionalGeneration",
+        model_type="qwen2_5_vl",
+        layer_names=QWEN2_5_LAYER,
+        vision=_qwen2_5,
+    ),
+}
