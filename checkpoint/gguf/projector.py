@@ -13,14 +13,19 @@ from dataclasses import dataclass
 from baton.checkpoint.gguf.file_choice import order_projectors
 from baton.checkpoint.gguf.gguf_file import GgufFile
 from baton.checkpoint.gguf.hub_tensors import UNCHANGED, HubTensor, Source, join_rows
-from baton.checkpoint.gguf.projector_table import PROJECTORS, ProjectorFamily, positive
+from baton.checkpoint.gguf.projector_table import (
+    PROJECTORS,
+    ProjectorFamily,
+    level_layers,
+    positive,
+)
 from baton.checkpoint.json_fields import JsonFields
 from baton.core.errors import ModelError
 
 log = logging.getLogger(__name__)
 
 IN_LAYER = re.compile(r"v\.blk\.(\d{1,9})\.(\w+)\.(weight|bias)")
-PATCHES = "v.patch_embd"
+IN_LEVEL = re.compile(r"v\.deepstack\.(\d{1,9})\.(\w+)\.(weight|bias)")
 
 
 @dataclass(frozen=True)
@@ -94,8 +99,7 @@ class GgufProjector:
         found: dict[str, list[tuple[int, str, HubTensor]]] = {}
         for name, entry in self.file.tensors.items():
             match = IN_LAYER.fullmatch(name)
-            stem = PATCHES if name.startswith(f"{PATCHES}.") else name.rpartition(".")[0]
-            change = changes.get(stem, UNCHANGED)
+            change = changes.get(name, changes.get(name.rpartition(".")[0], UNCHANGED))
             place = 0 if match is None else places.get(match[2], 0)
             tensor = HubTensor((Source(entry),), change)
             found.setdefault(self._hub_name(name, layer_names), []).append((place, name, tensor))
@@ -109,6 +113,10 @@ class GgufProjector:
         if match is not None and match[2] in layer_names:
             layer = f"{family.tower}{family.layers}.{match[1]}"
             return f"{layer}.{layer_names[match[2]]}.{match[3]}"
+        match, levels = IN_LEVEL.fullmatch(name), level_layers(self.file)
+        if match is not None and match[2] in family.level_names and int(match[1]) in levels:
+            level = f"{family.tower}deepstack_merger_list.{levels.index(int(match[1]))}"
+            return f"{level}.{family.level_names[match[2]]}.{match[3]}"
         stem, _, kind = name.rpartition(".")
         for names, prefix in ((family.names, family.tower), (family.projector, "")):
             if name in names:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from baton.checkpoint.gguf.gguf_file import GgufFile
 from baton.checkpoint.gguf.hub_tensors import Change, Shape
@@ -62,6 +63,23 @@ QWEN2_5_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+QWEN3 = {
+    **QWEN,
+    "v.patch_embd.bias": "patch_embed.proj.bias",
+    "v.position_embd": "pos_embed",
+    "v.post_ln": "merger.norm",
+    "mm.0": "merger.linear_fc1",
+    "mm.2": "merger.linear_fc2",
+}
+QWEN3_LAYER = {
+    "ln1": "norm1",
+    "attn_qkv": "attn.qkv",
+    "attn_out": "attn.proj",
+    "ln2": "norm2",
+    "ffn_up": "mlp.linear_fc1",
+    "ffn_down": "mlp.linear_fc2",
+}
+QWEN3_LEVEL = {"norm": "norm", "fc1": "linear_fc1", "fc2": "linear_fc2"}
 WINDOW_SIZE = 112  # pixels, in all models
 
 
@@ -81,7 +99,8 @@ class ProjectorFamily:
     outer: Callable[[GgufFile, GgufFile], Fields]  # from the files of tower and text
     processor: Callable[[GgufFile], Fields]  # of the image processor, besides its colours
     projector: Mapping[str, str] = field(default_factory=dict)  # names with another prefix
-    changes: Mapping[str, Change] = field(default_factory=dict)
+    level_names: Mapping[str, str] = field(default_factory=dict)  # of levels of DeepStack
+    changes: Mapping[str, Change] = field(default_factory=dict)  # by names as those of `names`
 
 
 def positive(file: GgufFile, name: str) -> int:
@@ -144,9 +163,27 @@ def _qwen2_5(file: GgufFile) -> Fields:
     }
 
 
-def _qwen(_: GgufFile, text: GgufFile) -> Fields:
+def _qwen3(file: GgufFile) -> Fields:
+    positions = file.tensors.get("v.position_embd.weight")
+    return {
+        "hidden_size": positive(file, "embedding_length"),
+        "intermediate_size": positive(file, "feed_forward_length"),
+        "out_hidden_size": positive(file, "projection_dim"),
+        "num_position_embeddings": 0 if positions is None else positions.shape[0],
+        "deepstack_visual_indexes": level_layers(file),
+    }
+
+
+def level_layers(file: GgufFile) -> list[int]:
+    """Return the layers of DeepStack."""
+    flags = file.list_of("clip.vision.is_deepstack_layers", bool)
+    return [layer for layer, flag in enumerate(flags) if flag]
+
+
+def _qwen(_: GgufFile, text: GgufFile, *, is_interleaved: bool = False) -> Fields:
     sections = text.list_of(f"{text.architecture}.rope.dimension_sections", int)
-    return {"rope_scaling": {**read_rope_scaling(text), "mrope_section": sections[:3]}}
+    axes = {"mrope_section": sections[:3], "mrope_interleaved": is_interleaved}
+    return {"rope_scaling": {**read_rope_scaling(text), **axes}}
 
 
 def _qwen_processor(file: GgufFile) -> Fields:
@@ -159,8 +196,8 @@ def _qwen_processor(file: GgufFile) -> Fields:
 
 def _two_frames(shape: Shape) -> Shape:
     """Return the shape of patches of videos, whose frames follow each other as rows."""
-    size, channels, rows, columns = shape
-    return size, channels, 2, rows // 2, columns
+    *outer, rows, columns = (1, *shape)
+    return *outer[1:], 2, rows // 2, columns
 
 
 _IDEFICS3 = ProjectorFamily(
@@ -189,7 +226,10 @@ _QWEN2 = ProjectorFamily(
     vision=_qwen2,
     outer=_qwen,
     processor=_qwen_processor,
-    changes={"v.patch_embd": Change(shape=_two_frames)},
+    changes={
+        "v.patch_embd.weight": Change(shape=_two_frames),
+        "v.patch_embd.weight.1": Change(shape=_two_frames),
+    },
 )
 PROJECTORS: Mapping[str, ProjectorFamily] = {
     "gemma3": replace(
@@ -214,5 +254,16 @@ PROJECTORS: Mapping[str, ProjectorFamily] = {
         model_type="qwen2_5_vl",
         layer_names=QWEN2_5_LAYER,
         vision=_qwen2_5,
+    ),
+    "qwen3vl_merger": replace(
+        _QWEN2,
+        text="qwen3vl",
+        hub_name="Qwen3VLForConditionalGeneration",
+        model_type="qwen3_vl",
+        names=QWEN3,
+        layer_names=QWEN3_LAYER,
+        vision=_qwen3,
+        outer=partial(_qwen, is_interleaved=True),
+        level_names=QWEN3_LEVEL,
     ),
 }

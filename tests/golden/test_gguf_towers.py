@@ -25,12 +25,13 @@ from baton.router.pictures.families.table import read_format
 from tests.support.gguf_towers import TYPES, finish, write_gguf_with_tower, write_tower_fields
 from tests.support.vision import PICTURE_SIZES, a_picture, make_vision_folder
 
-NAMES = ("smolvlm", "gemma3", "qwen2-vl", "qwen2.5-vl")
+NAMES = ("smolvlm", "gemma3", "qwen2-vl", "qwen2.5-vl", "qwen3-vl")
 SIZES: Mapping[str, Mapping[str, object]] = {
     "smolvlm": {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 64}},
     "gemma3": {"size": {"height": 64, "width": 64}},
     "qwen2-vl": {"min_pixels": 28 * 28, "max_pixels": 100 * 28 * 28},
     "qwen2.5-vl": {"min_pixels": 28 * 28, "max_pixels": 100 * 28 * 28},
+    "qwen3-vl": {"min_pixels": 32 * 32, "max_pixels": 100 * 32 * 32},
 }
 
 

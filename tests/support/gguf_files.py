@@ -36,7 +36,8 @@ ARCHITECTURES = {
     "GlmForCausalLM": "chatglm",
     "Glm4ForCausalLM": "glm4",
     "Qwen2MoeForCausalLM": "qwen2moe",
-    "Qwen2VLForCausalLM": "qwen2vl",  # the text model within
+    "Qwen2VLForCausalLM": "qwen2vl",  # the text models within
+    "Qwen3VLForCausalLM": "qwen3vl",
 }
 PAIRED = ("llama", "granite", "smollm3")  # llama.cpp stores the rows of rotated heads in pairs
 JOINED = ("chatglm",)  # llama.cpp stores queries, keys and values as one

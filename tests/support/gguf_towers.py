@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,14 +21,22 @@ TEXTS = {
     "gemma3": "Gemma3ForCausalLM",
     "qwen2_vl": "Qwen2VLForCausalLM",
     "qwen2_5_vl": "Qwen2VLForCausalLM",
+    "qwen3_vl": "Qwen3VLForCausalLM",
 }
 TYPES = {
     "smolvlm": "idefics3",
     "gemma3": "gemma3",
     "qwen2_vl": "qwen2vl_merger",
     "qwen2_5_vl": "qwen2.5vl_merger",
+    "qwen3_vl": "qwen3vl_merger",
 }
-IN_TEXT = ("model.text_model.", "language_model.model.", "language_model.", "model.")
+IN_TEXT = (
+    "model.text_model.",
+    "model.language_model.",
+    "language_model.model.",
+    "language_model.",
+    "model.",
+)
 IN_TOWER = ("vision", "connector", "projector", "visual.")
 SWAPPED = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
 
@@ -84,16 +93,30 @@ def _tower_tensors(config: Config, tensors: Mapping[str, Tensor]) -> Iterator[tu
         if not any(part in name for part in IN_TOWER) or ".head." in name:
             continue
         # As hub folders have them, unlike those that transformers writes now.
-        hub_name = name.replace("_weight", ".weight")
+        hub_name, offset = name.replace("_weight", ".weight"), float("soft_emb_norm" in name)
         hub_name = hub_name.replace("vision_tower.", "vision_tower.vision_model.")
-        if ".qkv." in name:
+        hub_name = hub_name.removeprefix("model.") if ".visual." in hub_name else hub_name
+        if ".qkv." in name and config["model_type"] != "qwen3_vl":
             for part, rows in zip("qkv", tensor.chunk(3), strict=True):
                 yield _stored(names, hub_name.replace("qkv", part)), rows
         elif tensor.ndim == 5:  # of two frames
             yield f"{_stored(names, hub_name)}", tensor[:, :, 0]
             yield f"{_stored(names, hub_name)}.1", tensor[:, :, 1]
         else:
-            yield _stored(names, hub_name), tensor + ("soft_emb_norm" in name)
+            yield _qwen3_name(vision, hub_name) or _stored(names, hub_name), tensor + offset
+
+
+def _qwen3_name(vision: Config, name: str) -> str:
+    """Return the name of a tensor for which the converter does not use the table."""
+    level = re.fullmatch(r"visual\.deepstack_merger_list\.(\d)\.(?:linear_)?(\w+)\.(\w+)", name)
+    if level is not None:
+        return (
+            f"v.deepstack.{vision['deepstack_visual_indexes'][int(level[1])]}.{level[2]}.{level[3]}"
+        )
+    linear = re.fullmatch(r"visual\.merger\.linear_fc([12])\.(\w+)", name)
+    if linear is not None:
+        return f"mm.{2 * int(linear[1]) - 2}.{linear[2]}"
+    return name.replace("visual.merger.norm", "v.post_ln") if ".merger.norm" in name else ""
 
 
 def _stored(names: gguf.TensorNameMap, hub_name: str) -> str:
@@ -117,14 +140,7 @@ def write_tower_fields(writer: gguf.GGUFWriter, config: Config, processor: Confi
     # The converter takes this field, although it is not the size of Qwen2-VL's MLP.
     writer.add_vision_feed_forward_length(vision.get("intermediate_size", vision["hidden_size"]))
     if kind.startswith("qwen"):
-        writer.add_vision_image_size(560)
-        if "min_pixels" in processor:
-            writer.add_vision_min_pixels(processor["min_pixels"])
-            writer.add_vision_max_pixels(processor["max_pixels"])
-        if kind == "qwen2_5_vl":
-            writer.add_vision_use_silu(True)
-            writer.add_vision_n_wa_pattern(vision["fullatt_block_indexes"][0] + 1)
-            writer.add_uint32(gguf.Keys.ClipVision.WINDOW_SIZE, vision["window_size"])
+        _write_qwen_fields(writer, kind, vision, processor)
         return
     writer.add_vision_image_size(vision["image_size"])
     writer.add_vision_use_gelu(True)
@@ -136,3 +152,20 @@ def write_tower_fields(writer: gguf.GGUFWriter, config: Config, processor: Confi
     writer.add_vision_projector_scale_factor(config["scale_factor"])
     edge = processor.get("size", {}).get("longest_edge", vision["image_size"])
     writer.add_vision_preproc_image_size(edge)
+
+
+def _write_qwen_fields(
+    writer: gguf.GGUFWriter, kind: str, vision: Config, processor: Config
+) -> None:
+    writer.add_vision_image_size(560)
+    if "min_pixels" in processor:
+        writer.add_vision_min_pixels(processor["min_pixels"])
+        writer.add_vision_max_pixels(processor["max_pixels"])
+    if kind == "qwen3_vl":
+        writer.add_vision_use_gelu(True)
+        listed = vision["deepstack_visual_indexes"]
+        writer.add_vision_is_deepstack_layers([i in listed for i in range(vision["depth"])])
+    if kind == "qwen2_5_vl":
+        writer.add_vision_use_silu(True)
+        writer.add_vision_n_wa_pattern(vision["fullatt_block_indexes"][0] + 1)
+        writer.add_uint32(gguf.Keys.ClipVision.WINDOW_SIZE, vision["window_size"])
