@@ -100,7 +100,7 @@ class PictureLegs:
             stored.token_ids,
             model=ModelVariant(request.call.model.base),
             media=stored.media,
-            cache_salt=picture_salt(request.call.cache_salt),
+            cache_salt=picture_salt(request.cache_salt(1)),
         )
         view = build_view(self._table, wanted)
         if view.reported.get(node.address, 0) >= stored.num_cached_tokens:
@@ -152,7 +152,7 @@ class PictureLegs:
             age_s=max(0.0, self._clock() - context.received_s),
             priority=call.priority,
             media=leg.stored.media,
-            cache_salt=picture_salt(call.cache_salt),
+            cache_salt=picture_salt(request.cache_salt(number)),
             tenant=call.tenant or call.cache_salt,
             client=call.client,
         )
