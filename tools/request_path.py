@@ -169,15 +169,29 @@ def _cluster(
         "REQUEST_PATH_ROOT": str(options.checkout),
         "REQUEST_PATH_BACKGROUND": options.background,
     }
-    command = [_python(options), "-m", "baton", "up", "--model", options.model]
-    command += ["--prefill", "1", "--decode", "1", "--port", address.split(":")[1]]
-    command += ["--http-port", http_address.split(":")[1]]
+    prefill, decode = (f"127.0.0.1:{port}" for port in _free_ports(2))
+    nodes = f"--prefill-nodes={prefill}", f"--decode-nodes={decode}"
+    http = "--http-port", http_address.split(":")[1]
+    roles = {"prefill": (prefill,), "decode": (decode,), "router": (address, *nodes, *http)}
+    with ExitStack() as stack:  # not `baton up`, whose processes are forks: they import no recorder
+        for role, (own, *arguments) in roles.items():
+            command = [_python(options), "-m", "baton", "serve", role, "--model", options.model]
+            command += ["--port", own.split(":")[1], *arguments]
+            stack.enter_context(_process(command, options.checkout, environment))
+        yield
+
+
+@contextmanager
+def _process(
+    command: Sequence[str], folder: Path, environment: Mapping[str, str]
+) -> Iterator[None]:
+    """Run a process that listens, until the end of the block."""
     with subprocess.Popen(
-        command, cwd=options.checkout, env=environment, stdout=subprocess.PIPE, text=True
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
     ) as process:
         try:
-            if process.stdout is None or "serving on" not in process.stdout.readline():
-                raise SystemExit("the cluster did not start")
+            if process.stdout is None or not process.stdout.readline():
+                raise SystemExit(f"{' '.join(command)} did not start")
             yield
         finally:
             process.terminate()
