@@ -328,7 +328,7 @@ def _encoders_for(table: NodeTable, node: Node, without: frozenset[str]) -> list
         each
         for each in table.open_nodes(LegKind.ENCODE)
         if each.card.encodes_pictures
-        and not each.card.generates  # it encodes pictures for itself, and texts for clients
+        and not each.card.vector_size  # else it encodes texts for clients, pictures for itself
         and each.card.stored_rows == node.card.stored_rows
         and each.kv_kind == node.kv_kind
         and each.address not in without

@@ -24,6 +24,7 @@ from tests.integration.test_images import (
     expected,
 )
 from tests.support.image_files import file_of, random_image
+from tests.support.nodes import await_reported
 from tests.support.ports import free_port
 from tests.support.vision import make_chat_folder
 
@@ -57,6 +58,7 @@ def cluster(folder: Path, ports: MetricsPorts) -> Iterator[LocalCluster]:
         router_arguments=("--http-port", "0"),
     )
     with LocalCluster(options) as running:
+        await_reported(running.address, running.encoders[0].address)
         yield running
     ended_well = [child for child in running.children if child not in running.encoders]
     assert {child.process.returncode for child in ended_well} == {0}

@@ -94,9 +94,9 @@ def await_reported(router_address: str, node_address: str) -> None:
         node = None
         with suppress(grpc.RpcError):
             for message in watch:
-                [node] = [one for one in message.nodes if one.address == node_address]
-                is_ready = node.state == cluster_pb2.NODE_STATE_READY
-                if is_ready and node.totals.num_sampled_tokens >= wanted:
+                node = next((one for one in message.nodes if one.address == node_address), None)
+                is_ready = node is not None and node.state == cluster_pb2.NODE_STATE_READY
+                if node is not None and is_ready and node.totals.num_sampled_tokens >= wanted:
                     watch.cancel()
                     return
     raise AssertionError(f"{wanted} sampled tokens were not reported within 30 s. Last: {node}")

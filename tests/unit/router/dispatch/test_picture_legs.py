@@ -67,9 +67,8 @@ class PictureNodes(FakeNodeCalls):
 
 
 def with_card(node: Node, *, encodes: bool) -> Node:
-    generates = LegKind.ENCODE not in node.card.legs
-    card = replace(node.card, encodes_pictures=encodes, generates=generates)
-    return replace(node, card=replace(card, encoding_row_bytes=ROW_BYTES))
+    card = replace(node.card, encodes_pictures=encodes, encoding_row_bytes=ROW_BYTES)
+    return replace(node, card=card)
 
 
 def a_cluster(num_encode: int = 1, *, prefill_encodes: bool = False) -> NodeTable:
@@ -183,7 +182,9 @@ def test_prefill_nodes_that_also_embed_texts_encode_no_pictures_for_others() -> 
     nodes = PictureNodes()
     prefills = [with_card(a_node(LegKind.PREFILL, name), encodes=True) for name in ("p", "q")]
     both = (LegKind.PREFILL, LegKind.ENCODE)
-    embedding = [replace(node, card=replace(node.card, legs=both)) for node in prefills]
+    embedding = [
+        replace(node, card=replace(node.card, legs=both, vector_size=4)) for node in prefills
+    ]
     table = a_table(*embedding, with_card(a_node(LegKind.DECODE, "d"), encodes=False))
     answered(nodes, table, about(CAT))
 
