@@ -390,6 +390,11 @@ void attend(std::int64_t dim, std::int64_t value_dim, AttentionParams params, in
     };
     baton_attention(&args);
     print_bits("chunk", chunk_dst);
+    const std::vector<std::int64_t> ends(kTokens, kLength);
+    args.batch.seen_ends = ends.data();  // of a picture, whose tokens see each other
+    baton_attention(&args);
+    print_bits("picture", chunk_dst);
+    args.batch.seen_ends = nullptr;
     Numbers single_dst(kSequences * kHeads * value_dim);
     args.batch.num_sequences = args.batch.num_single = kSequences;
     args.dst = single_dst;

@@ -160,6 +160,12 @@ def test_answers_equal_those_of_transformers_for_any_chunks(
         rows = max(segment.num_tokens for segment in request.media)
         assert answers(an_engine(runner, chunk, rows), request) == [expected]
     assert len(set(expected)) > 2
+    # As after a migration, of which this engine knows the prompt.
+    later = replace(
+        request, request_id=RequestId("later"), prior_output_token_ids=tuple(expected[:3])
+    )
+    engine = an_engine(runner, chunk=24)
+    assert answers(engine, request, later) == [expected, expected[3:]]
     # The pictures matter, and so does their order.
     others = replace(a_request(folder, name, [0, 1, 5]), request_id=RequestId("other"))
     assert answers(an_engine(runner), others) != [expected]
