@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Semaphore, Thread
 
 PIECE = bytes(1 << 16)
 
@@ -21,6 +21,7 @@ class ImageServer:
     port: int = 0
     scheme: str = "http"
     seen: list[tuple[str, str]] = field(default_factory=list)  # host and path of each request
+    arrived: Semaphore = field(default_factory=lambda: Semaphore(0))  # released by each request
     has_ended: Event = field(default_factory=Event)
 
     def url(self, path: str, host: str = "127.0.0.1") -> str:
@@ -32,6 +33,7 @@ class _Page(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.pages.seen.append((self.headers["host"], self.path))
+        self.pages.arrived.release()
         name, _, target = self.path[1:].partition("?")
         with suppress(ConnectionError, ssl.SSLError):
             if name in self.pages.files:
