@@ -6,6 +6,7 @@ import asyncio
 import base64
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -38,10 +39,11 @@ from tests.support.collector import Collector, collecting
 from tests.support.image_files import file_of, random_image
 from tests.support.image_server import ImageServer, an_image_server
 from tests.support.langchain_clients import LANGCHAIN
-from tests.support.nodes import card_at, kill_the_writer, load_at
+from tests.support.nodes import card_at, kill_the_writer, load_at, prefixes_at
 from tests.support.pdf_files import SHOW_IMAGE, pdf_of
 from tests.support.suspended_processes import suspended
 from tests.support.vision import generated_with_pictures, make_chat_folder
+from tests.support.waits import await_value
 
 anthropic = pytest.importorskip("anthropic", reason="anthropic is not installed")
 openai = pytest.importorskip("openai", reason="openai is not installed")
@@ -428,12 +430,15 @@ def test_an_answer_about_an_image_goes_on_when_its_decode_node_is_killed(folder:
 def test_an_answer_about_an_image_goes_on_when_its_decode_node_loses_the_kv(
     cluster: LocalCluster,
 ) -> None:
-    with Client(cluster.address, timeout_s=60) as client:
+    url, [prefill] = f"http://{cluster.router.http_address}/reset_prefix_cache", cluster.prefills
+    with Client(cluster.address, timeout_s=60) as client, ThreadPoolExecutor(1) as thread:
         whole = client.generate(ABOUT_FOX, Generation(LONG))
         stream = client.stream(ABOUT_FOX, Generation(LONG))
         chunks = [next(stream), next(stream)]
-        url = f"http://{cluster.router.http_address}/reset_prefix_cache"
-        httpx.post(url, json={"reset_running": True}, timeout=60).raise_for_status()
+        with suspended(*cluster.decodes):  # or the answer may be whole before that
+            reset = thread.submit(httpx.post, url, json={"reset_running": True}, timeout=60)
+            await_value(lambda: not prefixes_at(prefill.address), what="an empty prefix cache")
+        reset.result().raise_for_status()
         chunks += stream
 
     assert "".join(chunk.text for chunk in chunks) == whole.text
