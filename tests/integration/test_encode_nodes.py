@@ -48,13 +48,16 @@ def ports() -> MetricsPorts:
 
 
 @pytest.fixture(scope="module")
-def cluster(folder: Path, ports: MetricsPorts) -> Iterator[LocalCluster]:
+def cluster(
+    folder: Path, ports: MetricsPorts, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LocalCluster]:
+    files = "--kv-host-memory", "8MiB", "--kv-folder", str(tmp_path_factory.mktemp("kv"))
     options = ClusterOptions(
         str(folder),
         num_encode=1,
         node_arguments=("--kv-cache-memory", "8MiB", "--threads", "1"),
         prefill_arguments=("--metrics-port", str(ports.prefill)),
-        encode_arguments=("--metrics-port", str(ports.encode)),
+        encode_arguments=("--metrics-port", str(ports.encode), *files),
         router_arguments=("--http-port", "0"),
     )
     with LocalCluster(options) as running:
@@ -115,6 +118,22 @@ def test_all_answers_to_a_prompt_see_its_image(
     )
 
     assert {each.message.content for each in answers.choices} == {expected(folder, parts)}
+
+
+def test_an_encode_node_that_has_restarted_reads_its_encodings_from_files(
+    chats: Any, cluster: LocalCluster, folder: Path, ports: MetricsPorts
+) -> None:
+    answer_of(chats, FOX, "who?")
+    for node in (cluster.encoders[0], cluster.prefills[0]):
+        node.request_stop()
+        node.process.wait()
+        await_reported(cluster.address, cluster.restart(node).address)
+
+    answer = answer_of(chats, "and who is it?", FOX)  # no prefix of it is cached
+
+    assert answer.choices[0].message.content == expected(folder, ("and who is it?", FOX))
+    assert not pictures_of(ports.encode)["encoded"]
+    assert pictures_of(ports.prefill)["read"]
 
 
 def test_the_prefill_node_encodes_when_the_encode_node_is_lost(
