@@ -301,6 +301,10 @@ def _add(
     )
     prompt = draw_tokens(chance, chance.choice([3, 8, 20]), world.kv.block_size)
     media = _draw_media(prompt, sights, whole_pictures=world.runner.whole_pictures)
+    seen = [each.request for each in world.receipts.values() if each.request.media]
+    if sights is not None and seen and sights.random() < 0.5:  # prefixes often end in pictures
+        earlier = sights.choice(seen)
+        prompt, media = list(earlier.prompt_token_ids), list(earlier.media)
     salt, rows = chance.choice(["", "", "tenant"]), world.config.stored_rows
     is_stored = sights is not None and rows is not None and sights.random() < 0.5
     try:
