@@ -33,6 +33,7 @@ from benchmarks.cli.options import options
 from benchmarks.cli.overload import overload
 from benchmarks.cli.peer import peer
 from benchmarks.cli.perplexity import perplexity
+from benchmarks.cli.pictures import pictures
 from benchmarks.cli.policies import policies
 from benchmarks.cli.replay import replay
 from benchmarks.cli.reuse import reuse
@@ -62,6 +63,7 @@ EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
         "embeddings --shape qwen3-0.6b --layers 4 --dtype bfloat16 --peers sentence-transformers",
     ),
     vision: ("vision --rounds 9", "vision --shape qwen2.5-vl --layers 8"),
+    pictures: ("pictures --rounds 5 --json pictures.json",),
     forms: ("forms --model models/demo --runs 20",),
     index: ("index --nodes 64",),
     router: ("router --streams 64 --json router.json",),
