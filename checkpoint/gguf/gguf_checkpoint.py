@@ -19,11 +19,11 @@ from baton.checkpoint.gguf.generation import (
     read_pooling,
 )
 from baton.checkpoint.gguf.gguf_file import GgufFile
-from baton.checkpoint.gguf.projector import GgufProjector, find_projector
 from baton.checkpoint.json_fields import JsonFields
 from baton.core.pooling import Pooling
 
 if TYPE_CHECKING:
+    from baton.checkpoint.gguf.projector import GgufProjector
     from baton.checkpoint.tokenizer import Tokenizer
 
 
@@ -80,6 +80,8 @@ class GgufCheckpoint:
 
     @cached_property
     def _projector(self) -> GgufProjector | None:
+        from baton.checkpoint.gguf.projector import GgufProjector, find_projector  # of GGUF alone
+
         if self.mmproj is None:
             return find_projector(self._file)
         return GgufProjector.of(GgufFile.open(self.mmproj), self._file)

@@ -16,8 +16,7 @@ from baton.core.ids import RequestId
 from baton.engine.errors import RowOverflow
 from baton.engine.plan import BlockTables, Plan, PlanRow
 from baton.engine.runner.batch.unknown_tokens import UnknownTokens
-from baton.engine.runner.model.pass_layout import Ints, PassLayout, TokenRun
-from baton.engine.runner.model.picture_ends import picture_ends
+from baton.engine.runner.model.pass_layout import Ints, PassLayout, TokenRun, picture_ends
 from baton.engine.runner.model.token_counts import TokenCounts
 from baton.engine.runner.state.state_tables import NO_SNAPSHOTS, Snapshots, StateLayout, StateTables
 from baton.engine.spec_decode.proposer import Drafts
