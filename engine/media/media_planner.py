@@ -13,7 +13,7 @@ from baton.engine.kv_arrival.holds import Hold
 from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.media.encoder_cache import EncoderCache
 from baton.engine.media.request_media import RequestMedia
-from baton.engine.media.stored_encodings import StoredEncodings
+from baton.engine.media.stored_encodings import StoredEncodings, num_stored_blocks
 from baton.engine.plan import NO_MEDIA, EncodingSource, MediaOrders
 
 
@@ -22,6 +22,7 @@ class _User:
     """A request that computes tokens of pictures."""
 
     kv: HeldKv
+    media: RequestMedia
     # By digest: the length of the request after which it needs the encoding no more.
     needs: dict[bytes, int] = field(default_factory=dict)
     hold: Hold | None = None  # on blocks with encodings that it has no pixels for
@@ -60,24 +61,31 @@ class MediaPlanner:
 
     def begin_step(self) -> None:
         self._num_step_rows = 0
+        for user in self._users.values():
+            if user.hold is not None and user.kv.num_computed_tokens >= user.media.end:
+                self._close_hold(user)
 
-    def can_encode(self, media: RequestMedia, start: int) -> bool:
-        """Return whether all pictures from token `start` on have pixels, or stored encodings."""
+    def can_encode(self, media: RequestMedia, start: int, num_blocks: int) -> bool:
+        """Return whether all pictures from token `start` on have pixels, or stored encodings.
+
+        These may take `num_blocks` blocks, which they hold until their tokens are computed.
+        """
         lacking = media.lacking(start)
         if not lacking:
             return True
-        return self._stored is not None and self._stored.find(media, lacking) is not None
+        found = None if self._stored is None else self._stored.find(media, lacking)
+        return found is not None and num_stored_blocks(found.values()) <= num_blocks
 
     def hold(self, kv: HeldKv, media: RequestMedia, start: int) -> None:
-        """Keep the stored encodings that a request needs from token `start` on, until `release`.
+        """Keep the stored encodings that a request needs from token `start` on.
 
-        Call it after `can_encode`.
+        Call it after `can_encode`. They are kept until all pictures are computed, or `release`.
         """
         lacking = media.lacking(start)
         found = self._stored.find(media, lacking) if lacking and self._stored is not None else None
         if found and self._stored is not None:
             media.sources.update(found)
-            self._users[kv.request_id] = _User(kv, hold=self._stored.hold(found.values()))
+            self._users[kv.request_id] = _User(kv, media, hold=self._stored.hold(found.values()))
 
     def begin_whole(self, media: RequestMedia, start: int) -> int:
         """Return where to start for a chunk that would start here: not inside a whole picture."""
@@ -109,7 +117,7 @@ class MediaPlanner:
         segments = [*media.within(start, start + num_tokens)]
         if not segments:
             return
-        needs = self._users.setdefault(kv.request_id, _User(kv)).needs
+        needs = self._users.setdefault(kv.request_id, _User(kv, media)).needs
         found = {segment.digest for segment in segments if segment.digest not in needs}
         for segment in segments:  # before any is encoded, in place of others
             end = segment.start + segment.num_tokens
@@ -136,12 +144,17 @@ class MediaPlanner:
         self._total_encoded += is_encoded
         self._total_read += not is_encoded
 
-    def release(self, request_id: RequestId, media: RequestMedia) -> None:
+    def release(self, request_id: RequestId) -> None:
         """Note that a request was preempted or has ended."""
         user = self._users.pop(request_id, None)
-        if user is not None and user.hold is not None and self._stored is not None:
+        if user is not None:
+            self._close_hold(user)
+
+    def _close_hold(self, user: _User) -> None:
+        if user.hold is not None and self._stored is not None:
             self._stored.close(user.hold)
-            media.forget_stored()
+            user.hold = None
+            user.media.forget_stored()
 
     def drop(self, media: RequestMedia) -> None:
         """Forget the encodings of a request whose pass failed. Other users encode them again."""

@@ -29,6 +29,12 @@ class RequestMedia:
                 num_rows[picture.digest] = picture_rows(picture.height, picture.width)
         return cls(request.media, sources, num_rows, request.cache_salt)
 
+    @property
+    def end(self) -> int:
+        """Position after the last token of a picture."""
+        last = self.segments[-1]
+        return last.start + last.num_tokens
+
     def within(self, start: int, end: int) -> Iterator[MediaSegment]:
         """Yield the segments that have a token from `start` up to `end`."""
         return (segment for segment in self.segments if segment.overlaps(start, end))

@@ -14,6 +14,11 @@ from baton.engine.media.request_media import RequestMedia
 from baton.engine.plan import EncodingSource, StoredEncoding
 
 
+def num_stored_blocks(sources: Iterable[EncodingSource]) -> int:
+    """Return the blocks of encodings in the KV cache."""
+    return sum(len(each.block_ids) for each in sources if isinstance(each, StoredEncoding))
+
+
 class StoredEncodings:
     """Finds the blocks of encodings by name, and holds them for requests that use them."""
 

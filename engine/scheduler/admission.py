@@ -186,7 +186,9 @@ class AdmissionRules:
             return None
         planner = self._state.media
         has_all = not request.media.lacking(start)
-        if not has_all and (planner is None or not planner.can_encode(request.media, start)):
+        cache = self._state.cache
+        room = cache.pool.num_blocks - cache.num_missing(request.kv, candidate.hit)
+        if not has_all and (planner is None or not planner.can_encode(request.media, start, room)):
             failure = Failure(PIXELS_LOST, FailureCause.KV_LOST)
             self._state.end(request, FinishReason.ERROR, failure)
             return Refusal.SET_ASIDE
@@ -269,7 +271,7 @@ class AdmissionRules:
                 self._state.adapters.take(request.submitted)
             return None
         if request.media is not None and planner is not None:
-            planner.release(request.request_id, request.media)
+            planner.release(request.request_id)
         request.shortage = self._state.shortage_of(request, hit, candidate.max_num_hits)
         return Refusal.BLOCKS
 

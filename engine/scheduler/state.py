@@ -168,7 +168,7 @@ class SchedulerState:
         if request.adapter_id:
             self._release_adapter(request)
         if request.media is not None and self.media is not None:
-            self.media.release(request.request_id, request.media)
+            self.media.release(request.request_id)
         if request.arrival.foreign_kv is not None:
             self.arrivals.foreign.let_go(request.arrival)
         request.arrival.is_over = True  # others no longer wait behind it for room to load
@@ -392,7 +392,7 @@ class SchedulerState:
         if request.adapter_id:
             self._release_adapter(request)
         if request.media is not None and self.media is not None:
-            self.media.release(request.request_id, request.media)
+            self.media.release(request.request_id)
         self.cache.release(request.kv, is_over=False)
         self.clients.release(request)
         self.waiting.note_release(request.client)

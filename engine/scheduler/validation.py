@@ -217,9 +217,11 @@ def _check_fits_cache(request: EngineRequest, config: SchedulerConfig, cache: Ca
     num_blocks = -(-num_slots // cache.block_size)
     reads_stored = request.receive_from is None and not request.pictures
     if request.media and reads_stored and config.stored_rows is not None:
-        rows = encoding_rows(request.media).values()  # held beside its own blocks
+        rows = encoding_rows(request.media).values()  # held beside those of the prompt
         num_stored = sum(map(config.stored_rows.num_blocks, rows))
-        num_blocks += -(-num_stored // len(cache.layout.groups))
+        num_prompt_blocks = -(-num_context // cache.block_size)
+        num_prompt_blocks += -(-num_stored // len(cache.layout.groups))
+        num_blocks = max(num_blocks, num_prompt_blocks)
     if num_blocks > cache.max_blocks_per_group:
         num_prompt_tokens = len(request.prompt_token_ids)
         longest = max_sequence_length(config, cache)

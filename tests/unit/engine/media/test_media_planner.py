@@ -17,6 +17,7 @@ from baton.core.task import ENCODE, GENERATE, UNSAMPLED
 from baton.engine.errors import EncodingsUnaccounted, OutOfOrder
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.media.encoder_cache import EncoderCache
+from baton.engine.media.request_media import RequestMedia
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.validation import validate_request
 from tests.support.engine_world import EngineWorld, pictures_of
@@ -241,6 +242,26 @@ def test_a_failed_pass_removes_the_encodings_that_it_read() -> None:
     world.run_to_end()
 
     assert world.finish_reason(again) is FinishReason.ERROR
+
+
+def test_an_answer_fills_the_cache_once_the_encodings_of_its_prompt_are_read() -> None:
+    world = _world_with_stored_encodings()
+    _fetch(world, CAT)
+    name = world.add(PROMPT, media=[MediaSegment(0, 4, CAT)], has_pixels=False, max_tokens=25)
+    world.run_to_end()
+
+    assert len(world.tokens(name)) == 25  # 32 slots in 16 blocks of two
+    assert world.scheduler.stats().total_preemptions == 0
+
+
+def test_encodings_that_leave_no_room_for_the_context_cannot_be_used() -> None:
+    world = _world_with_stored_encodings()
+    _fetch(world, CAT)
+    planner, order = world.scheduler._state.media, _encode_order(task=GENERATE, pictures=())
+    media = RequestMedia.of(replace(order, cache_salt=""))
+
+    assert planner is not None
+    assert [planner.can_encode(media, 0, num_blocks) for num_blocks in (1, 2)] == [False, True]
 
 
 def test_a_request_that_does_not_fit_beside_its_encodings_is_refused() -> None:

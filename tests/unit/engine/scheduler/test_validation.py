@@ -37,12 +37,14 @@ def test_media_are_refused() -> None:
 def test_stored_encodings_need_blocks_only_where_a_prompt_is_computed() -> None:
     config = replace(CONFIG, stored_rows=StoredRows(row_bytes=1, block_bytes=2, block_size=4))
     image = MediaSegment(0, 4, bytes(32))  # its encoding takes two blocks
-    computed = replace(make_engine_request(range(6), max_tokens=11), media=(image,))
+    filling = replace(make_engine_request(range(6), max_tokens=11), media=(image,))
+    computed = replace(make_engine_request(range(10), max_tokens=1), media=(image,))
     peer = Peer(NodeId("p"), "p:1")
     received = replace(computed, receive_from=ReceiveKv(HandoffId("r", 1), peer))
 
     validate_request(received, config, CACHE)
-    with pytest.raises(InvalidRequest, match="may need 6 KV blocks; the whole cache has 4"):
+    validate_request(filling, config, CACHE)  # its answer takes the place of the encoding
+    with pytest.raises(InvalidRequest, match="may need 5 KV blocks; the whole cache has 4"):
         validate_request(computed, config, CACHE)
 
 
