@@ -44,9 +44,9 @@ class ClusterOptions(ChildOptions):
     model: str
     num_prefill: int = 1
     num_decode: int = 1
-    num_encode: int = 0
     # No prefill nodes: num_prefill + num_decode decode nodes, which also compute the prompts.
     is_colocated: bool = False
+    num_encode: int = 0
     host: str = "127.0.0.1"
     port: int = 0  # of the router; 0 takes any free port
     node_arguments: tuple[str, ...] = ()  # passed to every node
