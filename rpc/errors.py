@@ -106,6 +106,7 @@ class FailureKind(Enum):
     VANISHED = "vanished"  # the connection broke: the node was killed, crashed or cut off
     ENGINE_FAILED = "engine failed"  # reported by the node, which will be restarted
     PASS_FAILED = "pass failed"  # of this request alone; the node keeps running
+    KV_LOST = "kv lost"  # the KV of the prompt did not arrive at the node, or left it
 
 
 class NodeFailed(ServiceError):

@@ -127,12 +127,19 @@ class Attempt:
             failure = None  # decode computed a second token: it has all KV
         if failure is not None:
             self._blame(leg, failure)
+            if self._is_without_kv(failure):
+                self._blame(self._route.first.kind, failure)
             for other in events.ended_legs():  # a request can end both of its nodes
                 if isinstance(other.error, NodeFailed) and other.error.kind in NODE_ENDED:
                     self._blame(other.leg, other.error)
             raise failure
         self._end_leg(leg)
         return None
+
+    def _is_without_kv(self, failure: Exception) -> bool:
+        """Return whether the KV of the prompt never arrived: the sender's links may be cut."""
+        is_lost = isinstance(failure, NodeFailed) and failure.kind is FailureKind.KV_LOST
+        return is_lost and self._first_decoded_token_s is None
 
     @property
     def num_new_tokens(self) -> int:

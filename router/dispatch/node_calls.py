@@ -27,6 +27,7 @@ from baton.rpc.errors import (
     Draining,
     FailureKind,
     GenerationFailed,
+    KvLoadFailed,
     MessageTooLarge,
     NodeDraining,
     NodeFailed,
@@ -51,6 +52,7 @@ NOT_LOADED_REASONS = frozenset({reason_of(AdaptersBusy), reason_of(AdapterUnread
 KINDS = {
     reason_of(EngineStopped): FailureKind.ENGINE_FAILED,
     reason_of(PassFailed): FailureKind.PASS_FAILED,
+    reason_of(KvLoadFailed): FailureKind.KV_LOST,
 }
 
 

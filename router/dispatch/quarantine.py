@@ -184,7 +184,8 @@ class Quarantine:
     ) -> QuarantineVerdict:
         if kind is FailureKind.PASS_FAILED:
             return _failed_pass(tracked.suspicion)
-        if kind is FailureKind.OTHER or address not in tracked.addresses:
+        is_ordinary = kind in (FailureKind.OTHER, FailureKind.KV_LOST)
+        if is_ordinary or address not in tracked.addresses:
             return QuarantineVerdict.ORDINARY
         engine_end = self._engine_end(tracked, address)
         return _judge_engine_end(tracked, engine_end, has_vanished=kind is FailureKind.VANISHED)

@@ -21,7 +21,7 @@ from baton.core.kv_hints import KvHints
 from baton.core.legs import GENERATING, LegKind
 from baton.core.logprobs import TokenLogprobs
 from baton.core.output import FinishReason, Output
-from baton.core.request import PrefixSource, ReceiveKv
+from baton.core.request import EngineRequest, PrefixSource, ReceiveKv
 from baton.core.sampling import SamplingParams
 from baton.core.task import PREFETCH
 from baton.router.admission.admission_queue import AdmissionQueueConfig
@@ -33,6 +33,7 @@ from baton.router.input_processing.tokenization import TextBoundary
 from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import NodeTable
+from baton.router.routing.nodes import Node
 from baton.router.values import (
     GenerateCall,
     Prompt,
@@ -47,6 +48,7 @@ from baton.rpc.errors import (
     DeadlineExceeded,
     Draining,
     EmptyPrompt,
+    FailureKind,
     IncompatibleNodes,
     NodeDraining,
     NodeFailed,
@@ -85,6 +87,7 @@ def a_pipeline(
     clock: Callable[[], float] | None = None,
     text: TextBoundary | None = None,
     vllm: VllmPrefills | None = None,
+    policy: RoutingPolicy = RoutingPolicy.ROUND_ROBIN,
 ) -> Pipeline:
     ticks = itertools.count()
     table = table or a_table()
@@ -98,7 +101,7 @@ def a_pipeline(
                 max_attempts=3,
                 node_patience_s=node_patience_s,
                 retry_pause_s=0.0,
-                routing=Routing(RoutingPolicy.ROUND_ROBIN),
+                routing=Routing(policy),
             ),
             AdmissionQueueConfig(max_in_flight),
         ),
@@ -339,6 +342,32 @@ def test_a_failed_decode_continues_on_another_node_without_gap_or_repeat() -> No
     assert second.request.prior_output_token_ids == tuple(token_ids[:3])
     assert second.request.seed == first.request.seed
     assert second.request.age_s > first.request.age_s > 0  # its place by arrival goes with it
+    assert finish.served.attempts == 2
+
+
+class CutPrefill(FakeNodeCalls):
+    """Nodes of which one prefill node's KV reaches nobody."""
+
+    async def decode(self, node: Node, request: EngineRequest, *args: Any, **fields: Any) -> None:
+        if request.receive_from is not None and request.receive_from.source.node_id == "p0":
+            raise NodeFailed("the KV did not arrive", FailureKind.KV_LOST)
+        await FakeNodeCalls.decode(self, node, request, *args, **fields)
+
+
+def test_a_prefill_node_whose_kv_does_not_arrive_is_avoided() -> None:
+    nodes = CutPrefill()
+    table = a_table(
+        *(a_node(LegKind.PREFILL, name) for name in ("p0", "p1")),
+        *(a_node(LegKind.DECODE, name) for name in ("d0", "d1", "d2")),
+    )
+    stored = pack_names(NAMING.names(LONG_PROMPT, len(LONG_PROMPT)))
+    table.note_prefixes("p0:1", PrefixChanges(1, True, stored))  # so that it would be chosen again
+    pipeline = a_pipeline(nodes, table, policy=RoutingPolicy.PREFIX_AWARE)
+
+    _, finish = asyncio.run(run(pipeline, a_call(prompt=LONG_PROMPT)))
+
+    computed = [call.node for call in nodes.received if call.leg is LegKind.PREFILL]
+    assert computed == ["p0", "p1"]
     assert finish.served.attempts == 2
 
 
