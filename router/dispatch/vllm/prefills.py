@@ -44,6 +44,7 @@ class VllmPrefills:
         if call.foreign_kv is not None or context.placement is not None:
             return None
         is_plain = call.task is GENERATE and not call.model.adapter.id
+        is_plain &= not call.token_prompt.media  # they get token ids, and no pictures
         if not is_plain or call.sampling.prompt_logprobs is not None:
             return None
         base, table = call.model.base, self.servers.table

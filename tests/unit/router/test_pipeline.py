@@ -20,6 +20,7 @@ from baton.core.ids import AdapterRef, ModelVariant, NodeId, Peer, RequestId
 from baton.core.kv_hints import KvHints
 from baton.core.legs import GENERATING, LegKind
 from baton.core.logprobs import TokenLogprobs
+from baton.core.media import DIGEST_BYTES, MediaSegment
 from baton.core.output import FinishReason, Output
 from baton.core.request import EngineRequest, PrefixSource, ReceiveKv
 from baton.core.sampling import SamplingParams
@@ -278,6 +279,18 @@ def test_vllm_servers_are_not_asked_without_need(prompt: tuple[int, ...]) -> Non
         table.lose("p0:1")
 
     asyncio.run(run(a_pipeline(nodes, table, vllm=prefills), a_call(prompt=prompt)))
+
+    assert not prefills.num_asked
+
+
+def test_vllm_servers_are_not_asked_about_pictures_which_they_would_not_get() -> None:
+    node = a_node(LegKind.DECODE)
+    table = a_table(replace(node, card=replace(node.card, encodes_pictures=True)))
+    prefills = FakePrefills(table, node.address)
+    prompt = TokenPrompt(LONG_PROMPT, (MediaSegment(0, 4, bytes(DIGEST_BYTES)),))
+    call = replace(a_call(prompt=LONG_PROMPT), prompt=prompt)
+
+    asyncio.run(run(a_pipeline(FakeNodeCalls(), table, vllm=prefills), call))
 
     assert not prefills.num_asked
 
