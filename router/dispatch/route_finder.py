@@ -80,6 +80,11 @@ class RouteFinder:
             return None
         block_size = decode.card.fingerprint.layout.block_size
         num_missing = 1 + (len(request.prompt_token_ids) - 1) % block_size
+        first_missing = len(request.prompt_token_ids) - num_missing
+        if not decode.card.encodes_pictures and any(
+            each.overlaps(first_missing, len(request.prompt_token_ids)) for each in request.media
+        ):
+            return None
         return Route(decoded_on(decode), "its prompt is there, for another answer", num_missing)
 
     def _is_allowed(self, route: Route, suspicion: Suspicion) -> bool:

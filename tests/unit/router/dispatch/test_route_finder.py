@@ -1,16 +1,21 @@
-"""Holders of prefixes that the route of an attempt names."""
+"""Nodes that the route of an attempt names: holders of prefixes, and that of another answer."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+
+import pytest
 
 from baton.core.legs import LegKind
+from baton.core.media import DIGEST_BYTES, MediaSegment
 from baton.router.dispatch.config import DispatchConfig
 from baton.router.dispatch.quarantine import Quarantine, Suspicion
 from baton.router.dispatch.retries import BreakerConfig, CircuitBreakers
 from baton.router.dispatch.route_finder import RouteFinder
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import NodeTable
+from baton.router.routing.nodes import Node
 from baton.router.routing.policy import Route, decoded_on
 from baton.router.routing.routing_view import RoutingRequest
 from baton.rpc.cached_prefixes import PrefixChanges, pack_names
@@ -35,6 +40,8 @@ def find(
     breakers: CircuitBreakers | None = None,
     quarantine: Quarantine | None = None,
     failed: frozenset[str] = frozenset(),
+    request: RoutingRequest = REQUEST,
+    prompt_node: Node | None = None,
 ) -> Route:
     finder = RouteFinder(
         table,
@@ -43,7 +50,7 @@ def find(
         quarantine or Quarantine(lambda: None),
         clock=lambda: 0.0,
     )
-    return asyncio.run(finder.find(REQUEST, failed, Suspicion()))
+    return asyncio.run(finder.find(request, failed, Suspicion(), prompt_node))
 
 
 def holder_address(route: Route) -> str | None:
@@ -84,3 +91,19 @@ def test_a_quarantined_node_is_not_named_as_holder() -> None:
     quarantine.track(suspicion, Route(decoded_on(d1)))
 
     assert holder_address(find(table, quarantine=quarantine)) is None
+
+
+@pytest.mark.parametrize("encodes", [False, True])
+@pytest.mark.parametrize("end", [96, 100])  # of the picture; 96 tokens are in full blocks
+def test_the_node_of_another_answer_computes_the_end_of_a_prompt_unless_it_is_a_picture(
+    end: int, encodes: bool
+) -> None:
+    decode = a_node(LegKind.DECODE, "d0")
+    decode = replace(decode, card=replace(decode.card, encodes_pictures=encodes))
+    prefill = a_node(LegKind.PREFILL, "p0")
+    table = a_table(replace(prefill, card=replace(prefill.card, encodes_pictures=True)), decode)
+    media = (MediaSegment(80, end - 80, bytes(DIGEST_BYTES)),)
+
+    route = find(table, request=replace(REQUEST, media=media), prompt_node=decode)
+
+    assert route.is_split is (end == 100 and not encodes)
