@@ -40,13 +40,13 @@ class MediaPlanner:
         self,
         num_cache_rows: int,
         max_rows_per_step: int,
-        stored: StoredEncodings | None = None,
+        stored: StoredEncodings,
         *,
         whole_pictures: bool = False,
     ) -> None:
         """With `whole_pictures`, all tokens of a picture are computed in one step."""
         self.cache = EncoderCache(num_cache_rows)
-        self._stored = stored  # None: all requests have pixels
+        self._stored = stored
         self._max_rows_per_step = max_rows_per_step
         self._whole_pictures = whole_pictures
         self._num_step_rows = 0
@@ -70,10 +70,7 @@ class MediaPlanner:
 
         These may take `num_blocks` blocks, which they hold until their tokens are computed.
         """
-        lacking = media.lacking(start)
-        if not lacking:
-            return True
-        found = None if self._stored is None else self._stored.find(media, lacking)
+        found = self._stored.find(media, media.lacking(start))
         return found is not None and num_stored_blocks(found.values()) <= num_blocks
 
     def hold(self, kv: HeldKv, media: RequestMedia, start: int) -> None:
@@ -81,9 +78,8 @@ class MediaPlanner:
 
         Call it after `can_encode`. They are kept until all pictures are computed, or `release`.
         """
-        lacking = media.lacking(start)
-        found = self._stored.find(media, lacking) if lacking and self._stored is not None else None
-        if found and self._stored is not None:
+        found = self._stored.find(media, media.lacking(start))
+        if found:
             media.sources.update(found)
             self._users[kv.request_id] = _User(kv, media, hold=self._stored.hold(found.values()))
 
@@ -151,15 +147,14 @@ class MediaPlanner:
             self._close_hold(user)
 
     def _close_hold(self, user: _User) -> None:
-        if user.hold is not None and self._stored is not None:
+        if user.hold is not None:
             self._stored.close(user.hold)
             user.hold = None
             user.media.forget_stored()
 
     def drop(self, media: RequestMedia) -> None:
         """Forget the encodings of a request whose pass failed. Other users encode them again."""
-        if self._stored is not None:
-            self._stored.forget(media)
+        self._stored.forget(media)
         for digest in media.num_rows:
             self.cache.drop(digest)
             for user in self._users.values():
@@ -173,7 +168,7 @@ class MediaPlanner:
         """Return what the next pass encodes, and what the runner forgets before."""
         freed = self.cache.take_freed()
         read = [each for each in self._new.values() if not isinstance(each, Picture)]
-        self._reading.append(self._stored.hold(read) if read and self._stored else None)
+        self._reading.append(self._stored.hold(read) if read else None)
         if not freed and not self._orders:
             return NO_MEDIA
         orders = MediaOrders(freed, self._orders)
@@ -183,7 +178,7 @@ class MediaPlanner:
     def end_pass(self) -> None:
         """Note that the first of the planned passes has ended."""
         hold = self._reading.popleft()
-        if hold is not None and self._stored is not None:
+        if hold is not None:
             self._stored.close(hold)
 
     def stats(self) -> dict[str, int]:

@@ -22,7 +22,8 @@ def num_stored_blocks(sources: Iterable[EncodingSource]) -> int:
 class StoredEncodings:
     """Finds the blocks of encodings by name, and holds them for requests that use them."""
 
-    def __init__(self, cache: KvCache, holds: Holds, rows: StoredRows) -> None:
+    def __init__(self, cache: KvCache, holds: Holds, rows: StoredRows | None) -> None:
+        """Without `rows`, the cache stores no encodings."""
         self._cache = cache
         self._holds = holds
         self._rows = rows
@@ -35,7 +36,7 @@ class StoredEncodings:
         for digest in digests:
             names, num_rows = self._names(media, digest), media.num_rows[digest]
             block_ids = self._cache.pool.find(names)
-            if len(block_ids) < len(names):
+            if not names or len(block_ids) < len(names):
                 return None
             found[digest] = StoredEncoding(digest, num_rows, tuple(block_ids))
         return found
@@ -55,6 +56,8 @@ class StoredEncodings:
             self._cache.prefixes.unregister(found)
 
     def _names(self, media: RequestMedia, digest: bytes) -> list[BlockHash]:
+        if self._rows is None:
+            return []
         prompt = self._rows.prompt(digest, media.num_rows[digest])
         keys = PrefixKeys(picture_salt(media.cache_salt), media=prompt.media)
         num_cached, num_tokens = prompt.num_cached_tokens, len(prompt.token_ids)

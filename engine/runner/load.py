@@ -142,8 +142,7 @@ def load_tower_runner(
         tower = _load_tower(opened, weights)
         if tower is None:
             raise InvalidConfig(f"{checkpoint.path} has no vision tower: encode nodes need one")
-        described = str(opened.vision)
-        fingerprint = weights.fingerprint(versions(config.logits_processors), described)
+        fingerprint = _fingerprint(opened, weights)
     defaults = checkpoint.read_generation_defaults()
     info = _describe(opened, fingerprint, tower, max_model_len, defaults)
     cache = CacheShape(shape.block_bytes, max_model_len, layout)
@@ -203,7 +202,7 @@ class _Weights(NamedTuple):
 def _load_weights(
     opened: _Opened, on_progress: LoadProgressCallback | None, active: ActiveAdapters | None
 ) -> _Weights:
-    config, checkpoint, model, dtype, device, kernels, vision = opened
+    config, checkpoint, model, dtype, device, kernels, _ = opened
     with open_weights(
         config, checkpoint, model, dtype, device.place, kernels, on_progress
     ) as weights:
@@ -211,9 +210,13 @@ def _load_weights(
         adapt = None if active is None else partial(adaptable_layers, kernels.ops, model, active)
         decoder = load_decoder(model, weights.tensors, weights.target, on_progress, adapt)
         attention = attention_of(model, weights.tensors, device.place)
-        described = "" if vision is None else str(vision)
-        fingerprint = weights.fingerprint(versions(config.logits_processors), described)
-        return _Weights(decoder, attention, fingerprint, tower)
+        return _Weights(decoder, attention, _fingerprint(opened, weights), tower)
+
+
+def _fingerprint(opened: _Opened, weights: OpenWeights) -> str:
+    """Return the fingerprint of the model, which is the same whatever parts of it are loaded."""
+    vision = "" if opened.vision is None else str(opened.vision)
+    return weights.fingerprint(versions(opened.config.logits_processors), vision)
 
 
 def _load_tower(opened: _Opened, weights: OpenWeights) -> Tower | None:

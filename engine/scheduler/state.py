@@ -54,13 +54,10 @@ class SchedulerState:
         self.adapters = BatchAdapters(config.max_loras)
         self.media: MediaPlanner | None = None  # None: the model takes no pictures
         if config.num_encoder_rows:
-            stored = None
-            if config.stored_rows is not None:
-                stored = StoredEncodings(self.cache, self.arrivals.holds, config.stored_rows)
             self.media = MediaPlanner(
                 config.num_encoder_rows,
                 config.max_num_batched_tokens,
-                stored,
+                StoredEncodings(self.cache, self.arrivals.holds, config.stored_rows),
                 whole_pictures=config.whole_pictures,
             )
         self.num_waiting_for_remote_kvs = 0
