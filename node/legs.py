@@ -57,7 +57,7 @@ class OfferedLegs:
         if not wanted or LegKind.ENCODE in wanted:
             raise UnsupportedInput("name prefill legs, decode legs or both")
         if not self._generates:
-            raise UnsupportedInput("the model of this node generates no text")
+            raise UnsupportedInput("this node generates no text")
         if not 0 <= drain_timeout_s <= MAX_DRAIN_S:  # also for NaN, which breaks timers
             raise UnsupportedInput(
                 f"drain_timeout_s is {drain_timeout_s:g}; it must be from 0 to {MAX_DRAIN_S:g}",

@@ -69,7 +69,9 @@ def check_alone(model: str, known: Sequence[KnownAnswer]) -> None:
         for request, answer in asked:
             text, images = _rendered(llm, request.prompt)
             sampling = request.generation.sampling
-            [alone] = llm.generate(text, sampling, images=[images])  # type: ignore[arg-type]
+            if not isinstance(sampling, SamplingParams):
+                raise TypeError(f"{sampling} is not what `_asked` gives")
+            [alone] = llm.generate(text, sampling, images=[images])
             if alone.token_ids != answer.token_ids:
                 raise UnstableAnswer(
                     f"request {request.tag} ({request.kind}): an engine alone answers "
