@@ -39,8 +39,7 @@ def list_adapters(
     **given: Any,
 ) -> None:
     """List the adapters that nodes have, in memory or on disk."""
-    import asyncio
-
+    from baton.cli.event_loop import run_interruptibly
     from baton.client.adapter_status import adapters_of
 
     async def run() -> list[AdapterStatus]:
@@ -49,7 +48,7 @@ def list_adapters(
                 return adapters_of(statuses)
         return []
 
-    found = asyncio.run(run())
+    found = run_interruptibly(run())
     if as_json:
         print(json.dumps([asdict(each) for each in found]))
     elif found:
@@ -85,7 +84,7 @@ def load(
     **given: Any,
 ) -> None:
     """Load an adapter on all nodes of its model, or on none if a node refuses it."""
-    import asyncio
+    from baton.cli.event_loop import run_interruptibly
 
     async def run() -> str:
         token = operator_token(operator_token_file)
@@ -96,7 +95,7 @@ def load(
         where, short_id = format_count(num_nodes, "node"), adapter.id[:MAX_ID_CHARACTERS]
         return f"{name}: loaded on {where}, id {short_id}"
 
-    print(asyncio.run(run()))
+    print(run_interruptibly(run()))
 
 
 @adapters.command(epilog=examples("baton adapters unload sql"))
@@ -107,7 +106,7 @@ def unload(
     **given: Any,
 ) -> None:
     """Unload an adapter from all nodes; requests in progress keep it."""
-    import asyncio
+    from baton.cli.event_loop import run_interruptibly
 
     async def run() -> int:
         token = operator_token(operator_token_file)
@@ -115,7 +114,7 @@ def unload(
             num_nodes: int = await client.unload_adapter(name, token)
             return num_nodes
 
-    print(f"{name}: unloaded from {format_count(asyncio.run(run()), 'node')}")
+    print(f"{name}: unloaded from {format_count(run_interruptibly(run()), 'node')}")
 
 
 def table_of_adapters(found: list[AdapterStatus]) -> Table:

@@ -65,14 +65,13 @@ def chat(
 
     From a pipe, each line is one turn, and only the answers are printed.
     """
-    import asyncio
-
+    from baton.cli.event_loop import interruptible_runner
     from baton.client import Generation
 
     stops = (*(stop or ()), *([PLAIN_STOP] if plain else ()))
     chosen = make(sampling, given | {"max_tokens": max_tokens})
     generation = Generation(chosen, model=model, stop=stops)
-    with asyncio.Runner() as runner:
+    with interruptible_runner() as runner:
         client = runner.run(_open_client(given))
         try:
             talk = ChatSession(

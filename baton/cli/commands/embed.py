@@ -32,7 +32,7 @@ def embed(
     **given: Any,
 ) -> None:
     """Embed texts on a running cluster, or score them if its model is a classifier."""
-    import asyncio
+    from baton.cli.event_loop import run_interruptibly
 
     async def run() -> list[list[float]]:
         async with make(connect, given) as client:
@@ -41,7 +41,7 @@ def embed(
             )
             return vectors
 
-    for vector in asyncio.run(run()):
+    for vector in run_interruptibly(run()):
         print(json.dumps(vector))
 
 

@@ -74,10 +74,10 @@ def generate(
     **given: Any,
 ) -> None:
     """Continue a prompt on a running cluster."""
-    import asyncio
+    from baton.cli.event_loop import run_interruptibly
 
     generation = _generation(given)
-    answers = asyncio.run(_stream(given, _prompt(prompt), generation, as_json=as_json))
+    answers = run_interruptibly(_stream(given, _prompt(prompt), generation, as_json=as_json))
     finishes = [each.finish for each in answers if each.finish is not None]
     for warning in dict.fromkeys(each for finish in finishes for each in finish.warnings):
         print_warning(warning)

@@ -68,7 +68,7 @@ def set_legs(
     **given: Any,
 ) -> None:
     """Let a node compute prompts, decode or both from now on, without a restart."""
-    import asyncio
+    from baton.cli.event_loop import run_interruptibly
 
     if role not in ROLES:
         raise InvalidConfig(f"a node cannot be {role!r}; give prefill, decode or both")
@@ -78,7 +78,7 @@ def set_legs(
         async with make(connect, given) as client:
             return role_of(await client.set_legs(node, ROLES[role], drain_timeout_s, token))
 
-    print(f"{node} is a {asyncio.run(run())} node now")
+    print(f"{node} is a {run_interruptibly(run())} node now")
 
 
 @nodes.command(epilog=examples("baton nodes pause decode-1 --mode keep"))
@@ -115,13 +115,13 @@ def resume(
 def _set_pause(
     node: str, mode: PauseMode | None, token_file: Path | None, given: dict[str, Any]
 ) -> None:
-    import asyncio
+    from baton.cli.event_loop import run_interruptibly
 
     async def run() -> None:
         async with make(connect, given) as client:
             await client.set_pause(node, mode, operator_token(token_file))
 
-    asyncio.run(run())
+    run_interruptibly(run())
 
 
 @nodes.command()
@@ -135,11 +135,11 @@ def show(
     **given: Any,
 ) -> None:
     """Show the nodes with their state, load and throughput; Ctrl-C ends."""
-    import asyncio
+    from baton.cli.event_loop import run_interruptibly
 
     with _drawing(as_json, once) as draw:
         try:
-            asyncio.run(_follow(given, 0.0 if once else interval, draw))
+            run_interruptibly(_follow(given, 0.0 if once else interval, draw))
         except KeyboardInterrupt:
             return  # the normal end
 

@@ -35,7 +35,7 @@ def reset_prefix_cache(
     **given: Any,
 ) -> None:
     """Clear the prefix cache of every node."""
-    import asyncio
+    from baton.cli.event_loop import run_interruptibly
 
     async def reset() -> dict[str, dict[str, int]]:
         chosen = [] if not tiers or ALL in tiers else tiers
@@ -43,6 +43,6 @@ def reset_prefix_cache(
         async with connect(**given) as client:
             return await client.reset_prefix_caches(chosen, token, reset_running=reset_running)
 
-    for node_id, num_blocks in asyncio.run(reset()).items():
+    for node_id, num_blocks in run_interruptibly(reset()).items():
         counts = ", ".join(f"{num_blocks[tier]} {tier}" for tier in TIERS if tier in num_blocks)
         print(f"{node_id}: {counts or 'no'} blocks dropped")

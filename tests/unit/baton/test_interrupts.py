@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
 from typing import Any, ClassVar
 
 import pytest
 
+from baton.cli.event_loop import run_interruptibly
 from baton.client.interruptible_stream import stream_interruptibly
 from benchmarks.processes import defer_signals, external_process
 
 TIMEOUT_S = 60.0
+MAIN_THREAD_CALL = Path("/proc/self/syscall")  # number and arguments
 # Presses Ctrl-C in the middle of the imports of `baton nodes`.
 WHILE_IT_IMPORTS = """
 import signal, sys
@@ -133,3 +139,30 @@ def test_ctrl_c_while_the_command_imports_leaves_no_traceback() -> None:
     done = subprocess.run([sys.executable, "-c", WHILE_IT_IMPORTS], capture_output=True, text=True)
 
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_a_signal_that_does_not_interrupt_the_wait_of_an_event_loop_ends_its_command() -> None:
+    has_ended = threading.Event()
+    woken_by_hand = []
+
+    async def command() -> None:
+        loop = asyncio.get_running_loop()
+        waits_for = hex(loop._selector.fileno())  # type: ignore[attr-defined]
+
+        def interrupt() -> None:
+            while waits_for not in MAIN_THREAD_CALL.read_text().split()[1:2]:
+                time.sleep(0)
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+            if not has_ended.wait(TIMEOUT_S):
+                woken_by_hand.append(True)
+                loop.call_soon_threadsafe(lambda: None)
+
+        with ThreadPoolExecutor() as threads:
+            try:
+                await loop.run_in_executor(threads, interrupt)
+            finally:
+                has_ended.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        run_interruptibly(command())
+    assert not woken_by_hand
