@@ -24,6 +24,7 @@ KINDS = frozenset({"null", "boolean", "integer", "fraction", "string", "array", 
 KINDS_OF_TYPE = {kind: frozenset({kind}) for kind in KINDS - {"fraction"}}
 KINDS_OF_TYPE["number"] = frozenset({"integer", "fraction"})
 MAX_DEPTH = 12  # references and properties
+JOIN_WORK = 3
 WITHOUT_CONST = ("/draft-03/", "/draft-04/")
 
 
@@ -60,6 +61,9 @@ class _Facts:
     @property
     def size(self) -> int:
         return len(self.properties) + len(self.values or ()) + len(self.required)
+
+
+ANYTHING = [_Facts()]  # compared by identity
 
 
 class Disjointness:
@@ -123,7 +127,7 @@ class Disjointness:
 
     def _alternatives(self, schemas: Sequence[Any], depth: int) -> Sequence[_Facts]:
         """Return conditions of which each value that matches all schemas meets at least one."""
-        found: Sequence[_Facts] = [_Facts()]
+        found: Sequence[_Facts] = ANYTHING
         for schema in schemas:
             found = self._combine(found, self._of_one(schema, depth))
         return found
@@ -131,7 +135,7 @@ class Disjointness:
     def _of_one(self, schema: Any, depth: int) -> Sequence[_Facts]:
         schema = self.resolve(schema)
         if not isinstance(schema, dict) or depth <= 0:
-            return [] if schema is False else [_Facts()]
+            return [] if schema is False else ANYTHING
         found = self._combine(
             [self._own(schema)], self._alternatives(read_list(schema, "allOf"), depth - 1)
         )
@@ -162,10 +166,14 @@ class Disjointness:
         return found[0] if found else None
 
     def _combine(self, some: Sequence[_Facts], others: Sequence[_Facts]) -> Sequence[_Facts]:
+        if some is ANYTHING:
+            return others
+        if others is ANYTHING:
+            return some
         return [self._join(one, other) for one, other in product(some, others)]
 
     def _join(self, one: _Facts, other: _Facts) -> _Facts:
-        self._work.spend(1 + one.size + other.size)
+        self._work.spend(JOIN_WORK + one.size + other.size)
         return one.and_(other)
 
 
