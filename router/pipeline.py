@@ -21,7 +21,7 @@ from baton.router.documents.reader import DocumentReader
 from baton.router.input_processing.form_checks import FormChecks
 from baton.router.input_processing.input_processor import InputProcessor
 from baton.router.input_processing.model_profiles import ModelProfiles
-from baton.router.pictures.plan import ImageFile, ImageSource
+from baton.router.pictures.plan import ImageFile, ImageSource, PictureFormat
 from baton.router.pictures.reader import ImageTrace, PictureReader, ignore_bytes, untraced
 from baton.router.routing.node_table import NodeTable
 from baton.router.values import AnswerPart, ChatPrompt, GenerateCall, TokenChunk
@@ -109,19 +109,28 @@ class Pipeline:
         """Return a chat with its images as the model takes them.
 
         `hold` counts the bytes of files and pixels. Raises InvalidRequest and UnsupportedInput,
-        which name the field, QueueFull, and what `hold` raises.
+        which name the field, QueueFull, what `hold` raises, UnknownModel and NoNodes.
         """
-        files, profile = prompt.image_files, self.profiles.of(model)
+        files = prompt.image_files
         if not files:
             return prompt
-        if profile.images is None:
+        images_as = self.image_format(model)
+        if images_as is None:
             raise UnsupportedInput(
-                f"{files[0].where}: model {profile.name or model.name!r} takes no images: send "
-                "text only",
+                f"{files[0].where}: model {self.profiles.of(model).name or model.name!r} takes no "
+                "images: send text only",
                 files[0].where,
             )
-        read = await self.pictures.read(files, profile.images, client, hold, trace)
+        read = await self.pictures.read(files, images_as, client, hold, trace)
         return prompt.replaced(ImageFile, read)
+
+    def image_format(self, model: ModelVariant) -> PictureFormat | None:
+        """Return how the model takes images; None if it takes text alone.
+
+        Raises UnknownModel, and NoNodes if nodes must tell which model the name means.
+        """
+        self.inputs.check_model(model)
+        return self.profiles.of(model).images
 
     async def generate(
         self, call: GenerateCall, context: RequestContext

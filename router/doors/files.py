@@ -27,7 +27,7 @@ async def read_prompt(
 ) -> Prompt:
     """Read the documents and images of a prompt.
 
-    Raises InvalidRequest, UnsupportedInput and QueueFull.
+    Raises InvalidRequest, UnsupportedInput, QueueFull, UnknownModel and NoNodes.
     """
     if not isinstance(prompt, ChatPrompt) or not _has_files(prompt):
         return prompt
@@ -35,7 +35,7 @@ async def read_prompt(
     if documents:
         check_count("files of a request", len(documents), MAX_DOCUMENTS)
         body.hold_more(sum(getsizeof(document.content) for document in documents))
-        takes_images = pipeline.profiles.of(model).images is not None
+        takes_images = pipeline.image_format(model) is not None
         read = await pipeline.documents.read(documents, body.client, shows_pages=takes_images)
         body.hold_more(sum(getsizeof(document.content) for document in read))
         prompt = _with_pages(prompt.replaced(Document, read))

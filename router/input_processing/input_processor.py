@@ -43,7 +43,8 @@ class InputProcessor:
 
         Raises UnknownModel, NoNodes, EmptyPrompt, InvalidRequest, UnsupportedInput and QueueFull.
         """
-        call = replace(call, model=self._known_model(call))
+        if call.model == ANY_MODEL:  # it may have arrived before any node did
+            call = replace(call, model=self._table.find_model("", call.task))
         self.check_model(call.model)
         self._check_task(call)
         if call.task.sampling is not None:
@@ -56,18 +57,6 @@ class InputProcessor:
         if self._forms is not None and call.sampling.structured_outputs is not None:
             await self._forms.check(call.sampling.structured_outputs, context.owner)
         return self._fit_max_tokens(self._begin_after_reasoning(tokenized), num_tokens)
-
-    def _known_model(self, call: GenerateCall) -> ModelVariant:
-        """Return the model of a call, which may have arrived before any node did.
-
-        Raises InvalidRequest if it names none and there are several.
-        """
-        if call.model != ANY_MODEL:
-            return call.model
-        names = self._profiles.names
-        if not self._table.models and len(names) > 1:
-            raise InvalidRequest(f"set model to one of: {', '.join(names)}", "model")
-        return self._table.find_model("", call.task)
 
     def check_model(self, model: ModelVariant) -> None:
         """Raise UnknownModel if nodes are known, none serves `model`, and no option names it.

@@ -10,6 +10,7 @@ from baton.core.ids import ANY_MODEL, ModelVariant
 from baton.core.legs import LegKind
 from baton.core.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults
 from baton.core.task import GENERATE, Task
+from baton.rpc.errors import NoNodes
 from baton.rpc.node_info import NodeCard
 
 
@@ -60,7 +61,8 @@ class ServedModels:
         self.bases: Mapping[str, ModelVariant] = {
             card.model: ModelVariant(card.model) for card in cards
         }  # by name
-        self._missing = sorted({*expected} - self.bases.keys())
+        self._missing = [ModelVariant(name) for name in sorted({*expected} - self.bases.keys())]
+        self._with_decode_nodes = with_decode_nodes
         # An adapter cannot take the name of a model.
         self.variants: Mapping[str, ModelVariant] = {
             **{name: each for name, each in adapters.items() if each.base in self.bases},
@@ -94,30 +96,47 @@ class ServedModels:
         """Return the model of a name, which need not be served.
 
         Without a name, return the only base model that can do the task, or ANY_MODEL if none is
-        served. If one that is expected has no nodes, it is taken to be able to.
-        Raises InvalidRequest if there are several.
+        served and no more than one is expected.
+        Raises InvalidRequest if there are several, and NoNodes if it depends on nodes that have
+        not joined.
         """
         if name:
             return self.variants.get(name) or ModelVariant(name)
-        models = list(self.bases.values())
         able = self._able(task)
-        found = able or models
-        if not able and models and self._missing:
-            found = [ModelVariant(name) for name in self._missing]
+        possible = [model for model in self.bases.values() if self.of(model).can(task)]
+        if not able and self._missing:
+            return self._only_one_of([*possible, *self._missing], task)
+        found = able or possible or list(self.bases.values())
         if len(found) > 1:
-            which = "several models" if able or self._missing else "no model"
-            verb = "embed" if task.is_pooling else "generate text"
-            names = ", ".join(sorted(model.name for model in found))
-            raise InvalidRequest(f"{which} can {verb} here; set model to one of: {names}", "model")
+            which = "several models" if able or possible else "no model"
+            raise InvalidRequest(
+                f"{which} can {_verb(task)} here; set model to one of: {_names(found)}", "model"
+            )
         return found[0] if found else ANY_MODEL
 
     def _able(self, task: Task) -> Sequence[ModelVariant]:
-        """Return the base models that can do a task: to generate text, those with decode nodes."""
-        able = [model for model in self.bases.values() if self.of(model).can(task)]
+        """Return the base models that are known to do a task, though they may have no nodes now."""
         if task.is_pooling:
-            return able
-        with_decode_nodes = [model for model in able if self.of(model).has_decode_nodes]
-        return with_decode_nodes or ([] if self._missing else able)
+            return [model for model in self.bases.values() if self.of(model).can(task)]
+        models = (*self.bases.values(), *self._missing)
+        return [model for model in models if model.name in self._with_decode_nodes]
+
+    def _only_one_of(self, models: Sequence[ModelVariant], task: Task) -> ModelVariant:
+        """Return the only model, of those that nodes may turn out to serve. Raises NoNodes."""
+        if len(models) > 1:
+            raise NoNodes(
+                f"too few nodes have joined this router to know which model can {_verb(task)}; "
+                f"send the request again, or set model to one of: {_names(models)}"
+            )
+        return models[0]
+
+
+def _verb(task: Task) -> str:
+    return "embed" if task.is_pooling else "generate text"
+
+
+def _names(models: Sequence[ModelVariant]) -> str:
+    return ", ".join(sorted(model.name for model in models))
 
 
 def _served_model(cards: Sequence[NodeCard], *, has_decode_nodes: bool) -> ServedModel:

@@ -28,6 +28,8 @@ from baton.router.dispatch.retries import CircuitBreakers
 from baton.router.dispatch.route_finder import RouteFinder
 from baton.router.input_processing.model_profiles import ModelProfile, ModelProfiles
 from baton.router.input_processing.tokenization import TextBoundary
+from baton.router.pictures.families.gemma3 import Gemma3Format
+from baton.router.pictures.plan import ImageFile, Size
 from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import NodeTable
@@ -35,8 +37,23 @@ from baton.router.routing.nodes import Node
 from baton.router.routing.policy import Leg, Route, handed_over
 from baton.router.routing.routing_view import RoutingRequest
 from baton.router.tracing import UNTRACED, RequestTrace
-from baton.router.values import GenerateCall, Prompt, TextPrompt, TokenChunk, TokenPrompt
-from baton.rpc.errors import FailureKind, NodeFailed, NoNodes, TooLate, UnknownModel
+from baton.router.values import (
+    ChatMessage,
+    ChatPrompt,
+    GenerateCall,
+    Prompt,
+    TextPrompt,
+    TokenChunk,
+    TokenPrompt,
+)
+from baton.rpc.errors import (
+    FailureKind,
+    NodeFailed,
+    NoNodes,
+    TooLate,
+    UnknownModel,
+    UnsupportedInput,
+)
 from tests.support.node_calls import FakeNodeCalls, a_node_of, a_table, an_embedder
 from tests.support.waits import reaches, until
 
@@ -315,12 +332,23 @@ def test_models_are_refused_with_the_list() -> None:
     assert [received.node for received in nodes.received] == ["embedder-encode"]
 
 
-def test_before_any_node_joined_a_router_of_several_models_needs_their_names() -> None:
-    names = [ModelProfile(TextBoundary(), name) for name in ("a", "b")]
-    pipeline = a_pipeline(FakeNodeCalls(), NodeTable(), profiles=tuple(names))
+def test_before_any_node_joined_a_router_of_several_models_refuses_none() -> None:
+    squares = Gemma3Format(Size(4, 4), grid=2, resample=2)
+    text = TextBoundary()
+    profiles = ModelProfile(text, "a", images=squares), ModelProfile(text, "b")
+    pipeline = a_pipeline(FakeNodeCalls(), NodeTable(("a", "b")), profiles=profiles)
+    image = ImageFile(b"", "messages.0", uuid="unknown")
+    chat = ChatPrompt((ChatMessage("user", (image,)),))
 
-    with pytest.raises(InvalidRequest, match="set model to one of: a, b"):
+    with pytest.raises(NoNodes, match="set model to one of: a, b"):
         asyncio.run(answer(pipeline, a_call(ModelVariant())))
     # It may be an adapter: then the tokens of its answer are those of the base's tokenizer.
+    adapter = ModelVariant("sql")
     with pytest.raises(NoNodes, match=r"does not know what model 'sql' is; send .* again"):
-        asyncio.run(answer(pipeline, a_call(ModelVariant("sql"))))
+        asyncio.run(answer(pipeline, a_call(adapter)))
+    with pytest.raises(NoNodes, match=r"does not know what model 'sql' is"):
+        asyncio.run(pipeline.read_images(chat, adapter, client=""))
+    with pytest.raises(UnsupportedInput, match="model 'b' takes no images"):
+        asyncio.run(pipeline.read_images(chat, B, client=""))
+    with pytest.raises(InvalidRequest, match="no image with this uuid"):
+        asyncio.run(pipeline.read_images(chat, A, client=""))

@@ -60,22 +60,35 @@ def test_a_decoder_on_prefill_nodes_alone_only_embeds() -> None:
     assert table.find_model("") == ModelVariant("chat")
 
 
-def test_a_request_waits_for_the_expected_model_that_may_do_its_task() -> None:
-    def found(*nodes: Node, task: Task = GENERATE) -> ModelVariant:
-        table = NodeTable(("chat", "embedder"))
-        for node in nodes:
-            table.join(node.address, node.card)
-        return table.find_model("", task)
+def expecting(*nodes: Node) -> NodeTable:
+    """Return the table of a router whose options name a chat model and an embedder."""
+    table = NodeTable(("chat", "embedder"))
+    for node in nodes:
+        table.join(node.address, node.card)
+    return table
 
-    assert found(an_embedder()) == ModelVariant("chat")
-    decoder = an_embedder("embedder", size=8)
-    generating = replace(decoder, card=replace(decoder.card, generates=True))
-    assert found(generating) == ModelVariant("chat")
-    assert found(*a_pair_of("chat"), task=EMBED) == ModelVariant("embedder")
-    assert found(an_embedder(), *a_pair_of("other")) == ModelVariant("other")
-    assert found() == ANY_MODEL
-    with pytest.raises(InvalidRequest, match=r"several models can .*: chat, embedder$"):
-        found(an_embedder("other"))
+
+def test_a_request_waits_for_the_expected_model_that_may_do_its_task() -> None:
+    assert expecting(an_embedder()).find_model("") == ModelVariant("chat")
+    assert expecting(*a_pair_of("chat")).find_model("", EMBED) == ModelVariant("embedder")
+    others = expecting(an_embedder(), *a_pair_of("other"))
+    assert others.find_model("") == ModelVariant("other")
+
+    prefill, decode = a_pair_of("chat")
+    table = expecting(prefill, decode, that_embeds(a_node_of("embedder", LegKind.PREFILL)))
+    for node in (prefill, decode):
+        table.lose(node.address)
+    assert table.find_model("") == ModelVariant("chat")  # it is known to generate
+
+
+def test_a_request_is_not_guessed_a_model_before_nodes_tell_which_one_it_means() -> None:
+    prefill, decode = (that_embeds(node, vector_size=4) for node in a_pair_of("chat"))
+    for joined in ((), (prefill,), (an_embedder("other"),)):
+        table = expecting(*joined)
+        with pytest.raises(NoNodes, match=r"too few nodes .* generate text; .*: chat, embedder$"):
+            table.find_model("")
+        table.join(decode.address, decode.card)
+        assert table.find_model("") == ModelVariant("chat")
 
 
 @pytest.mark.parametrize(
