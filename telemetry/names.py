@@ -18,7 +18,11 @@ ROUTE = "route"  # selection of nodes, until the first one is called
 RETRY = "retry"  # another attempt, before the first token was sent to the client
 MIGRATE = "migrate"  # another attempt, which continues a partial answer
 # Legs: the call to a node; a span on the router and one on the node.
+PREFETCH = "prefetch"  # brings KV to the node, such as the encoding of a picture; computes nothing
+PREFETCH_WAIT = "prefetch_wait"  # until it is there
 ENCODE = "encode"
+ENCODE_WAIT = "encode_wait"  # until the pass
+ENCODE_COMPUTE = "encode_compute"
 PREFILL = "prefill"
 PREFILL_WAIT = "prefill_wait"  # until the first chunk is computed
 PREFILL_COMPUTE = "prefill_compute"

@@ -26,7 +26,8 @@ TICKS = 5
 FIRST_PART_TTFTS = 1.25
 LETTER_WIDTH = 0.62  # approximate width of a letter in percent of the page
 LANE_SPANS = (
-    names.ADMIT, names.ROUTE, names.PREFILL_WAIT, names.PREFILL_COMPUTE, names.KV_PUSH,
+    names.ADMIT, names.ROUTE, names.PREFETCH_WAIT, names.ENCODE_WAIT, names.ENCODE_COMPUTE,
+    names.PREFILL_WAIT, names.PREFILL_COMPUTE, names.KV_PUSH,
     names.DECODE_WAIT, names.KV_WAIT, names.DECODE_COMPUTE,
     *PART_NAMES.values(),
 )  # fmt: skip

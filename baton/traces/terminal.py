@@ -14,7 +14,7 @@ from baton.telemetry.tracing.related import related_to
 from baton.telemetry.tracing.spans import SpanStatus
 from baton.telemetry.tracing.traces import Trace, TraceRow, failures_of, fetches_of, note_of
 
-COLOURS = {"router": "cyan", "prefill": "yellow", "decode": "green"}
+COLOURS = {"router": "cyan", "prefill": "yellow", "decode": "green", "encode": "magenta"}
 WIDE = 120  # minimum width for notes
 MIN_BAR_WIDTH = 12
 FULL, FIRST_TOKEN, FAILED = "━", "◆", "✗"

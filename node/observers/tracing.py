@@ -32,6 +32,7 @@ from baton.telemetry.tracing.node_timeline import (
     PrefillChunk,
     Start,
 )
+from baton.telemetry.tracing.request_timeline import leg_name
 from baton.telemetry.tracing.spans import End, SpanOutcome, TraceContext
 from baton.telemetry.tracing.step_timeline import StepTimeline
 from baton.telemetry.tracing.tracer import NO_TRACER, Received, Tracer, new_span_id, new_trace_id
@@ -156,8 +157,9 @@ class NodeTracing(StepObserver):
         push = dict(metadata).get(names.KV_PUSH_SPAN)
         push_id = _span_id(push) if isinstance(push, str) else None
         attempt = handoff_id_of(request.request_id).attempt
+        name = leg_name(kind, request.task)
         return NodeTimeline(
-            parent, self._facts, kind.value, attempt, push_id, request.arrival_s, request.media
+            parent, self._facts, name, attempt, push_id, request.arrival_s, request.media
         )
 
     # --- The engine's thread ----------------------------------------------------------------

@@ -37,6 +37,7 @@ from baton.rpc.messages.conversion import output_from
 from baton.rpc.security.tls import PLAIN, TlsConfig
 from baton.rpc.security.tls_trouble import connection_trouble
 from baton.rpc.status import RemoteError, RemoteFailure, invalid_request_in, reason_of, remote_error
+from baton.telemetry.tracing.request_timeline import leg_name
 from baton.v1 import node_pb2, node_pb2_grpc
 
 # Time for calls to an address that is no longer used.
@@ -131,7 +132,7 @@ class GrpcNodeCalls:
 
         order = leg_order(kind, request)
         try:
-            with trace.leg(kind.value, node) as call:
+            with trace.leg(leg_name(kind, request.task), node) as call:
                 order.context.metadata.update(call.metadata)
                 await self._connection(node.address).legs.call(order, handle, timeout_s)
         except (grpc.RpcError, RemoteFailure) as error:

@@ -97,7 +97,7 @@ class KvLoad:
 class NodeTimeline:
     parent: TraceContext  # the router's leg
     facts: NodeFacts
-    leg: str  # encode, prefill or decode
+    leg: str  # its name, as `leg_name` returns it
     attempt: int
     kv_push_span_id: int | None
     arrival_s: float
@@ -181,10 +181,16 @@ class _NodeSpans:
 
     def spans(self) -> Iterator[Span]:
         yield self._server()
-        if self._timeline.leg == names.DECODE:
-            yield from self._decode()
-        else:
-            yield from self._prefill()
+        match self._timeline.leg:
+            case names.PREFETCH:
+                waits_from_s = self._timeline.arrival_s
+                yield self._wait(names.PREFETCH_WAIT, waits_from_s, self._end, "blocks")
+            case names.ENCODE:
+                yield from self._prompt(names.ENCODE_WAIT, names.ENCODE_COMPUTE)
+            case names.DECODE:
+                yield from self._decode()
+            case _:
+                yield from self._prompt(names.PREFILL_WAIT, names.PREFILL_COMPUTE)
 
     def _server(self) -> Span:
         timeline = self._timeline
@@ -206,17 +212,17 @@ class _NodeSpans:
             kind=SpanKind.SERVER,
         )
 
-    # --- prefill ------------------------------------------------------------------------
+    # --- prefill and encode ---------------------------------------------------------------
 
-    def _prefill(self) -> Iterator[Span]:
+    def _prompt(self, wait: str, compute: str) -> Iterator[Span]:
         timeline = self._timeline
-        yield self._batch_wait(names.PREFILL_WAIT, timeline.arrival_s)
+        yield self._batch_wait(wait, timeline.arrival_s)
         if timeline.starts:
-            yield from self._compute()
+            yield from self._compute(compute)
         if timeline.record is not None and timeline.record.role is TransferRole.SENT:
             yield self._kv(names.KV_PUSH, timeline.record, span_id=timeline.kv_push_span_id)
 
-    def _compute(self) -> Iterator[Span]:
+    def _compute(self, name: str = names.PREFILL_COMPUTE) -> Iterator[Span]:
         """The passes over the prompt; on decode nodes, only if its KV was not received."""
         timeline, start = self._timeline, self._timeline.starts[0]
         chunks = [chunk for chunk in timeline.chunks if chunk.began_s >= start.at_s]
@@ -238,7 +244,7 @@ class _NodeSpans:
             **self._pictures_from(start.num_cached_tokens),
         }
         compute = self._make.span(
-            names.PREFILL_COMPUTE,
+            name,
             self._server_id,
             start.at_s,
             end,
@@ -326,7 +332,7 @@ class _NodeSpans:
             names.TIME_PER_TOKEN: took_s / num_tokens if num_tokens else None,
         }
 
-    # --- both -----------------------------------------------------------------------------
+    # --- all ------------------------------------------------------------------------------
 
     def _batch_wait(self, name: str, began_s: float) -> Span:
         starts = [start for start in self._timeline.starts if start.at_s >= began_s]

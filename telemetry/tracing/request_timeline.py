@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from baton.core.finish import Finish
+from baton.core.legs import LegKind
+from baton.core.task import Task, TaskOutput
 from baton.telemetry import names
 from baton.telemetry.tracing.spans import (
     AttributeValue,
@@ -25,9 +27,14 @@ GENERATE_METHOD = "baton.v1.InferenceService/Generate"
 LEG_METHOD = "baton.v1.LegService/Serve"
 
 
+def leg_name(kind: LegKind, task: Task) -> str:
+    """Return the name of a leg's spans on the router and the node: what the node does."""
+    return names.PREFETCH if task.output is TaskOutput.KV else kind.value
+
+
 @dataclass(slots=True)
 class NodeRpcTimeline:
-    name: str  # encode, prefill or decode
+    name: str  # that `leg_name` returns
     span_id: int
     node_id: str
     incarnation: str

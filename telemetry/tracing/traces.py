@@ -144,7 +144,7 @@ def fetches_of(span: Span) -> list[str]:
 
 def failed_node_of(row: TraceRow) -> str | None:
     """Return the node of a failed call of the router. That node may have exported no spans."""
-    is_call = row.role == "router" and row.span.name in (names.ENCODE, names.PREFILL, names.DECODE)
+    is_call = row.role == "router" and row.span.name in _LEGS
     if not is_call or row.span.status is not SpanStatus.ERROR:
         return None
     return str(row.span.attributes.get(names.NODE, ""))
@@ -213,6 +213,7 @@ def _bytes(value: AttributeValue) -> str:
     return f"{number:.4g} GiB"
 
 
+_LEGS = (names.PREFETCH, names.ENCODE, names.PREFILL, names.DECODE)
 # By event: what happened, and the attribute of its source.
 _FETCHES = {names.KV_LOAD: ("loaded", names.KV_TIER), names.KV_PULL: ("pulled", names.KV_PEER)}
 _NOTES: dict[str, Callable[[Any], str]] = {

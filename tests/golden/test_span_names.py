@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from baton.core.legs import LegKind
 from baton.core.media import MediaSegment
+from baton.core.task import ENCODE, PREFETCH
+from baton.kv_transfer.records import TransferRole
 from baton.telemetry import names
-from baton.telemetry.tracing.node_timeline import Encoding
-from baton.telemetry.tracing.request_timeline import ImageWork
-from baton.telemetry.tracing.spans import End, SpanStatus
-from baton.telemetry.tracing.traces import note_of, traces_of
+from baton.telemetry.resource import Process
+from baton.telemetry.tracing.node_timeline import Encoding, NodeFacts, NodeTimeline, Start
+from baton.telemetry.tracing.request_timeline import ImageWork, NodeRpcTimeline, leg_name
+from baton.telemetry.tracing.spans import End, SpanStatus, TraceContext
+from baton.telemetry.tracing.traces import Trace, note_of, traces_of
 from tests.support.traces import (
+    TRACE_ID,
+    a_record,
     a_request,
     a_step,
     an_exported_step,
     an_exported_trace,
+    exported_by,
     on_decode,
     on_prefill,
     to_unix_ns,
@@ -36,6 +45,21 @@ generate router
       decode_wait d0
       decode_compute d0"""
 
+PICTURE_TREE = """\
+generate router
+  admit router
+  route router
+  encode router
+    encode e0
+      encode_wait e0
+      encode_compute e0
+        encode_pictures e0
+  prefetch router
+    prefetch p0
+      prefetch_wait p0
+  prefill router
+  decode router"""
+
 
 STEP_TREE = """\
 engine_step d0
@@ -53,14 +77,49 @@ STEP = {
 }
 
 
+def drawn(trace: Trace) -> str:
+    return "\n".join(f"{'  ' * row.depth}{row.span.name} {row.node}" for row in trace.rows)
+
+
 def test_the_span_tree_of_a_request_is_as_documented() -> None:
     [trace] = traces_of(an_exported_trace())
 
-    assert "\n".join(f"{'  ' * row.depth}{row.span.name} {row.node}" for row in trace.rows) == TREE
+    assert drawn(trace) == TREE
+
+
+def test_legs_that_bring_pictures_are_named_after_what_they_do() -> None:
+    request = a_request()
+    [attempt] = request.tries
+    encode, prefetch = leg_name(LegKind.ENCODE, ENCODE), leg_name(LegKind.PREFILL, PREFETCH)
+    attempt.legs[:0] = [
+        NodeRpcTimeline(encode, 301, "e0", "i3", "h:3", 10.003, End(10.0034)),
+        NodeRpcTimeline(prefetch, 302, "p0", "i1", "h:1", 10.0034, End(10.0036)),
+    ]
+    encoding = NodeTimeline(
+        TraceContext(TRACE_ID, 301), NodeFacts("encode", "e0", "i3"), encode, 1, None, 10.0031
+    )
+    encoding.starts = [Start(10.0032, 0, 16, 5)]
+    encoding.encodings = [Encoding(10.0032, 10.0033, frozenset({bytes(32)}))]
+    pulling = NodeTimeline(
+        TraceContext(TRACE_ID, 302), NodeFacts("prefill", "p0", "i1"), prefetch, 1, None, 10.0035
+    )
+    pulling.pulls = [replace(a_record(TransferRole.PULLED), began_s=10.0035, ended_s=10.0036)]
+    encoding.end, pulling.end = End(10.0034), End(10.0036)
+
+    spans = [
+        *exported_by(Process("router", "router-1", "i0"), request.spans(to_unix_ns)),
+        *exported_by(Process("encode", "e0", "i3"), encoding.spans(to_unix_ns)),
+        *exported_by(Process("prefill", "p0", "i1"), pulling.spans(to_unix_ns)),
+    ]
+    [trace] = traces_of(spans)
+    assert drawn(trace) == PICTURE_TREE
+    [wait] = [row.span for row in trace.rows if row.span.name == "prefetch_wait"]
+    assert note_of(wait) == "pulled 3 blocks from d0 in 0.1 ms, 4 KiB, for blocks"
 
 
 SPANS = (
     names.GENERATE, names.ADMIT, names.ROUTE, names.RETRY, names.MIGRATE,
+    names.PREFETCH, names.PREFETCH_WAIT, names.ENCODE, names.ENCODE_WAIT, names.ENCODE_COMPUTE,
     names.PREFILL, names.PREFILL_WAIT, names.PREFILL_COMPUTE, names.KV_PUSH,
     names.DECODE, names.KV_WAIT, names.DECODE_WAIT, names.DECODE_COMPUTE,
     names.ENGINE_STEP, names.FETCH_IMAGES, names.PREPARE_IMAGES, names.ENCODE_PICTURES,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import urllib.request
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from tests.integration.test_images import (
     connected_to,
     expected,
 )
+from tests.support.collector import Collected, Collector, collecting
 from tests.support.image_files import file_of, random_image
 from tests.support.nodes import await_reported
 from tests.support.ports import free_port
@@ -48,17 +50,27 @@ def ports() -> MetricsPorts:
 
 
 @pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    with collecting() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
 def cluster(
-    folder: Path, ports: MetricsPorts, tmp_path_factory: pytest.TempPathFactory
+    folder: Path,
+    ports: MetricsPorts,
+    collector: Collector,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[LocalCluster]:
+    otlp = "--otlp-endpoint", collector.address
     files = "--kv-host-memory", "8MiB", "--kv-folder", str(tmp_path_factory.mktemp("kv"))
     options = ClusterOptions(
         str(folder),
         num_encode=1,
-        node_arguments=("--kv-cache-memory", "8MiB", "--threads", "1"),
+        node_arguments=("--kv-cache-memory", "8MiB", "--threads", "1", *otlp),
         prefill_arguments=("--metrics-port", str(ports.prefill)),
         encode_arguments=("--metrics-port", str(ports.encode), *files),
-        router_arguments=("--http-port", "0"),
+        router_arguments=("--http-port", "0", *otlp),
     )
     with LocalCluster(options) as running:
         await_reported(running.address, running.encoders[0].address)
@@ -102,6 +114,38 @@ def test_a_picture_of_many_requests_is_encoded_once_in_the_cluster(
 
     assert before < once == pictures_of(ports.encode)["encoded"]
     assert not pictures_of(ports.prefill)["encoded"]
+
+
+def test_traces_name_the_legs_of_a_picture_after_what_they_do(
+    chats: Any, collector: Collector
+) -> None:
+    def is_whole(spans: Sequence[Collected]) -> bool:
+        return {"generate", "prefetch_wait", "encode_compute"} <= {span.name for span in spans}
+
+    new, trace = file_of(random_image(60, 60, seed=6)), f"{0xC:032x}"
+    chats.chat.completions.create(
+        model="",
+        messages=asked(new, "who?"),
+        max_tokens=NUM_TOKENS,
+        extra_headers={"traceparent": f"00-{trace}-{1:016x}-01"},
+    )
+
+    spans = collector.trace(trace, is_whole)
+    name_by_id = {
+        span.span_id: f"{span.service.removeprefix('baton-')}/{span.name}" for span in spans
+    }
+    below = {(name_by_id.get(span.parent_id), name_by_id[span.span_id]) for span in spans}
+    assert below >= {
+        ("router/generate", "router/encode"),
+        ("router/encode", "encode/encode"),
+        ("encode/encode", "encode/encode_wait"),
+        ("encode/encode", "encode/encode_compute"),
+        ("encode/encode_compute", "encode/encode_pictures"),
+        ("router/generate", "router/prefetch"),
+        ("router/prefetch", "prefill/prefetch"),
+        ("prefill/prefetch", "prefill/prefetch_wait"),
+    }
+    assert Counter(name_by_id.values())["router/prefill"] == 1
 
 
 @pytest.mark.parametrize("parts", [(YAK, "who?"), ("who?", YAK)])
