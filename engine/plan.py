@@ -88,6 +88,7 @@ class PlanRow:
     task: Task = GENERATE
     adapter: str = ""  # id of the adapter that computes it; empty: none
     media: tuple[MediaSegment, ...] = ()  # in the prompt
+    cache_salt: str = ""
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -56,7 +56,7 @@ EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
         "replay mooncake.jsonl.gz --block-tokens 16 --time-scale 0.1 --plot reuse.png",
         "replay sessions.tar.gz --use-answers --json replay.json",
     ),
-    speculation: ("speculation --speculative ngram:6",),
+    speculation: ("speculation --speculative suffix:6",),
     adapters: ("adapters --model ~/models/Qwen3-0.6B --batch 32 --adapters 8 --rank 16",),
     embeddings: (
         "embeddings --model ~/models/all-MiniLM-L6-v2 --json embeddings.json",

@@ -202,8 +202,9 @@ class RunnerConfig:
     speculation: Annotated[  # the scheduler needs as many lookahead slots
         Speculation | None,
         Option(
-            "Speculative decoding. ngram:K: propose up to K tokens by n-gram lookup in the "
-            "request's own text and verify them in one step; the output does not change.",
+            "Speculative decoding. ngram:K: propose up to K tokens that followed the newest ones "
+            "earlier in the request's own text; suffix:K: also in past answers of the same cache "
+            "salt. They are verified in one step; the output does not change.",
             BATCHING,
             name="speculative",
             default="",

@@ -223,4 +223,5 @@ def make_row(request: Request) -> PlanRow:
         task=request.submitted.task,
         adapter=request.submitted.adapter.id,
         media=request.submitted.media,
+        cache_salt=request.submitted.cache_salt,
     )

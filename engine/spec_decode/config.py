@@ -6,17 +6,21 @@ from dataclasses import dataclass
 
 from baton.core.errors import InvalidConfig
 
-METHODS = ("ngram",)
+METHODS = ("ngram", "suffix")
 MAX_PROPOSED_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Settings of a proposer. By n-grams, it proposes what followed the newest tokens before."""
+    """Settings of a proposer.
+
+    By `ngram`, it proposes what followed the newest tokens earlier in the sequence, by `suffix`
+    also what followed them in past answers of the same cache salt.
+    """
 
     num_tokens: int  # maximum of tokens proposed at once
     min_ngram: int = 3  # minimum length of a match
-    max_ngram: int = 8  # maximum length of a match that is compared
+    max_ngram: int = 24  # maximum length of a match that is compared
     # With more rows, a step takes longer in proportion to its tokens: nothing is proposed.
     max_rows: int = 16
     method: str = "ngram"  # one of METHODS
@@ -38,6 +42,6 @@ def parse_speculation(written: str) -> Speculation | None:
     method, _, number = written.partition(":")
     if method not in METHODS or not number.isascii() or not number.isdigit():
         raise InvalidConfig(
-            f"--speculative {written!r}: write it like ngram:5, with the tokens to propose at once"
+            f"--speculative {written!r}: write it like suffix:5, with the tokens to propose at once"
         )
     return Speculation(int(number), method=method)

@@ -8,17 +8,19 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from baton.core.ids import RequestId
+from baton.core.ids import NO_PREFIX_KEYS, PrefixKeys, RequestId
 
 Drafts = Mapping[RequestId, Sequence[int]]
 
 
 class DraftRow(NamedTuple):
-    """A sequence whose newest token is computed in the next pass."""
+    """A sequence whose newest token is computed in the next pass, or one that has ended."""
 
     request_id: RequestId
     known_tokens: npt.NDArray[np.int64]  # a view: prompt and outputs
     max_tokens: int  # that can be drafted
+    num_prompt_tokens: int = 0
+    prefix_keys: PrefixKeys = NO_PREFIX_KEYS  # of all but media: what sees its answer later
 
 
 class Proposer(Protocol):
@@ -32,6 +34,6 @@ class Proposer(Protocol):
         """Report the result of a draft."""
         ...
 
-    def forget(self, request_ids: Iterable[RequestId]) -> None:
-        """Forget sequences. Unknown ones are ignored."""
+    def forget(self, rows: Mapping[RequestId, DraftRow]) -> None:
+        """Forget sequences, which have these last tokens. Unknown ones are ignored."""
         ...

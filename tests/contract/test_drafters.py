@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -44,7 +44,7 @@ class Observer:
     def note_accepted(self, request_id: RequestId, num_proposed: int, num_accepted: int) -> None:
         self.num_accepted.append(num_accepted)
 
-    def forget(self, request_ids: Iterable[RequestId]) -> None:
+    def forget(self, rows: Mapping[RequestId, DraftRow]) -> None:
         """Do nothing: there is one request."""
 
     def drop_rows(self, plan: Plan) -> None:

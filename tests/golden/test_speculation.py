@@ -29,6 +29,7 @@ from tests.support.models import VARIANTS, prompt_of
 NUM_TOKENS = 40
 NUM_DRAFTED = 5
 SPECULATION = Speculation(NUM_DRAFTED, min_ngram=2, max_rows=64)
+SUFFIX = replace(SPECULATION, method="suffix")
 FLOAT32 = [name for name, variant in VARIANTS.items() if variant.dtype == "float32"]
 BFLOAT16 = [name for name, variant in VARIANTS.items() if variant.dtype == "bfloat16"]
 
@@ -54,6 +55,7 @@ needs_kernels = pytest.mark.skipif(not kernels_by_variant(), reason="no C++ comp
 # The first answer can only repeat one token; the second may repeat those of the prompt.
 LOOPING = EngineRequest(RequestId("loop"), prompt_of(9), replace(GREEDY, allowed_token_ids=(5,)), 0)
 EVEN = replace(SEEDED, temperature=50.0, allowed_token_ids=(5, 6))
+LONELY = EngineRequest(RequestId("lonely"), prompt_of(9), replace(GREEDY, temperature=5.0), 0)
 COPYING = EngineRequest(RequestId("copy"), (5, 6) * 16, EVEN, 0)
 
 FolderOf = Callable[[str], Path]
@@ -177,6 +179,30 @@ def test_speculation_does_not_change_answers(
     assert_alike(plain, speculated)
     assert sum(one.num_accepted for one in speculated) > 0
     assert sum(one.num_accepted for one in plain) == 0
+
+
+@pytest.mark.parametrize("requested", REQUESTED)
+def test_past_answers_do_not_change_answers(requested: str, engine_of: MakeEngine) -> None:
+    requests = specs_of(REQUESTED[requested])
+    engine = engine_of("llama", SUFFIX)
+
+    first, again = run(engine, *requests), run(engine, *requests)
+
+    assert_alike(run(engine_of("llama", None), *requests), first)
+    assert_alike(first, again)
+    num_steps = [sum(len(one.outputs) for one in got) for got in (first, again)]
+    assert num_steps[1] < num_steps[0] / 1.5
+
+
+def test_past_answers_are_drafts_for_the_same_salt_alone(engine_of: MakeEngine) -> None:
+    engine, salted = engine_of("llama", SUFFIX), replace(LONELY, cache_salt="a")
+    [first] = run(engine, salted)
+
+    [other], [again] = run(engine, replace(salted, cache_salt="b")), run(engine, salted)
+
+    assert first.token_ids == other.token_ids == again.token_ids
+    assert len(other.outputs) == len(first.outputs)
+    assert len(again.outputs) < len(first.outputs) / 2
 
 
 @pytest.mark.parametrize("name", [name for name in FLOAT32 if name != "llama"])

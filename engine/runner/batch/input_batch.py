@@ -146,6 +146,9 @@ class PersistentBatch:
             if request_id in token_ids and self._rows.get(request_id) is run.row:
                 [self._tokens[run.slot, run.end]] = token_ids[request_id]
 
+    def find_row(self, request_id: RequestId) -> PlanRow | None:
+        return self._rows.get(request_id)
+
     def known_tokens(self, request_id: RequestId) -> Ints:
         """Return a view of prompt and outputs."""
         slot = self._slots[request_id]

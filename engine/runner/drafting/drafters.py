@@ -9,8 +9,8 @@ from baton.engine.runner.device.device import Device
 from baton.engine.runner.model.decoder import Decoder
 from baton.engine.runner.sampling.output_heads import OutputHead
 from baton.engine.spec_decode.config import Speculation
-from baton.engine.spec_decode.ngram_proposer import NgramProposer
 from baton.engine.spec_decode.proposer import Proposer
+from baton.engine.spec_decode.suffix_proposer import SuffixProposer
 
 
 class Drafter(NamedTuple):
@@ -29,5 +29,6 @@ MakeDrafter = Callable[[Speculation, Decoder, Device], Drafter]
 
 
 DRAFTERS: Mapping[str, MakeDrafter] = {
-    "ngram": lambda speculation, *_: Drafter(NgramProposer(speculation)),
+    "ngram": lambda speculation, *_: Drafter(SuffixProposer(speculation)),
+    "suffix": lambda speculation, *_: Drafter(SuffixProposer(speculation)),
 }

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from baton.core.ids import RequestId
-from baton.engine.plan import Plan, RunResult
+from baton.core.ids import PrefixKeys, RequestId
+from baton.engine.plan import Plan, PlanRow, RunResult
 from baton.engine.runner.batch.input_batch import NO_DRAFTS, PersistentBatch, Step
 from baton.engine.spec_decode.config import Speculation
 from baton.engine.spec_decode.proposer import DraftRow, Drafts, Proposer
@@ -27,7 +27,8 @@ class SpecDecoder:
     proposer: Proposer
 
     def forget(self, request_ids: Sequence[RequestId]) -> None:
-        self.proposer.forget(request_ids)
+        rows = filter(None, map(self.batch.find_row, request_ids))
+        self.proposer.forget({row.request_id: self._draft_row(row, 0) for row in rows})
 
     def drafts(
         self, num_scheduled_tokens: Mapping[RequestId, int], max_draft_tokens: int
@@ -63,5 +64,9 @@ class SpecDecoder:
         for row in self.batch.decoding(num_scheduled_tokens):
             max_tokens = min(self.speculation.num_tokens, self.batch.max_draft_len(row))
             if max_tokens > 0:
-                known_tokens = self.batch.known_tokens(row.request_id)
-                yield DraftRow(row.request_id, known_tokens, max_tokens)
+                yield self._draft_row(row, max_tokens)
+
+    def _draft_row(self, row: PlanRow, max_tokens: int) -> DraftRow:
+        known_tokens = self.batch.known_tokens(row.request_id)
+        keys = PrefixKeys(row.cache_salt, row.adapter)
+        return DraftRow(row.request_id, known_tokens, max_tokens, row.num_prompt_tokens, keys)

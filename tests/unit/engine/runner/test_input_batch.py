@@ -13,7 +13,7 @@ from baton.engine.plan import BlockTables, Plan, PlanRow
 from baton.engine.runner.batch.input_batch import PersistentBatch
 from baton.engine.runner.drafting.spec_decoder import SpecDecoder
 from baton.engine.spec_decode.config import Speculation
-from baton.engine.spec_decode.ngram_proposer import NgramProposer
+from baton.engine.spec_decode.suffix_proposer import SuffixProposer
 
 MAX_MODEL_LEN = 8
 R = RequestId("r")
@@ -72,7 +72,7 @@ def test_drafts_are_limited_by_the_remaining_step_budget(max_draft_tokens: int) 
     row = PlanRow(R, (5, 6) * 8, 1, 15, _blocks([0]), SamplingParams(max_tokens=60), 0)
     batch.apply(Plan(started=(row,)))
     speculation = Speculation(num_tokens=4)
-    spec_decoder = SpecDecoder(batch, speculation, NgramProposer(speculation))
+    spec_decoder = SpecDecoder(batch, speculation, SuffixProposer(speculation))
 
     drafts = spec_decoder.drafts({R: 1}, max_draft_tokens)
 

@@ -1,10 +1,11 @@
-"""Another proposer than n-grams: it drafts a constant."""
+"""A proposer that drafts a constant."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
-from baton.core.ids import BlockId, RequestId
+from baton.core.ids import BlockId, PrefixKeys, RequestId
 from baton.core.sampling import SamplingParams
 from baton.engine.plan import Plan, PlanRow, RunResult
 from baton.engine.runner.batch.input_batch import PersistentBatch
@@ -21,6 +22,7 @@ class Constant:
 
     def __init__(self) -> None:
         self.outcomes: list[tuple[RequestId, int, int]] = []
+        self.forgotten: list[DraftRow] = []
 
     def propose(self, rows: Iterable[DraftRow], max_tokens: int) -> Drafts:
         return {row.request_id: [SEVEN] * min(row.max_tokens, 2) for row in rows}
@@ -28,8 +30,8 @@ class Constant:
     def note_accepted(self, request_id: RequestId, num_proposed: int, num_accepted: int) -> None:
         self.outcomes.append((request_id, num_proposed, num_accepted))
 
-    def forget(self, request_ids: Iterable[RequestId]) -> None:
-        """Do nothing: there is no state by request."""
+    def forget(self, rows: Mapping[RequestId, DraftRow]) -> None:
+        self.forgotten += rows.values()
 
 
 def a_row(name: RequestId, block: int) -> PlanRow:
@@ -51,3 +53,17 @@ def test_a_proposer_learns_how_many_of_its_drafts_were_accepted() -> None:
     assert drafts == {A: [SEVEN, SEVEN], B: [SEVEN, SEVEN]}
     assert proposer.outcomes == [(A, 2, 1), (B, 2, 0)]
     assert result.num_proposed == {A: 2, B: 2}
+
+
+def test_a_proposer_gets_the_last_tokens_of_rows_that_end() -> None:
+    batch = PersistentBatch(max_num_seqs=2, max_model_len=64, block_size=64)
+    batch.apply(Plan(started=(replace(a_row(A, 0), cache_salt="salt", adapter="adapter"),)))
+    batch.append(A, [SEVEN, 8])
+    proposer = Constant()
+
+    SpecDecoder(batch, Speculation(num_tokens=4), proposer).forget([A, B])
+
+    [ended] = proposer.forgotten
+    assert ended.known_tokens.tolist() == [5, 6, SEVEN, 8]
+    assert ended.num_prompt_tokens == 1
+    assert ended.prefix_keys == PrefixKeys("salt", "adapter")

@@ -1,0 +1,142 @@
+"""Proposer by the longest match: the tokens that followed where the newest ones occurred before.
+
+It looks in the sequence itself, and by the method `suffix` also in past answers of the same cache
+salt and adapter. A draft follows the most frequent tokens after the longest matches, as far as they
+are probable. Each sequence has a record of accepted drafts: the fewer are accepted, the fewer are
+made, so that failed speculation costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from baton.core.ids import RequestId
+from baton.engine.spec_decode.config import Speculation
+from baton.engine.spec_decode.past_answers import PastAnswers
+from baton.engine.spec_decode.proposer import DraftRow, Drafts
+from baton.engine.spec_decode.token_index import SEPARATOR, Match, TokenIndex
+
+# Prompts are indexed over several steps, at about a microsecond a token: at once, a long one would
+# delay all rows.
+MAX_TOKENS_INDEXED_PER_STEP = 2048
+MAX_PAUSE_STEPS = 64  # steps
+# Of a draft, by the share of the longest matches that it follows.
+MIN_PROBABILITY = 0.7
+
+
+class SuffixProposer:
+    """Implements `Proposer`."""
+
+    def __init__(self, speculation: Speculation) -> None:
+        self._speculation = speculation
+        self._by_request: dict[RequestId, _SequenceDrafter] = {}
+        self._past: PastAnswers | None = None
+        if speculation.method == "suffix":
+            self._past = PastAnswers(speculation.min_ngram, speculation.max_ngram)
+
+    def propose(self, rows: Iterable[DraftRow], max_tokens: int) -> Drafts:
+        drafts: dict[RequestId, Sequence[int]] = {}
+        num_indexed = 0
+        for row in rows:
+            drafter = self._drafter_of(row)
+            num_indexed += drafter.index(row, MAX_TOKENS_INDEXED_PER_STEP - num_indexed)
+            draft = drafter.draft(row, min(row.max_tokens, max_tokens), self._past)
+            if draft:
+                drafts[row.request_id] = draft
+                max_tokens -= len(draft)
+            if not max_tokens:
+                break
+        return drafts
+
+    def note_accepted(self, request_id: RequestId, num_proposed: int, num_accepted: int) -> None:
+        self._by_request[request_id].note_accepted(num_proposed, num_accepted)
+
+    def forget(self, rows: Mapping[RequestId, DraftRow]) -> None:
+        for request_id, row in rows.items():
+            self._by_request.pop(request_id, None)
+            if self._past is not None:
+                self._remember(row, self._past)
+
+    def _drafter_of(self, row: DraftRow) -> _SequenceDrafter:
+        drafter = self._by_request.get(row.request_id)
+        if drafter is None:
+            drafter = self._by_request[row.request_id] = _SequenceDrafter(self._speculation)
+        return drafter
+
+    def _remember(self, row: DraftRow, past: PastAnswers) -> None:
+        # The newest token may be unknown: a pass that samples it can be in flight.
+        num_answered = len(row.known_tokens) - 1 - row.num_prompt_tokens
+        if num_answered >= self._speculation.min_ngram:
+            first = max(0, row.num_prompt_tokens - self._speculation.max_ngram)
+            past.add(row.prefix_keys, row.known_tokens[first:-1].tolist())
+
+
+class _SequenceDrafter:
+    """Draft state of one sequence."""
+
+    def __init__(self, speculation: Speculation) -> None:
+        self._index = TokenIndex(speculation.min_ngram, speculation.max_ngram)
+        self._longest = speculation.num_tokens
+        self._length = speculation.num_tokens
+        self._num_failures = 0  # in a row
+        self._pause = 0  # steps left without drafts
+
+    def index(self, row: DraftRow, max_tokens: int) -> int:
+        """Index known tokens, up to a number of them. Returns how many."""
+        first = self._index.num_tokens
+        new_tokens = row.known_tokens[first : first + max_tokens].tolist()
+        self._index.extend(new_tokens)
+        return len(new_tokens)
+
+    def draft(self, row: DraftRow, max_tokens: int, past: PastAnswers | None) -> list[int]:
+        if self._pause:
+            self._pause -= 1
+            return []
+        if self._index.num_tokens < len(row.known_tokens):
+            return []
+        newest = self._index.newest()
+        matches = self._index.matches(newest)
+        if past is not None:
+            matches += past.matches(row.prefix_keys, newest)
+        return continue_matches(matches, min(max_tokens, self._length))
+
+    def note_accepted(self, num_proposed: int, num_accepted: int) -> None:
+        """Adapt the draft length to twice the accepted tokens.
+
+        If none are accepted, pause drafting for a number of steps that doubles each time.
+        """
+        if num_accepted:
+            self._num_failures = 0
+            self._length = min(self._longest, 2 * num_accepted)
+            return
+        self._num_failures += 1
+        self._length = 1 if self._num_failures > 1 else max(1, self._longest // 2)
+        self._pause = min(MAX_PAUSE_STEPS, 2 ** (self._num_failures - 1) - 1)
+
+
+def continue_matches(matches: Sequence[Match], max_tokens: int) -> list[int]:
+    """Return the most frequent tokens after the longest matches; the first match wins ties."""
+    longest = max((match.length for match in matches), default=0)
+    followed = [match for match in matches if match.length == longest]
+    min_followed = MIN_PROBABILITY * len(followed)
+    draft: list[int] = []
+    while followed and len(draft) < max_tokens:
+        by_token: dict[int, list[Match]] = {}
+        for match in followed:
+            by_token.setdefault(_next_token(match, draft), []).append(match)
+        token, followed = max(by_token.items(), key=lambda item: len(item[1]))
+        if token == SEPARATOR or len(followed) < min_followed:
+            break
+        draft.append(token)
+    return draft
+
+
+def _next_token(match: Match, draft: Sequence[int]) -> int:
+    """Return the token after a match and a draft.
+
+    Behind the newest token of the sequence the draft repeats itself, since the match and the end
+    form a period of the text.
+    """
+    end = match.end + len(draft)
+    token = match.source.token_at(end)
+    return draft[end - match.source.num_tokens] if token is None else token
