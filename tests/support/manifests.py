@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import subprocess
 from functools import cache
@@ -14,7 +16,7 @@ from tests.support.yaml_files import parse_yaml, read_yaml
 
 ROOT = Path(__file__).parents[2] / "deploy/kubernetes"
 OVERLAYS = sorted(path.name for path in (ROOT / "overlays").iterdir())
-NODES = ("prefill", "decode")
+NODES = ("prefill", "decode", "encode")
 
 Manifest = dict[str, Any]
 
@@ -33,9 +35,9 @@ def listed(kustomization: Path) -> list[Path]:
 
 
 @cache
-def written() -> list[Manifest]:
-    """Return the manifests of base and components, without overlays."""
-    lists = {path.parent: read_yaml(path) for path in kustomizations()}
+def written(folder: Path = ROOT) -> list[Manifest]:
+    """Return the manifests of base and components, or of one of these, without overlays."""
+    lists = {path.parent: read_yaml(path) for path in sorted(folder.rglob("kustomization.yaml"))}
     files = [
         folder / name
         for folder, reported in lists.items()
@@ -67,14 +69,31 @@ def container(component: str) -> Manifest:
 
 @cache
 def rendered(overlay: str) -> list[Manifest]:
-    """Return the rendered manifests. Skips the test without kubectl and kustomize."""
+    """Return the manifests of an overlay. Skips the test without kubectl and kustomize."""
+    return render(ROOT / "overlays" / overlay)
+
+
+def render_with(folder: Path, overlay: str, *components: str) -> list[Manifest]:
+    """Render an overlay with further components, by a kustomization written into `folder`."""
+    taken = {
+        "resources": [f"overlays/{overlay}"],
+        "components": [f"components/{e}" for e in components],
+    }
+    paths = {
+        kind: [os.path.relpath(ROOT / name, folder.resolve()) for name in names]
+        for kind, names in taken.items()
+    }
+    (folder / "kustomization.yaml").write_text(json.dumps({"kind": "Kustomization", **paths}))
+    return render(folder)
+
+
+def render(folder: Path) -> list[Manifest]:
     if shutil.which("kustomize"):
         command = ["kustomize", "build"]
     elif shutil.which("kubectl"):
         command = ["kubectl", "kustomize"]
     else:
         pytest.skip("neither kubectl nor kustomize is installed")
-    folder = ROOT / "overlays" / overlay
     ended = subprocess.run([*command, str(folder)], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     return parse_yaml(ended.stdout)

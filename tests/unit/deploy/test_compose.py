@@ -110,6 +110,23 @@ def test_the_router_discovers_the_nodes_and_stops_before_them(router: str, role:
     assert found[name].get("profiles") == found[router].get("profiles")
 
 
+def test_the_router_discovers_encode_nodes_if_a_variable_names_them() -> None:
+    found, page = of_baton(), (ROOT / "docs/deploy.md").read_text()
+    assert option(found["router"]["command"], "encode-nodes") == ""
+    for text in (page, COMPOSE.read_text()):
+        [source] = set(re.findall(r"BATON_ENCODE_NODES=(\S+)", text))
+        name, port = source.removeprefix("dns:///").split(":")
+        assert found[name]["command"][:2] == ["serve", "encode"]
+        assert option(found[name]["command"], "port") == port
+
+
+def test_an_encode_node_keeps_kv_as_prefill_nodes_do() -> None:
+    found = of_baton()
+
+    for name in ("model", "kv-transport", "kv-tls", "kv-net-device"):
+        assert option(found["encode"]["command"], name) == option(found["prefill"]["command"], name)
+
+
 def test_every_image_is_built_by_one_service_alone() -> None:
     built = [one["image"] for one in of_baton().values() if "build" in one]
 
@@ -196,9 +213,7 @@ def test_docker_compose_accepts_the_file() -> None:
         "docker",
         "compose",
         "--profile",
-        "gpu",
-        "--profile",
-        "tracing",
+        "*",
         "config",
         "--quiet",
     ]

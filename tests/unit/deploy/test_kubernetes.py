@@ -22,6 +22,7 @@ from tests.support.manifests import (
     container,
     find,
     pod,
+    render_with,
     rendered,
     workload,
     written,
@@ -59,7 +60,7 @@ def test_every_overlay_renders_to_valid_manifests(overlay: str) -> None:
     for manifest in found:
         kubernetes_validate.validate(manifest, VERSIONS[-1], strict=True)
     names = {name_of(one) for one in found}
-    assert names >= {name_of(one) for one in written() if one["apiVersion"] != "autoscaling/v2"}
+    assert names >= {name_of(one) for one in written(manifests.ROOT / "base")}
     assert [one["kind"] for one in found if "data" in one] == ["ConfigMap"]
 
 
@@ -97,20 +98,31 @@ def test_every_process_is_started_with_options_that_exist(component: str, settin
     assert not complaint_about([f"--config={settings}", *args[1:]])
 
 
-def secured(component: str) -> Manifest:
-    """Return the pod of a process with components/tls."""
-    [found] = [
-        one["spec"]["template"]["spec"]
-        for one in rendered("cpu-demo-tls")
-        if one["kind"] in ("Deployment", "StatefulSet") and one["metadata"]["name"] == component
-    ]
-    spec: Manifest = found
-    return spec
+def pods_of(found: list[Manifest]) -> dict[str, Manifest]:
+    return {
+        one["metadata"]["name"]: one["spec"]["template"]["spec"]
+        for one in found
+        if one["kind"] in ("Deployment", "StatefulSet")
+    }
+
+
+@pytest.fixture(scope="module")
+def secured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Manifest]:
+    """Pods with components/tls by process, encode nodes included."""
+    return pods_of(render_with(tmp_path_factory.mktemp("tls"), "cpu-vision", "tls"))
+
+
+def test_the_overlay_with_tls_secures_its_processes(secured: dict[str, Manifest]) -> None:
+    for name, spec in pods_of(rendered("cpu-demo-tls")).items():
+        assert spec["containers"][0]["env"] == secured[name]["containers"][0]["env"]
+        assert spec["volumes"][-1] == secured[name]["volumes"][-1]
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
-def test_with_tls_each_process_mounts_its_certificate_secret(component: str) -> None:
-    spec = secured(component)
+def test_with_tls_each_process_mounts_its_certificate_secret(
+    component: str, secured: dict[str, Manifest]
+) -> None:
+    spec = secured[component]
     [runs] = spec["containers"]
     environment = {one["name"]: one.get("value", "") for one in runs["env"]}
     mounts = {one["mountPath"]: one["name"] for one in runs["volumeMounts"]}
@@ -131,8 +143,10 @@ def test_with_tls_each_process_mounts_its_certificate_secret(component: str) -> 
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
-def test_with_tls_probes_run_the_equivalent_health_command(component: str) -> None:
-    [runs] = secured(component)["containers"]
+def test_with_tls_probes_run_the_equivalent_health_command(
+    component: str, secured: dict[str, Manifest]
+) -> None:
+    [runs] = secured[component]["containers"]
     environment = {one["name"]: one.get("value", "") for one in runs["env"]}
 
     for kind in ("startup", "readiness", "liveness"):
@@ -159,11 +173,22 @@ def test_probes_and_services_use_the_listening_port(component: str) -> None:
     assert (served["port"], served["targetPort"]) == (port, runs["ports"][0]["name"])
 
 
-@pytest.mark.parametrize("role", NODES)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda path: path.parent.name)
 def test_the_router_discovers_nodes_by_their_headless_service(role: str, settings: Path) -> None:
-    reported = tomllib.loads(settings.read_text())["serve"]["router"][f"{role}-nodes"]
-    name, port = reported.removeprefix("dns:///").split(":")
+    assert_finds(role, tomllib.loads(settings.read_text())["serve"]["router"][f"{role}-nodes"])
+
+
+def test_the_router_discovers_encode_nodes_if_there_are_any() -> None:
+    [router] = pods_of(rendered("cpu-vision"))["router"]["containers"]
+    [without] = pods_of(rendered("cpu-demo"))["router"]["containers"]
+
+    assert_finds("encode", option(router["args"], "encode-nodes"))
+    assert router["args"][:-1] == without["args"]
+
+
+def assert_finds(role: str, source: str) -> None:
+    name, port = source.removeprefix("dns:///").split(":")
     service = find("Service", name)["spec"]
 
     assert service["clusterIP"] == "None"
@@ -197,7 +222,11 @@ def test_network_policies_allow_the_connections_that_are_made() -> None:
         for component in NODES
     }
 
-    assert dialled_by == {"prefill": {"router", "decode"}, "decode": {"router", "prefill"}}
+    assert dialled_by == {
+        "prefill": {"router", *NODES},
+        "decode": {"router", *NODES},
+        "encode": {"router", "prefill", "decode"},
+    }
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
@@ -212,7 +241,7 @@ def test_network_policies_allow_the_metrics_ports(component: str, settings: Path
     assert {"ports": [{"port": port}]} in rules
 
 
-@pytest.mark.parametrize("role", NODES)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_autoscalers_use_an_existing_node_metric(role: str) -> None:
     [metric] = find("HorizontalPodAutoscaler", role)["spec"]["metrics"]
     names = (REPOSITORY / "telemetry/metrics/names.py").read_text().replace(".", "_")
@@ -220,7 +249,7 @@ def test_autoscalers_use_an_existing_node_metric(role: str) -> None:
     assert f'"{metric["pods"]["metric"]["name"]}"' in names
 
 
-@pytest.mark.parametrize("role", NODES)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_each_autoscaler_scales_the_deployment_of_its_name(role: str) -> None:
     target = find("HorizontalPodAutoscaler", role)["spec"]["scaleTargetRef"]
 
