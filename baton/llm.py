@@ -42,7 +42,7 @@ from baton.engine.structured_output.grammar import Grammar
 from baton.kernels import build_missing_kernels
 from baton.progress import loading_bar
 from baton.prompt_images import AnyImage, ImagePrompts
-from baton.router.pictures.families.table import read_format
+from baton.router.pictures.formats import find_format
 from baton.text_encoder import TextEncoder
 
 Prompt = str | Sequence[int]
@@ -326,7 +326,7 @@ class LLM:
 
     @cached_property
     def _image_prompts(self) -> ImagePrompts | None:
-        images_as = read_format(self.info.checkpoint) if self.info.encodes_pictures else None
+        images_as = find_format(self.info.checkpoint) if self.info.encodes_pictures else None
         return None if images_as is None else ImagePrompts(self.tokenizer, images_as)
 
     def _fit(self, index: int, request: EngineRequest) -> tuple[EngineRequest, str]:

@@ -13,7 +13,7 @@ from baton.core.reasoning import MAX_END_TOKENS
 from baton.router.input_processing.model_profiles import ModelProfile
 from baton.router.input_processing.tokenization import ModelText
 from baton.router.model_options import ByName, ModelOptions
-from baton.router.pictures.families.table import read_format
+from baton.router.pictures.formats import find_format
 from baton.router.pictures.plan import PictureFormat
 from baton.router.text_events.table import REASONING_FORMATS
 from baton.router.values import Parsing, ReasoningTokens
@@ -50,7 +50,7 @@ def _load(options: ModelOptions, model: ByName, name: str) -> ModelProfile:
 def _read_format(checkpoint: Checkpoint) -> PictureFormat | None:
     """Return how the model takes images; None if it takes text alone, or in a way not known."""
     try:
-        return read_format(checkpoint)
+        return find_format(checkpoint)
     except ModelError as error:
         log.warning("images are refused, but text is served: %s", error)
         return None

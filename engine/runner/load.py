@@ -21,6 +21,8 @@ from baton.engine.runner.adapters.low_rank import ActiveAdapters
 from baton.engine.runner.attention.kv_blocks import KvBlocks
 from baton.engine.runner.attention.kv_tensor import KvShape, describe
 from baton.engine.runner.attention.paged_attention import LayerAttention
+from baton.engine.runner.batch.encoding_blocks import EncodingBlocks
+from baton.engine.runner.batch.encodings import PictureEncoder
 from baton.engine.runner.batch.input_batch import PersistentBatch
 from baton.engine.runner.config import RunnerConfig as RunnerConfig
 from baton.engine.runner.config import check, dtype_name
@@ -33,6 +35,7 @@ from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.kernels.choose import Parts, choose_parts
 from baton.engine.runner.kv_budget import CacheShape
 from baton.engine.runner.kv_size import choose_num_blocks, num_blocks_in
+from baton.engine.runner.loaded_runner import CachingRunner
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.decoder import Decoder
 from baton.engine.runner.model_info import LoadProgressCallback, ModelInfo
@@ -40,12 +43,7 @@ from baton.engine.runner.model_runner import RunnerParts, TorchRunner
 from baton.engine.runner.pooling.choose import choose_pooling
 from baton.engine.runner.sampling.logits_processors import ModelView, load_processors, versions
 from baton.engine.runner.state.state_shape import StateShape, cache_layout, state_shape
-from baton.engine.runner.vision.config import VisionConfig
-from baton.engine.runner.vision.encoding_blocks import EncodingBlocks
-from baton.engine.runner.vision.load import load_tower
-from baton.engine.runner.vision.read_config import read_vision_config
-from baton.engine.runner.vision.tower import Tower
-from baton.engine.runner.vision.tower_runner import TowerRunner
+from baton.engine.runner.towers import UnloadedTower, read_tower
 from baton.engine.runner.weights.decoder_loading import attention_of, load_decoder
 from baton.engine.runner.weights.open_weights import OpenWeights, open_weights
 
@@ -122,7 +120,7 @@ def load_tower_runner(
     on_progress: LoadProgressCallback | None = None,
     make_device: Callable[[str], Device] = open_device,
     make_parts: Callable[..., Parts] = choose_parts,
-) -> TowerRunner:
+) -> CachingRunner:
     """Load the vision tower alone, beside blocks like those of nodes with the whole model.
 
     Raises ModelError for errors in the model folder and InvalidConfig for errors in the settings.
@@ -140,7 +138,7 @@ def load_tower_runner(
         config, checkpoint, model, dtype, device.place, kernels, on_progress
     ) as weights:
         tower = _load_tower(opened, weights)
-        if tower is None:
+        if opened.tower is None or tower is None:
             raise InvalidConfig(f"{checkpoint.path} has no vision tower: encode nodes need one")
         fingerprint = _fingerprint(opened, weights)
     defaults = checkpoint.read_generation_defaults()
@@ -151,7 +149,8 @@ def load_tower_runner(
     blocks = KvBlocks(kv, device, kernels.make_block_hashes(kv))
     stored = EncodingBlocks(kv, info.encoding_row_bytes, dtype)
     info = replace(info, has_decoder=False, pooling=None)
-    return TowerRunner(info, tower, stored, describe(kv, layout, info.dtype), blocks, device)
+    memory = describe(kv, layout, info.dtype)
+    return opened.tower.make_runner(info, tower, stored, memory, blocks, device)
 
 
 class _Opened(NamedTuple):
@@ -163,7 +162,7 @@ class _Opened(NamedTuple):
     dtype: torch.dtype
     device: Device
     kernels: Parts
-    vision: VisionConfig | None  # its tower, if it has one that can be used here
+    tower: UnloadedTower | None  # if it has one that can be used here
 
 
 def _open(
@@ -179,8 +178,8 @@ def _open(
         activation_dtype=config.activation_dtype,
         batch_invariant=config.batch_invariant,
     )
-    vision = _read_vision(config, checkpoint)
-    return _Opened(config, checkpoint, model, dtype, device, kernels, vision)
+    tower = _read_tower(config, checkpoint)
+    return _Opened(config, checkpoint, model, dtype, device, kernels, tower)
 
 
 def _make_adapters(opened: _Opened) -> AdapterTable | None:
@@ -196,7 +195,7 @@ class _Weights(NamedTuple):
     decoder: Decoder
     attention: Sequence[LayerAttention]
     fingerprint: str
-    tower: Tower | None  # None: the node encodes no pictures
+    tower: PictureEncoder | None  # None: the node encodes no pictures
 
 
 def _load_weights(
@@ -215,15 +214,15 @@ def _load_weights(
 
 def _fingerprint(opened: _Opened, weights: OpenWeights) -> str:
     """Return the fingerprint of the model, which is the same whatever parts of it are loaded."""
-    vision = "" if opened.vision is None else str(opened.vision)
-    return weights.fingerprint(versions(opened.config.logits_processors), vision)
+    tower = "" if opened.tower is None else opened.tower.settings
+    return weights.fingerprint(versions(opened.config.logits_processors), tower)
 
 
-def _load_tower(opened: _Opened, weights: OpenWeights) -> Tower | None:
-    if opened.vision is None or not opened.config.loads_tower:
+def _load_tower(opened: _Opened, weights: OpenWeights) -> PictureEncoder | None:
+    if opened.tower is None or not opened.config.loads_tower:
         return None
     try:
-        return load_tower(opened.vision, weights.tensors, weights.target)
+        return opened.tower.load(weights.tensors, weights.target)
     except ModelError as error:
         if opened.model.quantization is None:
             raise
@@ -232,10 +231,10 @@ def _load_tower(opened: _Opened, weights: OpenWeights) -> Tower | None:
         return None
 
 
-def _read_vision(config: RunnerConfig, checkpoint: Checkpoint) -> VisionConfig | None:
-    """Return the model's vision tower; None if it has none, or none that can be used here."""
+def _read_tower(config: RunnerConfig, checkpoint: Checkpoint) -> UnloadedTower | None:
+    """Return the model's tower; None if it has none, or none that can be used here."""
     try:
-        return read_vision_config(checkpoint)
+        return read_tower(checkpoint)
     except ModelError as error:
         if config.loads_tower:
             log.warning("pictures are not encoded, but text is served: %s", error)
@@ -245,11 +244,11 @@ def _read_vision(config: RunnerConfig, checkpoint: Checkpoint) -> VisionConfig |
 def _describe(
     opened: _Opened,
     fingerprint: str,
-    tower: Tower | None,
+    tower: PictureEncoder | None,
     max_model_len: int,
     defaults: GenerationDefaults,
 ) -> ModelInfo:
-    config, checkpoint, model, dtype, _, kernels, vision = opened
+    config, checkpoint, model, dtype, _, kernels, found = opened
     own_pooling = None
     if model.num_labels:  # of the last token
         own_pooling = Pooling(PoolingKind.LAST, normalizes=False, num_labels=model.num_labels)
@@ -264,8 +263,8 @@ def _describe(
         max_shareable_prompt_len=model.max_shareable_prompt_len(),
         hidden_size=model.hidden_size,
         can_generate=model.can_generate,
-        picture_rows=None if tower is None else tower.config.num_tokens,
-        encoding_row_bytes=0 if vision is None else vision.encoding_size * dtype.itemsize,
+        picture_rows=None if found is None or tower is None else found.num_rows,
+        encoding_row_bytes=0 if found is None else found.encoding_size * dtype.itemsize,
         sees_whole_pictures=model.sees_whole_pictures,
         pooling=choose_pooling(config.pooling, checkpoint, own_pooling),
         numerics=kernels.numerics,

@@ -26,6 +26,8 @@ from baton.engine.runner.adapters.adapters import AdapterTable
 from baton.engine.runner.attention.kv_blocks import KvBlocks
 from baton.engine.runner.attention.kv_tensor import KvShape, describe
 from baton.engine.runner.attention.paged_attention import LayerAttention
+from baton.engine.runner.batch.encoding_blocks import EncodingBlocks
+from baton.engine.runner.batch.encodings import Encodings, LayerDone, PictureEncoder
 from baton.engine.runner.batch.input_batch import NO_DRAFTS, PersistentBatch, Step
 from baton.engine.runner.batch.unknown_tokens import TokenGatherer, UnknownTokens
 from baton.engine.runner.device.block_copies import BlockCopies
@@ -55,9 +57,6 @@ from baton.engine.runner.sampling.prompt_logprobs import PromptLogprobs
 from baton.engine.runner.sampling.sampler import Sampler
 from baton.engine.runner.state.state_shape import StateShape
 from baton.engine.runner.state.state_tables import empty_states
-from baton.engine.runner.vision.encoding_blocks import EncodingBlocks
-from baton.engine.runner.vision.encodings import Encodings
-from baton.engine.runner.vision.tower import LayerDone, Tower
 from baton.engine.spec_decode.config import Speculation
 from baton.engine.spec_decode.proposer import Drafts
 
@@ -82,7 +81,7 @@ class RunnerParts:
     speculation: Speculation | None
     drafters: Mapping[str, MakeDrafter]
     has_graphs: bool  # of decode steps
-    tower: Tower | None = None  # None: the node encodes no pictures
+    tower: PictureEncoder | None = None  # None: the node encodes no pictures
 
 
 class TorchRunner:

@@ -21,11 +21,15 @@ ROOMS = (
     "router/doors/smg",
     "engine/runner/triton",
     "engine/runner/encoders",
+    "engine/runner/vision",
+    "router/pictures/families",
     "router/dispatch/vllm",
 )
 # That other modules use outside of tables.
 NO_ROOMS_YET = (
     "router/documents",
+    "router/pictures",
+    "engine/media",
     "kv_transfer/foreign",
     "node/kv/events",
     "engine/runner/adapters",

@@ -10,6 +10,7 @@ from torch import Tensor
 from baton.engine.errors import OutOfOrder
 from baton.engine.runner.adapters.adapters import AdapterTable
 from baton.engine.runner.attention.paged_attention import PagedAttention
+from baton.engine.runner.batch.encodings import MediaRows
 from baton.engine.runner.batch.input_batch import Step
 from baton.engine.runner.device.fenced_hook import FencedHook
 from baton.engine.runner.device.step_inputs import StepInputs
@@ -24,7 +25,6 @@ from baton.engine.runner.sampling.output_heads import HiddenStates
 from baton.engine.runner.sampling.packed_peaks import PackedPeaks
 from baton.engine.runner.state.linear_attention import LinearAttention
 from baton.engine.runner.state.state_tables import StateLayout
-from baton.engine.runner.vision.encodings import MediaRows
 
 
 class ForwardPasses:

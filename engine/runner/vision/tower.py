@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from baton.core.media import Picture
+from baton.engine.runner.batch.encodings import LayerDone, PictureEncoder
 from baton.engine.runner.model.rope import Angles
 from baton.engine.runner.vision.config import Merge, ProjectorConfig, VisionConfig
 from baton.engine.runner.vision.ops import VisionOps
@@ -17,24 +18,12 @@ from baton.engine.runner.vision.patches import PatchLayout, layout_patches, patc
 from baton.engine.runner.vision.places import learned_positions, rotary_angles
 from baton.engine.runner.vision.weights import ProjectorWeights, TowerLayer, TowerWeights
 
-LayerDone = Callable[[int], None]
 
-
-class Tower(Protocol):
-    """Encodes pictures. Holds no request state."""
+class Tower(PictureEncoder, Protocol):
+    """Encodes pictures as its configuration says."""
 
     @property
     def config(self) -> VisionConfig: ...
-
-    def encode(
-        self, pictures: Sequence[Picture], layer_done: LayerDone | None = None
-    ) -> list[Tensor]:
-        """Return the encoding of each picture, [num_tokens, encoding_size], row by row.
-
-        It does not depend on the other pictures. Calls `layer_done` with the index of each layer
-        of each picture. Raises ValueError for pixels of a wrong size.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

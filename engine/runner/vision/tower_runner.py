@@ -16,15 +16,14 @@ from baton.engine.errors import OutOfOrder
 from baton.engine.plan import FinishedPass, Pending, Plan, PlanRow, RunResult
 from baton.engine.runner.adapters.adapters import AdapterTable
 from baton.engine.runner.attention.kv_blocks import KvBlocks
+from baton.engine.runner.batch.encoding_blocks import EncodingBlocks
+from baton.engine.runner.batch.encodings import Encodings, PictureEncoder
 from baton.engine.runner.device.block_copies import BlockCopies
 from baton.engine.runner.device.device import Device
 from baton.engine.runner.device.fenced_hook import FencedHook
 from baton.engine.runner.device.graphs import EagerCause, GraphSize
 from baton.engine.runner.model_info import KvMemory, ModelInfo, PassHook
 from baton.engine.runner.sampling.logits_processors import NO_PROCESSORS, Processors
-from baton.engine.runner.vision.encoding_blocks import EncodingBlocks
-from baton.engine.runner.vision.encodings import Encodings
-from baton.engine.runner.vision.tower import Tower
 from baton.engine.spec_decode.config import Speculation
 
 END = 0  # token that a request ends with
@@ -47,7 +46,7 @@ class TowerRunner:
     def __init__(
         self,
         info: ModelInfo,
-        tower: Tower,
+        tower: PictureEncoder,
         stored: EncodingBlocks,
         memory: KvMemory,
         blocks: KvBlocks,

@@ -14,9 +14,8 @@ from baton.core.media import DIGEST_BYTES, MediaSegment, Picture
 from baton.core.sampling import SamplingParams
 from baton.engine.errors import EncodingMissing
 from baton.engine.plan import MediaOrders, PlanRow
+from baton.engine.runner.batch.encodings import Encodings, LayerDone
 from baton.engine.runner.model.pass_layout import TokenRun
-from baton.engine.runner.vision.encodings import Encodings
-from baton.engine.runner.vision.tower import LayerDone
 
 CAT, DOG = (Picture(bytes([number]) * DIGEST_BYTES, 1, 1, bytes([number] * 3)) for number in (1, 2))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -14,18 +14,23 @@ from baton.core.ids import RequestId
 from baton.core.media import Picture
 from baton.engine.errors import EncodingMissing
 from baton.engine.plan import EncodingSource, MediaOrders, StoredEncoding
+from baton.engine.runner.batch.encoding_blocks import EncodingBlocks
 from baton.engine.runner.model.pass_layout import Ints, TokenRun
-from baton.engine.runner.vision.encoding_blocks import EncodingBlocks
-from baton.engine.runner.vision.tower import LayerDone
+
+LayerDone = Callable[[int], None]
 
 
 class PictureEncoder(Protocol):
-    """A vision tower."""
+    """A vision tower. Holds no request state."""
 
     def encode(
         self, pictures: Sequence[Picture], layer_done: LayerDone | None = None
     ) -> list[Tensor]:
-        """Return a row for each token that stands for a picture: [tokens, encoding_size]."""
+        """Return a row for each token that stands for a picture: [tokens, encoding_size].
+
+        An encoding does not depend on the other pictures. Calls `layer_done` with the index of
+        each layer of each picture. Raises ValueError for pixels of a wrong size.
+        """
         ...
 
 
