@@ -202,15 +202,25 @@ class RunnerConfig:
     speculation: Annotated[  # the scheduler needs as many lookahead slots
         Speculation | None,
         Option(
-            "Speculative decoding. ngram:K: propose up to K tokens that followed the newest ones "
-            "earlier in the request's own text; suffix:K: also in past answers of the same cache "
-            "salt. They are verified in one step; the output does not change.",
+            "Speculative decoding: propose up to K tokens and verify them in one step; the output "
+            "does not change. ngram:K: those that followed the newest ones earlier in the "
+            "request's own text; suffix:K: also in past answers of the same cache salt; eagle3:K: "
+            "by the head of --speculative-model; mtp:K: by the layer for it in the model's own "
+            "files.",
             BATCHING,
             name="speculative",
             default="",
             parse=parse_speculation,
         ),
     ] = None
+    speculative_model: Annotated[
+        str,
+        Option(
+            "Folder of the EAGLE-3 head that drafts with --speculative eagle3:K; the same on all "
+            "nodes.",
+            BATCHING,
+        ),
+    ] = ""
     logprobs_mode: Annotated[
         str,
         Option(

@@ -30,7 +30,9 @@ from baton.engine.runner.device.cuda import open_device
 from baton.engine.runner.device.device import Device
 from baton.engine.runner.device.graphs import graph_sizes
 from baton.engine.runner.device.warm_up import warm_up
+from baton.engine.runner.drafting.draft_head import DraftHead
 from baton.engine.runner.drafting.drafters import DRAFTERS, MakeDrafter
+from baton.engine.runner.drafting.heads import OpenHead, open_head
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.kernels.choose import Parts, choose_parts
 from baton.engine.runner.kv_budget import CacheShape
@@ -68,8 +70,8 @@ def load_runner(
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     opened = _open(config, make_device, make_parts)
-    _, checkpoint, model, dtype, device, kernels, _ = opened
-    shape, state, layout = _plan_memory(config, model, dtype)
+    _, checkpoint, model, dtype, device, kernels, *_ = opened
+    shape, state, layout = _plan_memory(config, opened.cached_layers, dtype)
     # Everything that can be wrong is found before the weights are loaded, which takes long.
     view = ModelView(str(checkpoint.path), model.vocab_size)
     processors = load_processors(config.logits_processors, view)
@@ -100,6 +102,7 @@ def load_runner(
         drafters,
         has_graphs=_can_capture(opened, weights.decoder),
         tower=weights.tower,
+        draft_head=weights.draft_head,
     )
     make_runner = partial(TorchRunner, parts)
     has_adapters = adapters is not None and kernels.low_rank.has_static_launches
@@ -128,8 +131,8 @@ def load_tower_runner(
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     opened = _open(config, make_device, make_parts)
-    _, checkpoint, model, dtype, device, kernels, _ = opened
-    shape, _, layout = _plan_memory(config, model, dtype)
+    _, checkpoint, model, dtype, device, kernels, *_ = opened
+    shape, _, layout = _plan_memory(config, opened.cached_layers, dtype)
     max_model_len = choose_max_model_len(config, model.max_context_len())
     check(
         layout.lasting_group is not None, "encode nodes need a model with a KV cache of all tokens"
@@ -163,6 +166,12 @@ class _Opened(NamedTuple):
     device: Device
     kernels: Parts
     tower: UnloadedTower | None  # if it has one that can be used here
+    head: OpenHead | None  # which drafts
+
+    @property
+    def cached_layers(self) -> ModelConfig:
+        """Return the model as the KV cache has its layers."""
+        return self.model if self.head is None else self.head.extended
 
 
 def _open(
@@ -179,7 +188,8 @@ def _open(
         batch_invariant=config.batch_invariant,
     )
     tower = _read_tower(config, checkpoint)
-    return _Opened(config, checkpoint, model, dtype, device, kernels, tower)
+    head = open_head(config, checkpoint, model)
+    return _Opened(config, checkpoint, model, dtype, device, kernels, tower, head)
 
 
 def _make_adapters(opened: _Opened) -> AdapterTable | None:
@@ -196,20 +206,24 @@ class _Weights(NamedTuple):
     attention: Sequence[LayerAttention]
     fingerprint: str
     tower: PictureEncoder | None  # None: the node encodes no pictures
+    draft_head: DraftHead | None
 
 
 def _load_weights(
     opened: _Opened, on_progress: LoadProgressCallback | None, active: ActiveAdapters | None
 ) -> _Weights:
-    config, checkpoint, model, dtype, device, kernels, _ = opened
+    config, checkpoint, model, dtype, device, kernels, _, opened_head = opened
     with open_weights(
         config, checkpoint, model, dtype, device.place, kernels, on_progress
     ) as weights:
         tower = _load_tower(opened, weights)  # first: the progress is that of the decoder
         adapt = None if active is None else partial(adaptable_layers, kernels.ops, model, active)
         decoder = load_decoder(model, weights.tensors, weights.target, on_progress, adapt)
-        attention = attention_of(model, weights.tensors, device.place)
-        return _Weights(decoder, attention, _fingerprint(opened, weights), tower)
+        attention, head = attention_of(model, weights.tensors, device.place), None
+        if opened_head is not None:
+            head = opened_head.load(weights.tensors, decoder, weights.target)
+            attention.append(opened_head.attention)
+        return _Weights(decoder, attention, _fingerprint(opened, weights), tower, head)
 
 
 def _fingerprint(opened: _Opened, weights: OpenWeights) -> str:
@@ -248,7 +262,7 @@ def _describe(
     max_model_len: int,
     defaults: GenerationDefaults,
 ) -> ModelInfo:
-    config, checkpoint, model, dtype, _, kernels, found = opened
+    config, checkpoint, model, dtype, _, kernels, found, _ = opened
     own_pooling = None
     if model.num_labels:  # of the last token
         own_pooling = Pooling(PoolingKind.LAST, normalizes=False, num_labels=model.num_labels)
@@ -334,6 +348,8 @@ def _can_capture(opened: _Opened, decoder: Decoder) -> bool:
         cause = f"launches of the kernels {kernels.name!r} depend on the lengths of sequences"
     elif decoder.config.depends_on_length:
         cause = "angles of this model depend on the lengths of prompts"
+    elif opened.head is not None:
+        cause = "the head that drafts computes in each step"
     elif decoder.waits_for_experts:
         cause = "the CPU reads which experts are chosen, because they are computed one by one"
     has_graphs = opened.device.make_graph_pool() is not None

@@ -25,7 +25,7 @@ from baton.engine.plan import NO_MEDIA, MediaOrders, Pending, Plan, RunResult
 from baton.engine.runner.adapters.adapters import AdapterTable
 from baton.engine.runner.attention.kv_blocks import KvBlocks
 from baton.engine.runner.attention.kv_tensor import KvShape, describe
-from baton.engine.runner.attention.paged_attention import LayerAttention
+from baton.engine.runner.attention.paged_attention import LayerAttention, PagedAttention
 from baton.engine.runner.batch.encoding_blocks import EncodingBlocks
 from baton.engine.runner.batch.encodings import Encodings, LayerDone, PictureEncoder
 from baton.engine.runner.batch.input_batch import NO_DRAFTS, PersistentBatch, Step
@@ -35,7 +35,8 @@ from baton.engine.runner.device.device import Device, GraphPool
 from baton.engine.runner.device.fenced_hook import FencedHook
 from baton.engine.runner.device.graphs import EagerCause, GraphSize, StepShape
 from baton.engine.runner.device.step_inputs import StepInputs, make_inputs
-from baton.engine.runner.drafting.drafters import MakeDrafter
+from baton.engine.runner.drafting.draft_head import DraftHead
+from baton.engine.runner.drafting.drafters import DrafterParts, MakeDrafter, PassDrafter
 from baton.engine.runner.drafting.spec_decoder import SpecDecoder
 from baton.engine.runner.kernels.choose import Parts
 from baton.engine.runner.model.decoder import Decoder
@@ -60,6 +61,8 @@ from baton.engine.runner.state.state_tables import empty_states
 from baton.engine.spec_decode.config import Speculation
 from baton.engine.spec_decode.proposer import Drafts
 
+Drafting = tuple[SpecDecoder | None, PassDrafter | None]
+
 
 @dataclass(frozen=True, slots=True)
 class RunnerParts:
@@ -82,6 +85,7 @@ class RunnerParts:
     drafters: Mapping[str, MakeDrafter]
     has_graphs: bool  # of decode steps
     tower: PictureEncoder | None = None  # None: the node encodes no pictures
+    draft_head: DraftHead | None = None
 
 
 class TorchRunner:
@@ -102,34 +106,30 @@ class TorchRunner:
         self._encodings = _make_encodings(parts, kv[:num_blocks])
         self._inputs = make_inputs(self.device)
         self._batch = parts.batch
+        attention = kernels.make_attention(kv, parts.attention)
         self._passes = ForwardPasses(
             decoder,
             Ropes(decoder.config, self.device.place, parts.dtype),
-            kernels.make_attention(kv, parts.attention),
+            attention,
             None if parts.state is None else kernels.make_linear_attention(kv, parts.state),
             info.max_model_len,
             self.adapters,
         )
-        self.sampler = Sampler(
+        make_sampler = partial(
+            Sampler,
             info.eos_token_ids,
-            self.processors,
-            decoder.ops.find_peaks,
-            kernels.sampling,
-            self.device,
-            parts.logprobs_mode,
+            find_peaks=decoder.ops.find_peaks,
+            sampling=kernels.sampling,
+            device=self.device,
         )
-        heads: list[OutputHead] = [
-            SamplingHead(decoder, self.sampler, info.vocab_size, self.device),
-        ]
-        if info.pooling is not None:
-            heads.append(PoolingHead(info.pooling, decoder.classifier, self.device))
-        self._spec_decoder = None
+        self.sampler = make_sampler(self.processors, logprobs_mode=parts.logprobs_mode)
+        pooling = info.pooling and PoolingHead(info.pooling, decoder.classifier, self.device)
+        sampling = SamplingHead(decoder, self.sampler, info.vocab_size, self.device)
+        drafting: Drafting = None, None
         if self.speculation is not None:
-            make_drafter = parts.drafters[self.speculation.method]
-            proposer, head = make_drafter(self.speculation, decoder, self.device)
-            heads += () if head is None else (head,)
-            self._spec_decoder = SpecDecoder(self._batch, self.speculation, proposer)
-        self._heads = tuple(heads)
+            drafting = _make_drafting(parts, attention, make_sampler(), sampling)
+        self._spec_decoder, self._pass_drafter = drafting
+        self._heads: tuple[OutputHead, ...] = (sampling, pooling) if pooling else (sampling,)
         self._prompt_head: OutputHead | None = None  # until a row wants prompt logprobs
         self._sampling = kernels.sampling
         self._open: PendingPass | None = None  # that is not collected, and can be followed
@@ -250,9 +250,11 @@ class TorchRunner:
 
     def _launch(self, step: Step, plan: Plan) -> PendingPass:
         """Launch the decoder, as a graph if one fits, and the heads."""
-        inputs, forward = self._prepare(step, plan)
+        hook, drafter = self._fenced_hook(plan), self._pass_drafter
+        inputs, forward = self._prepare(step, plan, hook)
         begun = [head.begin(step, inputs) for head in self._heads]
         heads = [head for head in begun if head is not None]
+        draft_pass = None if drafter is None else drafter.begin(step, inputs)
         gather = None
         if step.unknown is not None:
             gather = self._gatherer.put(step.unknown, self._passes.token_ids, inputs)
@@ -262,8 +264,18 @@ class TorchRunner:
         hidden_states = forward()
         for head in heads:
             head.launch(hidden_states)
+        if draft_pass is not None:
+            sampled = next((head.sampled for head in heads if head.sampled is not None), None)
+            draft_pass.launch(hidden_states, sampled)
+            if hook is not None:
+                hook.layer_done(len(self.decoder.layers))
+        if hook is not None:
+            hook.pass_done()
         launched = step, heads, self.device.record(), self._collect
-        return PendingPass(*launched, self._can_be_followed(step, heads), self._spec_decoder)
+        can_be_followed = self._can_be_followed(step, heads)
+        pending = PendingPass(*launched, can_be_followed, self._spec_decoder)
+        pending.draft_pass = draft_pass
+        return pending
 
     def _can_be_followed(self, step: Step, heads: Sequence[HeadPass]) -> bool:
         """Return whether the next pass can be launched before the result of this one is known.
@@ -274,13 +286,16 @@ class TorchRunner:
             return False
         return all(head.sampled is not None for head in heads)
 
-    def _prepare(self, step: Step, plan: Plan) -> tuple[StepInputs, Callable[[], HiddenStates]]:
+    def _prepare(
+        self, step: Step, plan: Plan, hook: FencedHook | None
+    ) -> tuple[StepInputs, Callable[[], HiddenStates]]:
         """Put the arrays of a pass, and return the function that launches it."""
         adapters = None if self.adapters is None else self.adapters.select(step.runs)
         needs_all = any(head.needs_all_tokens(step) for head in self._heads)
+        needs_all |= self._pass_drafter is not None and self._pass_drafter.needs_all_tokens
         media = None if self._encodings is None else self._encodings.rows_for(step.runs)
         grid = self._passes.grid_positions(step)
-        hook, graphs = self._fenced_hook(plan), self.graphs
+        graphs = self.graphs
         size: GraphSize | EagerCause = EagerCause.NO_GRAPHS
         if graphs is not None:
             has_pictures = media is not None or grid is not None
@@ -303,7 +318,6 @@ class TorchRunner:
         hidden_states = replay().first_rows(num_rows)
         if hook is not None:
             hook.layers_done(len(self.decoder.layers))
-            hook.pass_done()
         return hidden_states
 
     def _collect(self, launched: PendingPass) -> RunResult:
@@ -317,6 +331,9 @@ class TorchRunner:
             self._spec_decoder.note_results(launched.step, result)
         for head in launched.heads:
             head.commit()
+        if launched.draft_pass is not None:
+            launched.draft_pass.commit(result)
+            launched.draft_pass = None
         if self._open is launched:
             self._open = None
         full = filter(self._batch.is_full, result.num_proposed)
@@ -324,6 +341,25 @@ class TorchRunner:
         self._ended = frozenset(() if launched.is_followed else (*result.failures, *full))
         launched.fence.wait()  # a step that samples nothing has not waited for its pass yet
         return result
+
+
+def _make_drafting(
+    parts: RunnerParts, attention: PagedAttention, sampler: Sampler, head: SamplingHead
+) -> Drafting:
+    speculation = parts.speculation
+    assert speculation is not None
+    made_of = DrafterParts(
+        speculation,
+        parts.batch,
+        attention,
+        sampler,
+        lambda: head.grammar_masks,
+        parts.device,
+        parts.dtype,
+        parts.draft_head,
+    )
+    proposer, in_pass = parts.drafters[speculation.method](made_of)
+    return SpecDecoder(parts.batch, speculation, proposer), in_pass
 
 
 def _make_encodings(parts: RunnerParts, kv: Tensor) -> Encodings | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from baton.core.errors import InvalidConfig
 
-METHODS = ("ngram", "suffix")
+METHODS = ("ngram", "suffix", "eagle3", "mtp")
 MAX_PROPOSED_TOKENS = 32
 
 
@@ -15,7 +15,8 @@ class Speculation:
     """Settings of a proposer.
 
     By `ngram`, it proposes what followed the newest tokens earlier in the sequence, by `suffix`
-    also what followed them in past answers of the same cache salt.
+    also what followed them in past answers of the same cache salt. By `eagle3` and `mtp`, a layer
+    computes the drafts from the model's hidden states.
     """
 
     num_tokens: int  # maximum of tokens proposed at once

@@ -12,8 +12,9 @@ from baton.core.ids import RequestId
 from baton.core.request import EngineRequest
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.config import CacheConfig
-from baton.engine.plan import Plan, RunResult
+from baton.engine.plan import RunResult
 from baton.engine.runner.batch.input_batch import Step
+from baton.engine.runner.batch.unknown_tokens import SampledTokens
 from baton.engine.runner.device.step_inputs import StepInputs
 from baton.engine.runner.drafting.drafters import DRAFTERS, Drafter
 from baton.engine.runner.load import RunnerConfig, load_runner
@@ -47,10 +48,8 @@ class Observer:
     def forget(self, rows: Mapping[RequestId, DraftRow]) -> None:
         """Do nothing: there is one request."""
 
-    def drop_rows(self, plan: Plan) -> None:
-        """Do nothing: there is one request."""
-
-    def needs_all_tokens(self, step: Step) -> bool:
+    @property
+    def needs_all_tokens(self) -> bool:
         return True
 
     def begin(self, step: Step, inputs: StepInputs) -> _Observed:
@@ -59,21 +58,17 @@ class Observer:
 
 @dataclass
 class _Observed:
-    """Implements `HeadPass`."""
+    """Implements `DraftPass`."""
 
     observer: Observer
     step: Step
     num_states: int = 0
-    sampled: None = None
 
-    def launch(self, hidden_states: HiddenStates) -> None:
+    def launch(self, hidden_states: HiddenStates, sampled: SampledTokens | None) -> None:
         assert hidden_states.by_token is not None
         self.num_states = len(hidden_states.by_token)
 
-    def collect(self, result: RunResult) -> None:
-        """Do nothing: drafts are no results."""
-
-    def commit(self) -> None:
+    def commit(self, result: RunResult) -> None:
         assert self.num_states == len(self.step.token_ids)
         self.observer.seen += self.step.layout.positions.tolist()
 

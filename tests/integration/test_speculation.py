@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -17,13 +18,14 @@ from baton.core.sampling import SamplingParams
 from baton.core.structured_outputs import StructuredOutputs
 from baton.rpc.node_info import NodeStatus
 from tests.support.client_load import ClientRequest, answer_all
+from tests.support.draft_heads import make_head_folder
 from tests.support.models import prompt_of
 from tests.support.nodes import await_load, is_busy, kill_the_writer
 from tests.support.scrapes import Scrape
 from tests.support.suspended_processes import suspended
 
 MakeOptions = Callable[..., ClusterOptions]
-SPECULATIVE = ("--speculative", "ngram:4", "--metrics-port", "0")
+METHODS = ("ngram", "eagle3")
 SPECULATED = "baton_tokens_speculated_total"
 
 # Few allowed tokens, so that some drafts are accepted and others are not.
@@ -38,10 +40,26 @@ SEEDED = SamplingParams(
 
 
 @pytest.fixture(scope="module")
-def speculating(cluster_options: MakeOptions) -> Iterator[LocalCluster]:
-    options = cluster_options(num_decode=2)
-    options = replace(options, node_arguments=(*options.node_arguments, *SPECULATIVE))
-    with LocalCluster(options) as running:
+def make_speculating(
+    cluster_options: MakeOptions, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> MakeOptions:
+    """Return a factory of options for two decode nodes that speculate by a method."""
+    head = make_head_folder(tmp_path_factory.mktemp("head"), model_folder)
+
+    def make(method: str) -> ClusterOptions:
+        options = cluster_options(num_decode=2)
+        folder = ("--speculative-model", str(head)) if method == "eagle3" else ()
+        speculative = ("--speculative", f"{method}:4", *folder, "--metrics-port", "0")
+        return replace(options, node_arguments=(*options.node_arguments, *speculative))
+
+    return make
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def speculating(
+    request: pytest.FixtureRequest, make_speculating: MakeOptions
+) -> Iterator[LocalCluster]:
+    with LocalCluster(make_speculating(request.param)) as running:
         yield running
 
 
@@ -114,13 +132,15 @@ def test_a_stop_string_among_accepted_tokens_ends_the_answer(
     assert len(speculated.logprobs) == len(speculated.token_ids)
 
 
+@pytest.mark.parametrize("method", METHODS)
 def test_a_speculating_stream_continues_on_another_node_when_its_node_is_killed(
-    cluster_options: MakeOptions, cluster: LocalCluster
+    method: str, make_speculating: MakeOptions, cluster: LocalCluster
 ) -> None:
     sampling = replace(SEEDED, max_tokens=300)
-    options = cluster_options(num_decode=2)
-    options = replace(options, node_arguments=(*options.node_arguments, *SPECULATIVE))
-    with LocalCluster(options) as broken, Client(broken.address) as client:
+    with (
+        LocalCluster(make_speculating(method)) as broken,
+        Client(broken.address) as client,
+    ):
         with suspended(*broken.decodes):  # or the answer may be whole before that
             stream = client.stream(prompt_of(40), Generation(sampling))
             chunks = [next(stream)]  # sampled on prefill

@@ -154,6 +154,16 @@ class PersistentBatch:
         slot = self._slots[request_id]
         return self._tokens[slot, : self._num_tokens[slot]]
 
+    def newest_run(self, request_id: RequestId) -> TokenRun:
+        """Return the run of the newest known token."""
+        row, slot = self._rows[request_id], self._slots[request_id]
+        return TokenRun(row, slot, 1, self._num_tokens[slot], self._tokens_by_slot[slot])
+
+    def layout_of(self, runs: Sequence[TokenRun]) -> PassLayout:
+        """Return the layout of a pass over these runs, whose positions must have slots."""
+        slots = np.array([run.slot for run in runs], dtype=np.int64)
+        return self._layout(runs, slots, np.array([run.num_tokens for run in runs], np.int64))
+
     def decoding(self, num_scheduled_tokens: Mapping[RequestId, int]) -> Iterator[PlanRow]:
         """Yield the rows that decode: only their newest token, an output, is scheduled."""
         for request_id, num_tokens in num_scheduled_tokens.items():

@@ -3,32 +3,92 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+import torch
+
+from baton.engine.plan import RunResult
+from baton.engine.runner.attention.paged_attention import PagedAttention
+from baton.engine.runner.batch.input_batch import PersistentBatch, Step
+from baton.engine.runner.batch.unknown_tokens import SampledTokens
 from baton.engine.runner.device.device import Device
-from baton.engine.runner.model.decoder import Decoder
-from baton.engine.runner.sampling.output_heads import OutputHead
+from baton.engine.runner.device.step_inputs import StepInputs
+from baton.engine.runner.drafting.draft_head import DraftHead
+from baton.engine.runner.drafting.head_drafter import HeadDrafter
+from baton.engine.runner.sampling.grammar_masks import GrammarMasks
+from baton.engine.runner.sampling.output_heads import HiddenStates
+from baton.engine.runner.sampling.sampler import Sampler
 from baton.engine.spec_decode.config import Speculation
 from baton.engine.spec_decode.proposer import Proposer
 from baton.engine.spec_decode.suffix_proposer import SuffixProposer
 
 
-class Drafter(NamedTuple):
-    """Proposes tokens between passes, and can compute in each pass what it proposes from.
+class DraftPass(Protocol):
+    """Work of a drafter in one pass."""
 
-    The head is launched with every pass, those over prompts included, on prefill nodes, too. It
-    gets the hidden states of all tokens if it needs them.
-    """
+    def launch(self, hidden_states: HiddenStates, sampled: SampledTokens | None) -> None:
+        """Launch it, after the tokens of the pass are sampled."""
+        ...
+
+    def commit(self, result: RunResult) -> None:
+        """Keep the state of the collected pass. A pass that fails before is repeated."""
+        ...
+
+
+class PassDrafter(Protocol):
+    """Computes in each pass, those over prompts included, on prefill nodes, too."""
+
+    @property
+    def needs_all_tokens(self) -> bool:
+        """Return whether hidden states of more than the sampled tokens are needed."""
+        ...
+
+    def begin(self, step: Step, inputs: StepInputs) -> DraftPass:
+        """Put the arrays of a step."""
+        ...
+
+
+class Drafter(NamedTuple):
+    """Proposes tokens between passes, and can compute in each pass what it proposes from."""
 
     proposer: Proposer
-    head: OutputHead | None = None
+    in_pass: PassDrafter | None = None
+
+
+class DrafterParts(NamedTuple):
+    """What a drafter can be made of."""
+
+    speculation: Speculation
+    batch: PersistentBatch
+    attention: PagedAttention  # of the layer of the head as well
+    sampler: Sampler  # without logits processors
+    grammar_masks: Callable[[], GrammarMasks]  # of the model's own tokens
+    device: Device
+    dtype: torch.dtype
+    head: DraftHead | None
 
 
 # Called once the model is loaded.
-MakeDrafter = Callable[[Speculation, Decoder, Device], Drafter]
+MakeDrafter = Callable[[DrafterParts], Drafter]
+
+
+def _make_head_drafter(parts: DrafterParts) -> Drafter:
+    assert parts.head is not None
+    drafter = HeadDrafter(
+        parts.head,
+        parts.batch,
+        parts.attention,
+        parts.sampler,
+        parts.grammar_masks,
+        parts.device,
+        parts.dtype,
+    )
+    return Drafter(drafter, drafter)
 
 
 DRAFTERS: Mapping[str, MakeDrafter] = {
-    "ngram": lambda speculation, *_: Drafter(SuffixProposer(speculation)),
-    "suffix": lambda speculation, *_: Drafter(SuffixProposer(speculation)),
+    "ngram": lambda parts: Drafter(SuffixProposer(parts.speculation)),
+    "suffix": lambda parts: Drafter(SuffixProposer(parts.speculation)),
+    "eagle3": _make_head_drafter,
+    "mtp": _make_head_drafter,
 }

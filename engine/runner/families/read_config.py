@@ -43,12 +43,7 @@ def read_model_config(checkpoint: Checkpoint) -> ModelConfig:
     """Read and check the fields. Raises ModelError for an unsupported architecture or field."""
     raw = checkpoint.read_config()
     name, kind = _read_architecture(raw)
-    family = FAMILIES[name]
-    fields = _read_text_fields(family, raw)
-    text_defaults = family.text_defaults.get(str(fields.get("model_type")), {})
-    fields = fields.with_defaults({**family.defaults, **text_defaults})
-    check_fields(fields, family)
-    config = _read(name, family, fields, raw)
+    config = read_config_of(name, raw)
     if kind == GENERATES:
         return config
     # Without a head for tokens, that of the embedding stands in.
@@ -58,6 +53,16 @@ def read_model_config(checkpoint: Checkpoint) -> ModelConfig:
     label_tokens = read_label_tokens(raw, checkpoint)
     num_labels = 1 if label_tokens else read_num_labels(raw)
     return replace(config, num_labels=num_labels, label_tokens=label_tokens)
+
+
+def read_config_of(architecture: str, raw: JsonFields) -> ModelConfig:
+    """Read and check the fields of an architecture that generates. Raises ModelError."""
+    family = FAMILIES[architecture]
+    fields = _read_text_fields(family, raw)
+    text_defaults = family.text_defaults.get(str(fields.get("model_type")), {})
+    fields = fields.with_defaults({**family.defaults, **text_defaults})
+    check_fields(fields, family)
+    return _read(architecture, family, fields, raw)
 
 
 def _read_text_fields(family: Family, raw: JsonFields) -> JsonFields:

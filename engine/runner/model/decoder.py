@@ -51,7 +51,7 @@ class Decoder:
 
         With `ends`, only the hidden states of those tokens are returned.
         """
-        embeddings, layers = self._embed(token_ids), self.layers
+        embeddings, layers = self.embed(token_ids), self.layers
         if given is not None:
             embeddings[given.tokens] = given.rows.to(embeddings.dtype)
         inputs = LayerInput(embeddings)
@@ -67,8 +67,6 @@ class Decoder:
                 inputs = LayerInput(inputs.hidden_states)  # to be normed again
             if hook is not None:
                 hook.layer_done(index)
-        if hook is not None:
-            hook.pass_done()
         hidden_states = inputs.hidden_states
         if ends is not None and last < len(levels):
             hidden_states = hidden_states[ends.indices]
@@ -89,7 +87,7 @@ class Decoder:
             logits.div_(softcap).tanh_().mul_(softcap)
         return logits
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
+    def embed(self, token_ids: Tensor) -> Tensor:
         embeddings = self.embedding.rows(token_ids)
         if self.config.embedding_scale == 1.0:
             return embeddings

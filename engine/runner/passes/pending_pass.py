@@ -10,6 +10,7 @@ from baton.engine.plan import Plan, RunResult
 from baton.engine.runner.batch.input_batch import Step
 from baton.engine.runner.batch.unknown_tokens import SampledTokens
 from baton.engine.runner.device.device import Device
+from baton.engine.runner.drafting.drafters import DraftPass
 from baton.engine.runner.drafting.spec_decoder import SpecDecoder
 from baton.engine.runner.sampling.output_heads import HeadPass
 from baton.kv_transfer.fence import Fence
@@ -28,6 +29,7 @@ class PendingPass:
     is_followed: bool = False
     encode_s: Mapping[RequestId, float] = field(default_factory=dict)  # before it was launched
     result: RunResult | None = None
+    draft_pass: DraftPass | None = None
 
     @property
     def sampled(self) -> SampledTokens | None:

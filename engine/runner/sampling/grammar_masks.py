@@ -99,6 +99,24 @@ class GrammarMasks:
                 runs[index] = runs[index]._replace(allowed=bits[row])
         return runs
 
+    def mask_after(self, run: TokenRun, newest: TokenRun) -> Bits | None:
+        """Return the mask of the place after drafts that are being made, one call for each.
+
+        `newest` ends with the newest known token, and `run` with the drafts after it. Returns None
+        if the grammar does not allow them.
+        """
+        bits = np.zeros(num_words(self._vocab_size), dtype=np.int32)
+        grammar = newest.row.grammar
+        assert grammar is not None
+        try:
+            if run.end == newest.end:
+                self._fill_mask(newest, grammar, bits)
+            elif not self._fill_after_draft(run, newest, bits):
+                return None
+        except InvalidRequest:  # the pass reports it
+            return None
+        return bits
+
     def _fill_mask(self, run: TokenRun, grammar: Grammar, bits: Bits) -> None:
         request_id = run.row.request_id
         if request_id not in self._states:

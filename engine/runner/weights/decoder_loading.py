@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -53,7 +54,7 @@ def load_decoder(
     )
     embedding = loader.embedding(f"{tensors.prefix}embed_tokens")
     group = target.group
-    layers = [_LayerLoader(tensors, loader, i, group).load() for i in range(config.num_layers)]
+    layers = [load_layer(tensors, loader, index, group) for index in range(config.num_layers)]
     norm = loader.norm(f"{tensors.prefix}norm")
     head = embedding if config.ties_embeddings else loader.embedding(tensors.head)
     parts, mixtures = target.parts, [layer.mlp for layer in layers if isinstance(layer.mlp, Moe)]
@@ -80,25 +81,35 @@ def _label_row(files: Tensors, tensors: TensorMap, tokens: tuple[int, int]) -> t
 def attention_of(config: ModelConfig, files: Tensors, device: torch.device) -> list[LayerAttention]:
     """Return the attention of each layer that has it, with its sinks."""
     tensors, layers = TensorMap(config, files.shapes()), []
-    places = layer_places(config.kv_groups())
-    for number, index in enumerate(config.attention_layers):
-        layer, sinks = config.layers[index], None
+    for index in config.attention_layers:
+        layer = layer_attention(config, index)
         if config.has_sinks:
             name = tensors.in_layer(index, tensors.names.sinks)
-            sinks = files.tensor(name).float().to(device)
-        layers.append(
-            LayerAttention(
-                config.attention_scale,
-                layer.window,
-                layer.chunk,
-                config.attention_softcap,
-                sinks,
-                places[number].group,
-                places[number].place,
-                value_dim=None if config.latent is None else config.latent.rank,
-            )
-        )
+            layer = replace(layer, sinks=files.tensor(name).float().to(device))
+        layers.append(layer)
     return layers
+
+
+def layer_attention(config: ModelConfig, index: int) -> LayerAttention:
+    """Return the attention of a layer, without sinks."""
+    layer = config.layers[index]
+    place = layer_places(config.kv_groups())[config.attention_layers.index(index)]
+    return LayerAttention(
+        config.attention_scale,
+        layer.window,
+        layer.chunk,
+        config.attention_softcap,
+        None,
+        place.group,
+        place.place,
+        value_dim=None if config.latent is None else config.latent.rank,
+    )
+
+
+def load_layer(
+    tensors: TensorMap, loader: TensorLoader, index: int, group: RankGroup | None = None
+) -> Layer:
+    return _LayerLoader(tensors, loader, index, group).load()
 
 
 class _LayerLoader:

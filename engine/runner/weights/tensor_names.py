@@ -54,6 +54,10 @@ class TensorMap:
         """Return the shape of each tensor as if no matrix was quantized."""
         return dict(self._shapes())
 
+    def shapes_of_layer(self, index: int) -> dict[str, Shape]:
+        """Return the shape of each tensor of a layer, as `shapes` does."""
+        return {self.in_layer(index, name): shape for name, shape in self._layer_shapes(index)}
+
     def is_ignored(self, name: str) -> bool:
         """Return whether text needs no such tensor: tied heads, rotary buffers, images, MTP."""
         if name == f"{self.head}.weight" or name.endswith("rotary_emb.inv_freq"):
@@ -73,8 +77,7 @@ class TensorMap:
         if not config.ties_embeddings:
             yield f"{self.head}.weight", (config.vocab_size, config.hidden_size)
         for index in range(config.num_layers):
-            for name, shape in self._layer_shapes(index):
-                yield self.in_layer(index, name), shape
+            yield from self.shapes_of_layer(index).items()
 
     def _layer_shapes(self, index: int) -> Shapes:
         config, names = self.config, self.names

@@ -1,0 +1,236 @@
+"""Drafter by a draft head.
+
+In each pass, after its tokens are sampled, the head computes the tokens of the pass, so that the
+blocks have the KV of its layer as they have that of the model's. Before the next pass, it drafts
+from the states of the newest accepted tokens. Drafts are drawn with the random numbers of their
+positions and with the settings of their request, as the model's own tokens are: they match these
+as often as the probabilities do, at any temperature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton.core.ids import RequestId
+from baton.engine.plan import PlanRow, RunResult
+from baton.engine.runner.attention.paged_attention import PagedAttention
+from baton.engine.runner.batch.input_batch import PersistentBatch, Step
+from baton.engine.runner.batch.unknown_tokens import SampledTokens
+from baton.engine.runner.device.device import Device
+from baton.engine.runner.device.step_inputs import StepInputs, make_inputs
+from baton.engine.runner.drafting.draft_head import DraftHead, DraftStates
+from baton.engine.runner.model.mixers import AttentionPass, ForwardPass
+from baton.engine.runner.model.pass_layout import PassLayout, TokenRun
+from baton.engine.runner.model.rope import Ropes
+from baton.engine.runner.sampling.grammar_masks import GrammarMasks
+from baton.engine.runner.sampling.output_heads import HiddenStates
+from baton.engine.runner.sampling.sampler import Sampler
+from baton.engine.spec_decode.proposer import DraftRow, Drafts
+
+Place = tuple[int, int]  # slot of a row, and the length of its sequence up to a token
+
+
+class HeadDrafter:
+    """Implements `Proposer` and `PassDrafter`."""
+
+    def __init__(
+        self,
+        head: DraftHead,
+        batch: PersistentBatch,
+        attention: PagedAttention,
+        sampler: Sampler,
+        grammar_masks: Callable[[], GrammarMasks],
+        device: Device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._head = head
+        self._batch = batch
+        self._attention = attention
+        self._sampler = sampler
+        self._grammar_masks = grammar_masks  # from the first row with a grammar on
+        self._ropes = Ropes(head.config, device.place, dtype)
+        self._inputs = make_inputs(device)
+        self._states: dict[RequestId, _NewestState] = {}
+        self._rows: dict[RequestId, PlanRow] = {}  # as drafts are sampled
+
+    @property
+    def needs_all_tokens(self) -> bool:
+        return self._head.needs_all_tokens
+
+    # --- in a pass ------------------------------------------------------------------
+
+    def begin(self, step: Step, inputs: StepInputs) -> HeadPass:
+        tokens = [run.tokens[run.end - run.num_tokens + 1 : run.end + 1] for run in step.runs]
+        ends = step.layout.last_token_indices(np.arange(len(step.runs))).tolist()
+        places = {(run.slot, run.end): end for run, end in zip(step.runs, ends, strict=True)}
+        next_ids = inputs.put(np.concatenate(tokens))
+        return HeadPass(self, step, places, next_ids, self._begin_layer(step.layout, inputs))
+
+    def _begin_layer(self, layout: PassLayout, inputs: StepInputs) -> LayerPass:
+        attention, positions = self._attention.begin(layout, inputs), inputs.put(layout.positions)
+        return LayerPass(attention, positions, int(layout.positions.max()) + 1)
+
+    def compute(self, token_ids: Tensor, states: Tensor, layer: LayerPass) -> DraftStates:
+        angles = self._ropes.angles(layer.positions, None, layer.max_len)
+        forward_pass = ForwardPass(angles, layer.attention)
+        return self._head.forward(token_ids, states, layer.positions, forward_pass)
+
+    def states_of(self, hidden_states: HiddenStates) -> Tensor:
+        return self._head.states_of(hidden_states)
+
+    def keep(self, request_id: RequestId, state: _NewestState) -> None:
+        self._states[request_id] = state
+
+    # --- between passes -------------------------------------------------------------
+
+    def propose(self, rows: Iterable[DraftRow], max_tokens: int) -> Drafts:
+        drafting: list[_Drafting] = []
+        for row in rows:
+            state = self._states.get(row.request_id)
+            length = min(row.max_tokens, max_tokens)
+            if length > 0 and state is not None and state.num_known == len(row.known_tokens):
+                drafting.append(_Drafting(row.request_id, state, length))
+                max_tokens -= length
+        if not drafting:
+            return {}
+        with torch.inference_mode():
+            self._draft(drafting)
+        return {each.request_id: each.tokens for each in drafting}
+
+    def note_accepted(self, request_id: RequestId, num_proposed: int, num_accepted: int) -> None:
+        """Do nothing: all drafts have the same length."""
+
+    def forget(self, rows: Mapping[RequestId, DraftRow]) -> None:
+        for request_id in rows:
+            self._states.pop(request_id, None)
+            self._rows.pop(request_id, None)
+
+    def _draft(self, drafting: Sequence[_Drafting]) -> None:
+        states = DraftStates(
+            torch.stack([each.state.fed_back for each in drafting]),
+            torch.stack([each.state.output for each in drafting]),
+        )
+        while True:
+            found = [self._run(each) for each in drafting]
+            kept = [index for index, run in enumerate(found) if run is not None]
+            if not kept:
+                return
+            runs = [run for run in found if run is not None]
+            drafting = [drafting[index] for index in kept]
+            if len(kept) < len(found):
+                states = DraftStates(*(part[kept] for part in states))
+            for each, run, token_id in zip(
+                drafting, runs, self._choose(runs, states.outputs), strict=True
+            ):
+                run.tokens[run.end] = token_id
+                each.tokens.append(token_id)
+            kept = [i for i, each in enumerate(drafting) if len(each.tokens) < each.length]
+            if not kept:
+                return
+            fed_back = states.fed_back if len(kept) == len(drafting) else states.fed_back[kept]
+            drafting = [drafting[index] for index in kept]
+            states = self._advance([runs[index] for index in kept], fed_back)
+
+    def _run(self, drafting: _Drafting) -> TokenRun | None:
+        """Return the run after which the next draft is sampled; None if there can be none."""
+        newest = self._batch.newest_run(drafting.request_id)
+        row = self._rows.get(drafting.request_id)
+        if row is None:
+            row = self._rows[drafting.request_id] = _as_drafted(newest.row)
+        run = newest._replace(row=row, end=newest.end + len(drafting.tokens))
+        if row.grammar is None:
+            return run
+        allowed = self._grammar_masks().mask_after(run, newest)
+        return None if allowed is None else run._replace(allowed=allowed)
+
+    def _choose(self, runs: Sequence[TokenRun], outputs: Tensor) -> list[int]:
+        logits = self._head.logits(outputs)
+        self._inputs.begin()
+        begun = self._sampler.begin(runs, logits.shape[1], self._inputs)
+        self._inputs.send()
+        chosen: list[int] = self._sampler.launch(begun, logits).token_ids.tolist()
+        return chosen
+
+    def _advance(self, runs: Sequence[TokenRun], fed_back: Tensor) -> DraftStates:
+        """Compute the layer one position further.
+
+        A state's position is one before that of the token whose embedding goes with it.
+        """
+        layout = self._batch.layout_of(runs)
+        self._inputs.begin()
+        layer = self._begin_layer(layout, self._inputs)
+        token_ids = self._inputs.put(np.array([run.tokens[run.end] for run in runs]))
+        self._inputs.send()
+        return self.compute(token_ids, fed_back, layer)
+
+
+class LayerPass(NamedTuple):
+    """Arrays of a pass over the head's layer."""
+
+    attention: AttentionPass
+    positions: Tensor
+    max_len: int
+
+
+class _NewestState(NamedTuple):
+    """State from which a sequence of `num_known` tokens is continued."""
+
+    num_known: int
+    fed_back: Tensor
+    output: Tensor
+
+
+@dataclass(slots=True, eq=False)
+class _Drafting:
+    request_id: RequestId
+    state: _NewestState
+    length: int
+    tokens: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class HeadPass:
+    """The head's part of one pass."""
+
+    drafter: HeadDrafter
+    step: Step
+    places: dict[Place, int]  # in the flat batch
+    next_ids: Tensor  # of each token, the one after it; undefined where the pass samples it
+    layer: LayerPass
+    states: DraftStates | None = None
+
+    def launch(self, hidden_states: HiddenStates, sampled: SampledTokens | None) -> None:
+        """Compute all tokens of the pass."""
+        next_ids = self.next_ids
+        if sampled is not None:
+            places = [self.places[run.slot, run.end] for run in sampled.runs]
+            next_ids[places] = sampled.token_ids
+        states = self.drafter.states_of(hidden_states)
+        self.states = self.drafter.compute(next_ids, states, self.layer)
+
+    def commit(self, result: RunResult) -> None:
+        """Keep the state of the newest accepted token of each row."""
+        if self.states is None:
+            return
+        first_ends: dict[RequestId, tuple[int, int]] = {}
+        for run in (self.step.runs[index] for index in self.step.sampled):
+            found = first_ends.get(run.row.request_id)
+            if found is None or run.end < found[1]:
+                first_ends[run.row.request_id] = run.slot, run.end
+        for request_id, token_ids in result.token_ids.items():
+            slot, first_end = first_ends[request_id]
+            end = first_end + len(token_ids) - 1
+            place = self.places[slot, end]
+            rows = [part[place].clone() for part in self.states]
+            self.drafter.keep(request_id, _NewestState(end + 1, *rows))
+
+
+def _as_drafted(row: PlanRow) -> PlanRow:
+    """Return a row without what only the model's own tokens have."""
+    return replace(row, sampling=replace(row.sampling, logprobs=None, extra_args={}))

@@ -1,0 +1,59 @@
+"""Taps: copies of the hidden states that enter some layers of a decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from baton.engine.runner.model.layers import DecoderLayer, LayerInput
+from baton.engine.runner.model.mixers import Ends, ForwardPass
+
+
+class Taps:
+    """States of the pass that was launched last, by tap."""
+
+    def __init__(self, num_taps: int) -> None:
+        self._states: list[Tensor | None] = [None] * num_taps
+
+    @property
+    def states(self) -> Sequence[Tensor]:
+        """Return the states, each [tokens, hidden_size]."""
+        return [states for states in self._states if states is not None]
+
+    def put(self, number: int, states: Tensor) -> None:
+        self._states[number] = states.clone()
+
+
+@dataclass(frozen=True, slots=True)
+class TappedLayer:
+    """Implements `DecoderLayer`: copies its input, and is otherwise the layer itself."""
+
+    layer: DecoderLayer
+    taps: Taps
+    number: int
+
+    @property
+    def adds_low_rank(self) -> bool:
+        return self.layer.adds_low_rank
+
+    def forward(
+        self, forward_pass: ForwardPass, inputs: LayerInput, ends: Ends | None
+    ) -> LayerInput:
+        self.taps.put(self.number, inputs.hidden_states)
+        return self.layer.forward(forward_pass, inputs, ends)
+
+    def joined(self, after: DecoderLayer) -> TappedLayer | None:
+        both = self.layer.joined(after)
+        return None if both is None else TappedLayer(both, self.taps, self.number)
+
+
+def tap_layers(
+    layers: Sequence[DecoderLayer], indices: Sequence[int], taps: Taps
+) -> list[DecoderLayer]:
+    """Return the layers, of which those with these indices are tapped."""
+    tapped = list(layers)
+    for number, index in enumerate(indices):
+        tapped[index] = TappedLayer(tapped[index], taps, number)
+    return tapped

@@ -1,0 +1,271 @@
+"""EAGLE-3 heads: drafts as an independent reference makes them, and answers as without drafts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.core.errors import InvalidConfig, ModelError
+from baton.core.ids import RequestId
+from baton.core.request import EngineRequest
+from baton.engine.config import EngineOptions
+from baton.engine.core import EngineCore
+from baton.engine.factory import build_engine
+from baton.engine.runner.drafting.drafters import DRAFTERS, Drafter, DrafterParts
+from baton.engine.runner.load import RunnerConfig, load_runner
+from baton.engine.runner.model_runner import TorchRunner
+from baton.engine.runner.sampling.randomness import draw_keys, exponential_numbers
+from baton.engine.scheduler.config import SchedulerConfig
+from baton.engine.spec_decode.config import Speculation
+from baton.engine.spec_decode.proposer import DraftRow, Drafts, Proposer
+from tests.golden.test_speculation import (
+    GREEDY,
+    REQUESTED,
+    FolderOf,
+    Got,
+    assert_alike,
+    run,
+    specs_of,
+)
+from tests.support.draft_heads import TAPS, make_head_folder
+from tests.support.eagle3_reference import Eagle3Reference
+from tests.support.families import FAMILY_VARIANTS
+from tests.support.kernels import kernels_by_variant
+from tests.support.models import prompt_of, reference
+from tests.support.mtp_heads import Choose, MtpReference, make_mtp_folder
+
+SPECULATION = Speculation(4, method="eagle3", max_rows=64)
+WARM = replace(GREEDY, temperature=0.8)
+
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "plain": {},
+    "two-taps": {TAPS: [1, 0]},
+    "norm-before-residual": {"norm_before_residual": True},
+    "norm-before-fc": {"eagle_config": {"norm_before_fc": True}, "norm_before_fc": True},
+    "fc-norm": {"fc_norm": True},
+    "norm-output": {"norm_output": True},
+    "more-heads": {"num_attention_heads": 8},
+    "own-rope": {"rope_theta": 500.0},
+}
+
+
+def greedy_choice(logits: torch.Tensor, position: int) -> int:
+    return int(logits.argmax())
+
+
+@dataclass
+class Recorder:
+    """Keeps what a proposer proposes, after which tokens."""
+
+    inner: Proposer
+    made: list[tuple[str, list[int], list[int]]] = field(default_factory=list)
+
+    def propose(self, rows: Iterable[DraftRow], max_tokens: int) -> Drafts:
+        rows = list(rows)
+        drafts = self.inner.propose(rows, max_tokens)
+        for row in rows:
+            if row.request_id in drafts:
+                known, drafted = row.known_tokens.tolist(), drafts[row.request_id]
+                self.made.append((row.request_id, known, list(drafted)))
+        return drafts
+
+    def note_accepted(self, request_id: RequestId, num_proposed: int, num_accepted: int) -> None:
+        self.inner.note_accepted(request_id, num_proposed, num_accepted)
+
+    def forget(self, rows: Mapping[RequestId, DraftRow]) -> None:
+        self.inner.forget(rows)
+
+
+def config_of(model: Path, head: Path | None) -> RunnerConfig:
+    return RunnerConfig(
+        str(model),
+        kv_cache_bytes=1 << 20,
+        max_num_seqs=8,
+        speculation=None if head is None else SPECULATION,
+        speculative_model="" if head is None else str(head),
+    )
+
+
+def engine_of(runner: TorchRunner, *, max_num_batched_tokens: int = 64) -> EngineCore:
+    limits = SchedulerConfig(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=8)
+    return build_engine(runner, EngineOptions(limits))
+
+
+def answers(config: RunnerConfig, requests: Sequence[EngineRequest], **options: Any) -> list[Got]:
+    with load_runner(config) as runner:
+        engine = engine_of(runner, **options)
+        got = run(engine, *requests)
+        engine.scheduler.check()
+        return got
+
+
+def taps_of(model: Path, layers: Sequence[int], tokens: Sequence[int]) -> list[torch.Tensor]:
+    """Return transformers' hidden states that enter these layers."""
+    with torch.no_grad():
+        output = reference(model)(torch.tensor([tokens]), output_hidden_states=True)
+    return [output.hidden_states[layer][0] for layer in layers]
+
+
+def keyed_choice(seed: int, temperature: float) -> Any:
+    """Return the choice by the numbers of a seed and a position, as answers are drawn."""
+
+    def choose(logits: torch.Tensor, position: int) -> int:
+        keys = torch.from_numpy(draw_keys([seed], [position]))[:, None]
+        numbers = exponential_numbers(keys, torch.arange(len(logits))[None])[0]
+        return int((torch.softmax(logits.float() / temperature, 0) / numbers).argmax())
+
+    return choose
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_drafts_are_those_of_the_reference(
+    variant: str, model_folder: FolderOf, tmp_path: Path
+) -> None:
+    model = model_folder("llama")
+    head = make_head_folder(tmp_path / "head", model, VARIANTS[variant])
+    embeddings = reference(model).get_input_embeddings().weight
+    expected = Eagle3Reference.read(head, embeddings)
+
+    def draft(known: list[int], number: int, choose: Choose) -> list[int]:
+        taps = taps_of(model, expected.tap_ids(2), known[:-1])
+        return expected.draft(taps, known, number, choose)
+
+    check_drafts(config_of(model, head), draft)
+
+
+@pytest.mark.parametrize(("name", "num_layers"), [("glm4-moe", 2), ("deepseek-v3", 2)])
+def test_drafts_of_a_layer_after_the_last_are_those_of_transformers(
+    name: str, num_layers: int, tmp_path: Path
+) -> None:
+    model = make_mtp_folder(tmp_path / "model", FAMILY_VARIANTS[name], num_layers)
+    expected = MtpReference.read(model, tmp_path / "whole")
+    config = replace(config_of(model, None), speculation=replace(SPECULATION, method="mtp"))
+
+    check_drafts(config, expected.draft)
+
+
+def check_drafts(config: RunnerConfig, expected: Callable[..., list[int]]) -> None:
+    """Run greedy and drawn answers, and compare all drafts with those that are expected."""
+    assert config.speculation is not None
+    method, recorders = config.speculation.method, []
+
+    def record(parts: DrafterParts) -> Drafter:
+        made = DRAFTERS[method](parts)
+        recorders.append(Recorder(made.proposer))
+        return made._replace(proposer=recorders[0])
+
+    samplings = {name: replace(one, max_tokens=8) for name, one in (("g", GREEDY), ("w", WARM))}
+    requests = [
+        replace(request, request_id=RequestId(f"{name}{request.request_id}"))
+        for name, sampling in samplings.items()
+        for request in specs_of(sampling)
+    ]
+    with load_runner(config, drafters={method: record}) as runner:
+        run(engine_of(runner, max_num_batched_tokens=24), *requests)  # prompts of several chunks
+
+    [recorder] = recorders
+    assert len(recorder.made) > 30
+    seeds = {request.request_id: request.seed for request in requests}
+    for request_id, known, drafted in recorder.made:
+        drawn = keyed_choice(seeds[RequestId(request_id)], WARM.temperature)
+        choose = greedy_choice if request_id.startswith("g") else drawn
+        assert drafted == expected(known, len(drafted), choose)
+
+
+def test_answers_are_those_without_drafts(model_folder: FolderOf, tmp_path: Path) -> None:
+    model = model_folder("llama")
+    head = make_head_folder(tmp_path / "head", model, num_drafted=100)
+    requests = [
+        replace(request, request_id=RequestId(f"{name} {request.request_id}"))
+        for name, sampling in REQUESTED.items()
+        for request in specs_of(sampling)
+    ]
+
+    drafted = answers(config_of(model, head), requests)
+
+    assert_alike(answers(config_of(model, None), requests), drafted)
+    for name in REQUESTED.keys() - {"greedy"}:
+        own = zip(requests, drafted, strict=True)
+        assert sum(got.num_accepted for one, got in own if one.request_id.startswith(name)) > 0
+
+
+@pytest.mark.skipif(not kernels_by_variant(), reason="no C++ compiler here")
+@pytest.mark.parametrize("name", ["llama-bf16", "qwen3-bf16"])
+def test_with_native_kernels_logprobs_are_bitwise_equal(
+    name: str, model_folder: FolderOf, tmp_path: Path
+) -> None:
+    model, requests = model_folder(name), specs_of(REQUESTED["seeded"])
+    head = make_head_folder(tmp_path / "head", model)
+
+    drafted = answers(config_of(model, head), requests)
+
+    plain = answers(config_of(model, None), requests)
+    assert [got.logprobs for got in drafted] == [got.logprobs for got in plain]
+    assert sum(got.num_accepted for got in drafted) > 0
+
+
+REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {
+    "another architecture": ({"architectures": ["LlamaForCausalLM"]}, "must name an EAGLE-3 head"),
+    "two layers": ({"num_hidden_layers": 2}, "num_hidden_layers.* must be 1"),
+    "other KV heads": ({"num_key_value_heads": 1}, "num_key_value_heads is 1, but that of"),
+    "another vocabulary": ({"vocab_size": 99}, "vocab_size is 99"),
+    "a missing layer": ({TAPS: [0, 7]}, "must name layers from 0 to 1"),
+    "no layers named": ({TAPS: None}, "has only 2 layers"),
+    "other heads": ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_head_that_does_not_fit_is_refused(
+    case: str, model_folder: FolderOf, tmp_path: Path
+) -> None:
+    fields, message = REFUSED[case]
+    model = model_folder("llama")
+    head = make_head_folder(tmp_path / "head", model)
+    change_config(head, fields)
+
+    with pytest.raises(ModelError, match=message):
+        load_runner(config_of(model, head))
+
+
+def change_config(folder: Path, fields: Mapping[str, Any]) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def test_a_method_and_its_folder_belong_together(model_folder: FolderOf) -> None:
+    config = config_of(model_folder("llama"), None)
+
+    with pytest.raises(InvalidConfig, match=r"--speculative-model .* needs --speculative"):
+        load_runner(replace(config, speculative_model="head"))
+    with pytest.raises(InvalidConfig, match="needs --speculative-model"):
+        load_runner(replace(config, speculation=SPECULATION))
+
+
+def test_heads_for_models_with_windows_are_refused(model_folder: FolderOf, tmp_path: Path) -> None:
+    model = model_folder("qwen2-window")
+    head = make_head_folder(tmp_path / "head", model)
+
+    with pytest.raises(ModelError, match="windows"):
+        load_runner(config_of(model, head))
+
+
+def test_a_prefix_hit_has_the_kv_of_the_head(model_folder: FolderOf, tmp_path: Path) -> None:
+    """A second request drafts as the first one did, though only its last tokens are computed."""
+    model = model_folder("llama")
+    head = make_head_folder(tmp_path / "head", model)
+    request = EngineRequest(RequestId("a"), prompt_of(70), REQUESTED["seeded"], seed=1)
+    with load_runner(config_of(model, head)) as runner:
+        engine = engine_of(runner)
+        [first] = run(engine, request)
+        [second] = run(engine, replace(request, request_id=RequestId("b")))
+
+    assert engine.scheduler.stats().total_prefix_hit_tokens >= 64
+    assert second.token_ids == first.token_ids
+    assert second.num_accepted == first.num_accepted > 0
