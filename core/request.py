@@ -41,6 +41,7 @@ class EngineRequest:
     # Output tokens generated on other nodes (a migrated stream). They are context like the
     # prompt, but count as output for penalties, limits and positions.
     prior_output_token_ids: tuple[int, ...] = ()
+    predicted_token_ids: tuple[int, ...] = ()  # that the output is likely to repeat: drafts
     receive_from: ReceiveKv | None = None
     send_to: HandoffId | None = None
     prefix_source: PrefixSource | None = None

@@ -89,6 +89,7 @@ class PlanRow:
     adapter: str = ""  # id of the adapter that computes it; empty: none
     media: tuple[MediaSegment, ...] = ()  # in the prompt
     cache_salt: str = ""
+    predicted_token_ids: tuple[int, ...] = ()  # that the output is likely to repeat
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -217,6 +217,8 @@ def _build_card(
         generates=runner.info.can_generate,
         encodes_pictures=runner.info.encodes_pictures,
         encoding_row_bytes=runner.info.encoding_row_bytes,
+        follows_predictions=runner.speculation is not None
+        and runner.speculation.follows_predictions,
         logprobs_mode=options.runner.logprobs_mode,
         kernels=runner.info.kernels,
         max_loras=scheduler.config.max_loras,

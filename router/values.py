@@ -197,6 +197,8 @@ class GenerateCall:
     tenant: str = ""  # owner of the salt; empty: the client is not known
     client: str = ""  # opaque; clients share nodes and places in the queue equally
     kv_hints: KvHints = NO_KV_HINTS
+    prediction: str = ""  # text that the answer is likely to repeat; empty once it is tokenised
+    predicted_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()  # texts that the answer must not contain
     shown_tokens: tuple[str, ...] = ()  # special tokens to include in the text
     reasoning: ReasoningTokens | None = None  # in front of the structured output

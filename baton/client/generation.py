@@ -59,6 +59,7 @@ class Generation:
     cache_salt: str = ""
     kv_hints: KvHints = NO_KV_HINTS
     kv_transfer_params: str = ""  # JSON, of a vLLM server that has computed the prompt's KV
+    prediction: str = ""  # text that the answer is likely to repeat, which is then faster
     n: int = 1  # number of answers; answer i is sampled with the seed of the request plus i
     traceparent: str = ""  # of the caller's own W3C trace, which the request then joins
 

@@ -224,4 +224,5 @@ def make_row(request: Request) -> PlanRow:
         adapter=request.submitted.adapter.id,
         media=request.submitted.media,
         cache_salt=request.submitted.cache_salt,
+        predicted_token_ids=request.submitted.predicted_token_ids,
     )

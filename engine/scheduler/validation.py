@@ -175,6 +175,7 @@ def _named_token_ids(request: EngineRequest) -> Iterator[tuple[str, tuple[int, .
     sampling = request.sampling
     yield "the prompt", request.prompt_token_ids
     yield "the answer so far", request.prior_output_token_ids
+    yield "the prediction", request.predicted_token_ids
     yield "stop_token_ids", sampling.stop_token_ids
     yield "banned_token_ids", sampling.banned_token_ids
     yield "allowed_token_ids", sampling.allowed_token_ids or ()
@@ -190,6 +191,11 @@ def _check_lengths(request: EngineRequest, config: SchedulerConfig) -> None:
             raise ContextLengthExceeded.of_text(num_context, config.max_model_len)
     elif num_context >= config.max_model_len:
         raise ContextLengthExceeded.of_prompt(num_context, config.max_model_len)
+    if len(request.predicted_token_ids) > config.max_model_len:
+        raise InvalidRequest(
+            f"the prediction has {len(request.predicted_token_ids)} tokens; the model's context "
+            f"has {config.max_model_len}: shorten it"
+        )
     if len(request.prior_output_token_ids) >= request.sampling.max_tokens:
         raise InvalidRequest(
             f"{len(request.prior_output_token_ids)} tokens were generated already: "

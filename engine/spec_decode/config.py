@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from baton.core.errors import InvalidConfig
 
 METHODS = ("ngram", "suffix", "eagle3", "mtp")
+# Methods by which the predictions of clients are proposed, too.
+PREDICTING = frozenset({"ngram", "suffix"})
 MAX_PROPOSED_TOKENS = 32
 
 
@@ -25,6 +27,10 @@ class Speculation:
     # With more rows, a step takes longer in proportion to its tokens: nothing is proposed.
     max_rows: int = 16
     method: str = "ngram"  # one of METHODS
+
+    @property
+    def follows_predictions(self) -> bool:
+        return self.method in PREDICTING
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_tokens <= MAX_PROPOSED_TOKENS:

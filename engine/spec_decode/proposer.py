@@ -20,6 +20,7 @@ class DraftRow(NamedTuple):
     known_tokens: npt.NDArray[np.int64]  # a view: prompt and outputs
     max_tokens: int  # that can be drafted
     num_prompt_tokens: int = 0
+    predicted_token_ids: tuple[int, ...] = ()  # by the client
     prefix_keys: PrefixKeys = NO_PREFIX_KEYS  # of all but media: what sees its answer later
 
 

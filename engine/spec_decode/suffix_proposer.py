@@ -60,7 +60,7 @@ class SuffixProposer:
     def _drafter_of(self, row: DraftRow) -> _SequenceDrafter:
         drafter = self._by_request.get(row.request_id)
         if drafter is None:
-            drafter = self._by_request[row.request_id] = _SequenceDrafter(self._speculation)
+            drafter = self._by_request[row.request_id] = _SequenceDrafter(self._speculation, row)
         return drafter
 
     def _remember(self, row: DraftRow, past: PastAnswers) -> None:
@@ -74,17 +74,21 @@ class SuffixProposer:
 class _SequenceDrafter:
     """Draft state of one sequence."""
 
-    def __init__(self, speculation: Speculation) -> None:
+    def __init__(self, speculation: Speculation, row: DraftRow) -> None:
         self._index = TokenIndex(speculation.min_ngram, speculation.max_ngram)
+        self._predicted = _predicted_text(row, speculation.max_ngram)  # indexed before the sequence
         self._longest = speculation.num_tokens
         self._length = speculation.num_tokens
         self._num_failures = 0  # in a row
         self._pause = 0  # steps left without drafts
 
     def index(self, row: DraftRow, max_tokens: int) -> int:
-        """Index known tokens, up to a number of them. Returns how many."""
+        """Index what the prediction and the sequence have more. Returns how many tokens."""
         first = self._index.num_tokens
-        new_tokens = row.known_tokens[first : first + max_tokens].tolist()
+        new_tokens = self._predicted[first : first + max_tokens]
+        max_tokens -= len(new_tokens)
+        known = max(0, first - len(self._predicted))
+        new_tokens += row.known_tokens[known : known + max_tokens].tolist()
         self._index.extend(new_tokens)
         return len(new_tokens)
 
@@ -92,7 +96,7 @@ class _SequenceDrafter:
         if self._pause:
             self._pause -= 1
             return []
-        if self._index.num_tokens < len(row.known_tokens):
+        if self._index.num_tokens < len(self._predicted) + len(row.known_tokens):
             return []
         newest = self._index.newest()
         matches = self._index.matches(newest)
@@ -112,6 +116,15 @@ class _SequenceDrafter:
         self._num_failures += 1
         self._length = 1 if self._num_failures > 1 else max(1, self._longest // 2)
         self._pause = min(MAX_PAUSE_STEPS, 2 ** (self._num_failures - 1) - 1)
+
+
+def _predicted_text(row: DraftRow, num_before: int) -> list[int]:
+    """Return the client's prediction as if it were a past answer to the end of the prompt."""
+    if not row.predicted_token_ids:
+        return []
+    end = row.num_prompt_tokens
+    before = row.known_tokens[max(0, end - num_before) : end].tolist()
+    return [*before, *row.predicted_token_ids, SEPARATOR]
 
 
 def continue_matches(matches: Sequence[Match], max_tokens: int) -> list[int]:

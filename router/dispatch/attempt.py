@@ -117,7 +117,9 @@ class Attempt:
         request = replace(request, prefix_source=_prefix_source(self._route))
         if self._route.encoder is not None or not leg.node.card.encodes_pictures:
             request = replace(request, pictures=())  # encodings or KV are there
-        return replace(request, send_to=self._handoff_id) if leg.sends else request
+        if not leg.sends:
+            return request
+        return replace(request, send_to=self._handoff_id, predicted_token_ids=())
 
     def _handle(self, event: LegEvent, events: Events) -> TokenChunk | None:
         if isinstance(event, LegOutput):

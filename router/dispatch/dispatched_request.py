@@ -68,6 +68,7 @@ class DispatchedRequest:
             kv_hints=call.kv_hints,
             foreign_kv=self._foreign_kv(now) if handoff_id.attempt == 1 else None,
             prior_output_token_ids=self.answer.token_ids,
+            predicted_token_ids=call.predicted_token_ids,
             is_paced=is_paced,
         )
 

@@ -21,6 +21,7 @@ from baton.router.values import ChatPrompt, GenerateCall, Prompt, TokenPrompt
 from baton.rpc.errors import EmptyPrompt, NoNodes, UnknownModel
 
 MAX_REMEMBERED_BAD_WORDS = 16
+NO_DRAFTS = "prediction is ignored: the decode nodes run without --speculative ngram:K or suffix:K"
 
 
 class InputProcessor:
@@ -50,6 +51,8 @@ class InputProcessor:
         if call.task.sampling is not None:
             call = replace(call, sampling=call.task.sampling, bad_words=(), fills_context=False)
         call = await self._ban_bad_words(call, context.owner)
+        if call.prediction:
+            call = await self._tokenize_prediction(call, context.owner)
         tokenized = await self._tokenize(call, context.owner)
         num_tokens = len(tokenized.prompt_token_ids)
         context.trace.note_tokenized(num_tokens)
@@ -165,6 +168,20 @@ class InputProcessor:
         spellings = await self._large_texts_of(call.model).run_in_turn(size, spell, client)
         banned = (*call.sampling.banned_sequences, *spellings)
         return replace(call, sampling=replace(call.sampling, banned_sequences=banned))
+
+    async def _tokenize_prediction(self, call: GenerateCall, client: str) -> GenerateCall:
+        """Replace the prediction by its tokens, up to the longest answer.
+
+        It is left out, with a warning, if the decode nodes are known and none proposes drafts.
+        """
+        served, text = self._table.served_model(call.model), call.prediction
+        call = replace(call, prediction="")
+        if served.max_model_len is not None and not served.follows_predictions:
+            return replace(call, warnings=(*call.warnings, NO_DRAFTS))
+        boundary = self._profiles.of(call.model).text
+        encode = partial(boundary.encode_prediction, text, served.max_model_len)
+        token_ids = await self._large_texts_of(call.model).run(len(text), encode, client)
+        return replace(call, predicted_token_ids=token_ids)
 
     def _begin_after_reasoning(self, call: GenerateCall) -> GenerateCall:
         """Let structured output begin after the reasoning, unless the prompt has ended it."""

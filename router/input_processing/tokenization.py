@@ -45,6 +45,10 @@ class TextBoundary:
             return prompt
         return TokenPrompt(self.token_ids(prompt, max_tokens))
 
+    def encode_prediction(self, text: str, max_tokens: int | None) -> tuple[int, ...]:
+        """Return the tokens of a text that an answer may repeat, without those that do not fit."""
+        raise _no_tokenizer_error(self._model)
+
     def spellings(self, word: str) -> frozenset[tuple[int, ...]]:
         """Return the token sequences of `word`, inside and at the beginning of a word."""
         raise _no_tokenizer_error(self._model)
@@ -174,6 +178,10 @@ class ModelText(TextBoundary):
                 f"{max_tokens} tokens, which make at most {max_characters} characters: shorten it",
                 field,
             )
+
+    def encode_prediction(self, text: str, max_tokens: int | None) -> tuple[int, ...]:
+        end = None if max_tokens is None else max_tokens * self._tokenizer.max_token_chars
+        return tuple(self._tokenizer.encode(text[:end], add_special_tokens=False)[:max_tokens])
 
     def spellings(self, word: str) -> frozenset[tuple[int, ...]]:
         texts = (word, f" {word.lstrip()}")

@@ -26,6 +26,7 @@ class ServedModel:
     has_labels: bool = False  # the vector has scores of labels
     # Now or before. A decoder that only embeds has prefill nodes alone.
     has_decode_nodes: bool = False
+    follows_predictions: bool = False  # on some decode node
 
     def can(self, task: Task) -> bool:
         """Return whether the model embeds, or generates text."""
@@ -151,4 +152,5 @@ def _served_model(cards: Sequence[NodeCard], *, has_decode_nodes: bool) -> Serve
         vector_size=max((card.vector_size for card in cards), default=0),
         has_labels=any(card.has_labels for card in cards),
         has_decode_nodes=has_decode_nodes,
+        follows_predictions=any(card.follows_predictions for card in limiting),
     )

@@ -38,6 +38,7 @@ from baton.router.values import (
     Prompt,
     ReasoningMarks,
     ReasoningTokens,
+    TextPrompt,
     TokenPrompt,
 )
 from baton.rpc.errors import FailureKind, NodeFailed
@@ -319,6 +320,63 @@ def test_an_unknown_role_is_refused_by_name(text: TextBoundary) -> None:
         assert refusal.value.param == f"messages.{len(CHAT)}.role"
 
     through_the_door(scenario, text=text)
+
+
+def test_a_prediction_goes_to_nodes_that_follow_it_and_is_counted(text: TextBoundary) -> None:
+    following = a_node(LegKind.DECODE)
+    card = replace(following.card, follows_predictions=True, max_model_len=64)
+    table = a_table(a_node(LegKind.PREFILL), replace(following, card=card))
+    nodes = FakeNodeCalls(report=CallReport(tokens_proposed=5, tokens_accepted=3))
+    words = "the quick fox " * 99
+    prediction: Any = {"type": "content", "content": words}
+
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
+        parameters: dict[str, Any] = {"model": "tiny", "messages": CHAT, "max_tokens": 4, "n": 2}
+        parameters["prediction"] = prediction
+        whole = await client.chat.completions.create(**parameters)
+        stream = await client.chat.completions.create(
+            **parameters, stream=True, stream_options={"include_usage": True}
+        )
+        last = [chunk async for chunk in stream][-1]
+        plain = await client.chat.completions.create(
+            model="tiny", messages=CHAT, prediction=None, max_tokens=4
+        )
+
+        assert whole.usage is not None
+        assert whole.usage.completion_tokens_details is not None
+        details = whole.usage.completion_tokens_details
+        assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (6, 4)
+        assert last.usage == whole.usage
+        assert "warnings" not in (whole.model_extra or {})
+        assert plain.usage is not None
+        assert plain.usage.completion_tokens_details is None
+        predicted = [
+            each.request.predicted_token_ids
+            for each in nodes.received
+            if each.leg is LegKind.DECODE
+        ]
+        assert predicted == [text.token_ids(TextPrompt(words, False))[:64]] * 4 + [()]
+
+    through_the_door(scenario, nodes, text=text, table=table)
+
+
+def test_a_prediction_that_no_node_follows_is_ignored_with_a_warning(text: TextBoundary) -> None:
+    nodes = FakeNodeCalls()
+
+    async def scenario(router: HttpRouter, client: AsyncOpenAI) -> None:
+        answer: Any = await client.chat.completions.create(
+            model="tiny",
+            messages=CHAT,
+            max_tokens=4,
+            prediction={"type": "content", "content": "the quick"},
+        )
+
+        [warning] = answer.warnings
+        assert warning.startswith("prediction is ignored")
+        assert answer.usage.completion_tokens_details.accepted_prediction_tokens == 0
+        assert not any(each.request.predicted_token_ids for each in nodes.received)
+
+    through_the_door(scenario, nodes, text=text)
 
 
 def test_an_unknown_count_of_cached_tokens_is_left_out() -> None:

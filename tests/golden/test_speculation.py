@@ -194,6 +194,36 @@ def test_past_answers_do_not_change_answers(requested: str, engine_of: MakeEngin
     assert num_steps[1] < num_steps[0] / 1.5
 
 
+@pytest.mark.parametrize("requested", ["greedy", "seeded", "penalties"])
+@pytest.mark.parametrize("num_prior", [0, 20])
+def test_predictions_do_not_change_answers(
+    requested: str, num_prior: int, engine_of: MakeEngine
+) -> None:
+    """An answer without repetitions, and predictions of it with some tokens changed."""
+    sampling = replace(REQUESTED[requested], allowed_token_ids=None, temperature=5.0)
+    request = replace(LONELY, sampling=sampling)
+    [plain] = run(engine_of("llama", None), request)
+    answer = plain.token_ids
+    predictions = {
+        "right": answer,
+        "changed": [*answer[:15], 9, *answer[16:25], 9, 9, *answer[25:]],
+        "wrong": prompt_of(NUM_TOKENS),
+    }
+    engine, num_outputs = engine_of("llama", SPECULATION), {}
+    for name, prediction in predictions.items():
+        predicted = replace(
+            request,
+            predicted_token_ids=tuple(prediction),
+            prior_output_token_ids=tuple(answer[:num_prior]),
+        )
+        [got] = run(engine, predicted)
+        assert got.token_ids == answer[num_prior:]
+        num_outputs[name] = len(got.outputs)
+
+    assert num_outputs["right"] <= 2 + (NUM_TOKENS - num_prior) / (1 + NUM_DRAFTED)
+    assert num_outputs["right"] < num_outputs["changed"] < num_outputs["wrong"]
+
+
 def test_past_answers_are_drafts_for_the_same_salt_alone(engine_of: MakeEngine) -> None:
     engine, salted = engine_of("llama", SUFFIX), replace(LONELY, cache_salt="a")
     [first] = run(engine, salted)

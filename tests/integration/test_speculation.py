@@ -132,6 +132,28 @@ def test_a_stop_string_among_accepted_tokens_ends_the_answer(
     assert len(speculated.logprobs) == len(speculated.token_ids)
 
 
+@pytest.mark.parametrize("speculating", ["ngram"], indirect=True)
+def test_a_prediction_is_proposed_and_does_not_change_the_answer(
+    cluster: LocalCluster, speculating: LocalCluster
+) -> None:
+    sampling = replace(SEEDED, temperature=5.0, allowed_token_ids=None)
+    with Client(cluster.address) as one, Client(speculating.address) as other:
+        plain = other.generate(prompt_of(40), Generation(sampling))
+        predicted = Generation(sampling, prediction=plain.text)
+        ignored = one.generate(prompt_of(40), predicted)
+        followed = other.generate(prompt_of(40), predicted)
+
+    assert ignored.token_ids == followed.token_ids == plain.token_ids
+    assert plain.finish is not None
+    assert ignored.finish is not None
+    assert followed.finish is not None
+    # The text of random tokens does not begin with the same tokens everywhere.
+    assert plain.finish.served.tokens_accepted == 0 < followed.finish.served.tokens_accepted
+    assert followed.finish.warnings == plain.finish.warnings == ()
+    [warning] = ignored.finish.warnings
+    assert "--speculative" in warning
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_speculating_stream_continues_on_another_node_when_its_node_is_killed(
     method: str, make_speculating: MakeOptions, cluster: LocalCluster

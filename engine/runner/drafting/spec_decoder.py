@@ -67,6 +67,11 @@ class SpecDecoder:
                 yield self._draft_row(row, max_tokens)
 
     def _draft_row(self, row: PlanRow, max_tokens: int) -> DraftRow:
-        known_tokens = self.batch.known_tokens(row.request_id)
-        keys = PrefixKeys(row.cache_salt, row.adapter)
-        return DraftRow(row.request_id, known_tokens, max_tokens, row.num_prompt_tokens, keys)
+        return DraftRow(
+            row.request_id,
+            self.batch.known_tokens(row.request_id),
+            max_tokens,
+            row.num_prompt_tokens,
+            row.predicted_token_ids,
+            PrefixKeys(row.cache_salt, row.adapter),
+        )

@@ -87,6 +87,7 @@ def calls_from(
         priority=message.priority,
         cache_salt=message.cache_salt,
         kv_hints=hints,
+        prediction=message.prediction,
         bad_words=tuple(params.bad_words),
         foreign_kv=foreign_kv_from_json(params_of_kv) if params_of_kv else None,
     )

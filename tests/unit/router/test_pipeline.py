@@ -201,7 +201,8 @@ def expected_tokens(nodes: FakeNodeCalls, count: int = 6) -> list[int]:
 def test_both_legs_start_with_one_hand_off_id_and_one_seed() -> None:
     nodes = FakeNodeCalls()
 
-    token_ids, finish = asyncio.run(run(a_pipeline(nodes), a_call()))
+    call = replace(a_call(), predicted_token_ids=(8, 9))
+    token_ids, finish = asyncio.run(run(a_pipeline(nodes), call))
 
     prefill, decode = sorted(nodes.received, key=lambda requested: requested.leg is LegKind.DECODE)
     source = Peer(NodeId("prefill"), "prefill:1")
@@ -209,6 +210,8 @@ def test_both_legs_start_with_one_hand_off_id_and_one_seed() -> None:
     assert prefill.request.send_to == prefill.handoff_id
     assert decode.request.receive_from == ReceiveKv(prefill.handoff_id, source)
     assert prefill.request.seed == decode.request.seed
+    assert prefill.request.predicted_token_ids == ()  # it samples one token only
+    assert decode.request.predicted_token_ids == (8, 9)
     assert token_ids == expected_tokens(nodes)
     assert finish.served.is_prefill_remote
     assert finish.served.kv_bytes == 2048
@@ -346,7 +349,8 @@ def test_a_failed_decode_continues_on_another_node_without_gap_or_repeat() -> No
         a_node(LegKind.PREFILL), a_node(LegKind.DECODE, "d1"), a_node(LegKind.DECODE, "d2")
     )
 
-    token_ids, finish = asyncio.run(run(a_pipeline(nodes, table), a_call()))
+    call = replace(a_call(), predicted_token_ids=(8, 9))
+    token_ids, finish = asyncio.run(run(a_pipeline(nodes, table), call))
 
     first, second = (requested for requested in nodes.received if requested.leg is LegKind.DECODE)
     assert token_ids == expected_tokens(nodes)
@@ -354,6 +358,7 @@ def test_a_failed_decode_continues_on_another_node_without_gap_or_repeat() -> No
     assert first.node != second.node
     assert second.request.prior_output_token_ids == tuple(token_ids[:3])
     assert second.request.seed == first.request.seed
+    assert second.request.predicted_token_ids == (8, 9)
     assert second.request.age_s > first.request.age_s > 0  # its place by arrival goes with it
     assert finish.served.attempts == 2
 

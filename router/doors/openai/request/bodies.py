@@ -84,10 +84,17 @@ class PromptCacheOptions(Body):
 
 
 class Prediction(Body):
-    """Text that the answer is likely to repeat. It is ignored, as it affects no answer."""
+    """Text that the answer is likely to repeat."""
 
     type: Literal["content"]
     content: str | list[dict[str, Any]]
+
+    @property
+    def text(self) -> str:
+        """Raises UnsupportedInput for a part that is no text."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(map(_text_of_part, self.content))
 
 
 class GenerationBody(Body):
@@ -198,6 +205,16 @@ class ResetBody(Body):
 
 
 B = TypeVar("B", bound=Body)
+
+
+def _text_of_part(part: Mapping[str, Any]) -> str:
+    text = part.get("text")
+    if part.get("type") != "text" or not isinstance(text, str):
+        raise UnsupportedInput(
+            "prediction.content has a part that is no text: send parts of type text",
+            "prediction.content",
+        )
+    return text
 
 
 def with_session(fields: dict[str, Any], session_id: str) -> dict[str, Any]:

@@ -186,6 +186,7 @@ def chat_request_from(
             tools=choice.shown,
         ),
         fills_context=max_tokens is None,
+        prediction="" if body.prediction is None else body.prediction.text,
     )
 
 
@@ -214,6 +215,7 @@ def _parsed_request(
     output_format: OutputFormat | None,
     text_format: TextFormat = PLAIN_TEXT,
     fills_context: bool = False,
+    prediction: str = "",
 ) -> ParsedRequest:
     stop = [body.stop] if isinstance(body.stop, str) else body.stop
     check_texts(body.model, body.cache_salt, stop, body.bad_words)
@@ -235,6 +237,7 @@ def _parsed_request(
         priority=body.priority,
         cache_salt=body.cache_salt,
         kv_hints=hints,
+        prediction=prediction,
         bad_words=tuple(body.bad_words),
         shown_tokens=text_format.marks,
         reasoning=None if form is None else text_format.reasoning_tokens,

@@ -43,8 +43,11 @@ class UsageTotals:
     def __init__(self, parsed: ParsedRequest) -> None:
         self._num_each = parsed.num_each
         self._with_answer = parsed.options.with_answer
+        self._has_prediction = bool(parsed.calls[0].prediction)
         self._num_prompt_tokens = 0
         self._num_completion_tokens = 0
+        self._num_proposed_tokens = 0  # by speculative decoding
+        self._num_accepted_tokens = 0
         # Of the answer whose request computed the prompt: it has the fewest cached tokens.
         self._end_by_prompt: dict[int, Finish] = {}
 
@@ -56,6 +59,8 @@ class UsageTotals:
         self._end_by_prompt[prompt] = min(known, end, key=_num_cached)
         if self._with_answer:
             self._num_completion_tokens += end.num_completion_tokens
+            self._num_proposed_tokens += end.served.tokens_proposed
+            self._num_accepted_tokens += end.served.tokens_accepted
 
     @property
     def totals(self) -> Json:
@@ -63,6 +68,11 @@ class UsageTotals:
         details = _prompt_details(list(self._end_by_prompt.values()))
         if details:
             usage["prompt_tokens_details"] = details
+        if self._has_prediction:
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": self._num_accepted_tokens,
+                "rejected_prediction_tokens": self._num_proposed_tokens - self._num_accepted_tokens,
+            }
         return usage
 
 

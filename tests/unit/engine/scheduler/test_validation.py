@@ -67,6 +67,16 @@ def test_a_prior_output_outside_the_vocabulary_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("predicted", "reason"),
+    [((100,), "outside the vocabulary in the prediction"), ((1,) * 21, "has 21 tokens")],
+)
+def test_a_prediction_that_no_answer_can_repeat_is_refused(
+    predicted: tuple[int, ...], reason: str
+) -> None:
+    _assert_refused(replace(make_engine_request([1]), predicted_token_ids=predicted), reason)
+
+
+@pytest.mark.parametrize(
     "sampling",
     [
         SamplingParams(stop_token_ids=(100,)),

@@ -31,7 +31,7 @@ def row_of(
     tokens: Sequence[int], *, most: int = 8, num_prompt_tokens: int = 0, salt: str = ""
 ) -> DraftRow:
     known_tokens = np.array(tokens, dtype=np.int64)
-    return DraftRow(NAME, known_tokens, most, num_prompt_tokens, PrefixKeys(salt))
+    return DraftRow(NAME, known_tokens, most, num_prompt_tokens, (), PrefixKeys(salt))
 
 
 def draft(
@@ -136,6 +136,41 @@ def test_by_ngrams_past_answers_are_not_kept() -> None:
     proposer = after_an_answer(Speculation(num_tokens=4))
 
     assert not proposer.propose([row_of([9, 4, 5, 6], salt="a")], 8)
+
+
+def predicted(outputs: Sequence[int], proposer: SuffixProposer | None = None) -> list[int]:
+    """Return what is drafted after `outputs` if `ANSWER` was predicted."""
+    row = row_of([*PROMPT, *outputs], num_prompt_tokens=len(PROMPT))
+    proposer = proposer or SuffixProposer(SUFFIX)
+    row = row._replace(predicted_token_ids=tuple(ANSWER))
+    return list(proposer.propose([row], 8).get(NAME, ()))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "expected"),
+    [
+        ([], ANSWER[:4]),
+        (ANSWER[:1], ANSWER[1:]),
+        (ANSWER, []),
+        ([9], []),
+        ([9, 5, 6], []),
+        ([9, 5, 6, 7], [8]),
+        ([*ANSWER[:3], 9], []),
+    ],
+)
+def test_a_prediction_is_followed_from_its_beginning_and_again_after_a_change(
+    outputs: list[int], expected: list[int]
+) -> None:
+    assert predicted(outputs) == expected
+
+
+def test_a_prediction_is_no_past_answer() -> None:
+    proposer = SuffixProposer(SUFFIX)
+    predicted([9], proposer)
+
+    proposer.forget({NAME: row_of([*PROMPT, 9, 9, 9, 9, 9], num_prompt_tokens=len(PROMPT))})
+
+    assert not proposer.propose([row_of([1, 2, 3, *ANSWER[:3]])], 8)
 
 
 def test_the_prompts_of_past_requests_are_not_kept() -> None:

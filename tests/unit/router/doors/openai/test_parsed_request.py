@@ -408,12 +408,25 @@ def test_fields_without_effect_on_the_answer_are_accepted() -> None:
         "tool_choice": "auto",
         "prompt_cache_options": {"mode": "explicit"},
         "prompt_cache_retention": "in_memory",
-        "prediction": {"type": "content", "content": "def f():"},
     }
 
     assert chat(**harmless) == chat()
-    parts = [{"type": "text", "text": "def f():"}]
-    assert chat(prediction={"type": "content", "content": parts}) == chat()
+
+
+@pytest.mark.parametrize(
+    "content", ["def f():", [{"type": "text", "text": "def "}, {"type": "text", "text": "f():"}]]
+)
+def test_a_prediction_is_text_or_parts_of_it(content: Any) -> None:
+    [call] = chat(prediction={"type": "content", "content": content}).calls
+
+    assert call.prediction == "def f():"
+
+
+def test_a_prediction_of_an_image_is_refused() -> None:
+    parts = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+
+    with pytest.raises(UnsupportedInput, match="parts of type text"):
+        chat(prediction={"type": "content", "content": parts})
 
 
 @pytest.mark.parametrize(
