@@ -82,6 +82,7 @@ class LLM:
         lora: Mapping[str, str] | None = None,  # folders of adapters, by name
         max_lora_rank: int = 64,
         speculative: str = "",
+        speculative_model: str = "",
         logprobs_mode: str = RAW_LOGPROBS,
         weight_cache_dir: str = "",  # as weight-cache-dir
         show_progress: bool | None = None,
@@ -114,6 +115,7 @@ class LLM:
                 weight_cache_dir or os.environ.get(WEIGHT_CACHE_VARIABLE, "")
             ),
             speculation=parse_speculation(speculative),
+            speculative_model=speculative_model,
             logprobs_mode=logprobs_mode,
         )
         scheduling = SchedulerConfig(

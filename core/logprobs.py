@@ -24,3 +24,4 @@ class FirstToken:
 
     token_id: int
     logprobs: TokenLogprobs | None = None
+    draft_state: bytes = b""  # from which a draft head goes on; empty: there is no head

@@ -90,6 +90,7 @@ class PlanRow:
     media: tuple[MediaSegment, ...] = ()  # in the prompt
     cache_salt: str = ""
     predicted_token_ids: tuple[int, ...] = ()  # that the output is likely to repeat
+    draft_state: bytes = b""  # of a draft head, after `token_ids`
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -162,6 +163,8 @@ class RunResult:
     # With speculation: number of proposed tokens. The accepted ones are in `token_ids`.
     num_proposed: dict[RequestId, int] = field(default_factory=dict)
     encode_s: dict[RequestId, float] = field(default_factory=dict)  # for pictures, before the pass
+    # With a draft head: the states after the first tokens that rows sample here.
+    draft_states: dict[RequestId, bytes] = field(default_factory=dict)
 
     def without(self, request_ids: Collection[RequestId]) -> RunResult:
         """Return the results of all other requests."""

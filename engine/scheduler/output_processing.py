@@ -129,7 +129,8 @@ class OutputProcessor:
                 or token_id in request.stop_token_ids
                 or not request.is_plain
             ):
-                self._accept(request, token_ids, run.logprobs.get(request_id, ()))
+                draft_state = run.draft_states.get(request_id, b"")
+                self._accept(request, token_ids, run.logprobs.get(request_id, ()), draft_state)
                 continue
             known.append(token_id)
             request.kv.num_computed_tokens = num_tokens - 1
@@ -137,7 +138,11 @@ class OutputProcessor:
             outbox.append(Output(request_id, first_index, (token_id,), request.registration))
 
     def _accept(
-        self, request: Request, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+        self,
+        request: Request,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        draft_state: bytes = b"",
     ) -> bool:
         """Append tokens, with logprobs, up to a final one. Returns False if the request ends."""
         first_index = request.num_output_tokens
@@ -167,7 +172,7 @@ class OutputProcessor:
             return True
         # A sender's first token completes the hand-off even if it ends the request. The decode
         # node then ends the request by the same rule instead of waiting for KV.
-        first_token = FirstToken(taken[0], logprobs[0] if logprobs else None)
+        first_token = FirstToken(taken[0], logprobs[0] if logprobs else None, draft_state)
         self._state.arrivals.sends.complete(
             request.submitted.send_to, request.kv.num_context_tokens, first_token
         )
@@ -225,6 +230,7 @@ class OutputProcessor:
         self._state.cache.register(request.kv)
         logprobs = () if first_token.logprobs is None else (first_token.logprobs,)
         if self._accept(request, (first_token.token_id,), logprobs):
+            request.draft_state = first_token.draft_state
             self._state.make_ready(request)
 
     def _receiver_of(self, handoff_id: HandoffId) -> Request | None:

@@ -108,6 +108,12 @@ class Request:
     num_preemptions: int = 0
     num_proposed_tokens: int = 0
     num_accepted_tokens: int = 0
+    draft_state: bytes = b""  # received with the first token, and of use right after it
+
+    @property
+    def has_one_new_token(self) -> bool:
+        """Return whether it has one token more than when it was last admitted."""
+        return self.num_tokens == self.kv.num_context_tokens + 1
 
     def __post_init__(self, root_hash: BlockHash) -> None:
         submitted, sampling = self.submitted, self.submitted.sampling

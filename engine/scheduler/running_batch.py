@@ -225,4 +225,5 @@ def make_row(request: Request) -> PlanRow:
         media=request.submitted.media,
         cache_salt=request.submitted.cache_salt,
         predicted_token_ids=request.submitted.predicted_token_ids,
+        draft_state=request.draft_state if request.has_one_new_token else b"",
     )

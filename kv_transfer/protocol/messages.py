@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from base64 import b64decode, b64encode
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from baton.kv_transfer.errors import InvalidMessage, PeerUnreachable
 from baton.kv_transfer.layout import KvLayout, is_convertible
 
 # Part of the fingerprint: a node of another version is refused before it can be misunderstood.
-WIRE_VERSION = 6
+WIRE_VERSION = 7
 # A transport allocates descriptors in proportion to the number of blocks of the peer.
 MAX_REGION_BLOCKS = 1 << 24
 MAX_ADDRESS = 1 << 64
@@ -243,6 +244,7 @@ def note_of(done: Done) -> bytes:
             done.digest,
             None if first is None else first.token_id,
             None if first is None else _logprobs_to(first.logprobs),
+            "" if first is None else b64encode(first.draft_state).decode(),
         ]
     ).encode()
 
@@ -253,13 +255,14 @@ def decode_done(note: bytes) -> Done:
     The data path is not authenticated, so every field is checked.
     """
     try:
-        request_id, attempt, num_tokens, digest, token_id, logprobs = json.loads(note)
+        request_id, attempt, num_tokens, digest, token_id, logprobs, state = json.loads(note)
+        draft_state = b64decode(_check_type(str, state), validate=True)
         return Done(
             HandoffId(_check_type(str, request_id), _check_type(int, attempt)),
             _check_type(int, num_tokens),
             None
             if token_id is None
-            else FirstToken(_check_type(int, token_id), _logprobs_of(logprobs)),
+            else FirstToken(_check_type(int, token_id), _logprobs_of(logprobs), draft_state),
             None if digest is None else _check_type(int, digest),
         )
     except (ValueError, TypeError, RecursionError) as error:

@@ -45,7 +45,7 @@ PULSE_S = 1.0
 
 Outbox = asyncio.Queue[LinkMessage | None]  # None: nothing more will be sent
 # A Done's first token is two fields of the message.
-FIRST_TOKEN = ("first_token", "first_token_id", "first_token_logprobs")
+FIRST_TOKEN = ("first_token", "first_token_id", "first_token_logprobs", "draft_state")
 # By the name of the message in LinkMessage. mypy cannot express that each has types of its own.
 MAPPERS: dict[str, Mapper[Any, Any]] = {
     "hello": Mapper(Hello, kv_link_pb2.Hello),
@@ -221,7 +221,7 @@ def _first_token_from(message: kv_link_pb2.Done) -> FirstToken | None:
         return None
     has_logprobs = message.HasField("first_token_logprobs")
     logprobs = logprobs_from(message.first_token_logprobs) if has_logprobs else None
-    return FirstToken(message.first_token_id, logprobs)
+    return FirstToken(message.first_token_id, logprobs, message.draft_state)
 
 
 def _first_token_to(token: FirstToken | None) -> dict[str, Any]:
@@ -229,4 +229,8 @@ def _first_token_to(token: FirstToken | None) -> dict[str, Any]:
     if token is None:
         return {}
     logprobs = None if token.logprobs is None else logprobs_to(token.logprobs)
-    return {"first_token_id": token.token_id, "first_token_logprobs": logprobs}
+    return {
+        "first_token_id": token.token_id,
+        "first_token_logprobs": logprobs,
+        "draft_state": token.draft_state,
+    }

@@ -214,7 +214,9 @@ def test_complete_blocks_are_reported_before_the_last_has_arrived(
 
 
 @pytest.mark.parametrize("kind", ONE_SIDED)
-@pytest.mark.parametrize("note", [b"", NOTE, bytes(range(256)) * 16], ids=["none", "some", "4 KiB"])
+@pytest.mark.parametrize(
+    "note", [b"", NOTE, bytes(range(256)) * 256], ids=["none", "some", "64 KiB"]
+)
 def test_the_note_of_a_notification_arrives(pool: EndpointPool, kind: str, note: bytes) -> None:
     with ends(pool, kind) as pair:
         pair.p.call("notify", TICKET, note)

@@ -16,6 +16,7 @@ from baton.core.legs import LegKind
 from baton.core.reasoning import ReasoningSection
 from baton.core.sampling import SamplingParams
 from baton.core.structured_outputs import StructuredOutputs
+from baton.llm import LLM
 from baton.rpc.node_info import NodeStatus
 from tests.support.client_load import ClientRequest, answer_all
 from tests.support.draft_heads import make_head_folder
@@ -40,11 +41,13 @@ SEEDED = SamplingParams(
 
 
 @pytest.fixture(scope="module")
-def make_speculating(
-    cluster_options: MakeOptions, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> MakeOptions:
+def head(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_head_folder(tmp_path_factory.mktemp("head"), model_folder)
+
+
+@pytest.fixture(scope="module")
+def make_speculating(cluster_options: MakeOptions, head: Path) -> MakeOptions:
     """Return a factory of options for two decode nodes that speculate by a method."""
-    head = make_head_folder(tmp_path_factory.mktemp("head"), model_folder)
 
     def make(method: str) -> ClusterOptions:
         options = cluster_options(num_decode=2)
@@ -87,6 +90,25 @@ def test_answers_equal_those_without_speculation(
         assert other.finish.served.prompt_tokens_computed_on_decode == 0
         assert one.finish.served.tokens_proposed == 0
     assert sum(one.finish.served.tokens_accepted for one in speculated) > 0
+
+
+@pytest.mark.parametrize("speculating", ["eagle3"], indirect=True)
+def test_a_draft_head_goes_on_after_a_hand_off_as_on_one_node(
+    speculating: LocalCluster, head: Path, model_folder: Path
+) -> None:
+    served = [
+        one.finish.served for one in answer_all(speculating.address, requests(), num_at_once=1)
+    ]
+
+    drafting = {"speculative": "eagle3:4", "speculative_model": str(head)}
+    with LLM(str(model_folder), kv_cache_memory="16MiB", **drafting) as llm:  # type: ignore[arg-type]
+        for one in requests():
+            sampling = one.generation.sampling
+            assert isinstance(sampling, SamplingParams)
+            llm.generate([one.prompt], sampling)
+        stats = llm.engine.scheduler.stats()
+    assert sum(each.tokens_proposed for each in served) == stats.total_proposed_tokens
+    assert sum(each.tokens_accepted for each in served) == stats.total_accepted_tokens > 0
 
 
 def constrained_requests() -> list[ClientRequest]:

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from baton.cli.errors import FAILED, print_error, print_warning
-from baton.cli.options.model import Device, Dtype, KvDtype, ModelOrDemo, Speculative, Threads
+from baton.cli.options.model import (
+    Device,
+    Dtype,
+    KvDtype,
+    ModelOrDemo,
+    Speculative,
+    SpeculativeModel,
+    Threads,
+)
 from baton.cli.options.sampling import IncludeStop, StopStrings, sampling
 from baton.cli.signatures import inherit_options
 from baton.core.options import KV_CACHE, Option
@@ -35,6 +43,7 @@ def run(
     device: Device = "cpu",
     threads: Threads = None,
     speculative: Speculative = "",
+    speculative_model: SpeculativeModel = "",
     kv_cache_memory: Annotated[
         str | None,
         Option(
@@ -73,6 +82,7 @@ def run(
         kv_cache_dtype=kv_cache_dtype,
         num_threads=threads,
         speculative=speculative,
+        speculative_model=speculative_model,
     ) as llm:
         if (kv := llm.kv_memory) is not None:
             size = f"{kv.num_blocks} blocks, {kv.num_tokens} tokens"

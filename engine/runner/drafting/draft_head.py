@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,11 +22,6 @@ from baton.engine.runner.model.ops import Norm, Ops
 from baton.engine.runner.sampling.output_heads import HiddenStates
 
 NEVER_DRAFTED = -1e30  # finite: logits that are not count as a failure
-
-
-class DraftStates(NamedTuple):
-    fed_back: Tensor  # the input of the next step
-    outputs: Tensor  # normalised, for `logits`
 
 
 class DraftHead(Protocol):
@@ -48,12 +43,15 @@ class DraftHead(Protocol):
 
     def forward(
         self, token_ids: Tensor, states: Tensor, positions: Tensor, forward_pass: ForwardPass
-    ) -> DraftStates:
-        """Compute the layer, which writes its KV. `states` can be overwritten."""
+    ) -> Tensor:
+        """Compute the layer, which writes its KV, and return the states of the next step.
+
+        The given ones can be overwritten.
+        """
         ...
 
-    def logits(self, outputs: Tensor) -> Tensor:
-        """[rows, hidden_size] → [rows, vocab_size] in float32."""
+    def logits(self, states: Tensor) -> Tensor:
+        """Return what states predict: [rows, hidden_size] → [rows, vocab_size] in float32."""
         ...
 
 
@@ -93,17 +91,17 @@ class Eagle3Head:
 
     def forward(
         self, token_ids: Tensor, states: Tensor, positions: Tensor, forward_pass: ForwardPass
-    ) -> DraftStates:
+    ) -> Tensor:
         embeddings = self.ops.rms_norm(self.embedding.rows(token_ids), self.embedding_norm)
         normed = self.ops.rms_norm(states, self.state_norm)
         inputs = torch.cat((embeddings, normed), dim=1)
         residual = normed if self.adds_normed else states
         hidden, _ = self.layer.forward(forward_pass, LayerInput(residual, inputs), None)
-        outputs = self.ops.rms_norm(hidden, self.norm)
-        return DraftStates(outputs if self.feeds_back_normed else hidden, outputs)
+        return self.ops.rms_norm(hidden, self.norm) if self.feeds_back_normed else hidden
 
-    def logits(self, outputs: Tensor) -> Tensor:
-        logits = self.head(outputs).float()
+    def logits(self, states: Tensor) -> Tensor:
+        normed = states if self.feeds_back_normed else self.ops.rms_norm(states, self.norm)
+        logits = self.head(normed).float()
         if self.drafted_ids is None:
             return logits
         spread = logits.new_full((len(logits), self.config.vocab_size), NEVER_DRAFTED)

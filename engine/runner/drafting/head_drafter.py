@@ -24,7 +24,7 @@ from baton.engine.runner.batch.input_batch import PersistentBatch, Step
 from baton.engine.runner.batch.unknown_tokens import SampledTokens
 from baton.engine.runner.device.device import Device
 from baton.engine.runner.device.step_inputs import StepInputs, make_inputs
-from baton.engine.runner.drafting.draft_head import DraftHead, DraftStates
+from baton.engine.runner.drafting.draft_head import DraftHead
 from baton.engine.runner.model.mixers import AttentionPass, ForwardPass
 from baton.engine.runner.model.pass_layout import PassLayout, TokenRun
 from baton.engine.runner.model.rope import Ropes
@@ -54,8 +54,10 @@ class HeadDrafter:
         self._attention = attention
         self._sampler = sampler
         self._grammar_masks = grammar_masks  # from the first row with a grammar on
+        self._place = device.place
         self._ropes = Ropes(head.config, device.place, dtype)
         self._inputs = make_inputs(device)
+        self._dtype = dtype
         self._states: dict[RequestId, _NewestState] = {}
         self._rows: dict[RequestId, PlanRow] = {}  # as drafts are sampled
 
@@ -76,7 +78,7 @@ class HeadDrafter:
         attention, positions = self._attention.begin(layout, inputs), inputs.put(layout.positions)
         return LayerPass(attention, positions, int(layout.positions.max()) + 1)
 
-    def compute(self, token_ids: Tensor, states: Tensor, layer: LayerPass) -> DraftStates:
+    def compute(self, token_ids: Tensor, states: Tensor, layer: LayerPass) -> Tensor:
         angles = self._ropes.angles(layer.positions, None, layer.max_len)
         forward_pass = ForwardPass(angles, layer.attention)
         return self._head.forward(token_ids, states, layer.positions, forward_pass)
@@ -84,17 +86,20 @@ class HeadDrafter:
     def states_of(self, hidden_states: HiddenStates) -> Tensor:
         return self._head.states_of(hidden_states)
 
-    def keep(self, request_id: RequestId, state: _NewestState) -> None:
-        self._states[request_id] = state
+    def keep(self, request_id: RequestId, num_known: int, state: Tensor) -> bool:
+        """Keep the newest state of a row. Returns whether it is the first one."""
+        is_first = request_id not in self._states
+        self._states[request_id] = _NewestState(num_known, state)
+        return is_first
 
     # --- between passes -------------------------------------------------------------
 
     def propose(self, rows: Iterable[DraftRow], max_tokens: int) -> Drafts:
         drafting: list[_Drafting] = []
         for row in rows:
-            state = self._states.get(row.request_id)
             length = min(row.max_tokens, max_tokens)
-            if length > 0 and state is not None and state.num_known == len(row.known_tokens):
+            state = self._state_after(row) if length > 0 else None
+            if state is not None:
                 drafting.append(_Drafting(row.request_id, state, length))
                 max_tokens -= length
         if not drafting:
@@ -111,11 +116,21 @@ class HeadDrafter:
             self._states.pop(request_id, None)
             self._rows.pop(request_id, None)
 
+    def _state_after(self, row: DraftRow) -> Tensor | None:
+        """Return the state after the newest token, which another node may have computed."""
+        kept = self._states.get(row.request_id)
+        if kept is not None:
+            return kept.state if kept.num_known == len(row.known_tokens) else None
+        received = self._batch.newest_run(row.request_id).row
+        size = self._head.config.hidden_size
+        is_newest = len(received.token_ids) == len(row.known_tokens)
+        if not is_newest or len(received.draft_state) != size * self._dtype.itemsize:
+            return None
+        state = torch.frombuffer(bytearray(received.draft_state), dtype=self._dtype)
+        return state.to(self._place)
+
     def _draft(self, drafting: Sequence[_Drafting]) -> None:
-        states = DraftStates(
-            torch.stack([each.state.fed_back for each in drafting]),
-            torch.stack([each.state.output for each in drafting]),
-        )
+        states = torch.stack([each.state for each in drafting])
         while True:
             found = [self._run(each) for each in drafting]
             kept = [index for index, run in enumerate(found) if run is not None]
@@ -124,18 +139,16 @@ class HeadDrafter:
             runs = [run for run in found if run is not None]
             drafting = [drafting[index] for index in kept]
             if len(kept) < len(found):
-                states = DraftStates(*(part[kept] for part in states))
-            for each, run, token_id in zip(
-                drafting, runs, self._choose(runs, states.outputs), strict=True
-            ):
+                states = states[kept]
+            for each, run, token_id in zip(drafting, runs, self._choose(runs, states), strict=True):
                 run.tokens[run.end] = token_id
                 each.tokens.append(token_id)
             kept = [i for i, each in enumerate(drafting) if len(each.tokens) < each.length]
             if not kept:
                 return
-            fed_back = states.fed_back if len(kept) == len(drafting) else states.fed_back[kept]
+            states = states if len(kept) == len(drafting) else states[kept]
             drafting = [drafting[index] for index in kept]
-            states = self._advance([runs[index] for index in kept], fed_back)
+            states = self._advance([runs[index] for index in kept], states)
 
     def _run(self, drafting: _Drafting) -> TokenRun | None:
         """Return the run after which the next draft is sampled; None if there can be none."""
@@ -149,15 +162,15 @@ class HeadDrafter:
         allowed = self._grammar_masks().mask_after(run, newest)
         return None if allowed is None else run._replace(allowed=allowed)
 
-    def _choose(self, runs: Sequence[TokenRun], outputs: Tensor) -> list[int]:
-        logits = self._head.logits(outputs)
+    def _choose(self, runs: Sequence[TokenRun], states: Tensor) -> list[int]:
+        logits = self._head.logits(states)
         self._inputs.begin()
         begun = self._sampler.begin(runs, logits.shape[1], self._inputs)
         self._inputs.send()
         chosen: list[int] = self._sampler.launch(begun, logits).token_ids.tolist()
         return chosen
 
-    def _advance(self, runs: Sequence[TokenRun], fed_back: Tensor) -> DraftStates:
+    def _advance(self, runs: Sequence[TokenRun], states: Tensor) -> Tensor:
         """Compute the layer one position further.
 
         A state's position is one before that of the token whose embedding goes with it.
@@ -167,7 +180,7 @@ class HeadDrafter:
         layer = self._begin_layer(layout, self._inputs)
         token_ids = self._inputs.put(np.array([run.tokens[run.end] for run in runs]))
         self._inputs.send()
-        return self.compute(token_ids, fed_back, layer)
+        return self.compute(token_ids, states, layer)
 
 
 class LayerPass(NamedTuple):
@@ -182,14 +195,13 @@ class _NewestState(NamedTuple):
     """State from which a sequence of `num_known` tokens is continued."""
 
     num_known: int
-    fed_back: Tensor
-    output: Tensor
+    state: Tensor
 
 
 @dataclass(slots=True, eq=False)
 class _Drafting:
     request_id: RequestId
-    state: _NewestState
+    state: Tensor
     length: int
     tokens: list[int] = field(default_factory=list)
 
@@ -203,7 +215,7 @@ class HeadPass:
     places: dict[Place, int]  # in the flat batch
     next_ids: Tensor  # of each token, the one after it; undefined where the pass samples it
     layer: LayerPass
-    states: DraftStates | None = None
+    states: Tensor | None = None
 
     def launch(self, hidden_states: HiddenStates, sampled: SampledTokens | None) -> None:
         """Compute all tokens of the pass."""
@@ -227,8 +239,9 @@ class HeadPass:
             slot, first_end = first_ends[request_id]
             end = first_end + len(token_ids) - 1
             place = self.places[slot, end]
-            rows = [part[place].clone() for part in self.states]
-            self.drafter.keep(request_id, _NewestState(end + 1, *rows))
+            state = self.states[place].clone()
+            if self.drafter.keep(request_id, end + 1, state):
+                result.draft_states[request_id] = state.view(torch.uint8).cpu().numpy().tobytes()
 
 
 def _as_drafted(row: PlanRow) -> PlanRow:

@@ -15,7 +15,6 @@ from baton.checkpoint.checkpoint import Expected, Tensors
 from baton.checkpoint.json_fields import JsonFields
 from baton.checkpoint.weight_files import FLOATS
 from baton.core.errors import InvalidConfig, ModelError
-from baton.engine.runner.drafting.draft_head import DraftStates
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.decoder import Decoder
 from baton.engine.runner.model.layers import DecoderLayer, LayerInput, UnfusedLayer
@@ -65,7 +64,7 @@ class MtpHead:
 
     def forward(
         self, token_ids: Tensor, states: Tensor, positions: Tensor, forward_pass: ForwardPass
-    ) -> DraftStates:
+    ) -> Tensor:
         embeddings = self.decoder.embed(token_ids)
         # As the layers were trained, the first position has no embedding.
         embeddings = embeddings.masked_fill((positions == 0)[:, None], 0)
@@ -73,11 +72,10 @@ class MtpHead:
         normed = self.ops.rms_norm(states, self.state_norm)
         projected = self.projection(torch.cat((embeddings, normed), dim=1))
         hidden, _ = self.layer.forward(forward_pass, LayerInput(projected), None)
-        outputs = self.ops.rms_norm(hidden, self.norm)
-        return DraftStates(outputs, outputs)
+        return self.ops.rms_norm(hidden, self.norm)
 
-    def logits(self, outputs: Tensor) -> Tensor:
-        return self.decoder.logits(outputs)
+    def logits(self, states: Tensor) -> Tensor:
+        return self.decoder.logits(states)
 
 
 def load_mtp_head(
