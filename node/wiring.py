@@ -193,7 +193,7 @@ def _build_card(
     tiers: TieredKv | None,
     block_bytes: int,
 ) -> NodeCard:
-    cache = scheduler.cache_config
+    cache, rows = scheduler.cache_config, scheduler.config.stored_rows
     return NodeCard(
         node_id=identity.node_id,
         incarnation=identity.incarnation,
@@ -216,7 +216,7 @@ def _build_card(
         has_labels=runner.info.has_labels,
         generates=runner.info.can_generate,
         encodes_pictures=runner.info.encodes_pictures,
-        encoding_row_bytes=runner.info.encoding_row_bytes,
+        encoding_row_bytes=0 if rows is None else rows.row_bytes,
         follows_predictions=runner.speculation is not None
         and runner.speculation.follows_predictions,
         logprobs_mode=options.runner.logprobs_mode,

@@ -51,7 +51,7 @@ class NodeCard:
     max_loras: int = 0  # different adapters in a batch; 0: it serves none
     logprobs_mode: str = RAW_LOGPROBS
     encodes_pictures: bool = False  # a node without the model's vision tower cannot
-    encoding_row_bytes: int = 0  # of a picture's encoding; 0: the model takes no pictures
+    encoding_row_bytes: int = 0  # of a picture's encoding; 0: its KV cache can store none
     follows_predictions: bool = False  # of clients, by speculative decoding
     kernels: str = ""  # that compute the model, such as avx512bf16 or torch; empty: not reported
 

@@ -61,7 +61,7 @@ def _check_media(request: EngineRequest, config: SchedulerConfig) -> None:
         end = segment.start + segment.num_tokens
     if end > len(request.prompt_token_ids):
         raise InvalidRequest(f"a picture ends at token {end}, after the end of the prompt")
-    if is_computed and media.lacking(0) and (config.stored_rows is None or request.pictures):
+    if is_computed and media.lacking(0) and config.stored_rows is None:
         raise InvalidRequest("a picture of the prompt has no pixels")
     for picture in request.pictures:
         _check_picture(picture, media.num_rows.get(picture.digest, 0), config.picture_rows)

@@ -68,6 +68,15 @@ class Attempt:
     def number(self) -> int:
         return self._handoff_id.attempt
 
+    def lacked_pictures(self, failure: NodeFailed) -> bool:
+        """Return whether the node of the prompt had less KV of pictures than it had reported.
+
+        So it failed for want of pixels or encodings, which later attempts bring in any case.
+        """
+        is_first = self.number == 1 and bool(self._request.media)
+        is_alone = self.failure_by_address.keys() == {self._route.first.node.address}
+        return is_first and is_alone and failure.kind is FailureKind.KV_LOST
+
     async def run(self, node_calls: NodeCalls) -> AsyncGenerator[AnswerPart, None]:
         """Run the legs and yield the parts of the answer; the last is its Finish.
 
@@ -115,8 +124,6 @@ class Attempt:
             receive = ReceiveKv(self._handoff_id, source)
             return replace(request, receive_from=receive, pictures=())
         request = replace(request, prefix_source=_prefix_source(self._route))
-        if self._route.encoder is not None or not leg.node.card.encodes_pictures:
-            request = replace(request, pictures=())  # encodings or KV are there
         if not leg.sends:
             return request
         return replace(request, send_to=self._handoff_id, predicted_token_ids=())

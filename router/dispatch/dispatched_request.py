@@ -6,6 +6,7 @@ import secrets
 
 from baton.core.foreign_kv import ForeignKv
 from baton.core.ids import HandoffId
+from baton.core.media import Picture
 from baton.core.request import EngineRequest
 from baton.router.answer import AnswerAssembler
 from baton.router.context import RequestContext
@@ -47,9 +48,12 @@ class DispatchedRequest:
         return None if placement is None else placement.decode.revision
 
     def to_engine_request(
-        self, handoff_id: HandoffId, now: float, *, is_paced: bool
+        self, handoff_id: HandoffId, now: float, pictures: tuple[Picture, ...], *, is_paced: bool
     ) -> EngineRequest:
-        """Return the request of an attempt, which continues the answer so far."""
+        """Return the request of an attempt, which continues the answer so far.
+
+        `pictures` are those whose pixels the node that computes the prompt gets.
+        """
         call = self.call
         return EngineRequest(
             request_id=node_request_id(handoff_id),
@@ -61,7 +65,7 @@ class DispatchedRequest:
             priority=call.priority,
             adapter=call.model.adapter,
             media=call.token_prompt.media,
-            pictures=call.token_prompt.pictures,
+            pictures=pictures,
             cache_salt=self.cache_salt(handoff_id.attempt),
             tenant=call.tenant or call.cache_salt,
             client=call.client,

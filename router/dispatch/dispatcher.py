@@ -161,12 +161,13 @@ class Dispatcher:
 
         handoff_id = HandoffId(request.own_id, number)
         prompt, salt = request.call.token_prompt, request.cache_salt(number)
+        pixels, now = self._pictures.pixels_for(request, route, number), self._clock()
         placement = PromptPlacement(prompt, route.last.node, salt)
         request.context.note_placement(placement)
         return Attempt(
             route=route,
             handoff_id=handoff_id,
-            request=request.to_engine_request(handoff_id, self._clock(), is_paced=route.is_paced),
+            request=request.to_engine_request(handoff_id, now, pixels, is_paced=route.is_paced),
             answer=request.answer,
             context=request.context,
             clock=self._clock,
@@ -183,6 +184,8 @@ class Dispatcher:
     ) -> None:
         """Record a failed attempt with the request and the breakers. Raises PoisonedRequest."""
         request.context.trace.note_attempt_failed()
+        if attempt.lacked_pictures(failure):
+            return  # the node is as good as before
         if isinstance(failure, AdapterNotLoaded):
             self._renew_adapter(request)
         is_drained = is_free = isinstance(failure, NodeDraining)

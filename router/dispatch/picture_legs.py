@@ -1,13 +1,15 @@
-"""Encode legs: encodings of a request's pictures, brought to the node that computes its prompt.
+"""Pictures of a request on their way to the node that computes its prompt: pixels, or encodings.
 
 An encoding is the KV of a prompt of its own (`core.media.StoredPicture`): an encode node computes
-it, and the node that needs it pulls its blocks. A node that has one already is not asked again.
+it in an encode leg, and the node that needs it pulls its blocks. A node that has one already is
+not asked again. Without encode nodes, the node gets pixels. A picture needs neither if the node has
+reported the KV of its tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -46,13 +48,9 @@ class PictureLegs:
         prompt = request.call.token_prompt
         pictures = {each.digest: each for each in prompt.pictures}
         num_rows = encoding_rows(prompt.media)
-        num_cached = self._num_cached(request, route.first.node) if attempt.number == 1 else 0
-        needed = dict.fromkeys(
-            each.digest for each in prompt.media if each.start + each.num_tokens > num_cached
-        )
         legs = [
             _PictureLeg(rows.prompt(digest, num_rows[digest]), pictures[digest], encoder, index)
-            for index, digest in enumerate(needed)
+            for index, digest in enumerate(self._needed(request, route.first.node, attempt.number))
         ]
         tasks = [asyncio.ensure_future(self._bring(leg, request, route, attempt)) for leg in legs]
         try:
@@ -61,6 +59,25 @@ class PictureLegs:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def pixels_for(
+        self, request: DispatchedRequest, route: Route, number: int
+    ) -> tuple[Picture, ...]:
+        """Return the pictures that the node of the prompt gets as pixels in this attempt."""
+        prompt, card = request.call.token_prompt, route.first.node.card
+        if not prompt.pictures or route.encoder is not None or not card.encodes_pictures:
+            return ()
+        rows = card.stored_rows
+        if rows is None:
+            return prompt.pictures
+        needed = self._needed(request, route.first.node, number)
+        pixels = tuple(each for each in prompt.pictures if each.digest in needed)
+        if pixels:
+            return pixels
+        # A node wants room for the encodings of a prompt without pixels, as if they were stored.
+        num_blocks = sum(map(rows.num_blocks, encoding_rows(prompt.media).values()))
+        num_tokens = len(prompt.token_ids) + num_blocks * rows.block_size
+        return () if num_tokens <= card.max_sequence_length else prompt.pictures
 
     async def _bring(
         self, leg: _PictureLeg, request: DispatchedRequest, route: Route, attempt: Attempt
@@ -82,9 +99,23 @@ class PictureLegs:
             attempt.failure_by_address[leg.encoder.address] = failure
             raise failure
 
+    def _needed(self, request: DispatchedRequest, node: Node, number: int) -> Mapping[bytes, None]:
+        """Return the digests of pictures with tokens whose KV the node may not have, in order.
+
+        After a failure, what nodes have reported may be wrong.
+        """
+        num_cached = self._num_cached(request, node) if number == 1 else 0
+        return dict.fromkeys(
+            each.digest
+            for each in request.call.token_prompt.media
+            if each.start + each.num_tokens > num_cached
+        )
+
     def _num_cached(self, request: DispatchedRequest, node: Node) -> int:
-        """Return the tokens of the prompt whose KV the node has reported."""
+        """Return the tokens of the prompt whose KV the node has reported, and will use."""
         call = request.call
+        if call.task.is_pooling or call.sampling.prompt_logprobs is not None:
+            return 0  # it computes all tokens
         wanted = RoutingRequest(
             call.prompt_token_ids,
             model=call.model,

@@ -256,15 +256,18 @@ class EngineWorld:
         task: Task | None = None,
         media: Sequence[MediaSegment] = (),
         has_pixels: bool = True,
+        num_reported: int = 0,
     ) -> RequestId:
         """Add a request. An integer prompt is a prompt of that length with a common prefix.
 
-        A peer is said to have the KV of the first `num_promised` tokens.
+        A peer is said to have the KV of the first `num_promised` tokens, and this engine to have
+        that of `num_reported`, so that the pictures in them have no pixels.
         """
         name = RequestId(request_id or f"r{len(self.receipts)}")
         handoff_id = HandoffId(name, 1)
         task = task or task_of(kv_hints)
         sampling = task.sampling or sampling or SamplingParams(max_tokens=max_tokens)
+        unreported = [each for each in media if each.start + each.num_tokens > num_reported]
         engine_request = EngineRequest(
             request_id=name,
             prompt_token_ids=_prompt(prompt),
@@ -284,7 +287,7 @@ class EngineWorld:
             adapter=AdapterRef(adapter, adapter),
             media=tuple(media),
             # A decode node gets no pixels.
-            pictures=pictures_of(media) if has_pixels and not receives else (),
+            pictures=pictures_of(unreported) if has_pixels and not receives else (),
         )
         self.scheduler.adapters.add(adapter)
         self._is_at_rest = False

@@ -41,9 +41,15 @@ def _world(
     return EngineWorld(config, num_blocks=64, block_size=2)
 
 
-def _world_with_stored_encodings(*, runs_ahead: bool = False) -> EngineWorld:
+def _world_with_stored_encodings(
+    *, runs_ahead: bool = False, has_tower: bool = False
+) -> EngineWorld:
     config = SchedulerConfig(
-        max_num_seqs=4, encoder_cache_tokens=12, stored_rows=ROWS, remote_headroom_blocks=0
+        max_num_seqs=4,
+        picture_rows=(lambda height, width: 100) if has_tower else None,
+        encoder_cache_tokens=12,
+        stored_rows=ROWS,
+        remote_headroom_blocks=0,
     )
     return EngineWorld(config, num_blocks=16, block_size=2, runs_ahead=runs_ahead)
 
@@ -177,6 +183,25 @@ def test_a_request_without_pixels_reads_the_encodings_that_a_peer_has_written() 
 
     assert (world.runner.num_read, world.runner.num_encoded) == (2, 0)
     assert {world.finish_reason(name) for name in world.receipts} == {FinishReason.LENGTH}
+
+
+def test_pictures_whose_kv_is_cached_need_no_pixels() -> None:
+    world = _world_with_stored_encodings(has_tower=True)
+    begin, media = PROMPT[:6], [MediaSegment(0, 4, CAT), MediaSegment(6, 2, DOG)]
+    world.add(begin, media=media[:1])
+    world.run_to_end()
+    name = world.add([*PROMPT, 1], media=media, num_reported=4)
+    assert [each.digest for each in world.receipts[name].request.pictures] == [DOG]
+    world.run_to_end()
+
+    assert world.finish_reason(name) is FinishReason.LENGTH
+    assert world.runner.num_encoded == 2
+    world.evict_cached()
+    name = world.add([*PROMPT, 1], media=media, num_reported=4)
+    world.run_to_end()
+    failure = world.receipts[name].outputs[-1].failure
+    assert failure is not None
+    assert failure.cause is FailureCause.KV_LOST
 
 
 def test_an_encoding_stays_until_its_tokens_are_computed() -> None:

@@ -13,6 +13,6 @@ def test_nodes_get_the_adapter_of_the_model_that_the_request_resolved_to() -> No
     call = GenerateCall("a", TokenPrompt((1, 2)), SamplingParams(), model=model, cache_salt="s")
     request = DispatchedRequest(call, RequestContext(0.0), AnswerAssembler())
 
-    sent = request.to_engine_request(HandoffId("a", 1), 1.0, is_paced=False)
+    sent = request.to_engine_request(HandoffId("a", 1), 1.0, (), is_paced=False)
 
     assert sent.prefix_keys == PrefixKeys("s", "1")

@@ -15,13 +15,14 @@ from baton.core.output import FinishReason, Output
 from baton.core.request import EngineRequest, PrefixSource
 from baton.core.task import ENCODE, PREFETCH
 from baton.router.dispatch.node_rpcs import Deliver, LegOutput
+from baton.router.routing.config import RoutingPolicy
 from baton.router.routing.node_table import NodeTable
 from baton.router.routing.nodes import Node
 from baton.router.routing.policy import Leg
 from baton.router.tracing import UNTRACED, RequestTrace
 from baton.router.values import GenerateCall, TokenPrompt
 from baton.rpc.cached_prefixes import PrefixChanges, pack_names
-from baton.rpc.errors import NodeFailed, NoNodes
+from baton.rpc.errors import FailureKind, NodeFailed, NoNodes
 from baton.rpc.messages.calls import CallReport
 from tests.support.node_calls import NAMING, FakeNodeCalls, a_node, a_table
 from tests.unit.router.test_pipeline import a_call, a_pipeline, expected_tokens, run
@@ -98,6 +99,18 @@ def report_encoding(table: NodeTable, name: str, picture: Picture) -> None:
     table.note_prefixes(f"{name}:1", PrefixChanges(1, True, pack_names(names)))
 
 
+def report_kv(table: NodeTable, name: str, call: GenerateCall, num_tokens: int) -> None:
+    tokens = call.token_prompt.token_ids
+    keys = PrefixKeys(media=call.token_prompt.media)
+    names = NAMING.names(tokens[:num_tokens], len(tokens), keys)
+    table.note_prefixes(f"{name}:1", PrefixChanges(1, True, pack_names(names)))
+
+
+def sent_to_prefill(nodes: PictureNodes) -> list[tuple[Picture, ...]]:
+    """Return the pictures whose pixels each prefill leg has got."""
+    return [request.pictures for (kind, _), request in nodes.calls if kind == "prefill"]
+
+
 def answered(nodes: PictureNodes, table: NodeTable, call: GenerateCall) -> None:
     token_ids, _ = asyncio.run(run(a_pipeline(nodes, table), call))
     assert token_ids == expected_tokens(nodes)
@@ -133,9 +146,7 @@ def test_an_encoding_that_the_node_has_is_neither_encoded_nor_fetched() -> None:
 
 def test_a_picture_whose_kv_the_node_has_is_not_encoded() -> None:
     nodes, table, call = PictureNodes(), a_cluster(), about(CAT, DOG)
-    tokens = call.token_prompt
-    names = NAMING.names(tokens.token_ids[:32], 60, PrefixKeys(media=tokens.media))
-    table.note_prefixes("p:1", PrefixChanges(1, True, pack_names(names)))
+    report_kv(table, "p", call, 32)
     answered(nodes, table, call)
 
     encoded = [request.pictures for (kind, _), request in nodes.calls if kind == "encode"]
@@ -212,3 +223,53 @@ def test_encode_nodes_with_other_blocks_are_not_used() -> None:
     answered(nodes, a_table(other, seeing, a_node(LegKind.DECODE, "d")), about(CAT))
 
     assert nodes.order == [("prefill", "p"), ("decode", "d")]
+
+
+def test_without_encode_nodes_pixels_go_to_nodes_that_have_not_reported_the_kv_of_a_picture() -> (
+    None
+):
+    nodes, table = PictureNodes(), a_cluster(0, prefill_encodes=True)
+    call = about(CAT, DOG)
+    answered(nodes, table, call)
+    report_kv(table, "d", call, 48)  # which gets no pixels in any case
+    answered(nodes, table, call)
+    for num_tokens in (16, 32, 48):
+        report_kv(table, "p", call, num_tokens)
+        answered(nodes, table, call)
+
+    assert sent_to_prefill(nodes) == [(CAT, DOG), (CAT, DOG), (CAT, DOG), (DOG,), ()]
+
+
+@pytest.mark.parametrize("without", ["room", "names of blocks", "a prefix that it uses"])
+def test_pixels_are_sent_again_to_a_node_that_would_refuse_to_do_without(without: str) -> None:
+    nodes, table, call = PictureNodes(), a_cluster(0, prefill_encodes=True), about(CAT)
+    prefill = next(node for node in table.nodes if node.offers(LegKind.PREFILL))
+    if without == "room":  # for the prompt and two stored blocks
+        table.join(prefill.address, replace(prefill.card, max_sequence_len=60 + 31))
+    elif without == "names of blocks":
+        table.join(prefill.address, replace(prefill.card, encoding_row_bytes=0))
+    else:
+        call = replace(call, sampling=replace(call.sampling, prompt_logprobs=1))
+    report_kv(table, "p", call, 48)
+    asyncio.run(run(a_pipeline(nodes, table), call))
+
+    assert sent_to_prefill(nodes) == [(CAT,)]
+
+
+def test_a_node_that_has_lost_the_kv_of_pictures_gets_their_pixels_and_no_blame() -> None:
+    lost = NodeFailed("no pixels", FailureKind.KV_LOST)
+    nodes, table = PictureNodes(), a_cluster(0, prefill_encodes=True)
+    call, other = about(CAT), with_card(a_node(LegKind.PREFILL, "q"), encodes=True)
+    table.join(other.address, other.card)
+    report_kv(table, "p", call, 48)
+    pipeline = a_pipeline(nodes, table, max_in_flight=1, policy=RoutingPolicy.PREFIX_AWARE)
+    for _ in range(4):
+        nodes.prefill_faults = [lost]
+        asyncio.run(run(pipeline, call))
+
+    assert [name for kind, name in nodes.order if kind == "prefill"] == ["p"] * 8
+    assert sent_to_prefill(nodes) == [(), (CAT,)] * 4
+    nodes.prefill_faults = [lost] * 3  # with pixels, they are failures like any others
+    with pytest.raises(NodeFailed):
+        asyncio.run(run(pipeline, call))
+    assert sent_to_prefill(nodes)[8:] == [(), (CAT,), (CAT,)]
