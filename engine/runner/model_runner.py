@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -195,6 +196,7 @@ class TorchRunner:
         scheduled = self._without_ended(plan)
         if not scheduled:
             return DrainedPass(self.device)
+        began_s = perf_counter()
         step = self._batch.step(scheduled, self._draft(plan), plan.state_copies)
         if before is not None and before.sampled is not None:
             unknown = UnknownTokens.of(step.runs, before.sampled, before.collect)
@@ -204,6 +206,8 @@ class TorchRunner:
         if encode_s:
             launched.encode_s = encode_s
         self._batch.advance(step)
+        if before is None:
+            launched.began_s = began_s
         if launched.can_be_followed:
             self._open = launched
         return launched
@@ -328,7 +332,10 @@ class TorchRunner:
         elif sampled is not None:
             self._batch.receive(sampled.runs, result.token_ids)
         if self._spec_decoder is not None:
-            self._spec_decoder.note_results(launched.step, result)
+            took_s = None
+            if launched.began_s is not None and not launched.is_followed:
+                took_s = perf_counter() - launched.began_s
+            self._spec_decoder.note_results(launched.step, result, took_s)
         for head in launched.heads:
             head.commit()
         if launched.draft_pass is not None:

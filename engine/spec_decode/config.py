@@ -24,9 +24,11 @@ class Speculation:
     num_tokens: int  # maximum of tokens proposed at once
     min_ngram: int = 3  # minimum length of a match
     max_ngram: int = 24  # maximum length of a match that is compared
-    # With more rows, a step takes longer in proportion to its tokens: nothing is proposed.
+    # With more rows, a step takes longer in proportion to its tokens: nothing is proposed, and the
+    # time of passes is not measured.
     max_rows: int = 16
     method: str = "ngram"  # one of METHODS
+    is_adaptive: bool = True  # draft what pays off; False: always as many tokens as there can be
 
     @property
     def follows_predictions(self) -> bool:

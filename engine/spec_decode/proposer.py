@@ -25,14 +25,10 @@ class DraftRow(NamedTuple):
 
 
 class Proposer(Protocol):
-    """Proposes tokens before a pass, and learns from its results."""
+    """Proposes tokens before a pass."""
 
     def propose(self, rows: Iterable[DraftRow], max_tokens: int) -> Drafts:
         """Return drafts for some of the rows, of at most `max_tokens` tokens in total."""
-        ...
-
-    def note_accepted(self, request_id: RequestId, num_proposed: int, num_accepted: int) -> None:
-        """Report the result of a draft."""
         ...
 
     def forget(self, rows: Mapping[RequestId, DraftRow]) -> None:

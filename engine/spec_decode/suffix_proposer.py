@@ -2,8 +2,7 @@
 
 It looks in the sequence itself, and by the method `suffix` also in past answers of the same cache
 salt and adapter. A draft follows the most frequent tokens after the longest matches, as far as they
-are probable. Each sequence has a record of accepted drafts: the fewer are accepted, the fewer are
-made, so that failed speculation costs next to nothing.
+are probable.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from baton.engine.spec_decode.token_index import SEPARATOR, Match, TokenIndex
 # Prompts are indexed over several steps, at about a microsecond a token: at once, a long one would
 # delay all rows.
 MAX_TOKENS_INDEXED_PER_STEP = 2048
-MAX_PAUSE_STEPS = 64  # steps
 # Of a draft, by the share of the longest matches that it follows.
 MIN_PROBABILITY = 0.7
 
@@ -48,9 +46,6 @@ class SuffixProposer:
                 break
         return drafts
 
-    def note_accepted(self, request_id: RequestId, num_proposed: int, num_accepted: int) -> None:
-        self._by_request[request_id].note_accepted(num_proposed, num_accepted)
-
     def forget(self, rows: Mapping[RequestId, DraftRow]) -> None:
         for request_id, row in rows.items():
             self._by_request.pop(request_id, None)
@@ -77,10 +72,6 @@ class _SequenceDrafter:
     def __init__(self, speculation: Speculation, row: DraftRow) -> None:
         self._index = TokenIndex(speculation.min_ngram, speculation.max_ngram)
         self._predicted = _predicted_text(row, speculation.max_ngram)  # indexed before the sequence
-        self._longest = speculation.num_tokens
-        self._length = speculation.num_tokens
-        self._num_failures = 0  # in a row
-        self._pause = 0  # steps left without drafts
 
     def index(self, row: DraftRow, max_tokens: int) -> int:
         """Index what the prediction and the sequence have more. Returns how many tokens."""
@@ -93,29 +84,13 @@ class _SequenceDrafter:
         return len(new_tokens)
 
     def draft(self, row: DraftRow, max_tokens: int, past: PastAnswers | None) -> list[int]:
-        if self._pause:
-            self._pause -= 1
-            return []
         if self._index.num_tokens < len(self._predicted) + len(row.known_tokens):
             return []
         newest = self._index.newest()
         matches = self._index.matches(newest)
         if past is not None:
             matches += past.matches(row.prefix_keys, newest)
-        return continue_matches(matches, min(max_tokens, self._length))
-
-    def note_accepted(self, num_proposed: int, num_accepted: int) -> None:
-        """Adapt the draft length to twice the accepted tokens.
-
-        If none are accepted, pause drafting for a number of steps that doubles each time.
-        """
-        if num_accepted:
-            self._num_failures = 0
-            self._length = min(self._longest, 2 * num_accepted)
-            return
-        self._num_failures += 1
-        self._length = 1 if self._num_failures > 1 else max(1, self._longest // 2)
-        self._pause = min(MAX_PAUSE_STEPS, 2 ** (self._num_failures - 1) - 1)
+        return continue_matches(matches, max_tokens)
 
 
 def _predicted_text(row: DraftRow, num_before: int) -> list[int]:

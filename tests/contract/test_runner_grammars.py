@@ -236,7 +236,7 @@ def test_drafts_change_no_structured_answer_also_after_reasoning(
         EngineRequest(RequestId(str(number)), prompt_of(9) * 3, sampling, seed=number)
         for number, sampling in enumerate([*at_once, *later])
     ]
-    config = replace(config_of(folder), speculation=Speculation(4, min_ngram=1))
+    config = replace(config_of(folder), speculation=Speculation(4, min_ngram=1, is_adaptive=False))
 
     plain, _ = _answers(runner, library, requests, async_scheduling=False)
     with load_runner(config) as drafting:

@@ -262,7 +262,9 @@ def prompt_logprobs_in(outputs: list[Output]) -> list[TokenLogprobs | None]:
     return [entry for output in outputs for entry in output.prompt_logprobs]
 
 
-@pytest.mark.parametrize("speculation", [None, Speculation(num_tokens=2)], ids=["plain", "drafts"])
+@pytest.mark.parametrize(
+    "speculation", [None, Speculation(2, is_adaptive=False)], ids=["plain", "drafts"]
+)
 def test_a_pass_failed_by_one_request_is_repeated_without_it(
     folder: Path, speculation: Speculation | None
 ) -> None:
@@ -315,7 +317,9 @@ def test_asynchronous_scheduling_changes_no_output(poisoned_folder: Path) -> Non
     assert found == expected
 
 
-@pytest.mark.parametrize("speculation", [None, Speculation(num_tokens=2)], ids=["plain", "drafts"])
+@pytest.mark.parametrize(
+    "speculation", [None, Speculation(2, is_adaptive=False)], ids=["plain", "drafts"]
+)
 def test_asynchronous_steps_with_prompts_and_drafts_change_no_token(
     folder: Path, speculation: Speculation | None
 ) -> None:

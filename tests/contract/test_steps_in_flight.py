@@ -128,7 +128,8 @@ def test_with_speculation_passes_follow_at_once_that_have_too_many_rows_for_draf
     """The first request gets drafts while it decodes alone, before and after the others."""
     repeats = replace(GREEDY, max_tokens=40, allowed_token_ids=(45, 46, 47))
     first, *others = requests_of(repeats, GREEDY, RANDOM)
-    device, settings = FakeDevice(), {"speculation": Speculation(3, min_ngram=1, max_rows=3)}
+    speculation = Speculation(3, min_ngram=1, max_rows=3, is_adaptive=False)
+    device, settings = FakeDevice(), {"speculation": speculation}
 
     def run(runner: Runner, *, async_scheduling: bool) -> dict[str, list[int]]:
         """Return the tokens of all requests."""

@@ -40,7 +40,7 @@ from tests.support.kernels import kernels_by_variant
 from tests.support.models import prompt_of, reference
 from tests.support.mtp_heads import Choose, MtpReference, make_mtp_folder
 
-SPECULATION = Speculation(4, method="eagle3", max_rows=64)
+SPECULATION = Speculation(4, method="eagle3", max_rows=64, is_adaptive=False)
 WARM = replace(GREEDY, temperature=0.8)
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
@@ -74,9 +74,6 @@ class Recorder:
                 known, drafted = row.known_tokens.tolist(), drafts[row.request_id]
                 self.made.append((row.request_id, known, list(drafted)))
         return drafts
-
-    def note_accepted(self, request_id: RequestId, num_proposed: int, num_accepted: int) -> None:
-        self.inner.note_accepted(request_id, num_proposed, num_accepted)
 
     def forget(self, rows: Mapping[RequestId, DraftRow]) -> None:
         self.inner.forget(rows)

@@ -28,7 +28,8 @@ from tests.support.models import VARIANTS, prompt_of
 
 NUM_TOKENS = 40
 NUM_DRAFTED = 5
-SPECULATION = Speculation(NUM_DRAFTED, min_ngram=2, max_rows=64)
+# As many drafts as can be, whatever the time of passes is here.
+SPECULATION = Speculation(NUM_DRAFTED, min_ngram=2, max_rows=64, is_adaptive=False)
 SUFFIX = replace(SPECULATION, method="suffix")
 FLOAT32 = [name for name, variant in VARIANTS.items() if variant.dtype == "float32"]
 BFLOAT16 = [name for name, variant in VARIANTS.items() if variant.dtype == "bfloat16"]

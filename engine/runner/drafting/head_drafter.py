@@ -108,9 +108,6 @@ class HeadDrafter:
             self._draft(drafting)
         return {each.request_id: each.tokens for each in drafting}
 
-    def note_accepted(self, request_id: RequestId, num_proposed: int, num_accepted: int) -> None:
-        """Do nothing: all drafts have the same length."""
-
     def forget(self, rows: Mapping[RequestId, DraftRow]) -> None:
         for request_id in rows:
             self._states.pop(request_id, None)

@@ -8,25 +8,27 @@ without drafts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from baton.core.ids import PrefixKeys, RequestId
 from baton.engine.plan import Plan, PlanRow, RunResult
 from baton.engine.runner.batch.input_batch import NO_DRAFTS, PersistentBatch, Step
 from baton.engine.spec_decode.config import Speculation
+from baton.engine.spec_decode.draft_lengths import DraftLengths
 from baton.engine.spec_decode.proposer import DraftRow, Drafts, Proposer
 
 
-@dataclass(frozen=True, slots=True)
 class SpecDecoder:
     """Drafts of a batch: which rows get some, and what became of them."""
 
-    batch: PersistentBatch
-    speculation: Speculation
-    proposer: Proposer
+    def __init__(
+        self, batch: PersistentBatch, speculation: Speculation, proposer: Proposer
+    ) -> None:
+        self.batch, self.speculation, self.proposer = batch, speculation, proposer
+        self._lengths = DraftLengths(speculation)
 
     def forget(self, request_ids: Sequence[RequestId]) -> None:
+        self._lengths.forget(request_ids)
         rows = filter(None, map(self.batch.find_row, request_ids))
         self.proposer.forget({row.request_id: self._draft_row(row, 0) for row in rows})
 
@@ -37,7 +39,10 @@ class SpecDecoder:
         max_tokens = self._max_tokens(num_scheduled_tokens, max_draft_tokens)
         if max_tokens <= 0:
             return NO_DRAFTS
-        return self.proposer.propose(self._rows(num_scheduled_tokens), max_tokens)
+        rows: Iterable[DraftRow] = self._rows(num_scheduled_tokens)
+        if self.speculation.is_adaptive:
+            rows = self._lengths.choose(rows, num_scheduled_tokens.values(), max_tokens)
+        return self.proposer.propose(rows, max_tokens)
 
     def can_draft(self, plan: Plan) -> bool:
         """Return whether `drafts` could propose any for a plan. If not, it needs no tokens."""
@@ -46,18 +51,17 @@ class SpecDecoder:
     def _max_tokens(
         self, num_scheduled_tokens: Mapping[RequestId, int], max_draft_tokens: int
     ) -> int:
-        """Return the most tokens to propose for a step.
-
-        Up to `max_rows` rows, a step takes about as long as without drafts.
-        """
+        """Return the most tokens to propose for a step."""
         num_rows_left = self.speculation.max_rows - sum(num_scheduled_tokens.values())
         return min(num_rows_left, max_draft_tokens)
 
-    def note_results(self, step: Step, result: RunResult) -> None:
-        """Report accepted tokens to proposer and result."""
+    def note_results(self, step: Step, result: RunResult, took_s: float | None) -> None:
+        """Learn from a pass, and report its drafts. `took_s`, if it is known, includes these."""
+        if took_s is not None and len(step.runs) == len(step.token_ids):
+            self._lengths.note_pass(len(step.runs), took_s)
         for request_id, draft in step.drafts.items():
             num_accepted = max(0, len(result.token_ids.get(request_id, ())) - 1)
-            self.proposer.note_accepted(request_id, len(draft), num_accepted)
+            self._lengths.note_accepted(request_id, len(draft), num_accepted)
             result.num_proposed[request_id] = len(draft)
 
     def _rows(self, num_scheduled_tokens: Mapping[RequestId, int]) -> Iterator[DraftRow]:

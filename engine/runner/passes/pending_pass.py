@@ -27,6 +27,7 @@ class PendingPass:
     can_be_followed: bool  # before it is collected, by passes that can have no drafts
     spec_decoder: SpecDecoder | None = None
     is_followed: bool = False
+    began_s: float | None = None  # when its drafts were begun; None: another pass was running
     encode_s: Mapping[RequestId, float] = field(default_factory=dict)  # before it was launched
     result: RunResult | None = None
     draft_pass: DraftPass | None = None

@@ -21,14 +21,10 @@ class Constant:
     """Proposer of sevens."""
 
     def __init__(self) -> None:
-        self.outcomes: list[tuple[RequestId, int, int]] = []
         self.forgotten: list[DraftRow] = []
 
     def propose(self, rows: Iterable[DraftRow], max_tokens: int) -> Drafts:
         return {row.request_id: [SEVEN] * min(row.max_tokens, 2) for row in rows}
-
-    def note_accepted(self, request_id: RequestId, num_proposed: int, num_accepted: int) -> None:
-        self.outcomes.append((request_id, num_proposed, num_accepted))
 
     def forget(self, rows: Mapping[RequestId, DraftRow]) -> None:
         self.forgotten += rows.values()
@@ -39,7 +35,7 @@ def a_row(name: RequestId, block: int) -> PlanRow:
     return PlanRow(name, (5, 6), 1, 1, ((BlockId(block),),), sampling, 0)
 
 
-def test_a_proposer_learns_how_many_of_its_drafts_were_accepted() -> None:
+def test_drafts_of_a_pass_are_reported_and_fewer_follow_failures() -> None:
     batch = PersistentBatch(max_num_seqs=2, max_model_len=64, block_size=64)
     batch.apply(Plan(started=(a_row(A, 0), a_row(B, 1))))
     proposer = Constant()
@@ -48,11 +44,27 @@ def test_a_proposer_learns_how_many_of_its_drafts_were_accepted() -> None:
     step = batch.step({A: 1, B: 1}, drafts)
 
     result = RunResult(token_ids={A: [SEVEN, 1], B: [2]})
-    spec_decoder.note_results(step, result)
+    spec_decoder.note_results(step, result, took_s=None)
 
     assert drafts == {A: [SEVEN, SEVEN], B: [SEVEN, SEVEN]}
-    assert proposer.outcomes == [(A, 2, 1), (B, 2, 0)]
     assert result.num_proposed == {A: 2, B: 2}
+    failed = RunResult(token_ids={A: [1], B: [2]})
+    for _ in range(9):
+        spec_decoder.note_results(step, failed, took_s=None)
+    assert not spec_decoder.drafts({A: 1, B: 1}, 8)
+
+
+def test_without_adaptation_drafts_are_as_long_after_failures() -> None:
+    batch = PersistentBatch(max_num_seqs=2, max_model_len=64, block_size=64)
+    batch.apply(Plan(started=(a_row(A, 0),)))
+    speculation = Speculation(num_tokens=4, is_adaptive=False)
+    spec_decoder = SpecDecoder(batch, speculation, Constant())
+    step = batch.step({A: 1}, spec_decoder.drafts({A: 1}, 8))
+
+    for _ in range(9):
+        spec_decoder.note_results(step, RunResult(token_ids={A: [1]}), took_s=None)
+
+    assert spec_decoder.drafts({A: 1}, 8) == {A: [SEVEN, SEVEN]}
 
 
 def test_a_proposer_gets_the_last_tokens_of_rows_that_end() -> None:

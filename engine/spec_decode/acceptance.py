@@ -1,0 +1,35 @@
+"""Share of drafted tokens that are accepted, by their position in the draft. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+MAX_WEIGHT = 1e100
+
+
+class AcceptanceRates:
+    """Rates at which a token is accepted if all before it were. Old drafts count ever less."""
+
+    def __init__(self, num_positions: int, kept_per_step: float) -> None:
+        self._kept = kept_per_step
+        self._weight = 1.0  # of a draft now: it grows, instead of the sums being reduced
+        self._tested = [0.0] * num_positions
+        self._accepted = [0.0] * num_positions
+
+    def note_draft(self, num_proposed: int, num_accepted: int) -> None:
+        for position in range(min(num_accepted + 1, num_proposed)):
+            self._tested[position] += self._weight
+            if position < num_accepted:
+                self._accepted[position] += self._weight
+
+    def end_step(self) -> None:
+        self._weight /= self._kept
+        if self._weight > MAX_WEIGHT:
+            self._tested = [each / self._weight for each in self._tested]
+            self._accepted = [each / self._weight for each in self._accepted]
+            self._weight = 1.0
+
+    def rates(self, expected: Sequence[float]) -> list[float]:
+        """Return the rates by position. The expected ones count as one draft."""
+        weight, sums = self._weight, zip(self._accepted, self._tested, expected, strict=True)
+        return [(accepted + weight * each) / (tested + weight) for accepted, tested, each in sums]

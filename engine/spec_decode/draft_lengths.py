@@ -1,0 +1,129 @@
+"""Number of tokens to draft for each sequence of a step, from what is measured. Pure.
+
+A step with drafts takes longer and yields more tokens. The most tokens per second are expected from
+the acceptance so far, by sequence and position, and from the time of passes by their number of
+rows. What is chosen changes no answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from baton.core.ids import RequestId
+from baton.engine.spec_decode.acceptance import AcceptanceRates
+from baton.engine.spec_decode.config import Speculation
+from baton.engine.spec_decode.pass_costs import PassCosts
+from baton.engine.spec_decode.proposer import DraftRow
+
+# Drafts in a row of which nothing is accepted, before those of a sequence pause.
+NUM_FREE_FAILURES = 3
+MAX_PAUSE_STEPS = 64
+EXPECTED_RATE = 0.7  # of a node's first drafts, and of those from a client's prediction
+MIN_EXPECTED_RATE = 0.2  # of other new sequences, however little was accepted of those before
+SEQUENCE_KEEPS = 0.95  # of its drafts, per step
+NODE_KEEPS = 0.998
+# Gain from which drafting begins; it goes on while there is any. Times and rates are not exact.
+MIN_GAIN_TO_BEGIN = 1.05
+# Drafts below this probability are not worth being considered.
+MIN_REACHED = 0.05
+
+
+class DraftLengths:
+    def __init__(self, speculation: Speculation) -> None:
+        self._first = [EXPECTED_RATE] * speculation.num_tokens
+        self._costs = PassCosts(speculation.max_rows)
+        self._node = AcceptanceRates(speculation.num_tokens, NODE_KEEPS)
+        self._sequences: dict[RequestId, _SequenceRecord] = {}
+        self._is_drafting = False
+
+    def choose(
+        self, rows: Iterable[DraftRow], num_scheduled: Collection[int], max_tokens: int
+    ) -> list[DraftRow]:
+        """Return those of the rows that get drafts, with the most tokens of each.
+
+        `num_scheduled` are the tokens of all rows of the step, without drafts.
+        """
+        self._node.end_step()
+        usual = [max(MIN_EXPECTED_RATE, each) for each in self._node.rates(self._first)]
+        reached = [(each, row) for row in rows for each in self._reached(row, usual)]
+        # In a stable order: of a row, no token comes before those in front of it.
+        reached.sort(key=lambda each: -each[0])
+        number = self._best_number([each for each, _ in reached[:max_tokens]], num_scheduled)
+        counts: dict[RequestId, int] = {}
+        chosen: dict[RequestId, DraftRow] = {}
+        for _, row in reached[:number]:
+            counts[row.request_id] = counts.get(row.request_id, 0) + 1
+            chosen[row.request_id] = row
+        return [row._replace(max_tokens=counts[name]) for name, row in chosen.items()]
+
+    def note_accepted(self, request_id: RequestId, num_proposed: int, num_accepted: int) -> None:
+        self._node.note_draft(num_proposed, num_accepted)
+        record = self._sequences.get(request_id)
+        if record is not None:
+            record.note_accepted(num_proposed, num_accepted)
+
+    def note_pass(self, num_rows: int, took_s: float) -> None:
+        """Learn the time of a pass in which each row computes one token."""
+        self._costs.note_pass(num_rows, took_s)
+
+    def forget(self, request_ids: Iterable[RequestId]) -> None:
+        for request_id in request_ids:
+            self._sequences.pop(request_id, None)
+
+    def _reached(self, row: DraftRow, usual: Sequence[float]) -> list[float]:
+        """Return the probabilities that the tokens of a draft are accepted."""
+        record = self._sequences.get(row.request_id)
+        if record is None:
+            record = self._sequences[row.request_id] = _SequenceRecord(len(self._first))
+        reached: list[float] = []
+        probability = 1.0
+        max_tokens = record.begin_step(row.max_tokens)
+        if not max_tokens:
+            return reached
+        rates = record.rates.rates(self._first if row.predicted_token_ids else usual)
+        for rate in rates[:max_tokens]:
+            probability *= rate
+            if probability < MIN_REACHED:
+                break
+            reached.append(probability)
+        return reached
+
+    def _best_number(self, reached: Sequence[float], num_scheduled: Collection[int]) -> int:
+        """Return the number of drafted tokens with which the step yields most per second."""
+        if not reached:
+            return 0
+        num_tokens, num_computed = float(len(num_scheduled)), sum(num_scheduled)
+        costs = self._costs.by_num_rows()
+        plain = num_tokens / costs[num_computed]
+        best, best_number = 0.0, 0
+        for number, probability in enumerate(reached, start=1):
+            num_tokens += probability
+            rate = num_tokens / costs[num_computed + number]
+            if rate > best:
+                best, best_number = rate, number
+        self._is_drafting = best > plain * (1.0 if self._is_drafting else MIN_GAIN_TO_BEGIN)
+        return best_number if self._is_drafting else 0
+
+
+class _SequenceRecord:
+    """What became of the drafts of one sequence."""
+
+    def __init__(self, num_positions: int) -> None:
+        self.rates = AcceptanceRates(num_positions, SEQUENCE_KEEPS)
+        self._num_failures = 0  # in a row
+        self._pause = 0  # steps left without drafts
+
+    def begin_step(self, max_tokens: int) -> int:
+        """Return how many tokens may be drafted in this step."""
+        self.rates.end_step()
+        if self._pause:
+            self._pause -= 1
+            return 0
+        return min(max_tokens, 1) if self._num_failures > NUM_FREE_FAILURES else max_tokens
+
+    def note_accepted(self, num_proposed: int, num_accepted: int) -> None:
+        """Pause, if no token was accepted several times, for ever more steps."""
+        self.rates.note_draft(num_proposed, num_accepted)
+        self._num_failures = 0 if num_accepted else self._num_failures + 1
+        if self._num_failures > NUM_FREE_FAILURES:
+            self._pause = min(MAX_PAUSE_STEPS, 2 ** (self._num_failures - NUM_FREE_FAILURES))
