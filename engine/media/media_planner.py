@@ -12,9 +12,9 @@ from baton.engine.errors import EncodingsUnaccounted
 from baton.engine.kv_arrival.holds import Hold
 from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.media.encoder_cache import EncoderCache
-from baton.engine.media.request_media import RequestMedia
 from baton.engine.media.stored_encodings import StoredEncodings, num_stored_blocks
 from baton.engine.plan import NO_MEDIA, EncodingSource, MediaOrders
+from baton.engine.request_media import RequestMedia
 
 
 @dataclass(slots=True, eq=False)
@@ -29,12 +29,7 @@ class _User:
 
 
 class MediaPlanner:
-    """Keeps the encoder cache, and limits the rows that a step encodes.
-
-    An encoding is in use from the plan with the first token of its picture until the tokens of the
-    picture are computed. So a request that uses one can always go on, and none waits for another
-    that waits for it.
-    """
+    """Implements `MediaPlans`: keeps the encoder cache, and limits the rows of a step."""
 
     def __init__(
         self,
@@ -66,34 +61,20 @@ class MediaPlanner:
                 self._close_hold(user)
 
     def can_encode(self, media: RequestMedia, start: int, num_blocks: int) -> bool:
-        """Return whether all pictures from token `start` on have pixels, or stored encodings.
-
-        These may take `num_blocks` blocks, which they hold until their tokens are computed.
-        """
         found = self._stored.find(media, media.lacking(start))
         return found is not None and num_stored_blocks(found.values()) <= num_blocks
 
     def hold(self, kv: HeldKv, media: RequestMedia, start: int) -> None:
-        """Keep the stored encodings that a request needs from token `start` on.
-
-        Call it after `can_encode`. They are kept until all pictures are computed, or `release`.
-        """
         found = self._stored.find(media, media.lacking(start))
         if found:
             media.sources.update(found)
             self._users[kv.request_id] = _User(kv, media, hold=self._stored.hold(found.values()))
 
     def begin_whole(self, media: RequestMedia, start: int) -> int:
-        """Return where to start for a chunk that would start here: not inside a whole picture."""
         cut = media.cut_at(start) if self._whole_pictures else None
         return start if cut is None else cut.start
 
     def limit(self, media: RequestMedia, start: int, num_tokens: int, num_left: int) -> int:
-        """Return how many of these tokens can be computed: up to a picture without room.
-
-        A chunk that begins with a picture which must be whole gets all of it, even if that is more
-        than the share of its prompt, if as many tokens are left in the step.
-        """
         if self._whole_pictures:
             num_tokens = _without_parts(media, start, num_tokens, num_left)
         used, added, num_rows = self._used(), dict[bytes, int](), self._num_step_rows
@@ -109,7 +90,6 @@ class MediaPlanner:
         return num_tokens
 
     def use(self, kv: HeldKv, media: RequestMedia, start: int, num_tokens: int) -> None:
-        """Encode the pictures of these tokens, for which there is room, unless they are cached."""
         segments = [*media.within(start, start + num_tokens)]
         if not segments:
             return
@@ -141,7 +121,6 @@ class MediaPlanner:
         self._total_read += not is_encoded
 
     def release(self, request_id: RequestId) -> None:
-        """Note that a request was preempted or has ended."""
         user = self._users.pop(request_id, None)
         if user is not None:
             self._close_hold(user)
@@ -153,7 +132,6 @@ class MediaPlanner:
             user.media.forget_stored()
 
     def drop(self, media: RequestMedia) -> None:
-        """Forget the encodings of a request whose pass failed. Other users encode them again."""
         self._stored.forget(media)
         for digest in media.num_rows:
             self.cache.drop(digest)
@@ -161,11 +139,9 @@ class MediaPlanner:
                 user.needs.pop(digest, None)
 
     def reset(self) -> None:
-        """Forget all encodings that no request uses."""
         self.cache.clear(self._used())
 
     def take_orders(self) -> MediaOrders:
-        """Return what the next pass encodes, and what the runner forgets before."""
         freed = self.cache.take_freed()
         read = [each for each in self._new.values() if not isinstance(each, Picture)]
         self._reading.append(self._stored.hold(read) if read else None)
@@ -176,13 +152,11 @@ class MediaPlanner:
         return orders
 
     def end_pass(self) -> None:
-        """Note that the first of the planned passes has ended."""
         hold = self._reading.popleft()
         if hold is not None:
             self._stored.close(hold)
 
     def stats(self) -> dict[str, int]:
-        """Return the statistics of pictures, by field of `SchedulerStats`."""
         return {
             "num_encoder_rows": self.cache.num_used_rows,
             "max_encoder_rows": self.cache.num_rows,
@@ -192,7 +166,6 @@ class MediaPlanner:
         }
 
     def check(self, running: Collection[RequestId]) -> None:
-        """Raise EncodingsUnaccounted unless all adds up."""
         self.cache.check(self._used())
         gone = self._users.keys() - running
         if gone:

@@ -10,8 +10,8 @@ from baton.engine.kv_arrival.holds import Hold, Holds
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.block_names import name_in_group
 from baton.engine.kv_cache.cache import KvCache
-from baton.engine.media.request_media import RequestMedia
 from baton.engine.plan import EncodingSource, StoredEncoding
+from baton.engine.request_media import RequestMedia
 
 
 def num_stored_blocks(sources: Iterable[EncodingSource]) -> int:

@@ -18,7 +18,7 @@ from baton.engine.errors import OutOfOrder
 from baton.engine.kv_arrival.arrival import Arrival, GivenKv
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.held_kv import HeldKv
-from baton.engine.media.request_media import RequestMedia
+from baton.engine.request_media import RequestMedia
 from baton.engine.structured_output.grammar import Grammar
 
 # (priority, arrival time, serial number): lower is scheduled earlier. FCFS sets priority to zero.

@@ -17,12 +17,11 @@ from baton.engine.kv_cache.cache import KvCache
 from baton.engine.kv_cache.cache_group import PrefixHit
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.held_kv import HeldKv
-from baton.engine.media.media_planner import MediaPlanner
-from baton.engine.media.request_media import RequestMedia
-from baton.engine.media.stored_encodings import StoredEncodings
+from baton.engine.request_media import RequestMedia
 from baton.engine.scheduler.batch_adapters import BatchAdapters
 from baton.engine.scheduler.client_shares import ClientShares
 from baton.engine.scheduler.config import SchedulerConfig, SchedulingPolicy
+from baton.engine.scheduler.media import MEDIA_PLANS, MediaPlans
 from baton.engine.scheduler.queues import WaitingQueue
 from baton.engine.scheduler.ranked_queue import RankedQueue
 from baton.engine.scheduler.request import BlockShortage, Rank, Request, RequestStatus
@@ -52,14 +51,10 @@ class SchedulerState:
         self.ready = RankedQueue()
         self.batch = RunningBatch(config.num_slots_per_decode)
         self.adapters = BatchAdapters(config.max_loras)
-        self.media: MediaPlanner | None = None  # None: the model takes no pictures
+        self.media: MediaPlans | None = None  # None: the model takes no pictures
         if config.num_encoder_rows:
-            self.media = MediaPlanner(
-                config.num_encoder_rows,
-                config.max_num_batched_tokens,
-                StoredEncodings(self.cache, self.arrivals.holds, config.stored_rows),
-                whole_pictures=config.whole_pictures,
-            )
+            [make_plans] = MEDIA_PLANS
+            self.media = make_plans(config, self.cache, self.arrivals.holds)
         self.num_waiting_for_remote_kvs = 0
         self.num_waiting_for_fsm = 0
         self.total_preemptions = 0

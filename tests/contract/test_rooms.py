@@ -21,6 +21,7 @@ ROOMS = (
     "router/doors/smg",
     "engine/runner/triton",
     "engine/runner/encoders",
+    "engine/media",
     "engine/runner/vision",
     "router/pictures/families",
     "router/dispatch/vllm",
@@ -29,7 +30,6 @@ ROOMS = (
 NO_ROOMS_YET = (
     "router/documents",
     "router/pictures",
-    "engine/media",
     "kv_transfer/foreign",
     "node/kv/events",
     "engine/runner/adapters",

@@ -17,7 +17,8 @@ from baton.core.task import ENCODE, GENERATE, UNSAMPLED
 from baton.engine.errors import EncodingsUnaccounted, OutOfOrder
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.media.encoder_cache import EncoderCache
-from baton.engine.media.request_media import RequestMedia
+from baton.engine.media.media_planner import MediaPlanner
+from baton.engine.request_media import RequestMedia
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.validation import validate_request
 from tests.support.engine_world import EngineWorld, pictures_of
@@ -97,8 +98,9 @@ def test_the_encoding_that_was_used_least_recently_makes_room() -> None:
         world.add(PROMPT, media=[MediaSegment(0, 4, picture)], cache_salt=salt)
         world.run_to_end()
 
-    assert world.scheduler._state.media is not None
-    cache = world.scheduler._state.media.cache
+    planner = world.scheduler._state.media
+    assert isinstance(planner, MediaPlanner)
+    cache = planner.cache
     assert (CAT in cache, DOG in cache, OX in cache) == (True, False, True)
 
 
