@@ -38,7 +38,7 @@ from tests.support.eagle3_reference import Eagle3Reference
 from tests.support.families import FAMILY_VARIANTS
 from tests.support.kernels import kernels_by_variant
 from tests.support.models import prompt_of, reference
-from tests.support.mtp_heads import Choose, MtpReference, make_mtp_folder
+from tests.support.mtp_heads import Choose, MtpReference, form_of, make_mtp_folder
 
 SPECULATION = Speculation(4, method="eagle3", max_rows=64, is_adaptive=False)
 WARM = replace(GREEDY, temperature=0.8)
@@ -136,12 +136,13 @@ def test_drafts_are_those_of_the_reference(
     check_drafts(config_of(model, head), draft)
 
 
-@pytest.mark.parametrize(("name", "num_layers"), [("glm4-moe", 2), ("deepseek-v3", 2)])
+@pytest.mark.parametrize("name", ["glm4-moe", "deepseek-v3", "qwen3-next", "qwen3.5"])
 def test_drafts_of_a_layer_after_the_last_are_those_of_transformers(
-    name: str, num_layers: int, tmp_path: Path
+    name: str, tmp_path: Path
 ) -> None:
-    model = make_mtp_folder(tmp_path / "model", FAMILY_VARIANTS[name], num_layers)
-    expected = MtpReference.read(model, tmp_path / "whole")
+    variant = FAMILY_VARIANTS[name]
+    model = make_mtp_folder(tmp_path / "model", variant, num_layers=2)
+    expected = MtpReference.read(model, tmp_path / "whole", form_of(variant))
     config = replace(config_of(model, None), speculation=replace(SPECULATION, method="mtp"))
 
     check_drafts(config, expected.draft)

@@ -15,30 +15,80 @@ from torch.nn import functional
 
 from tests.support.models import Variant, import_transformers, make_model_folder, reference
 
-NORMS = ("enorm", "hnorm", "shared_head.norm")
 WEIGHTS = "model.safetensors"
 Choose = Callable[[Tensor, int], int]  # (logits, position) -> token
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Names in files, and what the families do differently."""
+
+    layer: str  # of a model of {n} layers
+    own: str
+    projection: str
+    embedding_norm: str
+    state_norm: str
+    norm: str
+    has_first_embedding: bool
+    norm_offset: float
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        return self.embedding_norm, self.state_norm, self.norm
+
+
+AFTER_LAST = Form(
+    *("model.layers.{n}.", "model.layers.{n}.", "eh_proj", "enorm", "hnorm", "shared_head.norm"),
+    has_first_embedding=False,
+    norm_offset=0.0,
+)
+QWEN = Form(
+    *("mtp.layers.0.", "mtp.", "fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"),
+    has_first_embedding=True,
+    norm_offset=1.0,
+)
+
+
+def form_of(variant: Variant) -> Form:
+    return QWEN if variant.family.startswith("Qwen") else AFTER_LAST
+
+
 def make_mtp_folder(folder: Path, variant: Variant, num_layers: int) -> Path:
     """Write a model of `num_layers` layers, and one more that predicts several tokens."""
+    form = form_of(variant)
     settings = {**variant.settings, "num_hidden_layers": num_layers + 1}
+    if form is QWEN:  # the layer has attention, as the one before it
+        kinds = ["linear_attention"] * (num_layers - 1) + ["full_attention"]
+        settings["layer_types"] = [*kinds, "full_attention"]
     make_model_folder(folder, replace(variant, settings=settings))
+    config = _change(folder, num_layers)
+    tensors, hidden = load_file(folder / WEIGHTS), config["hidden_size"]
+    layer = f"model.layers.{num_layers}."
+    renamed = form.layer.format(n=num_layers)
+    tensors = {name.replace(layer, renamed): each for name, each in tensors.items()}
+    random, own = torch.Generator().manual_seed(5), form.own.format(n=num_layers)
+    for name in form.norms:
+        norm = 0.2 * torch.randn(hidden, generator=random)
+        tensors[f"{own}{name}.weight"] = 1 - form.norm_offset + norm
+    projection = torch.randn(hidden, 2 * hidden, generator=random) / hidden
+    tensors[f"{own}{form.projection}.weight"] = projection
+    if form is AFTER_LAST:
+        tensors[f"{own}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors[f"{own}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    return folder
+
+
+def _change(folder: Path, num_layers: int) -> Any:
+    """Give the configuration another number of layers, and return it."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
     config |= {"num_hidden_layers": num_layers, "num_nextn_predict_layers": 1}
+    if config.get("layer_types"):
+        kinds = [*config["layer_types"], "full_attention"]
+        config["layer_types"] = kinds[:num_layers]
     path.write_text(json.dumps(config))
-    tensors, hidden = load_file(folder / WEIGHTS), config["hidden_size"]
-    random, prefix = torch.Generator().manual_seed(5), f"model.layers.{num_layers}."
-    for name in NORMS:
-        norm = 1 + 0.2 * torch.randn(hidden, generator=random)
-        tensors[f"{prefix}{name}.weight"] = norm
-    projection = torch.randn(hidden, 2 * hidden, generator=random) / hidden
-    tensors[f"{prefix}eh_proj.weight"] = projection
-    tensors[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-    tensors[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    return folder
+    return config
 
 
 @dataclass(slots=True)
@@ -46,38 +96,48 @@ class MtpReference:
     """Computes the whole text for each draft."""
 
     folder: Path
+    form: Form
     layer: Any  # a model that consists of this one layer
     own: dict[str, Tensor]
 
     @classmethod
-    def read(cls, folder: Path, whole: Path) -> MtpReference:
+    def read(cls, folder: Path, whole: Path, form: Form) -> MtpReference:
         """`whole` is a folder for the same tensors as a model with one layer more."""
         config = json.loads((folder / "config.json").read_text())
-        index, tensors = config["num_hidden_layers"], load_file(folder / WEIGHTS)
-        prefix = f"model.layers.{index}."
-        own = {name.removeprefix(prefix): each for name, each in tensors.items() if prefix in name}
-        extra = tuple(f"{prefix}{name}" for name in (*NORMS, "eh_proj", "embed_tokens", "shared_"))
-        plain = {name: each for name, each in tensors.items() if not name.startswith(extra)}
+        n, tensors = config["num_hidden_layers"], load_file(folder / WEIGHTS)
+        prefix, own = form.layer.format(n=n), form.own.format(n=n)
+        names = (*form.norms, form.projection)
+        parts = {name: tensors.pop(f"{own}{name}.weight") for name in names}
+        copies = ("embed_tokens", "shared_head.head")
+        plain = {
+            name.replace(prefix, f"model.layers.{n}."): each
+            for name, each in tensors.items()
+            if name not in [f"{own}{copy}.weight" for copy in copies]
+        }
         whole.mkdir()
-        changed = {**config, "num_hidden_layers": index + 1}
-        (whole / "config.json").write_text(json.dumps(changed))
+        (whole / "config.json").write_text(json.dumps(config))
+        _change(whole, n + 1)
         save_file(plain, whole / WEIGHTS, metadata={"format": "pt"})
         layer = import_transformers().AutoModelForCausalLM.from_pretrained(whole).eval().model
-        layer.layers = layer.layers[index:]
-        layer.norm.weight.data.copy_(own["shared_head.norm.weight"])
+        layer.layers = layer.layers[n:]
+        layer.norm.weight.data.copy_(parts[form.norm])
         layer.config.num_hidden_layers = 1
-        return cls(folder, layer, own)
+        return cls(folder, form, layer, parts)
 
     @torch.no_grad()
     def draft(self, token_ids: Sequence[int], k: int, choose: Choose) -> list[int]:
-        model, tokens = reference(self.folder), list(token_ids)
+        model, tokens, form = reference(self.folder), list(token_ids), self.form
         before = torch.tensor([tokens[:-1]])
         states = model(before, output_hidden_states=True).hidden_states[-1][0]
         for _ in range(k):
             embeddings = model.get_input_embeddings()(torch.tensor(tokens[1:]))
-            embeddings[0] = 0
-            both = (self._norm("enorm", embeddings), self._norm("hnorm", states))
-            projected = functional.linear(torch.cat(both, dim=-1), self.own["eh_proj.weight"])
+            if not form.has_first_embedding:
+                embeddings[0] = 0
+            both = (
+                self._norm(form.embedding_norm, embeddings),
+                self._norm(form.state_norm, states),
+            )
+            projected = functional.linear(torch.cat(both, dim=-1), self.own[form.projection])
             output = self.layer(inputs_embeds=projected[None], use_cache=False).last_hidden_state
             newest = output[0, -1:]
             tokens.append(choose(model.lm_head(newest)[0], len(tokens)))
@@ -85,6 +145,5 @@ class MtpReference:
         return tokens[len(token_ids) :]
 
     def _norm(self, name: str, states: Tensor) -> Tensor:
-        weight = self.own[f"{name}.weight"]
-        epsilon = self.layer.config.rms_norm_eps
-        return functional.rms_norm(states, weight.shape, weight, epsilon)
+        weight = self.own[name] + self.form.norm_offset
+        return functional.rms_norm(states, weight.shape, weight, self.layer.config.rms_norm_eps)

@@ -6,15 +6,17 @@ last hidden state. Embedding and LM head are those of the model.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from baton.checkpoint.checkpoint import Expected, Tensors
+from baton.checkpoint.checkpoint import Expected, Shape, Tensors
 from baton.checkpoint.json_fields import JsonFields
 from baton.checkpoint.weight_files import FLOATS
 from baton.core.errors import InvalidConfig, ModelError
+from baton.engine.runner.families.table import FAMILIES
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.decoder import Decoder
 from baton.engine.runner.model.layers import DecoderLayer, LayerInput, UnfusedLayer
@@ -26,19 +28,60 @@ from baton.engine.runner.weights.decoder_loading import load_layer
 from baton.engine.runner.weights.tensor_loading import LoadTarget, TensorLoader
 from baton.engine.runner.weights.tensor_names import TensorMap
 
-PROJECTION, EMBEDDING_NORM, STATE_NORM = "eh_proj", "enorm", "hnorm"
-FINAL_NORM = "shared_head.norm"
 NUM_LAYERS = "num_nextn_predict_layers"
+
+
+@dataclass(frozen=True, slots=True)
+class MtpNames:
+    """Names of the layer's tensors, in a model of `num_layers` layers."""
+
+    layer: str  # prefix of the tensors of a decoder layer
+    own: str  # prefix of the others
+    projection: str
+    embedding_norm: str
+    state_norm: str
+    norm: str  # of the output
+    has_first_embedding: bool  # False: that of the token after the first position is zero
+
+
+QWEN = MtpNames(
+    layer="mtp.layers.0.",
+    own="mtp.",
+    projection="fc",
+    embedding_norm="pre_fc_norm_embedding",
+    state_norm="pre_fc_norm_hidden",
+    norm="norm",
+    has_first_embedding=True,
+)
+AFTER_LAST = MtpNames(  # GLM-4.5, DeepSeek V3
+    layer="{model}layers.{num_layers}.",
+    own="{model}layers.{num_layers}.",
+    projection="eh_proj",
+    embedding_norm="enorm",
+    state_norm="hnorm",
+    norm="shared_head.norm",
+    has_first_embedding=False,
+)
+
+
+def names_for(target: ModelConfig) -> MtpNames:
+    """Return the names that the target's family uses."""
+    ignored = FAMILIES[target.architecture].names.ignored
+    return QWEN if any(name.startswith(QWEN.own) for name in ignored) else AFTER_LAST
 
 
 def extend_by_mtp(raw: JsonFields, target: ModelConfig) -> ModelConfig:
     """Return the target with the layer after its last one. Raises InvalidConfig without one."""
-    if not raw.has(NUM_LAYERS) or not raw.positive_int(NUM_LAYERS):
+    has_number = raw.has(NUM_LAYERS) and raw.get(NUM_LAYERS) != 0
+    if names_for(target) is AFTER_LAST and not has_number:
         raise InvalidConfig(
             f"--speculative mtp: {raw.where} has no {NUM_LAYERS}: {target.architecture} was saved "
             "without a layer that predicts several tokens"
         )
-    return replace(target, layers=(*target.layers, target.layers[-1]))
+    layer = target.layers[target.attention_layers[-1]]
+    if target.moe is not None:
+        layer = replace(layer, mlp_size=0)
+    return replace(target, layers=(*target.layers, layer))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +96,7 @@ class MtpHead:
     projection: Linear
     layer: DecoderLayer
     norm: Norm
+    has_first_embedding: bool
 
     @property
     def needs_all_tokens(self) -> bool:
@@ -66,8 +110,8 @@ class MtpHead:
         self, token_ids: Tensor, states: Tensor, positions: Tensor, forward_pass: ForwardPass
     ) -> Tensor:
         embeddings = self.decoder.embed(token_ids)
-        # As the layers were trained, the first position has no embedding.
-        embeddings = embeddings.masked_fill((positions == 0)[:, None], 0)
+        if not self.has_first_embedding:
+            embeddings = embeddings.masked_fill((positions == 0)[:, None], 0)
         embeddings = self.ops.rms_norm(embeddings, self.embedding_norm)
         normed = self.ops.rms_norm(states, self.state_norm)
         projected = self.projection(torch.cat((embeddings, normed), dim=1))
@@ -83,17 +127,18 @@ def load_mtp_head(
 ) -> MtpHead:
     """Load the last layer of `extended`. Raises ModelError."""
     index, ops, hidden = extended.num_layers - 1, target.parts.ops, extended.hidden_size
-    tensors = TensorMap(extended, files.shapes())
-    own = {
-        f"{PROJECTION}.weight": (hidden, 2 * hidden),
-        **{f"{name}.weight": (hidden,) for name in (EMBEDDING_NORM, STATE_NORM, FINAL_NORM)},
-    }
-    shapes = {tensors.in_layer(index, name): shape for name, shape in own.items()}
+    found, names = files.shapes(), names_for(extended)
+    fill = {"model": TensorMap(extended, found).prefix, "num_layers": index}
+    own = names.own.format(**fill)
+    tensors = TensorMap(extended, _within(own, found), {index: names.layer.format(**fill)})
+    projection = f"{own}{names.projection}"
+    norms = [f"{own}{name}" for name in (names.embedding_norm, names.state_norm, names.norm)]
+    shapes: dict[str, Shape] = {f"{projection}.weight": (hidden, 2 * hidden)}
+    shapes |= {f"{name}.weight": (hidden,) for name in norms}
     shapes |= tensors.shapes_of_layer(index)
-    first = tensors.in_layer(index, f"{PROJECTION}.weight")
-    if first not in files.shapes():
+    if f"{projection}.weight" not in found:
         raise ModelError(
-            f"{first} is missing, which --speculative mtp needs; fetch the model again"
+            f"{projection}.weight is missing, which --speculative mtp needs; fetch the model again"
         )
     if extended.quantization is None:
         expected = {name: Expected(shape, FLOATS) for name, shape in shapes.items()}
@@ -105,19 +150,20 @@ def load_mtp_head(
     )
     layer = load_layer(tensors, loader, index)
     mixer = make_mixer(extended, ops, layer, index)
-    norms = [
-        loader.norm(tensors.in_layer(index, name))
-        for name in (EMBEDDING_NORM, STATE_NORM, FINAL_NORM)
-    ]
+    embedding_norm, state_norm, norm = map(loader.norm, norms)
     return MtpHead(
         config=extended,
         ops=ops,
         decoder=decoder,
-        embedding_norm=norms[0],
-        state_norm=norms[1],
-        projection=loader.linear(
-            [tensors.in_layer(index, PROJECTION)], has_bias=False, keeps_dtype=True
-        ),
+        embedding_norm=embedding_norm,
+        state_norm=state_norm,
+        projection=loader.linear([projection], has_bias=False, keeps_dtype=True),
         layer=UnfusedLayer(extended, ops, layer, mixer),
-        norm=norms[2],
+        norm=norm,
+        has_first_embedding=names.has_first_embedding,
     )
+
+
+def _within(prefix: str, found: Mapping[str, Shape]) -> Mapping[str, Shape]:
+    """Return the tensors with a prefix, whose experts can have another form than the model's."""
+    return {name: shape for name, shape in found.items() if name.startswith(prefix)}

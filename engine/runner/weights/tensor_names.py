@@ -34,8 +34,15 @@ CLASSIFIER = "score"
 class TensorMap:
     """Names of a model's tensors, as a folder spells them that has the tensors `found`."""
 
-    def __init__(self, config: ModelConfig, found: Mapping[str, Shape] | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        found: Mapping[str, Shape] | None = None,
+        layer_prefixes: Mapping[int, str] = {},
+    ) -> None:
+        """`layer_prefixes` are those of layers that have their own."""
         self.config = config
+        self._layer_prefixes = layer_prefixes
         found = found or {}
         self.names: TensorNames = _choose_experts(config, found)
         names = zip(self.names.models, self.names.heads, strict=True)
@@ -45,7 +52,8 @@ class TensorMap:
         self.prefix, self.head = (present or prefixes)[0]
 
     def in_layer(self, index: int, name: str) -> str:
-        return f"{self.prefix}layers.{index}.{name}"
+        own = self._layer_prefixes.get(index)
+        return f"{own}{name}" if own else f"{self.prefix}layers.{index}.{name}"
 
     def in_layers(self, index: int, names: Sequence[str]) -> list[str]:
         return [self.in_layer(index, name) for name in names]
