@@ -18,10 +18,8 @@ class Feature(Enum):
 
     BATCH_INVARIANT = auto()
     TORCH_KERNELS = auto()
-    RECURRENT_LAYERS = auto()
     ADAPTERS = auto()
     NO_ADAPTABLE_LAYERS = auto()
-    SPECULATION = auto()
     NO_CHUNKED_PREFILL = auto()
     LONG_PREFILL_THRESHOLD = auto()
     NO_LONG_PREFILL_THRESHOLD = auto()
@@ -48,12 +46,6 @@ class Exclusion(NamedTuple):
 
 
 EXCLUSIONS = (
-    Exclusion(
-        Feature.SPECULATION,
-        Feature.RECURRENT_LAYERS,
-        "--speculative cannot be used with this model: its recurrent layers cannot take back a "
-        "rejected draft token",
-    ),
     Exclusion(
         Feature.ADAPTERS,
         Feature.NO_ADAPTABLE_LAYERS,

@@ -26,10 +26,12 @@ BlockIds = tuple[BlockId, ...]
 class StateBlocks(NamedTuple):
     """Blocks of a request's recurrent state, of all layers that have one.
 
-    A pass reads one side and writes the other, so that a failed pass can be repeated.
+    A pass reads one side and writes the next one, so that a failed pass can be repeated. With
+    drafts, it writes a side for each of its tokens, and continues from that of the last accepted
+    one.
     """
 
-    sides: tuple[BlockIds, BlockIds]  # the first holds the state after `num_computed_tokens`
+    sides: tuple[BlockIds, ...]  # in turn; the first holds the state after `num_computed_tokens`
     snapshot: BlockIds = ()  # if set, the next pass reads it instead of the first side
 
 

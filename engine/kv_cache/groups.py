@@ -57,9 +57,9 @@ class KvGroup:
 ONE_GROUP = (KvGroup(),)
 
 # A pass reads one copy of a recurrent state and writes another one, so that a failed pass can be
-# repeated. The first pass after a prefix hit reads a third one: the snapshot that was hit.
+# repeated, and one more for each draft. The first pass after a prefix hit reads another one: the
+# snapshot that was hit.
 NUM_STATE_COPIES = 2
-MAX_STATE_COPIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,7 @@ class CacheLayout:
     groups: tuple[KvGroup, ...] = ONE_GROUP
     num_state_blocks: int = 0  # of one copy
     state_packing: str = ""  # of a copy into its blocks
+    num_drafted: int = 0  # tokens that are drafted at once: a request has as many more copies
 
     @property
     def is_empty(self) -> bool:
@@ -88,8 +89,12 @@ class CacheLayout:
 
         `is_caching`: with a prefix cache, which the request may have its first state from.
         """
-        num_copies = MAX_STATE_COPIES if is_caching else NUM_STATE_COPIES
-        return num_copies * self.num_state_blocks
+        return (self.num_state_sides + is_caching) * self.num_state_blocks
+
+    @property
+    def num_state_sides(self) -> int:
+        """Return the copies of the state that a request takes turns with."""
+        return NUM_STATE_COPIES + self.num_drafted
 
     def num_blocks(self, num_token_blocks: int, *, is_caching: bool = True) -> int:
         """Return the blocks of a request with so many blocks of tokens in each group."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -20,30 +21,29 @@ from baton.engine.plan import BlockIds, StateBlocks
 
 @dataclass(slots=True, eq=False)
 class RecurrentState:
-    """Blocks of one request's state. Each pass reads one side and writes the other."""
+    """Blocks of one request's state. Each pass reads one side and writes the next one."""
 
-    both_sides: tuple[BlockIds, BlockIds]
+    all_sides: tuple[BlockIds, ...]
     num_tokens: int  # when the first side was current
     prefix_state: BlockIds = ()  # read by the first pass, and held until that is applied
     num_shared_tokens: int = 0  # whose KV was cached when the request was admitted
 
     @property
     def block_ids(self) -> list[BlockId]:
-        return [*self.both_sides[0], *self.both_sides[1], *self.prefix_state]
+        return [*itertools.chain(*self.all_sides), *self.prefix_state]
 
-    def sides(self, num_computed_tokens: int) -> tuple[BlockIds, BlockIds]:
-        """Return both sides, first the one that holds the state after these tokens.
+    def sides(self, num_computed_tokens: int) -> tuple[BlockIds, ...]:
+        """Return the sides in turn, first the one that holds the state after these tokens.
 
-        Each pass since the last chunk computed one token, so that decoding needs no bookkeeping.
+        Since the last chunk, each token took the next side, so that decoding needs no bookkeeping.
         """
-        first, second = self.both_sides
-        is_swapped = (num_computed_tokens - self.num_tokens) % 2
-        return (second, first) if is_swapped else (first, second)
+        turn = (num_computed_tokens - self.num_tokens) % len(self.all_sides)
+        return (*self.all_sides[turn:], *self.all_sides[:turn])
 
     def end_chunk(self, num_computed_tokens: int) -> BlockIds:
-        """Swap the sides after a prefill chunk. Returns the blocks that are needed no longer."""
-        first, second = self.both_sides
-        self.both_sides, self.num_tokens = (second, first), num_computed_tokens
+        """Take the next side after a prefill chunk. Returns blocks that are needed no longer."""
+        first, *others = self.all_sides
+        self.all_sides, self.num_tokens = (*others, first), num_computed_tokens
         read, self.prefix_state = self.prefix_state, ()
         return read
 

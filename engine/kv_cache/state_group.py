@@ -18,7 +18,7 @@ from baton.engine.kv_cache.cache_group import (
     PrefixHit,
     PrefixQuery,
 )
-from baton.engine.kv_cache.groups import NUM_STATE_COPIES, CacheLayout
+from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.kv_cache.held_kv import HeldKv, RecurrentState
 from baton.engine.kv_cache.prefix_cache import PrefixCache
 from baton.engine.kv_cache.snapshot_calendar import SnapshotCalendar
@@ -37,7 +37,8 @@ class StateGroup(CacheGroup):
     """The recurrent layers of a model.
 
     A running request has two sides of the same number of blocks: a pass reads one and writes the
-    other. A state cannot be cut at an earlier token. So snapshots of it at the ends of some blocks
+    other. With drafts, it has one more for each, and a pass writes one for each of its tokens. A
+    state cannot be cut at an earlier token. So snapshots of it at the ends of some blocks
     are in the prefix cache, and a prefix hit of these models ends at one.
 
     With states of 2 blocks, a request may hold the sides (4, 5) and (6, 7). A snapshot of it after
@@ -55,6 +56,8 @@ class StateGroup(CacheGroup):
     def __init__(self, layout: CacheLayout, cache: PrefixCache) -> None:
         self.number = len(layout.groups)
         self._num_blocks = layout.num_state_blocks  # of one state
+        self._num_sides = layout.num_state_sides
+        self._has_drafts = layout.num_drafted > 0
         self._cache = cache
         self._block_size = cache.block_size
         # At this distance, snapshots take as much memory as the blocks of one KV group.
@@ -89,11 +92,11 @@ class StateGroup(CacheGroup):
     # --- blocks of a request ------------------------------------------------------
 
     def num_allocated(self, held: HeldKv, hit: PrefixHit, num_blocks: int) -> int:
-        return NUM_STATE_COPIES * self._num_blocks
+        return self._num_sides * self._num_blocks
 
     def allocate(self, held: HeldKv, hit: PrefixHit, num_blocks: int) -> None:
         held.state = RecurrentState(
-            (self._allocate(), self._allocate()),
+            tuple(self._allocate() for _ in range(self._num_sides)),
             held.num_computed_tokens,
             tuple(hit.blocks[self.number]),
             hit.num_shared_blocks * self._block_size,
@@ -146,7 +149,9 @@ class StateGroup(CacheGroup):
 
     def start_decode(self, held: HeldKv, position: int, max_num_slots: int) -> None:
         """Note that the next pass to be planned computes the token at this position."""
-        self._calendar.start_decode(held, position, max_num_slots)
+        # With drafts, it is not known in advance which pass reaches a position.
+        if not self._has_drafts:
+            self._calendar.start_decode(held, position, max_num_slots)
 
     def plan_pass(self, chunks: Iterable[PassChunk] | None) -> StateCopies:
         """Return the snapshots that the pass takes, given its prefill chunks; None: no pass."""

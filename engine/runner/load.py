@@ -294,9 +294,9 @@ def _plan_memory(
     state = state_shape(model, shape, dtype)
     if state is not None:
         cause = f"{model.architecture} has recurrent layers"
-        check(config.speculation is None, f"{cause}: speculation is not supported with them")
         check(config.kv_cache_dtype == "auto", f"{cause}: kv_cache_dtype must be auto with them")
-    return shape, state, cache_layout(model, state)
+    num_drafted = 0 if config.speculation is None else config.speculation.num_tokens
+    return shape, state, cache_layout(model, state, num_drafted)
 
 
 def _make_batch(
@@ -309,6 +309,7 @@ def _make_batch(
             config.block_size,
             len(layout.groups),
             layout.num_state_blocks,
+            layout.num_state_sides,
             sees_whole_pictures=model.sees_whole_pictures,
         )
     except MemoryError as error:

@@ -385,7 +385,7 @@ def _shape_of(
         num_blocks=step.layout.block_tables.shape[2],
         needs_all_tokens=needs_all_tokens,
         has_adapters=has_adapters,
-        has_snapshots=states is not None and len(states.num_tokens) != num_runs,
+        has_snapshots=states is not None and states.has_several_runs,
         is_retry=is_retry,
         has_pictures=has_pictures,
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from baton.core.exclusions import Feature, check_exclusions
 from baton.core.ids import HandoffId, RequestId
 from baton.core.output import Failure, FailureCause, FinishReason, Output
 from baton.core.pause_mode import PauseMode
@@ -40,12 +39,6 @@ class Scheduler:
         cache_config: CacheConfig,
         sources: KvSources = NO_SOURCES,
     ) -> None:
-        check_exclusions(
-            {
-                Feature.SPECULATION: config.num_lookahead_tokens,
-                Feature.RECURRENT_LAYERS: cache_config.layout.has_state,
-            }
-        )
         self.config = config
         self.cache_config = cache_config
         self.adapters: set[str] = set()  # ids of those that requests can use

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import TypeVar
 
 import pytest
@@ -117,8 +116,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_rows: int,
     ) -> None:
         self.world = EngineWorld(
-            replace(config, num_lookahead_tokens=0) if num_state_blocks else config,
-            num_blocks=num_blocks * len(groups) + 3 * num_state_blocks,
+            config,
+            num_blocks=num_blocks * len(groups)
+            + (3 + config.num_lookahead_tokens) * num_state_blocks,
             block_size=block_size,
             groups=groups,
             num_state_blocks=num_state_blocks,

@@ -192,7 +192,9 @@ class EngineWorld:
         self.cache_config = CacheConfig(
             num_blocks=num_blocks,
             block_size=block_size,
-            layout=CacheLayout(groups, num_state_blocks),
+            layout=CacheLayout(
+                groups, num_state_blocks, num_drafted=self.config.num_lookahead_tokens
+            ),
             enable_prefix_caching=enable_prefix_caching,
             collect_events=True,
             collect_token_ids=True,

@@ -428,7 +428,7 @@ class FakeRunner(SynchronousRunner):
 
     def _state_written_by(self, plan: Plan) -> list[BlockId]:
         states = [self._rows[request_id].state for request_id in plan.num_scheduled_tokens]
-        sides = [state.sides[1] for state in states if state is not None]
+        sides = [side for state in states if state is not None for side in state.sides[1:]]
         taken = [snapshot.block_ids for its in plan.state_copies.values() for snapshot in its]
         return [block_id for block_ids in (*sides, *taken) for block_id in block_ids]
 
@@ -523,9 +523,9 @@ class FakeRunner(SynchronousRunner):
 
     def _swap_sides(self, row: _Row, state: Sequence[Slot]) -> None:
         if row.state is not None:
-            first, second = row.state.sides
-            self.kv.write_state(second, state)
-            row.state = StateBlocks((second, first))
+            first, *others = row.state.sides
+            self.kv.write_state(others[0], state)
+            row.state = StateBlocks((*others, first))
 
     def _spoil_state(self, row: _Row, snapshots: Sequence[StateSnapshot]) -> None:
         """Write garbage to all state that the pass has just written."""
@@ -576,6 +576,9 @@ class FakeRunner(SynchronousRunner):
         first_rejected = len(row.token_ids) - 1
         num_rejected = num_drafts - num_confirmed
         self._spoil(row, range(first_rejected, first_rejected + num_rejected))
+        if row.state is not None:
+            for side in row.state.sides[1 : 1 + num_rejected]:
+                self.kv.spoil(side)
         return answer
 
     def _give_prompt_logprobs(self, row: _Row, start: int, end: int, result: RunResult) -> None:

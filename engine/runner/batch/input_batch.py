@@ -63,6 +63,7 @@ class PersistentBatch:
         block_size: int,
         num_kv_groups: int = 1,
         num_state_blocks: int = 0,
+        num_state_sides: int = 2,
         *,
         sees_whole_pictures: bool = False,
     ) -> None:
@@ -74,7 +75,9 @@ class PersistentBatch:
         self._tokens: Ints = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
         self._tokens_by_slot: list[Ints] = list(self._tokens)
         self._blocks: Ints = np.zeros((num_kv_groups, max_num_seqs, max_blocks), dtype=np.int64)
-        self._states = StateTables(max_num_seqs, num_state_blocks) if num_state_blocks else None
+        self._states = None
+        if num_state_blocks:
+            self._states = StateTables(max_num_seqs, num_state_blocks, num_state_sides)
         self._num_tokens = [0] * max_num_seqs
         self._num_computed = [0] * max_num_seqs
         self._num_blocks = [0] * max_num_seqs
@@ -102,7 +105,7 @@ class PersistentBatch:
         snapshots: Snapshots = NO_SNAPSHOTS,
     ) -> Step:
         self._append_drafts(drafts)
-        runs = tuple(sorted(self._runs(num_scheduled_tokens, drafts), key=_flat_order))
+        runs = tuple(sorted(self._runs(num_scheduled_tokens, drafts), key=self._flat_order))
         slots = np.array([run.slot for run in runs], dtype=np.int64)
         num_queries = np.array([run.num_tokens for run in runs], dtype=np.int64)
         layout = self._layout(runs, slots, num_queries)
@@ -119,8 +122,9 @@ class PersistentBatch:
         """Mark the tokens of a finished pass as computed."""
         for run in step.runs:
             self._num_computed[run.slot] = run.end
-            if self._states is not None:
-                self._states.advance(run.slot)
+        if self._states is not None:
+            for slot in {run.slot for run in step.runs}:
+                self._states.advance(slot)
 
     def append(self, request_id: RequestId, token_ids: Sequence[int]) -> None:
         """Append sampled tokens: the accepted drafts, then the next input token."""
@@ -130,6 +134,8 @@ class PersistentBatch:
         self._tokens[slot, first : first + count] = token_ids
         self._num_tokens[slot] = first + count
         self._num_computed[slot] = first + count - 1  # rejected drafts do not count
+        if self._states is not None and count > 1:
+            self._states.advance(slot, count - 1)
 
     def expect(self, runs: Iterable[TokenRun]) -> None:
         """Append a token to each row that these runs sample, before its number is known."""
@@ -276,10 +282,15 @@ class PersistentBatch:
             seen_ends=picture_ends(runs, positions) if self._sees_whole_pictures else None,
         )
 
+    def _flat_order(self, run: TokenRun) -> tuple[int, ...]:
+        """Sort key: single tokens first, then by context length, so that similar runs are adjacent.
+
+        With recurrent layers, the drafts of a row follow its newest token.
+        """
+        if self._states is None:
+            return run.num_tokens != 1, run.end
+        newest = min(run.end, self._num_tokens[run.slot])
+        return run.num_tokens != 1, newest, run.slot, run.end
+
     def _is_sampled(self, run: TokenRun) -> bool:
         return run.end >= self._num_tokens[run.slot]
-
-
-def _flat_order(run: TokenRun) -> tuple[bool, int]:
-    """Sort key: single tokens first, then by context length, so that similar runs are adjacent."""
-    return run.num_tokens != 1, run.end

@@ -54,12 +54,14 @@ def largest_plans(
 def _plan(lengths: Sequence[int], block_size: int, layout: CacheLayout) -> Plan:
     num_places = -(-lengths[0] // block_size)
     num_groups, size = len(layout.groups), layout.num_state_blocks
-    blocks = tuple(map(BlockId, range(num_places * num_groups + 2 * size)))
+    num_sides = layout.num_state_sides if layout.has_state else 0
+    blocks = tuple(map(BlockId, range(num_places * num_groups + num_sides * size)))
     tables = tuple(
         blocks[group * num_places : (group + 1) * num_places] for group in range(num_groups)
     )
-    sides = blocks[num_places * num_groups :]
-    state = StateBlocks((sides[:size], sides[size:])) if layout.has_state else None
+    state, sides = None, blocks[num_places * num_groups :]
+    if layout.has_state:
+        state = StateBlocks(tuple(sides[at : at + size] for at in range(0, len(sides), size)))
     rows = [
         PlanRow(
             RequestId(f"profile-{number}"),

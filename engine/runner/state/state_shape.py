@@ -83,8 +83,8 @@ def state_shape(model: ModelConfig, kv: KvShape, dtype: torch.dtype) -> StateSha
     return shape
 
 
-def cache_layout(model: ModelConfig, state: StateShape | None) -> CacheLayout:
-    """Return the memory that a request of this model takes."""
+def cache_layout(model: ModelConfig, state: StateShape | None, num_drafted: int = 0) -> CacheLayout:
+    """Return the memory that a request of this model takes, with so many drafts at once."""
     if state is None:
         return CacheLayout(model.kv_groups())
-    return CacheLayout(model.kv_groups(), state.num_blocks, str(state))
+    return CacheLayout(model.kv_groups(), state.num_blocks, str(state), num_drafted)

@@ -23,7 +23,7 @@ class StateLayout:
     """Runs of tokens of a pass, with the blocks of the state before and after each.
 
     Arrays are by run unless noted. The runs of a sequence follow each other. One ends at each
-    snapshot, and the next one reads it.
+    snapshot and before each draft, and the next one reads what it writes.
     """
 
     first_tokens: Ints  # in the flat batch
@@ -31,6 +31,11 @@ class StateLayout:
     reads: Ints  # [runs, blocks]; ZEROS for a sequence that begins
     writes: Ints  # [runs, blocks]
     first_runs: Ints  # by sequence
+
+    @property
+    def has_several_runs(self) -> bool:
+        """Return whether a sequence has more than one."""
+        return len(self.first_runs) != len(self.num_tokens)
 
     def pad(self, num_runs: int, scratch_block: int) -> StateLayout:
         """Return this batch of single tokens with more runs.
@@ -56,21 +61,21 @@ def empty_states(num_blocks: int) -> StateLayout:
 
 
 class StateTables:
-    """State blocks by slot. A pass reads one side and writes the other one."""
+    """State blocks by slot. A pass reads one side and writes the next one, or one per draft."""
 
-    def __init__(self, max_num_seqs: int, num_blocks: int) -> None:
-        self._num_blocks = num_blocks
-        self._sides: Ints = np.zeros((max_num_seqs, 2, num_blocks), dtype=np.int64)
+    def __init__(self, max_num_seqs: int, num_blocks: int, num_sides: int = 2) -> None:
+        self._num_blocks, self._num_sides = num_blocks, num_sides
+        self._sides: Ints = np.zeros((max_num_seqs, num_sides, num_blocks), dtype=np.int64)
         self._current = [0] * max_num_seqs  # the side with the state after the computed tokens
         self._snapshots: dict[int, Ints] = {}  # that the next pass reads instead
 
     def start(self, slot: int, row: PlanRow) -> None:
         """Note the state blocks of a new row. Raises InvalidConfig if it lacks some."""
         found = [] if row.state is None else [len(side) for side in row.state.sides]
-        if row.state is None or set(found) != {self._num_blocks}:
+        if row.state is None or found != [self._num_blocks] * self._num_sides:
             raise InvalidConfig(
                 f"{row.request_id} has {found or 'no'} blocks for its recurrent state;"
-                f" a side takes {self._num_blocks}"
+                f" it takes {self._num_sides} sides of {self._num_blocks}"
             )
         self._sides[slot] = row.state.sides
         self._current[slot] = 0
@@ -79,11 +84,18 @@ class StateTables:
             self._snapshots[slot] = self._blocks_of(row.request_id, row.state.snapshot)
 
     def layout(self, runs: Sequence[TokenRun], snapshots: Snapshots) -> StateLayout:
+        """`runs` of a row follow each other: its newest token and its drafts."""
         parts: list[tuple[int, int, Ints, Ints]] = []  # first token, tokens, read, written
         first_runs, first_token = [], 0
+        slot, num_before = -1, 0  # of the run before; the runs before it in its sequence
         for run in runs:
+            num_before = num_before + 1 if run.slot == slot else 0
+            slot = run.slot
             source, position = self._source(run), run.end - run.num_tokens
-            first_runs.append(len(parts))
+            if num_before:
+                source = parts[-1][3]
+            else:
+                first_runs.append(len(parts))
             end = first_token + run.num_tokens
             for snapshot in sorted(snapshots.get(run.row.request_id, ())):
                 target = self._blocks_of(run.row.request_id, snapshot.block_ids)
@@ -96,7 +108,8 @@ class StateTables:
                 parts.append((first_token, num_tokens, source, target))
                 source, position = target, snapshot.num_tokens
                 first_token += num_tokens
-            target = self._sides[run.slot, 1 - self._current[run.slot]]
+            turn = (self._current[slot] + 1 + num_before) % self._num_sides
+            target = self._sides[slot, turn]
             parts.append((first_token, end - first_token, source, target))
             first_token = end
         first_tokens, lengths, reads, writes = zip(*parts, strict=True)
@@ -108,9 +121,9 @@ class StateTables:
             first_runs=np.array(first_runs, dtype=np.int64),
         )
 
-    def advance(self, slot: int) -> None:
-        """Swap the sides after a successful pass."""
-        self._current[slot] = 1 - self._current[slot]
+    def advance(self, slot: int, num_sides: int = 1) -> None:
+        """Take the next side after a successful pass, or the one of a later accepted token."""
+        self._current[slot] = (self._current[slot] + num_sides) % self._num_sides
         self._snapshots.pop(slot, None)
 
     def _source(self, run: TokenRun) -> Ints:

@@ -37,6 +37,17 @@ def test_the_state_side_swaps_with_each_chunk_and_token() -> None:
     assert state.end_chunk(23) == ()
 
 
+def test_with_drafts_each_accepted_token_takes_the_next_side() -> None:
+    sides = [_ids(number) for number in range(4)]  # for two drafts
+    state = RecurrentState(tuple(sides), num_tokens=8)
+
+    assert state.sides(8) == tuple(sides)
+    assert state.sides(11) == (sides[3], sides[0], sides[1], sides[2])  # both were accepted
+    state.end_chunk(12)
+    assert state.sides(12)[0] == sides[1]
+    assert state.sides(14)[0] == sides[3]
+
+
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 def test_a_prefix_ends_at_a_snapshot(groups: tuple[KvGroup, ...]) -> None:
     cache = _cache(groups)

@@ -15,7 +15,6 @@ from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.plan import BlockIds, Plan, PlanRow, StateBlocks
 from baton.engine.scheduler.config import SchedulerConfig, SchedulingPolicy
-from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.validation import max_sequence_length, validate_request
 from tests.support.engine_world import EngineWorld
 from tests.support.fake_runner import CrashPlace
@@ -385,11 +384,6 @@ def test_the_longest_prompt_is_admitted_again_while_its_snapshot_is_cached() -> 
 def test_a_cache_too_small_for_one_request_is_refused() -> None:
     with pytest.raises(InvalidConfig, match=r"at least 7: 6 for the recurrent state"):
         replace(CACHE, num_blocks=6)
-
-
-def test_speculation_with_recurrent_state_is_refused() -> None:
-    with pytest.raises(InvalidConfig, match="--speculative cannot be used"):
-        Scheduler(_config(num_lookahead_tokens=2), CACHE)
 
 
 # --- events ----------------------------------------------------------------------------
