@@ -161,7 +161,8 @@ class Dispatcher:
 
         handoff_id = HandoffId(request.own_id, number)
         prompt, salt = request.call.token_prompt, request.cache_salt(number)
-        pixels, now = self._pictures.pixels_for(request, route, number), self._clock()
+        pixels = self._pictures.pixels_for(request, route, number) if prompt.pictures else ()
+        now = self._clock()
         placement = PromptPlacement(prompt, route.last.node, salt)
         request.context.note_placement(placement)
         return Attempt(

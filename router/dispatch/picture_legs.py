@@ -65,7 +65,7 @@ class PictureLegs:
     ) -> tuple[Picture, ...]:
         """Return the pictures that the node of the prompt gets as pixels in this attempt."""
         prompt, card = request.call.token_prompt, route.first.node.card
-        if not prompt.pictures or route.encoder is not None or not card.encodes_pictures:
+        if route.encoder is not None or not card.encodes_pictures:
             return ()
         rows = card.stored_rows
         if rows is None:
