@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
-from baton.core.ids import BlockId, RequestId
+from baton.core.ids import NO_PREFIX_KEYS, BlockId, PrefixKeys, RequestId
 from baton.core.logprobs import TokenLogprobs
 from baton.core.media import MediaSegment, Picture
 from baton.core.output import Failure
@@ -90,7 +90,7 @@ class PlanRow:
     task: Task = GENERATE
     adapter: str = ""  # id of the adapter that computes it; empty: none
     media: tuple[MediaSegment, ...] = ()  # in the prompt
-    cache_salt: str = ""
+    prefix_keys: PrefixKeys = NO_PREFIX_KEYS  # only where they are equal, drafts are shared
     predicted_token_ids: tuple[int, ...] = ()  # that the output is likely to repeat
     draft_state: bytes = b""  # of a draft head, after `token_ids`
 

@@ -17,10 +17,17 @@ from baton.core.errors import InvalidConfig
 def speculation(
     model: Annotated[str, typer.Option(help="Model folder.")] = "models/demo",
     speculative: Annotated[
-        str, typer.Option(help="Value of --speculative, such as ngram:4.")
-    ] = "ngram:4",
+        str, typer.Option(help="Value of --speculative, such as suffix:8.")
+    ] = "suffix:8",
     dtype: Dtype = "auto",
     threads: Threads = 1,
+    texts: Annotated[
+        str,
+        typer.Option(
+            help="What is continued: source; edits, versions of a source; prediction, a source "
+            "whose answer is predicted but for one token; noise, of which nothing is predictable."
+        ),
+    ] = "source",
     temperatures: Annotated[str, typer.Option(help="Temperatures; 0 is greedy.")] = "0,0.2,0.8",
     batches: Annotated[str, typer.Option(help="Batch sizes.")] = "1,4",
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 300,
@@ -28,7 +35,7 @@ def speculation(
     runs: Annotated[int, typer.Option(min=1, help="Runs of each setting; medians are shown.")] = 5,
     json_file: JsonFile = None,
 ) -> None:
-    """Measure the speed-up of speculative decoding on source code, and compare the tokens."""
+    """Measure the speed-up of speculative decoding, and compare the tokens."""
     from baton.cli.options.lists import parse_numbers
     from baton.engine.spec_decode.config import parse_speculation
 
@@ -42,6 +49,7 @@ def speculation(
         chosen,
         dtype=dtype,
         num_threads=threads,
+        texts=_texts(texts),
         temperatures=_temperatures(temperatures),
         batch_sizes=parse_numbers(batches),
         num_prompt_tokens=prompt,
@@ -51,14 +59,23 @@ def speculation(
     with Console(stderr=True).status("loading") as status:
 
         def on_figure(one: SpeedUp) -> None:
-            status.update(
-                f"temperature {one.temperature}, batch {one.batch}: {one.speed_up:.2f} times"
-            )
+            setting = f"{one.text}, temperature {one.temperature}, batch {one.batch}"
+            status.update(f"{setting}: {one.speed_up:.2f} times")
 
         figures = [asdict(one) for one in run(bench, on_figure)]
     show_table(f"{model}, {speculative}, medians of {runs} runs", figures)
     values = {"model": model, "speculative": speculative, "figures": figures}
     write_json(json_file, values)
+
+
+def _texts(written: str) -> tuple[str, ...]:
+    from benchmarks.engine.speculation import TEXTS
+
+    texts = tuple(written.split(","))
+    unknown = [text for text in texts if text not in TEXTS]
+    if unknown:
+        raise InvalidConfig(f"--texts {unknown[0]!r}: choose from {', '.join(TEXTS)}")
+    return texts
 
 
 def _temperatures(written: str) -> tuple[float, ...]:

@@ -223,7 +223,7 @@ def make_row(request: Request) -> PlanRow:
         task=request.submitted.task,
         adapter=request.submitted.adapter.id,
         media=request.submitted.media,
-        cache_salt=request.submitted.cache_salt,
+        prefix_keys=request.submitted.prefix_keys,
         predicted_token_ids=request.submitted.predicted_token_ids,
         draft_state=request.draft_state if request.has_one_new_token else b"",
     )

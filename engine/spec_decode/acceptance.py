@@ -30,6 +30,6 @@ class AcceptanceRates:
             self._weight = 1.0
 
     def rates(self, expected: Sequence[float]) -> list[float]:
-        """Return the rates by position. The expected ones count as one draft."""
-        weight, sums = self._weight, zip(self._accepted, self._tested, expected, strict=True)
+        """Return the rates of the first positions. The expected ones count as one draft."""
+        weight, sums = self._weight, zip(self._accepted, self._tested, expected, strict=False)
         return [(accepted + weight * each) / (tested + weight) for accepted, tested, each in sums]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from baton.core.errors import InvalidConfig
 
 METHODS = ("ngram", "suffix", "eagle3", "mtp")
-# Methods by which the predictions of clients are proposed, too.
-PREDICTING = frozenset({"ngram", "suffix"})
+# They look drafts up, also in the predictions of clients; the others compute them.
+LOOK_UP_METHODS = frozenset({"ngram", "suffix"})
 MAX_PROPOSED_TOKENS = 32
 
 
@@ -31,8 +31,8 @@ class Speculation:
     is_adaptive: bool = True  # draft what pays off; False: always as many tokens as there can be
 
     @property
-    def follows_predictions(self) -> bool:
-        return self.method in PREDICTING
+    def looks_up(self) -> bool:
+        return self.method in LOOK_UP_METHODS
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_tokens <= MAX_PROPOSED_TOKENS:

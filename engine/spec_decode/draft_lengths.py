@@ -33,15 +33,26 @@ class DraftLengths:
         self._first = [EXPECTED_RATE] * speculation.num_tokens
         self._costs = PassCosts(speculation.max_rows)
         self._node = AcceptanceRates(speculation.num_tokens, NODE_KEEPS)
-        self._sequences: dict[RequestId, _SequenceRecord] = {}
+        self._records: dict[RequestId, _SequenceRecord] = {}
         self._is_drafting = False
+
+    def without_pausing(self, rows: Iterable[DraftRow]) -> list[DraftRow]:
+        """Return the rows that may get drafts, with one token at most after failures."""
+        records, awake = self._records, []
+        for row in rows:
+            record = records.get(row.request_id)
+            if record is None:
+                record = records[row.request_id] = _SequenceRecord(len(self._first))
+            if max_tokens := record.begin_step(row.max_tokens):
+                awake.append(row if max_tokens == row.max_tokens else row._replace(max_tokens=1))
+        return awake
 
     def choose(
         self, rows: Iterable[DraftRow], num_scheduled: Collection[int], max_tokens: int
     ) -> list[DraftRow]:
         """Return those of the rows that get drafts, with the most tokens of each.
 
-        `num_scheduled` are the tokens of all rows of the step, without drafts.
+        `rows` do not pause. `num_scheduled` are the tokens of all rows of the step, without drafts.
         """
         self._node.end_step()
         usual = [max(MIN_EXPECTED_RATE, each) for each in self._node.rates(self._first)]
@@ -58,7 +69,7 @@ class DraftLengths:
 
     def note_accepted(self, request_id: RequestId, num_proposed: int, num_accepted: int) -> None:
         self._node.note_draft(num_proposed, num_accepted)
-        record = self._sequences.get(request_id)
+        record = self._records.get(request_id)
         if record is not None:
             record.note_accepted(num_proposed, num_accepted)
 
@@ -68,20 +79,16 @@ class DraftLengths:
 
     def forget(self, request_ids: Iterable[RequestId]) -> None:
         for request_id in request_ids:
-            self._sequences.pop(request_id, None)
+            self._records.pop(request_id, None)
 
     def _reached(self, row: DraftRow, usual: Sequence[float]) -> list[float]:
         """Return the probabilities that the tokens of a draft are accepted."""
-        record = self._sequences.get(row.request_id)
-        if record is None:
-            record = self._sequences[row.request_id] = _SequenceRecord(len(self._first))
+        rates = self._records[row.request_id].rates
         reached: list[float] = []
         probability = 1.0
-        max_tokens = record.begin_step(row.max_tokens)
-        if not max_tokens:
-            return reached
-        rates = record.rates.rates(self._first if row.predicted_token_ids else usual)
-        for rate in rates[:max_tokens]:
+        for rate in rates.rates(
+            (self._first if row.predicted_token_ids else usual)[: row.max_tokens]
+        ):
             probability *= rate
             if probability < MIN_REACHED:
                 break

@@ -9,6 +9,8 @@ from itertools import pairwise
 NEW_SHARE = 0.1
 # A time that is far off counts as if it were this much above the mean: a stall is no cost of rows.
 MAX_RATIO = 1.5
+# Relative change of a mean that is left out of the table of all: making it takes a while.
+MAX_DEVIATION = 0.02
 # Passes after which a time that was not measured again is forgotten: contexts grow, load changes.
 MAX_AGE_PASSES = 1024
 # Cost of a row more, relative to a pass, where nothing is known. It is little, so that it is tried.
@@ -22,6 +24,7 @@ class PassCosts:
         self._mean_s: list[float | None] = [None] * (max_rows + 1)  # by number of rows
         self._measured_at = [0] * (max_rows + 1)
         self._num_passes = 0
+        self._table: Sequence[float] | None = None  # of all numbers; None: it must be made again
 
     def note_pass(self, num_rows: int, took_s: float) -> None:
         if not 1 <= num_rows < len(self._mean_s) or took_s <= 0:
@@ -29,7 +32,10 @@ class PassCosts:
         mean_s = self._mean_s[num_rows]
         if mean_s is None:
             mean_s = took_s
-        self._mean_s[num_rows] = mean_s + NEW_SHARE * (min(took_s, MAX_RATIO * mean_s) - mean_s)
+        mean_s += NEW_SHARE * (min(took_s, MAX_RATIO * mean_s) - mean_s)
+        if self._mean_s[num_rows] is None or self._is_far_off(num_rows, mean_s):
+            self._table = None
+        self._mean_s[num_rows] = mean_s
         self._measured_at[num_rows] = self._num_passes
         self._num_passes += 1
         if not self._num_passes % MAX_AGE_PASSES:
@@ -37,6 +43,16 @@ class PassCosts:
 
     def by_num_rows(self) -> Sequence[float]:
         """Return the expected times, in seconds or, before the first pass, in any unit."""
+        if self._table is None:
+            self._table = self._interpolated()
+        return self._table
+
+    def _is_far_off(self, num_rows: int, mean_s: float) -> bool:
+        if self._table is None:
+            return True
+        return abs(mean_s - self._table[num_rows]) > MAX_DEVIATION * mean_s
+
+    def _interpolated(self) -> list[float]:
         costs = [1.0 + ASSUMED_SLOPE * num_rows for num_rows in range(len(self._mean_s))]
         known = [(rows, mean_s) for rows, mean_s in enumerate(self._mean_s) if mean_s is not None]
         if not known:
@@ -58,3 +74,4 @@ class PassCosts:
         for num_rows, measured_at in enumerate(self._measured_at):
             if measured_at < self._num_passes - MAX_AGE_PASSES:
                 self._mean_s[num_rows] = None
+        self._table = None

@@ -21,7 +21,7 @@ class DraftRow(NamedTuple):
     max_tokens: int  # that can be drafted
     num_prompt_tokens: int = 0
     predicted_token_ids: tuple[int, ...] = ()  # by the client
-    prefix_keys: PrefixKeys = NO_PREFIX_KEYS  # of all but media: what sees its answer later
+    prefix_keys: PrefixKeys = NO_PREFIX_KEYS  # of the requests that see its answer later
 
 
 class Proposer(Protocol):

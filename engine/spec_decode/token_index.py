@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 # Places compared in a lookup, newest first.
-MAX_CANDIDATES = 8
+MAX_CANDIDATES = 4
 # Ends a sequence. No token has this number, so that no match and no draft crosses it.
 SEPARATOR = -1
 # Of two indexed lengths, the longer one finds long matches among many short ones.

@@ -11,6 +11,7 @@ from tests.support.baton_command import run_benchmark
 def test_both_modes_are_timed_and_yield_the_same_tokens(model_folder: Path, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     size = ["--prompt", "40", "--answer", "20", "--runs", "1", "--batches", "1,3"]
+    size += ["--texts", "source,prediction,edits,noise"]
     output = ["--json", str(figures)]
 
     done = run_benchmark(
@@ -19,9 +20,14 @@ def test_both_modes_are_timed_and_yield_the_same_tokens(model_folder: Path, tmp_
 
     assert done.returncode == 0, done.stderr
     rows = json.loads(figures.read_text())["figures"]
-    assert [(row["temperature"], row["batch"]) for row in rows] == [
-        *((0.0, 1), (0.0, 3)),
-        *((0.9, 1), (0.9, 3)),
+    assert [(row["text"], row["temperature"], row["batch"]) for row in rows] == [
+        *(
+            (text, at, n)
+            for text in ("source", "prediction", "edits")
+            for at in (0, 0.9)
+            for n in (1, 3)
+        ),
+        *(("noise", 50.0, 1), ("noise", 50.0, 3)),
     ]
     assert all(row["same"] for row in rows)
     assert all(row["tokens_per_s_with"] > 0 and row["cpu_speed_up"] > 0 for row in rows)

@@ -8,9 +8,9 @@ without drafts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from baton.core.ids import PrefixKeys, RequestId
+from baton.core.ids import RequestId
 from baton.engine.plan import Plan, PlanRow, RunResult
 from baton.engine.runner.batch.input_batch import NO_DRAFTS, PersistentBatch, Step
 from baton.engine.spec_decode.config import Speculation
@@ -28,6 +28,8 @@ class SpecDecoder:
         self._lengths = DraftLengths(speculation)
 
     def forget(self, request_ids: Sequence[RequestId]) -> None:
+        if not request_ids:
+            return
         self._lengths.forget(request_ids)
         rows = filter(None, map(self.batch.find_row, request_ids))
         self.proposer.forget({row.request_id: self._draft_row(row, 0) for row in rows})
@@ -39,10 +41,25 @@ class SpecDecoder:
         max_tokens = self._max_tokens(num_scheduled_tokens, max_draft_tokens)
         if max_tokens <= 0:
             return NO_DRAFTS
-        rows: Iterable[DraftRow] = self._rows(num_scheduled_tokens)
-        if self.speculation.is_adaptive:
-            rows = self._lengths.choose(rows, num_scheduled_tokens.values(), max_tokens)
-        return self.proposer.propose(rows, max_tokens)
+        rows = list(self._rows(num_scheduled_tokens))
+        if not self.speculation.is_adaptive:
+            return self.proposer.propose(rows, max_tokens)
+        rows = self._lengths.without_pausing(rows)
+        num_scheduled = num_scheduled_tokens.values()
+        if not self.speculation.looks_up:
+            rows = self._lengths.choose(rows, num_scheduled, max_tokens)
+            return self.proposer.propose(rows, max_tokens)
+        # Choosing costs more than looking up, which often finds nothing.
+        drafts = self.proposer.propose(rows, len(rows) * self.speculation.num_tokens)
+        if not drafts:
+            return NO_DRAFTS
+        found = [
+            row._replace(max_tokens=len(drafts[row.request_id]))
+            for row in rows
+            if row.request_id in drafts
+        ]
+        chosen = self._lengths.choose(found, num_scheduled, max_tokens)
+        return {row.request_id: drafts[row.request_id][: row.max_tokens] for row in chosen}
 
     def can_draft(self, plan: Plan) -> bool:
         """Return whether `drafts` could propose any for a plan. If not, it needs no tokens."""
@@ -77,5 +94,5 @@ class SpecDecoder:
             max_tokens,
             row.num_prompt_tokens,
             row.predicted_token_ids,
-            PrefixKeys(row.cache_salt, row.adapter),
+            row.prefix_keys,
         )

@@ -15,6 +15,7 @@ from baton.engine.spec_decode.proposer import DraftRow, Drafts
 
 A, B = RequestId("a"), RequestId("b")
 SEVEN = 7
+KEYS = PrefixKeys("salt", "adapter")
 
 
 class Constant:
@@ -69,7 +70,7 @@ def test_without_adaptation_drafts_are_as_long_after_failures() -> None:
 
 def test_a_proposer_gets_the_last_tokens_of_rows_that_end() -> None:
     batch = PersistentBatch(max_num_seqs=2, max_model_len=64, block_size=64)
-    batch.apply(Plan(started=(replace(a_row(A, 0), cache_salt="salt", adapter="adapter"),)))
+    batch.apply(Plan(started=(replace(a_row(A, 0), prefix_keys=KEYS),)))
     batch.append(A, [SEVEN, 8])
     proposer = Constant()
 
@@ -78,4 +79,4 @@ def test_a_proposer_gets_the_last_tokens_of_rows_that_end() -> None:
     [ended] = proposer.forgotten
     assert ended.known_tokens.tolist() == [5, 6, SEVEN, 8]
     assert ended.num_prompt_tokens == 1
-    assert ended.prefix_keys == PrefixKeys("salt", "adapter")
+    assert ended.prefix_keys == KEYS

@@ -41,7 +41,7 @@ class Node:
     ) -> None:
         rows = [row_of(name, predicted=predicted) for name in names]
         max_tokens = MAX_ROWS - len(names)
-        chosen = self.lengths.choose(rows, [1] * len(names), max_tokens)
+        chosen = choose(self.lengths, rows, max_tokens)
         num_drafted = sum(row.max_tokens for row in chosen)
         for row in chosen:
             num_accepted = min(row.max_tokens, num_right())
@@ -61,6 +61,10 @@ class Node:
 
 def row_of(name: str, max_tokens: int = NUM_DRAFTED, predicted: tuple[int, ...] = ()) -> DraftRow:
     return DraftRow(RequestId(name), KNOWN, max_tokens, 1, predicted)
+
+
+def choose(lengths: DraftLengths, rows: Sequence[DraftRow], max_tokens: int) -> list[DraftRow]:
+    return lengths.choose(lengths.without_pausing(rows), [1] * len(rows), max_tokens)
 
 
 def answer(node: Node, *, num_rows: int, num_steps: int, num_right: Callable[[], int]) -> None:
@@ -116,11 +120,11 @@ def test_the_rows_whose_drafts_are_accepted_get_them() -> None:
     node = Node(slope=0.1)
     lengths = node.lengths
     for _ in range(30):
-        for row in lengths.choose([row_of("good"), row_of("bad")], [1, 1], 14):
+        for row in choose(lengths, [row_of("good"), row_of("bad")], 14):
             num_accepted = row.max_tokens if row.request_id == "good" else 0
             lengths.note_accepted(row.request_id, row.max_tokens, num_accepted)
 
-    chosen = lengths.choose([row_of("bad"), row_of("good")], [1, 1], 14)
+    chosen = choose(lengths, [row_of("bad"), row_of("good")], 14)
 
     assert max(row.max_tokens for row in chosen if row.request_id == "good") == NUM_DRAFTED
     assert sum(row.max_tokens for row in chosen if row.request_id == "bad") <= 1
@@ -175,13 +179,13 @@ def test_no_row_and_no_step_gets_more_than_it_may(
     max_tokens = min(max_tokens, MAX_ROWS - len(most))
     lengths = DraftLengths(Speculation(NUM_DRAFTED, max_rows=MAX_ROWS))
     rows = [row_of(str(number), each) for number, each in enumerate(most)]
-    lengths.choose(rows, [1] * len(rows), max_tokens)
+    choose(lengths, rows, max_tokens)
     for num_rows, took_s in passes:
         lengths.note_pass(num_rows, took_s)
     for number, num_accepted in outcomes:
         lengths.note_accepted(RequestId(str(number)), NUM_DRAFTED, num_accepted)
 
-    chosen = lengths.choose(rows, [1] * len(rows), max_tokens)
+    chosen = choose(lengths, rows, max_tokens)
 
     limits = {row.request_id: row.max_tokens for row in rows}
     assert all(1 <= row.max_tokens <= limits[row.request_id] for row in chosen)

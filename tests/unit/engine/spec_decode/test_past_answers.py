@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from baton.core.ids import PrefixKeys
 from baton.engine.spec_decode.past_answers import MAX_PAST_TOKENS_OF_ANSWER, PastAnswers
-from baton.engine.spec_decode.token_index import SEPARATOR
+from baton.engine.spec_decode.token_index import MAX_CANDIDATES, SEPARATOR
 
 A, B = PrefixKeys("a"), PrefixKeys("a", adapter="b")
 OWNERS = st.sampled_from([A, B, PrefixKeys(), PrefixKeys("b")])
@@ -74,9 +74,9 @@ def test_each_owner_finds_its_newest_answers(
         ended = [*tokens, SEPARATOR]
         followers = [ended[place + 1] for place, token in enumerate(tokens) if token == 0]
         same = sum(each.count(0) for other, each in kept if other == owner)
-        if same <= 8:
+        if same <= MAX_CANDIDATES:
             for follower in followers:
                 assert follower in following(past, owner, (0,))
     for owner in {owner for owner, _ in answers}:
         allowed = [each.count(0) for other, each in kept if other == owner]
-        assert len(following(past, owner, (0,))) == min(8, sum(allowed))
+        assert len(following(past, owner, (0,))) == min(MAX_CANDIDATES, sum(allowed))
