@@ -19,6 +19,7 @@ from baton.engine.runner.sampling.grammar_masks import GrammarMasks
 from baton.engine.runner.sampling.output_heads import HiddenStates
 from baton.engine.runner.sampling.sampler import Sampler
 from baton.engine.spec_decode.config import Speculation
+from baton.engine.spec_decode.predictions_first import PredictionsFirst
 from baton.engine.spec_decode.proposer import Proposer
 from baton.engine.spec_decode.suffix_proposer import SuffixProposer
 
@@ -83,7 +84,7 @@ def _make_head_drafter(parts: DrafterParts) -> Drafter:
         parts.device,
         parts.dtype,
     )
-    return Drafter(drafter, drafter)
+    return Drafter(PredictionsFirst(SuffixProposer(parts.speculation), drafter), drafter)
 
 
 DRAFTERS: Mapping[str, MakeDrafter] = {
