@@ -23,6 +23,7 @@ MIN_TOKENS, MAX_TOKENS = 8, 96
 MIN_PROMPT_LEN, MAX_PROMPT_LEN = 4, 160
 MAX_TEXTS = 6
 MAX_WORDS = 30
+MAX_TOGETHER = 200  # requests of the reference run
 
 
 class UnstableAnswer(ServiceError):
@@ -149,8 +150,13 @@ async def reference_answers(router: Router, requests: Sequence[ChaosRequest]) ->
         if request is not drawn:
             answer = await request.send(Sending(router))
         alone.append(KnownAnswer(request, answer))
-    together = replace(Sending(router), salt="batch")
-    answers = await asyncio.gather(*(one.request.send(together) for one in alone))
+    together, turns = replace(Sending(router), salt="batch"), asyncio.Semaphore(MAX_TOGETHER)
+
+    async def send(request: ChaosRequest) -> Any:
+        async with turns:
+            return await request.send(together)
+
+    answers = await asyncio.gather(*(send(one.request) for one in alone))
     for one, answer in zip(alone, answers, strict=True):
         difference = one.request.difference(answer, one.answer)
         if difference is not None:
