@@ -112,6 +112,10 @@ def chaos(
             help="Use float32 without a C++ compiler: rounding may change tokens otherwise."
         ),
     ] = "auto",
+    speculative: Annotated[
+        str, typer.Option(help="Speculative decoding of all nodes, such as suffix:4.")
+    ] = "",
+    speculative_model: Annotated[str, typer.Option(help="Folder of a draft head.")] = "",
     transport: Annotated[str, typer.Option(help="KV transport: nixl or ucxx.")] = "nixl",
     kv_tls: Annotated[str, typer.Option(help="UCX_TLS of the KV transport, such as tcp.")] = "",
     logs: Annotated[Path | None, typer.Option(help="Folder for the logs of the processes.")] = None,
@@ -162,6 +166,8 @@ def chaos(
                 f"--kv-transport={transport}",
                 f"--kv-tls={kv_tls}",
                 *((ENCODER_CACHE,) if images else ()),
+                *((f"--speculative={speculative}",) if speculative else ()),
+                *((f"--speculative-model={speculative_model}",) if speculative_model else ()),
             ),
             log_dir=logs,
             clocks_jump=FaultKind.JUMP in chosen,
