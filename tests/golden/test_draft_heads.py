@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from baton.core.errors import InvalidConfig, ModelError
 from baton.core.ids import RequestId
@@ -24,6 +25,7 @@ from baton.engine.runner.sampling.randomness import draw_keys, exponential_numbe
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.spec_decode.config import Speculation
 from baton.engine.spec_decode.proposer import DraftRow, Drafts, Proposer
+from tests.golden.test_demo_model import UNSEEN
 from tests.golden.test_speculation import (
     GREEDY,
     REQUESTED,
@@ -40,6 +42,7 @@ from tests.support.kernels import kernels_by_variant
 from tests.support.models import prompt_of, reference
 from tests.support.mtp_heads import Choose, MtpReference, form_of, make_mtp_folder
 
+MODELS = Path(__file__).parents[2] / "models"
 SPECULATION = Speculation(4, method="eagle3", max_rows=64, is_adaptive=False)
 WARM = replace(GREEDY, temperature=0.8)
 
@@ -267,3 +270,25 @@ def test_a_prefix_hit_has_the_kv_of_the_head(model_folder: FolderOf, tmp_path: P
     assert engine.scheduler.stats().total_prefix_hit_tokens >= 64
     assert second.token_ids == first.token_ids
     assert second.num_accepted == first.num_accepted > 0
+
+
+@pytest.mark.parametrize(("temperature", "min_accepted"), [(0.0, 3.0), (0.8, 1.8)])
+def test_the_trained_head_of_the_demo_model_is_often_right(
+    temperature: float, min_accepted: float
+) -> None:
+    """A wrong tap, norm or position would cost most of its drafts."""
+    tokens = Tokenizer.from_file(str(MODELS / "demo" / "tokenizer.json")).encode(UNSEEN).ids
+    sampling = replace(GREEDY, temperature=temperature, max_tokens=64)
+    requests = [
+        EngineRequest(RequestId(f"{length}"), tuple(tokens[:length]), sampling, seed=length)
+        for length in range(40, 120, 10)
+    ]
+    config = replace(config_of(MODELS / "demo", MODELS / "demo-eagle3"), kv_cache_bytes=4 << 20)
+
+    with load_runner(config) as runner:
+        engine = engine_of(runner)
+        run(engine, *requests)
+
+    stats = engine.scheduler.stats()
+    num_drafts = stats.total_proposed_tokens / SPECULATION.num_tokens
+    assert stats.total_accepted_tokens > min_accepted * num_drafts

@@ -1,0 +1,225 @@
+"""A draft head learns, is stored in the published format, and drafts as the reference does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.support.eagle3_reference import Eagle3Reference
+from tools.draft_head import (
+    DraftHead,
+    default_tap_ids,
+    gumbel_noise,
+    head_config,
+    load_head,
+    right_drafts,
+    save_head,
+    served_acceptance,
+)
+from tools.train_draft_head import (
+    UNROLLED,
+    Recipe,
+    StoredStates,
+    Target,
+    Trainer,
+    TrainingState,
+    draft_losses,
+    make_head,
+)
+
+VOCAB, DRAFTED, NUM_DRAFTS = 61, 40, 4
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    return Target(LlamaForCausalLM(config).eval(), tokenizer=None)
+
+
+@pytest.fixture(scope="module")
+def texts(target: Target) -> Tensor:
+    return target.continue_texts(torch.randint(VOCAB, (24, 2)), 20, torch.full((24,), 0.5), seed=1)
+
+
+def a_head(target: Target) -> DraftHead:
+    torch.manual_seed(8)
+    config = head_config(target.config, draft_vocab_size=DRAFTED)
+    head = DraftHead(config, torch.randperm(VOCAB)[:DRAFTED].sort().values)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.3)
+    return head
+
+
+def a_trainer(target: Target, texts: Tensor, folder: Path) -> Trainer:
+    recipe = Recipe(draft_vocab_size=DRAFTED, num_steps=25, batch=8)
+    torch.manual_seed(9)
+    head = make_head(target, texts, recipe)
+    return Trainer(head, target, texts, StoredStates(folder / "states", target, texts), recipe)
+
+
+def test_a_head_learns_what_its_target_says_next(
+    target: Target, texts: Tensor, tmp_path: Path
+) -> None:
+    trainer = a_trainer(target, texts, tmp_path)
+
+    losses = [trainer.step(place) for place in range(trainer.recipe.num_steps)]
+
+    for first, last in zip(losses[0], losses[-1], strict=True):
+        assert last < 0.9 * first
+
+
+def test_a_draft_is_compared_with_what_the_target_says_at_its_place(
+    target: Target, texts: Tensor
+) -> None:
+    head, text, place = a_head(target), texts[:1], 9
+    taps, last = target.read(text)
+    even = torch.zeros_like(last)
+    changed = even.index_copy(1, torch.tensor([place]), last[:, [place]])
+    embeddings = functional.embedding(text, target.embeddings)
+    unrolled = [*head.unroll(taps, embeddings, UNROLLED)]
+    rows = target.output_rows[head.draft_token_ids]
+
+    losses = [draft_losses(head, target, text, taps, each) for each in (even, changed)]
+
+    for step, (before, after) in enumerate(zip(*losses, strict=True)):
+        # Drafts from position 8 are of the tokens after 9, 10 and 11.
+        drafted = unrolled[step][0, place - 1 - step]
+        due = [(rows @ each[0, place]).softmax(dim=0) for each in (even, changed)]
+        first, second = (functional.cross_entropy(drafted, each) for each in due)
+        num_drafts = text.shape[1] - 1 - step
+        assert torch.isclose((after - before) * num_drafts, second - first, atol=1e-4)
+
+
+def test_a_resumed_run_learns_as_an_uninterrupted_one(
+    target: Target, texts: Tensor, tmp_path: Path
+) -> None:
+    trainer = a_trainer(target, texts, tmp_path)
+    trainer.step(0)
+    trainer.save(tmp_path / "checkpoint.pt", TrainingState(steps=1, duration_s=2.0))
+    losses = trainer.step(1)
+
+    resumed = a_trainer(target, texts, tmp_path)
+    assert resumed.load(tmp_path / "checkpoint.pt") == TrainingState(1, 2.0)
+    assert resumed.step(1) == losses
+
+
+def test_a_folder_has_the_published_format(target: Target, tmp_path: Path) -> None:
+    head = a_head(target)
+    save_head(head, tmp_path)
+
+    config = json.loads((tmp_path / "config.json").read_text())
+    shapes = {
+        name: tuple(each.shape) for name, each in load_file(tmp_path / "model.safetensors").items()
+    }
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert config["draft_vocab_size"] == DRAFTED
+    assert config["vocab_size"] == VOCAB
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+    assert shapes == {
+        "fc.weight": (32, 96),
+        "midlayer.hidden_norm.weight": (32,),
+        "midlayer.input_layernorm.weight": (32,),
+        "midlayer.mlp.down_proj.weight": (32, 48),
+        "midlayer.mlp.gate_proj.weight": (48, 32),
+        "midlayer.mlp.up_proj.weight": (48, 32),
+        "midlayer.post_attention_layernorm.weight": (32,),
+        "midlayer.self_attn.k_proj.weight": (32, 64),
+        "midlayer.self_attn.o_proj.weight": (32, 64),
+        "midlayer.self_attn.q_proj.weight": (64, 64),
+        "midlayer.self_attn.v_proj.weight": (32, 64),
+        "norm.weight": (32,),
+        "lm_head.weight": (DRAFTED, 32),
+        "d2t": (DRAFTED,),
+        "t2d": (VOCAB,),
+    }
+    assert torch.equal(load_head(tmp_path).draft_token_ids, head.draft_token_ids)
+
+
+def test_layers_are_tapped_where_published_heads_do() -> None:
+    assert default_tap_ids(32) == (2, 16, 29)
+    assert default_tap_ids(4) == (1, 2, 3)
+    assert default_tap_ids(2) == (0, 1)
+
+
+def test_a_head_computes_what_the_reference_does(
+    target: Target, texts: Tensor, tmp_path: Path
+) -> None:
+    save_head(a_head(target), tmp_path)
+    head, reference = load_head(tmp_path), Eagle3Reference.read(tmp_path, target.embeddings)
+    [text], taps = texts[:1], target.read(texts[:1])[0]
+    embeddings = functional.embedding(texts[:1], target.embeddings)
+    unrolled = torch.stack([*head.unroll(taps, embeddings, NUM_DRAFTS)])[:, 0]
+
+    for position in range(len(text) - NUM_DRAFTS - 1):
+        found: list[Tensor] = []
+
+        def choose(logits: Tensor, place: int, found: list[Tensor] = found) -> int:
+            found.append(logits[head.draft_token_ids])
+            return int(text[place])
+
+        known = taps[0, : position + 1].chunk(3, dim=-1)
+        reference.draft(known, text[: position + 2].tolist(), NUM_DRAFTS, choose)
+        assert torch.allclose(torch.stack(found), unrolled[:, position], atol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_acceptance_counts_the_drafts_of_the_reference(
+    temperature: float, target: Target, texts: Tensor, tmp_path: Path
+) -> None:
+    save_head(a_head(target), tmp_path)
+    head, reference = load_head(tmp_path), Eagle3Reference.read(tmp_path, target.embeddings)
+
+    def choose(logits: Tensor, position: int) -> int:
+        noise = gumbel_noise(3, position, 1, VOCAB)[0]
+        return int((logits + temperature * noise).argmax())
+
+    for row, num_right in enumerate(range(NUM_DRAFTS + 1)):
+        prompt = texts[row, : 7 + row].tolist()
+        taps, _ = target.read(torch.tensor([prompt[:-1]]))
+        drafts = reference.draft(taps[0].chunk(3, dim=-1), prompt, NUM_DRAFTS, choose)
+        text = torch.tensor([[*prompt, *drafts, 0]])
+        if num_right < NUM_DRAFTS:
+            text[0, len(prompt) + num_right] = (drafts[num_right] + 1) % VOCAB
+        counts = right_drafts(
+            head,
+            target.read(text)[0],
+            functional.embedding(text, target.embeddings),
+            text,
+            num_steps=NUM_DRAFTS,
+            temperature=temperature,
+            seed=3,
+        )
+        assert counts[0, len(prompt) - 2] == num_right
+
+
+def test_a_server_drafts_again_after_what_it_accepted_and_not_over_the_end() -> None:
+    num_right = torch.tensor([[9, 2, 9, 9, 0, 1, 9, 9, 9], [2, 2, 2, 2, 2, 2, 2, 2, 2]])
+
+    # Drafts after positions 1, 4 and 5 of the first text, and after 1 of the second one.
+    found = served_acceptance(num_right, 1, torch.tensor([9, 6]), 2)
+
+    assert found.num_drafts == 4
+    assert found.num_accepted == (3, 2)
+    assert found.rates == (0.75, 0.5)
+    assert found.mean_length == 2.25

@@ -1,0 +1,496 @@
+"""Train an EAGLE-3 draft head for a Llama-like target on CPU cores, and measure it.
+
+The head learns the target's own distribution of the next tokens, several drafts ahead at once, on
+excerpts of the Python standard library and on texts that the target writes. It writes a folder in
+the format of published heads, with a model card. The card's figures are measured on that folder,
+loaded again from disk, as a server would draft.
+
+    python -m tools.train_draft_head            # for models/demo
+    python -m tools.train_draft_head --target SmolLM2-135M-Instruct.Q4_1.gguf --out HEAD \\
+        --draft-vocab-size 8192 --library-share 0.1 --window 384 --threads 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import math
+import string
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from rich.progress import Progress, TextColumn, track
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.utils import logging as transformers_logging
+
+from tools.draft_head import (
+    TAP_IDS,
+    Acceptance,
+    DraftHead,
+    gumbel_noise,
+    head_config,
+    load_head,
+    right_drafts,
+    save_head,
+    served_acceptance,
+)
+from tools.train_demo_model import interrupt_flag, read_corpus
+
+SEED = 59
+UNROLLED = 3  # draft steps in training
+STEP_WEIGHT = 0.8  # of the loss of a draft step, relative to the one before
+WARM_UP = 40
+FINAL_LR_SHARE = 0.02
+WEIGHT_DECAY = 0.05
+STEPS_PER_CHECKPOINT = 100
+
+PROMPT = 32  # tokens before the target writes
+TEMPERATURES = (0.0, 0.7, 0.8, 1.0)  # of the texts that it writes
+TEXTS_AT_ONCE = 128
+NUM_MEASURED = 64  # texts of each kind
+MEASURED_PROMPT, MEASURED_TOKENS = 64, 128
+MEASURED_DRAFTS = 4
+MEASURED_TEMPERATURES = (0.0, 0.8)
+CHARACTERS_PER_TOKEN = 6  # that are enough for an excerpt
+CONTENT = "@CONTENT@"
+
+ROOT = Path(__file__).resolve().parent.parent
+CARD_TEMPLATE = Path(__file__).with_name("draft_head_card.md")
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a head and its training depend on, beside the target and the constants above."""
+
+    draft_vocab_size: int = 0  # tokens that can be drafted, the most frequent ones; 0: all
+    intermediate_size: int = 384  # of the feed-forward network; 0: the target's
+    num_windows: int = 3000  # texts to learn from
+    window: int = 256  # tokens of a text
+    library_share: float = 0.5  # of the texts: excerpts of the library, not written by the target
+    batch: int = 16  # texts of a step
+    num_steps: int = 560
+    peak_lr: float = 3e-3
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """Progress of training: steps and time, including earlier runs that were resumed."""
+
+    steps: int = 0
+    duration_s: float = 0.0
+
+
+def main() -> int:
+    args = parse_args()
+    recipe = Recipe(**{each.name: getattr(args, each.name) for each in fields(Recipe)})
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(SEED)
+    transformers_logging.disable_progress_bar()
+    target = Target.load(args.target, torch.bfloat16)
+    texts = stored_texts(target, recipe, args)
+    head = make_head(target, texts, recipe)
+    print_sizes(target, head)
+    spent = train(head, target, texts, recipe, args)
+    if spent.steps < recipe.num_steps:
+        print(f"stopped after step {spent.steps}; continue with --resume", file=sys.stderr)
+        return 130
+    save_head(head, args.out)
+    write_card(args, recipe, spent)
+    return 0
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    for name, default, text in (
+        ("--target", ROOT / "models" / "demo", "folder or GGUF file of the model to draft for"),
+        ("--out", ROOT / "models" / "demo-eagle3", "folder to write"),
+        ("--work", ROOT / "build" / "draft_head", "folder for texts and the checkpoint"),
+    ):
+        parser.add_argument(name, type=Path, default=default, help=f"{text} (%(default)s)")
+    for each in fields(Recipe):
+        option = f"--{each.name.replace('_', '-')}"
+        parser.add_argument(option, type=type(each.default), default=each.default)
+    parser.add_argument("--threads", type=int, default=1, help="of torch (%(default)s)")
+    parser.add_argument(
+        "--resume", action="store_true", help="continue with the texts and the checkpoint"
+    )
+    return parser.parse_args()
+
+
+class Target:
+    """The model to draft for."""
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self.model, self.tokenizer = model.eval().requires_grad_(False), tokenizer
+        self.config = model.config
+        self.tap_ids: list[int] = getattr(head_config(self.config), TAP_IDS)
+
+    @classmethod
+    def load(cls, path: Path, dtype: torch.dtype) -> Target:
+        folder, names = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **names)
+        return cls(model, AutoTokenizer.from_pretrained(folder, **names))
+
+    @property
+    def embeddings(self) -> Tensor:
+        weight: Tensor = self.model.get_input_embeddings().weight
+        return weight
+
+    @property
+    def output_rows(self) -> Tensor:
+        weight: Tensor = self.model.get_output_embeddings().weight
+        return weight
+
+    @torch.no_grad()
+    def read(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return hidden states at the taps, side by side, and those before the output layer."""
+        found = self.model.model(input_ids=token_ids, output_hidden_states=True, use_cache=False)
+        taps = torch.cat([found.hidden_states[each] for each in self.tap_ids], dim=-1)
+        return taps, found.last_hidden_state
+
+    @torch.no_grad()
+    def continue_texts(
+        self, prompts: Tensor, length: int, temperatures: Tensor, seed: int
+    ) -> Tensor:
+        """Return texts of `length` tokens that begin with prompts; each has its temperature.
+
+        The token at a position is the argmax of logits plus temperature x Gumbel noise.
+        """
+        texts, cache, unread = prompts, DynamicCache(), prompts
+        for position in range(prompts.shape[1], length):
+            found = self.model.model(input_ids=unread, past_key_values=cache, use_cache=True)
+            logits = functional.linear(found.last_hidden_state[:, -1], self.output_rows).float()
+            noise = gumbel_noise(seed, position, *logits.shape)
+            unread = (logits + temperatures[:, None] * noise).argmax(dim=1, keepdim=True)
+            texts = torch.cat([texts, unread], dim=1)
+        return texts
+
+
+class Library:
+    """The Python standard library, or its files that training does not see."""
+
+    def __init__(self, tokenizer: Any, *, is_held_out: bool) -> None:
+        corpus = read_corpus(Path(sysconfig.get_path("stdlib")))
+        self._tokenizer = tokenizer
+        self._text = "".join((corpus.held_out if is_held_out else corpus.train).values())
+
+    def excerpts(self, count: int, length: int, seed: int) -> Tensor:
+        """Return random excerpts from starts of lines on, [count, length]."""
+        random, found = Random(seed), list[list[int]]()
+        num_characters = CHARACTERS_PER_TOKEN * length
+        while len(found) < count:
+            start = self._text.index("\n", random.randrange(len(self._text) - 2 * num_characters))
+            excerpt = self._text[start + 1 : start + 1 + num_characters]
+            token_ids = self._tokenizer(excerpt, verbose=False).input_ids[:length]
+            if len(token_ids) == length:
+                found.append(token_ids)
+        return torch.tensor(found, dtype=torch.int64).view(count, length)
+
+
+def opening(tokenizer: Any) -> Tensor:
+    """Return the tokens before the first user's message of a chat, which the target can write."""
+    if not tokenizer.chat_template:
+        return torch.tensor(tokenizer("").input_ids or [tokenizer.bos_token_id])
+    chat = [{"role": "user", "content": CONTENT}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False).partition(CONTENT)[0]
+    return torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def openings(target: Target, count: int, length: int, seed: int) -> Tensor:
+    """Return beginnings of texts that the target writes by itself."""
+    first = opening(target.tokenizer).expand(count, -1)
+    return target.continue_texts(first, max(length, first.shape[1]), torch.ones(count), seed)
+
+
+def stored_texts(target: Target, recipe: Recipe, args: argparse.Namespace) -> Tensor:
+    """Return the texts to learn from, [texts, window], of this run or of the one to resume."""
+    path: Path = args.work / "texts.pt"
+    if args.resume:
+        stored: Tensor = torch.load(path)
+        return stored.long()
+    texts = make_texts(target, recipe)
+    args.work.mkdir(parents=True, exist_ok=True)
+    torch.save(texts.int(), path)
+    return texts
+
+
+def make_texts(target: Target, recipe: Recipe) -> Tensor:
+    library = Library(target.tokenizer, is_held_out=False)
+    texts = [library.excerpts(num_excerpts(recipe), recipe.window, SEED)]
+    num_written = recipe.num_windows - num_excerpts(recipe)
+    starts = range(0, num_written, TEXTS_AT_ONCE)
+    for place, start in enumerate(track(starts, "writing texts")):
+        count = min(TEXTS_AT_ONCE, num_written - start)
+        seed, num_begun = SEED + 1 + place, round(count * recipe.library_share)
+        begun = library.excerpts(num_begun, PROMPT, seed)
+        prompts = [begun, openings(target, count - num_begun, PROMPT, seed)]
+        texts += [written(target, each, recipe.window, seed) for each in prompts if len(each)]
+    return torch.cat(texts)
+
+
+def num_excerpts(recipe: Recipe) -> int:
+    return round(recipe.num_windows * recipe.library_share)
+
+
+def written(target: Target, prompts: Tensor, length: int, seed: int) -> Tensor:
+    """Return texts that the target writes after prompts, at temperatures in turn."""
+    places = torch.arange(len(prompts)) % len(TEMPERATURES)
+    return target.continue_texts(prompts, length, torch.tensor(TEMPERATURES)[places], seed)
+
+
+def make_head(target: Target, texts: Tensor, recipe: Recipe) -> DraftHead:
+    config = head_config(
+        target.config,
+        draft_vocab_size=recipe.draft_vocab_size,
+        intermediate_size=recipe.intermediate_size,
+    )
+    counts = torch.bincount(texts.flatten(), minlength=config.vocab_size)
+    drafted = counts.argsort(descending=True, stable=True)[: config.draft_vocab_size].sort().values
+    share = counts[drafted].sum() / counts.sum()
+    print(f"{len(texts):,} texts, {share:.2%} of their tokens in the draft vocabulary", flush=True)
+    head = DraftHead(config, drafted)
+    with torch.no_grad():
+        head.lm_head.weight.copy_(target.output_rows[drafted])
+        head.norm.weight.copy_(target.model.model.norm.weight)
+    return head
+
+
+def print_sizes(target: Target, head: DraftHead) -> None:
+    num_target, num_head, num_step = count_parameters(target, head)
+    print(
+        f"target: {target.config.num_hidden_layers} layers, {num_target:,} parameters; "
+        f"head: 1 layer, {num_head:,}, {num_step:,} of a draft step after the first",
+        flush=True,
+    )
+
+
+def count_parameters(target: Target, head: DraftHead) -> tuple[int, int, int]:
+    """Return parameters that are multiplied with for a token: target's, first draft's, later's."""
+    num_target = sum(each.numel() for each in target.model.model.layers.parameters())
+    num_head = sum(each.numel() for each in head.parameters())
+    return num_target + target.output_rows.numel(), num_head, num_head - head.fc.weight.numel()
+
+
+class StoredStates:
+    """Hidden states of texts, computed at first use and stored in a file."""
+
+    def __init__(self, path: Path, target: Target, texts: Tensor) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        shape = (*texts.shape, (len(target.tap_ids) + 1) * target.config.hidden_size)
+        self._target, self._texts = target, texts
+        self._states = torch.from_file(
+            str(path), shared=True, size=math.prod(shape), dtype=torch.bfloat16
+        ).view(shape)
+        self._is_stored = torch.zeros(len(texts), dtype=torch.bool)
+
+    def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return hidden states at the taps and before the output layer, as `Target.read`."""
+        new = rows[~self._is_stored[rows]]
+        if len(new):
+            self._states[new] = torch.cat(self._target.read(self._texts[new]), dim=-1).bfloat16()
+            self._is_stored[new] = True
+        size = self._target.config.hidden_size
+        taps, last = self._states[rows].split([len(self._target.tap_ids) * size, size], dim=-1)
+        return taps, last
+
+
+class Trainer:
+    """A head in training and its optimizers."""
+
+    def __init__(
+        self, head: DraftHead, target: Target, texts: Tensor, states: StoredStates, recipe: Recipe
+    ) -> None:
+        self.head, self.target, self.recipe = head, target, recipe
+        self.texts, self.states = texts, states
+        # Muon is for matrices inside; the output layer has AdamW, as usual.
+        named = dict(head.named_parameters())
+        is_inner = {
+            name: each.dim() == 2 and name != "lm_head.weight" for name, each in named.items()
+        }
+        inner = [each for name, each in named.items() if is_inner[name]]
+        outer = [each for name, each in named.items() if not is_inner[name]]
+        self.optimizers: tuple[Any, ...] = (
+            torch.optim.Muon(inner, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(outer, betas=(0.9, 0.98), weight_decay=0.0, fused=True),
+        )
+
+    def step(self, place: int) -> list[float]:
+        """Learn from a batch, and return the loss of each draft step."""
+        rows = rows_of_step(place, len(self.texts), self.recipe.batch)
+        states = self.states.read(rows)
+        with torch.autocast("cpu", torch.bfloat16):
+            losses = draft_losses(self.head, self.target, self.texts[rows], *states)
+            loss = sum(STEP_WEIGHT**step * each for step, each in enumerate(losses))
+        assert isinstance(loss, Tensor)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(place, self.recipe)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return [each.item() for each in losses]
+
+    def save(self, path: Path, spent: TrainingState) -> None:
+        state = {
+            "spent": asdict(spent),
+            "recipe": asdict(self.recipe),
+            "head": self.head.state_dict(),
+            "optimizers": [each.state_dict() for each in self.optimizers],
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(state, path.with_suffix(".new"))
+        path.with_suffix(".new").replace(path)
+
+    def load(self, path: Path) -> TrainingState:
+        state = torch.load(path)
+        if state["recipe"] != asdict(self.recipe):
+            raise SystemExit(f"{path} is of {state['recipe']}: repeat its options to resume")
+        self.head.load_state_dict(state["head"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        return TrainingState(**state["spent"])
+
+
+def draft_losses(
+    head: DraftHead, target: Target, texts: Tensor, taps: Tensor, last: Tensor
+) -> list[Tensor]:
+    """Return the cross entropy of each draft step to the target's distribution."""
+    due = functional.linear(last, target.output_rows[head.draft_token_ids]).float().softmax(dim=-1)
+    embeddings = functional.embedding(texts, target.embeddings)
+    losses = []
+    for step, logits in enumerate(head.unroll(taps, embeddings, UNROLLED)):
+        # At position i, the draft is of the token that the target chooses at i + 1 + step.
+        num_due = texts.shape[1] - 1 - step
+        found = logits[:, :num_due].float().flatten(0, 1)
+        losses.append(functional.cross_entropy(found, due[:, step + 1 :].flatten(0, 1)))
+    return losses
+
+
+def learning_rate(step: int, recipe: Recipe) -> float:
+    if step < WARM_UP:
+        return recipe.peak_lr * (step + 1) / WARM_UP
+    part_done = (step - WARM_UP) / max(1, recipe.num_steps - WARM_UP)
+    return recipe.peak_lr * (1 - (1 - FINAL_LR_SHARE) * part_done)
+
+
+def train(
+    head: DraftHead, target: Target, texts: Tensor, recipe: Recipe, args: argparse.Namespace
+) -> TrainingState:
+    """Train to the last step, or to the one that Ctrl-C interrupts."""
+    states, checkpoint = (
+        StoredStates(args.work / "states", target, texts),
+        args.work / "checkpoint.pt",
+    )
+    trainer = Trainer(head, target, texts, states, recipe)
+    before = trainer.load(checkpoint) if args.resume else TrainingState()
+    spent, started, interrupted = before, time.monotonic(), interrupt_flag()
+    with Progress(*Progress.get_default_columns(), TextColumn("{task.fields[figures]}")) as bar:
+        task = bar.add_task("training", total=recipe.num_steps, completed=before.steps, figures="")
+        while spent.steps < recipe.num_steps and not interrupted:
+            losses = trainer.step(spent.steps)
+            figures = "loss " + " ".join(f"{each:.3f}" for each in losses)
+            bar.update(task, advance=1, figures=figures)
+            spent = TrainingState(spent.steps + 1, before.duration_s + time.monotonic() - started)
+            if spent.steps % STEPS_PER_CHECKPOINT == 0 or interrupted:
+                trainer.save(checkpoint, spent)
+                bar.print(f"step {spent.steps}: {figures}")
+    return spent
+
+
+def rows_of_step(step: int, num_texts: int, batch: int) -> Tensor:
+    """Return texts of a step: an epoch has each text once, in an order that its number seeds."""
+    epoch, place = divmod(step, max(1, num_texts // batch))
+    random = torch.Generator().manual_seed(SEED * 1_000_003 + epoch)
+    return torch.randperm(num_texts, generator=random)[place * batch : (place + 1) * batch]
+
+
+def measured_prompts(target: Target) -> Iterator[tuple[str, Tensor]]:
+    """Yield kinds of prompts and prompts that training has not seen."""
+    library = Library(target.tokenizer, is_held_out=True)
+    seed = SEED + 1_000
+    yield "files held out", library.excerpts(NUM_MEASURED, MEASURED_PROMPT, seed)
+    yield "texts of its own", openings(target, NUM_MEASURED, MEASURED_PROMPT, seed)
+
+
+def measure(
+    head: DraftHead, target: Target, prompts: Tensor, temperature: float, seed: int
+) -> Acceptance:
+    """Return how many drafts of what follows prompts are accepted, up to its end token."""
+    length = MEASURED_PROMPT + MEASURED_TOKENS
+    texts = target.continue_texts(prompts, length, torch.full((len(prompts),), temperature), seed)
+    taps, _ = target.read(texts)
+    embeddings = functional.embedding(texts, target.embeddings)
+    num_right = right_drafts(
+        head,
+        taps.float(),
+        embeddings.float(),
+        texts,
+        num_steps=MEASURED_DRAFTS,
+        temperature=temperature,
+        seed=seed,
+    )
+    is_end = texts == target.tokenizer.eos_token_id
+    is_end[:, :MEASURED_PROMPT] = False
+    ends = torch.where(is_end.any(dim=1), is_end.int().argmax(dim=1), length)
+    return served_acceptance(num_right, MEASURED_PROMPT - 1, ends, MEASURED_DRAFTS)
+
+
+def write_card(args: argparse.Namespace, recipe: Recipe, spent: TrainingState) -> None:
+    """Write the model card with the figures measured by this run."""
+    head, target = load_head(args.out), Target.load(args.target, torch.float32)
+    rows = []
+    for kind, prompts in measured_prompts(target):
+        for temperature in MEASURED_TEMPERATURES:
+            found = measure(head, target, prompts, temperature, SEED + 2_000)
+            rates = " | ".join(f"{rate:.3f}" for rate in found.rates)
+            title = f"{kind}, {f'temperature {temperature}' if temperature else 'greedy'}"
+            rows.append(f"| {title} | {found.num_drafts:,} | {rates} | {found.mean_length:.2f} |")
+            print(rows[-1], flush=True)
+    weights = args.out / "model.safetensors"
+    num_target, num_head, num_step = count_parameters(target, head)
+    card = string.Template(CARD_TEMPLATE.read_text(encoding="utf-8")).substitute(
+        asdict(recipe),
+        rows="\n".join(rows),
+        target=args.target.name,
+        title="the demo model" if args.target == ROOT / "models" / "demo" else args.target.name,
+        tap_ids=", ".join(map(str, getattr(head.config, TAP_IDS))),
+        num_layers=target.config.num_hidden_layers,
+        num_target=f"{num_target / 1e6:.2f}",
+        num_head=f"{num_head / 1e6:.2f}",
+        num_step=f"{num_step / 1e6:.2f}",
+        step_share=f"{num_step / num_target:.0%}",
+        hidden_size=head.config.hidden_size,
+        inner_size=head.config.intermediate_size,
+        num_drafted=f"{len(head.d2t):,}",
+        vocab_size=f"{head.config.vocab_size:,}",
+        prompt=PROMPT,
+        num_excerpts=num_excerpts(recipe),
+        size_mb=f"{weights.stat().st_size / 1e6:.1f}",
+        num_measured=NUM_MEASURED,
+        measured_prompt=MEASURED_PROMPT,
+        measured_tokens=MEASURED_TOKENS,
+        torch=torch.__version__,
+        isa=torch.backends.cpu.get_cpu_capability(),
+        seed=SEED,
+        unrolled=UNROLLED,
+        minutes=f"{spent.duration_s / 60:.0f}",
+        threads=args.threads,
+        weights_digest=hashlib.sha256(weights.read_bytes()).hexdigest(),
+    )
+    (args.out / "README.md").write_text(card, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
