@@ -210,6 +210,7 @@ _ADVICE = {
     "wire_version": "run one version of baton on all nodes",
     "dtype": "give all nodes one --dtype and --kv-cache-dtype",
     "block_size": "give all nodes one block-size",
+    "num_layers": f"{_ONE_MODEL}, with one --speculative: a draft head adds a layer",
 }
 
 

@@ -481,6 +481,21 @@ def test_incompatible_peers_are_refused_by_name() -> None:
             "block_size differs: 16 and 32 on a and b; give all nodes one block-size",
         ),
         (
+            {
+                "fingerprint": replace(
+                    FINGERPRINT,
+                    layout=replace(
+                        FINGERPRINT.layout, num_layers=FINGERPRINT.layout.num_layers + 1
+                    ),
+                )
+            },
+            (
+                f"num_layers differs: {FINGERPRINT.layout.num_layers} and "
+                f"{FINGERPRINT.layout.num_layers + 1} on a and b; serve one model from all nodes, "
+                "with one --speculative: a draft head adds a layer"
+            ),
+        ),
+        (
             {"fingerprint": replace(FINGERPRINT, wire_version=1)},
             (
                 f"wire_version differs: {WIRE_VERSION} and 1 on a and b; "
