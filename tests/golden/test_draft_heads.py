@@ -150,6 +150,11 @@ def test_drafts_of_a_layer_after_the_last_are_those_of_transformers(
 
     check_drafts(config, expected.draft)
 
+    requests = specs_of(REQUESTED["seeded"])
+    drafted = answers(config, requests)
+    assert_alike(answers(replace(config, speculation=None), requests), drafted)
+    assert sum(got.num_accepted for got in drafted) > 0
+
 
 def check_drafts(config: RunnerConfig, expected: Callable[..., list[int]]) -> None:
     """Run greedy and drawn answers, and compare all drafts with those that are expected."""
