@@ -57,6 +57,8 @@ class SchedulerStats:
     total_sampled_tokens: int
     total_proposed_tokens: int = 0  # by speculation
     total_accepted_tokens: int = 0  # of the proposed ones
+    proposed_by_position: tuple[int, ...] = ()  # in the draft
+    accepted_by_position: tuple[int, ...] = ()
     total_pulled_blocks: int = 0  # from peers
     total_failed_pull_blocks: int = 0
     total_foreign_blocks: int = 0  # from servers that are not Baton's

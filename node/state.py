@@ -251,6 +251,8 @@ def _read_load(scheduler: Scheduler, tiers: TieredKv | None) -> NodeLoad:
         num_sampled_tokens=stats.total_sampled_tokens,
         num_proposed_tokens=stats.total_proposed_tokens,
         num_accepted_tokens=stats.total_accepted_tokens,
+        proposed_by_position=stats.proposed_by_position,
+        accepted_by_position=stats.accepted_by_position,
         tiers=() if tiers is None else _tier_reports(tiers, stats.total_loaded_tokens),
         num_encoder_rows=stats.num_encoder_rows,
         max_encoder_rows=stats.max_encoder_rows,

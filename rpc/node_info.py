@@ -98,6 +98,8 @@ class NodeTotals:
     num_sampled_tokens: int = 0
     num_proposed_tokens: int = 0  # draft tokens of speculative decoding
     num_accepted_tokens: int = 0  # of num_proposed_tokens
+    proposed_by_position: tuple[int, ...] = ()  # num_proposed_tokens, by position in the draft
+    accepted_by_position: tuple[int, ...] = ()
     tiers: tuple[TierReport, ...] = ()  # the fastest one first
     num_encoder_rows: int = 0  # of encodings of pictures, in memory
     max_encoder_rows: int = 0  # that fit; 0: the model takes no pictures

@@ -109,6 +109,8 @@ class OutputProcessor:
             num_accepted = max(0, len(run.token_ids.get(request_id, ())) - 1)
             state.total_proposed_tokens += num_proposed
             state.total_accepted_tokens += num_accepted
+            _count_positions(state.proposed_by_position, num_proposed)
+            _count_positions(state.accepted_by_position, num_accepted)
             request = state.batch.running[request_id]
             request.num_proposed_tokens += num_proposed
             request.num_accepted_tokens += num_accepted
@@ -262,3 +264,10 @@ class OutputProcessor:
             self._state.end(request, FinishReason.ERROR, Failure(reason, FailureCause.KV_LOST))
         else:
             self._state.restart(request)
+
+
+def _count_positions(counts: list[int], num_tokens: int) -> None:
+    """Count the first positions of a draft."""
+    counts += [0] * (num_tokens - len(counts))
+    for position in range(num_tokens):
+        counts[position] += 1

@@ -61,6 +61,8 @@ class SchedulerState:
         self.total_sampled_tokens = 0
         self.total_proposed_tokens = 0
         self.total_accepted_tokens = 0
+        self.proposed_by_position: list[int] = []
+        self.accepted_by_position: list[int] = []
         self.num_changes = 0  # changes invalidate a remembered allocation failure
         self.now_s = 0.0
         self.pause_mode: PauseMode | None = None
@@ -314,6 +316,8 @@ class SchedulerState:
             total_sampled_tokens=self.total_sampled_tokens,
             total_proposed_tokens=self.total_proposed_tokens,
             total_accepted_tokens=self.total_accepted_tokens,
+            proposed_by_position=tuple(self.proposed_by_position),
+            accepted_by_position=tuple(self.accepted_by_position),
             total_pulled_blocks=self.arrivals.pulls.total_landed_blocks,
             total_failed_pull_blocks=self.arrivals.pulls.total_failed_blocks,
             total_foreign_blocks=self.arrivals.foreign.total_filled_blocks,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -92,6 +92,8 @@ def read_gauges(
             "proposed": stats.total_proposed_tokens,
             "accepted": stats.total_accepted_tokens,
         },
+        counted.DRAFTS_PROPOSED: _by_position(stats.proposed_by_position),
+        counted.DRAFTS_ACCEPTED: _by_position(stats.accepted_by_position),
         counted.PICTURES: {
             "encoded": stats.total_encoded_pictures,
             "found": stats.total_found_pictures,
@@ -108,6 +110,10 @@ def read_gauges(
         counted.MESSAGES_DROPPED: counters.num_dropped,
         **({} if connector is None else _connector_gauges(connector, stats)),
     }
+
+
+def _by_position(counts: Sequence[int]) -> dict[str, int]:
+    return {str(position): count for position, count in enumerate(counts or (0,), start=1)}
 
 
 def adapter_gauges(adapters: AdapterRegistry | None) -> Reading:

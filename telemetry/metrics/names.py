@@ -159,6 +159,12 @@ SPECULATED_TOKENS = _counter(
     "Tokens proposed by speculative decoding, and those accepted.",
     "kind",
 )
+DRAFTS_PROPOSED = _counter(
+    "baton.draft_tokens.proposed", "Draft tokens proposed, by position in the draft.", "position"
+)
+DRAFTS_ACCEPTED = _counter(
+    "baton.draft_tokens.accepted", "Draft tokens accepted, by position in the draft.", "position"
+)
 PICTURES = _counter(
     "baton.pictures",
     "Pictures of prompts that were encoded, whose encodings were found in memory, or read from "

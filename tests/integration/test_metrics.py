@@ -41,7 +41,8 @@ NODE_METRICS = (
     metrics.TIER_EVICTED, metrics.TIER_FAILED, metrics.TIER_RETAINED, metrics.TIER_REFUSED,
     metrics.TIER_USABLE, metrics.PULL_BLOCKS, metrics.CONNECTOR_ERRORS, metrics.READINGS_AGE,
     metrics.ADAPTERS, metrics.ADAPTER_BYTES, metrics.ADAPTER_WAITING, metrics.ADAPTER_LOAD,
-    metrics.ADAPTER_FAILURES, metrics.ADAPTER_EVICTIONS,
+    metrics.ADAPTER_FAILURES, metrics.ADAPTER_EVICTIONS, metrics.DRAFTS_PROPOSED,
+    metrics.DRAFTS_ACCEPTED,
 )  # fmt: skip
 DECODE_METRICS = (
     *NODE_METRICS,

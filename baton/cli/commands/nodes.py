@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from baton.client.node_status import NodeRates, Snapshot
-    from baton.rpc.node_info import NodeStatus, TierReport
+    from baton.rpc.node_info import NodeStatus, NodeTotals, TierReport
 
 STATE_STYLES = {"ready": "green", "unreachable": "red", "mismatched": "red"}
 TO_THE_RIGHT = {
@@ -37,6 +38,8 @@ TO_THE_RIGHT = {
     "drafts accepted", "adapters", "encoder rows",
     "blocks", "used", "loaded", "stored", "evicted", "failed",
 }  # fmt: skip
+
+MAX_SHOWN_POSITIONS = 8  # of drafts
 
 Draw = Callable[["Snapshot", Mapping[str, "NodeRates"]], None]
 
@@ -266,11 +269,22 @@ def _adapters(node: NodeStatus) -> str:
     return f"{len(in_memory)}/{num_known} (batch: {node.max_loras})"
 
 
+def _acceptance(totals: NodeTotals) -> str:
+    """Return the share of accepted draft tokens, and that of the first positions in percent."""
+    if totals.acceptance_rate is None:
+        return ""
+    counts = zip_longest(
+        totals.accepted_by_position, totals.proposed_by_position[:MAX_SHOWN_POSITIONS], fillvalue=0
+    )
+    shares = (f"{100 * accepted / proposed:.0f}" for accepted, proposed in counts if proposed)
+    return f"{totals.acceptance_rate:.0%} ({' '.join(shares)})"
+
+
 def _row(node: NodeStatus, rates: NodeRates | None) -> dict[str, str | Text]:
     from rich.text import Text
 
     is_known = bool(node.node_id)
-    hit_rate, acceptance_rate = node.totals.hit_rate, node.totals.acceptance_rate
+    hit_rate = node.totals.hit_rate
 
     def known(text: str) -> str:
         return text if is_known else ""
@@ -286,7 +300,7 @@ def _row(node: NodeStatus, rates: NodeRates | None) -> dict[str, str | Text]:
         "hit rate": "" if hit_rate is None else f"{hit_rate:.0%}",
         "prompt tok/s": "" if rates is None else f"{rates.prompt_tokens_per_s:.0f}",
         "new tok/s": "" if rates is None else f"{rates.sampled_tokens_per_s:.0f}",
-        "drafts accepted": "" if acceptance_rate is None else f"{acceptance_rate:.0%}",
+        "drafts accepted": _acceptance(node.totals),
         "KV over": node.kv_transport,
         "model": node.model,
         "version": node.version,

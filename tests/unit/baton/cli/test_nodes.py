@@ -53,6 +53,22 @@ def test_nodes_without_tiers_have_no_tier_table() -> None:
     assert len(tables_of(snapshot_of(TOTALS), {})) == 2
 
 
+def test_accepted_drafts_are_shown_with_their_first_positions() -> None:
+    totals = replace(
+        TOTALS,
+        num_proposed_tokens=30,
+        num_accepted_tokens=15,
+        proposed_by_position=(20, 10),
+        accepted_by_position=(15,),
+    )
+    [table] = tables_of(snapshot_of(replace(totals, tiers=())), {})
+    columns = {str(column.header): list(column.cells) for column in table.columns}
+
+    assert columns["drafts accepted"] == ["50% (75 0)"]
+    status = a_status(totals)
+    assert STATUS.from_message(STATUS.to_message(status)) == status
+
+
 def test_json_output_contains_the_tiers() -> None:
     (node,) = as_values(snapshot_of(TOTALS), {})["nodes"]
     assert [tier["num_bytes"] for tier in node["tiers"]] == [20480, 5 << 30]

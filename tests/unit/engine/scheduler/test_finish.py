@@ -117,8 +117,13 @@ def test_accepted_tokens_are_emitted_at_once_and_rejected_slots_are_rewritten() 
 
     world.run_to_end()
 
-    lengths = {len(output.token_ids) for output in world.receipts[name].outputs}
-    assert len(lengths) > 1
+    lengths = [len(output.token_ids) for output in world.receipts[name].outputs]
+    assert len({*lengths}) > 1
+    stats = world.scheduler.stats()
+    assert sum(stats.proposed_by_position) == stats.total_proposed_tokens
+    assert sum(stats.accepted_by_position) == stats.total_accepted_tokens
+    # The first tokens of drafts are accepted as often as outputs have more than one.
+    assert stats.accepted_by_position[0] == sum(length > 1 for length in lengths)
 
 
 def test_slots_for_draft_tokens_are_always_allocated() -> None:
