@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+# Of a rate, expected at the next position: few drafts reach the last ones.
+CARRIED = 0.95
 MAX_WEIGHT = 1e100
 
 
@@ -30,6 +32,13 @@ class AcceptanceRates:
             self._weight = 1.0
 
     def rates(self, expected: Sequence[float]) -> list[float]:
-        """Return the rates of the first positions. The expected ones count as one draft."""
-        weight, sums = self._weight, zip(self._accepted, self._tested, expected, strict=False)
-        return [(accepted + weight * each) / (tested + weight) for accepted, tested, each in sums]
+        """Return the rates of the first positions.
+
+        The expected ones, or those of the position before if they are higher, count as one draft.
+        """
+        weight, rate = self._weight, 0.0
+        rates: list[float] = []
+        for accepted, tested, each in zip(self._accepted, self._tested, expected, strict=False):
+            rate = (accepted + weight * max(each, CARRIED * rate)) / (tested + weight)
+            rates.append(rate)
+        return rates

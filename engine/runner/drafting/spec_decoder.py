@@ -41,10 +41,11 @@ class SpecDecoder:
         max_tokens = self._max_tokens(num_scheduled_tokens, max_draft_tokens)
         if max_tokens <= 0:
             return NO_DRAFTS
-        rows = list(self._rows(num_scheduled_tokens))
         if not self.speculation.is_adaptive:
-            return self.proposer.propose(rows, max_tokens)
-        rows = self._lengths.without_pausing(rows)
+            return self.proposer.propose(self._rows(num_scheduled_tokens), max_tokens)
+        if not self._lengths.begin_step():
+            return NO_DRAFTS
+        rows = self._lengths.without_pausing(self._rows(num_scheduled_tokens))
         num_scheduled = num_scheduled_tokens.values()
         if not self.speculation.looks_up:
             rows = self._lengths.choose(rows, num_scheduled, max_tokens)
