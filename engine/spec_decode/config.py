@@ -45,12 +45,18 @@ class Speculation:
 
 
 def parse_speculation(written: str) -> Speculation | None:
-    """Parse `ngram:5`; an empty text or `none` returns None. Raises InvalidConfig."""
+    """Parse `ngram:5` or `ngram:5:fixed`; of an empty text or `none`, return None.
+
+    Raises InvalidConfig.
+    """
     if written in ("", "none"):
         return None
-    method, _, number = written.partition(":")
-    if method not in METHODS or not number.isascii() or not number.isdigit():
+    method, _, rest = written.partition(":")
+    number, colon, ending = rest.partition(":")
+    is_number = number.isascii() and number.isdigit()
+    if method not in METHODS or not is_number or ending != ("fixed" if colon else ""):
         raise InvalidConfig(
-            f"--speculative {written!r}: write it like suffix:5, with the tokens to propose at once"
+            f"--speculative {written!r}: write it like suffix:5, with the tokens to propose at "
+            "once, or suffix:5:fixed to propose as many whatever it costs"
         )
-    return Speculation(int(number), method=method)
+    return Speculation(int(number), method=method, is_adaptive=not colon)

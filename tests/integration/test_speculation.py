@@ -52,7 +52,7 @@ def make_speculating(cluster_options: MakeOptions, head: Path) -> MakeOptions:
     def make(method: str) -> ClusterOptions:
         options = cluster_options(num_decode=2)
         folder = ("--speculative-model", str(head)) if method == "eagle3" else ()
-        speculative = ("--speculative", f"{method}:4", *folder, "--metrics-port", "0")
+        speculative = ("--speculative", f"{method}:4:fixed", *folder, "--metrics-port", "0")
         return replace(options, node_arguments=(*options.node_arguments, *speculative))
 
     return make
@@ -100,7 +100,7 @@ def test_a_draft_head_goes_on_after_a_hand_off_as_on_one_node(
         one.finish.served for one in answer_all(speculating.address, requests(), num_at_once=1)
     ]
 
-    drafting = {"speculative": "eagle3:4", "speculative_model": str(head)}
+    drafting = {"speculative": "eagle3:4:fixed", "speculative_model": str(head)}
     with LLM(str(model_folder), kv_cache_memory="16MiB", **drafting) as llm:  # type: ignore[arg-type]
         for one in requests():
             sampling = one.generation.sampling

@@ -249,12 +249,14 @@ def common(before: Sequence[int], newest: Sequence[int], max_size: int) -> int:
 def test_speculation_settings_are_parsed() -> None:
     assert parse_speculation("ngram:5") == Speculation(num_tokens=5)
     assert parse_speculation("suffix:5") == Speculation(num_tokens=5, method="suffix")
+    assert parse_speculation("mtp:2:fixed") == Speculation(2, method="mtp", is_adaptive=False)
     assert parse_speculation("") is None
     assert parse_speculation("none") is None
 
 
 @pytest.mark.parametrize(
-    "written", ["ngram", "ngram:", "ngram:0", "ngram:33", "ngram:x", "eagle:3"]
+    "written",
+    ["ngram", "ngram:", "ngram:0", "ngram:33", "ngram:x", "eagle:3", "ngram:3:", "mtp:2:f"],
 )
 def test_malformed_speculation_settings_are_refused(written: str) -> None:
     with pytest.raises(InvalidConfig):
