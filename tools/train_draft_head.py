@@ -7,7 +7,8 @@ loaded again from disk, as a server would draft.
 
     python -m tools.train_draft_head            # for models/demo
     python -m tools.train_draft_head --target SmolLM2-135M-Instruct.Q4_1.gguf --out HEAD \\
-        --draft-vocab-size 8192 --library-share 0.1 --window 384 --threads 2
+        --intermediate-size 0 --draft-vocab-size 8192 --library-share 0.1 --window 384 \\
+        --num-windows 2000 --batch 4 --num-steps 2000 --threads 2
 """
 
 from __future__ import annotations
