@@ -30,9 +30,9 @@ from baton.engine.runner.device.cuda import open_device
 from baton.engine.runner.device.device import Device
 from baton.engine.runner.device.graphs import graph_sizes
 from baton.engine.runner.device.warm_up import warm_up
-from baton.engine.runner.drafting.draft_head import DraftHead
-from baton.engine.runner.drafting.drafters import DRAFTERS, MakeDrafter
-from baton.engine.runner.drafting.heads import OpenHead, open_head
+from baton.engine.runner.drafters import DRAFTERS, open_head
+from baton.engine.runner.drafting.draft_head import DraftHead, OpenHead
+from baton.engine.runner.drafting.drafter import MakeDrafter
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.kernels.choose import Parts, choose_parts
 from baton.engine.runner.kv_budget import CacheShape

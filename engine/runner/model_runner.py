@@ -37,7 +37,7 @@ from baton.engine.runner.device.fenced_hook import FencedHook
 from baton.engine.runner.device.graphs import EagerCause, GraphSize, StepShape
 from baton.engine.runner.device.step_inputs import StepInputs, make_inputs
 from baton.engine.runner.drafting.draft_head import DraftHead
-from baton.engine.runner.drafting.drafters import DrafterParts, MakeDrafter, PassDrafter
+from baton.engine.runner.drafting.drafter import DrafterParts, MakeDrafter, PassDrafter
 from baton.engine.runner.drafting.spec_decoder import SpecDecoder
 from baton.engine.runner.kernels.choose import Parts
 from baton.engine.runner.model.decoder import Decoder

@@ -16,7 +16,8 @@ from baton.engine.plan import RunResult
 from baton.engine.runner.batch.input_batch import Step
 from baton.engine.runner.batch.unknown_tokens import SampledTokens
 from baton.engine.runner.device.step_inputs import StepInputs
-from baton.engine.runner.drafting.drafters import DRAFTERS, Drafter
+from baton.engine.runner.drafters import DRAFTERS
+from baton.engine.runner.drafting.drafter import Drafter
 from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.engine.runner.sampling.output_heads import HiddenStates
 from baton.engine.scheduler.config import SchedulerConfig

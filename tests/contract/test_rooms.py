@@ -23,6 +23,7 @@ ROOMS = (
     "engine/runner/encoders",
     "engine/media",
     "engine/runner/vision",
+    "engine/runner/draft_heads",
     "router/pictures/families",
     "router/dispatch/vllm",
 )

@@ -20,7 +20,8 @@ from baton.core.sampling import SamplingParams
 from baton.engine.config import EngineOptions
 from baton.engine.core import EngineCore
 from baton.engine.factory import build_engine
-from baton.engine.runner.drafting.drafters import DRAFTERS, Drafter, DrafterParts
+from baton.engine.runner.drafters import DRAFTERS
+from baton.engine.runner.drafting.drafter import Drafter, DrafterParts
 from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.runner.sampling.randomness import draw_keys, exponential_numbers

@@ -10,7 +10,7 @@ from baton.engine.plan import Plan, RunResult
 from baton.engine.runner.batch.input_batch import Step
 from baton.engine.runner.batch.unknown_tokens import SampledTokens
 from baton.engine.runner.device.device import Device
-from baton.engine.runner.drafting.drafters import DraftPass
+from baton.engine.runner.drafting.drafter import DraftPass
 from baton.engine.runner.drafting.spec_decoder import SpecDecoder
 from baton.engine.runner.sampling.output_heads import HeadPass
 from baton.kv_transfer.fence import Fence

@@ -8,11 +8,16 @@ from dataclasses import replace
 import torch
 
 from baton.checkpoint.checkpoint import Checkpoint, Expected, Shape, Tensors
+from baton.checkpoint.hub import open_checkpoint
 from baton.checkpoint.weight_files import FLOATS
-from baton.core.errors import ModelError
-from baton.engine.runner.drafting.draft_head import Eagle3Head
-from baton.engine.runner.drafting.head_config import HeadConfig
-from baton.engine.runner.drafting.taps import Taps, tap_layers
+from baton.core.errors import InvalidConfig, ModelError
+from baton.engine.kv_cache.groups import layer_places
+from baton.engine.runner.attention.paged_attention import LayerAttention
+from baton.engine.runner.config import RunnerConfig
+from baton.engine.runner.draft_heads.eagle3_config import HeadConfig, read_head_config
+from baton.engine.runner.draft_heads.eagle3_head import Eagle3Head
+from baton.engine.runner.draft_heads.taps import Taps, tap_layers
+from baton.engine.runner.drafting.draft_head import DraftHead, OpenHead
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.decoder import Decoder
 from baton.engine.runner.model.layer_weights import Layer
@@ -27,6 +32,25 @@ GATE_UP, DOWN, OUTPUT = ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj", "self
 HEAD, EMBEDDING, OFFSETS = "lm_head", "embed_tokens", "d2t"
 IGNORED = ("t2d", "mask_hidden")
 INTEGERS = ("I64", "I32")
+
+
+def open_eagle3(config: RunnerConfig, _: Checkpoint, target: ModelConfig) -> OpenHead:
+    """Check the head of `--speculative-model`. Raises ModelError and InvalidConfig."""
+    if not config.speculative_model:
+        raise InvalidConfig(
+            "--speculative eagle3 needs --speculative-model with the folder of the head"
+        )
+    checkpoint = open_checkpoint(config.speculative_model)
+    head = read_head_config(checkpoint, target)
+    extended = head.extend(target)
+    place = layer_places(extended.kv_groups())[-1]
+    scale = head.model.attention_scale
+
+    def load(_: Tensors, decoder: Decoder, load_target: LoadTarget) -> DraftHead:
+        return load_eagle3_head(head, checkpoint, target, decoder, load_target)
+
+    attention = LayerAttention(scale, kv_group=place.group, index_in_block=place.place)
+    return OpenHead(extended, attention, load, has_folder=True)
 
 
 def load_eagle3_head(

@@ -1,8 +1,8 @@
-"""Table of drafters: what proposes tokens, by the method that the settings name."""
+"""Drafter: what proposes tokens by a method, and what it can be made of."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -14,14 +14,11 @@ from baton.engine.runner.batch.unknown_tokens import SampledTokens
 from baton.engine.runner.device.device import Device
 from baton.engine.runner.device.step_inputs import StepInputs
 from baton.engine.runner.drafting.draft_head import DraftHead
-from baton.engine.runner.drafting.head_drafter import HeadDrafter
 from baton.engine.runner.sampling.grammar_masks import GrammarMasks
 from baton.engine.runner.sampling.output_heads import HiddenStates
 from baton.engine.runner.sampling.sampler import Sampler
 from baton.engine.spec_decode.config import Speculation
-from baton.engine.spec_decode.predictions_first import PredictionsFirst
 from baton.engine.spec_decode.proposer import Proposer
-from baton.engine.spec_decode.suffix_proposer import SuffixProposer
 
 
 class DraftPass(Protocol):
@@ -71,25 +68,3 @@ class DrafterParts(NamedTuple):
 
 # Called once the model is loaded.
 MakeDrafter = Callable[[DrafterParts], Drafter]
-
-
-def _make_head_drafter(parts: DrafterParts) -> Drafter:
-    assert parts.head is not None
-    drafter = HeadDrafter(
-        parts.head,
-        parts.batch,
-        parts.attention,
-        parts.sampler,
-        parts.grammar_masks,
-        parts.device,
-        parts.dtype,
-    )
-    return Drafter(PredictionsFirst(SuffixProposer(parts.speculation), drafter), drafter)
-
-
-DRAFTERS: Mapping[str, MakeDrafter] = {
-    "ngram": lambda parts: Drafter(SuffixProposer(parts.speculation)),
-    "suffix": lambda parts: Drafter(SuffixProposer(parts.speculation)),
-    "eagle3": _make_head_drafter,
-    "mtp": _make_head_drafter,
-}

@@ -12,10 +12,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from baton.checkpoint.checkpoint import Expected, Shape, Tensors
+from baton.checkpoint.checkpoint import Checkpoint, Expected, Shape, Tensors
 from baton.checkpoint.json_fields import JsonFields
 from baton.checkpoint.weight_files import FLOATS
 from baton.core.errors import InvalidConfig, ModelError
+from baton.engine.runner.config import RunnerConfig
+from baton.engine.runner.drafting.draft_head import DraftHead, OpenHead
 from baton.engine.runner.families.table import FAMILIES
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.decoder import Decoder
@@ -24,7 +26,7 @@ from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.mixers import ForwardPass, make_mixer
 from baton.engine.runner.model.ops import Norm, Ops
 from baton.engine.runner.sampling.output_heads import HiddenStates
-from baton.engine.runner.weights.decoder_loading import load_layer
+from baton.engine.runner.weights.decoder_loading import layer_attention, load_layer
 from baton.engine.runner.weights.tensor_loading import LoadTarget, TensorLoader
 from baton.engine.runner.weights.tensor_names import TensorMap
 
@@ -120,6 +122,16 @@ class MtpHead:
 
     def logits(self, states: Tensor) -> Tensor:
         return self.decoder.logits(states)
+
+
+def open_mtp(_: RunnerConfig, checkpoint: Checkpoint, target: ModelConfig) -> OpenHead:
+    """Check that the model's files have the layer. Raises InvalidConfig."""
+    extended = extend_by_mtp(checkpoint.read_config(), target)
+
+    def load(files: Tensors, decoder: Decoder, load_target: LoadTarget) -> DraftHead:
+        return load_mtp_head(extended, files, decoder, load_target)
+
+    return OpenHead(extended, layer_attention(extended, extended.num_layers - 1), load)
 
 
 def load_mtp_head(

@@ -25,13 +25,16 @@ from baton.engine.runner.batch.unknown_tokens import SampledTokens
 from baton.engine.runner.device.device import Device
 from baton.engine.runner.device.step_inputs import StepInputs, make_inputs
 from baton.engine.runner.drafting.draft_head import DraftHead
+from baton.engine.runner.drafting.drafter import Drafter, DrafterParts
 from baton.engine.runner.model.mixers import AttentionPass, ForwardPass
 from baton.engine.runner.model.pass_layout import PassLayout, TokenRun
 from baton.engine.runner.model.rope import Ropes
 from baton.engine.runner.sampling.grammar_masks import GrammarMasks
 from baton.engine.runner.sampling.output_heads import HiddenStates
 from baton.engine.runner.sampling.sampler import Sampler
+from baton.engine.spec_decode.predictions_first import PredictionsFirst
 from baton.engine.spec_decode.proposer import DraftRow, Drafts
+from baton.engine.spec_decode.suffix_proposer import SuffixProposer
 
 Place = tuple[int, int]  # slot of a row, and the length of its sequence up to a token
 
@@ -244,3 +247,17 @@ class HeadPass:
 def _as_drafted(row: PlanRow) -> PlanRow:
     """Return a row without what only the model's own tokens have."""
     return replace(row, sampling=replace(row.sampling, logprobs=None, extra_args={}))
+
+
+def make_head_drafter(parts: DrafterParts) -> Drafter:
+    assert parts.head is not None
+    drafter = HeadDrafter(
+        parts.head,
+        parts.batch,
+        parts.attention,
+        parts.sampler,
+        parts.grammar_masks,
+        parts.device,
+        parts.dtype,
+    )
+    return Drafter(PredictionsFirst(SuffixProposer(parts.speculation), drafter), drafter)
