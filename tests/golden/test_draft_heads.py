@@ -12,11 +12,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.core.errors import InvalidConfig, ModelError
 from baton.core.ids import RequestId
 from baton.core.request import EngineRequest
-from baton.core.sampling import SamplingParams
 from baton.engine.config import EngineOptions
 from baton.engine.core import EngineCore
 from baton.engine.factory import build_engine
@@ -300,30 +298,3 @@ def test_the_trained_head_of_the_demo_model_is_often_right(
     stats = engine.scheduler.stats()
     num_drafts = stats.total_proposed_tokens / SPECULATION.num_tokens
     assert stats.total_accepted_tokens > min_accepted * num_drafts
-
-
-def test_the_trained_head_of_the_demo_model_drafts_most_tokens_right() -> None:
-    """At a temperature, too, where drafts are drawn with the numbers of the answer."""
-    demo = Path(__file__).parents[2] / "models" / "demo"
-    head = demo.with_name("demo-eagle3")
-    limits = {0.0: 0.6, 0.8: 0.35}  # of 0.8 and 0.6 on code that it was not trained on
-    samplings = [
-        SamplingParams(temperature=temperature, max_tokens=100, seed=1, ignore_eos=True)
-        for temperature in limits
-    ]
-    speculation = Speculation(2, method="eagle3", is_adaptive=False)
-    config = RunnerConfig(str(demo), kv_cache_bytes=8 << 20, max_num_seqs=4)
-    drafting = replace(config, speculation=speculation, speculative_model=str(head))
-    prompt = tuple(SafetensorsFolder(demo).load_tokenizer().encode(UNSEEN))
-    requests = [
-        EngineRequest(RequestId(f"r{number}"), prompt, sampling, seed=1)
-        for number, sampling in enumerate(samplings)
-    ]
-
-    plain, drafted = answers(config, requests), answers(drafting, requests)
-
-    for one, other, limit in zip(plain, drafted, limits.values(), strict=True):
-        assert other.token_ids == one.token_ids
-        served = other.outputs[-1].served
-        assert served is not None
-        assert served.num_accepted_tokens > limit * served.num_proposed_tokens
