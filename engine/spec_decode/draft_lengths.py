@@ -20,6 +20,7 @@ NUM_FREE_FAILURES = 3
 MAX_PAUSE_STEPS = 16
 # Looking costs some 0.1 ms. A text that is predictable again loses little by these steps.
 MAX_IDLE_STEPS = 64
+STEPS_PER_ACCEPTED = 16
 IDLE_INTERVAL = 4
 EXPECTED_RATE = 0.7  # of a node's first drafts, and of those from a client's prediction
 MIN_EXPECTED_RATE = 0.2  # of other new sequences, however little was accepted of those before
@@ -38,12 +39,14 @@ class DraftLengths:
         self._node = AcceptanceRates(speculation.num_tokens, NODE_KEEPS)
         self._records: dict[RequestId, _SequenceRecord] = {}
         self._is_drafting = False
-        self._num_idle = 0  # steps since a token was accepted
+        self._num_steps = 0
+        self._num_idle = 0  # steps, less those that accepted tokens make up for
 
     def begin_step(self) -> bool:
         """Return whether to look for drafts in this step: now and then, if none are accepted."""
-        self._num_idle += 1
-        return self._num_idle <= MAX_IDLE_STEPS or not self._num_idle % IDLE_INTERVAL
+        self._num_steps += 1
+        self._num_idle = min(self._num_idle + 1, MAX_IDLE_STEPS + STEPS_PER_ACCEPTED)
+        return self._num_idle <= MAX_IDLE_STEPS or not self._num_steps % IDLE_INTERVAL
 
     def without_pausing(self, rows: Iterable[DraftRow]) -> list[DraftRow]:
         """Return the rows that may get drafts, with one token at most after failures."""
@@ -78,8 +81,7 @@ class DraftLengths:
 
     def note_accepted(self, request_id: RequestId, num_proposed: int, num_accepted: int) -> None:
         self._node.note_draft(num_proposed, num_accepted)
-        if num_accepted:
-            self._num_idle = 0
+        self._num_idle = max(0, self._num_idle - STEPS_PER_ACCEPTED * num_accepted)
         record = self._records.get(request_id)
         if record is not None:
             record.note_accepted(num_proposed, num_accepted)
