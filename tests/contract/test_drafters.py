@@ -1,16 +1,18 @@
-"""Drafters that compute inside the passes of a runner."""
+"""Drafters that compute inside the passes of a runner, and proposers whose drafts are wrong."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from baton.core.ids import RequestId
 from baton.core.request import EngineRequest
 from baton.engine.core import EngineCore
+from baton.engine.events import SchedulerStats
 from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.plan import RunResult
 from baton.engine.runner.batch.input_batch import Step
@@ -103,6 +105,72 @@ def test_a_drafter_computes_in_each_pass_on_all_positions(folder: Path) -> None:
     assert observer.seen[:60] == list(range(60))  # the prompt, chunk by chunk
     assert set(observer.seen) >= set(range(65))
     assert observer.num_proposals
+
+
+@dataclass
+class Hostile:
+    """Drafts right and wrong tokens, of any length, for some of the rows."""
+
+    right: Mapping[RequestId, list[int]]  # prompts and answers
+    draw: Random = field(default_factory=lambda: Random(0))
+
+    def propose(self, rows: Iterable[DraftRow], max_tokens: int) -> Drafts:
+        drafts: dict[RequestId, list[int]] = {}
+        for row in rows:
+            length = self.draw.randint(0, min(row.max_tokens, max_tokens))
+            known = len(row.known_tokens)
+            draft = self.right[row.request_id][known : known + length]
+            if draft and self.draw.random() < 0.5:
+                draft[self.draw.randrange(len(draft))] = self.draw.randrange(60)
+            if draft:
+                drafts[row.request_id] = draft
+                max_tokens -= len(draft)
+        return drafts
+
+    def forget(self, rows: Mapping[RequestId, DraftRow]) -> None:
+        """Do nothing: there is no state by request."""
+
+
+def answers(
+    folder: Path, speculation: Speculation | None, hostile: Hostile
+) -> tuple[dict[RequestId, list[int]], SchedulerStats]:
+    """Return prompts and answers of requests that share too few blocks."""
+    config = RunnerConfig(
+        str(folder), kv_cache_bytes=1 << 20, max_num_seqs=4, speculation=speculation
+    )
+    limits = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=CHUNK, num_lookahead_tokens=6)
+    sampled = replace(GREEDY, max_tokens=60, ignore_eos=True, temperature=0.8)
+    samplings = [
+        replace(sampled, temperature=0.0),
+        sampled,
+        replace(sampled, repetition_penalty=1.2, logprobs=2),
+        replace(sampled, stop_token_ids=(7, 8), min_tokens=20, banned_sequences=((5, 6), (9,))),
+    ]
+    with load_runner(config, drafters={"observed": lambda *_: Drafter(hostile)}) as runner:
+        engine = EngineCore(Scheduler(limits, CacheConfig(num_blocks=14)), runner)
+        found: dict[RequestId, list[int]] = {}
+        for number, sampling in enumerate(samplings):
+            name, prompt = RequestId(str(number)), prompt_of(20 + number)
+            found[name] = list(prompt)
+            engine.scheduler.add(EngineRequest(name, prompt, sampling, seed=number))
+        while engine.scheduler.has_work:
+            for output in engine.step():
+                found[output.request_id] += output.token_ids
+        engine.scheduler.check()
+        engine.close()
+    return found, engine.scheduler.stats()
+
+
+@pytest.mark.parametrize("is_adaptive", [False, True])
+def test_no_draft_changes_an_answer(folder: Path, is_adaptive: bool) -> None:
+    right, _ = answers(folder, None, Hostile({}))
+
+    speculation = Speculation(6, method="observed", is_adaptive=is_adaptive)
+    found, stats = answers(folder, speculation, Hostile(right))
+
+    assert found == right
+    assert 0 < stats.total_accepted_tokens < stats.total_proposed_tokens
+    assert stats.total_preemptions > 0
 
 
 def test_each_method_that_can_be_named_has_a_drafter() -> None:
