@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from baton.core.ids import PrefixKeys
 from baton.engine.spec_decode.token_index import SEPARATOR, Match, TokenIndex
 
-# A token takes about 250 bytes: 64 MB in all.
+# A token takes up to 300 bytes: 80 MB in all.
 MAX_PAST_TOKENS = 1 << 18
 MAX_PAST_TOKENS_OF_ANSWER = 4096
 
