@@ -78,7 +78,7 @@ class Recipe:
     window: int = 256  # tokens of a text
     library_share: float = 0.5  # of the texts: excerpts of the library, not written by the target
     batch: int = 16  # texts of a step
-    num_steps: int = 560
+    num_steps: int = 900
     peak_lr: float = 3e-3
 
 
