@@ -29,6 +29,7 @@ from baton.checkpoint.gguf.family_fields import (
 from baton.checkpoint.gguf.gguf_file import GgufFile
 from baton.checkpoint.gguf.hub_tensors import (
     LAYER_NAMES,
+    PREDICTOR_NAMES,
     Change,
     HubTensor,
     NameRules,
@@ -75,12 +76,13 @@ class GgufArchitecture:
         if self.has_paired_heads:
             changes = {**changes, **_paired_heads(file)}
         num_layers = read_integer(file, "block_count")
-        ignored = range(num_layers - count_predictors(file), num_layers)
+        predictors = range(num_layers - count_predictors(file), num_layers)
+        names = {**self.layer_names, **PREDICTOR_NAMES} if predictors else self.layer_names
         is_joined = "attn_qkv" not in self.layer_names and any(
             ".attn_qkv." in name for name in file.tensors
         )
         joined = {"attn_qkv": _rows_of_heads(file)} if is_joined else {}
-        return NameRules(self.layer_names, changes, joined, self.norm_offset, ignored)
+        return NameRules(names, changes, joined, self.norm_offset, predictors)
 
 
 def find_architecture(file: GgufFile) -> GgufArchitecture:

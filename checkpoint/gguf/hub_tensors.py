@@ -78,6 +78,13 @@ LAYER_NAMES = {
     "ffn_up_exps": "mlp.experts.{expert}.up_proj",
     "ffn_down_exps": "mlp.experts.{expert}.down_proj",
 }
+# Of layers that predict several tokens at once, besides the names of all layers.
+PREDICTOR_NAMES = {
+    "nextn.eh_proj": "eh_proj",
+    "nextn.enorm": "enorm",
+    "nextn.hnorm": "hnorm",
+    "nextn.shared_head_norm": "shared_head.norm",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +95,7 @@ class NameRules:
     changes: Mapping[str, Change] = field(default_factory=dict)  # by the same names
     joined: Mapping[str, Rows] = field(default_factory=dict)  # tensors that hold several of them
     norm_offset: float = 0.0  # that llama.cpp has added to the weights of norms
-    ignored_layers: range = range(0)  # those that predict several tokens at once
+    predictors: range = range(0)  # layers that predict several tokens at once
 
     def change_of(self, stem: str, kind: str) -> Change:
         for name in (f"{stem}.{kind}", stem):
@@ -201,7 +208,9 @@ def hub_tensors(file: GgufFile, rules: NameRules) -> dict[str, HubTensor]:
     found: dict[str, list[tuple[int, int, HubTensor]]] = {}
     for entry in file.tensors.values():
         layer, stem, kind = _split_name(entry.name)
-        if entry.name in IGNORED or layer in rules.ignored_layers:
+        names = {stem, f"{stem}.{kind}"}
+        is_known = not names.isdisjoint(rules.layer_names) or stem in rules.joined
+        if entry.name in IGNORED or (layer in rules.predictors and not is_known):
             continue
         for each, rows in _separated(file, entry, rules.joined.get(stem, {}), stem):
             hub_name = _hub_name(file, entry, rules, (layer, each, kind))

@@ -31,11 +31,15 @@ YARN = {
 def read_common_fields(file: GgufFile) -> Fields:
     """Return the fields that all architectures have."""
     fields = {**read_integers(file, INTEGERS), **read_floats(file, FLOATS)}
-    layers = file.require(f"{file.architecture}.block_count", int)
+    layers, predictors = (
+        file.require(f"{file.architecture}.block_count", int),
+        count_predictors(file),
+    )
     return {
         **fields,
+        **({"num_nextn_predict_layers": predictors} if predictors else {}),
         **_window_pattern(file),
-        "num_hidden_layers": layers - count_predictors(file),
+        "num_hidden_layers": layers - predictors,
         "rope_scaling": read_rope_scaling(file),
         "vocab_size": _embedding_rows(file),
         "tie_word_embeddings": "output.weight" not in file.tensors,

@@ -39,6 +39,7 @@ from tests.golden.test_speculation import (
 from tests.support.draft_heads import TAPS, make_head_folder
 from tests.support.eagle3_reference import Eagle3Reference
 from tests.support.families import FAMILY_VARIANTS
+from tests.support.gguf_conversion import convert
 from tests.support.kernels import kernels_by_variant
 from tests.support.models import prompt_of, reference
 from tests.support.mtp_heads import Choose, MtpReference, form_of, make_mtp_folder
@@ -155,6 +156,20 @@ def test_drafts_of_a_layer_after_the_last_are_those_of_transformers(
     drafted = answers(config, requests)
     assert_alike(answers(replace(config, speculation=None), requests), drafted)
     assert sum(got.num_accepted for got in drafted) > 0
+
+
+def test_the_layer_in_a_gguf_file_drafts_as_in_its_folder(tmp_path: Path) -> None:
+    folder = make_mtp_folder(tmp_path / "model", FAMILY_VARIANTS["glm4-moe"], num_layers=2)
+    path = convert(folder, tmp_path / "model.gguf")
+    requests = specs_of(REQUESTED["seeded"])
+    config = replace(config_of(folder, None), speculation=replace(SPECULATION, method="mtp"))
+
+    of_file = answers(replace(config, model=str(path), dtype="float32"), requests)
+
+    of_folder = answers(config, requests)
+    assert_alike(of_folder, of_file)
+    assert [got.num_accepted for got in of_file] == [got.num_accepted for got in of_folder]
+    assert sum(got.num_accepted for got in of_file) > 0
 
 
 def check_drafts(config: RunnerConfig, expected: Callable[..., list[int]]) -> None:

@@ -81,7 +81,7 @@ def _stored_tensors(
             raise ValueError(f"gguf has no name for {name}")
         return found
 
-    tensors = with_stacked_experts(folder_tensors(folder)) | predictor_tensors(config)
+    tensors = predictor_tensors(config) | with_stacked_experts(folder_tensors(folder))
     for hub_name, tensor in tensors.items():
         if hub_name.endswith("_blocks"):
             scales = tensors[hub_name.replace("_blocks", "_scales")]

@@ -80,13 +80,17 @@ def test_what_does_not_fit_is_refused(architecture: str, tensors: Shapes, match:
         read_tensors(file_with(architecture, tensors))
 
 
-def test_layers_that_predict_tokens_are_ignored() -> None:
-    tensors = {"blk.0.attn_norm.weight": (8,), "blk.1.nextn.eh_proj.weight": (8, 16)}
+def test_layers_that_predict_tokens_are_read_but_for_unknown_tensors() -> None:
+    tensors: dict[str, tuple[int, ...]] = {
+        "blk.0.attn_norm.weight": (8,),
+        "blk.1.nextn.eh_proj.weight": (8, 16),
+        "blk.1.nextn.embed_tokens.weight": (9, 8),  # a copy of the model's
+    }
     fields = {"block_count": 2, "nextn_predict_layers": 1}
 
     found = read_tensors(file_with("glm4moe", tensors, **fields))
 
-    assert list(found) == ["model.layers.0.input_layernorm.weight"]
+    assert set(found) == {"model.layers.0.input_layernorm.weight", "model.layers.1.eh_proj.weight"}
 
 
 def test_a_claimed_number_of_layers_is_not_listed() -> None:
