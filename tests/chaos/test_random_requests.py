@@ -30,7 +30,7 @@ NUM_REQUESTS = num_examples(40)
 NUM_CLIENTS = 8
 ANSWERS_PER_KILL = 8
 MAX_MODEL_LEN = 1024
-SPECULATION = ("--speculative", "ngram:4")
+SPECULATION = ("--speculative", "ngram:4:fixed")
 ASYNC = ("--async-scheduling",)
 NODE = ("--kv-cache-memory", "8MiB", "--threads", "1", "--max-num-seqs", "32")
 

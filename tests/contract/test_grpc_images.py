@@ -16,6 +16,7 @@ from baton.router.pictures.plan import Size
 from baton.router.values import Prompt
 from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from tests.support.image_files import image_file
+from tests.support.node_calls import FakeNodeCalls
 from tests.support.routers import PromptRecorder, a_router
 
 PATIENCE_S = 60
@@ -36,9 +37,9 @@ class AnyPrompt(PromptRecorder):
 
 def test_images_over_grpc_count_in_the_budget_of_bytes_until_the_call_ends() -> None:
     async def run() -> None:
-        images_as = Gemma3Format(Size(EDGE, EDGE), 2, 2)
+        images_as, nodes = Gemma3Format(Size(EDGE, EDGE), 2, 2), FakeNodeCalls(is_endless=True)
         async with (
-            a_router(text=AnyPrompt(), images=images_as) as (router, address),
+            a_router(node_calls=nodes, text=AnyPrompt(), images=images_as) as (router, address),
             aio.insecure_channel(address) as channel,
         ):
             budget = router.pipeline.byte_budget
@@ -46,8 +47,10 @@ def test_images_over_grpc_count_in_the_budget_of_bytes_until_the_call_ends() -> 
             sampling = sampling_pb2.SamplingParams(max_tokens=2)
             request = inference_pb2.GenerateRequest(chat=CHAT, sampling=sampling)
 
-            async for _ in stub.Generate(request):
-                assert budget.num_held == NUM_BYTES
+            call = stub.Generate(request)
+            await call.read()
+            assert budget.num_held == NUM_BYTES
+            call.cancel()
             await router.ended.get()
             await stub.Tokenize(inference_pb2.TokenizeRequest(chat=CHAT))
             budget.max_bytes = NUM_BYTES - 1

@@ -94,7 +94,7 @@ def test_preemptions(variants: Variants) -> None:
 
 def test_speculation(variants: Variants) -> None:
     repeating = [(5, 6, 7) * 12, prompt_of(33)]
-    with open_llm(variants, speculative="ngram:4") as llm:
+    with open_llm(variants, speculative="ngram:4:fixed") as llm:
         answer_all(llm, variants, repeating)
         assert llm.engine.scheduler.stats().total_proposed_tokens > 0
 

@@ -421,7 +421,7 @@ def test_constrained_answers_take_drafts_and_stay_the_same(model_folder: FolderO
     requested = [*constrained, *sampled, *after, LOOPING.sampling]
     prompts = [[7, 8, 9] * 5] * len(requested)
     answers, accepted = [], []
-    for speculative in ("", "ngram:4"):
+    for speculative in ("", "ngram:4:fixed"):
         folder = str(model_folder("llama"))
         with LLM(folder, kv_cache_memory="4MiB", speculative=speculative) as llm:
             got = llm.generate(prompts, requested)

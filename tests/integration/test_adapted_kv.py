@@ -85,7 +85,7 @@ def options(
         decode_bytes=SMALL_CACHE,
         adapters=AdapterConfig(root=models.root, max_loras=2, max_cpu_loras=2),
         tiers=TiersConfig(host_bytes=1 << 20, folder=str(folder)),
-        speculative="ngram:4",
+        speculative="ngram:4:fixed",
         metrics_port=free_port(),
     )
 

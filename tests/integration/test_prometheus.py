@@ -45,7 +45,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def cluster(cluster_options: Callable[..., ClusterOptions]) -> Iterator[LocalCluster]:
     options = cluster_options(router_arguments=ANY_PORT)
-    more = (*ANY_PORT, "--speculative", "ngram:4")
+    more = (*ANY_PORT, "--speculative", "ngram:4:fixed")
     options = replace(options, node_arguments=(*options.node_arguments, *more))
     with LocalCluster(options) as running:
         yield running

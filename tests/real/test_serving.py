@@ -175,7 +175,7 @@ def test_int8_kv_and_activations_speculation_and_pulls_give_the_tokens_of_one_en
     options = ClusterOptions(
         str(model_file),
         node_arguments=(*NODE_ARGUMENTS, *int8, "--kv-host-memory", "64MiB"),
-        decode_arguments=("--speculative", "ngram:4", "--metrics-port", "0"),
+        decode_arguments=("--speculative", "ngram:4:fixed", "--metrics-port", "0"),
         router_arguments=("--local-prefill-below", "0"),
     )
     with LLM(
