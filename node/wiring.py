@@ -217,7 +217,7 @@ def _build_card(
         generates=runner.info.can_generate,
         encodes_pictures=runner.info.encodes_pictures,
         encoding_row_bytes=0 if rows is None else rows.row_bytes,
-        follows_predictions=runner.speculation is not None and runner.speculation.looks_up,
+        follows_predictions=runner.speculation is not None,
         logprobs_mode=options.runner.logprobs_mode,
         kernels=runner.info.kernels,
         max_loras=scheduler.config.max_loras,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from baton.core.errors import InvalidConfig
 
 METHODS = ("ngram", "suffix", "eagle3", "mtp")
-# They look drafts up, also in the predictions of clients; the others compute them.
+# They look drafts up, which often finds nothing; the others compute them.
 LOOK_UP_METHODS = frozenset({"ngram", "suffix"})
 MAX_PROPOSED_TOKENS = 32
 

@@ -21,7 +21,7 @@ from baton.router.values import ChatPrompt, GenerateCall, Prompt, TokenPrompt
 from baton.rpc.errors import EmptyPrompt, NoNodes, UnknownModel
 
 MAX_REMEMBERED_BAD_WORDS = 16
-NO_DRAFTS = "prediction is ignored: the decode nodes run without --speculative ngram:K or suffix:K"
+NO_DRAFTS = "prediction is ignored: the decode nodes run without --speculative, such as suffix:8"
 
 
 class InputProcessor:

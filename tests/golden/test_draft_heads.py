@@ -293,6 +293,22 @@ def test_a_prefix_hit_has_the_kv_of_the_head(model_folder: FolderOf, tmp_path: P
     assert second.num_accepted == first.num_accepted > 0
 
 
+def test_a_prediction_is_drafted_before_the_head_is_asked(
+    model_folder: FolderOf, tmp_path: Path
+) -> None:
+    model = model_folder("llama")
+    config = config_of(model, make_head_folder(tmp_path / "head", model))
+    request = EngineRequest(RequestId("a"), prompt_of(40), replace(GREEDY, max_tokens=60), seed=1)
+
+    [plain] = answers(config, [request])
+    predicted = replace(request, predicted_token_ids=tuple(plain.token_ids))
+    [followed] = answers(config, [predicted])
+
+    assert followed.token_ids == plain.token_ids
+    assert plain.num_accepted < 5
+    assert followed.num_accepted > 40
+
+
 @pytest.mark.parametrize(("temperature", "min_accepted"), [(0.0, 3.0), (0.8, 1.8)])
 def test_the_trained_head_of_the_demo_model_is_often_right(
     temperature: float, min_accepted: float
