@@ -70,7 +70,7 @@ CARD_TEMPLATE = Path(__file__).with_name("draft_head_card.md")
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a head and its training depend on, beside the target and the constants above."""
+    """Settings of a head and of its training, besides the target and the constants above."""
 
     draft_vocab_size: int = 0  # tokens that can be drafted, the most frequent ones; 0: all
     intermediate_size: int = 384  # of the feed-forward network; 0: the target's

@@ -37,9 +37,10 @@ class StateGroup(CacheGroup):
     """The recurrent layers of a model.
 
     A running request has two sides of the same number of blocks: a pass reads one and writes the
-    other. With drafts, it has one more for each, and a pass writes one for each of its tokens. A
-    state cannot be cut at an earlier token. So snapshots of it at the ends of some blocks
-    are in the prefix cache, and a prefix hit of these models ends at one.
+    other. With drafts, it has one more for each, and a pass writes one for each of its tokens.
+
+    A state cannot be cut at an earlier token. So snapshots of it at the ends of some blocks are in
+    the prefix cache, and a prefix hit of these models ends at one.
 
     With states of 2 blocks, a request may hold the sides (4, 5) and (6, 7). A snapshot of it after
     32 tokens in blocks 8 and 9 is named by the hash of the block that ends with the 32nd token. A

@@ -277,9 +277,7 @@ class TorchRunner:
             hook.pass_done()
         launched = step, heads, self.device.record(), self._collect
         can_be_followed = self._can_be_followed(step, heads)
-        pending = PendingPass(*launched, can_be_followed, self._spec_decoder)
-        pending.draft_pass = draft_pass
-        return pending
+        return PendingPass(*launched, can_be_followed, self._spec_decoder, draft_pass=draft_pass)
 
     def _can_be_followed(self, step: Step, heads: Sequence[HeadPass]) -> bool:
         """Return whether the next pass can be launched before the result of this one is known.

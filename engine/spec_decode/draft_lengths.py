@@ -126,7 +126,7 @@ class DraftLengths:
 
 
 class _SequenceRecord:
-    """What became of the drafts of one sequence."""
+    """Results of the drafts of one sequence."""
 
     def __init__(self, num_positions: int) -> None:
         self.rates = AcceptanceRates(num_positions, SEQUENCE_KEEPS)

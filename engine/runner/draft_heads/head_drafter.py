@@ -9,7 +9,7 @@ as often as the probabilities do, at any temperature.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -19,19 +19,15 @@ from torch import Tensor
 
 from baton.core.ids import RequestId
 from baton.engine.plan import PlanRow, RunResult
-from baton.engine.runner.attention.paged_attention import PagedAttention
-from baton.engine.runner.batch.input_batch import PersistentBatch, Step
+from baton.engine.runner.batch.input_batch import Step
 from baton.engine.runner.batch.unknown_tokens import SampledTokens
-from baton.engine.runner.device.device import Device
 from baton.engine.runner.device.step_inputs import StepInputs, make_inputs
 from baton.engine.runner.drafting.draft_head import DraftHead
 from baton.engine.runner.drafting.drafter import Drafter, DrafterParts
 from baton.engine.runner.model.mixers import AttentionPass, ForwardPass
 from baton.engine.runner.model.pass_layout import PassLayout, TokenRun
 from baton.engine.runner.model.rope import Ropes
-from baton.engine.runner.sampling.grammar_masks import GrammarMasks
 from baton.engine.runner.sampling.output_heads import HiddenStates
-from baton.engine.runner.sampling.sampler import Sampler
 from baton.engine.spec_decode.predictions_first import PredictionsFirst
 from baton.engine.spec_decode.proposer import DraftRow, Drafts
 from baton.engine.spec_decode.suffix_proposer import SuffixProposer
@@ -42,25 +38,16 @@ Place = tuple[int, int]  # slot of a row, and the length of its sequence up to a
 class HeadDrafter:
     """Implements `Proposer` and `PassDrafter`."""
 
-    def __init__(
-        self,
-        head: DraftHead,
-        batch: PersistentBatch,
-        attention: PagedAttention,
-        sampler: Sampler,
-        grammar_masks: Callable[[], GrammarMasks],
-        device: Device,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, head: DraftHead, parts: DrafterParts) -> None:
         self._head = head
-        self._batch = batch
-        self._attention = attention
-        self._sampler = sampler
-        self._grammar_masks = grammar_masks  # from the first row with a grammar on
-        self._place = device.place
-        self._ropes = Ropes(head.config, device.place, dtype)
-        self._inputs = make_inputs(device)
-        self._dtype = dtype
+        self._batch = parts.batch
+        self._attention = parts.attention
+        self._sampler = parts.sampler
+        self._grammar_masks = parts.grammar_masks  # from the first row with a grammar on
+        self._place = parts.device.place
+        self._ropes = Ropes(head.config, self._place, parts.dtype)
+        self._inputs = make_inputs(parts.device)
+        self._dtype = parts.dtype
         self._states: dict[RequestId, _NewestState] = {}
         self._rows: dict[RequestId, PlanRow] = {}  # as drafts are sampled
 
@@ -70,12 +57,13 @@ class HeadDrafter:
 
     # --- in a pass ------------------------------------------------------------------
 
-    def begin(self, step: Step, inputs: StepInputs) -> HeadPass:
+    def begin(self, step: Step, inputs: StepInputs) -> DraftHeadPass:
         tokens = [run.tokens[run.end - run.num_tokens + 1 : run.end + 1] for run in step.runs]
         ends = step.layout.last_token_indices(np.arange(len(step.runs))).tolist()
         places = {(run.slot, run.end): end for run, end in zip(step.runs, ends, strict=True)}
         next_ids = inputs.put(np.concatenate(tokens))
-        return HeadPass(self, step, places, next_ids, self._begin_layer(step.layout, inputs))
+        layer = self._begin_layer(step.layout, inputs)
+        return DraftHeadPass(self, step, places, next_ids, layer)
 
     def _begin_layer(self, layout: PassLayout, inputs: StepInputs) -> LayerPass:
         attention, positions = self._attention.begin(layout, inputs), inputs.put(layout.positions)
@@ -130,28 +118,24 @@ class HeadDrafter:
         return state.to(self._place)
 
     def _draft(self, drafting: Sequence[_Drafting]) -> None:
+        """Add one token after the other to all drafts, until they have their lengths."""
         states = torch.stack([each.state for each in drafting])
         while True:
-            found = [self._run(each) for each in drafting]
-            kept = [index for index, run in enumerate(found) if run is not None]
-            if not kept:
+            found = [(i, run) for i, each in enumerate(drafting) if (run := self._run(each))]
+            if not found:
                 return
-            runs = [run for run in found if run is not None]
-            drafting = [drafting[index] for index in kept]
-            if len(kept) < len(found):
-                states = states[kept]
+            kept, runs = [index for index, _ in found], [run for _, run in found]
+            drafting, states = [drafting[index] for index in kept], states[kept]
+            if drafting[0].tokens:  # all have as many
+                states = self._advance(runs, states)
             for each, run, token_id in zip(drafting, runs, self._choose(runs, states), strict=True):
                 run.tokens[run.end] = token_id
                 each.tokens.append(token_id)
-            kept = [i for i, each in enumerate(drafting) if len(each.tokens) < each.length]
-            if not kept:
-                return
-            states = states if len(kept) == len(drafting) else states[kept]
-            drafting = [drafting[index] for index in kept]
-            states = self._advance([runs[index] for index in kept], states)
 
     def _run(self, drafting: _Drafting) -> TokenRun | None:
-        """Return the run after which the next draft is sampled; None if there can be none."""
+        """Return the run after which the next draft is sampled; None if there is none."""
+        if len(drafting.tokens) >= drafting.length:
+            return None
         newest = self._batch.newest_run(drafting.request_id)
         row = self._rows.get(drafting.request_id)
         if row is None:
@@ -171,14 +155,11 @@ class HeadDrafter:
         return chosen
 
     def _advance(self, runs: Sequence[TokenRun], states: Tensor) -> Tensor:
-        """Compute the layer one position further.
-
-        A state's position is one before that of the token whose embedding goes with it.
-        """
-        layout = self._batch.layout_of(runs)
+        """Compute the layer with the newest drafts, at the positions in front of theirs."""
+        layout = self._batch.layout_of([run._replace(end=run.end - 1) for run in runs])
         self._inputs.begin()
         layer = self._begin_layer(layout, self._inputs)
-        token_ids = self._inputs.put(np.array([run.tokens[run.end] for run in runs]))
+        token_ids = self._inputs.put(np.array([run.tokens[run.end - 1] for run in runs]))
         self._inputs.send()
         return self.compute(token_ids, states, layer)
 
@@ -207,8 +188,8 @@ class _Drafting:
 
 
 @dataclass(slots=True, eq=False)
-class HeadPass:
-    """The head's part of one pass."""
+class DraftHeadPass:
+    """Implements `DraftPass`."""
 
     drafter: HeadDrafter
     step: Step
@@ -251,13 +232,5 @@ def _as_drafted(row: PlanRow) -> PlanRow:
 
 def make_head_drafter(parts: DrafterParts) -> Drafter:
     assert parts.head is not None
-    drafter = HeadDrafter(
-        parts.head,
-        parts.batch,
-        parts.attention,
-        parts.sampler,
-        parts.grammar_masks,
-        parts.device,
-        parts.dtype,
-    )
+    drafter = HeadDrafter(parts.head, parts)
     return Drafter(PredictionsFirst(SuffixProposer(parts.speculation), drafter), drafter)

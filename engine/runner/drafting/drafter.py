@@ -54,7 +54,7 @@ class Drafter(NamedTuple):
 
 
 class DrafterParts(NamedTuple):
-    """What a drafter can be made of."""
+    """Parts of the runner that a drafter can use."""
 
     speculation: Speculation
     batch: PersistentBatch

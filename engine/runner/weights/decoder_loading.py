@@ -9,7 +9,7 @@ import torch
 
 from baton.checkpoint.checkpoint import Tensors
 from baton.core.errors import ModelError
-from baton.engine.kv_cache.groups import layer_places
+from baton.engine.kv_cache.groups import LayerPlace, layer_places
 from baton.engine.runner.attention.paged_attention import LayerAttention
 from baton.engine.runner.families.family import ExpertNames
 from baton.engine.runner.model.config import ModelConfig, MoeConfig, QkNorm
@@ -81,8 +81,9 @@ def _label_row(files: Tensors, tensors: TensorMap, tokens: tuple[int, int]) -> t
 def attention_of(config: ModelConfig, files: Tensors, device: torch.device) -> list[LayerAttention]:
     """Return the attention of each layer that has it, with its sinks."""
     tensors, layers = TensorMap(config, files.shapes()), []
-    for index in config.attention_layers:
-        layer = layer_attention(config, index)
+    places = layer_places(config.kv_groups())
+    for place, index in zip(places, config.attention_layers, strict=True):
+        layer = layer_attention(config, index, place)
         if config.has_sinks:
             name = tensors.in_layer(index, tensors.names.sinks)
             layer = replace(layer, sinks=files.tensor(name).float().to(device))
@@ -90,10 +91,9 @@ def attention_of(config: ModelConfig, files: Tensors, device: torch.device) -> l
     return layers
 
 
-def layer_attention(config: ModelConfig, index: int) -> LayerAttention:
+def layer_attention(config: ModelConfig, index: int, place: LayerPlace) -> LayerAttention:
     """Return the attention of a layer, without sinks."""
     layer = config.layers[index]
-    place = layer_places(config.kv_groups())[config.attention_layers.index(index)]
     return LayerAttention(
         config.attention_scale,
         layer.window,
