@@ -100,8 +100,12 @@ def test_a_draft_head_goes_on_after_a_hand_off_as_on_one_node(
         one.finish.served for one in answer_all(speculating.address, requests(), num_at_once=1)
     ]
 
-    drafting = {"speculative": "eagle3:4:fixed", "speculative_model": str(head)}
-    with LLM(str(model_folder), kv_cache_memory="16MiB", **drafting) as llm:  # type: ignore[arg-type]
+    with LLM(
+        str(model_folder),
+        kv_cache_memory="16MiB",
+        speculative="eagle3:4:fixed",
+        speculative_model=str(head),
+    ) as llm:
         for one in requests():
             sampling = one.generation.sampling
             assert isinstance(sampling, SamplingParams)
