@@ -17,7 +17,9 @@ from baton.engine.runner.model.config import (
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 LINEAR = "linear_attention"
 
-LayerTypes = Callable[[JsonFields, int], tuple[str, ...]]  # for a config with this many layers
+# For a config with this many layers: their types; the layers that have a property.
+LayerTypes = Callable[[JsonFields, int], tuple[str, ...]]
+LayerRule = Callable[[JsonFields, int], frozenset[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,7 @@ class Family:
     has_text_config: bool = False  # the text model's fields are in `text_config`
     sees_whole_pictures: bool = False  # a picture's tokens attend to all tokens of the picture
     moe: Callable[[JsonFields], MoeConfig] | None = None
-    dense_layers: Callable[[JsonFields, int], frozenset[int]] | None = None  # without experts
+    dense_layers: LayerRule | None = None  # without experts
     dense_size: str = "intermediate_size"
     temperature: Callable[[JsonFields], QueryTemperature | None] | None = None
+    lacks_rope: LayerRule | None = None  # layers without RoPE

@@ -11,11 +11,7 @@ from baton.core.errors import ModelError
 from baton.engine.runner.families.family import CHUNKED, LINEAR, SLIDING, Family
 from baton.engine.runner.families.labels import read_label_tokens, read_num_labels
 from baton.engine.runner.families.latent import with_latent
-from baton.engine.runner.families.layer_types import (
-    all_without_rope,
-    full_everywhere,
-    layers_without_rope,
-)
+from baton.engine.runner.families.layer_types import full_everywhere
 from baton.engine.runner.families.math_fields import check_fields
 from baton.engine.runner.families.mixtures import check_moe
 from baton.engine.runner.families.rope_fields import read_ropes, read_rotary_dim
@@ -183,10 +179,8 @@ class _Ropes:
         self._temperature = None if family.temperature is None else family.temperature(fields)
         num_layers = fields.positive_int("num_hidden_layers")
         self._lacks_rope: frozenset[int] = frozenset()
-        if "no_rope_layers" in family.fields:
-            self._lacks_rope = layers_without_rope(fields, num_layers)
-        elif "position_embedding_type" in family.fields:
-            self._lacks_rope = all_without_rope(fields, num_layers)
+        if family.lacks_rope is not None:
+            self._lacks_rope = family.lacks_rope(fields, num_layers)
         self._scales_all = "no_rope_layers" not in family.fields
         self._found: list[RopeConfig] = []
 

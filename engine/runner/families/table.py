@@ -28,12 +28,14 @@ from baton.engine.runner.families.defaults import (
 )
 from baton.engine.runner.families.family import DeltaNames, Family, TensorNames
 from baton.engine.runner.families.layer_types import (
+    all_without_rope,
     chunks_with_rope,
     dense_at_first,
     dense_of_step,
     dense_outside_listed,
     dense_without_experts,
     full_every,
+    layers_without_rope,
     linear_between_full,
     linear_where_listed,
     window_alternating,
@@ -181,6 +183,7 @@ LLAMA4_FAMILY = Family(
     },
     defaults=LLAMA4,
     layer_types=chunks_with_rope,
+    lacks_rope=layers_without_rope,
     qk_norm=QkNorm.UNWEIGHTED,
     is_rope_interleaved=True,
     moe=llama4_moe,
@@ -316,6 +319,7 @@ FAMILIES: Mapping[str, Family] = {
         fields=BIAS | {"mlp_bias", "no_rope_layers"},
         defaults={"num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True},
         layer_types=window_without_rope,
+        lacks_rope=layers_without_rope,
     ),
     "SeedOssForCausalLM": Family(
         fields=BIAS | {"mlp_bias", "attention_out_bias"},
@@ -390,6 +394,7 @@ FAMILIES: Mapping[str, Family] = {
         | {"shared_intermediate_size", "position_embedding_type"},
         defaults=GRANITE_HYBRID,
         layer_types=linear_where_listed,
+        lacks_rope=all_without_rope,
         recurrent=mamba2,
         moe=granite_shared_moe,
         dense_layers=dense_without_experts,
