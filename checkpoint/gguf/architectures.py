@@ -400,6 +400,9 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "smollm3": GgufArchitecture("SmolLM3ForCausalLM", more=qkv_bias, has_paired_heads=True),
     "olmo2": GgufArchitecture("Olmo2ForCausalLM", layer_names=POST_NORMS),
     "olmo3": GgufArchitecture("Olmo3ForCausalLM", WINDOW, layer_names=POST_NORMS),
+    "exaone4": GgufArchitecture(
+        "Exaone4ForCausalLM", WINDOW, fixed={"sliding_window": None}, layer_names=POST_NORMS
+    ),
     "olmoe": GgufArchitecture("OlmoeForCausalLM", EXPERTS),
     "seed_oss": GgufArchitecture("SeedOssForCausalLM", more=biases, layer_names=POST_ATTENTION),
     "chatglm": GgufArchitecture("GlmForCausalLM", more=glm, layer_names=FUSED_MLP),  # GLM-4 9B

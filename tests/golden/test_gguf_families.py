@@ -50,6 +50,7 @@ NAMES = (
     "olmo2",
     "olmo3",
     "olmoe",
+    "exaone4",
     "seed-oss",
     "glm",
     "glm4",

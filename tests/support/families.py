@@ -93,6 +93,7 @@ DENSE: Mapping[str, Variant] = {
     "granite": Variant("Granite", MULTIPLIERS),
     "olmo2": Variant("Olmo2"),
     "olmo3": Variant("Olmo3", {"sliding_window": 24, "num_hidden_layers": 4}),
+    "exaone4": Variant("Exaone4", {"head_dim": 32, "sliding_window": 24, "num_hidden_layers": 4}),
     "smollm3": Variant("SmolLM3", {"num_hidden_layers": 4, "pad_token_id": 0}),
     "seed-oss": Variant("SeedOss", {"head_dim": 32, "attention_out_bias": True}),
     "ministral": Variant(

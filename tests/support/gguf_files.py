@@ -32,6 +32,7 @@ ARCHITECTURES = {
     "Olmo2ForCausalLM": "olmo2",
     "Olmo3ForCausalLM": "olmo2",
     "OlmoeForCausalLM": "olmoe",
+    "Exaone4ForCausalLM": "exaone4",
     "SeedOssForCausalLM": "seed_oss",
     "GlmForCausalLM": "chatglm",
     "Glm4ForCausalLM": "glm4",

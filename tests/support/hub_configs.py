@@ -44,6 +44,23 @@ DEEPSEEK_LATENT: Json = {
     "torch_dtype": "bfloat16",
     "v_head_dim": 128,
 }
+EXAONE: Json = {
+    "architectures": ["Exaone4ForCausalLM"],
+    "model_type": "exaone4",
+    "hidden_act": "silu",
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 16.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 1000000,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 102400,
+}
 HUB_CONFIGS: Mapping[str, Json] = {
     "Llama-3.2-1B": {
         "architectures": ["LlamaForCausalLM"],
@@ -747,6 +764,32 @@ HUB_CONFIGS: Mapping[str, Json] = {
         "sliding_window": 4096,
         "tie_word_embeddings": False,
         "vocab_size": 100278,
+    },
+    "EXAONE-4.0-32B": {
+        **EXAONE,
+        "head_dim": 128,
+        "hidden_size": 5120,
+        "intermediate_size": 27392,
+        "layer_types": _every(4, 64, FULL, SLIDING),
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 40,
+        "num_hidden_layers": 64,
+        "sliding_window": 4096,
+        "sliding_window_pattern": "LLLG",
+        "tie_word_embeddings": False,
+    },
+    "EXAONE-4.0-1.2B": {
+        **EXAONE,
+        "head_dim": 64,
+        "hidden_size": 2048,
+        "intermediate_size": 4096,
+        "layer_types": [FULL] * 30,
+        "max_position_embeddings": 65536,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 30,
+        "sliding_window": None,
+        "sliding_window_pattern": None,
+        "tie_word_embeddings": True,
     },
     "SmolLM3-3B": {
         "architectures": ["SmolLM3ForCausalLM"],

@@ -76,6 +76,21 @@ def full_every(period: int) -> LayerTypes:
     return types
 
 
+def full_every_fourth(raw: JsonFields, num_layers: int) -> tuple[str, ...]:
+    """All layers but each fourth have a window, if `sliding_window` is set (EXAONE 4)."""
+    if raw.has("sliding_window") or raw.has("layer_types"):
+        return full_every(4)(raw, num_layers)
+    return (FULL,) * num_layers
+
+
+def full_without_rope(raw: JsonFields, num_layers: int) -> frozenset[int]:
+    """Layers without a window have no RoPE, if `sliding_window` is set (EXAONE 4)."""
+    if not raw.has("sliding_window"):
+        return frozenset()
+    types = full_every_fourth(raw, num_layers)
+    return frozenset(layer for layer, kind in enumerate(types) if kind == FULL)
+
+
 def chunks_with_rope(raw: JsonFields, num_layers: int) -> tuple[str, ...]:
     """Layers with RoPE attend within chunks (Llama 4)."""
     if raw.has("layer_types"):

@@ -35,6 +35,8 @@ from baton.engine.runner.families.layer_types import (
     dense_outside_listed,
     dense_without_experts,
     full_every,
+    full_every_fourth,
+    full_without_rope,
     layers_without_rope,
     linear_between_full,
     linear_where_listed,
@@ -314,6 +316,13 @@ FAMILIES: Mapping[str, Family] = {
         qk_norm=QkNorm.ALL_HEADS,
         norm_rounds_once=True,
         has_local_rope=True,
+    ),
+    "Exaone4ForCausalLM": Family(
+        names=POST_NORM,
+        defaults={"num_key_value_heads": 32, "sliding_window": 4096, "rms_norm_eps": 1e-5},
+        layer_types=full_every_fourth,
+        lacks_rope=full_without_rope,
+        qk_norm=QkNorm.HEAD,
     ),
     "SmolLM3ForCausalLM": Family(
         fields=BIAS | {"mlp_bias", "no_rope_layers"},

@@ -155,6 +155,8 @@ def test_windows_are_those_of_the_layers(tmp_path: Path) -> None:
     assert read_windows["gemma-3-4b"] == ([1024] * 5 + [None]) * 5 + [1024] * 4
     assert read_windows["gemma-3-1b"] == ([512] * 5 + [None]) * 4 + [512] * 2
     assert read_windows["Olmo-3-7B"] == ([4096] * 3 + [None]) * 8
+    assert read_windows["EXAONE-4.0-32B"] == ([4096] * 3 + [None]) * 16
+    assert read_windows["EXAONE-4.0-1.2B"] == [None] * 30
     assert read_windows["gpt-oss-20b"] == [128, None] * 12
     assert read_windows["Phi-3-mini-4k"] == [2047] * 32
 
@@ -219,6 +221,11 @@ def test_layers_without_rope_and_temperatures(tmp_path: Path) -> None:
     assert layers_where(read(tmp_path, HUB_CONFIGS["SmolLM3-3B"]), key_rope=1) == list(
         range(3, 36, 4)
     )
+    hybrid, plain = (
+        read(tmp_path, HUB_CONFIGS[name]) for name in ("EXAONE-4.0-32B", "EXAONE-4.0-1.2B")
+    )
+    assert layers_where(hybrid, key_rope=hybrid.ropes.index(NO_ROPE)) == list(range(3, 64, 4))
+    assert [rope.kind for rope in plain.ropes] == ["llama3"]
     granite = read(tmp_path, HUB_CONFIGS["granite-4.0-h-tiny"])
     assert granite.ropes == (NO_ROPE,)
     assert granite.attention_layers == (5, 15, 25, 35)
