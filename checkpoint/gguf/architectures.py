@@ -194,6 +194,14 @@ ROUTED_EXPERTS = {
     "n_group": "expert_group_count",
     "topk_group": "expert_group_used_count",
 }
+ERNIE_EXPERTS = {
+    "moe_num_experts": "expert_count",
+    "moe_k": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "moe_num_shared_experts": "expert_shared_count",
+    "moe_layer_start_index": "leading_dense_block_count",
+    "moe_layer_interval": "interleave_moe_layer_step",
+}
 EXPERT_SCALE = {"routed_scaling_factor": "expert_weights_scale"}
 GRANITE = {
     "attention_multiplier": "attention.scale",
@@ -400,6 +408,17 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "smollm3": GgufArchitecture("SmolLM3ForCausalLM", more=qkv_bias, has_paired_heads=True),
     "olmo2": GgufArchitecture("Olmo2ForCausalLM", layer_names=POST_NORMS),
     "olmo3": GgufArchitecture("Olmo3ForCausalLM", WINDOW, layer_names=POST_NORMS),
+    "ernie4_5": GgufArchitecture("Ernie4_5ForCausalLM"),
+    "ernie4_5-moe": GgufArchitecture(
+        "Ernie4_5_MoeForCausalLM",
+        ERNIE_EXPERTS,
+        layer_names={
+            **LAYER_NAMES,
+            **SHARED_EXPERTS_NAMES,
+            "exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias",
+        },
+        changes={"exp_probs_b": Change(shape=as_row)},
+    ),
     "exaone4": GgufArchitecture(
         "Exaone4ForCausalLM", WINDOW, fixed={"sliding_window": None}, layer_names=POST_NORMS
     ),

@@ -61,6 +61,7 @@ NAMES = (
     "deepseek-v2",
     "deepseek-v3",
     "glm4-moe",
+    "ernie4.5-moe",
     "granite-moe",
     "granite-4",
     "granite-4-moe",

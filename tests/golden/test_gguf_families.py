@@ -51,6 +51,7 @@ NAMES = (
     "olmo3",
     "olmoe",
     "exaone4",
+    "ernie4.5",
     "seed-oss",
     "glm",
     "glm4",

@@ -94,6 +94,7 @@ DENSE: Mapping[str, Variant] = {
     "olmo2": Variant("Olmo2"),
     "olmo3": Variant("Olmo3", {"sliding_window": 24, "num_hidden_layers": 4}),
     "exaone4": Variant("Exaone4", {"head_dim": 32, "sliding_window": 24, "num_hidden_layers": 4}),
+    "ernie4.5": Variant("Ernie4_5", {"head_dim": 32}),
     "smollm3": Variant("SmolLM3", {"num_hidden_layers": 4, "pad_token_id": 0}),
     "seed-oss": Variant("SeedOss", {"head_dim": 32, "attention_out_bias": True}),
     "ministral": Variant(
@@ -169,6 +170,16 @@ EXPERTS: Mapping[str, Variant] = {
             "use_qk_norm": True,
             "routed_scaling_factor": 1.5,
             "first_k_dense_replace": 1,
+            "num_hidden_layers": 3,
+        },
+    ),
+    "ernie4.5-moe": Variant(
+        "Ernie4_5_Moe",
+        {
+            "head_dim": 32,
+            "moe_num_experts": 8,
+            "moe_k": 3,
+            "moe_intermediate_size": 32,
             "num_hidden_layers": 3,
         },
     ),

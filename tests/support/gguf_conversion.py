@@ -260,7 +260,7 @@ def _write_routed_experts(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_expert_weights_scale(config["routed_scaling_factor"])
 
 
-def _glm4_moe(_: Config, name: str, tensor: Tensor) -> Named:
+def _corrected(_: Config, name: str, tensor: Tensor) -> Named:
     yield _correction(name), tensor
 
 
@@ -273,6 +273,15 @@ def _write_glm4_moe(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_expert_weights_norm(config["norm_topk_prob"])
     if config.get("num_nextn_predict_layers"):
         writer.add_nextn_predict_layers(config["num_nextn_predict_layers"])
+
+
+def _write_ernie_moe(writer: gguf.GGUFWriter, config: Config) -> None:
+    writer.add_expert_count(config["moe_num_experts"])
+    writer.add_expert_used_count(config["moe_k"])
+    writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
+    writer.add_leading_dense_block_count(config["moe_layer_start_index"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_count(config["moe_num_shared_experts"])
 
 
 def _granite_moe(config: Config, name: str, tensor: Tensor) -> Named:
@@ -446,7 +455,8 @@ FAMILIES: Mapping[str, Family] = {
     "GptOssForCausalLM": Family("gpt-oss", _gpt_oss, _write_gpt_oss),
     "DeepseekV2ForCausalLM": Family("deepseek2", _deepseek, _write_deepseek),
     "DeepseekV3ForCausalLM": Family("deepseek2", _deepseek, _write_deepseek),
-    "Glm4MoeForCausalLM": Family("glm4moe", _glm4_moe, _write_glm4_moe, has_predictors=True),
+    "Glm4MoeForCausalLM": Family("glm4moe", _corrected, _write_glm4_moe, has_predictors=True),
+    "Ernie4_5_MoeForCausalLM": Family("ernie4_5-moe", _corrected, _write_ernie_moe),
     "GraniteMoeForCausalLM": Family("granitemoe", _granite_moe, _write_granite_moe),
     "GraniteMoeHybridForCausalLM": Family("granitehybrid", _granite_hybrid, _write_granite_hybrid),
     "Ministral3ForCausalLM": Family("mistral3", _mistral3, _write_mistral3),

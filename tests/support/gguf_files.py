@@ -33,6 +33,7 @@ ARCHITECTURES = {
     "Olmo3ForCausalLM": "olmo2",
     "OlmoeForCausalLM": "olmoe",
     "Exaone4ForCausalLM": "exaone4",
+    "Ernie4_5ForCausalLM": "ernie4_5",
     "SeedOssForCausalLM": "seed_oss",
     "GlmForCausalLM": "chatglm",
     "Glm4ForCausalLM": "glm4",

@@ -167,6 +167,19 @@ DEEPSEEK_V3: Mapping[str, object] = {
     "routed_scaling_factor": 2.5,
     "topk_group": 4,
 }
+ERNIE: Mapping[str, object] = {
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+    "tie_word_embeddings": True,
+}
+ERNIE_MOE: Mapping[str, object] = {
+    **ERNIE,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 1536,
+    "moe_k": 6,
+    "moe_num_experts": 64,
+    "moe_num_shared_experts": 2,
+}
 GRANITE_HYBRID: Mapping[str, object] = {
     "attention_multiplier": 1.0,
     "num_local_experts": 8,

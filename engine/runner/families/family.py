@@ -41,6 +41,7 @@ class ExpertNames:
     is_transposed: bool = False  # stored as [columns, rows]
     is_interleaved: bool = False  # rows of gate and up alternate
     has_weight_suffix: bool = True  # names end with `.weight`
+    has_correction_row: bool = False  # the correction bias is a matrix of one row
     # Other forms in which folders store the experts, such as one by one or transposed.
     others: tuple[ExpertNames, ...] = ()
 

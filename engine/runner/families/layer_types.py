@@ -137,6 +137,17 @@ def dense_at_first(raw: JsonFields, num_layers: int) -> frozenset[int]:
     return frozenset(range(min(int(raw.number("first_k_dense_replace", 1)), num_layers)))
 
 
+def dense_outside_range(raw: JsonFields, num_layers: int) -> frozenset[int]:
+    """Layers without experts by `moe_layer_start_index`, its end and interval (ERNIE 4.5)."""
+    first, last = (
+        int(raw.number(f"moe_layer_{name}_index", default))
+        for name, default in (("start", 1), ("end", -1))
+    )
+    last = num_layers - 1 if last == -1 else last
+    step = raw.positive_int("moe_layer_interval", 1)
+    return frozenset(i for i in range(num_layers) if not first <= i <= last or (i + 1) % step)
+
+
 def dense_outside_listed(raw: JsonFields, num_layers: int) -> frozenset[int]:
     """Layers without experts by `moe_layers` or `interleave_moe_layer_step` (Llama 4)."""
     if raw.has("moe_layers"):

@@ -18,6 +18,11 @@ UNCORRECTED_SHARED_EXPERTS = replace(QWEN_EXPERTS, shared="mlp.shared_experts")
 SHARED_EXPERTS = replace(
     UNCORRECTED_SHARED_EXPERTS, correction_bias="mlp.gate.e_score_correction_bias"
 )
+ERNIE_EXPERTS = replace(
+    UNCORRECTED_SHARED_EXPERTS,
+    correction_bias="mlp.moe_statics.e_score_correction_bias",
+    has_correction_row=True,
+)
 SHARED_GATED_EXPERTS = replace(
     QWEN_EXPERTS, shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate"
 )
@@ -79,6 +84,8 @@ QWEN3_5_EXPERTS = replace(
     shared_gate=SHARED_GATED_EXPERTS.shared_gate,
     others=(SHARED_GATED_EXPERTS,),
 )
+# Sums of chosen weights are above, so that it has no effect.
+MAX_NORM_MIN = 1e-9
 
 
 def qwen3_moe(raw: JsonFields) -> MoeConfig:
@@ -156,6 +163,20 @@ def deepseek_v2_moe(raw: JsonFields) -> MoeConfig:
         top_groups=raw.positive_int("topk_group") if has_groups else 1,
         group_best=1,
         shared_size=moe.expert_size * raw.positive_int("n_shared_experts"),
+    )
+
+
+def ernie_moe(raw: JsonFields) -> MoeConfig:
+    if raw.number("moe_norm_min", MAX_NORM_MIN) > MAX_NORM_MIN:
+        raise raw.wrong("moe_norm_min", f"must be at most {MAX_NORM_MIN:g}")
+    size = raw.positive_int("moe_intermediate_size")
+    return MoeConfig(
+        num_experts=raw.positive_int("moe_num_experts"),
+        top_k=raw.positive_int("moe_k"),
+        expert_size=size,
+        normalizes=True,
+        has_correction_bias=True,
+        shared_size=size * int(raw.number("moe_num_shared_experts", above=-1)),
     )
 
 

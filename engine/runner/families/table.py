@@ -12,6 +12,8 @@ from dataclasses import replace
 from baton.engine.runner.families.defaults import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
+    ERNIE,
+    ERNIE_MOE,
     GEMMA3,
     GPT_OSS,
     GRANITE_HYBRID,
@@ -33,6 +35,7 @@ from baton.engine.runner.families.layer_types import (
     dense_at_first,
     dense_of_step,
     dense_outside_listed,
+    dense_outside_range,
     dense_without_experts,
     full_every,
     full_every_fourth,
@@ -47,6 +50,7 @@ from baton.engine.runner.families.layer_types import (
     window_without_rope,
 )
 from baton.engine.runner.families.mixtures import (
+    ERNIE_EXPERTS,
     GRANITE_EXPERTS,
     GRANITE_SHARED_EXPERTS,
     LLAMA4_EXPERTS,
@@ -60,6 +64,7 @@ from baton.engine.runner.families.mixtures import (
     UNCORRECTED_SHARED_EXPERTS,
     deepseek_v2_moe,
     deepseek_v3_moe,
+    ernie_moe,
     glm4_moe,
     gpt_oss_moe,
     granite_moe,
@@ -103,7 +108,7 @@ GRANITE_FIELDS = frozenset(
 )
 BIAS = frozenset({"attention_bias"})
 PARTIAL = frozenset({"partial_rotary_factor"})
-EXPERTS = frozenset({"num_experts", "num_local_experts", "n_routed_experts"})
+EXPERTS = frozenset({"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"})
 SPARSE_LAYERS = frozenset({"decoder_sparse_step", "mlp_only_layers"})
 GLM_EXPERTS = frozenset(
     {"n_shared_experts", "n_group", "topk_group", "routed_scaling_factor", "first_k_dense_replace"}
@@ -323,6 +328,18 @@ FAMILIES: Mapping[str, Family] = {
         layer_types=full_every_fourth,
         lacks_rope=full_without_rope,
         qk_norm=QkNorm.HEAD,
+    ),
+    "Ernie4_5ForCausalLM": Family(
+        defaults={**ERNIE, "head_dim": 128, "num_key_value_heads": 2},
+        is_rope_interleaved=True,
+    ),
+    "Ernie4_5_MoeForCausalLM": Family(
+        names=TensorNames(experts=ERNIE_EXPERTS, ignored=("model.mtp_",)),
+        fields=EXPERTS,
+        defaults=ERNIE_MOE,
+        is_rope_interleaved=True,
+        moe=ernie_moe,
+        dense_layers=dense_outside_range,
     ),
     "SmolLM3ForCausalLM": Family(
         fields=BIAS | {"mlp_bias", "no_rope_layers"},

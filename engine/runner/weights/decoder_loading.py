@@ -217,7 +217,7 @@ class _LayerLoader:
             moe,
             self._loader.vector(f"{router}.weight"),
             self._loader.vector(f"{router}.bias") if moe.has_bias else None,
-            self._loader.vector(correction) if moe.has_correction_bias else None,
+            self._loader.vector(correction).flatten() if moe.has_correction_bias else None,
         )
 
     def _expert(self, moe: MoeConfig, names: ExpertNames, expert: int) -> Mlp:

@@ -174,7 +174,8 @@ class TensorMap:
         hidden = self.config.hidden_size
         yield from _linear(names.router, moe.num_experts, hidden, moe.has_bias)
         if names.correction_bias:
-            yield names.correction_bias, (moe.num_experts,)
+            row = (1,) if names.has_correction_row else ()
+            yield names.correction_bias, (*row, moe.num_experts)
         yield from _expert_shapes(moe, names, hidden)
         if moe.shared_size:
             gate_up = [f"{names.shared}.{name}" for name in names.shared_gate_up]

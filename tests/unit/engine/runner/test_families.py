@@ -250,6 +250,7 @@ def test_expert_settings_are_those_of_the_model(tmp_path: Path) -> None:
         "OLMoE-1B-7B": (64, 8, 1024, 0, False),
         "granite-3.1-3b-a800m": (40, 8, 512, 0, False),
         "gpt-oss-20b": (32, 4, 2880, 0, False),
+        "ERNIE-4.5-21B-A3B": (64, 6, 1536, 3072, True),
         "GLM-4.5-Air": (128, 8, 1408, 1408, True),
         "DeepSeek-V2-Lite": (64, 6, 1408, 2816, False),
         "DeepSeek-V2": (160, 6, 1536, 3072, False),
@@ -262,6 +263,10 @@ def test_expert_settings_are_those_of_the_model(tmp_path: Path) -> None:
     assert glm is not None
     assert (glm.scoring, glm.has_correction_bias) == (Scoring.SIGMOID, True)
     assert layers_where(read(tmp_path, HUB_CONFIGS["GLM-4.5-Air"]), mlp_size=10_944) == [0]
+    ernie = {**HUB_CONFIGS["ERNIE-4.5-21B-A3B"], "num_hidden_layers": 8}
+    ranged = {"moe_layer_start_index": 2, "moe_layer_end_index": 5, "moe_layer_interval": 2}
+    for changes, dense in (({}, [0]), (ranged, [0, 1, 2, 4, 6, 7])):
+        assert layers_where(read(tmp_path, {**ernie, **changes}), mlp_size=12_288) == dense
 
 
 def test_deepseek_routes_experts_by_group(tmp_path: Path) -> None:
@@ -328,6 +333,7 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "topk_method": (DEEPSEEK, {"topk_method": "greedy"}),
     "norm_topk_prob": (HUB_CONFIGS["DeepSeek-V2"], {"norm_topk_prob": True}),
     "moe_layer_freq": (DEEPSEEK, {"moe_layer_freq": 2}),
+    "moe_norm_min": (HUB_CONFIGS["ERNIE-4.5-21B-A3B"], {"moe_norm_min": 0.1}),
     "use_bidirectional_attention": (
         HUB_CONFIGS["gemma-3-1b"],
         {"use_bidirectional_attention": True},
