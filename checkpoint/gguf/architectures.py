@@ -22,6 +22,7 @@ from baton.checkpoint.gguf.family_fields import (
     granite_hybrid,
     llama4,
     mistral3,
+    partial_rotation,
     phi3,
     qkv_bias,
     qwen3_linear,
@@ -268,6 +269,13 @@ LATENT_NAMES = {
     "attn_k_b": "self_attn.kv_b_proj",
     "attn_v_b": "self_attn.kv_b_proj",
 }
+MIXTRAL_NAMES = {
+    **LAYER_NAMES,
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{expert}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{expert}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{expert}.w2",
+}
 GRANITE_NAMES = {
     **LAYER_NAMES,
     "ffn_gate_inp": "block_sparse_moe.router.layer",
@@ -372,14 +380,17 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         "MixtralForCausalLM",
         LOCAL_EXPERTS,
         fixed={"sliding_window": None},
-        layer_names={
-            **LAYER_NAMES,
-            "ffn_gate_inp": "block_sparse_moe.gate",
-            "ffn_gate_exps": "block_sparse_moe.experts.{expert}.w1",
-            "ffn_up_exps": "block_sparse_moe.experts.{expert}.w3",
-            "ffn_down_exps": "block_sparse_moe.experts.{expert}.w2",
-        },
+        layer_names=MIXTRAL_NAMES,
         has_paired_heads=True,
+    ),
+    "minimax-m2": GgufArchitecture(
+        "MiniMaxM2ForCausalLM",
+        LOCAL_EXPERTS,
+        more=partial_rotation,
+        layer_names={
+            **MIXTRAL_NAMES,
+            "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias",
+        },
     ),
     "mistral3": GgufArchitecture(
         "MistralForCausalLM", fixed={"sliding_window": None}, has_paired_heads=True

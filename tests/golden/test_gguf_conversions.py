@@ -62,6 +62,7 @@ NAMES = (
     "deepseek-v3",
     "glm4-moe",
     "ernie4.5-moe",
+    "minimax-m2",
     "granite-moe",
     "granite-4",
     "granite-4-moe",

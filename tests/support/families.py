@@ -144,6 +144,10 @@ EXPERTS: Mapping[str, Variant] = {
         },
     ),
     "mixtral": Variant("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "minimax-m2": Variant(
+        "MiniMaxM2",
+        {"head_dim": 32, "rotary_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 3},
+    ),
     "olmoe": Variant("Olmoe", {"num_experts": 8, "num_experts_per_tok": 2}),
     "granite-moe": Variant(
         "GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2, **MULTIPLIERS}

@@ -284,6 +284,11 @@ def _write_ernie_moe(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_expert_shared_count(config["moe_num_shared_experts"])
 
 
+def _write_minimax(writer: gguf.GGUFWriter, config: Config) -> None:
+    writer.add_expert_feed_forward_length(config["intermediate_size"])
+    writer.add_rope_dimension_count(config["rotary_dim"])
+
+
 def _granite_moe(config: Config, name: str, tensor: Tensor) -> Named:
     """Gate and up are one matrix in the hub."""
     has_experts = bool(config["num_local_experts"])
@@ -457,6 +462,7 @@ FAMILIES: Mapping[str, Family] = {
     "DeepseekV3ForCausalLM": Family("deepseek2", _deepseek, _write_deepseek),
     "Glm4MoeForCausalLM": Family("glm4moe", _corrected, _write_glm4_moe, has_predictors=True),
     "Ernie4_5_MoeForCausalLM": Family("ernie4_5-moe", _corrected, _write_ernie_moe),
+    "MiniMaxM2ForCausalLM": Family("minimax-m2", _corrected, _write_minimax),
     "GraniteMoeForCausalLM": Family("granitemoe", _granite_moe, _write_granite_moe),
     "GraniteMoeHybridForCausalLM": Family("granitehybrid", _granite_hybrid, _write_granite_hybrid),
     "Ministral3ForCausalLM": Family("mistral3", _mistral3, _write_mistral3),

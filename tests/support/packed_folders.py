@@ -96,6 +96,7 @@ FORMATS_BY_FAMILY: Mapping[str, tuple[str, ...]] = {
     "qwen3-moe": ("awq", "gptq-v2-ordered", "packed", "fp8", "float8-rows"),
     "qwen3-vl-moe": ("awq", "fp8"),
     "mixtral": ("gptq", "awq", "packed", "float8-rows"),
+    "minimax-m2": ("fp8",),
     "glm4-moe": ("awq", "packed", "fp8", "float8-rows"),
     "gpt-oss": ("mxfp4",),
     "deepseek-v2-lite": ("bytes",),

@@ -46,6 +46,7 @@ MATH_FIELDS: Mapping[str, tuple[object, ...]] = {
     "position_embedding_type": ("rope",),
     "rope_interleave": (False,),
     "rotary_pct": (1, 1.0),
+    "rotary_dim": (),
     "norm_type": ("rms_norm", "rmsnorm"),
     "normalization_function": ("rmsnorm",),
     "kv_lora_rank": (),

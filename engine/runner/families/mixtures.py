@@ -31,6 +31,9 @@ MIXTRAL_EXPERTS = ExpertNames(
     gate_up=("block_sparse_moe.experts.{expert}.w1", "block_sparse_moe.experts.{expert}.w3"),
     down="block_sparse_moe.experts.{expert}.w2",
 )
+MINIMAX_EXPERTS = replace(
+    MIXTRAL_EXPERTS, correction_bias="block_sparse_moe.e_score_correction_bias"
+)
 GRANITE_EXPERTS = ExpertNames(
     router="block_sparse_moe.router.layer",
     gate_up=("block_sparse_moe.input_linear",),
@@ -108,6 +111,12 @@ def qwen3_5_moe(raw: JsonFields) -> MoeConfig:
 
 def mixtral_moe(raw: JsonFields) -> MoeConfig:
     return replace(_read(raw, "num_local_experts", "intermediate_size", 2), normalizes=True)
+
+
+def minimax_moe(raw: JsonFields) -> MoeConfig:
+    _check_method(raw, "scoring_func", "sigmoid")
+    moe = _read(raw, "num_local_experts", "intermediate_size")
+    return replace(moe, scoring=Scoring.SIGMOID, normalizes=True, has_correction_bias=True)
 
 
 def olmoe_moe(raw: JsonFields) -> MoeConfig:

@@ -67,7 +67,7 @@ def read_ropes(
 
 def read_rotary_dim(raw: JsonFields, head_dim: int) -> int:
     """Return the number of dimensions that RoPE rotates."""
-    share = raw.number("partial_rotary_factor", 1.0)
+    share = raw.number("partial_rotary_factor", raw.number("rotary_dim", head_dim) / head_dim)
     fields = find_rope_fields(raw)
     if fields is not None:
         share = fields.number("partial_rotary_factor", share)

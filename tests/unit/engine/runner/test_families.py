@@ -133,6 +133,7 @@ EXPECTED: Mapping[str, Mapping[str, Any]] = {
         "is_rope_interleaved": True,
         "attention_scale": 192**-0.5 * (0.1 * math.log(32) + 1) ** 2,
     },
+    "MiniMax-M2": {"rotary_dim": 64, "head_dim": 128, "has_qkv_bias": False},
     "Llama-4-Scout-17B-16E": {"is_rope_interleaved": True, "ties_embeddings": False},
 }
 
@@ -251,6 +252,7 @@ def test_expert_settings_are_those_of_the_model(tmp_path: Path) -> None:
         "granite-3.1-3b-a800m": (40, 8, 512, 0, False),
         "gpt-oss-20b": (32, 4, 2880, 0, False),
         "ERNIE-4.5-21B-A3B": (64, 6, 1536, 3072, True),
+        "MiniMax-M2": (256, 8, 1536, 0, True),
         "GLM-4.5-Air": (128, 8, 1408, 1408, True),
         "DeepSeek-V2-Lite": (64, 6, 1408, 2816, False),
         "DeepSeek-V2": (160, 6, 1536, 3072, False),
@@ -321,6 +323,7 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "n_group": (QWEN_MOE, {"n_group": 4}),
     "no_rope_layers": (LLAMA, {"no_rope_layers": [1, 0] * 8}),
     "partial_rotary_factor": (LLAMA, {"partial_rotary_factor": 0.5}),
+    "rotary_dim": (LLAMA, {"rotary_dim": 32}),
     "layer_types": (LLAMA, {"layer_types": ["sliding_attention"] * 16}),
     "rope_type": (LLAMA, {"rope_scaling": {"rope_type": "proportional"}}),
     "long_mscale": (PHI, {"rope_scaling": {**PHI["rope_scaling"], "long_mscale": 1.2}}),
