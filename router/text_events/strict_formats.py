@@ -42,6 +42,15 @@ _GLM_PARAMETER = {
     "end": "</arg_value>\n",
     "never": ["</arg_value>", "</tool_call>"],
 }
+_MINIMAX_CALL = ' name="$escaped">\n'
+_MINIMAX: Mapping[str, Any] = {
+    "call_end": "</invoke>",
+    "parameter": {
+        "begin": '<parameter name="$escaped">',
+        "end": "</parameter>\n",
+        "never": ["</parameter>"],
+    },
+}
 _LLAMA = StrictFormat(
     (_objects("", key="parameters", separator="; "),), never=("<|python_tag|>",), begins=("{",)
 )
@@ -202,6 +211,18 @@ STRICT_FORMATS: Mapping[str, StrictFormat] = {
             StrictCalls("<|open|>call", _KIMI_CALL, **_KIMI),
         ),
         marks=tagged_calls.KIMI_K3.outside,
+    ),
+    "minimax_m2": StrictFormat(
+        (
+            StrictCalls(
+                "<minimax:tool_call>",
+                f"\n<invoke{_MINIMAX_CALL}",
+                separator="",
+                end="\n</minimax:tool_call>",
+                **_MINIMAX,
+            ),
+            StrictCalls("<invoke", _MINIMAX_CALL, **_MINIMAX),
+        )
     ),
     "openai": StrictFormat(
         (_HARMONY,), never=harmony.MARKS, begins=("to=functions.",), can_call=_is_word

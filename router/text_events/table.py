@@ -85,6 +85,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "deepseek_v4": _tags(tagged_calls.dsml_tags("tool_calls")),
     "deepseek_v41": _tags(tagged_calls.dsml_tags("calls", space=" ")),
     "glm45": _tags(tagged_calls.GLM),
+    "minimax_m2": _tags(tagged_calls.MINIMAX),
     "kimi_k3": _tags(tagged_calls.KIMI_K3),
     "kimi_k2": _named(
         NamedCalls(
@@ -112,6 +113,7 @@ REASONING_FORMATS: Mapping[str, ReasoningMarks] = {
     "kimi_k3": ReasoningMarks(
         "<|open|>think<|sep|>", "<|close|>think<|sep|>", next_tags=("<|open|>response<|sep|>",)
     ),
+    "minimax_m2": ReasoningMarks("<think>", "</think>", next_tags=("<minimax:tool_call>",)),
     "mistral": ReasoningMarks("[THINK]", "[/THINK]"),
     "openai_gptoss": ReasoningMarks(
         harmony.CHANNEL, f"{harmony.CHANNEL}final{harmony.MESSAGE}", tool_format="openai"
@@ -131,6 +133,7 @@ _TOOLS_BY_TEMPLATE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("kimi_k2", ("<|tool_calls_section_begin|>",)),
     ("kimi_k3", ("<|open|>", "<|sep|>")),
     ("glm45", ("<arg_key>",)),
+    ("minimax_m2", ("<minimax:tool_call>",)),
     ("qwen3_xml", ("<tool_call>", "<function=", "<parameter=")),
     ("gemma4", ("<|tool_call>call:",)),
     ("functiongemma", ("<start_function_call>",)),
@@ -152,6 +155,7 @@ _REASONING_BY_TEMPLATE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("kimi_k2", ("<|tool_calls_section_begin|>", "<think>")),
     ("kimi_k3", ("<|open|>", "<|sep|>")),
     ("glm45", ("<arg_key>", "<think>")),
+    ("minimax_m2", ("<minimax:tool_call>", "<think>")),
     ("deepseek_r1", ("<｜Assistant｜><think>",)),
     ("deepseek_v3", ("<｜Assistant｜>", "</think>")),
     ("qwen3", ("<think>", "</think>")),

@@ -96,7 +96,7 @@ def test_streamed_calls_are_the_whole_ones_in_each_format(
     text = WRITERS[name]("", calls)
     # Formats with plain text cannot tell a text from a number by themselves.
     schema = {"type": "object", "additionalProperties": {"type": "string"}}
-    is_plain = name in ("qwen3_xml", "glm45")
+    is_plain = name in ("qwen3_xml", "glm45", "minimax_m2")
     tools = [{"function": {"name": each, "parameters": schema}} for each in "fg"]
     if is_plain:
         calls = [(each, dict.fromkeys(given, "w")) for each, given in calls]

@@ -30,6 +30,12 @@ OTHER_CALLS: Mapping[str, Sequence[str]] = {
             '<｜DSML｜parameter name="age" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>'
         ),
     ),
+    "minimax_m2": (
+        (
+            '<invoke name="see">\n<parameter name="colour">red</parameter>\n'
+            '<parameter name="age">3</parameter>\n</invoke>'
+        ),
+    ),
     "kimi_k3": (
         (
             "<|open|>response<|sep|>Hm.<|close|>response<|sep|>"

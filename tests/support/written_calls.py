@@ -73,6 +73,17 @@ def _dsml(section: str, space: str = "") -> CallWriting:
     )
 
 
+def _minimax(calls: Sequence[Call]) -> str:
+    def one(name: str, arguments: Mapping[str, Any]) -> str:
+        parameters = (
+            f'<parameter name="{escape(key)}">{_plain(value)}</parameter>\n'
+            for key, value in arguments.items()
+        )
+        return f'<invoke name="{escape(name)}">\n{"".join(parameters)}</invoke>\n'
+
+    return f"<minimax:tool_call>\n{''.join(one(*call) for call in calls)}</minimax:tool_call>"
+
+
 def _kimi_k3(calls: Sequence[Call]) -> str:
     def one(name: str, arguments: Mapping[str, Any]) -> str:
         parameters = (
@@ -165,6 +176,7 @@ WRITERS: Mapping[str, CallWriting] = {
     "glm45": _each(_glm, "\n"),
     "kimi_k2": CallWriting(_kimi_k2),
     "kimi_k3": CallWriting(_kimi_k3),
+    "minimax_m2": CallWriting(_minimax),
     "openai": CallWriting(_harmony, has_text_before=False),
     "gemma4": _gemma("<|tool_call>", "<tool_call|>", '<|"|>'),
     "functiongemma": _gemma("<start_function_call>", "<end_function_call>", "<escape>"),

@@ -1,7 +1,7 @@
 """Tool calls whose arguments a model writes between tags, as plain text. Pure.
 
-Qwen 3 Coder, GLM 4.5, DeepSeek from V3.2 on, Kimi K3. Text becomes JSON by the types of the tool's
-schema.
+Qwen 3 Coder, GLM 4.5, DeepSeek from V3.2 on, Kimi K3, MiniMax M2. Text becomes JSON by the types of
+the tool's schema.
 """
 
 from __future__ import annotations
@@ -196,7 +196,13 @@ GLM = CallTags(
 
 def dsml_tags(section: str, space: str = "") -> CallTags:
     """Return the tags of DeepSeek's markup. A parameter has the attribute `string`."""
-    begin, end = f"<｜DSML｜{space}", f"</｜DSML｜{space}"
+    return _invoke_tags(f"<｜DSML｜{space}", f"</｜DSML｜{space}", section, _dsml_parameter)
+
+
+def _invoke_tags(
+    begin: str, end: str, section: str, read_parameter: Callable[[str], Parameter]
+) -> CallTags:
+    """Return the tags `invoke` and `parameter`, whose names are attributes, within a section."""
     return CallTags(
         section=(f"{begin}{section}>", f"{end}{section}>"),
         begin=f"{begin}invoke",
@@ -206,7 +212,7 @@ def dsml_tags(section: str, space: str = "") -> CallTags:
         value_ends={f"{end}parameter>": (f"{begin}parameter", f"{end}invoke>")},
         end=f"{end}invoke>",
         read_name=lambda text: _attributes(text).get("name", ""),
-        read_parameter=_dsml_parameter,
+        read_parameter=read_parameter,
         self_closing="/>",
     )
 
@@ -234,6 +240,11 @@ KIMI_K3 = CallTags(
     outside=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
     read_name=lambda text: _attributes(text).get("tool", ""),
     read_parameter=_kimi_parameter,
+)
+
+
+MINIMAX = _invoke_tags(
+    "<", "</", "minimax:tool_call", lambda text: Parameter(_attributes(text).get("name", ""))
 )
 
 

@@ -243,6 +243,7 @@ def test_harmony_separates_channels_also_without_tools() -> None:
             Parsing("deepseek_v31", "deepseek_v3"),
         ),
         ("<|tool_calls_section_begin|>", Parsing("kimi_k2")),
+        ("<tool></tool><minimax:tool_call></think><think>", Parsing("minimax_m2", "minimax_m2")),
         ("<|start|>assistant<|channel|>analysis", Parsing("openai", "openai_gptoss")),
         ("<|tool_call>call:<tool_call|><|channel>thought", Parsing("gemma4", "gemma4")),
         (
