@@ -44,6 +44,7 @@ LLAMA3 = {
 }
 CHANGED: Mapping[str, Mapping[str, Any]] = {
     "deepseek-v3": {"rope_parameters": LATENT_YARN},
+    "glm4-moe-lite": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
     "glm4-moe": {"num_nextn_predict_layers": 1},
     "ministral3": {"rope_parameters": MINISTRAL_YARN},
     "qwen3-next": {**LINEAR_LAYERS, "mlp_only_layers": []},
@@ -60,6 +61,7 @@ NAMES = (
     "deepseek-v2-lite",
     "deepseek-v2",
     "deepseek-v3",
+    "glm4-moe-lite",
     "glm4-moe",
     "ernie4.5-moe",
     "minimax-m2",

@@ -220,6 +220,16 @@ EXPERTS: Mapping[str, Variant] = {
             **_rope("yarn", **LATENT_YARN, mscale=1.0, mscale_all_dim=0.8),
         },
     ),
+    "glm4-moe-lite": Variant(
+        "Glm4MoeLite",
+        {
+            **LATENT,
+            "q_lora_rank": 36,
+            "n_group": 4,
+            "topk_group": 2,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+        },
+    ),
     "llama4": Variant(
         "Llama4Text",
         {

@@ -244,9 +244,9 @@ def _write_deepseek(writer: gguf.GGUFWriter, config: Config) -> None:
     _write_routed_experts(writer, config)
     if config.get("norm_topk_prob"):
         writer.add_expert_weights_norm(True)
-    is_v3 = config["architectures"][0] == "DeepseekV3ForCausalLM"
+    is_v2 = config["architectures"][0] == "DeepseekV2ForCausalLM"
     functions = gguf.ExpertGatingFuncType
-    writer.add_expert_gating_func(functions.SIGMOID if is_v3 else functions.SOFTMAX)
+    writer.add_expert_gating_func(functions.SOFTMAX if is_v2 else functions.SIGMOID)
     writer.add_rope_dimension_count(rope)
     if "mscale_all_dim" in config["rope_parameters"]:
         mscale = config["rope_parameters"]["mscale_all_dim"]
@@ -460,6 +460,7 @@ FAMILIES: Mapping[str, Family] = {
     "GptOssForCausalLM": Family("gpt-oss", _gpt_oss, _write_gpt_oss),
     "DeepseekV2ForCausalLM": Family("deepseek2", _deepseek, _write_deepseek),
     "DeepseekV3ForCausalLM": Family("deepseek2", _deepseek, _write_deepseek),
+    "Glm4MoeLiteForCausalLM": Family("deepseek2", _deepseek, _write_deepseek),
     "Glm4MoeForCausalLM": Family("glm4moe", _corrected, _write_glm4_moe, has_predictors=True),
     "Ernie4_5_MoeForCausalLM": Family("ernie4_5-moe", _corrected, _write_ernie_moe),
     "MiniMaxM2ForCausalLM": Family("minimax-m2", _corrected, _write_minimax),

@@ -167,6 +167,21 @@ DEEPSEEK_V3: Mapping[str, object] = {
     "routed_scaling_factor": 2.5,
     "topk_group": 4,
 }
+GLM4_LITE: Mapping[str, object] = {
+    "q_lora_rank": 768,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "moe_intermediate_size": 1536,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "num_key_value_heads": 20,
+    "rms_norm_eps": 1e-5,
+    "rope_interleave": True,
+    "routed_scaling_factor": 1.8,
+}
 ERNIE: Mapping[str, object] = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 500_000.0,

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from baton.checkpoint.json_fields import JsonFields
 from baton.engine.runner.families.family import CHUNKED, FULL, LINEAR, SLIDING, LayerTypes
 
+DENSE, SPARSE = "dense", "sparse"  # of `mlp_layer_types`
+
 
 def full_everywhere(raw: JsonFields, num_layers: int) -> tuple[str, ...]:
     """No layer has a window. Raises ModelError if the configuration lists others."""
@@ -137,6 +139,14 @@ def dense_at_first(raw: JsonFields, num_layers: int) -> frozenset[int]:
     return frozenset(range(min(int(raw.number("first_k_dense_replace", 1)), num_layers)))
 
 
+def dense_where_listed(raw: JsonFields, num_layers: int) -> frozenset[int]:
+    """Layers without experts by `mlp_layer_types` (GLM-4.7-Flash)."""
+    if not raw.has("mlp_layer_types"):
+        return dense_at_first(raw, num_layers)
+    types = _listed(raw, num_layers, (DENSE, SPARSE), "mlp_layer_types")
+    return frozenset(layer for layer, kind in enumerate(types) if kind == DENSE)
+
+
 def dense_outside_range(raw: JsonFields, num_layers: int) -> frozenset[int]:
     """Layers without experts by `moe_layer_start_index`, its end and interval (ERNIE 4.5)."""
     first, last = (
@@ -178,13 +188,16 @@ def _with_full(raw: JsonFields, types: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _listed(
-    raw: JsonFields, num_layers: int, known: tuple[str, ...] = (FULL, SLIDING, CHUNKED)
+    raw: JsonFields,
+    num_layers: int,
+    known: tuple[str, ...] = (FULL, SLIDING, CHUNKED),
+    name: str = "layer_types",
 ) -> tuple[str, ...]:
-    types = raw.get("layer_types")
+    types = raw.get(name)
     if (
         not isinstance(types, list)
         or len(types) != num_layers
         or any(t not in known for t in types)
     ):
-        raise raw.wrong("layer_types", f"must list {num_layers} of {', '.join(known)}")
+        raise raw.wrong(name, f"must list {num_layers} of {', '.join(known)}")
     return tuple(map(str, types))

@@ -15,6 +15,7 @@ from baton.engine.runner.families.defaults import (
     ERNIE,
     ERNIE_MOE,
     GEMMA3,
+    GLM4_LITE,
     GPT_OSS,
     GRANITE_HYBRID,
     LLAMA,
@@ -36,6 +37,7 @@ from baton.engine.runner.families.layer_types import (
     dense_of_step,
     dense_outside_listed,
     dense_outside_range,
+    dense_where_listed,
     dense_without_experts,
     full_every,
     full_every_fourth,
@@ -199,6 +201,17 @@ LLAMA4_FAMILY = Family(
     dense_layers=dense_outside_listed,
     dense_size="intermediate_size_mlp",
     temperature=llama4_temperature,
+)
+DEEPSEEK_V3_FAMILY = Family(
+    names=TensorNames(experts=SHARED_EXPERTS),
+    fields=EXPERTS | GLM_EXPERTS | {"kv_lora_rank", "rope_interleave"},
+    defaults=DEEPSEEK_V3,
+    is_rope_interleaved="rope_interleave",
+    has_qkv_bias=False,
+    has_output_bias=False,
+    has_latent=True,
+    moe=deepseek_v3_moe,
+    dense_layers=dense_at_first,
 )
 QWEN3_NEXT_FAMILY = Family(
     names=QWEN3_NEXT_NAMES,
@@ -475,16 +488,9 @@ FAMILIES: Mapping[str, Family] = {
         moe=deepseek_v2_moe,
         dense_layers=dense_at_first,
     ),
-    "DeepseekV3ForCausalLM": Family(
-        names=TensorNames(experts=SHARED_EXPERTS),
-        fields=EXPERTS | GLM_EXPERTS | {"kv_lora_rank", "rope_interleave"},
-        defaults=DEEPSEEK_V3,
-        is_rope_interleaved="rope_interleave",
-        has_qkv_bias=False,
-        has_output_bias=False,
-        has_latent=True,
-        moe=deepseek_v3_moe,
-        dense_layers=dense_at_first,
+    "DeepseekV3ForCausalLM": DEEPSEEK_V3_FAMILY,
+    "Glm4MoeLiteForCausalLM": replace(
+        DEEPSEEK_V3_FAMILY, defaults=GLM4_LITE, dense_layers=dense_where_listed
     ),
     "Llama4ForCausalLM": LLAMA4_FAMILY,
     "Llama4ForConditionalGeneration": _with_images(LLAMA4_FAMILY),

@@ -133,6 +133,12 @@ EXPECTED: Mapping[str, Mapping[str, Any]] = {
         "is_rope_interleaved": True,
         "attention_scale": 192**-0.5 * (0.1 * math.log(32) + 1) ** 2,
     },
+    "GLM-4.7-Flash": {
+        "latent": LatentConfig(768, 512, 192, 64, 256),
+        "head_dim": 576,
+        "is_rope_interleaved": True,
+        "attention_scale": 1 / 16,
+    },
     "MiniMax-M2": {"rotary_dim": 64, "head_dim": 128, "has_qkv_bias": False},
     "Llama-4-Scout-17B-16E": {"is_rope_interleaved": True, "ties_embeddings": False},
 }
@@ -253,6 +259,7 @@ def test_expert_settings_are_those_of_the_model(tmp_path: Path) -> None:
         "gpt-oss-20b": (32, 4, 2880, 0, False),
         "ERNIE-4.5-21B-A3B": (64, 6, 1536, 3072, True),
         "MiniMax-M2": (256, 8, 1536, 0, True),
+        "GLM-4.7-Flash": (64, 4, 1536, 1536, True),
         "GLM-4.5-Air": (128, 8, 1408, 1408, True),
         "DeepSeek-V2-Lite": (64, 6, 1408, 2816, False),
         "DeepSeek-V2": (160, 6, 1536, 3072, False),
@@ -265,10 +272,14 @@ def test_expert_settings_are_those_of_the_model(tmp_path: Path) -> None:
     assert glm is not None
     assert (glm.scoring, glm.has_correction_bias) == (Scoring.SIGMOID, True)
     assert layers_where(read(tmp_path, HUB_CONFIGS["GLM-4.5-Air"]), mlp_size=10_944) == [0]
+    flash = HUB_CONFIGS["GLM-4.7-Flash"]
+    listed = {**flash, "mlp_layer_types": ["sparse"] * 46 + ["dense"]}
+    for raw, dense in ((flash, [0]), (listed, [46])):
+        assert layers_where(read(tmp_path, raw), mlp_size=10_240) == dense
     ernie = {**HUB_CONFIGS["ERNIE-4.5-21B-A3B"], "num_hidden_layers": 8}
     ranged = {"moe_layer_start_index": 2, "moe_layer_end_index": 5, "moe_layer_interval": 2}
-    for changes, dense in (({}, [0]), (ranged, [0, 1, 2, 4, 6, 7])):
-        assert layers_where(read(tmp_path, {**ernie, **changes}), mlp_size=12_288) == dense
+    for raw, dense in ((ernie, [0]), ({**ernie, **ranged}, [0, 1, 2, 4, 6, 7])):
+        assert layers_where(read(tmp_path, raw), mlp_size=12_288) == dense
 
 
 def test_deepseek_routes_experts_by_group(tmp_path: Path) -> None:
