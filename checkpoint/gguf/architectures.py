@@ -430,6 +430,14 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         },
         changes={"exp_probs_b": Change(shape=as_row)},
     ),
+    "hunyuan-dense": GgufArchitecture(
+        "HunYuanDenseV1ForCausalLM",
+        layer_names={
+            **LAYER_NAMES,
+            "attn_q_norm": "self_attn.query_layernorm",
+            "attn_k_norm": "self_attn.key_layernorm",
+        },
+    ),
     "exaone4": GgufArchitecture(
         "Exaone4ForCausalLM", WINDOW, fixed={"sliding_window": None}, layer_names=POST_NORMS
     ),

@@ -52,6 +52,7 @@ NAMES = (
     "olmoe",
     "exaone4",
     "ernie4.5",
+    "hunyuan",
     "seed-oss",
     "glm",
     "glm4",

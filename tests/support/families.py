@@ -95,6 +95,9 @@ DENSE: Mapping[str, Variant] = {
     "olmo3": Variant("Olmo3", {"sliding_window": 24, "num_hidden_layers": 4}),
     "exaone4": Variant("Exaone4", {"head_dim": 32, "sliding_window": 24, "num_hidden_layers": 4}),
     "ernie4.5": Variant("Ernie4_5", {"head_dim": 32}),
+    "hunyuan": Variant(
+        "HunYuanDenseV1", {"head_dim": 32, **_rope("dynamic", alpha=50.0, factor=1.0)}
+    ),
     "smollm3": Variant("SmolLM3", {"num_hidden_layers": 4, "pad_token_id": 0}),
     "seed-oss": Variant("SeedOss", {"head_dim": 32, "attention_out_bias": True}),
     "ministral": Variant(

@@ -34,6 +34,7 @@ ARCHITECTURES = {
     "OlmoeForCausalLM": "olmoe",
     "Exaone4ForCausalLM": "exaone4",
     "Ernie4_5ForCausalLM": "ernie4_5",
+    "HunYuanDenseV1ForCausalLM": "hunyuan-dense",
     "SeedOssForCausalLM": "seed_oss",
     "GlmForCausalLM": "chatglm",
     "Glm4ForCausalLM": "glm4",
@@ -183,7 +184,8 @@ def _write_config(writer: gguf.GGUFWriter, name: str, config: Config) -> None:
 def _write_rope(writer: gguf.GGUFWriter, config: Config, head_dim: int) -> None:
     rope = config["rope_parameters"]
     rope = rope.get("full_attention", rope)
-    writer.add_rope_freq_base(rope["rope_theta"])
+    stretch = rope.get("alpha", 1) ** (head_dim / (head_dim - 2))
+    writer.add_rope_freq_base(rope["rope_theta"] * stretch)
     share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1))
     writer.add_rope_dimension_count(int(head_dim * share))
     if "mrope_section" in rope:

@@ -47,7 +47,7 @@ MATH_FIELDS: Mapping[str, tuple[object, ...]] = {
     "rope_interleave": (False,),
     "rotary_pct": (1, 1.0),
     "rotary_dim": (),
-    "norm_type": ("rms_norm", "rmsnorm"),
+    "norm_type": ("rms_norm", "rmsnorm", "rms"),
     "normalization_function": ("rmsnorm",),
     "kv_lora_rank": (),
     "index_topk": (),

@@ -10,6 +10,7 @@ from baton.engine.runner.model.config import RopeConfig
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 MAX_MSCALE = 1000
+MAX_ALPHA = 1_000_000
 NUM_AXES = 3  # of M-RoPE: time, rows, columns
 OLD_NAMES = {"su": "longrope", "mrope": "default"}  # mrope equals default for text
 KNOWN_FIELDS = frozenset(
@@ -100,6 +101,8 @@ def _parse(raw: JsonFields, fields: JsonFields, theta: float) -> RopeConfig:
     if kind not in ROPE_KINDS:
         raise fields.wrong("rope_type", f"must be one of {', '.join(ROPE_KINDS)}")
     theta = _read_theta(fields, "rope_theta", theta)
+    if kind == "dynamic" and fields.has("alpha"):
+        kind, theta = "default", _stretch_theta(raw, fields, theta)
     rope = RopeConfig(theta=theta) if kind == "default" else _scaled(raw, fields, kind, theta)
     if not fields.has("mrope_section"):
         return rope
@@ -108,6 +111,15 @@ def _parse(raw: JsonFields, fields: JsonFields, theta: float) -> RopeConfig:
         raise fields.wrong("mrope_section", f"must have {NUM_AXES} sizes")
     is_interleaved = fields.flag("mrope_interleaved", False)
     return replace(rope, sections=sections, are_sections_interleaved=is_interleaved)
+
+
+def _stretch_theta(raw: JsonFields, fields: JsonFields, theta: float) -> float:
+    """Return the base of NTK-aware scaling by a fixed `alpha` (HunYuan)."""
+    alpha, dim = fields.number("alpha", above=0), raw.positive_int("head_dim")
+    if alpha > MAX_ALPHA:
+        raise fields.wrong("alpha", f"must be at most {MAX_ALPHA}")
+    stretch: float = alpha ** (dim / max(1, dim - 2))
+    return theta * stretch
 
 
 def _read_theta(raw: JsonFields, name: str, default: float) -> float:

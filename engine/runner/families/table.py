@@ -356,6 +356,12 @@ FAMILIES: Mapping[str, Family] = {
         moe=ernie_moe,
         dense_layers=dense_outside_range,
     ),
+    "HunYuanDenseV1ForCausalLM": Family(
+        names=TensorNames(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm"),
+        fields=BIAS | {"alpha", "use_qk_norm"},
+        defaults={"rms_norm_eps": 1e-5},
+        qk_norm=QkNorm.ROTATED,
+    ),
     "SmolLM3ForCausalLM": Family(
         fields=BIAS | {"mlp_bias", "no_rope_layers"},
         defaults={"num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True},

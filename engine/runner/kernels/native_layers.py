@@ -64,6 +64,8 @@ def native_layers(
 
 def _can_fuse(config: ModelConfig, layer: Layer) -> bool:
     """Return whether a layer has plain attention and no matrix with reordered columns."""
+    if QkNorm.ROTATED in {own.qk_norm for own in config.layers}:
+        return False
     is_plain = layer.latent is None and not config.has_output_gate
     return is_plain and None not in [native_matrix(linear) for linear in _linears(layer)]
 

@@ -70,12 +70,13 @@ class Activation(Enum):
 
 
 class QkNorm(Enum):
-    """Normalisation of queries and keys before RoPE."""
+    """Normalisation of queries and keys, before RoPE if nothing else is said."""
 
     NONE = "none"
     HEAD = "head"  # RMS norm of each head with its weights
     ALL_HEADS = "all heads"  # RMS norm over all heads of a token
     UNWEIGHTED = "unweighted"  # RMS norm of each head without weights, on layers with RoPE
+    ROTATED = "rotated"  # RMS norm of each head with its weights, after RoPE
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,13 +139,25 @@ class AttentionMixer:
         return self.ops.multiply_sigmoid(attended, gates[0].flatten(1)) if gates else attended
 
     def _apply_ropes(self, query: Tensor, key: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
+        if self.own.qk_norm is QkNorm.ROTATED:
+            norms = self.layer.q_norm, self.layer.k_norm
+            query, key = map(self._norm_rotated, (query, key), norms, (angles, angles))
+            return query, key
         query, q_norm = self._norm_all_heads(query, self.layer.q_norm)
         key, k_norm = self._norm_all_heads(key, self.layer.k_norm)
         return self.ops.apply_ropes((query, key), (q_norm, k_norm), angles)
 
     def _apply_rope(self, heads: Tensor, norm: Norm | None, angles: Angles) -> Tensor:
+        if self.own.qk_norm is QkNorm.ROTATED:
+            return self._norm_rotated(heads, norm, angles)
         heads, norm = self._norm_all_heads(heads, norm)
         return self.ops.apply_rope(heads, norm, angles)
+
+    def _norm_rotated(self, heads: Tensor, norm: Norm | None, angles: Angles) -> Tensor:
+        rotated = self.ops.apply_rope(heads, None, angles)
+        if norm is None:
+            return rotated
+        return self.ops.rms_norm(rotated.flatten(0, 1), norm).view(rotated.shape)
 
     def _norm_all_heads(self, heads: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
         """Apply a norm over all heads of a token. Return a norm of single heads for RoPE."""

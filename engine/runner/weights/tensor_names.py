@@ -116,7 +116,7 @@ class TensorMap:
             yield from _linear(name, count, hidden, config.has_qkv_bias)
         yield from _linear(names.output, hidden, queries, config.has_output_bias)
         kind = config.layers[index].qk_norm
-        if kind in (QkNorm.HEAD, QkNorm.ALL_HEADS):
+        if kind in (QkNorm.HEAD, QkNorm.ALL_HEADS, QkNorm.ROTATED):
             is_wide = kind is QkNorm.ALL_HEADS
             yield f"{names.q_norm}.weight", (queries if is_wide else config.head_dim,)
             yield f"{names.k_norm}.weight", (keys if is_wide else config.head_dim,)

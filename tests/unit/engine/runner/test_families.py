@@ -139,6 +139,11 @@ EXPECTED: Mapping[str, Mapping[str, Any]] = {
         "is_rope_interleaved": True,
         "attention_scale": 1 / 16,
     },
+    "Hunyuan-7B": {
+        "ropes": (RopeConfig(theta=1e4 * 1000 ** (128 / 126)),),
+        "max_position_embeddings": 262_144,
+        "ties_embeddings": True,
+    },
     "MiniMax-M2": {"rotary_dim": 64, "head_dim": 128, "has_qkv_bias": False},
     "Llama-4-Scout-17B-16E": {"is_rope_interleaved": True, "ties_embeddings": False},
 }
@@ -339,6 +344,7 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "rope_type": (LLAMA, {"rope_scaling": {"rope_type": "proportional"}}),
     "long_mscale": (PHI, {"rope_scaling": {**PHI["rope_scaling"], "long_mscale": 1.2}}),
     "llama_4_scaling_beta": (LLAMA, {"rope_parameters": {"llama_4_scaling_beta": 0.1}}),
+    "alpha": (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1000.0}}),
     "swiglu_limit": (QWEN_MOE, {"swiglu_limit": 7.0}),
     "kv_lora_rank": (LLAMA, {"kv_lora_rank": 512}),
     "index_topk": (DEEPSEEK, {"index_topk": 2048}),
