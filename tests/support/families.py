@@ -337,6 +337,17 @@ RECURRENT: Mapping[str, Variant] = {
         {**DELTA, **NEXT_EXPERTS, **_rope("default", **MROPE)},
         model_class="Qwen3_5MoeForCausalLM",
     ),
+    "bamba": Variant(
+        "Bamba",
+        {
+            "num_hidden_layers": 4,
+            "attn_layer_indices": [2],
+            "mamba_n_heads": 8,
+            "mamba_d_head": 16,
+            "mamba_d_state": 24,
+            "mamba_n_groups": 2,
+        },
+    ),
     "granite-4": Variant("GraniteMoeHybrid", {**MAMBA, "num_local_experts": 0}),
     "granite-4-moe": Variant(
         "GraniteMoeHybrid",

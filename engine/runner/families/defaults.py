@@ -205,6 +205,17 @@ GRANITE_HYBRID: Mapping[str, object] = {
     "mamba_d_conv": 4,
     "mamba_expand": 2,
 }
+BAMBA: Mapping[str, object] = {
+    "num_key_value_heads": 8,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-5,
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_head": "auto",
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+}
 GPT_OSS: Mapping[str, object] = {
     "head_dim": 64,
     "num_key_value_heads": 8,

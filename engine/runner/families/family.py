@@ -110,6 +110,7 @@ class TensorNames:
     delta: DeltaNames = DeltaNames()
     mamba: MambaNames = MambaNames()
     ignored: tuple[str, ...] = ()  # prefixes of tensors that text does not need
+    norm: str = "norm"  # of the last layer's output, relative to the model
 
 
 @dataclass(frozen=True, slots=True)

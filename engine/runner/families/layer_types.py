@@ -122,6 +122,13 @@ def linear_where_listed(raw: JsonFields, num_layers: int) -> tuple[str, ...]:
     return _with_full(raw, _listed(raw, num_layers, (FULL, LINEAR)))
 
 
+def linear_outside_indices(raw: JsonFields, num_layers: int) -> tuple[str, ...]:
+    """Layers have attention if `attn_layer_indices` lists them (Bamba)."""
+    listed = raw.numbers("attn_layer_indices")
+    types = tuple(FULL if layer in listed else LINEAR for layer in range(num_layers))
+    return _with_full(raw, types, "attn_layer_indices")
+
+
 def dense_of_step(raw: JsonFields, num_layers: int) -> frozenset[int]:
     """Layers without experts by `decoder_sparse_step` and `mlp_only_layers`."""
     step = raw.positive_int("decoder_sparse_step", 1)
@@ -180,9 +187,11 @@ def _window_where(raw: JsonFields, has_window: Sequence[bool]) -> tuple[str, ...
     return tuple(SLIDING if has else FULL for has in has_window)
 
 
-def _with_full(raw: JsonFields, types: tuple[str, ...]) -> tuple[str, ...]:
+def _with_full(
+    raw: JsonFields, types: tuple[str, ...], name: str = "full_attention_interval"
+) -> tuple[str, ...]:
     if FULL not in types:
-        name = "layer_types" if raw.has("layer_types") else "full_attention_interval"
+        name = "layer_types" if raw.has("layer_types") else name
         raise raw.wrong(name, f"must leave at least one layer with {FULL}")
     return types
 

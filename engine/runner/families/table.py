@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from baton.engine.runner.families.defaults import (
+    BAMBA,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     ERNIE,
@@ -44,6 +45,7 @@ from baton.engine.runner.families.layer_types import (
     full_without_rope,
     layers_without_rope,
     linear_between_full,
+    linear_outside_indices,
     linear_where_listed,
     window_alternating,
     window_everywhere,
@@ -459,6 +461,18 @@ FAMILIES: Mapping[str, Family] = {
         moe=granite_shared_moe,
         dense_layers=dense_without_experts,
         dense_size="shared_intermediate_size",
+    ),
+    "BambaForCausalLM": Family(
+        names=TensorNames(
+            gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+            down="feed_forward.down_proj",
+            mlp_norm="pre_ff_layernorm",
+            norm="final_layernorm",
+        ),
+        fields=BIAS | PARTIAL | MAMBA_FIELDS | {"mlp_bias"},
+        defaults=BAMBA,
+        layer_types=linear_outside_indices,
+        recurrent=mamba2,
     ),
     "GptOssForCausalLM": Family(
         names=TensorNames(experts=OPENAI_EXPERTS),

@@ -55,7 +55,7 @@ def load_decoder(
     embedding = loader.embedding(f"{tensors.prefix}embed_tokens")
     group = target.group
     layers = [load_layer(tensors, loader, index, group) for index in range(config.num_layers)]
-    norm = loader.norm(f"{tensors.prefix}norm")
+    norm = loader.norm(f"{tensors.prefix}{tensors.names.norm}")
     head = embedding if config.ties_embeddings else loader.embedding(tensors.head)
     parts, mixtures = target.parts, [layer.mlp for layer in layers if isinstance(layer.mlp, Moe)]
     made = parts.make_layers(config, layers)

@@ -79,7 +79,7 @@ class TensorMap:
     def _shapes(self) -> Shapes:
         config = self.config
         yield f"{self.prefix}embed_tokens.weight", (config.vocab_size, config.hidden_size)
-        yield f"{self.prefix}norm.weight", (config.hidden_size,)
+        yield f"{self.prefix}{self.names.norm}.weight", (config.hidden_size,)
         if config.num_labels and config.label_tokens is None:
             yield f"{CLASSIFIER}.weight", (config.num_labels, config.hidden_size)
         if not config.ties_embeddings:

@@ -144,6 +144,7 @@ EXPECTED: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 262_144,
         "ties_embeddings": True,
     },
+    "Bamba-9B-v2": {"rotary_dim": 64, "head_dim": 128},
     "MiniMax-M2": {"rotary_dim": 64, "head_dim": 128, "has_qkv_bias": False},
     "Llama-4-Scout-17B-16E": {"is_rope_interleaved": True, "ties_embeddings": False},
 }
@@ -241,6 +242,7 @@ def test_layers_without_rope_and_temperatures(tmp_path: Path) -> None:
     granite = read(tmp_path, HUB_CONFIGS["granite-4.0-h-tiny"])
     assert granite.ropes == (NO_ROPE,)
     assert granite.attention_layers == (5, 15, 25, 35)
+    assert read(tmp_path, HUB_CONFIGS["Bamba-9B-v2"]).attention_layers == (9, 18, 27)
 
 
 def test_expert_settings_are_those_of_the_model(tmp_path: Path) -> None:
