@@ -33,6 +33,10 @@ class MemoryKind:
     window: int = 0  # tokens that a token attends to, itself included; 0: no window
     chunk: int = 0  # tokens attend only within their own chunk of this size; 0: no chunks
     state: str = ""  # packing of a recurrent state into its blocks
+    # Heads of the layers, if the model has layers of unlike sizes; 0: those of the layout.
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    layer_places: int = 1  # that a layer takes
 
     @property
     def keeps_all_tokens(self) -> bool:
@@ -45,7 +49,8 @@ class KvLayout:
 
     dtype: str  # float32, bfloat16 or float16: that the model computes in
     block_size: int = 0  # tokens
-    num_layers: int = 0  # for which a block has places
+    num_layers: int = 0  # places for layers in a block
+    # Of each place. Layers of unlike sizes have heads of their own: see `MemoryKind`.
     num_kv_heads: int = 0
     head_dim: int = 0
     num_tensors: int = 2  # per layer: keys and values, or 1 if the keys contain the values
@@ -65,7 +70,7 @@ class KvLayout:
 
     @property
     def layer_bytes(self) -> int:
-        """Return the size of one layer in a block."""
+        """Return the size of one place in a block."""
         slot_bytes = NUMBER_BYTES.get(self.dtype, 0) * self.head_dim
         if self.packing is KvPacking.INT8:
             slot_bytes = self.head_dim + INT8_SCALE_BYTES
@@ -76,13 +81,21 @@ class KvLayout:
         """Return whether all blocks are of one kind of memory, which keeps all tokens."""
         return len(self.kinds) == 1 and self.kinds[0].keeps_all_tokens
 
+    @property
+    def has_unlike_layers(self) -> bool:
+        """Return whether the heads of a layer depend on its kind of memory."""
+        return any(kind.head_dim for kind in self.kinds)
+
 
 def is_convertible(source: KvLayout, target: KvLayout) -> bool:
     """Return whether a peer's blocks of `source` can be converted into different ones of `target`.
 
     KV becomes int8, but never again what it was. Block sizes can differ if all layers attend to all
-    tokens: otherwise the two sides would not agree on the blocks that are needed.
+    tokens: otherwise the two sides would not agree on the blocks that are needed. Blocks of unlike
+    layers are not converted.
     """
+    if source.has_unlike_layers or target.has_unlike_layers:
+        return False
     is_packed = source.packing in (KvPacking.PLAIN, target.packing)
     are_sized = source.block_size == target.block_size or target.is_uniform
     unpacked = replace(source, packing=target.packing, block_size=target.block_size)

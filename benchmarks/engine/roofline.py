@@ -69,6 +69,9 @@ class LayerWork:
     unquantized_numbers: int = 0  # that each token needs
     state_numbers: int = 0  # of a sequence's recurrent state, in float32
     state_products: int = STATE_PRODUCTS
+    # Of layers of unlike sizes; 0: as `Work` says.
+    slot_numbers: int = 0
+    pair_products: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,8 @@ class Work:
                 read += experts * self.expert_number_bytes
             read += 2 * needed.num_sequences * layer.state_numbers * STATE_NUMBER_BYTES
             num_slots = needed.num_sequences * _num_slots(layer.span, needed)
-            read += num_slots * self.slot_numbers * self.kv_number_bytes
+            slot_numbers = layer.slot_numbers or self.slot_numbers
+            read += num_slots * slot_numbers * self.kv_number_bytes
         return read
 
     def _products(self, step: StepWork) -> int:
@@ -113,14 +117,14 @@ class Work:
             per_token += layer.state_products * layer.state_numbers
             products += layer.kv_numbers * step.num_tokens + per_token * needed.num_tokens
             num_pairs = needed.num_sequences * _num_pairs(layer.span, needed)
-            products += num_pairs * self.pair_products
+            products += num_pairs * (layer.pair_products or self.pair_products)
         return products
 
     def _steps(self, step: StepWork) -> Iterator[tuple[LayerWork, StepWork]]:
         """Yield each layer with the tokens that need more of it than keys and values."""
-        for layer in self.layers[:-1]:
-            yield layer, step
-        yield self.layers[-1], step.only_sampled()
+        writers = [index for index, layer in enumerate(self.layers) if layer.span.kv_layer is None]
+        for index, layer in enumerate(self.layers):
+            yield layer, step if index < writers[-1] else step.only_sampled()
 
 
 def expect_experts(moe: MoeConfig | None) -> CountExperts:
@@ -136,14 +140,16 @@ def work_of(checkpoint: Checkpoint, quantize: str, kv_cache_dtype: str = "auto")
     config = read_model_config(checkpoint)
     stored = _StoredBytes(config, checkpoint, BYTES_OF_NUMBER[quantize])
     return Work(
-        layers=[_layer_work(config, layer) for layer in config.layers],
+        layers=[
+            _layer_work(config.of_layer(index), layer) for index, layer in enumerate(config.layers)
+        ],
         moe=config.moe,
         head_numbers=config.vocab_size * config.hidden_size,
         number_bytes=stored.of_attention(),
         expert_number_bytes=stored.of_experts(),
         head_number_bytes=stored.of_head(HEAD_BYTES_OF_NUMBER[quantize]),
-        slot_numbers=config.num_kv_tensors * config.num_kv_heads * config.head_dim,
-        pair_products=config.num_heads * (config.head_dim + config.kv_value_dim),
+        slot_numbers=_slot_numbers(config),
+        pair_products=_pair_products(config),
         kv_number_bytes=KV_NUMBER_BYTES if kv_cache_dtype == "auto" else 1 + 2 / config.head_dim,
     )
 
@@ -199,9 +205,13 @@ class _StoredBytes:
 
 
 def _layer_work(config: ModelConfig, layer: LayerConfig) -> LayerWork:
-    hidden, moe = config.hidden_size, None if layer.mlp_size else config.moe
+    hidden, moe = config.hidden_size, config.moe
+    if layer.mlp_size and not layer.has_parallel_experts:
+        moe = None
     keys, other, unquantized = _mixer_numbers(config, layer)
     other += 3 * layer.mlp_size * hidden
+    if config.per_layer is not None:
+        other += 3 * config.per_layer.size * hidden
     if moe is not None:
         shared_gate = hidden if moe.has_shared_gate else 0
         other += moe.num_experts * hidden + 3 * moe.shared_size * hidden + shared_gate
@@ -214,14 +224,24 @@ def _layer_work(config: ModelConfig, layer: LayerConfig) -> LayerWork:
         unquantized_numbers=unquantized,
         state_numbers=_state_numbers(config.recurrent) if layer.is_recurrent else 0,
         state_products=MAMBA_PRODUCTS if _is_mamba(config) else STATE_PRODUCTS,
+        slot_numbers=_slot_numbers(config) if layer.kv_heads else 0,
+        pair_products=_pair_products(config) if layer.kv_heads else 0,
     )
+
+
+def _slot_numbers(config: ModelConfig) -> int:
+    return config.num_kv_tensors * config.num_kv_heads * config.head_dim
+
+
+def _pair_products(config: ModelConfig) -> int:
+    return config.num_heads * (config.head_dim + config.kv_value_dim)
 
 
 def _mixer_numbers(config: ModelConfig, layer: LayerConfig) -> tuple[int, int, int]:
     """Return the numbers of keys and values, of other matrices, and of those kept unquantized."""
     recurrent, hidden = config.recurrent, config.hidden_size
     if recurrent is None or not layer.is_recurrent:
-        return _attention_numbers(config)
+        return _attention_numbers(config, layer)
     inputs = recurrent.num_channels + recurrent.num_values
     gates = recurrent.num_gates * hidden + recurrent.num_channels * recurrent.conv_size
     return 0, (inputs + recurrent.num_values) * hidden, gates
@@ -237,11 +257,12 @@ def _state_numbers(recurrent: RecurrentConfig | None) -> int:
     return recurrent.num_value_heads * recurrent.key_dim * recurrent.value_dim
 
 
-def _attention_numbers(config: ModelConfig) -> tuple[int, int, int]:
+def _attention_numbers(config: ModelConfig, layer: LayerConfig) -> tuple[int, int, int]:
     """Return the numbers of keys and values, of queries and output, and of absorbed matrices."""
     hidden, heads, latent = config.hidden_size, config.num_heads, config.latent
     if latent is None:
-        kv_numbers = 2 * config.num_kv_heads * config.head_dim * hidden
+        num_projections = 0 if layer.kv_layer is not None else 1 + layer.has_value_projection
+        kv_numbers = num_projections * config.num_kv_heads * config.head_dim * hidden
         num_matrices = 3 if config.has_output_gate else 2  # queries and output, and the gate
         return kv_numbers, num_matrices * heads * config.head_dim * hidden, 0
     queries = heads * (latent.nope_dim + latent.rope_dim)

@@ -1,28 +1,48 @@
 """KV groups: the layers of a model, grouped by how long their keys and values are needed.
 
-All layers of a group share one block table. A block has room for the same number of layers in
-each group, so that blocks of all groups have one size and come from one pool: a model with both
-windows and full attention cannot fragment it. vLLM's hybrid KV cache does the same.
+All layers of a group share one block table. A block has the same number of places in each group,
+so that blocks of all groups have one size and come from one pool: a model with both windows and
+full attention cannot fragment it. vLLM's hybrid KV cache does the same. Layers with larger keys and
+values than others take several places each.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from baton.kv_transfer.layout import MemoryKind
 
-# A larger block wastes less on tables, but may leave room for layers that do not exist.
+# Share of places for layers that do not exist: a larger block has fewer tables.
 MAX_WASTE = 0.1
+# What such places cost in groups that forget tokens, relative to those that keep all of them.
+FORGETTING_COST = 0.25
+GROUP_COST = 0.02  # of a block table more, relative to as many places as all layers need
+# Share of its places that a layer may leave empty.
+MAX_PADDING = 0.05
+MAX_PLACES = 16  # of the smallest layer
+
+
+class KvHeads(NamedTuple):
+    """Keys of a layer, and its values, for one token."""
+
+    num: int
+    dim: int
+
+    @property
+    def size(self) -> int:
+        return self.num * self.dim
 
 
 @dataclass(frozen=True, slots=True)
 class KvCacheSpec:
-    """Tokens whose keys and values a layer needs. By default, all of them."""
+    """Keys and values that a layer needs. By default those of all tokens."""
 
     window: int | None = None  # tokens that a token attends to, itself included
     chunk: int | None = None  # tokens attend only within their own chunk of this size
+    heads: KvHeads | None = None  # None: as all layers of the model have them
 
     def num_unseen(self, num_tokens: int) -> int:
         """Return the leading tokens that no token from position `num_tokens` on attends to."""
@@ -52,6 +72,11 @@ class KvGroup:
 
     spec: KvCacheSpec = FULL
     layers: tuple[int, ...] = ()
+    layer_places: int = 1  # that a layer takes, one after the other
+
+    @property
+    def num_places(self) -> int:
+        return len(self.layers) * self.layer_places
 
 
 ONE_GROUP = (KvGroup(),)
@@ -116,7 +141,14 @@ class CacheLayout:
     def kinds(self) -> tuple[MemoryKind, ...]:
         """Return the kinds of memory as peers must have them, too."""
         groups = [
-            MemoryKind(group.layers, group.spec.window or 0, group.spec.chunk or 0)
+            MemoryKind(
+                group.layers,
+                group.spec.window or 0,
+                group.spec.chunk or 0,
+                num_kv_heads=0 if group.spec.heads is None else group.spec.heads.num,
+                head_dim=0 if group.spec.heads is None else group.spec.heads.dim,
+                layer_places=group.layer_places,
+            )
             for group in self.groups
         ]
         states = [MemoryKind(state=self.state_packing)] if self.state_packing else []
@@ -129,9 +161,9 @@ NO_MEMORY = CacheLayout(groups=())
 def group_layers(
     specs: Sequence[KvCacheSpec] | Mapping[int, KvCacheSpec],
 ) -> tuple[KvGroup, ...]:
-    """Divide the layers of a model into groups of at most `layers_per_block` layers.
+    """Divide the layers of a model into groups of at most `places_per_block` places.
 
-    A mapping leaves out the layers that have no keys and values.
+    A mapping leaves out the layers that have no keys and values. If one spec has `heads`, all have.
 
     Groups with full attention come first. Layers of one spec are dealt out to its groups in turn,
     so that a place is computed in all groups after about the same layer.
@@ -140,11 +172,17 @@ def group_layers(
     by_layer = specs if isinstance(specs, Mapping) else dict(enumerate(specs))
     for layer, spec in by_layer.items():
         by_spec.setdefault(spec, []).append(layer)
-    size = _layers_per_block([len(layers) for layers in by_spec.values()])
+    widths = _layer_places(by_spec)
+    size = _places_per_block(
+        [(len(layers), widths[spec], spec.forgets) for spec, layers in by_spec.items()]
+    )
     groups = []
     for spec, layers in sorted(by_spec.items(), key=lambda item: item[0].forgets):
-        num_groups = -(-len(layers) // size)
-        groups += [KvGroup(spec, tuple(layers[first::num_groups])) for first in range(num_groups)]
+        num_groups = -(-len(layers) // (size // widths[spec]))
+        groups += [
+            KvGroup(spec, tuple(layers[first::num_groups]), widths[spec])
+            for first in range(num_groups)
+        ]
     return tuple(groups)
 
 
@@ -152,36 +190,69 @@ class LayerPlace(NamedTuple):
     """Location of the keys and values of a layer."""
 
     group: int  # whose block table the layer uses
-    place: int  # in a block
+    place: int  # in a block, the first one
 
 
 def layer_places(groups: Sequence[KvGroup]) -> tuple[LayerPlace, ...]:
     """Return the place of each layer with keys and values, in the order of the layers."""
     by_layer = {
-        layer: LayerPlace(number, place)
+        layer: LayerPlace(number, place * group.layer_places)
         for number, group in enumerate(groups)
         for place, layer in enumerate(group.layers)
     }
     return tuple(by_layer[layer] for layer in sorted(by_layer))
 
 
-def layers_per_block(groups: Iterable[KvGroup]) -> int:
+def places_per_block(groups: Iterable[KvGroup]) -> int:
     """Return the number of places for layers in a block."""
-    return max(len(group.layers) for group in groups)
+    return max(group.num_places for group in groups)
 
 
 def places_done(groups: Sequence[KvGroup], num_layers: int) -> int:
     """Return the number of places that are computed in all groups after `num_layers` layers."""
-    unfinished = [group.layers for group in groups if group.layers[-1] >= num_layers]
-    computed = [sum(layer < num_layers for layer in layers) for layers in unfinished]
-    return min(computed, default=layers_per_block(groups))
+    unfinished = [group for group in groups if group.layers[-1] >= num_layers]
+    computed = [
+        group.layer_places * sum(layer < num_layers for layer in group.layers)
+        for group in unfinished
+    ]
+    return min(computed, default=places_per_block(groups))
 
 
-def _layers_per_block(num_layers_by_spec: Sequence[int]) -> int:
-    """Return the largest number of places of which at most `MAX_WASTE` stay empty."""
-    num_layers = sum(num_layers_by_spec)
-    for size in range(max(num_layers_by_spec), 1, -1):
-        num_places = sum(-(-num // size) * size for num in num_layers_by_spec)
-        if num_places <= num_layers * (1 + MAX_WASTE):
-            return size
-    return 1
+def _layer_places(specs: Iterable[KvCacheSpec]) -> dict[KvCacheSpec, int]:
+    """Return the places that a layer of each spec takes: few, and hardly larger than the layers."""
+    sizes = {spec: spec.heads.size for spec in specs if spec.heads is not None}
+    if not sizes:
+        return dict.fromkeys(specs, 1)
+    smallest = min(sizes.values())
+    for parts in range(1, MAX_PLACES + 1):
+        size = -(-smallest // parts)
+        # Of another layer that is slightly larger, too.
+        places = {spec: max(1, round(each / size)) for spec, each in sizes.items()}
+        place_size = max(each / places[spec] for spec, each in sizes.items())
+        if all(places[spec] * place_size <= (1 + MAX_PADDING) * sizes[spec] for spec in sizes):
+            return places
+    unit = math.gcd(*sizes.values())
+    return {spec: size // unit for spec, size in sizes.items()}
+
+
+def _places_per_block(layers_by_spec: Sequence[tuple[int, int, bool]]) -> int:
+    """Return the number of places in a block for layers of specs.
+
+    `layers_by_spec`: how many layers, the places that each takes, and whether they forget tokens.
+    Empty places are weighed against the number of groups. They cost most in groups that keep all
+    tokens, which have almost all blocks of long requests.
+    """
+    num_needed = sum(num * places for num, places, _ in layers_by_spec)
+
+    def cost(size: int) -> tuple[bool, float]:
+        num_groups, num_places, total = 0, 0, 0.0
+        for num, places, forgets in layers_by_spec:
+            count = -(-num // (size // places))
+            num_groups, num_places = num_groups + count, num_places + count * size
+            waste = count * size / (num * places) - 1
+            total += waste * (FORGETTING_COST if forgets else 1)
+        return num_places > num_needed * (1 + MAX_WASTE), total + GROUP_COST * num_groups
+
+    largest = max(num * places for num, places, _ in layers_by_spec)
+    smallest = max(places for _, places, _ in layers_by_spec)
+    return min(range(largest, smallest - 1, -1), key=cost)

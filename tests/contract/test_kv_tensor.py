@@ -52,6 +52,15 @@ def test_the_bytes_per_token_are_those_of_keys_and_values_or_of_the_latent(
     assert memory.layer_bytes * memory.blocks.num_layers == memory.block_bytes
 
 
+def test_a_token_takes_the_sum_of_unlike_layers(tmp_path: Path) -> None:
+    shape = shape_of("gemma-4-E4B", tmp_path)
+
+    groups = read_model_config(SafetensorsFolder(tmp_path)).kv_groups()
+
+    token_bytes = (20 * 2 * 2 * 256 + 4 * 2 * 2 * 512) * 2  # of layers with a window, and without
+    assert len(groups) * shape.block_bytes == BLOCK_SIZE * token_bytes
+
+
 def fingerprint_of(shape: KvShape) -> Fingerprint:
     """Return the fingerprint of a node with this KV tensor, whatever its model."""
     info, memory = (

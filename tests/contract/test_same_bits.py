@@ -264,6 +264,7 @@ MODELS: tuple[tuple[str, dict[str, str]], ...] = (
     ("qwen3-next", {}),
     ("qwen3.5", {"quantize": "int8"}),
     ("gemma3", {"kv_cache_dtype": "int8"}),
+    ("gemma4", {}),
     ("deepseek-v3", {"kv_cache_dtype": "int8"}),
 )
 

@@ -47,8 +47,8 @@ FolderOf = Callable[[str], Path]
 each_family = pytest.mark.parametrize("name", FAMILY_VARIANTS)
 # The others are driven without a scheduler in test_state_families.py.
 each_scheduled_family = pytest.mark.parametrize("name", sorted(FAMILY_VARIANTS.keys() | RECURRENT))
-# Windows, sinks with windows, latent attention, chunks, and recurrent states.
-KINDS_OF_CACHES = ("gemma3", "gpt-oss", "deepseek-v3", "llama4", *RECURRENT)
+# Windows, unlike layers, sinks with windows, latent attention, chunks, and recurrent states.
+KINDS_OF_CACHES = ("gemma3", "gemma4", "gpt-oss", "deepseek-v3", "llama4", *RECURRENT)
 each_kind_of_cache = pytest.mark.parametrize("name", KINDS_OF_CACHES)
 
 

@@ -36,8 +36,18 @@ MOVES = frozenset(
     {
         *("arange", "cat", "clone", "contiguous", "detach", "detach_", "empty", "empty_like"),
         *("eq", "flatten", "gather", "gt", "index", "index_select", "isneginf", "item"),
-        *("lift_fresh", "max", "new_ones", "randint", "resolve_conj", "resolve_neg"),
-        *("split_with_sizes", "to", "transpose", "unsqueeze", "view", "where", "zeros_like"),
+        *("lift_fresh", "max", "new_ones", "randint", "reshape", "resolve_conj"),
+        *(
+            "resolve_neg",
+            "select",
+            "split_with_sizes",
+            "to",
+            "transpose",
+            "unsqueeze",
+            "view",
+            "where",
+            "zeros_like",
+        ),
     }
 )
 ARITHMETIC: Mapping[str, frozenset[str]] = {
@@ -46,6 +56,9 @@ ARITHMETIC: Mapping[str, frozenset[str]] = {
     torch_parts.LOGITS_SOFTCAP: frozenset({"tanh_", "div_", "mul_"}),
     torch_parts.ROPE_BY_LENGTH: frozenset({"cos", "sin", "div", "mul", "pow", "reciprocal"}),
     torch_parts.COLUMN_ORDER: frozenset(),
+    torch_parts.EXPERT_SCALES: frozenset({"mul"}),
+    torch_parts.PER_LAYER_INPUTS: frozenset({"add", "mul"}),
+    torch_parts.LAYER_SCALE: frozenset({"mul"}),
     torch_parts.EXPERT_SUM: frozenset({"_unique2", "index_add_", "mul"}),
 }
 

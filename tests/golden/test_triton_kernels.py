@@ -107,7 +107,7 @@ def test_tokens_of_each_family_equal_those_of_torch_on_the_cpu(
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("name", ["gemma3", "deepseek-v3", "granite-4-moe"])
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "deepseek-v3", "granite-4-moe"])
 def test_batch_invariant_tokens_equal_those_of_torch(name: str, family_runner: LoadRunner) -> None:
     invariant = family_runner(name, dtype="float32", kernels="triton", batch_invariant=True)
     torch_runner = family_runner(name, dtype="float32", kernels="torch")

@@ -74,6 +74,63 @@ DENSE: Mapping[str, Variant] = {
         },
         model_class="Gemma3ForCausalLM",
     ),
+    # Layers of unlike heads; the last three read the keys and values of earlier ones.
+    "gemma4": Variant(
+        "Gemma4Text",
+        {
+            **UNTIED,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "sliding_window": 24,
+            "num_hidden_layers": 7,
+            "layer_types": [
+                *["sliding_attention"] * 2,
+                *["full_attention", "sliding_attention"] * 2,
+                "full_attention",
+            ],
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": 384,
+            "final_logit_softcapping": 30.0,
+        },
+        model_class="Gemma4ForCausalLM",
+    ),
+    # Full attention with fewer and larger heads, whose values are its keys.
+    "gemma4-k-eq-v": Variant(
+        "Gemma4Text",
+        {
+            **UNTIED,
+            "head_dim": 16,
+            "global_head_dim": 24,
+            "num_key_value_heads": 4,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 24,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 0,
+        },
+        model_class="Gemma4ForCausalLM",
+    ),
+    "gemma4-moe": Variant(
+        "Gemma4Text",
+        {
+            **UNTIED,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+        model_class="Gemma4ForCausalLM",
+    ),
     "phi3": Variant("Phi3", {"sliding_window": 24}),
     "phi4-mini": Variant(
         "Phi3",
@@ -251,6 +308,11 @@ EXPERTS: Mapping[str, Variant] = {
 # Text models within models that also take images.
 WRAPPED: Mapping[str, Variant] = {
     "gemma3-vision": Variant("Gemma3", DENSE["gemma3"].settings, vision={**VISION, **IMAGES}),
+    "gemma4-vision": Variant(
+        "Gemma4",
+        DENSE["gemma4"].settings,
+        vision={**VISION, "num_hidden_layers": 1, "num_key_value_heads": 2, "head_dim": 8},
+    ),
     "mistral3": Variant(
         "Mistral3",
         {"model_type": "mistral", "head_dim": 32, "sliding_window": None},

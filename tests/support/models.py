@@ -252,6 +252,8 @@ def _make_all_parameters_count(model: Any) -> None:
                 parameter.copy_(torch.randn_like(parameter))
             if name.endswith("conv1d.weight"):
                 parameter.copy_(torch.randn_like(parameter) * 0.5)
+            if name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
+                parameter.copy_(torch.rand_like(parameter) + 0.5)
             if name.endswith("mlp.gate.weight"):
                 parameter.copy_(torch.randn_like(parameter) * 0.25)
 

@@ -12,7 +12,7 @@ from baton.engine.runner.adapters.adapted_experts import AdaptedExperts
 from baton.engine.runner.adapters.low_rank import ActiveAdapters
 from baton.engine.runner.model.adapters import Place
 from baton.engine.runner.model.config import ModelConfig
-from baton.engine.runner.model.layer_weights import LatentProjections, Layer
+from baton.engine.runner.model.layer_weights import LatentProjections, Layer, ParallelMoe
 from baton.engine.runner.model.layers import DecoderLayer, LayerInput, gate_of, unfused_layers
 from baton.engine.runner.model.linear import HeadLinears, Linear, Mlp, Moe
 from baton.engine.runner.model.mixers import Ends, ForwardPass
@@ -112,12 +112,17 @@ class _Adapting:
             layer,
             qkv=self._linear(layer.qkv, index, "qkv"),
             output=self._linear(layer.output, index, "output"),
-            mlp=self._mixture(layer.mlp, index)
-            if isinstance(layer.mlp, Moe)
-            else self._mlp(layer.mlp, index),
+            mlp=self._any_mlp(layer.mlp, index),
             latent=latent,
             recurrent=recurrent,
         )
+
+    def _any_mlp(self, mlp: Mlp | Moe | ParallelMoe, index: int) -> Mlp | Moe | ParallelMoe:
+        if isinstance(mlp, Moe):
+            return self._mixture(mlp, index)
+        if isinstance(mlp, ParallelMoe):
+            return replace(mlp, dense=self._mlp(mlp.dense, index))
+        return self._mlp(mlp, index)
 
     def _mixture(self, moe: Moe, index: int) -> Moe:
         shared, shared_gate = moe.shared, moe.shared_gate

@@ -91,7 +91,8 @@ class _Targets:
         elif config.latent is not None:
             yield from self._latent(index, config.latent)
         else:
-            yield from self._joined(Place(index, "qkv"), names.qkv, joined_order(config))
+            own, qkv = config.of_layer(index), self._tensors.qkv(index)
+            yield from self._joined(Place(index, "qkv"), qkv, joined_order(own))
             yield from self._joined(Place(index, "output"), [names.output])
         if layer.mlp_size:
             yield from self._joined(Place(index, "gate_up"), names.gate_up)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from baton.core.errors import InvalidConfig
-from baton.engine.kv_cache.groups import CacheLayout, layers_per_block
+from baton.engine.kv_cache.groups import CacheLayout, KvGroup, KvHeads, places_per_block
 from baton.engine.runner.attention.int8_kv import SCALE_BYTES
 from baton.engine.runner.device.host_memory import huge_page_memory
 from baton.engine.runner.model.config import ModelConfig
@@ -19,14 +20,17 @@ from baton.kv_transfer.layout import KvLayout, KvPacking
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """Block-major: [num_blocks, num_layers, num_tensors, kv_heads, block_size, head_dim].
+    """Block-major: [num_blocks, num_places, num_tensors, kv_heads, block_size, head_dim].
 
     A block belongs to one KV group at a time. Its keys and values of all layers are contiguous. A
     latent cache has one tensor per layer: the leading numbers of a key are its value. As int8,
     head_dim numbers are followed by the bytes of their scale.
+
+    With layers of unlike sizes a place has one head, which is as large as needed; a layer has its
+    keys and values, in their own shape, at the beginning of its places: see `view_layer`.
     """
 
-    num_layers: int  # for which a block has places
+    num_places: int  # for layers
     num_kv_heads: int
     block_size: int
     head_dim: int
@@ -35,14 +39,12 @@ class KvShape:
 
     @classmethod
     def of(cls, model: ModelConfig, block_size: int, dtype: torch.dtype) -> KvShape:
-        return cls(
-            layers_per_block(model.kv_groups()),
-            model.num_kv_heads,
-            block_size,
-            model.head_dim,
-            dtype,
-            model.num_kv_tensors,
-        )
+        groups = model.kv_groups()
+        num_heads, head_dim = model.num_kv_heads, model.head_dim
+        if any(group.spec.heads for group in groups):
+            num_heads, head_dim = 1, _place_dim(groups, dtype)
+        sizes = num_heads, block_size, head_dim
+        return cls(places_per_block(groups), *sizes, dtype, model.num_kv_tensors)
 
     @property
     def block_bytes(self) -> int:
@@ -58,7 +60,28 @@ class KvShape:
     @property
     def _per_block(self) -> tuple[int, ...]:
         heads = self.num_kv_heads, self.block_size, self.head_dim + scale_bytes(self.dtype)
-        return (self.num_layers, self.num_tensors, *heads)
+        return (self.num_places, self.num_tensors, *heads)
+
+
+def _place_dim(groups: Sequence[KvGroup], dtype: torch.dtype) -> int:
+    """Return the numbers of a token in a place, without those of one scale."""
+    scale = scale_bytes(dtype)
+    sizes = [
+        -(-group.spec.heads.num * (group.spec.heads.dim + scale) // group.layer_places)
+        for group in groups
+        if group.spec.heads is not None
+    ]
+    return -(-max(sizes) // 2) * 2 - scale  # scales are aligned
+
+
+def view_layer(kv: Tensor, place: int, heads: KvHeads | None) -> Tensor:
+    """Return the keys and values of a layer, [blocks, tensors, kv_heads, block_size, slot]."""
+    if heads is None:
+        return kv[:, place]
+    num_tensors, block_size = kv.shape[2], kv.shape[4]
+    shape = num_tensors, heads.num, block_size, heads.dim + scale_bytes(kv.dtype)
+    own = kv.flatten(1).narrow(1, place * kv.stride(1), math.prod(shape))
+    return own.view(len(kv), *shape)
 
 
 def scale_bytes(dtype: torch.dtype) -> int:
@@ -68,7 +91,7 @@ def scale_bytes(dtype: torch.dtype) -> int:
 
 def describe(kv: Tensor, layout: CacheLayout, dtype: str = "bfloat16") -> KvMemory:
     """Describe a KV tensor of a model that computes in `dtype`."""
-    num_blocks, num_layers, num_tensors, num_kv_heads, block_size, slot_size = kv.shape
+    num_blocks, num_places, num_tensors, num_kv_heads, block_size, slot_size = kv.shape
     num_bytes, is_int8 = kv.numel() * kv.element_size(), kv.dtype is torch.int8
     return KvMemory(
         address=kv.data_ptr(),
@@ -79,7 +102,7 @@ def describe(kv: Tensor, layout: CacheLayout, dtype: str = "bfloat16") -> KvMemo
         blocks=KvLayout(
             dtype if is_int8 else str(kv.dtype).removeprefix("torch."),
             block_size,
-            num_layers,
+            num_places,
             num_kv_heads,
             head_dim=slot_size - scale_bytes(kv.dtype),
             num_tensors=num_tensors,

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from baton.engine.kv_cache.groups import KvHeads
 from baton.engine.runner.attention.int8_kv import dequantize, quantize
+from baton.engine.runner.attention.kv_tensor import view_layer
 from baton.engine.runner.device.step_inputs import SHARED_INPUTS, Array, StepInputs
 from baton.engine.runner.model.mixers import AttentionPass
 from baton.engine.runner.model.pass_layout import Ints, PassLayout
@@ -38,6 +40,11 @@ class LayerAttention:
     kv_group: int = 0  # whose block table the layer uses
     index_in_block: int = 0  # among the layers that a block holds
     value_dim: int | None = None  # leading numbers of a key that are its value; None: stored apart
+    kv_heads: KvHeads | None = None  # if the model has layers of unlike sizes
+
+    def view(self, kv: Tensor) -> Tensor:
+        """Return the keys and values, [blocks, tensors, kv_heads, block_size, slot]."""
+        return view_layer(kv, self.index_in_block, self.kv_heads)
 
 
 class TorchPagedAttention:
@@ -46,6 +53,7 @@ class TorchPagedAttention:
     def __init__(self, kv: Tensor, layers: Sequence[LayerAttention]) -> None:
         self._kv = kv
         self._layers = tuple(layers)
+        self._views = [layer.view(kv) for layer in layers]
 
     def begin(self, layout: PassLayout, inputs: StepInputs = SHARED_INPUTS) -> AttentionPass:
         ranges = [_Range(layer.kv_group, layer.window, layer.chunk) for layer in self._layers]
@@ -57,7 +65,7 @@ class TorchPagedAttention:
             for each in set(ranges)
         }
         writes = inputs.put(layout.write_blocks), inputs.put(layout.write_offsets)
-        return _TorchPass(self._kv, self._layers, ranges, planned, *writes)
+        return _TorchPass(self._views, self._layers, ranges, planned, *writes)
 
 
 class _Range(NamedTuple):
@@ -116,7 +124,7 @@ def _place_group(
 
 @dataclass(frozen=True, slots=True)
 class _TorchPass:
-    kv: Tensor
+    views: Sequence[Tensor]  # keys and values by layer
     layers: tuple[LayerAttention, ...]
     ranges: Sequence[_Range]  # by layer
     planned: Mapping[_Range, Sequence[tuple[_PlannedGroup, Sequence[Tensor]]]]
@@ -132,8 +140,9 @@ class _TorchPass:
     def _write(self, layer: int, tensor: int, numbers: Tensor) -> None:
         own = self.layers[layer]
         blocks = self.write_blocks[own.kv_group]
-        slots = quantize(numbers) if self.kv.dtype is torch.int8 else numbers
-        self.kv[blocks, own.index_in_block, tensor, :, self.write_offsets] = slots
+        view = self.views[layer]
+        slots = quantize(numbers) if view.dtype is torch.int8 else numbers
+        view[blocks, tensor, :, self.write_offsets] = slots
 
     def attend(self, layer: int, query: Tensor) -> Tensor:
         output = query.new_empty(*query.shape[:2], self.layers[layer].value_dim or query.shape[2])
@@ -150,7 +159,7 @@ class _TorchPass:
         """Return the groups of a range. They are placed when the first layer attends."""
         if attended not in self._placed:
             self._placed[attended] = [
-                _place_group(group, attended, tensors, self.kv.dtype)
+                _place_group(group, attended, tensors, self.views[0].dtype)
                 for group, tensors in self.planned[attended]
             ]
         return self._placed[attended]
@@ -158,7 +167,7 @@ class _TorchPass:
     def _gather(self, layer: int, group: _Group, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the group's keys and values, each [kv_heads, sequences, slots, size]."""
         num_sequences, num_blocks = group.block_table.shape
-        by_head = self.kv[:, self.layers[layer].index_in_block].permute(1, 2, 0, 3, 4)
+        by_head = self.views[layer].permute(1, 2, 0, 3, 4)
         blocks = by_head.index_select(2, group.block_table.flatten())
         if blocks.dtype is torch.int8:
             blocks = dequantize(blocks, dtype)

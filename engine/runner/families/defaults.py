@@ -6,6 +6,30 @@ from collections.abc import Mapping
 
 from baton.engine.runner.model.config import Activation
 
+GEMMA4: Mapping[str, object] = {
+    "vocab_size": 262_144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262_144,
+    "sliding_window": 512,
+    "max_position_embeddings": 131_072,
+    "tie_word_embeddings": True,
+    "hidden_activation": Activation.GELU_TANH.value,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1_000_000.0,
+        },
+    },
+}
 LLAMA: Mapping[str, object] = {
     "vocab_size": 32_000,
     "hidden_size": 4096,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from baton.checkpoint.json_fields import JsonFields
 from baton.engine.runner.model.config import (
     Activation,
+    LayerConfig,
     MoeConfig,
     QkNorm,
     QueryTemperature,
@@ -20,6 +21,7 @@ LINEAR = "linear_attention"
 # For a config with this many layers: their types; the layers that have a property.
 LayerTypes = Callable[[JsonFields, int], tuple[str, ...]]
 LayerRule = Callable[[JsonFields, int], frozenset[int]]
+UnlikeLayers = Callable[[JsonFields, Sequence[str], Sequence[LayerConfig]], tuple[LayerConfig, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,29 @@ class MambaNames:
 
 
 @dataclass(frozen=True, slots=True)
+class PerLayerNames:
+    """Names of the tensors of inputs per layer, relative to the model, and to a layer."""
+
+    embedding: str = "embed_tokens_per_layer"
+    projection: str = "per_layer_model_projection"
+    norm: str = "per_layer_projection_norm"
+    layer_gate: str = "per_layer_input_gate"
+    layer_projection: str = "per_layer_projection"
+    layer_norm: str = "post_per_layer_input_norm"
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelNames:
+    """Names of the tensors of experts beside a dense MLP, relative to their layer."""
+
+    router_scale: str = "router.scale"
+    expert_scales: str = "router.per_expert_scale"
+    dense_output_norm: str = "post_feedforward_layernorm_1"
+    experts_norm: str = "pre_feedforward_layernorm_2"
+    experts_output_norm: str = "post_feedforward_layernorm_2"
+
+
+@dataclass(frozen=True, slots=True)
 class TensorNames:
     """Names of the stored tensors. Names of a layer are relative to it; `""` means none."""
 
@@ -111,6 +136,9 @@ class TensorNames:
     mamba: MambaNames = MambaNames()
     ignored: tuple[str, ...] = ()  # prefixes of tensors that text does not need
     norm: str = "norm"  # of the last layer's output, relative to the model
+    per_layer: PerLayerNames = PerLayerNames()
+    parallel: ParallelNames = ParallelNames()
+    layer_scale: str = "layer_scalar"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,3 +171,8 @@ class Family:
     dense_size: str = "intermediate_size"
     temperature: Callable[[JsonFields], QueryTemperature | None] | None = None
     lacks_rope: LayerRule | None = None  # layers without RoPE
+    # Adds what the layers of a configuration have of their own, by their types.
+    unlike_layers: UnlikeLayers | None = None
+    attention_scale: float | None = None  # whatever the configuration has
+    norms_values: bool = False
+    has_layer_scale: bool = False

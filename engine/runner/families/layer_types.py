@@ -136,6 +136,11 @@ def dense_of_step(raw: JsonFields, num_layers: int) -> frozenset[int]:
     return frozenset(i for i in range(num_layers) if i in listed or (i + 1) % step)
 
 
+def dense_everywhere(_: JsonFields, num_layers: int) -> frozenset[int]:
+    """All layers have a dense MLP, with or without experts beside it (Gemma 4)."""
+    return frozenset(range(num_layers))
+
+
 def dense_without_experts(raw: JsonFields, num_layers: int) -> frozenset[int]:
     """All layers have no experts if `num_local_experts` is 0 (Granite 4)."""
     return frozenset(range(num_layers)) if raw.get("num_local_experts") == 0 else frozenset()

@@ -54,6 +54,12 @@ OPENAI_EXPERTS = ExpertNames(
     has_weight_suffix=False,
     others=(replace(QWEN_EXPERTS, router="mlp.router"),),
 )
+GEMMA4_EXPERTS = ExpertNames(
+    router="router.proj",
+    gate_up=("experts.gate_up_proj",),
+    down="experts.down_proj",
+    has_weight_suffix=False,
+)
 LLAMA4_EXPERTS = ExpertNames(
     router="feed_forward.router",
     gate_up=("feed_forward.experts.gate_up_proj",),
@@ -122,6 +128,11 @@ def minimax_moe(raw: JsonFields) -> MoeConfig:
 def olmoe_moe(raw: JsonFields) -> MoeConfig:
     moe = _read(raw, "num_experts", "intermediate_size", 8)
     return replace(moe, normalizes=raw.flag("norm_topk_prob", False))
+
+
+def gemma4_moe(raw: JsonFields) -> MoeConfig:
+    moe = _read(raw, "num_experts", "moe_intermediate_size", raw.positive_int("top_k_experts"))
+    return replace(moe, normalizes=True)
 
 
 def granite_moe(raw: JsonFields) -> MoeConfig:

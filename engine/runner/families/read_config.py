@@ -22,6 +22,7 @@ from baton.engine.runner.model.config import (
     ModelConfig,
     MoeConfig,
     NormConfig,
+    PerLayerConfig,
     QkNorm,
     RecurrentConfig,
     RopeConfig,
@@ -33,6 +34,7 @@ MAX_LAYERS = 10_000
 GENERATES, CLASSIFIES = "ForCausalLM", "ForSequenceClassification"
 MAX_EXPERTS = 1 << 17  # in all layers: their tensors are looked for one by one
 NO_ROPE = RopeConfig(kind="none")
+PER_LAYER_SIZE = "hidden_size_per_layer_input"
 
 
 def read_model_config(checkpoint: Checkpoint) -> ModelConfig:
@@ -115,6 +117,9 @@ def _read(name: str, family: Family, fields: JsonFields, raw: JsonFields) -> Mod
         recurrent=_read_recurrent(family, fields, layers),
         has_output_gate=family.has_output_gate,
         sees_whole_pictures=family.sees_whole_pictures,
+        norms_values=family.norms_values,
+        per_layer=_read_per_layer(family, fields),
+        has_layer_scale=family.has_layer_scale,
     )
     if family.has_latent:
         config = with_latent(config, fields)
@@ -166,7 +171,19 @@ def _read_layers(
                 is_recurrent=kind == LINEAR,
             )
         )
+    if family.unlike_layers is not None:
+        layers = list(family.unlike_layers(fields, types, layers))
     return tuple(layers), ropes.all()
+
+
+def _read_per_layer(family: Family, fields: JsonFields) -> PerLayerConfig | None:
+    if PER_LAYER_SIZE not in family.fields or fields.get(PER_LAYER_SIZE) == 0:
+        return None
+    vocab_size = fields.positive_int("vocab_size")
+    own = fields.positive_int("vocab_size_per_layer_input", vocab_size)
+    if own < vocab_size:
+        raise fields.wrong("vocab_size_per_layer_input", f"must be at least {vocab_size}")
+    return PerLayerConfig(fields.positive_int(PER_LAYER_SIZE), own)
 
 
 class _Ropes:
@@ -216,7 +233,8 @@ def _read_qk_norm(family: Family, fields: JsonFields, layer_type: str, *, has_ro
 def _read_moe(
     family: Family, fields: JsonFields, layers: tuple[LayerConfig, ...]
 ) -> MoeConfig | None:
-    if family.moe is None or all(layer.mlp_size for layer in layers):
+    has_experts = [not layer.mlp_size or layer.has_parallel_experts for layer in layers]
+    if family.moe is None or not any(has_experts):
         return None
     moe = family.moe(fields)
     check_moe(moe, fields)
@@ -236,6 +254,8 @@ def _read_recurrent(
 
 
 def _read_attention_scale(family: Family, fields: JsonFields, head_dim: int) -> float:
+    if family.attention_scale is not None:
+        return family.attention_scale
     scale = _optional(family, fields, "attention_multiplier")
     if scale is not None:
         return scale
@@ -269,7 +289,8 @@ def _read_head_dim(fields: JsonFields, hidden_size: int, num_heads: int) -> int:
 
 
 def _check_heads(config: ModelConfig, fields: JsonFields) -> None:
-    if config.num_heads % config.num_kv_heads:
+    counts = {config.of_layer(index).num_kv_heads for index in range(config.num_layers)}
+    if any(config.num_heads % count for count in counts):
         expected = f"must divide num_attention_heads ({config.num_heads})"
         raise fields.wrong("num_key_value_heads", expected)
     for rope in config.ropes:

@@ -8,7 +8,7 @@ from baton.checkpoint.json_fields import JsonFields
 from baton.engine.runner.families.family import SLIDING
 from baton.engine.runner.model.config import RopeConfig
 
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 MAX_MSCALE = 1000
 MAX_ALPHA = 1_000_000
 NUM_AXES = 3  # of M-RoPE: time, rows, columns
@@ -53,8 +53,11 @@ def read_ropes(
     if isinstance(parameters, dict) and any(kind in parameters for kind in types):
         inner, by_type = raw.inner("rope_parameters"), {}
         for kind in types:
-            _check_names(inner.inner(kind), fields - {"partial_rotary_factor"})
-            by_type[kind] = _parse(raw, inner.inner(kind), 10_000.0)
+            own = inner.inner(kind)
+            share = {"partial_rotary_factor"}
+            is_shared = own.get("rope_type") == "proportional"
+            _check_names(own, fields | share if is_shared else fields - share)
+            by_type[kind] = _parse(raw, own, 10_000.0)
         return by_type
     found, theta = find_rope_fields(raw), _read_theta(raw, "rope_theta", 10_000.0)
     if found is not None:
@@ -133,11 +136,11 @@ def _scaled(raw: JsonFields, fields: JsonFields, kind: str, theta: float) -> Rop
     original = raw.positive_int("original_max_position_embeddings", original)
     if original == 1:
         raise fields.wrong("original_max_position_embeddings", "must be above 1")
-    is_llama3, has_ratio = kind == "llama3", kind in ("yarn", "longrope")
+    is_llama3 = kind == "llama3"
     return RopeConfig(
         kind=kind,
         theta=theta,
-        factor=fields.number("factor", longest / original if has_ratio else None, above=0),
+        factor=fields.number("factor", _default_factor(kind, longest, original), above=0),
         original_max_position_embeddings=original,
         low_freq_factor=fields.number("low_freq_factor", None if is_llama3 else 1.0, above=0),
         high_freq_factor=fields.number("high_freq_factor", None if is_llama3 else 4.0, above=0),
@@ -149,7 +152,21 @@ def _scaled(raw: JsonFields, fields: JsonFields, kind: str, theta: float) -> Rop
         truncate=fields.flag("truncate", True),
         short_factors=fields.numbers("short_factor") if kind == "longrope" else (),
         long_factors=fields.numbers("long_factor") if kind == "longrope" else (),
+        rotated_share=_read_rotated_share(fields) if kind == "proportional" else 1.0,
     )
+
+
+def _default_factor(kind: str, longest: int, original: int) -> float | None:
+    if kind == "proportional":
+        return 1.0
+    return longest / original if kind in ("yarn", "longrope") else None
+
+
+def _read_rotated_share(fields: JsonFields) -> float:
+    share = fields.number("partial_rotary_factor", 1.0, above=0)
+    if share > 1:
+        raise fields.wrong("partial_rotary_factor", "must be at most 1")
+    return share
 
 
 def _read_mscale(fields: JsonFields, name: str) -> float | None:

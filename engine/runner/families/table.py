@@ -16,6 +16,7 @@ from baton.engine.runner.families.defaults import (
     ERNIE,
     ERNIE_MOE,
     GEMMA3,
+    GEMMA4,
     GLM4_LITE,
     GPT_OSS,
     GRANITE_HYBRID,
@@ -35,6 +36,7 @@ from baton.engine.runner.families.layer_types import (
     all_without_rope,
     chunks_with_rope,
     dense_at_first,
+    dense_everywhere,
     dense_of_step,
     dense_outside_listed,
     dense_outside_range,
@@ -55,6 +57,7 @@ from baton.engine.runner.families.layer_types import (
 )
 from baton.engine.runner.families.mixtures import (
     ERNIE_EXPERTS,
+    GEMMA4_EXPERTS,
     GRANITE_EXPERTS,
     GRANITE_SHARED_EXPERTS,
     LLAMA4_EXPERTS,
@@ -70,6 +73,7 @@ from baton.engine.runner.families.mixtures import (
     deepseek_v2_moe,
     deepseek_v3_moe,
     ernie_moe,
+    gemma4_moe,
     glm4_moe,
     gpt_oss_moe,
     granite_moe,
@@ -86,6 +90,7 @@ from baton.engine.runner.families.mixtures import (
     qwen3_vl_moe,
 )
 from baton.engine.runner.families.recurrent import DELTA_FIELDS, MAMBA_FIELDS, delta_rule, mamba2
+from baton.engine.runner.families.unlike_layers import GEMMA4_FIELDS, gemma4_layers, gemma4_types
 from baton.engine.runner.model.config import Activation, QkNorm
 
 SANDWICH = TensorNames(
@@ -142,6 +147,22 @@ GEMMA3_FAMILY = Family(
     activation=Activation.GELU_TANH,
     has_local_rope=True,
     scales_embedding=True,
+)
+GEMMA4_FAMILY = Family(
+    names=replace(SANDWICH, experts=GEMMA4_EXPERTS),
+    fields=GEMMA_FIELDS | GEMMA4_FIELDS,
+    defaults=GEMMA4,
+    layer_types=gemma4_types,
+    qk_norm=QkNorm.HEAD,
+    norm_rounds_once=True,
+    activation=Activation.GELU_TANH,
+    scales_embedding=True,
+    unlike_layers=gemma4_layers,
+    attention_scale=1.0,  # the norms of queries and keys have it
+    norms_values=True,
+    has_layer_scale=True,
+    moe=gemma4_moe,
+    dense_layers=dense_everywhere,
 )
 LLAMA_FAMILY = Family(fields=BIAS | {"mlp_bias"})
 QWEN2_FAMILY = Family(
@@ -256,6 +277,9 @@ def _with_images(family: Family, defaults: Mapping[str, object] | None = None) -
         "model.multi_modal_projector.",
         "model.vision_model.",
         "model.connector.",
+        "model.embed_vision.",
+        "model.audio_tower.",
+        "model.embed_audio.",
     )
     names = replace(
         family.names,
@@ -303,6 +327,8 @@ FAMILIES: Mapping[str, Family] = {
     "Gemma3ForConditionalGeneration": replace(
         _with_images(GEMMA3_FAMILY), sees_whole_pictures=True
     ),
+    "Gemma4ForCausalLM": GEMMA4_FAMILY,
+    "Gemma4ForConditionalGeneration": _with_images(GEMMA4_FAMILY),
     "Phi3ForCausalLM": Family(
         names=replace(FUSED_MLP, qkv=("self_attn.qkv_proj",)),
         fields=PARTIAL,

@@ -17,6 +17,24 @@ from baton.engine.runner.model.mixers import AttentionPass
 from baton.engine.runner.model.pass_layout import PassLayout
 
 Params = ctypes.Array[Struct]  # AttentionParams of a KV group's layers, by index in block
+UNIT_BYTES = 2  # of strides
+
+
+def paged_kv(kv: Tensor, layer: Tensor, value_dim: int | None = None) -> Struct:
+    """Return the description of a KV tensor for the layers with the shape of `layer`, a view."""
+    num_tensors, num_kv_heads, block_size, slot_size = layer.shape[1:]
+    head_dim, unit = slot_size - scale_bytes(kv.dtype), UNIT_BYTES // kv.element_size()
+    return PagedKv(
+        blocks=kv.data_ptr(),
+        block_stride=kv.stride(0) // unit,
+        place_stride=kv.stride(1) // unit,
+        num_tensors=num_tensors,
+        num_kv_heads=num_kv_heads,
+        block_size=block_size,
+        head_dim=head_dim,
+        value_dim=value_dim or head_dim,
+        is_int8=kv.dtype is torch.int8,
+    )
 
 
 class NativePagedAttention:
@@ -25,12 +43,14 @@ class NativePagedAttention:
     def __init__(self, kernels: Kernels, kv: Tensor, layers: Sequence[LayerAttention]) -> None:
         self.kernels = kernels
         self._tensor = kv
-        head_dim = kv.shape[-1] - scale_bytes(kv.dtype)
-        value_dim, is_int8 = layers[0].value_dim or head_dim, kv.dtype is torch.int8
-        self.kv = PagedKv(kv.data_ptr(), *kv.shape[1:-1], head_dim, value_dim, is_int8)
         self.layers = tuple(layers)  # keep the sinks alive
         num_groups = 1 + max(layer.kv_group for layer in layers)
         self.params = [_params_of_group(layers, group) for group in range(num_groups)]
+        by_group = {layer.kv_group: layer for layer in layers}
+        self.kv = [  # by KV group
+            paged_kv(kv, by_group[group].view(kv), by_group[group].value_dim)
+            for group in range(num_groups)
+        ]
 
     def begin(self, layout: PassLayout, inputs: StepInputs = SHARED_INPUTS) -> AttentionPass:
         return NativePass(self, layout)
@@ -81,11 +101,12 @@ class NativePass:
     def attend(self, layer: int, query: Tensor) -> Tensor:
         query = query.contiguous()
         num_tokens, num_heads, _ = query.shape
-        output = torch.empty(num_tokens, num_heads, self.attention.kv.value_dim, dtype=query.dtype)
         own = self.attention.layers[layer]
+        kv = self.attention.kv[own.kv_group]
+        output = torch.empty(num_tokens, num_heads, kv.value_dim, dtype=query.dtype)
         self.attention.kernels.call(
             "baton_attention",
-            kv=self.attention.kv,
+            kv=kv,
             batch=self.batches[own.kv_group],
             params=self.attention.params[own.kv_group][own.index_in_block],
             queries=query,
@@ -103,7 +124,7 @@ class NativePass:
         own = self.attention.layers[layer]
         self.attention.kernels.call(
             "baton_write_kv",
-            kv=self.attention.kv,
+            kv=self.attention.kv[own.kv_group],
             batch=self.batches[own.kv_group],
             keys=key,
             values=value,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from baton.engine.kv_cache.groups import LayerPlace, layer_places
+from baton.engine.kv_cache.groups import LayerPlace
 from baton.engine.runner.kernels.abi import LayerArgs, PackedMatrix, PassArgs, RopeAngles, Struct
 from baton.engine.runner.kernels.calls import Kernels, gate_params, norm_params
 from baton.engine.runner.kernels.native import NativeOps
@@ -46,7 +46,7 @@ def native_layers(
     if parts:
         log.info("%s: torch computes the %s", config.architecture, ", the ".join(parts))
     made: list[DecoderLayer] = list(unfused_layers(NativeOps(kernels), config, layers))
-    places = layer_places(config.kv_groups())
+    places = config.kv_places()
     fused = {
         number: _layer_args(config, index, layers[index], places[number])
         for number, index in enumerate(config.attention_layers)
@@ -66,7 +66,7 @@ def _can_fuse(config: ModelConfig, layer: Layer) -> bool:
     """Return whether a layer has plain attention and no matrix with reordered columns."""
     if QkNorm.ROTATED in {own.qk_norm for own in config.layers}:
         return False
-    is_plain = layer.latent is None and not config.has_output_gate
+    is_plain = layer.latent is None and not config.has_output_gate and layer.v_norm is None
     return is_plain and None not in [native_matrix(linear) for linear in _linears(layer)]
 
 
@@ -83,7 +83,7 @@ class _FusedPasses:
         self.kernels = kernels
         self.config = config
         self.ops = NativeOps(kernels)
-        query_rows = config.num_heads * config.head_dim
+        query_rows = max([each.output.num_columns for each in layer_args], default=0)
         wide = [max(each.qkv.num_rows, each.gate_up.num_rows) for each in layer_args]
         gated = [each.down.num_columns for each in layer_args]
         self._buffer_sizes = (  # per token: see PassArgs
@@ -107,7 +107,7 @@ class _FusedPasses:
         ]
         by_group = [
             PassArgs(
-                kv=attention.kv,
+                kv=kv,
                 batch=batch,
                 attention=ctypes.addressof(params),
                 angles=ctypes.addressof(by_rope),
@@ -117,7 +117,9 @@ class _FusedPasses:
                 num_threads=self.kernels.num_threads,
                 **({} if low_rank is None else low_rank.args),
             )
-            for batch, params in zip(running.batches, attention.params, strict=True)
+            for kv, batch, params in zip(
+                attention.kv, running.batches, attention.params, strict=True
+            )
         ]
         args = (PassArgs * len(by_group))(*by_group)
         return _FusedPass(args, (angles, by_rope, buffers, running, low_rank))

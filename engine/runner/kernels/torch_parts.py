@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from baton.engine.runner.kernels.native_linear import native_experts, native_matrix
 from baton.engine.runner.model.config import ModelConfig
-from baton.engine.runner.model.layer_weights import Layer
-from baton.engine.runner.model.linear import Linear, Mlp, Moe
+from baton.engine.runner.model.layer_weights import Layer, ParallelMoe
+from baton.engine.runner.model.linear import Linear, Mlp
 
 EMBEDDING_SCALE = "scale of the embeddings"
 LOGITS_SCALE = "scale of the logits"
@@ -15,11 +15,14 @@ LOGITS_SOFTCAP = "soft cap of the logits"
 ROPE_BY_LENGTH = "angles of a RoPE that depends on the length"
 COLUMN_ORDER = "order of columns (GPTQ with act-order)"
 EXPERT_SUM = "sum over the experts"
+EXPERT_SCALES = "scales of the experts"
+PER_LAYER_INPUTS = "sums of the inputs per layer"
+LAYER_SCALE = "scale of the layers"
 
 
 def torch_parts(config: ModelConfig, layers: Sequence[Layer]) -> list[str]:
     """Return the names of these parts, each once."""
-    mixtures = [layer.mlp for layer in layers if isinstance(layer.mlp, Moe)]
+    mixtures = [layer.mixture for layer in layers if layer.mixture is not None]
     linears = [linear for layer in layers for linear in _linears(layer)]
     has_part = {
         EMBEDDING_SCALE: config.embedding_scale != 1.0,
@@ -27,6 +30,9 @@ def torch_parts(config: ModelConfig, layers: Sequence[Layer]) -> list[str]:
         LOGITS_SOFTCAP: config.logits_softcap is not None,
         ROPE_BY_LENGTH: config.depends_on_length,
         COLUMN_ORDER: any(native_matrix(linear) is None for linear in linears),
+        EXPERT_SCALES: any(isinstance(layer.mlp, ParallelMoe) for layer in layers),
+        PER_LAYER_INPUTS: config.per_layer is not None,
+        LAYER_SCALE: config.has_layer_scale,
         EXPERT_SUM: any(native_experts(moe.experts) is None for moe in mixtures),
     }
     return [part for part, is_there in has_part.items() if is_there]
@@ -38,6 +44,10 @@ def _linears(layer: Layer) -> Iterator[Linear]:
         yield layer.recurrent.gates
     if layer.latent is not None and layer.latent.query is not None:
         yield layer.latent.query
-    mlps = [layer.mlp] if isinstance(layer.mlp, Mlp) else layer.mlp.experts
+    mlps = [*(() if layer.mixture is None else layer.mixture.experts)]
+    if isinstance(layer.mlp, Mlp):
+        mlps.append(layer.mlp)
+    elif isinstance(layer.mlp, ParallelMoe):
+        mlps.append(layer.mlp.dense)
     for mlp in mlps:
         yield from (mlp.gate_up, mlp.down)

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import ClassVar
 
-from baton.engine.kv_cache.groups import KvCacheSpec, KvGroup, group_layers
+from baton.engine.kv_cache.groups import (
+    KvCacheSpec,
+    KvGroup,
+    KvHeads,
+    LayerPlace,
+    group_layers,
+    layer_places,
+)
 from baton.engine.runner.model.quantization import Quantization
 
 
@@ -47,6 +54,7 @@ class RopeConfig:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     temperature: QueryTemperature | None = None
+    rotated_share: float = 1.0  # of the pairs of dimensions (proportional): the first ones rotate
     # Pairs of dimensions that rotate by time, row and column of a token; empty: by its position.
     sections: tuple[int, ...] = ()
     are_sections_interleaved: bool = False
@@ -182,12 +190,26 @@ class LayerConfig:
     qk_norm: QkNorm = QkNorm.NONE
     mlp_size: int = 0  # dense MLP; 0 for a mixture of experts
     is_recurrent: bool = False  # a state instead of keys and values
+    # Heads of keys and values, in a model whose layers have unlike ones; None: those of the model.
+    kv_heads: KvHeads | None = None
+    kv_layer: int | None = None  # whose keys and values it reads; None: its own, which it writes
+    has_value_projection: bool = True  # False: values are the keys before norm and RoPE
+    has_parallel_experts: bool = False  # beside the dense MLP
 
     def kv_spec(self, max_context_len: int) -> KvCacheSpec:
         """Return which keys and values the layer needs, in sequences of at most this length."""
         has_window = self.window is not None and self.window < max_context_len
         has_chunk = self.chunk is not None and self.chunk < max_context_len
-        return KvCacheSpec(self.window if has_window else None, self.chunk if has_chunk else None)
+        window, chunk = self.window if has_window else None, self.chunk if has_chunk else None
+        return KvCacheSpec(window, chunk, self.kv_heads)
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerConfig:
+    """Inputs that each layer has of its own for each token (Gemma 3n and 4)."""
+
+    size: int  # of the input of one layer
+    vocab_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +254,9 @@ class ModelConfig:
     num_labels: int = 0  # of a classifier of texts
     label_tokens: tuple[int, int] | None = None  # whose rows of the head give the only label
     sees_whole_pictures: bool = False  # a picture's tokens attend to all tokens of the picture
+    norms_values: bool = False  # RMS norm of the values of each head, without weights
+    per_layer: PerLayerConfig | None = None
+    has_layer_scale: bool = False  # the output of a layer is multiplied by a number of its own
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
@@ -240,6 +265,14 @@ class ModelConfig:
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
         return tuple(i for i, layer in enumerate(self.layers) if layer.is_recurrent)
+
+    def of_layer(self, index: int) -> ModelConfig:
+        """Return the model as if all layers had the heads of this one."""
+        heads = self.layers[index].kv_heads
+        if heads is None:
+            return self
+        rotary_dim = heads.dim * self.rotary_dim // self.head_dim
+        return replace(self, num_kv_heads=heads.num, head_dim=heads.dim, rotary_dim=rotary_dim)
 
     @property
     def num_kv_tensors(self) -> int:
@@ -271,9 +304,22 @@ class ModelConfig:
         return any(rope.depends_on_length for rope in self.ropes)
 
     def kv_groups(self) -> tuple[KvGroup, ...]:
-        """Return the layers with attention, grouped by which keys and values they need."""
+        """Return the layers with their own keys and values, grouped by which they need."""
         max_len = self.max_context_len()
-        return group_layers({i: self.layers[i].kv_spec(max_len) for i in self.attention_layers})
+        writers = [i for i in self.attention_layers if self.layers[i].kv_layer is None]
+        return group_layers({i: self.layers[i].kv_spec(max_len) for i in writers})
+
+    def kv_places(self) -> tuple[LayerPlace, ...]:
+        """Return where each layer with attention finds its keys and values."""
+        writers = [i for i in self.attention_layers if self.layers[i].kv_layer is None]
+        own = dict(zip(writers, layer_places(self.kv_groups()), strict=True))
+        read = [(i, self.layers[i].kv_layer) for i in self.attention_layers]
+        return tuple(own[layer if source is None else source] for layer, source in read)
+
+    @property
+    def last_writer(self) -> int:
+        """Return the last layer that writes what later tokens need."""
+        return max(i for i, layer in enumerate(self.layers) if layer.kv_layer is None)
 
     def max_shareable_prompt_len(self) -> int | None:
         """Return the prompt length up to which KV does not depend on it, None without a limit."""

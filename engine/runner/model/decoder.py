@@ -16,6 +16,7 @@ from baton.engine.runner.model.layers import DecoderLayer, LayerInput, join_laye
 from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.mixers import Ends, ForwardPass
 from baton.engine.runner.model.ops import Norm, Ops
+from baton.engine.runner.model.per_layer import PerLayerInputs
 
 
 class GivenRows(NamedTuple):
@@ -38,6 +39,7 @@ class Decoder:
     head: Linear
     waits_for_experts: bool = False  # the CPU reads which experts are chosen
     classifier: Tensor | None = None  # [num_labels, hidden_size] in float32
+    per_layer_inputs: PerLayerInputs | None = None
 
     def forward(
         self,
@@ -51,26 +53,60 @@ class Decoder:
 
         With `ends`, only the hidden states of those tokens are returned.
         """
-        embeddings, layers = self.embed(token_ids), self.layers
+        embeddings = self.embed(token_ids)
         if given is not None:
             embeddings[given.tokens] = given.rows.to(embeddings.dtype)
-        inputs = LayerInput(embeddings)
-        levels = () if given is None else given.levels
-        if hook is None and not levels:
+        if self.per_layer_inputs is not None:
+            forward_pass.per_layer_inputs = self.per_layer_inputs.compute(token_ids, embeddings)
+        if given is not None and given.levels:
+            hidden_states = self._forward_levels(embeddings, forward_pass, hook, ends, given)
+        else:
+            hidden_states = self._forward(embeddings, forward_pass, hook, ends)
+        return self.ops.rms_norm(hidden_states, self.norm)
+
+    def _forward(
+        self,
+        embeddings: Tensor,
+        forward_pass: ForwardPass,
+        hook: FencedHook | None,
+        ends: Ends | None,
+    ) -> Tensor:
+        layers, last_writer = self.layers, self.config.last_writer
+        if hook is None and last_writer == len(layers) - 1:
             layers = self._joined_layers
-        last = len(layers) - 1
+            last_writer = len(layers) - 1
+        inputs = LayerInput(embeddings)
         for index, layer in enumerate(layers):
-            needed = ends if index == last and index >= len(levels) else None
+            needed = ends if index == last_writer else None
+            if len(inputs.hidden_states):
+                inputs = layer.forward(forward_pass, inputs, needed)
+            if needed is not None and index < len(layers) - 1:
+                forward_pass = forward_pass.restrict_to(needed)  # later layers write nothing
+            if hook is not None:
+                hook.layer_done(index)
+        return inputs.hidden_states
+
+    def _forward_levels(
+        self,
+        embeddings: Tensor,
+        forward_pass: ForwardPass,
+        hook: FencedHook | None,
+        ends: Ends | None,
+        given: GivenRows,
+    ) -> Tensor:
+        """Add rows to the outputs of the first layers."""
+        inputs, last = LayerInput(embeddings), len(self.layers) - 1
+        has_plain_end = last >= len(given.levels)
+        for index, layer in enumerate(self.layers):
+            needed = ends if index == last and has_plain_end else None
             inputs = layer.forward(forward_pass, inputs, needed)
-            if given is not None and index < len(levels):
-                inputs.hidden_states[given.tokens] += levels[index].to(embeddings.dtype)
+            if index < len(given.levels):
+                inputs.hidden_states[given.tokens] += given.levels[index].to(embeddings.dtype)
                 inputs = LayerInput(inputs.hidden_states)  # to be normed again
             if hook is not None:
                 hook.layer_done(index)
         hidden_states = inputs.hidden_states
-        if ends is not None and last < len(levels):
-            hidden_states = hidden_states[ends.indices]
-        return self.ops.rms_norm(hidden_states, self.norm)
+        return hidden_states if ends is None or has_plain_end else hidden_states[ends.indices]
 
     @cached_property
     def _joined_layers(self) -> Sequence[DecoderLayer]:

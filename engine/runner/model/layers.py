@@ -9,10 +9,10 @@ from typing import ClassVar, NamedTuple, Protocol
 from torch import Tensor
 
 from baton.engine.runner.model.config import ModelConfig
-from baton.engine.runner.model.layer_weights import Layer
+from baton.engine.runner.model.layer_weights import Layer, ParallelMoe
 from baton.engine.runner.model.linear import Moe
 from baton.engine.runner.model.mixers import Ends, ForwardPass, Mixer, make_mixer
-from baton.engine.runner.model.mlp import compute_mlp, compute_moe
+from baton.engine.runner.model.mlp import compute_mlp, compute_moe, compute_parallel
 from baton.engine.runner.model.ops import MlpGate, Norm, Ops
 
 
@@ -116,6 +116,8 @@ def compute_output(config: ModelConfig, ops: Ops, layer: Layer, mlp_input: Tenso
     gate = gate_of(config)
     if isinstance(layer.mlp, Moe):
         output = compute_moe(ops, layer.mlp, gate, mlp_input)
+    elif isinstance(layer.mlp, ParallelMoe):
+        output = compute_parallel(ops, layer.mlp, gate, mlp_input)
     else:
         output = compute_mlp(ops, layer.mlp, gate, mlp_input)
     return _apply_norm(ops, output, layer.mlp_output_norm)

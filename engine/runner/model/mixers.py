@@ -75,6 +75,7 @@ class ForwardPass:
     attention: AttentionPass
     linear_attention: LinearAttentionPass | None = None  # if the model has recurrent layers
     groups: Sequence[Group] | None = None  # tokens with adapters, if there can be any
+    per_layer_inputs: Tensor | None = None  # [tokens, layers, size], of models that have them
     _made: dict[Hashable, object] = field(default_factory=dict)
 
     def once(self, make: Callable[[ForwardPass], T]) -> T:
@@ -87,7 +88,15 @@ class ForwardPass:
         """Return the pass over only these tokens."""
         angles = [(cos[ends.indices], sin[ends.indices]) for cos, sin in self.angles]
         groups = None if self.groups is None else restrict_groups(self.groups, ends.indices)
-        return replace(self, angles=angles, attention=ends.attention, groups=groups, _made={})
+        per_layer = self.per_layer_inputs
+        return replace(
+            self,
+            angles=angles,
+            attention=ends.attention,
+            groups=groups,
+            per_layer_inputs=None if per_layer is None else per_layer[ends.indices],
+            _made={},
+        )
 
 
 class Mixer(Protocol):
@@ -113,13 +122,18 @@ class AttentionMixer:
     number: int  # the layer's, among those with attention
 
     def mix(self, forward_pass: ForwardPass, inputs: Tensor, ends: Ends | None) -> Tensor:
-        config = self.config
-        heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        if self.own.kv_layer is not None:
+            return self._read_alone(forward_pass, inputs, ends)
+        config, has_values = self.config, self.own.has_value_projection
+        heads = [config.num_heads, *[config.num_kv_heads] * (2 if has_values else 1)]
         if config.has_output_gate:
             heads.append(config.num_heads)
         by_head = self.layer.qkv(inputs).view(len(inputs), -1, config.head_dim)
         split: tuple[Tensor, ...] = by_head.split(heads, dim=1)
-        query, key, value, *gates = split
+        query, key, *others = split
+        value, gates = (others[0], others[1:]) if has_values else (key, others)
+        if self.layer.v_norm is not None:
+            value = self._norm_heads(value, self.layer.v_norm)
         is_rotated = ends is None and self.own.query_rope == self.own.key_rope
         key_angles = forward_pass.angles[self.own.key_rope]
         if is_rotated:
@@ -137,6 +151,21 @@ class AttentionMixer:
             query = self._apply_rope(query, self.layer.q_norm, angles)
         attended = forward_pass.attention.attend(self.number, query).flatten(1)
         return self.ops.multiply_sigmoid(attended, gates[0].flatten(1)) if gates else attended
+
+    def _read_alone(self, forward_pass: ForwardPass, inputs: Tensor, ends: Ends | None) -> Tensor:
+        """Attend to the keys and values of another layer."""
+        if ends is not None:
+            forward_pass, inputs = forward_pass.restrict_to(ends), inputs[ends.indices]
+            if not len(inputs):
+                return inputs.new_empty(0, self.config.num_heads * self.config.head_dim)
+        query = self.layer.qkv(inputs).view(len(inputs), -1, self.config.head_dim)
+        angles = forward_pass.angles[self.own.query_rope]
+        query = self._apply_rope(query, self.layer.q_norm, angles)
+        return forward_pass.attention.attend(self.number, query).flatten(1)
+
+    def _norm_heads(self, heads: Tensor, norm: Norm) -> Tensor:
+        rows = heads.reshape(-1, heads.shape[2])
+        return self.ops.rms_norm(rows, norm).view(heads.shape)
 
     def _apply_ropes(self, query: Tensor, key: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
         if self.own.qk_norm is QkNorm.ROTATED:
@@ -236,4 +265,4 @@ def make_mixer(config: ModelConfig, ops: Ops, layer: Layer, index: int) -> Mixer
     number, own = config.attention_layers.index(index), config.layers[index]
     if config.latent is not None and layer.latent is not None:
         return LatentMixer(config.latent, layer.latent, ops, layer, own, number)
-    return AttentionMixer(config, ops, layer, own, number)
+    return AttentionMixer(config.of_layer(index), ops, layer, own, number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from baton.engine.runner.model.layer_weights import ParallelMoe
 from baton.engine.runner.model.linear import ExpertChoice, Mlp, Moe
 from baton.engine.runner.model.ops import MlpGate, Ops
 
@@ -45,3 +46,15 @@ def compute_moe(ops: Ops, moe: Moe, gate: MlpGate, hidden_states: Tensor) -> Ten
     if moe.shared_gate is not None:
         shared = ops.multiply_sigmoid(shared, moe.shared_gate(hidden_states))
     return ops.add(output, shared, 1.0)
+
+
+def compute_parallel(ops: Ops, both: ParallelMoe, gate: MlpGate, hidden_states: Tensor) -> Tensor:
+    """Return the sum of the outputs of MLP and experts. The input is not normed."""
+    dense = compute_mlp(ops, both.dense, gate, ops.rms_norm(hidden_states, both.dense_norm))
+    routing = ops.route(ops.rms_norm(hidden_states, both.router_norm), both.experts.router)
+    scales = both.expert_scales[routing.expert_ids]
+    routing = routing._replace(weights=routing.weights * scales)
+    inputs = ops.rms_norm(hidden_states, both.experts_norm)
+    mixed = ops.mix_experts(both.experts, gate, inputs, routing)
+    mixed = ops.rms_norm(mixed, both.experts_output_norm)
+    return ops.add(ops.rms_norm(dense, both.dense_output_norm), mixed, 1.0)

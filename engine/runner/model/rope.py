@@ -19,8 +19,11 @@ class Ropes:
     """Computes the angles of all RoPEs of a model, once per pass for all layers."""
 
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-        sizes = config.rope_head_dim, config.rotary_dim, config.max_position_embeddings
-        self._ropes = [Rope(rope, *sizes, device, dtype) for rope in config.ropes]
+        longest = config.max_position_embeddings
+        self._ropes = [
+            Rope(rope, *_sizes(config, number), longest, device, dtype)
+            for number, rope in enumerate(config.ropes)
+        ]
         self.depends_on_length = config.depends_on_length
         self.has_grid_positions = config.has_grid_positions
 
@@ -116,6 +119,15 @@ class Rope:
         return 1.0 / (base ** _exponents(dim))
 
 
+def _sizes(config: ModelConfig, rope: int) -> tuple[int, int]:
+    """Return the size of a head of the layers with a RoPE, and how many dimensions rotate."""
+    users = [
+        i for i, layer in enumerate(config.layers) if rope in (layer.query_rope, layer.key_rope)
+    ]
+    own = config.of_layer(users[0])
+    return own.rope_head_dim, own.rotary_dim
+
+
 def _axes(config: RopeConfig, head_dim: int, rotary_dim: int) -> Tensor:
     """Return the axis by which each dimension of a head rotates, or 0."""
     half = torch.zeros(head_dim // 2, dtype=torch.int64)
@@ -168,6 +180,9 @@ def _frequencies(config: RopeConfig, dim: int) -> Tensor:
     if config.kind == "none":
         return torch.zeros(dim // 2)
     plain = 1.0 / (config.theta ** _exponents(dim))
+    if config.kind == "proportional":
+        plain[int(config.rotated_share * dim // 2) :] = 0
+        return plain / config.factor
     if config.kind == "linear":
         return plain / config.factor
     if config.kind == "llama3":

@@ -13,11 +13,11 @@ from baton.engine.runner.kernels.abi import (
     AttentionParams,
     BatchLayout,
     LayerNormF32,
-    PagedKv,
     Struct,
 )
 from baton.engine.runner.kernels.calls import Kernels, PassArrays
 from baton.engine.runner.kernels.native import NativeOps
+from baton.engine.runner.kernels.native_attention import paged_kv
 from baton.engine.runner.model.config import Activation as GateActivation
 from baton.engine.runner.model.layer_norm import LayerNorm
 from baton.engine.runner.model.ops import MlpGate
@@ -102,7 +102,7 @@ class _WindowAttention:
         arrays, query = PassArrays(), self.query.contiguous()
         batch, num_blocks = self._layout(arrays)
         cache = torch.empty(num_blocks, 1, 2, num_heads, BLOCK_SIZE, head_dim, dtype=query.dtype)
-        kv = PagedKv(cache.data_ptr(), 1, 2, num_heads, BLOCK_SIZE, head_dim, head_dim, 0)
+        kv = paged_kv(cache, cache[:, 0])
         output = torch.empty_like(query)
         self.kernels.call(
             "baton_write_kv",

@@ -9,15 +9,21 @@ import torch
 
 from baton.checkpoint.checkpoint import Tensors
 from baton.core.errors import ModelError
-from baton.engine.kv_cache.groups import LayerPlace, layer_places
+from baton.engine.kv_cache.groups import LayerPlace
 from baton.engine.runner.attention.paged_attention import LayerAttention
 from baton.engine.runner.families.family import ExpertNames
-from baton.engine.runner.model.config import ModelConfig, MoeConfig, QkNorm
+from baton.engine.runner.model.config import LayerConfig, ModelConfig, MoeConfig, QkNorm
 from baton.engine.runner.model.decoder import Decoder
-from baton.engine.runner.model.layer_weights import LatentProjections, Layer
+from baton.engine.runner.model.layer_weights import (
+    LatentProjections,
+    Layer,
+    ParallelMoe,
+    PerLayerWeights,
+)
 from baton.engine.runner.model.layers import DecoderLayer
 from baton.engine.runner.model.linear import Linear, Mlp, Moe, Router
-from baton.engine.runner.model.ops import Norm
+from baton.engine.runner.model.ops import Norm, Ops
+from baton.engine.runner.model.per_layer import PerLayerInputs, extend_layers
 from baton.engine.runner.model.rank_group import RankGroup, SummedLinear
 from baton.engine.runner.model.rope import head_order, repeat_order
 from baton.engine.runner.model_info import LoadProgressCallback
@@ -57,17 +63,38 @@ def load_decoder(
     layers = [load_layer(tensors, loader, index, group) for index in range(config.num_layers)]
     norm = loader.norm(f"{tensors.prefix}{tensors.names.norm}")
     head = embedding if config.ties_embeddings else loader.embedding(tensors.head)
-    parts, mixtures = target.parts, [layer.mlp for layer in layers if isinstance(layer.mlp, Moe)]
+    parts = target.parts
+    mixtures = [layer.mixture for layer in layers if layer.mixture is not None]
     made = parts.make_layers(config, layers)
     if adapt is not None:
         made = adapt(layers, made)
+    made = extend_layers(config, parts.ops, layers, made)
     waits = any(list(map(parts.waits_for_experts, mixtures)))  # of all: this joins the experts
     classifier = None
     if config.label_tokens is not None:
         classifier = _label_row(files, tensors, config.label_tokens).to(target.device)
     elif config.num_labels:
         classifier = loader.vector(f"{CLASSIFIER}.weight")
-    return Decoder(config, parts.ops, embedding, made, norm, head, waits, classifier)
+    per_layer = _load_per_layer_inputs(config, tensors, loader, parts.ops)
+    return Decoder(config, parts.ops, embedding, made, norm, head, waits, classifier, per_layer)
+
+
+def _load_per_layer_inputs(
+    config: ModelConfig, tensors: TensorMap, loader: TensorLoader, ops: Ops
+) -> PerLayerInputs | None:
+    if config.per_layer is None:
+        return None
+    names = tensors.names.per_layer
+    embedding, projection, norm = (
+        f"{tensors.prefix}{name}" for name in (names.embedding, names.projection, names.norm)
+    )
+    return PerLayerInputs(
+        ops,
+        config.num_layers,
+        loader.rows(embedding),
+        loader.linear([projection], has_bias=False),
+        loader.norm(norm),
+    )
 
 
 def _label_row(files: Tensors, tensors: TensorMap, tokens: tuple[int, int]) -> torch.Tensor:
@@ -81,8 +108,7 @@ def _label_row(files: Tensors, tensors: TensorMap, tokens: tuple[int, int]) -> t
 def attention_of(config: ModelConfig, files: Tensors, device: torch.device) -> list[LayerAttention]:
     """Return the attention of each layer that has it, with its sinks."""
     tensors, layers = TensorMap(config, files.shapes()), []
-    places = layer_places(config.kv_groups())
-    for place, index in zip(places, config.attention_layers, strict=True):
+    for place, index in zip(config.kv_places(), config.attention_layers, strict=True):
         layer = layer_attention(config, index, place)
         if config.has_sinks:
             name = tensors.in_layer(index, tensors.names.sinks)
@@ -103,6 +129,7 @@ def layer_attention(config: ModelConfig, index: int, place: LayerPlace) -> Layer
         place.group,
         place.place,
         value_dim=None if config.latent is None else config.latent.rank,
+        kv_heads=layer.kv_heads,
     )
 
 
@@ -121,10 +148,10 @@ class _LayerLoader:
         self._group = group
         self._tensors = tensors
         self._names = tensors.names
-        self._config = tensors.config
+        self._config = tensors.config.of_layer(index)
         self._loader = loader
         self._index = index
-        self._order = head_order(tensors.config)
+        self._order = head_order(self._config)
 
     def load(self) -> Layer:
         names, config = self._names, self._config
@@ -143,21 +170,42 @@ class _LayerLoader:
             k_norm=k_norm,
             output=self._summed(output, config.has_output_bias and recurrent is None),
             attention_norm=self._norm(names.attention_norm),
-            mlp_norm=self._norm(names.mlp_norm),
-            mlp=self._mlp(names.gate_up, names.down) if layer.mlp_size else self._moe(),
+            mlp_norm=None if layer.has_parallel_experts else self._norm(names.mlp_norm),
+            mlp=self._any_mlp(layer),
             mlp_output_norm=self._norm(names.mlp_output_norm),
             latent=latent,
             recurrent=recurrent,
+            v_norm=self._loader.unweighted_norm(config.head_dim) if config.norms_values else None,
+            per_layer=self._per_layer(),
+            scale=self._scale(),
         )
+
+    def _per_layer(self) -> PerLayerWeights | None:
+        if self._config.per_layer is None:
+            return None
+        names = self._names.per_layer
+        gate, projection = ([each] for each in (names.layer_gate, names.layer_projection))
+        norm = self._tensors.in_layer(self._index, names.layer_norm)
+        return PerLayerWeights(
+            self._linear(gate, False), self._linear(projection, False), self._loader.norm(norm)
+        )
+
+    def _scale(self) -> float:
+        if not self._config.has_layer_scale:
+            return 1.0
+        name = self._tensors.in_layer(self._index, self._names.layer_scale)
+        return float(self._loader.vector(name))
 
     def _attention(self) -> tuple[Linear, Norm | None, Norm | None, LatentProjections | None]:
         names, config = self._names, self._config
         if config.latent is not None:
             return LatentLoader(config.latent, self._tensors, self._loader, self._index).load()
+        qkv, order = self._tensors.qkv(self._index), joined_order(config)
+        reads = config.layers[self._index].kv_layer is not None
         return (
-            self._linear(names.qkv, config.has_qkv_bias, joined_order(config), is_sensitive=True),
+            self._linear(qkv, config.has_qkv_bias, order, is_sensitive=True),
             self._qk_norm(names.q_norm, config.num_heads),
-            self._qk_norm(names.k_norm, config.num_kv_heads),
+            None if reads else self._qk_norm(names.k_norm, config.num_kv_heads),
             None,
         )
 
@@ -184,6 +232,37 @@ class _LayerLoader:
     ) -> Linear:
         names = self._tensors.in_layers(self._index, names)
         return self._loader.linear(names, has_bias, order, is_sensitive=is_sensitive)
+
+    def _any_mlp(self, layer: LayerConfig) -> Mlp | Moe | ParallelMoe:
+        if layer.has_parallel_experts:
+            return self._parallel_moe()
+        return self._mlp(self._names.gate_up, self._names.down) if layer.mlp_size else self._moe()
+
+    def _parallel_moe(self) -> ParallelMoe:
+        names, loader, moe = self._names.parallel, self._loader, self._moe()
+        router_scale, expert_scales, dense_norm, dense_output_norm, norm, output_norm = (
+            self._tensors.in_layer(self._index, name)
+            for name in (
+                names.router_scale,
+                names.expert_scales,
+                self._names.mlp_norm,
+                names.dense_output_norm,
+                names.experts_norm,
+                names.experts_output_norm,
+            )
+        )
+        size = self._config.hidden_size
+        weight = moe.router.weight * loader.vector(router_scale) * size**-0.5
+        return ParallelMoe(
+            self._mlp(self._names.gate_up, self._names.down),
+            loader.norm(dense_norm),
+            loader.norm(dense_output_norm),
+            replace(moe, router=replace(moe.router, weight=weight)),
+            loader.unweighted_norm(size),
+            loader.norm(norm),
+            loader.norm(output_norm),
+            loader.vector(expert_scales),
+        )
 
     def _mlp(self, gate_up: Sequence[str], down: str) -> Mlp:
         has_bias = self._config.has_mlp_bias

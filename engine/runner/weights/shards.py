@@ -20,7 +20,8 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     kinds = config.moe, config.latent, config.recurrent, config.quantization
     norms = {layer.qk_norm for layer in config.layers}
     sizes = config.num_heads, config.num_kv_heads, *(layer.mlp_size for layer in config.layers)
-    if any(kinds) or config.has_output_gate or QkNorm.ALL_HEADS in norms:
+    has_own = config.per_layer is not None or any(layer.kv_heads for layer in config.layers)
+    if any(kinds) or has_own or config.has_output_gate or QkNorm.ALL_HEADS in norms:
         raise InvalidConfig(f"{config.architecture}: its layers cannot be divided among ranks")
     if any(size % shard.size for size in sizes):
         raise InvalidConfig(

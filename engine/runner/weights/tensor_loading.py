@@ -77,6 +77,19 @@ class LoadTarget:
     group: RankGroup | None = None  # of the ranks that share the model
 
 
+@dataclass(frozen=True, slots=True)
+class MappedRows:
+    """Implements `Linear` by the rows of a mapped file: no others are ever read."""
+
+    table: Tensor
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states @ self.table.T
+
+    def rows(self, row_ids: Tensor) -> Tensor:
+        return self.table[row_ids]
+
+
 class TensorLoader:
     """Loads tensors in the target's dtype; matrices of one fused linear layer are stacked."""
 
@@ -145,6 +158,14 @@ class TensorLoader:
         """Load the embedding or LM head."""
         quantize = SENSITIVE_QUANTIZERS[self._target.quantize]
         return self._make_linear(name, lambda: self._matrix([name], quantize), None)
+
+    def rows(self, name: str) -> Linear:
+        """Load a table of which rows alone are read: from the mapped file, if it is stored so."""
+        if self._files.quantized(f"{name}.weight") is None and self._target.quantize == "none":
+            mapped = self._mapped([name], None)
+            if mapped is not None:
+                return MappedRows(mapped)
+        return self.embedding(name)
 
     def linear(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from baton.checkpoint.checkpoint import Expected, Shape, Tensors
 from baton.checkpoint.weight_files import FLOATS
@@ -58,6 +59,13 @@ class TensorMap:
     def in_layers(self, index: int, names: Sequence[str]) -> list[str]:
         return [self.in_layer(index, name) for name in names]
 
+    def qkv(self, index: int) -> Sequence[str]:
+        """Return the names of the projections of queries, keys and values that a layer has."""
+        layer, names = self.config.layers[index], self.names.qkv
+        if layer.kv_layer is not None:
+            return names[:1]
+        return names if layer.has_value_projection else names[:2]
+
     def shapes(self) -> dict[str, Shape]:
         """Return the shape of each tensor as if no matrix was quantized."""
         return dict(self._shapes())
@@ -74,7 +82,18 @@ class TensorMap:
             return True
         # Layers after the last one predict several tokens at once.
         predictor = f"{self.prefix}layers.{self.config.num_layers}."
-        return name.startswith((predictor, *self.names.ignored))
+        return name.startswith((predictor, *self._unread, *self.names.ignored))
+
+    @cached_property
+    def _unread(self) -> tuple[str, ...]:
+        """Tensors of keys and values that layers do not compute, although a folder has them."""
+        config, names = self.config, self.names
+        return tuple(
+            f"{self.in_layer(index, name)}."
+            for index, layer in enumerate(config.layers)
+            if layer.kv_layer is not None
+            for name in (*names.qkv[1:], names.k_norm)
+        )
 
     def _shapes(self) -> Shapes:
         config = self.config
@@ -84,6 +103,12 @@ class TensorMap:
             yield f"{CLASSIFIER}.weight", (config.num_labels, config.hidden_size)
         if not config.ties_embeddings:
             yield f"{self.head}.weight", (config.vocab_size, config.hidden_size)
+        if config.per_layer is not None:
+            size, names = config.per_layer.size, self.names.per_layer
+            rows = config.num_layers * size
+            yield f"{self.prefix}{names.embedding}.weight", (config.per_layer.vocab_size, rows)
+            yield f"{self.prefix}{names.projection}.weight", (rows, config.hidden_size)
+            yield f"{self.prefix}{names.norm}.weight", (size,)
         for index in range(config.num_layers):
             yield from self.shapes_of_layer(index).items()
 
@@ -93,13 +118,24 @@ class TensorMap:
             if norm:
                 yield f"{norm}.weight", (config.hidden_size,)
         yield from self._attention_shapes(index)
+        if config.has_layer_scale:
+            yield names.layer_scale, (1,)
+        if config.per_layer is not None:
+            size, own = config.per_layer.size, names.per_layer
+            yield from _linear(own.layer_gate, size, config.hidden_size, False)
+            yield from _linear(own.layer_projection, config.hidden_size, size, False)
+            yield f"{own.layer_norm}.weight", (config.hidden_size,)
         if config.layers[index].mlp_size:
             yield from self._mlp_shapes(names.gate_up, names.down, config.layers[index].mlp_size)
-        elif config.moe is not None and names.experts is not None:
+            if not config.layers[index].has_parallel_experts:
+                return
+        if config.moe is not None and names.experts is not None:
             yield from self._moe_shapes(config.moe, names.experts)
+            if config.layers[index].has_parallel_experts:
+                yield from self._parallel_shapes(config.moe)
 
     def _attention_shapes(self, index: int) -> Shapes:
-        config, names = self.config, self.names
+        config, names = self.config.of_layer(index), self.names
         if config.latent is not None:
             yield from self._latent_shapes(config.latent)
             return
@@ -112,14 +148,15 @@ class TensorMap:
         queries, keys = (count * config.head_dim for count in heads)
         gated = 2 * queries if config.has_output_gate else queries
         rows = (gated, keys, keys) if len(names.qkv) == 3 else (gated + 2 * keys,)
-        for name, count in zip(names.qkv, rows, strict=True):
+        for name, count in zip(self.qkv(index), rows, strict=False):
             yield from _linear(name, count, hidden, config.has_qkv_bias)
         yield from _linear(names.output, hidden, queries, config.has_output_bias)
         kind = config.layers[index].qk_norm
         if kind in (QkNorm.HEAD, QkNorm.ALL_HEADS, QkNorm.ROTATED):
             is_wide = kind is QkNorm.ALL_HEADS
             yield f"{names.q_norm}.weight", (queries if is_wide else config.head_dim,)
-            yield f"{names.k_norm}.weight", (keys if is_wide else config.head_dim,)
+            if config.layers[index].kv_layer is None:
+                yield f"{names.k_norm}.weight", (keys if is_wide else config.head_dim,)
         if config.has_sinks:
             yield names.sinks, (config.num_heads,)
 
@@ -169,6 +206,13 @@ class TensorMap:
         for name in gate_up:
             yield from _linear(name, 2 * size // len(gate_up), hidden, has_bias)
         yield from _linear(down, hidden, size, has_bias)
+
+    def _parallel_shapes(self, moe: MoeConfig) -> Shapes:
+        hidden, names = self.config.hidden_size, self.names.parallel
+        yield names.router_scale, (hidden,)
+        yield names.expert_scales, (moe.num_experts,)
+        for norm in (names.dense_output_norm, names.experts_norm, names.experts_output_norm):
+            yield f"{norm}.weight", (hidden,)
 
     def _moe_shapes(self, moe: MoeConfig, names: ExpertNames) -> Shapes:
         hidden = self.config.hidden_size

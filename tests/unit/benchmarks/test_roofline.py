@@ -165,7 +165,7 @@ def test_each_matrix_of_a_family_counts_once(name: str, tmp_path: Path) -> None:
     matrices = {
         name: torch.Size(shape).numel()
         for name, shape in expected_tensors(config).items()
-        if len(shape) > 1 and not name.endswith(("_bias", "embed_tokens.weight"))
+        if len(shape) > 1 and "embed_tokens" not in name and not name.endswith("_bias")
     }
     head = config.vocab_size * config.hidden_size if config.ties_embeddings else 0
     assert counted == sum(matrices.values()) + head

@@ -12,14 +12,16 @@ namespace baton {
 
 using Bf16 = std::uint16_t;  // bit pattern
 
-// Paged KV cache, [blocks, layers, tensors, kv_heads, block_size, head_dim]. The tensors are keys
-// and values, or keys alone: then the leading value_dim numbers of a key are its value.
+// Paged KV cache. A block has places, and a layer has [tensors, kv_heads, block_size, head_dim]
+// from its place on. The tensors are keys and values, or keys alone: then the leading value_dim
+// numbers of a key are its value. Layers of other KV groups can have other heads.
 //
 // Numbers are bf16, or int8 with a scale: then a slot has head_dim bytes and a bf16 scale, and
 // head_dim is even.
 struct PagedKv {
     Bf16* blocks;
-    std::int64_t num_layers, num_tensors, num_kv_heads, block_size, head_dim;
+    std::int64_t block_stride, place_stride;  // in units of two bytes
+    std::int64_t num_tensors, num_kv_heads, block_size, head_dim;
     std::int64_t value_dim;  // head_dim if there are values
     std::int64_t is_int8;
 
@@ -27,10 +29,10 @@ struct PagedKv {
     std::int64_t slot_size() const { return is_int8 ? head_dim / 2 + 1 : head_dim; }
 
     // Slots of a head in one block: keys (key_or_value = 0) or values (1).
-    Bf16* slots(std::int64_t block, std::int64_t layer, int key_or_value, std::int64_t head) const {
+    Bf16* slots(std::int64_t block, std::int64_t place, int key_or_value, std::int64_t head) const {
         const int tensor = num_tensors == 1 ? 0 : key_or_value;
-        const std::int64_t plane = (block * num_layers + layer) * num_tensors + tensor;
-        return blocks + (plane * num_kv_heads + head) * block_size * slot_size();
+        Bf16* const layer = blocks + block * block_stride + place * place_stride;
+        return layer + (tensor * num_kv_heads + head) * block_size * slot_size();
     }
 };
 

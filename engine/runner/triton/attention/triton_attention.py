@@ -85,6 +85,7 @@ class TritonPagedAttention:
         """`num_processors` is that of the GPU by default."""
         self._kv = kv
         self._layers = tuple(layers)
+        self._views = [layer.view(kv) for layer in layers]
         self._num_processors = num_processors or count_processors(kv.device)
 
     def begin(self, layout: PassLayout, inputs: StepInputs = SHARED_INPUTS) -> AttentionPass:
@@ -94,6 +95,7 @@ class TritonPagedAttention:
             arrays.append(layout.seen_ends)
         return TritonPass(
             self._kv,
+            self._views,
             self._layers,
             self._num_processors,
             # The width of the tables, in which a graph has room for longer contexts.
@@ -108,6 +110,7 @@ class TritonPass:
     """Implements `AttentionPass`. Arrays of the layout are on the device, in 32 bits."""
 
     kv: Tensor
+    views: Sequence[Tensor]  # keys and values by layer
     layers: tuple[LayerAttention, ...]
     num_processors: int
     max_context: int  # no sequence is longer
@@ -119,37 +122,35 @@ class TritonPass:
 
     def write(self, layer: int, key: Tensor, value: Tensor | None) -> None:
         """Write both with one launch, which quantises them if the cache is int8."""
-        own, kv, key = self.layers[layer], self.kv, row_contiguous(key)
+        own, view, key = self.layers[layer], self.views[layer], row_contiguous(key)
         values = key if value is None else row_contiguous(value)
         num_tokens, num_kv_heads, size = key.shape
         launch(
             write_kernel,
             (num_tokens, num_kv_heads, 1 if value is None else 2),
-            kv,
+            self.kv,
             key,
             values,
             *self._sequences(own),
             self.num_single,
             self.block_tables.stride(1),
-            kv.stride(0),
-            kv.stride(2),
-            kv.stride(3),
-            self._place(own, 0),
+            *view.stride()[:3],
+            self._place(layer, 0),
             *key.stride()[:2],
             *values.stride()[:2],
             size=size,
             padded_size=triton.next_power_of_2(size),
-            slot_size=kv.shape[5],
-            block_size=kv.shape[4],
-            is_int8=kv.dtype is torch.int8,
+            slot_size=view.shape[4],
+            block_size=view.shape[3],
+            is_int8=view.dtype is torch.int8,
             num_warps=1,
         )
 
     def attend(self, layer: int, query: Tensor) -> Tensor:
         own, query = self.layers[layer], query.contiguous()
         num_tokens, num_heads, head_dim = query.shape
-        tile = attention_tile(head_dim, num_heads // self.kv.shape[3], self.kv.dtype)
-        sizes = self._sizes(own, tile, query)
+        tile = attention_tile(head_dim, num_heads // self.views[layer].shape[2], self.kv.dtype)
+        sizes = self._sizes(layer, tile, query)
         call = _AttentionCall(
             query,
             query if own.sinks is None else own.sinks,
@@ -158,7 +159,7 @@ class TritonPass:
                 self.block_tables.stride(1),
                 self.context_lens if self.seen_ends is None else self.seen_ends,
             ),
-            self._cache(own),
+            self._cache(layer),
             Scores(own.scale, own.softcap or 0.0, own.window or UNLIMITED, own.chunk or UNLIMITED),
             sizes,
             tile,
@@ -182,15 +183,15 @@ class TritonPass:
         table = self.block_tables[layer.kv_group]
         return table, self.query_starts, self.context_lens, len(self.context_lens)
 
-    def _cache(self, layer: LayerAttention) -> Cache:
-        kv, is_latent = self.kv, layer.value_dim is not None
+    def _cache(self, layer: int) -> Cache:
+        view, is_latent = self.views[layer], self.layers[layer].value_dim is not None
         places = self._place(layer, 0), self._place(layer, 0 if is_latent else 1)
-        return Cache(kv, kv.stride(0), kv.stride(3), *places)
+        return Cache(self.kv, view.stride(0), view.stride(2), *places)
 
-    def _sizes(self, layer: LayerAttention, tile: AttentionTile, query: Tensor) -> Sizes:
-        num_kv_heads, block_size, slot_size = self.kv.shape[3:]
+    def _sizes(self, layer: int, tile: AttentionTile, query: Tensor) -> Sizes:
+        own, (num_kv_heads, block_size, slot_size) = self.layers[layer], self.views[layer].shape[2:]
         _, num_heads, head_dim = query.shape
-        value_dim = layer.value_dim or head_dim
+        value_dim = own.value_dim or head_dim
         return Sizes(
             num_kv_heads=num_kv_heads,
             gqa_group_size=num_heads // num_kv_heads,
@@ -204,16 +205,17 @@ class TritonPass:
             num_rows=NUM_ROWS,
             num_keys=tile.num_keys,
             segment_keys=SEGMENT_KEYS,
-            has_softcap=layer.softcap is not None,
-            has_sinks=layer.sinks is not None,
+            has_softcap=own.softcap is not None,
+            has_sinks=own.sinks is not None,
             is_int8=self.kv.dtype is torch.int8,
-            is_latent=layer.value_dim is not None,
+            is_latent=own.value_dim is not None,
             has_seen_ends=self.seen_ends is not None,
         )
 
-    def _place(self, layer: LayerAttention, tensor: int) -> int:
+    def _place(self, layer: int, tensor: int) -> int:
         """Return the index of the layer's keys (0) or values (1) in a block."""
-        return layer.index_in_block * self.kv.stride(1) + tensor * self.kv.stride(2)
+        view = self.views[layer]
+        return int(view.storage_offset() - self.kv.storage_offset()) + tensor * view.stride(1)
 
 
 class _AttentionCall(NamedTuple):

@@ -10,10 +10,11 @@ from baton.engine.kv_cache.groups import (
     CacheLayout,
     KvCacheSpec,
     KvGroup,
+    KvHeads,
     group_layers,
     layer_places,
-    layers_per_block,
     places_done,
+    places_per_block,
 )
 from baton.kv_transfer.layout import MemoryKind
 
@@ -45,8 +46,8 @@ def test_layers_of_several_specs_are_grouped_with_full_attention_first() -> None
     ("specs", "num_groups", "size"),
     [
         (every(6, 26), 7, 4),  # Gemma 3 1B
-        (every(6, 34), 6, 6),  # Gemma 3 4B
-        (every(6, 62), 5, 13),  # Gemma 3 27B
+        (every(6, 34), 7, 5),  # Gemma 3 4B
+        (every(6, 62), 6, 11),  # Gemma 3 27B
         (every(2, 24), 2, 12),  # gpt-oss 20B
         (every(4, 48, CHUNK), 4, 12),  # Llama 4 Scout
     ],
@@ -56,25 +57,73 @@ def test_grouping_wastes_little_memory_for_known_models(
 ) -> None:
     groups = group_layers(specs)
 
-    assert (len(groups), layers_per_block(groups)) == (num_groups, size)
+    assert (len(groups), places_per_block(groups)) == (num_groups, size)
     assert num_groups * size <= len(specs) * (1 + MAX_WASTE)
     assert sorted(layer for group in groups for layer in group.layers) == list(range(len(specs)))
 
 
-def test_each_layer_has_a_unique_place() -> None:
-    groups = group_layers(every(6, 26))
+def unlike(period: int, num_layers: int, window: KvHeads, full: KvHeads) -> list[KvCacheSpec]:
+    """Return specs like those of `every`, of layers with unlike heads."""
+    specs = KvCacheSpec(window=512, heads=window), KvCacheSpec(heads=full)
+    return [specs[(layer + 1) % period == 0] for layer in range(num_layers)]
+
+
+@pytest.mark.parametrize(
+    ("specs", "num_groups", "waste"),
+    [
+        (unlike(5, 15, KvHeads(1, 256), KvHeads(1, 512)), 3, 0.0),  # Gemma 4 E2B
+        (unlike(6, 24, KvHeads(2, 256), KvHeads(2, 512)), 7, 0.0),  # Gemma 4 E4B
+        (unlike(6, 30, KvHeads(8, 256), KvHeads(2, 512)), 10, 0.091),  # Gemma 4 26B-A4B
+        (unlike(6, 60, KvHeads(16, 256), KvHeads(4, 512)), 11, 0.0),  # Gemma 4 31B
+        (unlike(2, 8, KvHeads(3, 64), KvHeads(5, 64)), 2, 0.25),
+    ],
+)
+def test_layers_of_unlike_sizes_waste_little_memory(
+    specs: list[KvCacheSpec], num_groups: int, waste: float
+) -> None:
+    groups = group_layers(specs)
+
+    sizes = {group.spec.heads.size: group.layer_places for group in groups if group.spec.heads}
+    place_size = max(size / places for size, places in sizes.items())
+    needed = sum(spec.heads.size for spec in specs if spec.heads)
+    allocated = len(groups) * places_per_block(groups) * place_size
+    assert len(groups) == num_groups
+    assert allocated / needed - 1 == pytest.approx(waste, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "specs", [every(6, 26), unlike(5, 15, KvHeads(1, 256), KvHeads(1, 512))], ids=["like", "unlike"]
+)
+def test_each_layer_has_places_of_its_own(specs: list[KvCacheSpec]) -> None:
+    groups = group_layers(specs)
 
     places = layer_places(groups)
 
-    assert len(set(places)) == len(places) == 26
+    taken = [
+        (group, place + more)
+        for group, place in places
+        for more in range(groups[group].layer_places)
+    ]
+    assert len(set(taken)) == len(taken)
+    assert max(place for _, place in taken) < places_per_block(groups)
     for layer, (group, place) in enumerate(places):
-        assert groups[group].layers[place] == layer
+        assert groups[group].layers[place // groups[group].layer_places] == layer
 
 
 def test_a_place_is_done_once_all_groups_have_computed_it() -> None:
     groups = group_layers(every(3, 6))
 
     assert [places_done(groups, num_layers) for num_layers in range(7)] == [0, 0, 0, 1, 1, 1, 2]
+
+
+def test_a_layer_of_several_places_is_done_with_all_of_them() -> None:
+    groups = group_layers(unlike(3, 6, KvHeads(1, 8), KvHeads(1, 16)))
+
+    assert [(group.layers, group.layer_places) for group in groups] == [
+        ((2, 5), 2),
+        ((0, 1, 3, 4), 1),
+    ]
+    assert [places_done(groups, num_layers) for num_layers in range(7)] == [0, 0, 0, 2, 2, 2, 4]
 
 
 def test_groups_with_fewer_layers_do_not_delay_the_others() -> None:

@@ -343,7 +343,7 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "partial_rotary_factor": (LLAMA, {"partial_rotary_factor": 0.5}),
     "rotary_dim": (LLAMA, {"rotary_dim": 32}),
     "layer_types": (LLAMA, {"layer_types": ["sliding_attention"] * 16}),
-    "rope_type": (LLAMA, {"rope_scaling": {"rope_type": "proportional"}}),
+    "rope_type": (LLAMA, {"rope_scaling": {"rope_type": "axial"}}),
     "long_mscale": (PHI, {"rope_scaling": {**PHI["rope_scaling"], "long_mscale": 1.2}}),
     "llama_4_scaling_beta": (LLAMA, {"rope_parameters": {"llama_4_scaling_beta": 0.1}}),
     "alpha": (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1000.0}}),
@@ -397,6 +397,7 @@ def test_each_architecture_but_plain_text_ones_has_a_published_example() -> None
     named = {raw["architectures"][0] for raw in HUB_CONFIGS.values()}
     text_alone = {
         *("Ministral3ForCausalLM", "MinistralForCausalLM", "Llama4ForCausalLM"),
+        "Gemma4ForCausalLM",
         *("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
     }
     assert FAMILIES.keys() - named == text_alone
