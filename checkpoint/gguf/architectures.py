@@ -14,6 +14,7 @@ from baton.checkpoint.gguf.family_fields import (
     deepseek,
     gemma,
     gemma3,
+    gemma4,
     glm,
     glm4,
     glm4_moe,
@@ -71,6 +72,7 @@ class GgufArchitecture:
     has_paired_heads: bool = False  # rows of queries and keys in pairs; the hub has two halves
     norm_offset: float = 0.0  # see NameRules
     changes: Callable[[GgufFile], Changes] | Changes = field(default_factory=lambda: NO_CHANGES)
+    by_layer: frozenset[str] = frozenset()  # fields that `more` reads, with a number for each layer
 
     def rules(self, file: GgufFile) -> NameRules:
         changes = self.changes(file) if callable(self.changes) else self.changes
@@ -106,7 +108,7 @@ def read_config(file: GgufFile) -> JsonFields:
     fields: Fields = {
         "architectures": [found.hub_name],
         **found.fixed,
-        **read_common_fields(file),
+        **read_common_fields(file, found.by_layer),
         **read_integers(file, found.integers),
         **read_floats(file, found.floats),
     }
@@ -233,6 +235,23 @@ SANDWICH_NAMES = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
+}
+GEMMA4_NAMES = {
+    **SANDWICH_NAMES,
+    "layer_output_scale.weight": "layer_scalar",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_gate_up_exps.weight": "experts.gate_up_proj",
+    "ffn_gate_exps.weight": "experts.gate_up_proj",
+    "ffn_up_exps.weight": "experts.gate_up_proj",
+    "ffn_down_exps.weight": "experts.down_proj",
+    "ffn_down_exps.scale": "router.per_expert_scale",
 }
 POST_NORMS = {
     **LAYER_NAMES,
@@ -375,6 +394,21 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         gemma3,
         layer_names=SANDWICH_NAMES,
         norm_offset=1.0,
+    ),
+    "gemma4": GgufArchitecture(
+        "Gemma4ForCausalLM",
+        {
+            **WINDOW,
+            "num_kv_shared_layers": "attention.shared_kv_layers",
+            "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+            "head_dim": "attention.key_length_swa",
+            "global_head_dim": "attention.key_length",
+        },
+        SOFT_CAPS,
+        GEMMA_FIXED,
+        gemma4,
+        layer_names=GEMMA4_NAMES,
+        by_layer=frozenset({"num_key_value_heads", "intermediate_size"}),
     ),
     "mixtral": GgufArchitecture(
         "MixtralForCausalLM",

@@ -10,12 +10,14 @@ from baton.checkpoint.gguf.metadata_fields import (
     read_integer,
     read_rope_scaling,
 )
+from baton.core.errors import ModelError
 
 SIGMOID = 2  # of `expert_gating_func`
 # Groups of experts of DeepSeek V2 and V3, and the number that is used, by that of their experts:
 # files of 2024 and 2025 lack the fields.
 DEEPSEEK_GROUPS = {160: (8, 3), 256: (8, 4)}
 LLAMA4_CHUNK = 8192
+NEVER_ROTATES = 1e20  # divisor of frequencies
 MAVERICK_EXPERTS = 128
 
 
@@ -42,6 +44,79 @@ def gemma(file: GgufFile) -> Fields:
 def gemma3(file: GgufFile) -> Fields:
     local = file.get("gemma3.rope.freq_base_swa", float, 10_000.0)
     return {**gemma(file), "rope_local_base_freq": local}
+
+
+def gemma4(file: GgufFile) -> Fields:
+    """Return what differs by layer: heads, MLPs and RoPEs."""
+    types = ["sliding" if flag else "full" for flag in _windows(file)]
+    heads = _by_layer(file, "attention.head_count_kv", len(types))
+    sizes = _by_layer(file, "feed_forward_length", len(types))
+    full = types.index("full") if "full" in types else 0
+    has_experts = bool(file.get("gemma4.expert_count", int, 0))
+    experts: Fields = {}
+    if has_experts:
+        experts = {
+            "num_experts": read_integer(file, "expert_count"),
+            "top_k_experts": read_integer(file, "expert_used_count"),
+            "moe_intermediate_size": read_integer(file, "expert_feed_forward_length"),
+        }
+    embedding = file.tensors.get("per_layer_token_embd.weight")
+    return {
+        "layer_types": [f"{kind}_attention" for kind in types],
+        "num_key_value_heads": heads[types.index("sliding") if "sliding" in types else 0],
+        "num_global_key_value_heads": heads[full],
+        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in file.tensors,
+        "intermediate_size": sizes[0],
+        "use_double_wide_mlp": sizes[-1] != sizes[0],
+        "enable_moe_block": has_experts,
+        **experts,
+        **({} if embedding is None else {"vocab_size_per_layer_input": embedding.shape[0]}),
+        "rope_scaling": None,
+        "rope_parameters": {
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": file.get("gemma4.rope.freq_base_swa", float, 10_000.0),
+            },
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": file.get("gemma4.rope.freq_base", float, 1_000_000.0),
+                "partial_rotary_factor": _rotated_share(file),
+            },
+        },
+    }
+
+
+def _windows(file: GgufFile) -> list[bool]:
+    name = "gemma4.attention.sliding_window_pattern"
+    flags = file.list_of(name, bool)
+    if len(flags) != read_integer(file, "block_count"):
+        raise file.wrong(name, "must have a flag for each layer")
+    return flags
+
+
+def _by_layer(file: GgufFile, name: str, num_layers: int) -> list[int]:
+    """Return the number of each layer, of which the file has one for all or one for each."""
+    full = f"{file.architecture}.{name}"
+    if type(file.metadata.get(full)) is int:
+        return [file.require(full, int)] * num_layers
+    numbers = file.list_of(full, int)
+    if len(numbers) != num_layers:
+        raise file.wrong(full, "must be a number, or one for each layer")
+    return numbers
+
+
+def _rotated_share(file: GgufFile) -> float:
+    """Return the share of pairs of dimensions that rotate: the frequencies of others are zero."""
+    if "rope_freqs.weight" not in file.tensors:
+        return 1.0
+    divisors = file.read_floats("rope_freqs.weight")
+    rotated = [each for each in divisors if each < NEVER_ROTATES]
+    if set(rotated) - {1.0} or rotated != list(divisors[: len(rotated)]):
+        raise ModelError(
+            f"{file.path_of['rope_freqs.weight']}: 'rope_freqs.weight' must be ones, and then "
+            f"numbers above {NEVER_ROTATES:g}"
+        )
+    return len(rotated) / max(1, len(divisors))
 
 
 def partial_rotation(file: GgufFile) -> Fields:

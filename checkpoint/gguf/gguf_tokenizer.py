@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 import msgspec
@@ -54,7 +54,7 @@ def load_tokenizer(file: GgufFile, *, clock: Clock = datetime.now) -> Tokenizer:
 def tokenizer_json(file: GgufFile) -> str:
     """Return the tokenizer in the format of tokenizer.json."""
     kind = file.require(f"{PREFIX}.model", str)
-    builders = {"gpt2": _byte_level, "llama": _sentence_piece}
+    builders = {"gpt2": _byte_level, "llama": _sentence_piece, "gemma4": _merged_pieces}
     if kind not in builders:
         raise file.wrong(f"{PREFIX}.model", f"must be one of {', '.join(builders)}")
     # Empty tokens get the names that llama.cpp gives them.
@@ -78,13 +78,7 @@ def tokenizer_json(file: GgufFile) -> str:
 
 def _byte_level(file: GgufFile, vocabulary: Mapping[str, int]) -> Json:
     """Return a BPE whose tokens are bytes, as GPT-2's."""
-    pre = _pre_tokenizer(file)
-    merges = file.list_of(f"{PREFIX}.merges", str)
-    if not merges:
-        raise ModelError(f"{file.path} lacks the metadata field '{PREFIX}.merges'; fetch it again")
-    pairs = [merge.split(" ") for merge in merges]
-    if any(len(pair) != 2 for pair in pairs):
-        raise ModelError(f"{file.path}: '{PREFIX}.merges' must hold pairs of tokens")
+    pre, pairs = _pre_tokenizer(file), _merges(file)
     to_bytes: Json = {
         "type": "ByteLevel",
         "add_prefix_space": False,
@@ -105,6 +99,16 @@ def _byte_level(file: GgufFile, vocabulary: Mapping[str, int]) -> Json:
     }
 
 
+def _merges(file: GgufFile) -> list[list[str]]:
+    merges = file.list_of(f"{PREFIX}.merges", str)
+    if not merges:
+        raise ModelError(f"{file.path} lacks the metadata field '{PREFIX}.merges'; fetch it again")
+    pairs = [merge.split(" ") for merge in merges]
+    if any(len(pair) != 2 for pair in pairs):
+        raise ModelError(f"{file.path}: '{PREFIX}.merges' must hold pairs of tokens")
+    return pairs
+
+
 def _pre_tokenizer(file: GgufFile) -> PreTokenizer:
     name = file.get(f"{PREFIX}.pre", str, "default")
     if name not in PRE_TOKENIZERS:
@@ -113,8 +117,24 @@ def _pre_tokenizer(file: GgufFile) -> PreTokenizer:
 
 
 def _sentence_piece(file: GgufFile, vocabulary: Mapping[str, int]) -> Json:
-    """Return a BPE of characters, with bytes for characters that are no token."""
+    """Return a BPE of characters, whose merges are those of the scores."""
     has_prefix = file.get(f"{PREFIX}.add_space_prefix", bool, True)
+    return _pieces(file, vocabulary, _merges_of_scores(file, vocabulary), has_prefix=has_prefix)
+
+
+def _merged_pieces(file: GgufFile, vocabulary: Mapping[str, int]) -> Json:
+    """Return a BPE of characters, whose merges are listed (Gemma 4)."""
+    return _pieces(file, vocabulary, _merges(file), has_prefix=False)
+
+
+def _pieces(
+    file: GgufFile,
+    vocabulary: Mapping[str, int],
+    merges: Sequence[Sequence[str]],
+    *,
+    has_prefix: bool,
+) -> Json:
+    """Return a BPE of characters, with bytes for characters that are no token."""
     steps: list[Json] = [{"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
     if has_prefix:
         steps.insert(0, {"type": "Prepend", "prepend": SPACE})
@@ -134,7 +154,7 @@ def _sentence_piece(file: GgufFile, vocabulary: Mapping[str, int]) -> Json:
         "model": {
             "type": "BPE",
             "vocab": vocabulary,
-            "merges": _merges_of_scores(file, vocabulary),
+            "merges": merges,
             "unk_token": _token(file, f"{PREFIX}.unknown_token_id", unknown),
             "fuse_unk": True,
             "byte_fallback": True,

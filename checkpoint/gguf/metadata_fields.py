@@ -28,9 +28,10 @@ YARN = {
 }
 
 
-def read_common_fields(file: GgufFile) -> Fields:
-    """Return the fields that all architectures have."""
-    fields = {**read_integers(file, INTEGERS), **read_floats(file, FLOATS)}
+def read_common_fields(file: GgufFile, by_layer: frozenset[str] = frozenset()) -> Fields:
+    """Return the fields that all architectures have, but those whose numbers differ by layer."""
+    integers = {name: each for name, each in INTEGERS.items() if name not in by_layer}
+    fields = {**read_integers(file, integers), **read_floats(file, FLOATS)}
     layers, predictors = (
         file.require(f"{file.architecture}.block_count", int),
         count_predictors(file),

@@ -24,6 +24,7 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": "qwen3moe",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
+    "Gemma4ForCausalLM": "gemma4",
     "Phi3ForCausalLM": "phi3",
     "MistralForCausalLM": "llama",
     "MixtralForCausalLM": "llama",
@@ -67,7 +68,9 @@ def write_gguf(folder: Path, path: Path, kind: str = "F32", *, tokenizer: str = 
     stored: dict[str, Tensor] = {}
     names = gguf.get_tensor_name_map(find_arch(name), config["num_hidden_layers"])
     for hub_name, tensor in sorted(_as_joined(name, folder_tensors(folder)).items()):
-        target = names.get_name(hub_name, (".weight", ".bias"))
+        target = names.get_name(_as_named(hub_name), (".weight", ".bias"))
+        if target is None and name == "gemma4":
+            target = _gemma4_scale(hub_name)
         if target is None:
             raise ValueError(f"gguf has no name for {hub_name}")
         numbers = _as_stored(name, config, hub_name, tensor.float()).numpy()
@@ -88,6 +91,20 @@ def write_gguf(folder: Path, path: Path, kind: str = "F32", *, tokenizer: str = 
     writer.write_tensors_to_file()
     writer.close()
     return Written(path, stored)
+
+
+def _as_named(hub_name: str) -> str:
+    """Return the name that `gguf` knows."""
+    lacks_weight = hub_name.endswith(("layer_scalar", "experts.gate_up_proj", "experts.down_proj"))
+    return f"{hub_name}.weight" if lacks_weight else hub_name
+
+
+def _gemma4_scale(hub_name: str) -> str | None:
+    """Return the name of a scale of experts, as llama.cpp's converter has it."""
+    layer = hub_name.split(".")[2]
+    scales = {"router.scale": "ffn_gate_inp", "router.per_expert_scale": "ffn_down_exps"}
+    found = [stem for ending, stem in scales.items() if hub_name.endswith(ending)]
+    return f"blk.{layer}.{found[0]}.scale" if found else None
 
 
 def folder_tensors(folder: Path) -> dict[str, Tensor]:
@@ -114,7 +131,7 @@ def _as_joined(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _as_separate(name: str, config: Config, hub_name: str, tensor: Tensor) -> dict[str, Tensor]:
     if name in JOINED and ".qkv_proj." in hub_name:
         return _by_projection(config, hub_name, tensor)
-    return _by_expert(hub_name, tensor)
+    return {hub_name: tensor} if name == "gemma4" else _by_expert(hub_name, tensor)
 
 
 def with_joined_heads(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -167,11 +184,18 @@ def _write_config(writer: gguf.GGUFWriter, name: str, config: Config) -> None:
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
-    writer.add_head_count_kv(config["num_key_value_heads"])
+    if name == "gemma4":
+        _write_gemma4(writer, config)
+    else:
+        writer.add_feed_forward_length(config["intermediate_size"])
+        writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    if name == "gemma4":
+        writer.add_key_length_swa(head_dim)
+        writer.add_value_length_swa(head_dim)
+        head_dim = next(each["head_dim"] for each in config["per_layer_config"].values())
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_vocab_size(config["vocab_size"])
@@ -179,6 +203,28 @@ def _write_config(writer: gguf.GGUFWriter, name: str, config: Config) -> None:
     for field, add in _optional(writer):
         if config.get(field) is not None:
             add(config[field])
+
+
+def _write_gemma4(writer: gguf.GGUFWriter, config: Config) -> None:
+    """Write what llama.cpp has by layer."""
+    types, num_layers = config["layer_types"], config["num_hidden_layers"]
+    is_full = [kind == "full_attention" for kind in types]
+    full = next(iter(config["per_layer_config"].values()))
+    heads = config["num_key_value_heads"], full.get("num_key_value_heads")
+    writer.add_head_count_kv([heads[each] or heads[0] for each in is_full])
+    num_shared, size = config["num_kv_shared_layers"], config["intermediate_size"]
+    writer.add_shared_kv_layers(num_shared)
+    wide = size * (2 if config["use_double_wide_mlp"] else 1)
+    writer.add_feed_forward_length([size] * (num_layers - num_shared) + [wide] * num_shared)
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    if config["enable_moe_block"]:
+        writer.add_expert_used_count(config["top_k_experts"])
+    ropes = config["rope_parameters"]
+    writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
+    num_pairs = full["head_dim"] // 2
+    rotated = int(num_pairs * ropes["full_attention"]["partial_rotary_factor"])
+    divisors = np.array([1.0] * rotated + [1e30] * (num_pairs - rotated), dtype=np.float32)
+    writer.add_tensor("rope_freqs.weight", divisors)
 
 
 def _write_rope(writer: gguf.GGUFWriter, config: Config, head_dim: int) -> None:
@@ -263,15 +309,21 @@ def write_pieces(
     user_defined: Sequence[str] = (),
     *,
     add_space_prefix: bool = True,
+    merges: Sequence[str] = (),
 ) -> None:
-    """Write a SentencePiece vocabulary: special tokens, all bytes, pieces, user-defined tokens."""
+    """Write a SentencePiece vocabulary: special tokens, all bytes, pieces, user-defined tokens.
+
+    With `merges` it is one of Gemma 4.
+    """
     kinds = {
         **dict.fromkeys(["<unk>", "<s>", "</s>"], CONTROL),
         **{f"<0x{byte:02X}>": BYTE for byte in range(256)},
         **dict.fromkeys(["▁", *pieces], NORMAL),
         **dict.fromkeys(user_defined, USER_DEFINED),
     }
-    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_model("gemma4" if merges else "llama")
+    if merges:
+        writer.add_token_merges(merges)
     writer.add_token_list(list(kinds))
     writer.add_token_scores([-float(max(0, place - 258)) for place in range(len(kinds))])
     writer.add_token_types([*kinds.values()])

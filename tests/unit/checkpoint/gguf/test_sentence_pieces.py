@@ -16,11 +16,15 @@ PIECES = ("ab", "▁ab", "▁a", "bc", "a", "b", "c", "abc")  # the best first
 
 
 def tokenizer_of(
-    folder: Path, user_defined: tuple[str, ...] = (), *, add_space_prefix: bool = True
+    folder: Path,
+    user_defined: tuple[str, ...] = (),
+    *,
+    add_space_prefix: bool = True,
+    merges: tuple[str, ...] = (),
 ) -> Tokenizer:
     path = folder / "model.gguf"
     writer = gguf.GGUFWriter(path, "llama")
-    write_pieces(writer, PIECES, user_defined, add_space_prefix=add_space_prefix)
+    write_pieces(writer, PIECES, user_defined, add_space_prefix=add_space_prefix, merges=merges)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
@@ -83,3 +87,11 @@ def test_user_defined_tokens_are_found_in_a_text_and_shown(tmp_path: Path) -> No
         "b",
     ]
     assert tokenizer.decode(found) == "a<tool>     b"
+
+
+def test_listed_merges_are_used_in_their_order_and_others_are_not(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, merges=("b c", "▁ a", "a b"))
+
+    assert names(tokenizer, "abc") == ["<s>", "a", "bc"]  # by their scores: "ab" first
+    assert names(tokenizer, " ab é") == ["<s>", "▁a", "b", "▁", "<0xC3>", "<0xA9>"]
+    assert tokenizer.decode(tokenizer.encode(" ab é")) == " ab é"
