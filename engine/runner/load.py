@@ -39,14 +39,14 @@ from baton.engine.runner.kv_budget import CacheShape
 from baton.engine.runner.kv_size import choose_num_blocks, num_blocks_in
 from baton.engine.runner.loaded_runner import CachingRunner
 from baton.engine.runner.model.config import ModelConfig
-from baton.engine.runner.model.decoder import Decoder
+from baton.engine.runner.model.decoder import CausalLm, Decoder
 from baton.engine.runner.model_info import LoadProgressCallback, ModelInfo
 from baton.engine.runner.model_runner import RunnerParts, TorchRunner
 from baton.engine.runner.pooling.choose import choose_pooling
 from baton.engine.runner.sampling.logits_processors import ModelView, load_processors, versions
 from baton.engine.runner.state.state_shape import StateShape, cache_layout, state_shape
 from baton.engine.runner.towers import UnloadedTower, read_tower
-from baton.engine.runner.weights.decoder_loading import attention_of, load_decoder
+from baton.engine.runner.weights.decoder_loading import AdaptLayers, attention_of, load_decoder
 from baton.engine.runner.weights.open_weights import OpenWeights, open_weights
 
 log = logging.getLogger(__name__)
@@ -55,12 +55,42 @@ MAX_CONTEXT_LEN = 1 << 24
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+class LoadedDecoder(NamedTuple):
+    decoder: CausalLm
+    attention: list[LayerAttention]  # of the layers that have it
+
+
+LoadDecoder = Callable[
+    [OpenWeights, LoadProgressCallback | None, AdaptLayers | None], LoadedDecoder
+]
+
+
+class DecoderSource(NamedTuple):
+    """Ways to read the configuration of a decoder and its weights. Both raise ModelError."""
+
+    read_config: Callable[[Checkpoint], ModelConfig]
+    load: LoadDecoder
+
+
+def _load_known(
+    weights: OpenWeights, on_progress: LoadProgressCallback | None, adapt: AdaptLayers | None
+) -> LoadedDecoder:
+    model, tensors, target = weights.model, weights.tensors, weights.target
+    assert isinstance(model, ModelConfig)
+    decoder = load_decoder(model, tensors, target, on_progress, adapt)
+    return LoadedDecoder(decoder, attention_of(model, tensors, target.device))
+
+
+FAMILIES = DecoderSource(read_model_config, _load_known)
+
+
 def load_runner(
     config: RunnerConfig,
     on_progress: LoadProgressCallback | None = None,
     make_device: Callable[[str], Device] = open_device,
     make_parts: Callable[..., Parts] = choose_parts,
     drafters: Mapping[str, MakeDrafter] = DRAFTERS,
+    source: DecoderSource = FAMILIES,
 ) -> TorchRunner:
     """Find, check and load the model, allocate the KV cache, and capture graphs.
 
@@ -69,7 +99,7 @@ def load_runner(
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    opened = _open(config, make_device, make_parts)
+    opened = _open(config, make_device, make_parts, source)
     _, checkpoint, model, dtype, device, kernels, *_ = opened
     shape, state, layout = _plan_memory(config, opened.cached_layers, dtype)
     # Everything that can be wrong is found before the weights are loaded, which takes long.
@@ -83,7 +113,8 @@ def load_runner(
     cache = CacheShape(shape.block_bytes, max_model_len, layout, adapter_bytes)
     if config.kv_cache_bytes is not None:
         num_blocks_in(config.kv_cache_bytes, cache, device)
-    weights = _load_weights(opened, on_progress, None if adapters is None else adapters.active)
+    active = None if adapters is None else adapters.active
+    weights = _load_weights(opened, source.load, on_progress, active)
     parts = RunnerParts(
         _describe(opened, weights.fingerprint, weights.tower, max_model_len, defaults),
         dtype,
@@ -175,10 +206,13 @@ class _Opened(NamedTuple):
 
 
 def _open(
-    config: RunnerConfig, make_device: Callable[[str], Device], make_parts: Callable[..., Parts]
+    config: RunnerConfig,
+    make_device: Callable[[str], Device],
+    make_parts: Callable[..., Parts],
+    source: DecoderSource = FAMILIES,
 ) -> _Opened:
     checkpoint = open_checkpoint(config.model, mmproj=config.mmproj)
-    model = read_model_config(checkpoint)
+    model = source.read_config(checkpoint)
     device, dtype = make_device(config.device), DTYPES[dtype_name(config, model)]
     kernels = make_parts(
         config.kernels,
@@ -202,7 +236,7 @@ def _make_adapters(opened: _Opened) -> AdapterTable | None:
 
 
 class _Weights(NamedTuple):
-    decoder: Decoder
+    decoder: CausalLm
     attention: Sequence[LayerAttention]
     fingerprint: str
     tower: PictureEncoder | None  # None: the node encodes no pictures
@@ -210,7 +244,10 @@ class _Weights(NamedTuple):
 
 
 def _load_weights(
-    opened: _Opened, on_progress: LoadProgressCallback | None, active: ActiveAdapters | None
+    opened: _Opened,
+    load: LoadDecoder,
+    on_progress: LoadProgressCallback | None,
+    active: ActiveAdapters | None,
 ) -> _Weights:
     config, checkpoint, model, dtype, device, kernels, _, opened_head = opened
     with open_weights(
@@ -218,9 +255,9 @@ def _load_weights(
     ) as weights:
         tower = _load_tower(opened, weights)  # first: the progress is that of the decoder
         adapt = None if active is None else partial(adaptable_layers, kernels.ops, model, active)
-        decoder = load_decoder(model, weights.tensors, weights.target, on_progress, adapt)
-        attention, head = attention_of(model, weights.tensors, device.place), None
-        if opened_head is not None:
+        decoder, attention = load(weights, on_progress, adapt)
+        head = None
+        if opened_head is not None and isinstance(decoder, Decoder):
             head = opened_head.load(weights.tensors, decoder, weights.target)
             attention.append(opened_head.attention)
         return _Weights(decoder, attention, _fingerprint(opened, weights), tower, head)
@@ -340,7 +377,7 @@ def choose_max_model_len(config: RunnerConfig, longest: int) -> int:
     return requested
 
 
-def _can_capture(opened: _Opened, decoder: Decoder) -> bool:
+def _can_capture(opened: _Opened, decoder: CausalLm) -> bool:
     """Return whether decode steps can be graphs; if the device has them, log why they cannot."""
     kernels, cause = opened.kernels, ""
     if opened.config.enforce_eager:

@@ -40,7 +40,7 @@ from baton.engine.runner.drafting.draft_head import DraftHead
 from baton.engine.runner.drafting.drafter import DrafterParts, MakeDrafter, PassDrafter
 from baton.engine.runner.drafting.spec_decoder import SpecDecoder
 from baton.engine.runner.kernels.choose import Parts
-from baton.engine.runner.model.decoder import Decoder
+from baton.engine.runner.model.decoder import CausalLm
 from baton.engine.runner.model.pass_layout import empty_layout
 from baton.engine.runner.model.rope import Ropes
 from baton.engine.runner.model_info import KvMemory, ModelInfo, PassHook
@@ -71,7 +71,7 @@ class RunnerParts:
 
     info: ModelInfo
     dtype: torch.dtype
-    decoder: Decoder
+    decoder: CausalLm
     attention: Sequence[LayerAttention]  # of the layers that have it
     kernels: Parts
     device: Device
@@ -272,7 +272,7 @@ class TorchRunner:
             sampled = next((head.sampled for head in heads if head.sampled is not None), None)
             draft_pass.launch(hidden_states, sampled)
             if hook is not None:
-                hook.layer_done(len(self.decoder.layers))
+                hook.layer_done(self.decoder.config.num_layers)
         if hook is not None:
             hook.pass_done()
         launched = step, heads, self.device.record(), self._collect
@@ -319,7 +319,7 @@ class TorchRunner:
     ) -> HiddenStates:
         hidden_states = replay().first_rows(num_rows)
         if hook is not None:
-            hook.layers_done(len(self.decoder.layers))
+            hook.layers_done(self.decoder.config.num_layers)
         return hidden_states
 
     def _collect(self, launched: PendingPass) -> RunResult:

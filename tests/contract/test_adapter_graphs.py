@@ -118,7 +118,7 @@ def test_steps_without_adapters_replay_graphs_without_launches_for_them(
         assert runner.graphs is not None
         driver = Driver(runner, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
         driver.run(*requests_with(("",) * 3, 2))
-        num_layers, num_passes = len(runner.decoder.layers), dict(runner.num_passes)
+        num_layers, num_passes = runner.decoder.config.num_layers, dict(runner.num_passes)
 
     assert num_passes == {EagerCause.PROMPT: 1, GraphSize(4, 8): 1}
     with_adapters, *_ = device.graph_launches  # the largest come first

@@ -53,6 +53,10 @@ def read_model_config(checkpoint: Checkpoint) -> ModelConfig:
     return replace(config, num_labels=num_labels, label_tokens=label_tokens)
 
 
+def knows_architecture(raw: JsonFields) -> bool:
+    return _find_architecture(raw) is not None
+
+
 def read_config_of(architecture: str, raw: JsonFields) -> ModelConfig:
     """Read and check the fields of an architecture that generates. Raises ModelError."""
     family = FAMILIES[architecture]
@@ -129,6 +133,17 @@ def _read(name: str, family: Family, fields: JsonFields, raw: JsonFields) -> Mod
 
 def _read_architecture(raw: JsonFields) -> tuple[str, str]:
     """Return the architecture of the family that generates, and the ending of the one named."""
+    found = _find_architecture(raw)
+    if found is not None:
+        return found
+    raise raw.wrong(
+        "architectures",
+        f"must name one of {', '.join(FAMILIES)}, or one that ends with {CLASSIFIES} or Model "
+        f"instead of {GENERATES}",
+    )
+
+
+def _find_architecture(raw: JsonFields) -> tuple[str, str] | None:
     names = raw.get("architectures")
     if isinstance(names, list) and len(names) == 1:
         name = str(names[0])
@@ -138,11 +153,7 @@ def _read_architecture(raw: JsonFields) -> tuple[str, str]:
             generating = f"{name.removesuffix(ending)}{GENERATES}"
             if name.endswith(ending) and generating in FAMILIES:
                 return generating, ending
-    raise raw.wrong(
-        "architectures",
-        f"must name one of {', '.join(FAMILIES)}, or one that ends with {CLASSIFIES} or Model "
-        f"instead of {GENERATES}",
-    )
+    return None
 
 
 def _read_layers(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,9 +27,40 @@ class GivenRows(NamedTuple):
     levels: Sequence[Tensor] = ()  # added to the outputs of the first layers (DeepStack)
 
 
+class CausalLm(Protocol):
+    """Decoder with its head, whoever computes it, as passes and output heads use it."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def ops(self) -> Ops: ...
+
+    @property
+    def waits_for_experts(self) -> bool: ...
+
+    @property
+    def classifier(self) -> Tensor | None: ...
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        forward_pass: ForwardPass,
+        hook: FencedHook | None,
+        ends: Ends | None = None,
+        given: GivenRows | None = None,
+    ) -> Tensor:
+        """See `Decoder.forward`."""
+        ...
+
+    def logits(self, hidden_states: Tensor, dst: Tensor | None = None) -> Tensor:
+        """See `Decoder.logits`."""
+        ...
+
+
 @dataclass(eq=False)  # not frozen: `benchmarks/engine` wraps its methods
 class Decoder:
-    """Model weights and the forward pass. Holds no request state."""
+    """Implements `CausalLm` by layers of Baton. Holds no request state."""
 
     config: ModelConfig
     ops: Ops

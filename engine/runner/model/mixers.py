@@ -77,6 +77,7 @@ class ForwardPass:
     groups: Sequence[Group] | None = None  # tokens with adapters, if there can be any
     per_layer_inputs: Tensor | None = None  # [tokens, layers, size], of models that have them
     _made: dict[Hashable, object] = field(default_factory=dict)
+    positions: Tensor | None = None  # by token; None: the angles say all
 
     def once(self, make: Callable[[ForwardPass], T]) -> T:
         """Return what `make` returns for this pass. It is called for the first layer that asks."""

@@ -15,7 +15,7 @@ from baton.engine.runner.batch.input_batch import Step
 from baton.engine.runner.device.fenced_hook import FencedHook
 from baton.engine.runner.device.step_inputs import StepInputs
 from baton.engine.runner.model.adapters import Selection
-from baton.engine.runner.model.decoder import Decoder, GivenRows
+from baton.engine.runner.model.decoder import CausalLm, GivenRows
 from baton.engine.runner.model.grid_positions import grid_positions
 from baton.engine.runner.model.mixers import AttentionPass, Ends, ForwardPass, LinearAttentionPass
 from baton.engine.runner.model.pass_layout import Ints, PassLayout
@@ -32,7 +32,7 @@ class ForwardPasses:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: CausalLm,
         ropes: Ropes,
         attention: PagedAttention,
         linear_attention: LinearAttention | None,
@@ -92,7 +92,9 @@ class ForwardPasses:
 
         def launch() -> HiddenStates:
             angles = self._ropes.angles(positions, seen_lens, step.max_len)
-            forward_pass = ForwardPass(angles, attention, linear_attention, groups)
+            forward_pass = ForwardPass(
+                angles, attention, linear_attention, groups, positions=positions
+            )
             hidden_states = self._decoder.forward(token_ids, forward_pass, hook, ends, given)
             if not needs_all:
                 return HiddenStates(hidden_states)

@@ -17,7 +17,7 @@ from baton.engine.runner.batch.input_batch import Step
 from baton.engine.runner.batch.unknown_tokens import SampledTokens, UnknownTokens
 from baton.engine.runner.device.device import CPU, Device
 from baton.engine.runner.device.step_inputs import StepInputs, make_inputs
-from baton.engine.runner.model.decoder import Decoder
+from baton.engine.runner.model.decoder import CausalLm
 from baton.engine.runner.model.pass_layout import TokenRun
 from baton.engine.runner.sampling.constraints import depends_on_tokens
 from baton.engine.runner.sampling.grammar_masks import GrammarMasks
@@ -95,7 +95,7 @@ class SamplingHead:
     """Samples the next tokens of rows whose scheduled tokens reach their last known one."""
 
     def __init__(
-        self, decoder: Decoder, sampler: Sampler, vocab_size: int, device: Device = CPU
+        self, decoder: CausalLm, sampler: Sampler, vocab_size: int, device: Device = CPU
     ) -> None:
         self.decoder = decoder
         self.sampler = sampler

@@ -17,7 +17,7 @@ from baton.engine.runner.batch.input_batch import Step
 from baton.engine.runner.device.device import CPU, Device
 from baton.engine.runner.device.step_inputs import Array, StepInputs
 from baton.engine.runner.device.step_outputs import Received, make_outputs
-from baton.engine.runner.model.decoder import Decoder
+from baton.engine.runner.model.decoder import CausalLm
 from baton.engine.runner.model.pass_layout import Ints
 from baton.engine.runner.sampling.logprobs import LogprobTensors, read_logprobs
 from baton.engine.runner.sampling.output_heads import HeadPass, HiddenStates
@@ -37,7 +37,7 @@ class PromptLogprobs:
     """
 
     def __init__(
-        self, decoder: Decoder, device: Device = CPU, sampling: SamplingBackend = TORCH_SAMPLING
+        self, decoder: CausalLm, device: Device = CPU, sampling: SamplingBackend = TORCH_SAMPLING
     ) -> None:
         self.decoder = decoder
         self.sampling = sampling

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from baton.checkpoint.hub import open_checkpoint
 from baton.core.errors import InvalidConfig
 from baton.engine.runner.load import RunnerConfig, load_runner
+from baton.engine.runner.model.decoder import Decoder
 from baton.engine.runner.model.layers import UnfusedLayer
 from baton.engine.runner.model.linear import Mlp
 from baton.engine.runner.model_runner import TorchRunner
@@ -38,6 +39,7 @@ def config(path: Path | str, quantize: str = "int4") -> RunnerConfig:
 
 
 def gate_products(runner: TorchRunner) -> list[Tensor]:
+    assert isinstance(runner.decoder, Decoder)
     products = []
     for each in runner.decoder.layers:
         assert isinstance(each, UnfusedLayer)
