@@ -162,7 +162,7 @@ def _describe(config: ModelConfig, num_parameters: int) -> str:
         chosen = f"{config.moe.top_k} of {config.moe.num_experts} experts"
         found += f" of which a token uses {count_active(config, num_parameters):,} ({chosen})"
     bits = "" if config.quantization is None else f" and {config.quantization.bits} bits"
-    return f"{found} in {config.dtype}{bits}"
+    return f"{found} in {config.dtype}{bits}; runs on Baton's own layers"
 
 
 def count_active(config: ModelConfig, num_parameters: int) -> int:

@@ -5,13 +5,14 @@ torch is imported when a model is loaded: `baton up` reads configurations alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from baton.checkpoint.checkpoint import Checkpoint
 from baton.checkpoint.hub import open_checkpoint
 from baton.engine.runner.config import Architecture, RunnerConfig
 from baton.engine.runner.encoders.encoder_models import EncoderModels
-from baton.engine.runner.families.read_config import read_model_config
+from baton.engine.runner.families.read_config import knows_architecture, read_model_config
 from baton.engine.runner.model_info import LoadProgressCallback
 
 if TYPE_CHECKING:
@@ -39,12 +40,26 @@ class ModelKind(Protocol):
         ...
 
 
+def _transformers_models() -> ModelKind:
+    from baton.engine.runner.transformers_models.model_kind import TransformersModels
+
+    return TransformersModels()
+
+
 KINDS: tuple[ModelKind, ...] = (EncoderModels(),)  # all other models are decoders
+FALLBACKS: tuple[Callable[[], ModelKind], ...] = (_transformers_models,)  # of unknown decoders
 
 
 def kind_of(checkpoint: Checkpoint) -> ModelKind | None:
-    """Return the kind of a model; None: a decoder. Raises ModelError without a config.json."""
-    return next((kind for kind in KINDS if kind.has(checkpoint)), None)
+    """Return the kind of a model; None: a decoder of a known family.
+
+    Raises ModelError without a config.json.
+    """
+    kind = next((kind for kind in KINDS if kind.has(checkpoint)), None)
+    if kind is not None or knows_architecture(checkpoint.read_config()):
+        return kind
+    fallbacks = (make() for make in FALLBACKS)
+    return next((kind for kind in fallbacks if kind.has(checkpoint)), None)
 
 
 def open_runner(

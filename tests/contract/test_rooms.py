@@ -21,6 +21,7 @@ ROOMS = (
     "router/doors/smg",
     "engine/runner/triton",
     "engine/runner/encoders",
+    "engine/runner/transformers_models",
     "engine/media",
     "engine/runner/vision",
     "engine/runner/draft_heads",

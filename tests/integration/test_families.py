@@ -18,13 +18,14 @@ from tests.support.families import FAMILY_VARIANTS, STATE_VARIANTS
 from tests.support.models import make_model_folder, prompt_of, reference_logprobs
 from tests.support.nodes import kill_the_writer
 from tests.support.suspended_processes import suspended
+from tests.support.unknown_architectures import UNKNOWN
 
 # Soft caps with windows, windows, sinks, shared experts with sigmoid routing, chunks, softmax
-# routing, latent attention, and recurrent states.
-VARIANTS = {**FAMILY_VARIANTS, **STATE_VARIANTS}
+# routing, latent attention, recurrent states, and modules of transformers.
+VARIANTS = {**FAMILY_VARIANTS, **STATE_VARIANTS, **UNKNOWN}
 FAMILIES = (
     *("gemma2", "gemma3", "gpt-oss", "glm4-moe", "llama4", "qwen3-moe", "deepseek-v3"),
-    *("qwen3-next", "qwen3.5", "qwen3.5-moe", "granite-4-moe"),
+    *("qwen3-next", "qwen3.5", "qwen3.5-moe", "granite-4-moe", "starcoder2"),
 )
 PROMPT = prompt_of(70)  # longer than windows and chunks
 NUM_SHARED = 64  # all whole blocks, at whose end a recurrent state has a snapshot

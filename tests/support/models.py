@@ -244,7 +244,7 @@ def _make_all_parameters_count(model: Any) -> None:
         for name, parameter in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith("norm.weight"):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
-            if name.endswith(("bias", "sinks")):
+            if name.endswith(("bias", "sinks")) and parameter.is_floating_point():
                 parameter.copy_(torch.randn_like(parameter) * 0.3)
             if (".experts." in name and parameter.ndim == 3) or name.endswith("router.weight"):
                 parameter.copy_(torch.randn_like(parameter) * 0.25)

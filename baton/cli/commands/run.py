@@ -66,16 +66,20 @@ def run(
     with uncollected():
         from baton.checkpoint.hub import open_checkpoint
         from baton.engine.runner.families.read_config import read_model_config
+        from baton.engine.runner.open_runner import kind_of
         from baton.llm import LLM  # imports torch
 
     checkpoint = open_checkpoint(model or demo_model())
     tokenizer = checkpoint.load_tokenizer()
     longest = max(len(tokenizer.encode(text)) for text in texts) + chosen["max_tokens"]
+    planned = None
+    if kind_of(checkpoint) is None:
+        planned = _planned_len(longest, read_model_config(checkpoint))
     with LLM(
         str(checkpoint.path),
         tokenizer=tokenizer,
         max_num_seqs=min(len(texts), MAX_NUM_SEQS),
-        max_model_len=_planned_len(longest, read_model_config(checkpoint)),
+        max_model_len=planned,
         dtype=dtype,
         device=device,
         kv_cache_memory=kv_cache_memory,

@@ -305,7 +305,7 @@ def test_an_moe_model_is_reported_with_its_active_parameters(tmp_path: Path) -> 
     total, active = (2 * 300 * 64 + 64 + 2 * (layer + count * expert) for count in (8, 2))
     assert found["weights"] == (
         f"Qwen3MoeForCausalLM, {total:,} parameters of which a token uses {active:,} "
-        "(2 of 8 experts) in float32"
+        "(2 of 8 experts) in float32; runs on Baton's own layers"
     )
 
 
