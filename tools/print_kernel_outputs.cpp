@@ -230,6 +230,7 @@ void run_elementwise(std::int64_t tokens, std::int64_t size, int threads) {
         .num_rows = tokens,
         .size = size,
         .src_stride = size,
+        .dst_stride = size,
         .num_threads = threads,
     };
     baton_rms_norm(&norm);

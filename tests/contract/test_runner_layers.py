@@ -60,7 +60,7 @@ MODELS = (
 )
 # Norms before, after and around attention and MLP, norms over all heads, several RoPEs, other
 # gates, scaled outputs, sinks, chunks, and experts.
-FAMILIES = ("gemma3", "olmo2", "glm4", "granite", "smollm3", "gpt-oss", "llama4")
+FAMILIES = ("gemma3", "gemma4", "gemma4-k-eq-v", "olmo2", "glm4", "granite", "smollm3", "gpt-oss", "llama4")
 ALL_VARIANTS = {**VARIANTS, **FAMILY_VARIANTS}
 
 
@@ -182,15 +182,22 @@ def test_a_fused_layer_is_bitwise_equal_to_its_parts(
     assert all(map(torch.equal, whole, apart))
 
 
-@pytest.mark.parametrize("name", ["smollm3", "olmo3"])  # four layers; two KV groups
-def test_joined_layers_are_bitwise_equal_to_single_ones(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "num_layers", "num_joined"),
+    # Four layers; two KV groups; the last three of seven layers write nothing.
+    [("smollm3", 4, 2), ("olmo3", 4, 2), ("gemma4", 7, 3)],
+)
+def test_joined_layers_are_bitwise_equal_to_single_ones(
+    name: str, num_layers: int, num_joined: int, tmp_path: Path
+) -> None:
     folder = make_model_folder(tmp_path, replace(ALL_VARIANTS[name], dtype="bfloat16"))
     parts, made = recording(native_parts())
 
     joined = passes_through(folder, parts, "none")
     apart = passes_through(folder, part_by_part(parts), "none")
 
-    assert (len(made[0]), len(join_layers(made[0]))) == (4, 2)
+    joined_layers, place = join_layers(made[0], alone=3)
+    assert (len(made[0]), len(joined_layers), place) == (num_layers, num_joined, 1)
     assert all(map(torch.equal, joined, apart))
 
 

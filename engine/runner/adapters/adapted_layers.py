@@ -53,6 +53,7 @@ class AdaptableLayer:
     """Implements `DecoderLayer` by the layer itself, or by one with adapted linear layers."""
 
     adds_low_rank: ClassVar[bool] = True
+    extends_output: ClassVar[bool] = False
     plain: DecoderLayer
     adapted: DecoderLayer
     active: ActiveAdapters

@@ -38,6 +38,10 @@ class TappedLayer:
     def adds_low_rank(self) -> bool:
         return self.layer.adds_low_rank
 
+    @property
+    def extends_output(self) -> bool:
+        return self.layer.extends_output
+
     def forward(
         self, forward_pass: ForwardPass, inputs: LayerInput, ends: Ends | None
     ) -> LayerInput:

@@ -113,6 +113,7 @@ class NativeOps:
             num_rows=num_rows,
             size=size,
             src_stride=hidden_states.stride(0),
+            dst_stride=size,
         )
         return output
 

@@ -29,7 +29,7 @@ from baton.engine.runner.model.layers import (
     gate_of,
     unfused_layers,
 )
-from baton.engine.runner.model.linear import Linear, Mlp, Moe
+from baton.engine.runner.model.linear import Linear, Mlp
 from baton.engine.runner.model.mixers import Ends, ForwardPass
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def _can_fuse(config: ModelConfig, layer: Layer) -> bool:
     """Return whether a layer has plain attention and no matrix with reordered columns."""
     if QkNorm.ROTATED in {own.qk_norm for own in config.layers}:
         return False
-    is_plain = layer.latent is None and not config.has_output_gate and layer.v_norm is None
+    is_plain = layer.latent is None and not config.has_output_gate
     return is_plain and None not in [native_matrix(linear) for linear in _linears(layer)]
 
 
@@ -74,6 +74,8 @@ def _linears(layer: Layer) -> Iterator[Linear]:
     yield from (layer.qkv, layer.output)
     if isinstance(layer.mlp, Mlp):
         yield from (layer.mlp.gate_up, layer.mlp.down)
+        if layer.per_layer is not None:
+            yield from (layer.per_layer.gate, layer.per_layer.projection)
 
 
 class _FusedPasses:
@@ -105,6 +107,10 @@ class _FusedPasses:
         buffers = [
             torch.empty(num_tokens, size, dtype=torch.bfloat16) for size in self._buffer_sizes
         ]
+        own = forward_pass.per_layer_inputs
+        own_inputs = {} if own is None else {"own_inputs": own.data_ptr()}
+        if own is not None:
+            own_inputs["own_inputs_stride"] = own.stride(0)
         by_group = [
             PassArgs(
                 kv=kv,
@@ -115,6 +121,7 @@ class _FusedPasses:
                 wide_buf=buffers[1].data_ptr(),
                 heads_buf=buffers[2].data_ptr(),
                 num_threads=self.kernels.num_threads,
+                **own_inputs,
                 **({} if low_rank is None else low_rank.args),
             )
             for kv, batch, params in zip(
@@ -122,7 +129,7 @@ class _FusedPasses:
             )
         ]
         args = (PassArgs * len(by_group))(*by_group)
-        return _FusedPass(args, (angles, by_rope, buffers, running, low_rank))
+        return _FusedPass(args, (angles, by_rope, buffers, running, low_rank, own))
 
 
 class _FusedPass(NamedTuple):
@@ -148,19 +155,24 @@ class FusedLayer:
         """Return whether there is one call, in which the products are added."""
         return isinstance(self._layer.mlp, Mlp)
 
+    @property
+    def extends_output(self) -> bool:
+        return isinstance(self._layer.mlp, Mlp)
+
     def forward(
         self, forward_pass: ForwardPass, inputs: LayerInput, ends: Ends | None
     ) -> LayerInput:
         hidden_states = inputs.hidden_states.contiguous()
         pass_args = self._pass_args(forward_pass)
         if ends is not None:
-            self._library.baton_layer_write_kv(self._args, pass_args, hidden_states.data_ptr())
+            if self._args[0].writes_kv:
+                self._library.baton_layer_write_kv(self._args, pass_args, hidden_states.data_ptr())
             hidden_states = hidden_states[ends.indices]
             if not len(hidden_states):
                 return LayerInput(hidden_states)
             forward_pass = forward_pass.restrict_to(ends)  # owns what the arguments point to
             pass_args = self._pass_args(forward_pass)
-        if isinstance(self._layer.mlp, Moe):
+        if not isinstance(self._layer.mlp, Mlp):
             return LayerInput(self._through_experts(pass_args, hidden_states))
         self._library.baton_layers(self._args, len(self._args), pass_args, hidden_states.data_ptr())
         return LayerInput(hidden_states)
@@ -185,10 +197,12 @@ class FusedLayer:
 
 def _layer_args(config: ModelConfig, index: int, layer: Layer, place: LayerPlace) -> Struct:
     own, mlp = config.layers[index], layer.mlp if isinstance(layer.mlp, Mlp) else None
+    inputs = None if mlp is None else layer.per_layer
     return LayerArgs(
         input_norm=norm_params(layer.input_norm),
         q_norm=norm_params(layer.q_norm),
         k_norm=norm_params(layer.k_norm),
+        v_norm=norm_params(layer.v_norm),
         attention_norm=norm_params(layer.attention_norm),
         mlp_norm=norm_params(layer.mlp_norm),
         mlp_output_norm=norm_params(layer.mlp_output_norm),
@@ -196,6 +210,13 @@ def _layer_args(config: ModelConfig, index: int, layer: Layer, place: LayerPlace
         output=native_matrix(layer.output),
         gate_up=native_matrix(mlp.gate_up) if mlp else PackedMatrix(),
         down=native_matrix(mlp.down) if mlp else PackedMatrix(),
+        own_input_norm=norm_params(inputs.norm if inputs else None),
+        own_input_gate=native_matrix(inputs.gate) if inputs else PackedMatrix(),
+        own_input_projection=native_matrix(inputs.projection) if inputs else PackedMatrix(),
+        own_input=index,
+        output_scale=layer.scale,
+        writes_kv=own.kv_layer is None,
+        values_are_keys=not own.has_value_projection,
         index=place.place,
         kv_group=place.group,
         num_heads=config.num_heads,

@@ -32,7 +32,7 @@ def torch_parts(config: ModelConfig, layers: Sequence[Layer]) -> list[str]:
         COLUMN_ORDER: any(native_matrix(linear) is None for linear in linears),
         EXPERT_SCALES: any(isinstance(layer.mlp, ParallelMoe) for layer in layers),
         PER_LAYER_INPUTS: config.per_layer is not None,
-        LAYER_SCALE: config.has_layer_scale,
+        LAYER_SCALE: config.has_layer_scale and bool(mixtures),
         EXPERT_SUM: any(native_experts(moe.experts) is None for moe in mixtures),
     }
     return [part for part, is_there in has_part.items() if is_there]

@@ -103,9 +103,8 @@ class Decoder:
         ends: Ends | None,
     ) -> Tensor:
         layers, last_writer = self.layers, self.config.last_writer
-        if hook is None and last_writer == len(layers) - 1:
-            layers = self._joined_layers
-            last_writer = len(layers) - 1
+        if hook is None:
+            layers, last_writer = self._joined_layers
         inputs = LayerInput(embeddings)
         for index, layer in enumerate(layers):
             needed = ends if index == last_writer else None
@@ -140,8 +139,8 @@ class Decoder:
         return hidden_states if ends is None or has_plain_end else hidden_states[ends.indices]
 
     @cached_property
-    def _joined_layers(self) -> Sequence[DecoderLayer]:
-        return join_layers(self.layers)
+    def _joined_layers(self) -> tuple[Sequence[DecoderLayer], int]:
+        return join_layers(self.layers, self.config.last_writer)
 
     def logits(self, hidden_states: Tensor, dst: Tensor | None = None) -> Tensor:
         """[rows, hidden_size] → [rows, vocab_size] in float32, in `dst` if it is given."""

@@ -31,6 +31,11 @@ class DecoderLayer(Protocol):
         """Return whether `forward` adds the products of the pass's adapters."""
         ...
 
+    @property
+    def extends_output(self) -> bool:
+        """Return whether `forward` adds the layer's own input and scales the output."""
+        ...
+
     def forward(
         self, forward_pass: ForwardPass, inputs: LayerInput, ends: Ends | None
     ) -> LayerInput:
@@ -50,6 +55,7 @@ class UnfusedLayer:
     """Reference implementation: one operation of `Ops` after the other."""
 
     adds_low_rank: ClassVar[bool] = False
+    extends_output: ClassVar[bool] = False
 
     config: ModelConfig
     ops: Ops
@@ -98,13 +104,18 @@ def unfused_layers(
     ]
 
 
-def join_layers(layers: Sequence[DecoderLayer]) -> Sequence[DecoderLayer]:
-    """Return the layers, joined where that is faster, except for the last one."""
+def join_layers(layers: Sequence[DecoderLayer], alone: int) -> tuple[Sequence[DecoderLayer], int]:
+    """Return the layers, joined where that is faster but for one, and the place of that one."""
+    before = _joined(layers[:alone])
+    return [*before, layers[alone], *_joined(layers[alone + 1 :])], len(before)
+
+
+def _joined(layers: Sequence[DecoderLayer]) -> Sequence[DecoderLayer]:
     made: list[DecoderLayer] = []
-    for layer in layers[:-1]:
+    for layer in layers:
         both = made[-1].joined(layer) if made else None
         made[-1:] = [*made[-1:], layer] if both is None else [both]
-    return [*made, *layers[-1:]]
+    return made
 
 
 def gate_of(config: ModelConfig) -> MlpGate:

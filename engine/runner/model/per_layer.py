@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -46,6 +47,7 @@ class PerLayerInputs:
 class ExtendedLayer:
     """Implements `DecoderLayer`: adds the layer's own input to its output, and scales it."""
 
+    extends_output: ClassVar[bool] = True
     layer: DecoderLayer
     index: int
     ops: Ops
@@ -84,7 +86,9 @@ def extend_layers(
     if config.per_layer is None and not config.has_layer_scale:
         return made
     return [
-        ExtendedLayer(_alone(own), index, ops, gate_of(config), layer.per_layer, layer.scale)
+        own
+        if own.extends_output
+        else ExtendedLayer(_alone(own), index, ops, gate_of(config), layer.per_layer, layer.scale)
         for index, (own, layer) in enumerate(zip(made, layers, strict=True))
     ]
 

@@ -212,8 +212,8 @@ struct NormParams {
 struct RmsNormArgs {
     const Bf16* src;  // [rows, size], with a stride between rows
     NormParams norm;
-    Bf16* dst;  // [rows, size]; can be src if src_stride is size
-    std::int64_t num_rows, size, src_stride;
+    Bf16* dst;  // likewise; can be src if the strides are equal
+    std::int64_t num_rows, size, src_stride, dst_stride;
     std::int32_t num_threads;
 };
 
@@ -301,16 +301,22 @@ struct AttentionArgs {
 
 // A decoder layer. The same in each pass.
 struct LayerArgs {
-    NormParams input_norm, q_norm, k_norm, attention_norm, mlp_norm, mlp_output_norm;
-    PackedMatrix qkv, output;
-    PackedMatrix gate_up, down;  // unused by `baton_layer_attention`
+    NormParams input_norm, q_norm, k_norm, v_norm, attention_norm, mlp_norm, mlp_output_norm;
+    NormParams own_input_norm;  // for the product of the layer's own input
+    PackedMatrix qkv, output;   // qkv has no values if they are keys, and queries alone of a reader
+    // Unused by `baton_layer_attention`. Gate and projection of the layer's own input can be null.
+    PackedMatrix gate_up, down, own_input_gate, own_input_projection;
     std::int64_t index, num_heads;
     std::int64_t kv_group;              // whose PassArgs are used
     std::int64_t query_rope, key_rope;  // indices into PassArgs::angles
     std::int64_t first_place;           // in adapters: qkv, then output, gate_up and down
+    std::int64_t own_input;             // in PassArgs::own_inputs
     GateParams gate;
     float residual_scale;          // of the outputs of attention and MLP
+    float output_scale;            // of the hidden states
     std::int32_t norms_all_heads;  // q_norm and k_norm: all heads of a token at once
+    std::int32_t writes_kv;        // 0: it reads the keys and values of another layer
+    std::int32_t values_are_keys;  // before norm and RoPE
 };
 
 // A forward pass, with buffers for intermediate results. The same for each layer of a KV group.
@@ -319,6 +325,8 @@ struct PassArgs {
     BatchLayout batch;
     const AttentionParams* attention;  // by layer
     const RopeAngles* angles;          // by RoPE
+    const Bf16* own_inputs;            // [tokens, layers, size], or null
+    std::int64_t own_inputs_stride;    // between tokens
     // Each [tokens, ..]: hidden size or query rows; qkv or gate and up; rotated heads or gated.
     Bf16 *narrow_buf, *wide_buf, *heads_buf;
     LowRankGroups groups;  // without any, num_groups is 0

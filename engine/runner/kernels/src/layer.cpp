@@ -2,6 +2,7 @@
 // would be as long as some of them, and the pool's threads would go to sleep in between.
 
 #include "abi.h"
+#include "gate.h"
 #include "panels.h"
 #include "thread_pool.h"
 
@@ -38,9 +39,7 @@ void add_low_rank(const PackedMatrix& matrix, Place place, const Bf16* src, Bf16
     baton_add_low_rank(&args);
 }
 
-// `next`: the matrix that is read next, or null.
-void linear(const PackedMatrix& matrix, Place place, const Bf16* src, Bf16* dst,
-            const LayerArgs& layer, const PassArgs& pass, const PackedMatrix* next) {
+void linear(const PackedMatrix& matrix, const Bf16* src, Bf16* dst, const PassArgs& pass) {
     const LinearArgs args{
         .matrix = matrix,
         .src = src,
@@ -49,6 +48,12 @@ void linear(const PackedMatrix& matrix, Place place, const Bf16* src, Bf16* dst,
         .num_threads = pass.num_threads,
     };
     baton_linear(&args);
+}
+
+// A matrix that adapters can change. `next`: the matrix that is read next, or null.
+void linear(const PackedMatrix& matrix, Place place, const Bf16* src, Bf16* dst,
+            const LayerArgs& layer, const PassArgs& pass, const PackedMatrix* next) {
+    linear(matrix, src, dst, pass);
     if (next != nullptr) expect_reads(next->packed, baton_packed_bytes(next));
     add_low_rank(matrix, place, src, dst, layer, pass);
 }
@@ -64,6 +69,7 @@ const Bf16* rms_norm(const Bf16* src, std::int64_t src_stride, const NormParams&
         .num_rows = pass.batch.num_tokens,
         .size = size,
         .src_stride = src_stride,
+        .dst_stride = size,
         .num_threads = pass.num_threads,
     };
     baton_rms_norm(&args);
@@ -75,6 +81,26 @@ const Bf16* rms_norm(const Bf16* src, const NormParams& norm, Bf16* dst, const L
                      const PassArgs& pass) {
     const std::int64_t size = layer.qkv.num_columns;
     return rms_norm(src, size, norm, dst, size, pass);
+}
+
+// Norms each head in place.
+void norm_heads(Bf16* heads, std::int64_t stride, std::int64_t num_heads, const NormParams& norm,
+                const PassArgs& pass) {
+    if (norm.weight == nullptr) return;
+    const std::int64_t size = pass.kv.head_dim;
+    for (std::int64_t head = 0; head < num_heads; ++head) {
+        const RmsNormArgs args{
+            .src = heads + head * size,
+            .norm = norm,
+            .dst = heads + head * size,
+            .num_rows = pass.batch.num_tokens,
+            .size = size,
+            .src_stride = stride,
+            .dst_stride = stride,
+            .num_threads = pass.num_threads,
+        };
+        baton_rms_norm(&args);
+    }
 }
 
 // Norms and rotates heads into heads_buf. Can overwrite narrow_buf.
@@ -133,15 +159,18 @@ void add_output(Bf16* output, const NormParams& norm, Bf16* hidden, const LayerA
     baton_add(hidden, output, count, layer.residual_scale, pass.num_threads);
 }
 
-// Rotates the keys and writes keys and values to the cache. A token's values follow its keys.
-void write_kv(const Bf16* keys, std::int64_t stride, const LayerArgs& layer, const PassArgs& pass) {
+// Rotates the keys and writes keys and values to the cache. A token's values follow its keys, or
+// are the keys themselves. Overwrites values that are normed.
+void write_kv(Bf16* keys, std::int64_t stride, const LayerArgs& layer, const PassArgs& pass) {
     const std::int64_t count = pass.kv.num_kv_heads * pass.kv.head_dim;
+    Bf16* const values = layer.values_are_keys ? keys : keys + count;
     rope(keys, stride, pass.kv.num_kv_heads, layer.k_norm, layer.key_rope, layer, pass);
+    norm_heads(values, stride, pass.kv.num_kv_heads, layer.v_norm, pass);
     const WriteKvArgs args{
         .kv = pass.kv,
         .batch = pass.batch,
         .keys = pass.heads_buf,
-        .values = keys + count,
+        .values = values,
         .layer = layer.index,
         .key_stride = count,
         .value_stride = stride,
@@ -156,11 +185,37 @@ void compute_attention(const LayerArgs& layer, const PassArgs& pass, Bf16* hidde
     const std::int64_t query_rows = layer.num_heads * pass.kv.head_dim;
     linear(layer.qkv, kQkv, rms_norm(hidden, layer.input_norm, pass.narrow_buf, layer, pass),
            pass.wide_buf, layer, pass, &layer.output);
-    write_kv(pass.wide_buf + query_rows, stride, layer, pass);
+    if (layer.writes_kv) write_kv(pass.wide_buf + query_rows, stride, layer, pass);
     rope(pass.wide_buf, stride, layer.num_heads, layer.q_norm, layer.query_rope, layer, pass);
     attention(pass.heads_buf, pass.narrow_buf, layer, pass);
     linear(layer.output, kOutput, pass.narrow_buf, pass.wide_buf, layer, pass, next);
     add_output(pass.wide_buf, layer.attention_norm, hidden, layer, pass);
+}
+
+// Adds the layer's own input, gated by the hidden states.
+void add_own_input(const LayerArgs& layer, const PassArgs& pass, Bf16* hidden) {
+    const std::int64_t size = layer.own_input_gate.num_rows;
+    linear(layer.own_input_gate, hidden, pass.wide_buf, pass);
+    const Bf16* const own = pass.own_inputs + layer.own_input * size;
+    const auto gate_tokens = [&](std::int64_t token, std::int64_t end) {
+        for (; token < end; ++token)
+            gate_row(pass.wide_buf + token * size, own + token * pass.own_inputs_stride,
+                     pass.heads_buf + token * size, size, layer.gate);
+    };
+    parallel_for(pass.batch.num_tokens, size, pass.num_threads, gate_tokens);
+    linear(layer.own_input_projection, pass.heads_buf, pass.narrow_buf, pass);
+    rms_norm(pass.narrow_buf, layer.own_input_norm, pass.narrow_buf, layer, pass);
+    baton_add(hidden, pass.narrow_buf, pass.batch.num_tokens * layer.qkv.num_columns, 1.0f,
+              pass.num_threads);
+}
+
+void scale_output(const LayerArgs& layer, const PassArgs& pass, Bf16* hidden) {
+    const std::int64_t count = pass.batch.num_tokens * layer.qkv.num_columns;
+    const auto scale = [&](std::int64_t at, std::int64_t end) {
+        for (; at < end; ++at)
+            hidden[at] = f32_to_bf16(bf16_to_f32(hidden[at]) * layer.output_scale);
+    };
+    parallel_for(count, 1, pass.num_threads, scale);
 }
 
 void compute_layer(const LayerArgs& layer, const PassArgs& pass, Bf16* hidden,
@@ -171,6 +226,8 @@ void compute_layer(const LayerArgs& layer, const PassArgs& pass, Bf16* hidden,
     gate(pass.wide_buf, pass.heads_buf, layer, pass);
     linear(layer.down, kDown, pass.heads_buf, pass.narrow_buf, layer, pass, next);
     add_output(pass.narrow_buf, layer.mlp_output_norm, hidden, layer, pass);
+    if (layer.own_input_gate.packed != nullptr) add_own_input(layer, pass, hidden);
+    if (layer.output_scale != 1.0f) scale_output(layer, pass, hidden);
 }
 
 }  // namespace

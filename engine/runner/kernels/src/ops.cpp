@@ -216,12 +216,12 @@ ArgMax argmax(const float* row, std::int64_t size) {
 extern "C" {
 
 void baton_rms_norm(const RmsNormArgs* args) {
-    const std::int64_t size = args->size, stride = args->src_stride;
+    const std::int64_t size = args->size;
     with_weights(args->norm, [=](auto weights) {
         const auto norm_rows = [=](std::int64_t row, std::int64_t end) {
             for (; row < end; ++row)
-                norm_row(args->src + row * stride, weights, args->dst + row * size, size,
-                         args->norm.epsilon);
+                norm_row(args->src + row * args->src_stride, weights,
+                         args->dst + row * args->dst_stride, size, args->norm.epsilon);
         };
         parallel_for(args->num_rows, size, args->num_threads, norm_rows);
     });
