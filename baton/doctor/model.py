@@ -60,11 +60,14 @@ def kv_shape_of(model: str, kv_cache_dtype: str = "auto") -> KvShapeFacts | None
     """Return the size of the model's KV, or None if the model cannot be read."""
     from baton.engine.runner.attention.kv_tensor import KvShape
     from baton.engine.runner.load import DTYPES, kv_dtype
+    from baton.engine.runner.open_runner import read_cached_layers
 
     try:
         checkpoint = open_checkpoint(model, offline=True)
-        config = read_model_config(checkpoint)
+        config = read_cached_layers(checkpoint)
     except ModelError:
+        return None
+    if config is None:
         return None
     shape = KvShape.of(config, BLOCK_SIZE, kv_dtype(kv_cache_dtype, config, DTYPES[config.dtype]))
     return KvShapeFacts(served_name(model), shape.block_bytes, BLOCK_SIZE)
@@ -105,6 +108,11 @@ def _weights(
         kind = kind_of(checkpoint)
         if kind is not None:
             yield ok("weights", kind.check_weights(checkpoint))
+            cached, num_bytes = kind.read_cached_layers(checkpoint), checkpoint.num_weight_bytes()
+            if cached is not None:
+                yield from _room(
+                    checkpoint, cached, num_bytes, kv_bytes, kv_cache_dtype, NO_ADAPTERS
+                )
             return
         config = read_model_config(checkpoint)
         with checkpoint.open_tensors() as tensors:

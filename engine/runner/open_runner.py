@@ -17,6 +17,7 @@ from baton.engine.runner.model_info import LoadProgressCallback
 
 if TYPE_CHECKING:
     from baton.engine.runner.loaded_runner import LoadedRunner
+    from baton.engine.runner.model.config import ModelConfig
 
 
 class ModelKind(Protocol):
@@ -37,6 +38,10 @@ class ModelKind(Protocol):
 
     def check_weights(self, checkpoint: Checkpoint) -> str:
         """Check names and shapes of the weights, and describe the model in a line."""
+        ...
+
+    def read_cached_layers(self, checkpoint: Checkpoint) -> ModelConfig | None:
+        """Return the model as the KV cache has its layers; None: it keeps nothing."""
         ...
 
 
@@ -82,6 +87,12 @@ def open_runner(
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     return kind.load(config, checkpoint, on_progress)
+
+
+def read_cached_layers(checkpoint: Checkpoint) -> ModelConfig | None:
+    """Return a model as the KV cache has its layers; None: it keeps nothing. Raises ModelError."""
+    kind = kind_of(checkpoint)
+    return read_model_config(checkpoint) if kind is None else kind.read_cached_layers(checkpoint)
 
 
 def read_any_config(checkpoint: Checkpoint) -> Architecture:

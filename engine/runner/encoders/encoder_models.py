@@ -34,6 +34,9 @@ class EncoderModels:
 
         return load_encoder(config, checkpoint, on_progress)
 
+    def read_cached_layers(self, checkpoint: Checkpoint) -> None:
+        """Return nothing: texts are computed whole."""
+
     def check_weights(self, checkpoint: Checkpoint) -> str:
         from baton.engine.runner.encoders.tensor_names import (
             EncoderTensors,

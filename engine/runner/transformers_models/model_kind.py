@@ -14,7 +14,9 @@ from baton.engine.runner.transformers_models.outline import (
 )
 
 if TYPE_CHECKING:
+    from baton.engine.runner.model.config import ModelConfig
     from baton.engine.runner.model_runner import TorchRunner
+    from baton.engine.runner.transformers_models.config import InspectedModel
 
 
 class TransformersModels:
@@ -41,15 +43,22 @@ class TransformersModels:
 
         return load_transformers_runner(config, outline, on_progress)
 
-    def check_weights(self, checkpoint: Checkpoint) -> str:
-        outline = read_outline(checkpoint)
-        from baton.engine.runner.transformers_models.config import inspect_model
+    def read_cached_layers(self, checkpoint: Checkpoint) -> ModelConfig:
+        return self._inspect(checkpoint).config
 
-        found = inspect_model(outline)
+    def check_weights(self, checkpoint: Checkpoint) -> str:
+        found = self._inspect(checkpoint)
         with checkpoint.open_tensors():
             pass  # all files are there, and can be opened
         return (
-            f"{outline.architecture}, {found.num_parameters:,} parameters in {outline.dtype}; "
+            f"{found.config.architecture}, {found.num_parameters:,} parameters in "
+            f"{found.config.dtype}; "
             "runs on transformers' modules with Baton's KV cache and attention, which is slower "
             "than an architecture that Baton knows"
         )
+
+    def _inspect(self, checkpoint: Checkpoint) -> InspectedModel:
+        outline = read_outline(checkpoint)
+        from baton.engine.runner.transformers_models.config import inspect_model
+
+        return inspect_model(outline)
