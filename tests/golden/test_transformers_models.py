@@ -195,7 +195,11 @@ def test_a_known_family_has_the_same_tokens_either_way(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not kernels_by_variant(), reason="no C++ compiler")
 @pytest.mark.parametrize(
-    ("name", "num_native"), [("gemma", 15), ("starcoder2", 13), ("phimoe", 9), ("gpt2", 9)]
+    ("name", "num_native"),
+    [
+        *(("gemma", 15), ("starcoder2", 13), ("phimoe", 9), ("gpt2", 9)),
+        *(("mimo-v2", 16), ("minicpm3", 17), ("granite-swa", 22)),
+    ],
 )
 def test_native_kernels_compute_linear_layers_as_exactly_as_transformers(
     name: str,
@@ -251,8 +255,7 @@ def refused(tmp_path: Path, **fields: object) -> Finding:
         ("BloomForCausalLM", {}, "its attention does not go through AttentionInterface"),
         ("GPTJForCausalLM", {"rotary_dim": 8}, "does not go through AttentionInterface"),
         ("DogeForCausalLM", {}, "its layers add numbers to the scores of attention"),
-        ("GraniteSWAForCausalLM", {}, "its attention takes 's_aux'"),
-        ("MiniCPM3ForCausalLM", {}, "its keys and values have unlike sizes"),
+        ("DeepseekV32ForCausalLM", {}, "its module DeepseekV32Indexer keeps a state"),
         ("BertLMHeadModel", {}, "masks that are neither causal nor windows"),
         ("JetMoeForCausalLM", {}, "a pass without numbers fails"),
         ("BartForCausalLM", {"is_encoder_decoder": True}, "the states of an encoder"),
@@ -301,6 +304,7 @@ def test_the_doctor_says_which_way_a_model_takes(folder_of: FolderOf, tmp_path: 
     assert unknown["weights"].status is Status.OK
     assert unknown["weights"].found.startswith("PhiForCausalLM, 91,520 ")
     assert "runs on transformers' modules" in unknown["weights"].found
+    assert "(512 bytes a token, " in unknown["room"].found
     assert kind_of(SafetensorsFolder(known)) is None
 
 

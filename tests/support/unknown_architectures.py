@@ -8,9 +8,14 @@ from tests.support.models import Variant
 
 # With tied embeddings, a random model repeats its last token.
 UNTIED = {"tie_word_embeddings": False}
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+IMAGES = {"num_attention_heads": 2, "image_size": 28, "patch_size": 14, "crop_size": 28}
+AUDIO = {"hidden_size": 16, "intermediate_size": 16, "num_blocks": 1, "num_attention_heads": 2}
+SOUNDS = {"input_size": 8, "nemo_conv_channels": 16, "ext_pw_out_channel": 16}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
-# The windows are shorter than the prompts of the tests.
+# The windows are shorter than the prompts of the tests. DiffLlama attends twice in a layer, MiMo's
+# layers have unlike heads and sinks, and MiniCPM3's keys and values have unlike sizes.
 UNKNOWN: Mapping[str, Variant] = {
     "biogpt": Variant("BioGpt", UNTIED),
     "cohere": Variant("Cohere", {**UNTIED, "logit_scale": 0.25, "use_qk_norm": True}),
@@ -21,11 +26,39 @@ UNKNOWN: Mapping[str, Variant] = {
     ),
     "gpt-bigcode": Variant("GPTBigCode", {**UNTIED, "n_inner": 96}),
     "gpt-neox": Variant("GPTNeoX", {"rotary_pct": 0.25}),
+    "granite-swa": Variant("GraniteSWA", {"sliding_window": 24, "num_hidden_layers": 3}),
+    "mimo-v2": Variant(
+        "MiMoV2Flash",
+        {
+            **EXPERTS,
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 32,
+            "head_dim": 16,
+            "v_head_dim": 20,
+            "sliding_window": 24,
+            "num_hidden_layers": 3,
+        },
+    ),
+    "minicpm3": Variant(
+        "MiniCPM3",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 32,
+            "kv_lora_rank": 40,
+            "qk_nope_head_dim": 24,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 20,
+        },
+    ),
     "nemotron": Variant("Nemotron"),
     "olmo": Variant("Olmo", {"clip_qkv": 1.5}),
     "opt": Variant("OPT", {**UNTIED, "ffn_dim": 96, "word_embed_proj_dim": 32, "init_std": 0.25}),
     "persimmon": Variant("Persimmon", {"initializer_range": 0.5}),
     "phi": Variant("Phi", {"initializer_range": 0.5}),
+    "phi4-multimodal": Variant(
+        "Phi4Multimodal",
+        {"vision_config": {**VISION, **IMAGES}, "audio_config": {**AUDIO, **SOUNDS}},
+    ),
     "phimoe": Variant("Phimoe", {**EXPERTS, "sliding_window": 24}),
     "stablelm": Variant("StableLm", {"qk_layernorm": True, "initializer_range": 0.5}),
     "starcoder2": Variant("Starcoder2", {**UNTIED, "sliding_window": 24}),

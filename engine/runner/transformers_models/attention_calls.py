@@ -39,6 +39,7 @@ class AttentionCall(NamedTuple):
     scale: float
     window: int | None
     softcap: float | None
+    has_sinks: bool
 
 
 @dataclass(slots=True)
@@ -78,6 +79,7 @@ def _record(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Record a call. Shapes are [1, heads, tokens, head_dim]."""
@@ -94,7 +96,7 @@ def _record(
     scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
     sizes = query.shape[1], key.shape[1], key.shape[3], value.shape[3]
     window = recording.window_of(attention_mask)
-    recording.calls.append(AttentionCall(*sizes, scale, window, softcap))
+    recording.calls.append(AttentionCall(*sizes, scale, window, softcap, s_aux is not None))
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from baton.engine.kv_cache.groups import layer_places
+from baton.engine.kv_cache.groups import KvHeads
 from baton.engine.runner.attention.paged_attention import LayerAttention
 from baton.engine.runner.model.config import (
     Activation,
@@ -42,21 +42,23 @@ class TransformersConfig(ModelConfig):
     """A decoder on transformers' modules. Only what the KV cache needs has a meaning to Baton."""
 
     fields: str = ""  # config.json
-    scales: tuple[float, ...] = ()  # of attention, by layer
-    softcaps: tuple[float | None, ...] = ()
+    calls: tuple[AttentionCall, ...] = ()  # by layer
+    head_dims: tuple[int, ...] = ()  # in the KV cache, by layer
 
-    def attention(self) -> list[LayerAttention]:
-        places = layer_places(self.kv_groups())
-        each = zip(places, self.layers, self.scales, self.softcaps, strict=True)
+    def attention(self, sinks: Sequence[Tensor | None]) -> list[LayerAttention]:
         return [
             LayerAttention(
-                scale,
-                layer.window,
-                softcap=softcap,
+                call.scale,
+                call.window,
+                softcap=call.softcap,
+                sinks=own_sinks,
                 kv_group=place.group,
                 index_in_block=place.place,
+                kv_heads=layer.kv_heads,
             )
-            for place, layer, scale, softcap in each
+            for place, layer, call, own_sinks in zip(
+                self.kv_places(), self.layers, self.calls, sinks, strict=True
+            )
         ]
 
 
@@ -133,13 +135,8 @@ def _check_calls(calls: Sequence[AttentionCall], num_layers: int) -> None:
             f"{len(calls)} of its {num_layers} layers call AttentionInterface, and the KV cache "
             "does not hold what the others keep"
         )
-    shapes = {(each.num_heads, each.num_kv_heads, each.key_dim, each.value_dim) for each in calls}
-    if len(shapes) > 1:
-        raise UnsupportedModel("its layers have heads of unlike numbers or sizes")
-    if calls[0].key_dim != calls[0].value_dim:
-        raise UnsupportedModel("its keys and values have unlike sizes")
-    if calls[0].key_dim % 2 or calls[0].num_heads % calls[0].num_kv_heads:
-        raise UnsupportedModel("its heads have a size or number that the kernels do not have")
+    if any(call.num_heads % call.num_kv_heads for call in calls):
+        raise UnsupportedModel("the number of its KV heads does not divide that of its heads")
 
 
 def _config_of(
@@ -149,20 +146,24 @@ def _config_of(
     vocab_size: int,
     max_len: int,
 ) -> TransformersConfig:
-    first = calls[0]
+    heads = [_heads_of(call) for call in calls]
+    first, are_alike = calls[0], len(set(heads)) == 1
     return TransformersConfig(
         architecture=outline.architecture,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         num_heads=first.num_heads,
         num_kv_heads=first.num_kv_heads,
-        head_dim=first.key_dim,
+        head_dim=heads[0].dim,
         max_position_embeddings=max_len,
         norm=NormConfig(0.0),
         ropes=(),
-        rotary_dim=first.key_dim,
+        rotary_dim=heads[0].dim,
         is_rope_interleaved=False,
-        layers=tuple(LayerConfig(window=call.window) for call in calls),
+        layers=tuple(
+            LayerConfig(window=call.window, kv_heads=None if are_alike else own)
+            for call, own in zip(calls, heads, strict=True)
+        ),
         activation=Activation.SILU,
         moe=None,
         attention_scale=first.scale,
@@ -170,7 +171,7 @@ def _config_of(
         has_qkv_bias=False,
         has_output_bias=False,
         has_mlp_bias=False,
-        has_sinks=False,
+        has_sinks=any(call.has_sinks for call in calls),
         attention_softcap=first.softcap,
         logits_softcap=None,
         logits_scale=1.0,
@@ -181,6 +182,12 @@ def _config_of(
         dtype=outline.dtype,
         quantization=None,
         fields=outline.fields,
-        scales=tuple(call.scale for call in calls),
-        softcaps=tuple(call.softcap for call in calls),
+        calls=tuple(calls),
+        head_dims=tuple(each.dim for each in heads),
     )
+
+
+def _heads_of(call: AttentionCall) -> KvHeads:
+    """Return the KV heads of a layer. One size holds keys and values, and is even for kernels."""
+    dim = max(call.key_dim, call.value_dim)
+    return KvHeads(call.num_kv_heads, dim + dim % 2)

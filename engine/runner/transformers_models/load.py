@@ -47,13 +47,11 @@ def load_transformers_runner(
 
         source = DecoderSource(
             lambda _: inspected.config,
-            lambda weights, report, _: LoadedDecoder(
-                _load_decoder(outline, inspected, weights, report),
-                inspected.config.attention(),
-            ),
+            lambda weights, report, _: _load_decoder(outline, inspected, weights, report),
         )
-        # Modules of transformers are not captured in graphs, and their matrices not cached.
-        config = replace(config, enforce_eager=True, weight_cache_dir=None)
+        # Modules of transformers see no pictures and are not captured in graphs, and their matrices
+        # are not cached.
+        config = replace(config, loads_tower=False, enforce_eager=True, weight_cache_dir=None)
         return load_runner(config, on_progress, source=source)
 
 
@@ -72,7 +70,7 @@ def _load_decoder(
     inspected: InspectedModel,
     weights: OpenWeights,
     on_progress: LoadProgressCallback | None,
-) -> TransformersDecoder:
+) -> LoadedDecoder:
     target, ops = weights.target, weights.target.parts.ops
     try:
         model = _make_model(outline, inspected, weights)
@@ -80,7 +78,7 @@ def _load_decoder(
         copy_tensors(model, target.device)
         decoder = TransformersDecoder(inspected.config, ops, split_model(model, inspected.output))
         with torch.inference_mode():
-            decoder.check_isolation(target.device)
+            sinks = decoder.check_isolation(target.device)
     except UnsupportedModel as reason:
         raise refuse(outline.architecture, reason) from reason
     log.info(
@@ -92,7 +90,7 @@ def _load_decoder(
         transformers.__version__,
         *counts,
     )
-    return decoder
+    return LoadedDecoder(decoder, inspected.config.attention(sinks))
 
 
 def _make_model(outline: ModelOutline, inspected: InspectedModel, weights: OpenWeights) -> Any:
