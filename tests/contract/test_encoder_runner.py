@@ -143,7 +143,7 @@ FIELDS: dict[str, tuple[str, object, str]] = {
     "decoder": ("is_decoder", True, "changes the computation"),
     "quantized": ("quantization_config", {"quant_method": "gptq"}, "changes the computation"),
     "types": ("type_vocab_size", "two", "must be a number"),
-    "architecture": ("architectures", ["BertLMHeadModel"], "architectures"),
+    "architecture": ("architectures", ["BertLMHeadModel"], "is not known to Baton itself"),
 }
 
 

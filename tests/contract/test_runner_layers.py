@@ -60,7 +60,17 @@ MODELS = (
 )
 # Norms before, after and around attention and MLP, norms over all heads, several RoPEs, other
 # gates, scaled outputs, sinks, chunks, and experts.
-FAMILIES = ("gemma3", "gemma4", "gemma4-k-eq-v", "olmo2", "glm4", "granite", "smollm3", "gpt-oss", "llama4")
+FAMILIES = (
+    "gemma3",
+    "gemma4",
+    "gemma4-k-eq-v",
+    "olmo2",
+    "glm4",
+    "granite",
+    "smollm3",
+    "gpt-oss",
+    "llama4",
+)
 ALL_VARIANTS = {**VARIANTS, **FAMILY_VARIANTS}
 
 

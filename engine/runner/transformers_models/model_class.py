@@ -21,18 +21,22 @@ ATTENTION_INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # as modules of transformers im
 def find_model_class(outline: ModelOutline) -> Any:
     """Return the class of the architecture. Raises UnsupportedModel."""
     name = outline.architecture
-    found = getattr(transformers, name, None)
-    if found is None and json.loads(outline.fields).get("auto_map"):
-        raise UnsupportedModel("its code is in its folder (trust_remote_code), and is not run")
-    if found is None:
-        raise UnsupportedModel(f"transformers {transformers.__version__} does not have it")
     if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        raise UnsupportedModel("it does not continue texts")
+        raise UnsupportedModel(_why_unknown(name, outline))
+    found = getattr(transformers, name)
     if found._is_stateful:
         raise UnsupportedModel("its layers keep a state that the KV cache does not hold")
     if not hasattr(sys.modules[found.__module__], ATTENTION_INTERFACE):
         raise UnsupportedModel("its attention does not go through AttentionInterface")
     return found
+
+
+def _why_unknown(name: str, outline: ModelOutline) -> str:
+    if hasattr(transformers, name):
+        return "it does not continue texts"
+    if json.loads(outline.fields).get("auto_map"):
+        return "its code is in its folder (trust_remote_code), and is not run"
+    return f"transformers {transformers.__version__} does not have it"
 
 
 def read_transformers_config(model_class: Any, outline: ModelOutline) -> Any:

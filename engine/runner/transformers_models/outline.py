@@ -39,7 +39,9 @@ def find_architecture(checkpoint: Checkpoint) -> str | None:
     if not isinstance(checkpoint, SafetensorsFolder):
         return None
     names = checkpoint.read_config().get("architectures")
-    return str(names[0]) if isinstance(names, list) and len(names) == 1 else None
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        return None
+    return names[0]
 
 
 def read_outline(checkpoint: Checkpoint) -> ModelOutline:
