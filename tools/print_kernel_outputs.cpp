@@ -467,7 +467,7 @@ void recur(const char* kernel, Args args, std::int64_t gates_of_head, Call call)
     args.dst = dst;
     args.inputs_buf = inputs_buf;
     args.mixed_buf = mixed_buf.data();
-    args.gates_buf = gates_buf.data();
+    if constexpr (!std::is_same_v<Args, ShortConvArgs>) args.gates_buf = gates_buf.data();
     call(args);
     print_bits(kernel, dst);
     // The states of Mamba2 differ by a step between architectures: a sum of two products can be
@@ -511,6 +511,13 @@ void recur(std::int64_t value_dim, int threads) {
     size(mamba);
     recur("delta", delta, 2, [](const DeltaArgs& args) { baton_delta(&args); });
     recur("mamba", mamba, 1, [](const MambaArgs& args) { baton_mamba(&args); });
+    ShortConvArgs conv{};
+    conv.num_key_heads = conv.num_value_heads = 1;
+    conv.value_dim = value_dim;
+    conv.conv_size = kConvSize;
+    conv.num_threads = threads;
+    recur("short_conv", conv, value_dim,
+          [](const ShortConvArgs& args) { baton_short_conv(&args); });
 }
 
 }  // namespace

@@ -21,6 +21,7 @@ from baton.checkpoint.gguf.family_fields import (
     gpt_oss,
     granite,
     granite_hybrid,
+    lfm2,
     llama4,
     mistral3,
     partial_rotation,
@@ -318,6 +319,20 @@ GRANITE_HYBRID_NAMES = {
     "ssm_norm": "mamba.norm",
     "ssm_out": "mamba.out_proj",
 }
+LFM2_NAMES = {
+    **LAYER_NAMES,
+    "attn_norm": "operator_norm",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+}
 LINEAR_NAMES = {
     **POST_ATTENTION,
     "ssm_conv1d": "linear_attn.conv1d",
@@ -449,6 +464,13 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         layer_names=GRANITE_HYBRID_NAMES,
         has_paired_heads=True,
         changes=MAMBA_CHANGES,
+    ),
+    "lfm2": GgufArchitecture(
+        "Lfm2ForCausalLM",
+        {"conv_L_cache": "shortconv.l_cache"},
+        more=lfm2,
+        layer_names=LFM2_NAMES,
+        changes={"shortconv.conv": Change(shape=with_channel)},
     ),
     "smollm3": GgufArchitecture("SmolLM3ForCausalLM", more=qkv_bias, has_paired_heads=True),
     "olmo2": GgufArchitecture("Olmo2ForCausalLM", layer_names=POST_NORMS),

@@ -38,7 +38,7 @@ from baton.engine.runner.kernels.choose import Parts, choose_parts
 from baton.engine.runner.kv_budget import CacheShape
 from baton.engine.runner.kv_size import choose_num_blocks, num_blocks_in
 from baton.engine.runner.loaded_runner import CachingRunner
-from baton.engine.runner.model.config import ModelConfig
+from baton.engine.runner.model.config import ModelConfig, Recurrence
 from baton.engine.runner.model.decoder import CausalLm, Decoder
 from baton.engine.runner.model_info import LoadProgressCallback, ModelInfo
 from baton.engine.runner.model_runner import RunnerParts, TorchRunner
@@ -386,6 +386,8 @@ def _can_capture(opened: _Opened, decoder: CausalLm) -> bool:
         cause = f"launches of the kernels {kernels.name!r} depend on the lengths of sequences"
     elif decoder.config.depends_on_length:
         cause = "angles of this model depend on the lengths of prompts"
+    elif decoder.config.recurrent and decoder.config.recurrent.rule is Recurrence.SHORT_CONV:
+        cause = "launches of short convolutions depend on the lengths of sequences"
     elif opened.head is not None:
         cause = "the head that drafts computes in each step"
     elif decoder.waits_for_experts:

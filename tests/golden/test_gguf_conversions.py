@@ -68,6 +68,7 @@ NAMES = (
     "granite-moe",
     "granite-4",
     "granite-4-moe",
+    "lfm2",
     "ministral3",
     "mistral3",
     "qwen3-next",

@@ -94,6 +94,7 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "delta rule": ("qwen3-next", {"r": 4, "target_modules": "all-linear"}),
     "Mamba2": ("granite-4-moe", {"r": 4, "target_modules": ["in_proj", "out_proj", "q_proj"]}),
+    "short convolutions": ("lfm2", {"r": 4, "target_modules": ["in_proj", "out_proj", "q_proj"]}),
     "the text part of a model with images": (
         "smolvlm",
         {"r": 4, "target_modules": r".*\.text_model\..*\.(q_proj|o_proj|up_proj)"},

@@ -399,6 +399,14 @@ RECURRENT: Mapping[str, Variant] = {
         {**DELTA, **NEXT_EXPERTS, **_rope("default", **MROPE)},
         model_class="Qwen3_5MoeForCausalLM",
     ),
+    "lfm2": Variant(
+        "Lfm2",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "conv", "full_attention", "conv"],
+            "block_multiple_of": 24,
+        },
+    ),
     "bamba": Variant(
         "Bamba",
         {

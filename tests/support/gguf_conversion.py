@@ -33,7 +33,10 @@ TILED = (
     ".A_log",
     ".dt_bias",
 )
-F32_NAMES = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "ssm_conv1d.weight")
+F32_NAMES = (
+    *("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight"),
+    *("ssm_conv1d.weight", "shortconv.conv.weight"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,6 +353,19 @@ def _write_granite_hybrid(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_context_length(2**20)
 
 
+def _lfm2(_: Config, name: str, tensor: Tensor) -> Named:
+    yield name, tensor.squeeze(1) if "conv.conv" in name else tensor
+
+
+def _write_lfm2(writer: gguf.GGUFWriter, config: Config) -> None:
+    heads = config["num_key_value_heads"]
+    writer.add_head_count_kv([0 if each == "conv" else heads for each in config["layer_types"]])
+    writer.add_shortconv_l_cache(config["conv_L_cache"])
+    writer.add_layer_norm_rms_eps(config["norm_eps"])
+    multiple, size = config["block_multiple_of"], int(2 * config["intermediate_size"] / 3)
+    writer.add_feed_forward_length(multiple * -(-size // multiple))
+
+
 def _write_mistral3(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_rope_dimension_count(config["head_dim"])
     if config["model_type"] == "ministral3":
@@ -466,6 +482,7 @@ FAMILIES: Mapping[str, Family] = {
     "MiniMaxM2ForCausalLM": Family("minimax-m2", _corrected, _write_minimax),
     "GraniteMoeForCausalLM": Family("granitemoe", _granite_moe, _write_granite_moe),
     "GraniteMoeHybridForCausalLM": Family("granitehybrid", _granite_hybrid, _write_granite_hybrid),
+    "Lfm2ForCausalLM": Family("lfm2", _lfm2, _write_lfm2),
     "Ministral3ForCausalLM": Family("mistral3", _mistral3, _write_mistral3),
     "Mistral3ForConditionalGeneration": Family("mistral3", _mistral3, _write_mistral3),
     "Qwen3NextForCausalLM": Family("qwen3next", _qwen3_next, _write_qwen3_linear),

@@ -250,7 +250,7 @@ def _make_all_parameters_count(model: Any) -> None:
                 parameter.copy_(torch.randn_like(parameter) * 0.25)
             if name.endswith(("A_log", "mamba.D")):
                 parameter.copy_(torch.randn_like(parameter))
-            if name.endswith("conv1d.weight"):
+            if name.endswith(("conv1d.weight", "conv.conv.weight")):
                 parameter.copy_(torch.randn_like(parameter) * 0.5)
             if name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
                 parameter.copy_(torch.rand_like(parameter) + 0.5)

@@ -11,6 +11,7 @@ from baton.engine.runner.families.family import ExpertNames
 from baton.engine.runner.model.adapters import ROUTER, Place
 from baton.engine.runner.model.config import LatentConfig, ModelConfig, MoeConfig, Recurrence
 from baton.engine.runner.weights.row_orders import (
+    conv_orders,
     delta_orders,
     joined_order,
     latent_orders,
@@ -103,16 +104,17 @@ class _Targets:
     def _recurrent(self, index: int) -> Iterator[tuple[str, Target]]:
         recurrent = self._config.recurrent
         assert recurrent is not None
-        if recurrent.rule is Recurrence.MAMBA2:
-            mamba = self._names.mamba
-            rows, gates = mamba_orders(recurrent)
-            num_rows, num_columns = self._shape(index, mamba.projection)
+        if recurrent.rule is not Recurrence.GATED_DELTA:
+            is_mamba = recurrent.rule is Recurrence.MAMBA2
+            names = self._names.mamba if is_mamba else self._names.short_conv
+            rows, gates = (mamba_orders if is_mamba else conv_orders)(recurrent)
+            num_rows, num_columns = self._shape(index, names.projection)
             pieces = [
                 Piece(Place(index, "qkv"), _runs(rows, 0, num_rows)),
                 Piece(Place(index, "gates"), _runs(gates, 0, num_rows)),
             ]
-            yield mamba.projection, Target(num_rows, num_columns, pieces)
-            yield from self._joined(Place(index, "output"), [mamba.output])
+            yield names.projection, Target(num_rows, num_columns, pieces)
+            yield from self._joined(Place(index, "output"), [names.output])
             return
         delta = self._names.delta
         order, gate_order = delta_orders(recurrent) if delta.is_by_key_head else (None, None)

@@ -240,6 +240,14 @@ BAMBA: Mapping[str, object] = {
     "mamba_d_conv": 4,
     "mamba_expand": 2,
 }
+LFM2: Mapping[str, object] = {
+    "block_ffn_dim_multiplier": 1.0,
+    "block_multiple_of": 256,
+    "conv_L_cache": 3,
+    "norm_eps": 1e-5,
+    "num_key_value_heads": 8,
+    "rope_theta": 1_000_000.0,
+}
 GPT_OSS: Mapping[str, object] = {
     "head_dim": 64,
     "num_key_value_heads": 8,

@@ -114,6 +114,15 @@ class ParallelNames:
 
 
 @dataclass(frozen=True, slots=True)
+class ShortConvNames:
+    """Names of the tensors of a short convolution, relative to their layer."""
+
+    projection: str = "conv.in_proj"  # rows of factors (B), output gates (C) and values (x)
+    conv: str = "conv.conv"
+    output: str = "conv.out_proj"
+
+
+@dataclass(frozen=True, slots=True)
 class TensorNames:
     """Names of the stored tensors. Names of a layer are relative to it; `""` means none."""
 
@@ -139,6 +148,7 @@ class TensorNames:
     per_layer: PerLayerNames = PerLayerNames()
     parallel: ParallelNames = ParallelNames()
     layer_scale: str = "layer_scalar"
+    short_conv: ShortConvNames = ShortConvNames()
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,3 +186,5 @@ class Family:
     attention_scale: float | None = None  # whatever the configuration has
     norms_values: bool = False
     has_layer_scale: bool = False
+    # Returns fields with the names that other families have.
+    rename: Callable[[JsonFields], JsonFields] | None = None

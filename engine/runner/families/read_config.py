@@ -63,6 +63,8 @@ def read_config_of(architecture: str, raw: JsonFields) -> ModelConfig:
     fields = _read_text_fields(family, raw)
     text_defaults = family.text_defaults.get(str(fields.get("model_type")), {})
     fields = fields.with_defaults({**family.defaults, **text_defaults})
+    if family.rename is not None:
+        fields = family.rename(fields)
     check_fields(fields, family)
     return _read(architecture, family, fields, raw)
 

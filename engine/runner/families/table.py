@@ -20,6 +20,7 @@ from baton.engine.runner.families.defaults import (
     GLM4_LITE,
     GPT_OSS,
     GRANITE_HYBRID,
+    LFM2,
     LLAMA,
     LLAMA4,
     MINISTRAL,
@@ -90,6 +91,7 @@ from baton.engine.runner.families.mixtures import (
     qwen3_vl_moe,
 )
 from baton.engine.runner.families.recurrent import DELTA_FIELDS, MAMBA_FIELDS, delta_rule, mamba2
+from baton.engine.runner.families.short_conv import lfm2_fields, short_conv
 from baton.engine.runner.families.unlike_layers import GEMMA4_FIELDS, gemma4_layers, gemma4_types
 from baton.engine.runner.model.config import Activation, QkNorm
 
@@ -499,6 +501,23 @@ FAMILIES: Mapping[str, Family] = {
         defaults=BAMBA,
         layer_types=linear_outside_indices,
         recurrent=mamba2,
+    ),
+    "Lfm2ForCausalLM": Family(
+        names=TensorNames(
+            output="self_attn.out_proj",
+            q_norm="self_attn.q_layernorm",
+            k_norm="self_attn.k_layernorm",
+            gate_up=("feed_forward.w1", "feed_forward.w3"),
+            down="feed_forward.w2",
+            input_norm="operator_norm",
+            mlp_norm="ffn_norm",
+            norm="embedding_norm",
+        ),
+        defaults=LFM2,
+        rename=lfm2_fields,
+        layer_types=linear_where_listed,
+        qk_norm=QkNorm.HEAD,
+        recurrent=short_conv,
     ),
     "GptOssForCausalLM": Family(
         names=TensorNames(experts=OPENAI_EXPERTS),

@@ -173,7 +173,7 @@ def triton_parts(
     from baton.engine.runner.triton.hashes.triton_hashes import make_block_hashes
     from baton.engine.runner.triton.products.plain_linear import PlainLinear
     from baton.engine.runner.triton.products.triton_linear import TritonPacker
-    from baton.engine.runner.triton.recurrent.triton_linear_attention import TritonLinearAttention
+    from baton.engine.runner.triton.recurrent.triton_linear_attention import make_linear_attention
     from baton.engine.runner.triton.sampling.triton_sampling import TritonSampling
     from baton.engine.runner.triton.triton_ops import BatchInvariantOps, TritonOps
 
@@ -189,7 +189,7 @@ def triton_parts(
         # One processor is never idle: contexts are not split, which would depend on the batch.
         partial(TritonPagedAttention, num_processors=1 if batch_invariant else None),
         partial(unfused_layers, ops),
-        TritonLinearAttention,
+        make_linear_attention,
         TritonPacker(dtype, device, PlainLinear if batch_invariant else TorchLinear),
         sampling=TritonSampling(),
         low_rank=TritonLowRankProducts(),

@@ -8,10 +8,22 @@ from torch import Tensor
 from baton.engine.runner.device.step_inputs import SHARED_INPUTS, StepInputs
 from baton.engine.runner.kernels.abi import StateRows, StateRuns
 from baton.engine.runner.kernels.calls import Kernels, PassArrays, Workspace, norm_params
+from baton.engine.runner.model.config import Recurrence
 from baton.engine.runner.model.mixers import LinearAttentionPass
-from baton.engine.runner.model.recurrent import MambaWeights, RecurrentWeights
+from baton.engine.runner.model.recurrent import (
+    DeltaWeights,
+    MambaWeights,
+    RecurrentWeights,
+    ShortConvWeights,
+)
 from baton.engine.runner.state.state_shape import StateShape
 from baton.engine.runner.state.state_tables import StateLayout
+
+KERNELS = {
+    Recurrence.GATED_DELTA: "baton_delta",
+    Recurrence.MAMBA2: "baton_mamba",
+    Recurrence.SHORT_CONV: "baton_short_conv",
+}
 
 
 class NativeLinearAttention:
@@ -62,31 +74,26 @@ class _NativePass:
         output = torch.empty(len(projected), config.num_values, dtype=projected.dtype)
         buffers = attention.workspace.split(*self._buffer_sizes)
         inputs_buf, mixed_buf, gates_buf, outputs_buf = buffers
+        own: dict[str, object] = {}
+        if not isinstance(weights, ShortConvWeights):
+            norm = norm_params(weights.norm)
+            own = {"decay_rate": weights.decay_rate, "norm": norm}
+            own |= {"gates_buf": gates_buf, "outputs_buf": outputs_buf}
         if isinstance(weights, MambaWeights):
-            kernel, own = (
-                "baton_mamba",
-                {
-                    "conv_bias": weights.conv_bias,
-                    "step_bias": weights.step_bias,
-                    "skip": weights.skip,
-                },
-            )
-        else:
-            kernel, own = "baton_delta", {"decay_bias": weights.decay_bias}
+            own |= {"conv_bias": weights.conv_bias}
+            own |= {"step_bias": weights.step_bias, "skip": weights.skip}
+        elif isinstance(weights, DeltaWeights):
+            own |= {"decay_bias": weights.decay_bias}
         attention.kernels.call(
-            kernel,
+            KERNELS[config.rule],
             states=attention.rows,
             runs=self._runs,
             projected=projected.contiguous(),
             gates=gates.contiguous(),
             conv=weights.conv,
-            decay_rate=weights.decay_rate,
-            norm=norm_params(weights.norm),
             dst=output,
             inputs_buf=inputs_buf,
             mixed_buf=mixed_buf,
-            gates_buf=gates_buf,
-            outputs_buf=outputs_buf,
             first_row=layer * attention.shape.layer_rows,
             num_key_heads=config.num_key_heads,
             num_value_heads=config.num_value_heads,

@@ -142,6 +142,7 @@ class Recurrence(Enum):
 
     GATED_DELTA = "gated delta rule"
     MAMBA2 = "Mamba2"
+    SHORT_CONV = "short convolution"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,8 @@ class RecurrentConfig:
 
     The state of a layer is a matrix of key_dim rows for each value head, in float32, and the last
     inputs of the convolution. The queries, keys and values of Mamba2 are its C, B and x: key heads
-    are its groups, and key_dim is its state size.
+    are its groups, and key_dim is its state size. A short convolution alone has no matrix: key_dim
+    is 0.
     """
 
     num_key_heads: int
@@ -162,7 +164,9 @@ class RecurrentConfig:
 
     @property
     def num_gates(self) -> int:
-        """Return the gates per token: decays, and write strengths of the delta rule."""
+        """Return the gates per token: decays, write strengths, or those of a convolution."""
+        if self.rule is Recurrence.SHORT_CONV:
+            return self.num_values
         return (2 if self.rule is Recurrence.GATED_DELTA else 1) * self.num_value_heads
 
     @property

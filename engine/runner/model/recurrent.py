@@ -8,6 +8,8 @@ and decay a replaces it by a * S + k * w and reads S q. Rules differ in what a t
 - Mamba2: a token with key k (B), value v (x), query q (C) and step t (dt) decays the state by
   exp(-rate * t), writes t * v and reads its own value, too, times a weight of the head (D).
 
+A short convolution has no such matrix, only the inputs of its last tokens.
+
 Between the projections of a layer, all numbers are float32: a key that is nearly orthogonal to its
 query decides the sign of what a first token reads, and the norm makes it as large as any other.
 """
@@ -114,14 +116,21 @@ class MambaWeights:
         return weighted.to(gates.dtype).view(gates.shape)
 
 
-RecurrentWeights = DeltaWeights | MambaWeights
+@dataclass(frozen=True, slots=True)
+class ShortConvWeights:
+    """Weights of a short convolution over products of two projections, times its gates."""
+
+    gates: Linear
+    conv: Tensor
+    conv_bias: None = None
+
+
+MatrixWeights = DeltaWeights | MambaWeights
+RecurrentWeights = MatrixWeights | ShortConvWeights
 
 
 def convolve(inputs: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return SiLU of the causal convolution of [sequences, conv_size - 1 + tokens, channels].
-
-    The result is float32.
-    """
+    """Return the causal convolution of [sequences, conv_size - 1 + tokens, channels] in float32."""
     conv_size = len(weights)
     num_tokens = inputs.shape[1] - conv_size + 1
     total = torch.zeros(1, device=inputs.device)
@@ -129,7 +138,7 @@ def convolve(inputs: Tensor, weights: Tensor, bias: Tensor | None = None) -> Ten
         total = total + weight * inputs[:, tap : tap + num_tokens].float()
     if bias is not None:
         total = total + bias
-    return functional.silu(total)
+    return total
 
 
 def split_heads(config: RecurrentConfig, mixed: Tensor) -> Heads:

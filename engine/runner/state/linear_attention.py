@@ -12,7 +12,12 @@ from torch.nn import functional
 
 from baton.engine.runner.device.step_inputs import SHARED_INPUTS, StepInputs
 from baton.engine.runner.model.mixers import LinearAttentionPass
-from baton.engine.runner.model.recurrent import RecurrentWeights, convolve, split_heads
+from baton.engine.runner.model.recurrent import (
+    RecurrentWeights,
+    ShortConvWeights,
+    convolve,
+    split_heads,
+)
 from baton.engine.runner.state.state_shape import StateShape
 from baton.engine.runner.state.state_tables import ZEROS, StateLayout
 
@@ -60,16 +65,29 @@ class _TorchStatePass:
         self, layer: int, weights: RecurrentWeights, projected: Tensor, gates: Tensor
     ) -> Tensor:
         config, first_row = self._shape.config, layer * self._shape.layer_rows
+        if isinstance(weights, ShortConvWeights):
+            return self._convolve_products(first_row, weights, projected, gates)
         channels, z = projected.split((config.num_channels, config.num_values), dim=1)
         output = torch.empty(len(z), config.num_value_heads, config.value_dim, device=z.device)
         for batch in self._batches:
-            heads = split_heads(config, self._convolve(batch, first_row, weights, channels))
+            mixed = functional.silu(self._convolve(batch, first_row, weights, channels))
+            heads = split_heads(config, mixed)
             state = self._read(batch.reads, first_row, self._shape.matrix_rows)
             state = state.unflatten(1, (config.num_value_heads, config.key_dim))
             applied, state = weights.apply(config, heads, gates[batch.tokens], state)
             self._write(batch.writes, first_row, state)
             output[batch.tokens] = applied.transpose(1, 2)
         return weights.finish(config, output, z.reshape(output.shape)).flatten(1)
+
+    def _convolve_products(
+        self, first_row: int, weights: ShortConvWeights, projected: Tensor, gates: Tensor
+    ) -> Tensor:
+        factors, values = projected.chunk(2, dim=1)
+        products, output = factors * values, torch.empty_like(gates)
+        for batch in self._batches:
+            mixed = self._convolve(batch, first_row, weights, products)
+            output[batch.tokens] = (gates[batch.tokens].float() * mixed).to(output.dtype)
+        return output
 
     def _convolve(
         self, batch: _Batch, first_row: int, weights: RecurrentWeights, channels: Tensor

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from baton.engine.runner.model.config import Recurrence, RecurrentConfig
 from baton.engine.runner.model.linear import Linear
-from baton.engine.runner.model.recurrent import DeltaWeights, MambaWeights, RecurrentWeights
-from baton.engine.runner.weights.row_orders import channel_order, delta_orders, mamba_orders
+from baton.engine.runner.model.recurrent import (
+    DeltaWeights,
+    MambaWeights,
+    RecurrentWeights,
+    ShortConvWeights,
+)
+from baton.engine.runner.weights.row_orders import (
+    channel_order,
+    conv_orders,
+    delta_orders,
+    mamba_orders,
+)
 from baton.engine.runner.weights.tensor_loading import TensorLoader
 from baton.engine.runner.weights.tensor_names import TensorMap
 
@@ -16,8 +26,11 @@ def load_recurrent(
     """Return a layer's first projection, its other weights and the name of its last projection.
 
     The rows of the first projection, and the channels of the convolution, are all queries, all
-    keys and all values. In the projection all output gates follow.
+    keys and all values. In the projection all output gates follow. That of a short convolution has
+    the rows of its factors and values.
     """
+    if config.rule is Recurrence.SHORT_CONV:
+        return *_load_conv(config, tensors, loader, index), tensors.names.short_conv.output
     if config.rule is Recurrence.MAMBA2:
         return *_load_mamba(config, tensors, loader, index), tensors.names.mamba.output
     return *_load_delta(config, tensors, loader, index), tensors.names.delta.output
@@ -65,3 +78,14 @@ def _load_mamba(
         norm=loader.gated_norm(tensors.in_layer(index, names.norm)),
     )
     return projection, weights
+
+
+def _load_conv(
+    config: RecurrentConfig, tensors: TensorMap, loader: TensorLoader, index: int
+) -> tuple[Linear, ShortConvWeights]:
+    names = tensors.names.short_conv
+    projection, gates = loader.split_linear(
+        tensors.in_layer(index, names.projection), *conv_orders(config)
+    )
+    conv = loader.vector(tensors.in_layer(index, f"{names.conv}.weight"))
+    return projection, ShortConvWeights(gates, conv[:, 0].T.contiguous())

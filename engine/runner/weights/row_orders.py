@@ -59,6 +59,12 @@ def mamba_orders(config: RecurrentConfig) -> tuple[list[int], list[int]]:
     return order, list(range(num_rows, num_rows + config.num_gates))
 
 
+def conv_orders(config: RecurrentConfig) -> tuple[list[int], list[int]]:
+    """Return the rows of factors and values of a short convolution, and those of its gates."""
+    size = config.num_values
+    return [*range(size), *range(2 * size, 3 * size)], list(range(size, 2 * size))
+
+
 def channel_order(config: RecurrentConfig) -> list[int]:
     """Return the channels of queries, keys and values among values, keys and queries."""
     values, keys = config.num_values, config.num_keys

@@ -140,9 +140,12 @@ class TensorMap:
             yield from self._latent_shapes(config.latent)
             return
         if config.recurrent is not None and config.layers[index].is_recurrent:
-            is_mamba = config.recurrent.rule is Recurrence.MAMBA2
-            shapes = self._mamba_shapes if is_mamba else self._delta_shapes
-            yield from shapes(config.recurrent)
+            shapes = {
+                Recurrence.GATED_DELTA: self._delta_shapes,
+                Recurrence.MAMBA2: self._mamba_shapes,
+                Recurrence.SHORT_CONV: self._conv_shapes,
+            }
+            yield from shapes[config.recurrent.rule](config.recurrent)
             return
         hidden, heads = config.hidden_size, (config.num_heads, config.num_kv_heads)
         queries, keys = (count * config.head_dim for count in heads)
@@ -184,6 +187,12 @@ class TensorMap:
             yield name, (mamba.num_value_heads,)
         yield f"{names.norm}.weight", (mamba.num_values,)
         yield f"{names.output}.weight", (hidden, mamba.num_values)
+
+    def _conv_shapes(self, conv: RecurrentConfig) -> Shapes:
+        hidden, names = self.config.hidden_size, self.names.short_conv
+        yield f"{names.projection}.weight", (3 * conv.num_values, hidden)
+        yield f"{names.conv}.weight", (conv.num_channels, 1, conv.conv_size)
+        yield f"{names.output}.weight", (hidden, conv.num_values)
 
     def _latent_shapes(self, latent: LatentConfig) -> Shapes:
         config, names = self.config, self.names.latent

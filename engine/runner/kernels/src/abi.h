@@ -422,6 +422,22 @@ struct MambaArgs {
     std::int32_t num_threads;
 };
 
+// A short convolution over products of factors and values. The layer's rows of a state are the last
+// products; there are no key heads.
+struct ShortConvArgs {
+    StateRows states;
+    StateRuns runs;
+    Bf16* projected;         // [tokens, ..]: factors, which become the products, and values
+    const Bf16* gates;       // [tokens, values]
+    const float* conv;       // [conv_size, values], the oldest token first
+    Bf16* dst;               // [tokens, values]
+    Bf16* inputs_buf;        // [sequences, conv_size - 1, values]
+    float* mixed_buf;        // [tokens, values]
+    std::int64_t first_row;  // of the layer
+    std::int64_t num_key_heads, num_value_heads, key_dim, value_dim, conv_size;
+    std::int32_t num_threads;
+};
+
 struct SigmoidArgs {
     Bf16* dst;          // [rows, size]
     const Bf16* gates;  // [rows, size], or one for each row; with a stride between rows
@@ -538,6 +554,9 @@ void baton_delta(const baton::DeltaArgs* args);
 
 // A Mamba2 layer between its projections, after a causal convolution; see StateShape.
 void baton_mamba(const baton::MambaArgs* args);
+
+// A short convolution between its projections; see StateShape.
+void baton_short_conv(const baton::ShortConvArgs* args);
 
 // dst *= sigmoid(gates)
 void baton_multiply_sigmoid(const baton::SigmoidArgs* args);

@@ -186,9 +186,8 @@ class RecurrentPass {
         for (; i < size; ++i) dst[i] += weights[i] * bf16_to_f32(numbers[i]);
     }
 
-    // SiLU of the convolution of some channels of a token.
-    void convolve(std::int64_t token, std::int64_t channel, std::int64_t size, float* dst,
-                  const float* bias = nullptr) const {
+    // Convolution of some channels of a token.
+    void add_taps(std::int64_t token, std::int64_t channel, std::int64_t size, float* dst) const {
         const std::int64_t sequence =
             find_sequence(token, [this](std::int64_t at) { return first_token(at); });
         const std::int64_t first = token - first_token(sequence) - num_kept_;
@@ -197,6 +196,12 @@ class RecurrentPass {
             const float* const weights = args_.conv + tap * num_channels_ + channel;
             add_products(dst, weights, numbers, size, tap == 0);
         }
+    }
+
+    // SiLU of the convolution of some channels of a token.
+    void convolve(std::int64_t token, std::int64_t channel, std::int64_t size, float* dst,
+                  const float* bias = nullptr) const {
+        add_taps(token, channel, size, dst);
         for (std::int64_t i = 0; i < size; i += kLanes) {
             F32x16 total = load_some(dst + i, size - i);
             if (bias) total += load_some(bias + channel + i, size - i);

@@ -11,13 +11,17 @@ import triton
 from torch import Tensor
 
 from baton.engine.runner.device.step_inputs import SHARED_INPUTS, StepInputs
+from baton.engine.runner.model.config import Recurrence
 from baton.engine.runner.model.mixers import LinearAttentionPass
 from baton.engine.runner.model.recurrent import (
     NORM_EPSILON,
     DeltaWeights,
     MambaWeights,
+    MatrixWeights,
     RecurrentWeights,
+    ShortConvWeights,
 )
+from baton.engine.runner.state.linear_attention import LinearAttention, TorchLinearAttention
 from baton.engine.runner.state.state_shape import StateShape
 from baton.engine.runner.state.state_tables import StateLayout
 from baton.engine.runner.triton.launching import launch, row_contiguous
@@ -27,6 +31,13 @@ from baton.engine.runner.triton.recurrent.state_arguments import ConvWeights, St
 
 STATE_NUMBERS = 1024  # of a head's state, in the registers of a warp
 NORM_NUMBERS = 1024  # of a group, that a warp of the norm computes
+
+
+def make_linear_attention(kv: Tensor, shape: StateShape) -> LinearAttention:
+    """Return the kernels of recurrent layers. Torch computes short convolutions."""
+    if shape.config.rule is Recurrence.SHORT_CONV:
+        return TorchLinearAttention(kv, shape)
+    return TritonLinearAttention(kv, shape)
 
 
 class TritonLinearAttention:
@@ -85,13 +96,14 @@ class TritonStatePass:
     def mix(
         self, layer: int, weights: RecurrentWeights, projected: Tensor, gates: Tensor
     ) -> Tensor:
+        assert not isinstance(weights, ShortConvWeights)  # see make_linear_attention
         projected = row_contiguous(projected)
         mixed, factors = self._convolve(layer, weights, projected, row_contiguous(gates))
         read = self._recur(layer, weights, mixed, factors)
         return self._finish(weights, read, projected[:, self.shape.config.num_channels :])
 
     def _convolve(
-        self, layer: int, weights: RecurrentWeights, projected: Tensor, gates: Tensor
+        self, layer: int, weights: MatrixWeights, projected: Tensor, gates: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return queries, keys and values of each token, and two factors of each value head."""
         shape, config, runs = self.shape, self.shape.config, self.runs
@@ -120,9 +132,7 @@ class TritonStatePass:
         )
         return mixed, factors
 
-    def _recur(
-        self, layer: int, weights: RecurrentWeights, mixed: Tensor, factors: Tensor
-    ) -> Tensor:
+    def _recur(self, layer: int, weights: MatrixWeights, mixed: Tensor, factors: Tensor) -> Tensor:
         """Return what the tokens read from the state, [tokens, values], and write the states."""
         shape, config, runs = self.shape, self.shape.config, self.runs
         matrices = self.blocks.view(torch.float32)
@@ -150,7 +160,7 @@ class TritonStatePass:
         )
         return read
 
-    def _finish(self, weights: RecurrentWeights, read: Tensor, gates: Tensor) -> Tensor:
+    def _finish(self, weights: MatrixWeights, read: Tensor, gates: Tensor) -> Tensor:
         """Return the norm of each head (delta rule) or of each group of heads, with its gates."""
         config, is_delta = self.shape.config, isinstance(weights, DeltaWeights)
         num_groups = config.num_value_heads if is_delta else config.num_key_heads
@@ -174,7 +184,7 @@ class TritonStatePass:
         )
         return output
 
-    def _sizes(self, weights: RecurrentWeights) -> StateSizes:
+    def _sizes(self, weights: MatrixWeights) -> StateSizes:
         config, shape = self.shape.config, self.shape
         padded_key_dim: int = triton.next_power_of_2(config.key_dim)
         padded_value_dim: int = triton.next_power_of_2(config.value_dim)
@@ -197,7 +207,7 @@ class TritonStatePass:
         )
 
 
-def _vectors(weights: RecurrentWeights) -> _Vectors:
+def _vectors(weights: MatrixWeights) -> _Vectors:
     if isinstance(weights, MambaWeights):
         return _Vectors(weights.step_bias, weights.conv_bias, weights.skip)
     return _Vectors(weights.decay_bias, weights.conv, weights.decay_rate)

@@ -145,6 +145,7 @@ EXPECTED: Mapping[str, Mapping[str, Any]] = {
         "ties_embeddings": True,
     },
     "Bamba-9B-v2": {"rotary_dim": 64, "head_dim": 128},
+    "LFM2-1.2B": {"ties_embeddings": True, "head_dim": 64},
     "MiniMax-M2": {"rotary_dim": 64, "head_dim": 128, "has_qkv_bias": False},
     "Llama-4-Scout-17B-16E": {"is_rope_interleaved": True, "ties_embeddings": False},
 }
@@ -243,6 +244,9 @@ def test_layers_without_rope_and_temperatures(tmp_path: Path) -> None:
     assert granite.ropes == (NO_ROPE,)
     assert granite.attention_layers == (5, 15, 25, 35)
     assert read(tmp_path, HUB_CONFIGS["Bamba-9B-v2"]).attention_layers == (9, 18, 27)
+    lfm2 = read(tmp_path, HUB_CONFIGS["LFM2-1.2B"])
+    assert lfm2.attention_layers == (2, 5, 8, 10, 12, 14)
+    assert layers_where(lfm2, mlp_size=8192) == list(range(16))
 
 
 def test_expert_settings_are_those_of_the_model(tmp_path: Path) -> None:
@@ -335,6 +339,8 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "attention_multiplier": (LLAMA, {"attention_multiplier": 0.1}),
     "logit_scale": (LLAMA, {"logit_scale": 0.0625}),
     "mup_scale": (LLAMA, {"mup_scale": 2.0}),
+    "conv_bias": (HUB_CONFIGS["LFM2-1.2B"], {"conv_bias": True}),
+    "block_ffn_dim_multiplier": (HUB_CONFIGS["LFM2-1.2B"], {"block_ffn_dim_multiplier": 1e9}),
     "clip_qkv": (HUB_CONFIGS["OLMoE-1B-7B"], {"clip_qkv": 8.0}),
     "hidden_act": (LLAMA, {"hidden_act": "relu2"}),
     "num_experts": (LLAMA, {"num_experts": 8}),
