@@ -262,6 +262,8 @@ MODELS: tuple[tuple[str, dict[str, str]], ...] = (
     ("qwen3-moe", {"quantize": "int4", "activation_dtype": "int8"}),
     ("mixtral", {"quantize": "int8"}),
     ("qwen3-next", {}),
+    ("lfm2", {}),
+    ("hunyuan", {}),
     ("qwen3.5", {"quantize": "int8"}),
     ("gemma3", {"kv_cache_dtype": "int8"}),
     ("gemma4", {}),

@@ -251,7 +251,7 @@ def refused(tmp_path: Path, **fields: object) -> Finding:
         ("RecurrentGemmaForCausalLM", {}, "its layers keep a state"),
         ("Lfm3ForCausalLM", {"layer_types": ["conv"]}, "layers of the type 'conv' keep a state"),
         ("FalconH1ForCausalLM", {}, "its layers keep a state"),
-        ("Lfm2ForCausalLM", {"full_attn_idxs": [0]}, "its module Conv1d keeps a state"),
+        ("MiniMaxForCausalLM", {}, "its module MiniMaxLightningAttention keeps a state"),
         ("BloomForCausalLM", {}, "its attention does not go through AttentionInterface"),
         ("GPTJForCausalLM", {"rotary_dim": 8}, "does not go through AttentionInterface"),
         ("DogeForCausalLM", {}, "its layers add numbers to the scores of attention"),
