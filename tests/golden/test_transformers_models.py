@@ -249,8 +249,7 @@ def refused(tmp_path: Path, **fields: object) -> Finding:
     [
         ("MambaForCausalLM", {}, "its layers keep a state that the KV cache does not hold"),
         ("RecurrentGemmaForCausalLM", {}, "its layers keep a state"),
-        ("Lfm3ForCausalLM", {"layer_types": ["conv"]}, "layers of the type 'conv' keep a state"),
-        ("FalconH1ForCausalLM", {}, "its layers keep a state"),
+        ("ArceeForCausalLM", {"layer_types": ["conv"]}, "layers of the type 'conv' keep a state"),
         ("MiniMaxForCausalLM", {}, "its module MiniMaxLightningAttention keeps a state"),
         ("BloomForCausalLM", {}, "its attention does not go through AttentionInterface"),
         ("GPTJForCausalLM", {"rotary_dim": 8}, "does not go through AttentionInterface"),
@@ -262,7 +261,8 @@ def refused(tmp_path: Path, **fields: object) -> Finding:
         ("GPT2LMHeadModel", {"add_cross_attention": True}, "the states of an encoder"),
         ("ArceeForCausalLM", {"text_config": {}}, "it takes more than text"),
         ("ArceeForCausalLM", {"quantization_config": {}}, "its weights are quantized"),
-        ("ArceeForCausalLM", {"num_attention_heads": 7}, "transformers"),
+        ("ArceeForCausalLM", {"num_attention_heads": 7}, "transformers refuses its config.json"),
+        ("ArceeForCausalLM", {"num_hidden_layers": 10_001}, "it must be from 1 to 10000"),
         (
             "ArceeForCausalLM",
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from baton.checkpoint.json_fields import MAX_INT
 from baton.engine.kv_cache.groups import KvHeads
 from baton.engine.runner.attention.paged_attention import LayerAttention
+from baton.engine.runner.families.read_config import MAX_LAYERS
 from baton.engine.runner.model.config import (
     Activation,
     LayerConfig,
@@ -83,19 +85,25 @@ def inspect_model(outline: ModelOutline) -> InspectedModel:
 def _inspect(outline: ModelOutline) -> InspectedModel:
     model_class = find_model_class(outline)
     config = read_transformers_config(model_class, outline)
-    max_len = getattr(config, "max_position_embeddings", None)
-    if not isinstance(max_len, int) or max_len < 1:
-        raise UnsupportedModel("its config.json names no max_position_embeddings")
+    num_layers = _read_size(config, "num_hidden_layers", MAX_LAYERS)
+    max_len = _read_size(config, "max_position_embeddings", MAX_INT)
     model = make_empty_model(model_class, config, RECORDED)
     _check_layers(model)
     calls, output, hidden_size, vocab_size = _run_empty(model)
-    _check_calls(calls, config.num_hidden_layers)
+    _check_calls(calls, num_layers)
     return InspectedModel(
         _config_of(outline, calls, hidden_size, vocab_size, max_len),
         model_class,
         output,
         sum(each.numel() for each in model.parameters()),
     )
+
+
+def _read_size(config: Any, name: str, limit: int) -> int:
+    found = getattr(config, name, None)
+    if not isinstance(found, int) or not 1 <= found <= limit:
+        raise UnsupportedModel(f"{name} is {found}: it must be from 1 to {limit}")
+    return found
 
 
 def _check_layers(model: Any) -> None:

@@ -88,12 +88,12 @@ def _linear_places(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 def _pack(linear: nn.Linear | Conv1D, target: LoadTarget, *, is_sensitive: bool) -> Linear:
     quantizers = SENSITIVE_QUANTIZERS if is_sensitive else QUANTIZERS
     quantize = quantizers[target.quantize]
-    weight, bias = linear.weight.detach(), linear._parameters["bias"]
+    weight, bias = linear.weight.detach().to(target.device), linear._parameters["bias"]
     if isinstance(linear, Conv1D):
         weight = weight.T.contiguous()
-    return target.parts.ops.linear(
-        weight if quantize is None else quantize(weight), None if bias is None else bias.detach()
-    )
+    if bias is not None:
+        bias = bias.detach().to(target.device, copy=True)  # out of the file
+    return target.parts.ops.linear(weight if quantize is None else quantize(weight), bias)
 
 
 def _num_bytes(model: nn.Module) -> int:
