@@ -7,7 +7,7 @@ prefix. No torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from baton.checkpoint.gguf.family_fields import (
     biases,
@@ -384,6 +384,13 @@ MAMBA_CHANGES = {
 QWEN3_MOE = GgufArchitecture(
     "Qwen3MoeForCausalLM", EXPERTS, fixed={"norm_topk_prob": True}, more=qkv_bias
 )
+LFM2 = GgufArchitecture(
+    "Lfm2ForCausalLM",
+    {"conv_L_cache": "shortconv.l_cache"},
+    more=lfm2,
+    layer_names=LFM2_NAMES,
+    changes={"shortconv.conv": Change(shape=with_channel)},
+)
 ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "llama": GgufArchitecture("LlamaForCausalLM", has_paired_heads=True, more=qkv_bias),
     "qwen2": GgufArchitecture("Qwen2ForCausalLM"),
@@ -465,12 +472,19 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         has_paired_heads=True,
         changes=MAMBA_CHANGES,
     ),
-    "lfm2": GgufArchitecture(
-        "Lfm2ForCausalLM",
-        {"conv_L_cache": "shortconv.l_cache"},
-        more=lfm2,
-        layer_names=LFM2_NAMES,
-        changes={"shortconv.conv": Change(shape=with_channel)},
+    "lfm2": LFM2,
+    "lfm2moe": replace(
+        LFM2,
+        hub_name="Lfm2MoeForCausalLM",
+        integers={**LFM2.integers, **EXPERTS, "num_dense_layers": "leading_dense_block_count"},
+        layer_names={
+            **LFM2_NAMES,
+            "ffn_gate_inp": "feed_forward.gate",
+            "ffn_gate_exps": "feed_forward.experts.{expert}.w1",
+            "ffn_up_exps": "feed_forward.experts.{expert}.w3",
+            "ffn_down_exps": "feed_forward.experts.{expert}.w2",
+            "exp_probs_b.bias": "feed_forward.expert_bias",
+        },
     ),
     "smollm3": GgufArchitecture("SmolLM3ForCausalLM", more=qkv_bias, has_paired_heads=True),
     "olmo2": GgufArchitecture("Olmo2ForCausalLM", layer_names=POST_NORMS),

@@ -222,11 +222,12 @@ def granite_hybrid(file: GgufFile) -> Fields:
 
 def lfm2(file: GgufFile) -> Fields:
     """Return the types of layers, and names of fields. The size of the MLP is the final one."""
-    heads = file.list_of("lfm2.attention.head_count_kv", int)
+    prefix = f"{file.architecture}.attention"
+    heads = file.list_of(f"{prefix}.head_count_kv", int)
     return {
         "block_auto_adjust_ff_dim": False,
         "layer_types": ["full_attention" if count else "conv" for count in heads],
-        "norm_eps": file.require("lfm2.attention.layer_norm_rms_epsilon", float),
+        "norm_eps": file.require(f"{prefix}.layer_norm_rms_epsilon", float),
     }
 
 

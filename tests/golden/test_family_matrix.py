@@ -25,7 +25,7 @@ from tests.support.models import VARIANTS, prompt_of
 from tests.support.packed_folders import EVERY_FORMAT, FORMATS_BY_FAMILY, write_quantized
 from tests.support.runner_drivers import Drive, Driver
 
-MIXTURES = ("llama4", "qwen3-vl-moe", "qwen3-next", "qwen3.5-moe", "granite-4-moe")
+MIXTURES = (*("llama4", "qwen3-vl-moe", "qwen3-next", "qwen3.5-moe", "granite-4-moe", "lfm2-moe"),)
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- matrix: begin -->\n", "<!-- matrix: end -->\n"
 PLAIN = {name: VARIANTS[name] for name in ("llama", "mistral", "qwen2", "qwen3")}

@@ -50,6 +50,7 @@ CHANGED: Mapping[str, Mapping[str, Any]] = {
     "qwen3-next": {**LINEAR_LAYERS, "mlp_only_layers": []},
     "qwen3.5": {"linear_value_head_dim": 32},  # so that its output matrix is quantized
     "qwen3.5-moe": LINEAR_LAYERS,
+    "lfm2-moe": {"routed_scaling_factor": 1.0},  # that of the only published model
     "granite-4": {"shared_intermediate_size": 96},
     "granite-4-moe": {"position_embedding_type": "nope"},
     "qwen3-vl-moe": {"mlp_only_layers": []},
@@ -69,6 +70,7 @@ NAMES = (
     "granite-4",
     "granite-4-moe",
     "lfm2",
+    "lfm2-moe",
     "ministral3",
     "mistral3",
     "qwen3-next",

@@ -407,6 +407,18 @@ RECURRENT: Mapping[str, Variant] = {
             "block_multiple_of": 24,
         },
     ),
+    "lfm2-moe": Variant(
+        "Lfm2Moe",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
     "bamba": Variant(
         "Bamba",
         {

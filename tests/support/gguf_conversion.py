@@ -354,6 +354,9 @@ def _write_granite_hybrid(writer: gguf.GGUFWriter, config: Config) -> None:
 
 
 def _lfm2(_: Config, name: str, tensor: Tensor) -> Named:
+    name = name.replace(".expert_bias", ".expert_bias.bias")
+    if ".experts." in name:
+        name = name.removeprefix("model.")
     yield name, tensor.squeeze(1) if "conv.conv" in name else tensor
 
 
@@ -362,8 +365,16 @@ def _write_lfm2(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_head_count_kv([0 if each == "conv" else heads for each in config["layer_types"]])
     writer.add_shortconv_l_cache(config["conv_L_cache"])
     writer.add_layer_norm_rms_eps(config["norm_eps"])
-    multiple, size = config["block_multiple_of"], int(2 * config["intermediate_size"] / 3)
-    writer.add_feed_forward_length(multiple * -(-size // multiple))
+    if "block_multiple_of" in config:
+        multiple, size = config["block_multiple_of"], int(2 * config["intermediate_size"] / 3)
+        writer.add_feed_forward_length(multiple * -(-size // multiple))
+
+
+def _write_lfm2_moe(writer: gguf.GGUFWriter, config: Config) -> None:
+    _write_lfm2(writer, config)
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_leading_dense_block_count(config["num_dense_layers"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
 def _write_mistral3(writer: gguf.GGUFWriter, config: Config) -> None:
@@ -483,6 +494,7 @@ FAMILIES: Mapping[str, Family] = {
     "GraniteMoeForCausalLM": Family("granitemoe", _granite_moe, _write_granite_moe),
     "GraniteMoeHybridForCausalLM": Family("granitehybrid", _granite_hybrid, _write_granite_hybrid),
     "Lfm2ForCausalLM": Family("lfm2", _lfm2, _write_lfm2),
+    "Lfm2MoeForCausalLM": Family("lfm2moe", _lfm2, _write_lfm2_moe),
     "Ministral3ForCausalLM": Family("mistral3", _mistral3, _write_mistral3),
     "Mistral3ForConditionalGeneration": Family("mistral3", _mistral3, _write_mistral3),
     "Qwen3NextForCausalLM": Family("qwen3next", _qwen3_next, _write_qwen3_linear),

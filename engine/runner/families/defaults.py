@@ -248,6 +248,14 @@ LFM2: Mapping[str, object] = {
     "num_key_value_heads": 8,
     "rope_theta": 1_000_000.0,
 }
+LFM2_MOE: Mapping[str, object] = {
+    **LFM2,
+    "block_auto_adjust_ff_dim": False,
+    "moe_intermediate_size": 1792,
+    "num_dense_layers": 2,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+}
 GPT_OSS: Mapping[str, object] = {
     "head_dim": 64,
     "num_key_value_heads": 8,

@@ -34,6 +34,12 @@ MIXTRAL_EXPERTS = ExpertNames(
 MINIMAX_EXPERTS = replace(
     MIXTRAL_EXPERTS, correction_bias="block_sparse_moe.e_score_correction_bias"
 )
+LFM2_EXPERTS = ExpertNames(
+    router="feed_forward.gate",
+    gate_up=("feed_forward.experts.{expert}.w1", "feed_forward.experts.{expert}.w3"),
+    down="feed_forward.experts.{expert}.w2",
+    correction_bias="feed_forward.expert_bias",
+)
 GRANITE_EXPERTS = ExpertNames(
     router="block_sparse_moe.router.layer",
     gate_up=("block_sparse_moe.input_linear",),
@@ -123,6 +129,17 @@ def minimax_moe(raw: JsonFields) -> MoeConfig:
     _check_method(raw, "scoring_func", "sigmoid")
     moe = _read(raw, "num_local_experts", "intermediate_size")
     return replace(moe, scoring=Scoring.SIGMOID, normalizes=True, has_correction_bias=True)
+
+
+def lfm2_moe(raw: JsonFields) -> MoeConfig:
+    """Read a mixture. transformers adds 1e-6 to the sum of the weights, which is about one."""
+    return replace(
+        _read(raw, "num_experts", "moe_intermediate_size"),
+        scoring=Scoring.SIGMOID,
+        normalizes=raw.flag("norm_topk_prob", True),
+        scale=raw.number("routed_scaling_factor", 1.0),
+        has_correction_bias=True,
+    )
 
 
 def olmoe_moe(raw: JsonFields) -> MoeConfig:

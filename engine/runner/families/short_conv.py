@@ -22,6 +22,13 @@ def lfm2_fields(raw: JsonFields) -> JsonFields:
     )
 
 
+def lfm2_moe_fields(raw: JsonFields) -> JsonFields:
+    if not raw.flag("use_expert_bias", True):
+        raise raw.wrong("use_expert_bias", "must be true")
+    num_dense = raw.number("num_dense_layers")
+    return lfm2_fields(raw).with_fields({"first_k_dense_replace": num_dense})
+
+
 def short_conv(raw: JsonFields) -> RecurrentConfig:
     conv_size = raw.positive_int("conv_L_cache")
     if conv_size < 2:

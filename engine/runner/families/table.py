@@ -21,6 +21,7 @@ from baton.engine.runner.families.defaults import (
     GPT_OSS,
     GRANITE_HYBRID,
     LFM2,
+    LFM2_MOE,
     LLAMA,
     LLAMA4,
     MINISTRAL,
@@ -61,6 +62,7 @@ from baton.engine.runner.families.mixtures import (
     GEMMA4_EXPERTS,
     GRANITE_EXPERTS,
     GRANITE_SHARED_EXPERTS,
+    LFM2_EXPERTS,
     LLAMA4_EXPERTS,
     MINIMAX_EXPERTS,
     MIXTRAL_EXPERTS,
@@ -79,6 +81,7 @@ from baton.engine.runner.families.mixtures import (
     gpt_oss_moe,
     granite_moe,
     granite_shared_moe,
+    lfm2_moe,
     llama4_moe,
     llama4_temperature,
     minimax_moe,
@@ -91,7 +94,7 @@ from baton.engine.runner.families.mixtures import (
     qwen3_vl_moe,
 )
 from baton.engine.runner.families.recurrent import DELTA_FIELDS, MAMBA_FIELDS, delta_rule, mamba2
-from baton.engine.runner.families.short_conv import lfm2_fields, short_conv
+from baton.engine.runner.families.short_conv import lfm2_fields, lfm2_moe_fields, short_conv
 from baton.engine.runner.families.unlike_layers import GEMMA4_FIELDS, gemma4_layers, gemma4_types
 from baton.engine.runner.model.config import Activation, QkNorm
 
@@ -237,6 +240,23 @@ DEEPSEEK_V3_FAMILY = Family(
     has_latent=True,
     moe=deepseek_v3_moe,
     dense_layers=dense_at_first,
+)
+LFM2_FAMILY = Family(
+    names=TensorNames(
+        output="self_attn.out_proj",
+        q_norm="self_attn.q_layernorm",
+        k_norm="self_attn.k_layernorm",
+        gate_up=("feed_forward.w1", "feed_forward.w3"),
+        down="feed_forward.w2",
+        input_norm="operator_norm",
+        mlp_norm="ffn_norm",
+        norm="embedding_norm",
+    ),
+    defaults=LFM2,
+    rename=lfm2_fields,
+    layer_types=linear_where_listed,
+    qk_norm=QkNorm.HEAD,
+    recurrent=short_conv,
 )
 QWEN3_NEXT_FAMILY = Family(
     names=QWEN3_NEXT_NAMES,
@@ -502,22 +522,15 @@ FAMILIES: Mapping[str, Family] = {
         layer_types=linear_outside_indices,
         recurrent=mamba2,
     ),
-    "Lfm2ForCausalLM": Family(
-        names=TensorNames(
-            output="self_attn.out_proj",
-            q_norm="self_attn.q_layernorm",
-            k_norm="self_attn.k_layernorm",
-            gate_up=("feed_forward.w1", "feed_forward.w3"),
-            down="feed_forward.w2",
-            input_norm="operator_norm",
-            mlp_norm="ffn_norm",
-            norm="embedding_norm",
-        ),
-        defaults=LFM2,
-        rename=lfm2_fields,
-        layer_types=linear_where_listed,
-        qk_norm=QkNorm.HEAD,
-        recurrent=short_conv,
+    "Lfm2ForCausalLM": LFM2_FAMILY,
+    "Lfm2MoeForCausalLM": replace(
+        LFM2_FAMILY,
+        names=replace(LFM2_FAMILY.names, experts=LFM2_EXPERTS),
+        fields=EXPERTS | {"first_k_dense_replace", "routed_scaling_factor"},
+        defaults=LFM2_MOE,
+        rename=lfm2_moe_fields,
+        moe=lfm2_moe,
+        dense_layers=dense_at_first,
     ),
     "GptOssForCausalLM": Family(
         names=TensorNames(experts=OPENAI_EXPERTS),

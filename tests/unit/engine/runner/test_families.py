@@ -247,6 +247,7 @@ def test_layers_without_rope_and_temperatures(tmp_path: Path) -> None:
     lfm2 = read(tmp_path, HUB_CONFIGS["LFM2-1.2B"])
     assert lfm2.attention_layers == (2, 5, 8, 10, 12, 14)
     assert layers_where(lfm2, mlp_size=8192) == list(range(16))
+    assert layers_where(read(tmp_path, HUB_CONFIGS["LFM2-8B-A1B"]), mlp_size=7168) == [0, 1]
 
 
 def test_expert_settings_are_those_of_the_model(tmp_path: Path) -> None:
@@ -270,6 +271,7 @@ def test_expert_settings_are_those_of_the_model(tmp_path: Path) -> None:
         "gpt-oss-20b": (32, 4, 2880, 0, False),
         "ERNIE-4.5-21B-A3B": (64, 6, 1536, 3072, True),
         "MiniMax-M2": (256, 8, 1536, 0, True),
+        "LFM2-8B-A1B": (32, 4, 1792, 0, True),
         "GLM-4.7-Flash": (64, 4, 1536, 1536, True),
         "GLM-4.5-Air": (128, 8, 1408, 1408, True),
         "DeepSeek-V2-Lite": (64, 6, 1408, 2816, False),
