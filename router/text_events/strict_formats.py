@@ -124,6 +124,11 @@ def _python_list(begin: str = "", end: str = "") -> StrictCalls:
     return StrictCalls("", "$name(", ")", literals="python", **around)
 
 
+def _marked_list(begin: str, end: str) -> StrictCalls:
+    around: Any = {"begin": "[", "separator": ", ", "end": f"]{end}"}
+    return StrictCalls(begin, "$name(", ")", literals="python", **around)
+
+
 _PYTHON_START, _PYTHON_END = pythonic_calls.MARKS
 _PYTHONIC = StrictFormat(
     (_python_list(), _python_list(_PYTHON_START, _PYTHON_END)),
@@ -223,6 +228,9 @@ STRICT_FORMATS: Mapping[str, StrictFormat] = {
             ),
             StrictCalls("<invoke", _MINIMAX_CALL, **_MINIMAX),
         )
+    ),
+    "lfm2": StrictFormat(
+        (_marked_list("<|tool_call_start|>", "<|tool_call_end|>"),), can_call=_is_python_name
     ),
     "openai": StrictFormat(
         (_HARMONY,), never=harmony.MARKS, begins=("to=functions.",), can_call=_is_word

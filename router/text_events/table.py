@@ -67,6 +67,7 @@ def _deepseek(separator: str, end: str, name: Callable[[str], str]) -> NamedCall
 
 
 _LLAMA = ToolFormat(_always(read_llama_calls), (PYTHON_TAG,))
+_LFM2 = pythonic_calls.MarkedLists("<|tool_call_start|>", "<|tool_call_end|>")
 _PYTHONIC = ToolFormat(_always(pythonic_calls.read_pythonic_calls), pythonic_calls.MARKS)
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
@@ -76,6 +77,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "llama4_json": _LLAMA,
     "pythonic": _PYTHONIC,
     "llama4_pythonic": _PYTHONIC,
+    "lfm2": ToolFormat(_always(_LFM2), (_LFM2.begin, _LFM2.end)),
     "mistral": ToolFormat(_always(read_mistral_calls), ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")),
     "deepseek_v3": _named(
         _deepseek("\n```json\n", "```", lambda text: text.removeprefix("function<｜tool▁sep｜>"))
@@ -138,6 +140,8 @@ _TOOLS_BY_TEMPLATE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("gemma4", ("<|tool_call>call:",)),
     ("functiongemma", ("<start_function_call>",)),
     ("mistral", ("[TOOL_CALLS]",)),
+    ("lfm2", ("<|tool_list_start|>",)),
+    ("lfm2", ("List of tools: [", "<|im_start|>")),
     ("granite", ("<|tool_call|>", "<|start_of_role|>")),
     ("granite", ("<|start_of_role|>", "assistant_tool_call")),
     ("phi4_mini_json", ("<|tool|>", "<|/tool|>")),

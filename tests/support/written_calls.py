@@ -176,6 +176,7 @@ WRITERS: Mapping[str, CallWriting] = {
     "glm45": _each(_glm, "\n"),
     "kimi_k2": CallWriting(_kimi_k2),
     "kimi_k3": CallWriting(_kimi_k3),
+    "lfm2": CallWriting(lambda calls: f"<|tool_call_start|>{_pythonic(calls)}<|tool_call_end|>"),
     "minimax_m2": CallWriting(_minimax),
     "openai": CallWriting(_harmony, has_text_before=False),
     "gemma4": _gemma("<|tool_call>", "<tool_call|>", '<|"|>'),

@@ -1,10 +1,11 @@
-"""Tool calls as a Python list, `[get_weather(city="Paris"), …]`: Llama 3.2 and 4. Pure."""
+"""Tool calls as a Python list, `[get_weather(city="Paris"), …]`: Llama 3.2 and 4, LFM2. Pure."""
 
 from __future__ import annotations
 
 import ast
 import json
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from baton.router.text_events.call_writer import CallWriter
@@ -35,6 +36,27 @@ def read_pythonic_calls(source: TextBuffer, writer: CallWriter) -> Waiting[None]
     if not calls:
         writer.fail_call("", source)
     yield from source.read_to((), writer.text)
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedLists:
+    """Script of lists between marks, in an answer that has other texts, too."""
+
+    begin: str
+    end: str
+
+    def __call__(self, source: TextBuffer, writer: CallWriter) -> Waiting[None]:
+        while not source.is_at_end:
+            found = yield from source.read_to((self.begin,), writer.text)
+            if not found:
+                continue
+            source.mark()
+            text = yield from source.read_until(self.end)
+            calls = _calls_in(text.strip()) if text and len(text) <= MAX_CHARACTERS else []
+            for name, arguments in calls:
+                writer.call(name, arguments)
+            if not calls:
+                writer.fail_call(self.begin, source)
 
 
 def _read_list(source: TextBuffer) -> Waiting[str]:

@@ -27,7 +27,7 @@ TOOLS = [
 ]
 ARGUMENTS = {"x": 'a "b" \\ {c}', "n": 2}
 # Formats that become JSON when a call is complete.
-TRANSLATED = ("pythonic", "llama4_pythonic", "gemma4", "functiongemma")
+TRANSLATED = ("pythonic", "llama4_pythonic", "lfm2", "gemma4", "functiongemma")
 
 
 def events_of(
@@ -243,6 +243,8 @@ def test_harmony_separates_channels_also_without_tools() -> None:
             Parsing("deepseek_v31", "deepseek_v3"),
         ),
         ("<|tool_calls_section_begin|>", Parsing("kimi_k2")),
+        ("<|im_start|>List of tools: <|tool_list_start|>[", Parsing("lfm2")),
+        ("<|im_start|>List of tools: [ </think>", Parsing("lfm2")),
         ("<tool></tool><minimax:tool_call></think><think>", Parsing("minimax_m2", "minimax_m2")),
         ("<|start|>assistant<|channel|>analysis", Parsing("openai", "openai_gptoss")),
         ("<|tool_call>call:<tool_call|><|channel>thought", Parsing("gemma4", "gemma4")),
