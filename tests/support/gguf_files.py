@@ -220,6 +220,7 @@ def _write_gemma4(writer: gguf.GGUFWriter, config: Config) -> None:
     if config["enable_moe_block"]:
         writer.add_expert_used_count(config["top_k_experts"])
     ropes = config["rope_parameters"]
+    writer.add_rope_dimension_count_swa(config["head_dim"])
     writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
     num_pairs = full["head_dim"] // 2
     rotated = int(num_pairs * ropes["full_attention"]["partial_rotary_factor"])
@@ -233,6 +234,8 @@ def _write_rope(writer: gguf.GGUFWriter, config: Config, head_dim: int) -> None:
     stretch = rope.get("alpha", 1) ** (head_dim / (head_dim - 2))
     writer.add_rope_freq_base(rope["rope_theta"] * stretch)
     share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1))
+    if rope["rope_type"] == "proportional":  # the others have the frequency zero
+        share = 1
     writer.add_rope_dimension_count(int(head_dim * share))
     if "mrope_section" in rope:
         writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
