@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from baton.checkpoint.checkpoint import Checkpoint
 from baton.core.errors import InvalidConfig
 from baton.engine.runner.config import RunnerConfig
+from baton.engine.runner.draft_heads.draft_model import open_draft_model
 from baton.engine.runner.draft_heads.eagle3_loading import open_eagle3
 from baton.engine.runner.draft_heads.head_drafter import make_head_drafter
 from baton.engine.runner.draft_heads.mtp_head import open_mtp
@@ -18,11 +19,13 @@ from baton.engine.spec_decode.suffix_proposer import SuffixProposer
 DRAFTERS: Mapping[str, MakeDrafter] = {
     "ngram": lambda parts: Drafter(SuffixProposer(parts.speculation)),
     "suffix": lambda parts: Drafter(SuffixProposer(parts.speculation)),
+    "draft": make_head_drafter,
     "eagle3": make_head_drafter,
     "mtp": make_head_drafter,
 }
 # Called before the weights of the model are loaded.
 HEADS: Mapping[str, Callable[[RunnerConfig, Checkpoint, ModelConfig], OpenHead]] = {
+    "draft": open_draft_model,
     "eagle3": open_eagle3,
     "mtp": open_mtp,
 }
@@ -35,6 +38,6 @@ def open_head(config: RunnerConfig, checkpoint: Checkpoint, target: ModelConfig)
     if config.speculative_model and (head is None or not head.has_folder):
         raise InvalidConfig(
             f"--speculative-model {config.speculative_model} needs --speculative with a method "
-            "that uses it: eagle3:3"
+            "that uses it: eagle3:3 or draft:3"
         )
     return head

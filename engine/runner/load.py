@@ -223,6 +223,10 @@ def _open(
     )
     tower = _read_tower(config, checkpoint)
     head = open_head(config, checkpoint, model)
+    if head is not None:
+        places = head.extended.kv_places()[: len(model.attention_layers)]
+        layers = head.extended.layers[: model.num_layers]
+        model = replace(model, layers=layers, cache_places=places)
     return _Opened(config, checkpoint, model, dtype, device, kernels, tower, head)
 
 
@@ -259,7 +263,7 @@ def _load_weights(
         head = None
         if opened_head is not None and isinstance(decoder, Decoder):
             head = opened_head.load(weights.tensors, decoder, weights.target)
-            attention.append(opened_head.attention)
+            attention += opened_head.attention
         return _Weights(decoder, attention, _fingerprint(opened, weights), tower, head)
 
 

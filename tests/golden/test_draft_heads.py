@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer
 from baton.core.errors import InvalidConfig, ModelError
 from baton.core.ids import RequestId
 from baton.core.request import EngineRequest
+from baton.core.sampling import SamplingParams
 from baton.engine.config import EngineOptions
 from baton.engine.core import EngineCore
 from baton.engine.factory import build_engine
@@ -41,7 +43,7 @@ from tests.support.eagle3_reference import Eagle3Reference
 from tests.support.families import FAMILY_VARIANTS
 from tests.support.gguf_conversion import convert
 from tests.support.kernels import kernels_by_variant
-from tests.support.models import prompt_of, reference
+from tests.support.models import prompt_of, reference, reference_logprobs
 from tests.support.mtp_heads import Choose, MtpReference, form_of, make_mtp_folder
 
 MODELS = Path(__file__).parents[2] / "models"
@@ -56,6 +58,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "fc-norm": {"fc_norm": True},
     "norm-output": {"norm_output": True},
     "more-heads": {"num_attention_heads": 8},
+    "one-kv-head": {"num_key_value_heads": 1},
     "own-rope": {"rope_theta": 500.0},
 }
 
@@ -125,17 +128,19 @@ def keyed_choice(seed: int, temperature: float) -> Any:
     return choose
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "name"), [*((variant, "llama") for variant in VARIANTS), ("plain", "qwen2-window")]
+)
 def test_drafts_are_those_of_the_reference(
-    variant: str, model_folder: FolderOf, tmp_path: Path
+    variant: str, name: str, model_folder: FolderOf, tmp_path: Path
 ) -> None:
-    model = model_folder("llama")
+    model = model_folder(name)
     head = make_head_folder(tmp_path / "head", model, VARIANTS[variant])
     embeddings = reference(model).get_input_embeddings().weight
     expected = Eagle3Reference.read(head, embeddings)
 
     def draft(known: list[int], number: int, choose: Choose) -> list[int]:
-        taps = taps_of(model, expected.tap_ids(2), known[:-1])
+        taps = taps_of(model, expected.tap_ids(len(reference(model).model.layers)), known[:-1])
         return expected.draft(taps, known, number, choose)
 
     check_drafts(config_of(model, head), draft)
@@ -235,7 +240,6 @@ def test_with_native_kernels_logprobs_are_bitwise_equal(
 REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "another architecture": ({"architectures": ["LlamaForCausalLM"]}, "must name an EAGLE-3 head"),
     "two layers": ({"num_hidden_layers": 2}, "num_hidden_layers.* must be 1"),
-    "other KV heads": ({"num_key_value_heads": 1}, "num_key_value_heads is 1, but that of"),
     "another vocabulary": ({"vocab_size": 99}, "vocab_size is 99"),
     "a missing layer": ({TAPS: [0, 7]}, "must name layers from 0 to 1"),
     "no layers named": ({TAPS: None}, "has only 2 layers"),
@@ -270,12 +274,61 @@ def test_a_method_and_its_folder_belong_together(model_folder: FolderOf) -> None
         load_runner(replace(config, speculation=SPECULATION))
 
 
-def test_heads_for_models_with_windows_are_refused(model_folder: FolderOf, tmp_path: Path) -> None:
-    model = model_folder("qwen2-window")
-    head = make_head_folder(tmp_path / "head", model)
+def draft_config_of(model: Path, draft: Path) -> RunnerConfig:
+    speculation = replace(SPECULATION, method="draft")
+    return replace(config_of(model, None), speculation=speculation, speculative_model=str(draft))
 
-    with pytest.raises(ModelError, match="windows"):
-        load_runner(config_of(model, head))
+
+# Of the same heads; of others; with a window before and after layers that have none.
+PAIRS = (
+    ("llama", "llama-tied-mqa"),
+    ("llama", "qwen3"),
+    ("qwen2-window", "llama"),
+    ("qwen3", "mistral-window"),
+)
+
+
+@pytest.mark.parametrize(("target", "drafting"), PAIRS)
+def test_drafts_of_a_model_are_those_of_transformers(
+    target: str, drafting: str, model_folder: FolderOf
+) -> None:
+    draft_folder = model_folder(drafting)
+    config = draft_config_of(model_folder(target), draft_folder)
+
+    def draft(known: list[int], number: int, choose: Choose) -> list[int]:
+        tokens = list(known)
+        for _ in range(number):
+            logits = reference_logprobs(draft_folder, tokens)[-1]
+            tokens.append(choose(logits, len(tokens)))
+        return tokens[len(known) :]
+
+    check_drafts(config, draft)
+
+    requests = specs_of(REQUESTED["seeded"])
+    assert_alike(
+        answers(config_of(model_folder(target), None), requests), answers(config, requests)
+    )
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "drawn"])
+def test_all_drafts_of_the_model_itself_are_accepted(
+    sampling: SamplingParams, model_folder: FolderOf
+) -> None:
+    model = model_folder("llama")
+    request = EngineRequest(RequestId("a"), prompt_of(40), replace(sampling, max_tokens=51), seed=1)
+
+    [got] = answers(draft_config_of(model, model), [request])
+
+    assert got.num_accepted == 40  # 10 drafts of four tokens, after the first token
+
+
+def test_a_model_with_another_vocabulary_is_refused(model_folder: FolderOf, tmp_path: Path) -> None:
+    model = model_folder("llama")
+    shutil.copytree(model, tmp_path / "draft")
+    change_config(tmp_path / "draft", {"vocab_size": 99})
+
+    with pytest.raises(ModelError, match="has a vocabulary of 99 tokens"):
+        load_runner(draft_config_of(model, tmp_path / "draft"))
 
 
 def test_a_prefix_hit_has_the_kv_of_the_head(model_folder: FolderOf, tmp_path: Path) -> None:

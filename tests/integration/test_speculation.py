@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -20,13 +20,13 @@ from baton.llm import LLM
 from baton.rpc.node_info import NodeStatus
 from tests.support.client_load import ClientRequest, answer_all
 from tests.support.draft_heads import make_head_folder
-from tests.support.models import prompt_of
+from tests.support.models import VARIANTS, make_model_folder, prompt_of
 from tests.support.nodes import await_load, is_busy, kill_the_writer
 from tests.support.scrapes import Scrape
 from tests.support.suspended_processes import suspended
 
 MakeOptions = Callable[..., ClusterOptions]
-METHODS = ("ngram", "eagle3")
+METHODS = ("ngram", "eagle3", "draft")
 SPECULATED = "baton_tokens_speculated_total"
 
 # Few allowed tokens, so that some drafts are accepted and others are not.
@@ -41,17 +41,21 @@ SEEDED = SamplingParams(
 
 
 @pytest.fixture(scope="module")
-def head(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_head_folder(tmp_path_factory.mktemp("head"), model_folder)
+def folders(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """Return the folders of `--speculative-model`, by method. The draft model has other heads."""
+    return {
+        "eagle3": make_head_folder(tmp_path_factory.mktemp("head"), model_folder),
+        "draft": make_model_folder(tmp_path_factory.mktemp("draft"), VARIANTS["qwen3"]),
+    }
 
 
 @pytest.fixture(scope="module")
-def make_speculating(cluster_options: MakeOptions, head: Path) -> MakeOptions:
+def make_speculating(cluster_options: MakeOptions, folders: Mapping[str, Path]) -> MakeOptions:
     """Return a factory of options for two decode nodes that speculate by a method."""
 
     def make(method: str) -> ClusterOptions:
         options = cluster_options(num_decode=2)
-        folder = ("--speculative-model", str(head)) if method == "eagle3" else ()
+        folder = ("--speculative-model", str(folders[method])) if method in folders else ()
         speculative = ("--speculative", f"{method}:4:fixed", *folder, "--metrics-port", "0")
         return replace(options, node_arguments=(*options.node_arguments, *speculative))
 
@@ -92,9 +96,11 @@ def test_answers_equal_those_without_speculation(
     assert sum(one.finish.served.tokens_accepted for one in speculated) > 0
 
 
-@pytest.mark.parametrize("speculating", ["eagle3"], indirect=True)
-def test_a_draft_head_goes_on_after_a_hand_off_as_on_one_node(
-    speculating: LocalCluster, head: Path, model_folder: Path
+@pytest.mark.parametrize(
+    ("speculating", "method"), [(name, name) for name in METHODS[1:]], indirect=["speculating"]
+)
+def test_drafts_go_on_after_a_hand_off_as_on_one_node(
+    speculating: LocalCluster, method: str, folders: Mapping[str, Path], model_folder: Path
 ) -> None:
     served = [
         one.finish.served for one in answer_all(speculating.address, requests(), num_at_once=1)
@@ -103,8 +109,8 @@ def test_a_draft_head_goes_on_after_a_hand_off_as_on_one_node(
     with LLM(
         str(model_folder),
         kv_cache_memory="16MiB",
-        speculative="eagle3:4:fixed",
-        speculative_model=str(head),
+        speculative=f"{method}:4:fixed",
+        speculative_model=str(folders[method]),
     ) as llm:
         for one in requests():
             sampling = one.generation.sampling

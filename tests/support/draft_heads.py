@@ -28,7 +28,6 @@ def make_head_folder(
     """
     model = json.loads((target / "config.json").read_text())
     hidden, vocab = model["hidden_size"], model["vocab_size"]
-    kv_heads = model["num_key_value_heads"]
     head_dim = model.get("head_dim") or hidden // model["num_attention_heads"]
     size = 2 * hidden
     config = {
@@ -37,7 +36,7 @@ def make_head_folder(
         "hidden_size": hidden,
         "intermediate_size": size,
         "num_attention_heads": model["num_attention_heads"],
-        "num_key_value_heads": kv_heads,
+        "num_key_value_heads": model["num_key_value_heads"],
         "head_dim": head_dim,
         "num_hidden_layers": 1,
         "max_position_embeddings": model["max_position_embeddings"],
@@ -49,6 +48,7 @@ def make_head_folder(
         **fields,
     }
     heads, num_taps = config["num_attention_heads"], len(config[TAPS])
+    kv_heads = config["num_key_value_heads"]
     dtype: torch.dtype = getattr(torch, str(config["dtype"]))
     random = torch.Generator().manual_seed(seed)
 

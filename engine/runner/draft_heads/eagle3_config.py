@@ -5,12 +5,11 @@ Imports no torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from baton.checkpoint.checkpoint import Checkpoint
 from baton.checkpoint.json_fields import JsonFields
 from baton.core.errors import ModelError
-from baton.engine.kv_cache.groups import layer_places
 from baton.engine.runner.families.read_config import read_config_of
 from baton.engine.runner.model.config import ModelConfig
 
@@ -30,10 +29,6 @@ class HeadConfig:
     norms_each_tap: bool
     adds_normed: bool  # the layer adds its outputs to its normed input
     feeds_back_normed: bool  # its next step gets the output after the final norm
-
-    def extend(self, target: ModelConfig) -> ModelConfig:
-        """Return the target with the layer of the head after its own, as the KV cache has them."""
-        return replace(target, layers=(*target.layers, *self.model.layers))
 
 
 def read_head_config(checkpoint: Checkpoint, target: ModelConfig) -> HeadConfig:
@@ -87,11 +82,9 @@ def _read_taps(raw: JsonFields, eagle: JsonFields, target: ModelConfig) -> tuple
 
 
 def _check_fit(config: HeadConfig, target: ModelConfig, fields: JsonFields) -> None:
-    """Refuse heads of other models: the KV of its layer is in the blocks of the model's."""
+    """Refuse heads of other models."""
     model = config.model
     wanted = {
-        "num_key_value_heads": (model.num_kv_heads, target.num_kv_heads),
-        "head_dim": (model.head_dim, target.head_dim),
         "vocab_size": (model.vocab_size, target.vocab_size),
         "target_hidden_size": (config.target_size, target.hidden_size),
     }
@@ -103,6 +96,3 @@ def _check_fit(config: HeadConfig, target: ModelConfig, fields: JsonFields) -> N
             )
     if target.latent is not None:
         raise ModelError(f"{fields.where}: heads for models with latent attention are unsupported")
-    own = layer_places(target.kv_groups())
-    if layer_places(config.extend(target).kv_groups())[: len(own)] != own:
-        raise ModelError(f"{fields.where}: heads for models with windows are unsupported")

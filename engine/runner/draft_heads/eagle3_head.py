@@ -40,6 +40,10 @@ class Eagle3Head:
     feeds_back_normed: bool
 
     @property
+    def reads_next_tokens(self) -> bool:
+        return True
+
+    @property
     def needs_all_tokens(self) -> bool:
         return False
 

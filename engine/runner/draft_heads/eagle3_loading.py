@@ -11,11 +11,10 @@ from baton.checkpoint.checkpoint import Checkpoint, Expected, Shape, Tensors
 from baton.checkpoint.hub import open_checkpoint
 from baton.checkpoint.weight_files import FLOATS
 from baton.core.errors import InvalidConfig, ModelError
-from baton.engine.kv_cache.groups import layer_places
-from baton.engine.runner.attention.paged_attention import LayerAttention
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.draft_heads.eagle3_config import HeadConfig, read_head_config
 from baton.engine.runner.draft_heads.eagle3_head import Eagle3Head
+from baton.engine.runner.draft_heads.shared_cache import share_cache
 from baton.engine.runner.draft_heads.taps import Taps, tap_layers
 from baton.engine.runner.drafting.draft_head import DraftHead, OpenHead
 from baton.engine.runner.model.config import ModelConfig
@@ -24,6 +23,7 @@ from baton.engine.runner.model.layer_weights import Layer
 from baton.engine.runner.model.layers import UnfusedLayer
 from baton.engine.runner.model.linear import Linear, Mlp
 from baton.engine.runner.model.mixers import make_mixer
+from baton.engine.runner.weights.decoder_loading import layer_attention
 from baton.engine.runner.weights.tensor_loading import LoadTarget, TensorLoader
 
 LAYER_NAMES = ("midlayer.", "layers.0.")
@@ -42,15 +42,14 @@ def open_eagle3(config: RunnerConfig, _: Checkpoint, target: ModelConfig) -> Ope
         )
     checkpoint = open_checkpoint(config.speculative_model)
     head = read_head_config(checkpoint, target)
-    extended = head.extend(target)
-    place = layer_places(extended.kv_groups())[-1]
-    scale = head.model.attention_scale
+    model, extended = share_cache(head.model, target)
+    head = replace(head, model=model)
 
     def load(_: Tensors, decoder: Decoder, load_target: LoadTarget) -> DraftHead:
         return load_eagle3_head(head, checkpoint, target, decoder, load_target)
 
-    attention = LayerAttention(scale, kv_group=place.group, index_in_block=place.place)
-    return OpenHead(extended, attention, load, has_folder=True)
+    attention = layer_attention(model, 0, model.cache_places[0])
+    return OpenHead(extended, [attention], load, has_folder=True)
 
 
 def load_eagle3_head(
@@ -141,9 +140,7 @@ class _HeadLoader:
             mlp=Mlp(self._in_layer(GATE_UP), self._in_layer([DOWN])),
             mlp_output_norm=None,
         )
-        together = replace(model, layers=(*self._target.layers, *model.layers))
-        mixer = make_mixer(together, self._ops, layer, self._target.num_layers)
-        return UnfusedLayer(model, self._ops, layer, mixer)
+        return UnfusedLayer(model, self._ops, layer, make_mixer(model, self._ops, layer, 0))
 
     @property
     def _has_output_bias(self) -> bool:

@@ -58,12 +58,18 @@ class HeadDrafter:
     # --- in a pass ------------------------------------------------------------------
 
     def begin(self, step: Step, inputs: StepInputs) -> DraftHeadPass:
-        tokens = [run.tokens[run.end - run.num_tokens + 1 : run.end + 1] for run in step.runs]
+        later = 1 if self._head.reads_next_tokens else 0
+        spans = [(run.end - run.num_tokens + later, run.end + later) for run in step.runs]
+        tokens = [run.tokens[first:end] for run, (first, end) in zip(step.runs, spans, strict=True)]
         ends = step.layout.last_token_indices(np.arange(len(step.runs))).tolist()
         places = {(run.slot, run.end): end for run, end in zip(step.runs, ends, strict=True)}
-        next_ids = inputs.put(np.concatenate(tokens))
+        token_ids = inputs.put(np.concatenate(tokens))
         layer = self._begin_layer(step.layout, inputs)
-        return DraftHeadPass(self, step, places, next_ids, layer)
+        return DraftHeadPass(self, step, places, token_ids, layer)
+
+    @property
+    def reads_next_tokens(self) -> bool:
+        return self._head.reads_next_tokens
 
     def _begin_layer(self, layout: PassLayout, inputs: StepInputs) -> LayerPass:
         attention, positions = self._attention.begin(layout, inputs), inputs.put(layout.positions)
@@ -126,7 +132,7 @@ class HeadDrafter:
                 return
             kept, runs = [index for index, _ in found], [run for _, run in found]
             drafting, states = [drafting[index] for index in kept], states[kept]
-            if drafting[0].tokens:  # all have as many
+            if drafting[0].tokens or not self.reads_next_tokens:  # all have as many
                 states = self._advance(runs, states)
             for each, run, token_id in zip(drafting, runs, self._choose(runs, states), strict=True):
                 run.tokens[run.end] = token_id
@@ -155,8 +161,9 @@ class HeadDrafter:
         return chosen
 
     def _advance(self, runs: Sequence[TokenRun], states: Tensor) -> Tensor:
-        """Compute the layer with the newest drafts, at the positions in front of theirs."""
-        layout = self._batch.layout_of([run._replace(end=run.end - 1) for run in runs])
+        """Compute the layers with the newest tokens, at the positions where they are inputs."""
+        before = 1 if self.reads_next_tokens else 0
+        layout = self._batch.layout_of([run._replace(end=run.end - before) for run in runs])
         self._inputs.begin()
         layer = self._begin_layer(layout, self._inputs)
         token_ids = self._inputs.put(np.array([run.tokens[run.end - 1] for run in runs]))
@@ -194,18 +201,22 @@ class DraftHeadPass:
     drafter: HeadDrafter
     step: Step
     places: dict[Place, int]  # in the flat batch
-    next_ids: Tensor  # of each token, the one after it; undefined where the pass samples it
+    # The input at each place. Undefined where only the device has it, or will have it.
+    token_ids: Tensor
     layer: LayerPass
     states: Tensor | None = None
 
     def launch(self, hidden_states: HiddenStates, sampled: SampledTokens | None) -> None:
         """Compute all tokens of the pass."""
-        next_ids = self.next_ids
-        if sampled is not None:
+        token_ids, unknown = self.token_ids, self.step.unknown
+        if not self.drafter.reads_next_tokens:
+            if unknown is not None:
+                token_ids[unknown.places.tolist()] = unknown.sampled[unknown.sources.tolist()]
+        elif sampled is not None:
             places = [self.places[run.slot, run.end] for run in sampled.runs]
-            next_ids[places] = sampled.token_ids
+            token_ids[places] = sampled.token_ids
         states = self.drafter.states_of(hidden_states)
-        self.states = self.drafter.compute(next_ids, states, self.layer)
+        self.states = self.drafter.compute(token_ids, states, self.layer)
 
     def commit(self, result: RunResult) -> None:
         """Keep the state of the newest accepted token of each row."""

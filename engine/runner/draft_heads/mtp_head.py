@@ -16,7 +16,6 @@ from baton.checkpoint.checkpoint import Checkpoint, Expected, Shape, Tensors
 from baton.checkpoint.json_fields import JsonFields
 from baton.checkpoint.weight_files import FLOATS
 from baton.core.errors import InvalidConfig, ModelError
-from baton.engine.kv_cache.groups import layer_places
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.drafting.draft_head import DraftHead, OpenHead
 from baton.engine.runner.families.table import FAMILIES
@@ -102,6 +101,10 @@ class MtpHead:
     has_first_embedding: bool
 
     @property
+    def reads_next_tokens(self) -> bool:
+        return True
+
+    @property
     def needs_all_tokens(self) -> bool:
         return True
 
@@ -132,8 +135,8 @@ def open_mtp(_: RunnerConfig, checkpoint: Checkpoint, target: ModelConfig) -> Op
     def load(files: Tensors, decoder: Decoder, load_target: LoadTarget) -> DraftHead:
         return load_mtp_head(extended, files, decoder, load_target)
 
-    place = layer_places(extended.kv_groups())[-1]
-    return OpenHead(extended, layer_attention(extended, extended.num_layers - 1, place), load)
+    attention = layer_attention(extended, extended.num_layers - 1, extended.kv_places()[-1])
+    return OpenHead(extended, [attention], load)
 
 
 def load_mtp_head(

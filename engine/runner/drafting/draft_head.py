@@ -1,12 +1,13 @@
-"""Draft head: predicts the tokens after the next one from a model's hidden states.
+"""Draft head: layers after those of a model that predict the tokens after the next one.
 
-Its input at a position is the model's state of that position and the embedding of the token after
-it, and its output predicts the token after that. It goes on from its own states.
+Most heads read a model's hidden states: their input at a position is the state of that position and
+the embedding of the token after it, and their output predicts the token after that. They go on from
+their own states. A draft model reads the tokens of the positions alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,7 +27,12 @@ class DraftHead(Protocol):
 
     @property
     def config(self) -> ModelConfig:
-        """Return the configuration of its layer."""
+        """Return the configuration of its layers."""
+        ...
+
+    @property
+    def reads_next_tokens(self) -> bool:
+        """Return whether the input at a position is the token after it, with the model's state."""
         ...
 
     @property
@@ -41,7 +47,7 @@ class DraftHead(Protocol):
     def forward(
         self, token_ids: Tensor, states: Tensor, positions: Tensor, forward_pass: ForwardPass
     ) -> Tensor:
-        """Compute the layer, which writes its KV, and return the states of the next step.
+        """Compute the layers, which write their KV, and return the states of the next step.
 
         The given ones can be overwritten.
         """
@@ -59,7 +65,7 @@ LoadHead = Callable[[Tensors, Decoder, LoadTarget], DraftHead]
 class OpenHead:
     """Head whose weights are not loaded yet."""
 
-    extended: ModelConfig  # the model with the layer of the head after its own, as in the KV cache
-    attention: LayerAttention  # of that layer
+    extended: ModelConfig  # the model with the layers of the head after its own, as in the KV cache
+    attention: Sequence[LayerAttention]  # of these layers
     load: LoadHead  # from the model's tensors, or its own; the decoder then serves it
     has_folder: bool = False  # that of `speculative_model`

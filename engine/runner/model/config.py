@@ -261,6 +261,10 @@ class ModelConfig:
     norms_values: bool = False  # RMS norm of the values of each head, without weights
     per_layer: PerLayerConfig | None = None
     has_layer_scale: bool = False  # the output of a layer is multiplied by a number of its own
+    # In a KV cache that layers of another model share: the places of those with attention, and how
+    # many layers with attention are before them. Without places, the cache is the model's own.
+    cache_places: tuple[LayerPlace, ...] = ()
+    num_before: int = 0
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
@@ -315,10 +319,16 @@ class ModelConfig:
 
     def kv_places(self) -> tuple[LayerPlace, ...]:
         """Return where each layer with attention finds its keys and values."""
+        if self.cache_places:
+            return self.cache_places
         writers = [i for i in self.attention_layers if self.layers[i].kv_layer is None]
         own = dict(zip(writers, layer_places(self.kv_groups()), strict=True))
         read = [(i, self.layers[i].kv_layer) for i in self.attention_layers]
         return tuple(own[layer if source is None else source] for layer, source in read)
+
+    def attention_number(self, layer: int) -> int:
+        """Return the number of a layer among all of the KV cache that have attention."""
+        return self.num_before + self.attention_layers.index(layer)
 
     @property
     def last_writer(self) -> int:

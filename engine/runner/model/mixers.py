@@ -263,7 +263,7 @@ def make_mixer(config: ModelConfig, ops: Ops, layer: Layer, index: int) -> Mixer
     """Make the mixer of the layer with this index."""
     if layer.recurrent is not None:
         return RecurrentMixer(layer.qkv, layer.recurrent, config.recurrent_layers.index(index))
-    number, own = config.attention_layers.index(index), config.layers[index]
+    number, own = config.attention_number(index), config.layers[index]
     if config.latent is not None and layer.latent is not None:
         return LatentMixer(config.latent, layer.latent, ops, layer, own, number)
     return AttentionMixer(config.of_layer(index), ops, layer, own, number)
