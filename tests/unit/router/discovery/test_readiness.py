@@ -75,6 +75,22 @@ def test_each_of_several_models_needs_a_node_at_start() -> None:
     assert late.is_ready(table, PATIENCE_S)
 
 
+def test_of_several_models_one_that_generates_needs_a_decode_node_at_start() -> None:
+    table = NodeTable()
+    readiness = Readiness(wants_prefill=True, now=0.0, models=["chat", "small"])
+    for node in (
+        a_node_of("small", LegKind.PREFILL, vector_size=4, generates=False),
+        a_node_of("chat", LegKind.PREFILL, vector_size=4),
+    ):
+        table.join(node.address, node.card)
+    reported = [readiness.is_ready(table, 1.0)]
+    decode = a_node_of("chat", LegKind.DECODE)
+    table.join(decode.address, decode.card)
+    reported.append(readiness.is_ready(table, 2.0))
+
+    assert reported == [False, True]
+
+
 def test_waiting_for_missing_decode_nodes_times_out_if_the_model_embeds() -> None:
     table, readiness = NodeTable(), Readiness(wants_prefill=True, now=0.0)
     generating = a_node_of("large", LegKind.PREFILL)
