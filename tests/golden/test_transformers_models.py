@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -33,7 +34,7 @@ from baton.doctor.model import check_model_folder
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.load import load_runner
 from baton.engine.runner.model_runner import TorchRunner
-from baton.engine.runner.open_runner import kind_of, open_runner
+from baton.engine.runner.open_runner import kind_of, open_runner, read_cached_layers
 from baton.engine.runner.transformers_models.model_kind import TransformersModels
 from baton.engine.runner.transformers_models.refusals import UnsupportedModel
 from baton.engine.spec_decode.config import parse_speculation
@@ -48,7 +49,7 @@ from tests.support.models import (
     reference_logprobs,
 )
 from tests.support.runner_drivers import Drive, Driver, drives_of
-from tests.support.unknown_architectures import UNKNOWN
+from tests.support.unknown_architectures import TRAINED_LEN, UNKNOWN
 
 BLOCK_SIZE = 16
 CHUNK = 23  # no multiple of a block
@@ -142,6 +143,13 @@ def test_hand_offs_prefix_hits_and_a_dead_decode_engine_change_no_token(
     assert whole.num_received == len(PROMPT)
     assert other.num_received == len(branched) - 48  # cached on the decode node
     assert rest.num_received == len(PROMPT) + len(begun.token_ids)
+
+
+@pytest.mark.parametrize("name", ["arcee-dynamic", "phi4-multimodal"])
+def test_texts_end_where_angles_would_depend_on_their_length(
+    name: str, runner_of: LoadRunner
+) -> None:
+    assert runner_of(name).info.max_model_len == TRAINED_LEN
 
 
 # Scaled and capped logits are computed by the forward pass of the whole model.
@@ -263,11 +271,6 @@ def refused(tmp_path: Path, **fields: object) -> Finding:
         ("ArceeForCausalLM", {"quantization_config": {}}, "its weights are quantized"),
         ("ArceeForCausalLM", {"num_attention_heads": 7}, "transformers refuses its config.json"),
         ("ArceeForCausalLM", {"num_hidden_layers": 10_001}, "it must be from 1 to 10000"),
-        (
-            "ArceeForCausalLM",
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            r"its RoPE \(dynamic\) depend on the lengths of prompts",
-        ),
         ("GPT2ForSequenceClassification", {}, "it does not continue texts"),
         ("OtherForCausalLM", {}, "transformers .* does not have it"),
         (
@@ -283,6 +286,83 @@ def test_what_the_kv_cache_cannot_hold_is_refused_by_name(
     found = refused(tmp_path, architectures=[architecture], **fields)
 
     assert re.search(f"^{architecture} is not known .*{reason}.*; choose a model", found.found)
+
+
+# Published configurations, with the names of fields that their architectures have.
+PUBLISHED: Mapping[str, tuple[Mapping[str, object], tuple[object, ...]]] = {
+    "gpt2": (
+        {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "n_embd": 768,
+            "n_head": 12,
+            "n_layer": 12,
+            "n_positions": 1024,
+            "vocab_size": 50257,
+        },
+        (12, 12, 64, None, 1024, 50257),
+    ),
+    "pythia-1.4b": (
+        {
+            "architectures": ["GPTNeoXForCausalLM"],
+            "model_type": "gpt_neox",
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 24,
+            "max_position_embeddings": 2048,
+            "rotary_pct": 0.25,
+            "torch_dtype": "float16",
+            "vocab_size": 50304,
+        },
+        (24, 16, 128, None, 2048, 50304),
+    ),
+    "starcoder2-3b": (
+        {
+            "architectures": ["Starcoder2ForCausalLM"],
+            "model_type": "starcoder2",
+            "hidden_size": 3072,
+            "intermediate_size": 12288,
+            "num_attention_heads": 24,
+            "num_hidden_layers": 30,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 16384,
+            "rope_theta": 999999.4420358813,
+            "sliding_window": 4096,
+            "use_bias": True,
+            "vocab_size": 49152,
+        },
+        (30, 2, 128, 4096, 16384, 49152),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_a_published_model_keeps_is_found_without_weights(name: str, tmp_path: Path) -> None:
+    fields, expected = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+
+    found = read_cached_layers(SafetensorsFolder(tmp_path))
+
+    assert found is not None
+    assert expected == (
+        *(found.num_layers, found.num_kv_heads, found.head_dim, found.layers[0].window),
+        *(found.max_context_len(), found.vocab_size),
+    )
+
+
+def test_reading_a_configuration_imports_no_transformers(folder_of: FolderOf) -> None:
+    program = (
+        "import sys; from baton.checkpoint.hub import open_checkpoint; "
+        "from baton.engine.runner.open_runner import read_any_config; "
+        "print(read_any_config(open_checkpoint(sys.argv[1])).dtype, "
+        "*sorted({'torch', 'transformers'} & sys.modules.keys()))"
+    )
+    command = [sys.executable, "-c", program, str(folder_of("phi"))]
+
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+
+    assert done.stdout == "float32\n"
 
 
 def test_without_transformers_the_remedy_is_its_installation(

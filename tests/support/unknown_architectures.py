@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from tests.support.models import Variant
 
@@ -14,9 +15,30 @@ AUDIO = {"hidden_size": 16, "intermediate_size": 16, "num_blocks": 1, "num_atten
 SOUNDS = {"input_size": 8, "nemo_conv_channels": 16, "ext_pw_out_channel": 16}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
+MSCALES = {"short_mscale": 1.1, "long_mscale": 1.3}
+TRAINED_LEN = 128
+
+
+def _rope(kind: str, **settings: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10_000.0, **settings}}
+
+
+def _longrope(num_factors: int, **settings: Any) -> dict[str, Any]:
+    return _rope(
+        "longrope",
+        original_max_position_embeddings=TRAINED_LEN,
+        short_factor=[1.0 + i / 10 for i in range(num_factors)],
+        long_factor=[2.0 + i / 3 for i in range(num_factors)],
+        **settings,
+    )
+
+
 # The windows are shorter than the prompts of the tests. DiffLlama attends twice in a layer, MiMo's
 # layers have unlike heads and sinks, and MiniCPM3's keys and values have unlike sizes.
 UNKNOWN: Mapping[str, Variant] = {
+    "arcee-dynamic": Variant(
+        "Arcee", {"max_position_embeddings": TRAINED_LEN, **_rope("dynamic", factor=4.0)}
+    ),
     "biogpt": Variant("BioGpt", UNTIED),
     "cohere": Variant("Cohere", {**UNTIED, "logit_scale": 0.25, "use_qk_norm": True}),
     "cohere2": Variant(
@@ -61,9 +83,14 @@ UNKNOWN: Mapping[str, Variant] = {
     "phi": Variant("Phi", {"initializer_range": 0.5}),
     "phi4-multimodal": Variant(
         "Phi4Multimodal",
-        {"vision_config": {**VISION, **IMAGES}, "audio_config": {**AUDIO, **SOUNDS}},
+        {
+            "vision_config": {**VISION, **IMAGES},
+            "audio_config": {**AUDIO, **SOUNDS},
+            "original_max_position_embeddings": TRAINED_LEN,
+            **_longrope(6, partial_rotary_factor=0.75),
+        },
     ),
-    "phimoe": Variant("Phimoe", {**EXPERTS, "sliding_window": 24}),
+    "phimoe": Variant("Phimoe", {**EXPERTS, "sliding_window": 24, **_longrope(8, **MSCALES)}),
     "stablelm": Variant("StableLm", {"qk_layernorm": True, "initializer_range": 0.5}),
     "starcoder2": Variant("Starcoder2", {**UNTIED, "sliding_window": 24}),
     "vaultgemma": Variant(

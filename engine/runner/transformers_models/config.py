@@ -34,6 +34,9 @@ from baton.engine.runner.transformers_models.outline import ModelOutline
 from baton.engine.runner.transformers_models.refusals import UnsupportedModel, refuse
 from baton.engine.runner.transformers_models.split_model import decoder_of, split_model
 
+# In them the angles of all tokens change when a text, or one of the same batch, becomes longer than
+# those of the training.
+ROPES_BY_LENGTH = ("dynamic", "longrope")
 NUM_TOKENS = 3  # of the pass without numbers
 # Parts of the names of modules in which tokens see each other outside of attention.
 STATEFUL_MODULES = ("Mamba", "Conv1d", "Recurrent", "DeltaNet", "Lightning", "Rwkv", "Indexer")
@@ -86,7 +89,8 @@ def _inspect(outline: ModelOutline) -> InspectedModel:
     model_class = find_model_class(outline)
     config = read_transformers_config(model_class, outline)
     num_layers = _read_size(config, "num_hidden_layers", MAX_LAYERS)
-    max_len = _read_size(config, "max_position_embeddings", MAX_INT)
+    max_len = _read_max_len(config)
+    _fix_angles(config)
     model = make_empty_model(model_class, config, RECORDED)
     _check_layers(model)
     calls, output, hidden_size, vocab_size = _run_empty(model)
@@ -104,6 +108,28 @@ def _read_size(config: Any, name: str, limit: int) -> int:
     if not isinstance(found, int) or not 1 <= found <= limit:
         raise UnsupportedModel(f"{name} is {found}: it must be from 1 to {limit}")
     return found
+
+
+def _read_max_len(config: Any) -> int:
+    """Return the longest text whose angles do not depend on its length."""
+    longest = _read_size(config, "max_position_embeddings", MAX_INT)
+    for rope in _ropes_by_length(config):
+        longest = min(longest, rope.get("original_max_position_embeddings") or longest)
+    return longest
+
+
+def _fix_angles(config: Any) -> None:
+    """Let angles not depend on the length, to compare which takes numbers."""
+    for rope in _ropes_by_length(config):
+        rope["rope_type"] = "default"
+
+
+def _ropes_by_length(config: Any) -> list[dict[str, Any]]:
+    ropes = getattr(config, "rope_parameters", None) or {}
+    each = [ropes, *ropes.values()]  # one for all layers, or one for each type of them
+    return [
+        rope for rope in each if isinstance(rope, dict) and rope.get("rope_type") in ROPES_BY_LENGTH
+    ]
 
 
 def _check_layers(model: Any) -> None:

@@ -17,7 +17,6 @@ from baton.engine.runner.transformers_models.refusals import refuse
 PACKAGE = "transformers"
 INSTALL = "pip install 'baton[transformers]'"
 STATELESS_LAYERS = ("full_attention", "sliding_attention")
-ROPES_BY_LENGTH = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +69,3 @@ def _reasons(raw: JsonFields) -> Iterator[str]:
     others = [each for each in listed if each not in STATELESS_LAYERS]
     if others:
         yield f"layers of the type {others[0]!r} keep a state that the KV cache does not hold"
-    kinds = {kind for name in ("rope_parameters", "rope_scaling") for kind in _kinds(raw.get(name))}
-    for kind in sorted(kinds.intersection(ROPES_BY_LENGTH)):
-        yield f"the angles of its RoPE ({kind}) depend on the lengths of prompts"
-
-
-def _kinds(rope: object) -> Iterator[str]:
-    """Yield the kinds of RoPE in a field, which can have one for each type of layers."""
-    if isinstance(rope, dict):
-        for name, found in rope.items():
-            if name in ("rope_type", "type"):
-                yield str(found)
-            else:
-                yield from _kinds(found)
