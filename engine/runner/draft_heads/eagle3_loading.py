@@ -20,9 +20,8 @@ from baton.engine.runner.drafting.draft_head import DraftHead, OpenHead
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.decoder import Decoder
 from baton.engine.runner.model.layer_weights import Layer
-from baton.engine.runner.model.layers import UnfusedLayer
+from baton.engine.runner.model.layers import DecoderLayer
 from baton.engine.runner.model.linear import Linear, Mlp
-from baton.engine.runner.model.mixers import make_mixer
 from baton.engine.runner.weights.decoder_loading import layer_attention
 from baton.engine.runner.weights.tensor_loading import LoadTarget, TensorLoader
 
@@ -77,7 +76,7 @@ class _HeadLoader:
         self._files = files
         self._target = target
         self._decoder = decoder
-        self._ops, self._place = load_target.parts.ops, load_target.device
+        self._parts, self._place = load_target.parts, load_target.device
         self._names = frozenset(files.names())
         found = [name for name in LAYER_NAMES if f"{name}{OUTPUT}.weight" in self._names]
         self._layer = (found or LAYER_NAMES)[0]
@@ -105,7 +104,7 @@ class _HeadLoader:
             head = load.embedding(HEAD)
         loaded = Eagle3Head(
             config=config.model,
-            ops=self._ops,
+            ops=self._parts.ops,
             taps=taps,
             taps_norm=load.norm("input_norm") if config.norms_all_taps else None,
             tap_norms=[load.norm(f"fc_norm.{i}") for i in self._tap_numbers],
@@ -127,7 +126,7 @@ class _HeadLoader:
     def _tap_numbers(self) -> range:
         return range(len(self._config.taps) if self._config.norms_each_tap else 0)
 
-    def _load_layer(self) -> UnfusedLayer:
+    def _load_layer(self) -> DecoderLayer:
         model = self._config.model
         layer = Layer(
             input_norm=None,  # the head norms both parts of the input
@@ -140,7 +139,7 @@ class _HeadLoader:
             mlp=Mlp(self._in_layer(GATE_UP), self._in_layer([DOWN])),
             mlp_output_norm=None,
         )
-        return UnfusedLayer(model, self._ops, layer, make_mixer(model, self._ops, layer, 0))
+        return self._parts.make_layers(model, [layer])[0]
 
     @property
     def _has_output_bias(self) -> bool:

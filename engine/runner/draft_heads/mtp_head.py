@@ -21,9 +21,9 @@ from baton.engine.runner.drafting.draft_head import DraftHead, OpenHead
 from baton.engine.runner.families.table import FAMILIES
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.decoder import Decoder
-from baton.engine.runner.model.layers import DecoderLayer, LayerInput, UnfusedLayer
+from baton.engine.runner.model.layers import DecoderLayer, LayerInput
 from baton.engine.runner.model.linear import Linear
-from baton.engine.runner.model.mixers import ForwardPass, make_mixer
+from baton.engine.runner.model.mixers import ForwardPass
 from baton.engine.runner.model.ops import Norm, Ops
 from baton.engine.runner.sampling.output_heads import HiddenStates
 from baton.engine.runner.weights.decoder_loading import layer_attention, load_layer
@@ -166,7 +166,12 @@ def load_mtp_head(
         shapes, files, plain, None, norm=extended.norm, quantization=extended.quantization
     )
     layer = load_layer(tensors, loader, index)
-    mixer = make_mixer(extended, ops, layer, index)
+    alone = replace(
+        extended,
+        layers=extended.layers[index:],
+        cache_places=extended.kv_places()[-1:],
+        num_before=len(extended.attention_layers) - 1,
+    )
     embedding_norm, state_norm, norm = map(loader.norm, norms)
     return MtpHead(
         config=extended,
@@ -175,7 +180,7 @@ def load_mtp_head(
         embedding_norm=embedding_norm,
         state_norm=state_norm,
         projection=loader.linear([projection], has_bias=False, keeps_dtype=True),
-        layer=UnfusedLayer(extended, ops, layer, mixer),
+        layer=target.parts.make_layers(alone, [layer])[0],
         norm=norm,
         has_first_embedding=names.has_first_embedding,
     )

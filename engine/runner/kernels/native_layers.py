@@ -174,7 +174,15 @@ class FusedLayer:
             pass_args = self._pass_args(forward_pass)
         if not isinstance(self._layer.mlp, Mlp):
             return LayerInput(self._through_experts(pass_args, hidden_states))
-        self._library.baton_layers(self._args, len(self._args), pass_args, hidden_states.data_ptr())
+        given = inputs.normed if self._layer.input_norm is None else None
+        given = None if given is None else given.contiguous()
+        self._library.baton_layers(
+            self._args,
+            len(self._args),
+            pass_args,
+            hidden_states.data_ptr(),
+            None if given is None else given.data_ptr(),
+        )
         return LayerInput(hidden_states)
 
     def joined(self, after: DecoderLayer) -> FusedLayer | None:

@@ -538,7 +538,7 @@ void baton_attention(const baton::AttentionArgs* args);
 
 // Computes layers in place. hidden: [tokens, hidden_size]. passes: by KV group.
 void baton_layers(const baton::LayerArgs* layers, std::int64_t num_layers,
-                  const baton::PassArgs* passes, baton::Bf16* hidden);
+                  const baton::PassArgs* passes, baton::Bf16* hidden, const baton::Bf16* inputs);
 
 // Computes the attention of a layer in place, and the norm of the MLP's input into mlp_input,
 // unless the layer has no such norm.

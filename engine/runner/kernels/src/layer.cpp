@@ -19,6 +19,9 @@ PackedMatrix rows_from(const PackedMatrix& matrix, std::int64_t first) {
     return rows;
 }
 
+// The input of queries, keys and values can be wider.
+std::int64_t hidden_size(const LayerArgs& layer) { return layer.output.num_rows; }
+
 // Linear layers of a layer, in the order of an adapter's places.
 enum Place { kQkv, kOutput, kGateUp, kDown };
 
@@ -79,7 +82,7 @@ const Bf16* rms_norm(const Bf16* src, std::int64_t src_stride, const NormParams&
 // Applies a norm to hidden states.
 const Bf16* rms_norm(const Bf16* src, const NormParams& norm, Bf16* dst, const LayerArgs& layer,
                      const PassArgs& pass) {
-    const std::int64_t size = layer.qkv.num_columns;
+    const std::int64_t size = hidden_size(layer);
     return rms_norm(src, size, norm, dst, size, pass);
 }
 
@@ -154,7 +157,7 @@ void gate(const Bf16* gate_up, Bf16* dst, const LayerArgs& layer, const PassArgs
 // hidden += the norm of the output, which is overwritten.
 void add_output(Bf16* output, const NormParams& norm, Bf16* hidden, const LayerArgs& layer,
                 const PassArgs& pass) {
-    const std::int64_t count = pass.batch.num_tokens * layer.qkv.num_columns;
+    const std::int64_t count = pass.batch.num_tokens * hidden_size(layer);
     rms_norm(output, norm, output, layer, pass);
     baton_add(hidden, output, count, layer.residual_scale, pass.num_threads);
 }
@@ -179,12 +182,15 @@ void write_kv(Bf16* keys, std::int64_t stride, const LayerArgs& layer, const Pas
     baton_write_kv(&args);
 }
 
-void compute_attention(const LayerArgs& layer, const PassArgs& pass, Bf16* hidden) {
+// `inputs`: those of queries, keys and values, or null: normed hidden states.
+void compute_attention(const LayerArgs& layer, const PassArgs& pass, Bf16* hidden,
+                       const Bf16* inputs) {
     const PackedMatrix* const next = layer.gate_up.packed == nullptr ? nullptr : &layer.gate_up;
     const std::int64_t stride = layer.qkv.num_rows;
     const std::int64_t query_rows = layer.num_heads * pass.kv.head_dim;
-    linear(layer.qkv, kQkv, rms_norm(hidden, layer.input_norm, pass.narrow_buf, layer, pass),
-           pass.wide_buf, layer, pass, &layer.output);
+    if (inputs == nullptr)
+        inputs = rms_norm(hidden, layer.input_norm, pass.narrow_buf, layer, pass);
+    linear(layer.qkv, kQkv, inputs, pass.wide_buf, layer, pass, &layer.output);
     if (layer.writes_kv) write_kv(pass.wide_buf + query_rows, stride, layer, pass);
     rope(pass.wide_buf, stride, layer.num_heads, layer.q_norm, layer.query_rope, layer, pass);
     attention(pass.heads_buf, pass.narrow_buf, layer, pass);
@@ -205,12 +211,12 @@ void add_own_input(const LayerArgs& layer, const PassArgs& pass, Bf16* hidden) {
     parallel_for(pass.batch.num_tokens, size, pass.num_threads, gate_tokens);
     linear(layer.own_input_projection, pass.heads_buf, pass.narrow_buf, pass);
     rms_norm(pass.narrow_buf, layer.own_input_norm, pass.narrow_buf, layer, pass);
-    baton_add(hidden, pass.narrow_buf, pass.batch.num_tokens * layer.qkv.num_columns, 1.0f,
+    baton_add(hidden, pass.narrow_buf, pass.batch.num_tokens * hidden_size(layer), 1.0f,
               pass.num_threads);
 }
 
 void scale_output(const LayerArgs& layer, const PassArgs& pass, Bf16* hidden) {
-    const std::int64_t count = pass.batch.num_tokens * layer.qkv.num_columns;
+    const std::int64_t count = pass.batch.num_tokens * hidden_size(layer);
     const auto scale = [&](std::int64_t at, std::int64_t end) {
         for (; at < end; ++at)
             hidden[at] = f32_to_bf16(bf16_to_f32(hidden[at]) * layer.output_scale);
@@ -218,9 +224,9 @@ void scale_output(const LayerArgs& layer, const PassArgs& pass, Bf16* hidden) {
     parallel_for(count, 1, pass.num_threads, scale);
 }
 
-void compute_layer(const LayerArgs& layer, const PassArgs& pass, Bf16* hidden,
+void compute_layer(const LayerArgs& layer, const PassArgs& pass, Bf16* hidden, const Bf16* inputs,
                    const PackedMatrix* next) {
-    compute_attention(layer, pass, hidden);
+    compute_attention(layer, pass, hidden, inputs);
     linear(layer.gate_up, kGateUp, rms_norm(hidden, layer.mlp_norm, pass.narrow_buf, layer, pass),
            pass.wide_buf, layer, pass, &layer.down);
     gate(pass.wide_buf, pass.heads_buf, layer, pass);
@@ -235,17 +241,18 @@ void compute_layer(const LayerArgs& layer, const PassArgs& pass, Bf16* hidden,
 extern "C" {
 
 void baton_layers(const LayerArgs* layers, std::int64_t num_layers, const PassArgs* passes,
-                  Bf16* hidden) {
+                  Bf16* hidden, const Bf16* inputs) {
     for (std::int64_t i = 0; i < num_layers; ++i) {
         const PackedMatrix* const next = i + 1 < num_layers ? &layers[i + 1].qkv : nullptr;
-        compute_layer(layers[i], passes[layers[i].kv_group], hidden, next);
+        compute_layer(layers[i], passes[layers[i].kv_group], hidden, inputs, next);
+        inputs = nullptr;
     }
 }
 
 void baton_layer_attention(const LayerArgs* layer, const PassArgs* passes, Bf16* hidden,
                            Bf16* mlp_input) {
     const PassArgs& pass = passes[layer->kv_group];
-    compute_attention(*layer, pass, hidden);
+    compute_attention(*layer, pass, hidden, nullptr);
     rms_norm(hidden, layer->mlp_norm, mlp_input, *layer, pass);
 }
 
