@@ -64,6 +64,7 @@ FAMILIES = (
     "gemma3",
     "gemma4",
     "gemma4-k-eq-v",
+    "hunyuan",
     "olmo2",
     "glm4",
     "granite",

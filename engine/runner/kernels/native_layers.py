@@ -64,8 +64,6 @@ def native_layers(
 
 def _can_fuse(config: ModelConfig, layer: Layer) -> bool:
     """Return whether a layer has plain attention and no matrix with reordered columns."""
-    if QkNorm.ROTATED in {own.qk_norm for own in config.layers}:
-        return False
     is_plain = layer.latent is None and not config.has_output_gate
     return is_plain and None not in [native_matrix(linear) for linear in _linears(layer)]
 
@@ -234,4 +232,5 @@ def _layer_args(config: ModelConfig, index: int, layer: Layer, place: LayerPlace
         gate=gate_params(gate_of(config)),
         residual_scale=config.residual_scale,
         norms_all_heads=own.qk_norm is QkNorm.ALL_HEADS,
+        norms_rotated=own.qk_norm is QkNorm.ROTATED,
     )

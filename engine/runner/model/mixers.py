@@ -185,9 +185,7 @@ class AttentionMixer:
 
     def _norm_rotated(self, heads: Tensor, norm: Norm | None, angles: Angles) -> Tensor:
         rotated = self.ops.apply_rope(heads, None, angles)
-        if norm is None:
-            return rotated
-        return self.ops.rms_norm(rotated.flatten(0, 1), norm).view(rotated.shape)
+        return rotated if norm is None else self._norm_heads(rotated, norm)
 
     def _norm_all_heads(self, heads: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
         """Apply a norm over all heads of a token. Return a norm of single heads for RoPE."""

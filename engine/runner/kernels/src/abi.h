@@ -315,6 +315,7 @@ struct LayerArgs {
     float residual_scale;          // of the outputs of attention and MLP
     float output_scale;            // of the hidden states
     std::int32_t norms_all_heads;  // q_norm and k_norm: all heads of a token at once
+    std::int32_t norms_rotated;    // q_norm and k_norm: after RoPE
     std::int32_t writes_kv;        // 0: it reads the keys and values of another layer
     std::int32_t values_are_keys;  // before norm and RoPE
 };

@@ -106,7 +106,24 @@ void norm_heads(Bf16* heads, std::int64_t stride, std::int64_t num_heads, const 
     }
 }
 
-// Norms and rotates heads into heads_buf. Can overwrite narrow_buf.
+// Norms heads that are neighbours, in place.
+void norm_joined(Bf16* heads, std::int64_t num_heads, const NormParams& norm,
+                 const PassArgs& pass) {
+    const std::int64_t size = pass.kv.head_dim;
+    const RmsNormArgs args{
+        .src = heads,
+        .norm = norm,
+        .dst = heads,
+        .num_rows = pass.batch.num_tokens * num_heads,
+        .size = size,
+        .src_stride = size,
+        .dst_stride = size,
+        .num_threads = pass.num_threads,
+    };
+    baton_rms_norm(&args);
+}
+
+// Norms and rotates heads into heads_buf, or rotates and norms them. Can overwrite narrow_buf.
 void rope(const Bf16* heads, std::int64_t stride, std::int64_t num_heads, NormParams norm,
           std::int64_t rope_index, const LayerArgs& layer, const PassArgs& pass) {
     const std::int64_t size = num_heads * pass.kv.head_dim;
@@ -116,7 +133,7 @@ void rope(const Bf16* heads, std::int64_t stride, std::int64_t num_heads, NormPa
     }
     const RopeArgs args{
         .src = heads,
-        .norm = norm,
+        .norm = layer.norms_rotated ? NormParams{} : norm,
         .angles = pass.angles[rope_index],
         .dst = pass.heads_buf,
         .src_stride = stride,
@@ -126,6 +143,7 @@ void rope(const Bf16* heads, std::int64_t stride, std::int64_t num_heads, NormPa
         .num_threads = pass.num_threads,
     };
     baton_rope(&args);
+    if (layer.norms_rotated) norm_joined(pass.heads_buf, num_heads, norm, pass);
 }
 
 void attention(const Bf16* queries, Bf16* dst, const LayerArgs& layer, const PassArgs& pass) {
