@@ -146,7 +146,9 @@ def test_drafts_are_those_of_the_reference(
     check_drafts(config_of(model, head), draft)
 
 
-@pytest.mark.parametrize("name", ["glm4-moe", "deepseek-v3", "qwen3-next", "qwen3.5"])
+@pytest.mark.parametrize(
+    "name", ["glm4-moe", "deepseek-v3", "glm4-moe-lite", "qwen3-next", "qwen3.5"]
+)
 def test_drafts_of_a_layer_after_the_last_are_those_of_transformers(
     name: str, tmp_path: Path
 ) -> None:

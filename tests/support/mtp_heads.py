@@ -87,6 +87,9 @@ def _change(folder: Path, num_layers: int) -> Any:
     if config.get("layer_types"):
         kinds = [*config["layer_types"], "full_attention"]
         config["layer_types"] = kinds[:num_layers]
+    if "mlp_layer_types" in config:
+        kinds = [*config["mlp_layer_types"], "sparse"]
+        config["mlp_layer_types"] = kinds[:num_layers]
     path.write_text(json.dumps(config))
     return config
 
