@@ -82,9 +82,9 @@ class KvLayout:
         return len(self.kinds) == 1 and self.kinds[0].keeps_all_tokens
 
     @property
-    def has_unlike_layers(self) -> bool:
-        """Return whether the heads of a layer depend on its kind of memory."""
-        return any(kind.head_dim for kind in self.kinds)
+    def has_plain_blocks(self) -> bool:
+        """Return whether all blocks are keys and values of layers with the same heads."""
+        return not any(kind.head_dim or kind.state for kind in self.kinds)
 
 
 def is_convertible(source: KvLayout, target: KvLayout) -> bool:
@@ -92,11 +92,10 @@ def is_convertible(source: KvLayout, target: KvLayout) -> bool:
 
     KV becomes int8, but never again what it was. Block sizes can differ if all layers attend to all
     tokens: otherwise the two sides would not agree on the blocks that are needed. Blocks of unlike
-    layers are not converted.
+    layers and of recurrent states are not converted.
     """
-    if source.has_unlike_layers or target.has_unlike_layers:
-        return False
-    is_packed = source.packing in (KvPacking.PLAIN, target.packing)
+    are_plain = source.has_plain_blocks and target.has_plain_blocks
+    is_packed = are_plain and source.packing in (KvPacking.PLAIN, target.packing)
     are_sized = source.block_size == target.block_size or target.is_uniform
     unpacked = replace(source, packing=target.packing, block_size=target.block_size)
     return source != target and is_packed and are_sized and unpacked == target

@@ -333,9 +333,6 @@ def _plan_memory(
     """Return the shapes of a block and of a state, and the memory that a request takes."""
     shape = KvShape.of(model, config.block_size, kv_dtype(config.kv_cache_dtype, model, dtype))
     state = state_shape(model, shape, dtype)
-    if state is not None:
-        cause = f"{model.architecture} has recurrent layers"
-        check(config.kv_cache_dtype == "auto", f"{cause}: kv_cache_dtype must be auto with them")
     num_drafted = 0 if config.speculation is None else config.speculation.num_tokens
     return shape, state, cache_layout(model, state, num_drafted)
 

@@ -265,6 +265,7 @@ MODELS: tuple[tuple[str, dict[str, str]], ...] = (
     ("lfm2", {}),
     ("hunyuan", {}),
     ("qwen3.5", {"quantize": "int8"}),
+    ("qwen3.5", {"kv_cache_dtype": "int8"}),
     ("gemma3", {"kv_cache_dtype": "int8"}),
     ("gemma4", {}),
     ("deepseek-v3", {"kv_cache_dtype": "int8"}),

@@ -65,7 +65,13 @@ def test_greedy_answers_start_like_those_with_unquantized_kv(kernels: str) -> No
     assert [each[:4] for each in answers[0]] == [each[:4] for each in answers[1]]
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gemma4-k-eq-v", "gpt-oss", "deepseek-v3", "llama4"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("gemma3", "gemma4-k-eq-v", "gpt-oss", "deepseek-v3", "llama4"),
+        *("qwen3-next", "granite-4-moe"),
+    ],
+)
 def test_a_family_with_int8_kv_finds_a_prompt_about_as_likely(
     family: str, family_folder: Callable[[str], Path]
 ) -> None:

@@ -54,7 +54,7 @@ class _TorchStatePass:
         self, kv: Tensor, shape: StateShape, layout: StateLayout, inputs: StepInputs
     ) -> None:
         self._shape = shape
-        self._dtype = kv.dtype
+        self._dtype = shape.conv_dtype
         row_numbers = shape.config.value_dim
         flat = kv.view(len(kv), -1).view(torch.float32)
         used = flat[:, : shape.rows_per_block * row_numbers]

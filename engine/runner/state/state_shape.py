@@ -30,6 +30,11 @@ class StateShape:
     block_bytes: int
 
     @property
+    def conv_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    @property
     def row_bytes(self) -> int:
         return MATRIX_ITEMSIZE * self.config.value_dim
 
@@ -66,13 +71,18 @@ class StateShape:
 def state_shape(model: ModelConfig, kv: KvShape, dtype: torch.dtype) -> StateShape | None:
     """Return the packing of a state of a model that computes in `dtype`, or None if it has none.
 
-    Raises InvalidConfig if a block is smaller than a row.
+    Raises InvalidConfig if a block is smaller than a row, or does not consist of numbers of a row.
     """
     num_layers = len(model.recurrent_layers)
     if model.recurrent is None or not num_layers:
         return None
     name = str(dtype).removeprefix("torch.")
     shape = StateShape(model.recurrent, num_layers, name, dtype.itemsize, kv.block_bytes)
+    if kv.block_bytes % MATRIX_ITEMSIZE:
+        raise InvalidConfig(
+            f"block_size {kv.block_size}: a block of {kv.block_bytes} bytes does not hold whole "
+            "numbers of a recurrent state: use a multiple of 4 tokens"
+        )
     if not shape.rows_per_block:
         token_bytes = kv.block_bytes // kv.block_size
         raise InvalidConfig(

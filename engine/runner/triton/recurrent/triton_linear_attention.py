@@ -44,7 +44,8 @@ class TritonLinearAttention:
     """Implements `LinearAttention`. A token's output depends only on its own sequence."""
 
     def __init__(self, kv: Tensor, shape: StateShape) -> None:
-        self._blocks = kv.view(len(kv), -1)
+        # As the inputs of convolutions, whatever keys and values are.
+        self._blocks = kv.view(len(kv), -1).view(shape.conv_dtype)
         self._shape = shape
 
     def begin(self, layout: StateLayout, inputs: StepInputs = SHARED_INPUTS) -> LinearAttentionPass:
