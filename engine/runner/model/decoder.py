@@ -72,6 +72,9 @@ class Decoder:
     classifier: Tensor | None = None  # [num_labels, hidden_size] in float32
     per_layer_inputs: PerLayerInputs | None = None
 
+    def __post_init__(self) -> None:
+        self._last_writer = self.config.last_writer
+
     def forward(
         self,
         token_ids: Tensor,
@@ -102,7 +105,7 @@ class Decoder:
         hook: FencedHook | None,
         ends: Ends | None,
     ) -> Tensor:
-        layers, last_writer = self.layers, self.config.last_writer
+        layers, last_writer = self.layers, self._last_writer
         if hook is None:
             layers, last_writer = self._joined_layers
         inputs = LayerInput(embeddings)
@@ -140,7 +143,7 @@ class Decoder:
 
     @cached_property
     def _joined_layers(self) -> tuple[Sequence[DecoderLayer], int]:
-        return join_layers(self.layers, self.config.last_writer)
+        return join_layers(self.layers, self._last_writer)
 
     def logits(self, hidden_states: Tensor, dst: Tensor | None = None) -> Tensor:
         """[rows, hidden_size] → [rows, vocab_size] in float32, in `dst` if it is given."""
