@@ -81,10 +81,11 @@ def _read_heads(
 
 def _read_sources(fields: JsonFields, types: Sequence[str]) -> Sequence[int | None]:
     """Return the layers whose keys and values the layers read: the last ones those of earlier."""
-    num_shared = int(fields.number("num_kv_shared_layers", 0))
-    first = len(types) - num_shared
-    if not 0 <= num_shared < len(types) or set(types[:first]) != set(types):
-        expected = "must leave a layer of each kind with keys and values of its own"
+    number = fields.number("num_kv_shared_layers", 0)
+    first = len(types) - int(number)
+    is_count = number == int(number) and 0 <= number < len(types)
+    if not is_count or set(types[:first]) != set(types):
+        expected = "must be a number that leaves a layer of each kind its own keys and values"
         raise fields.wrong("num_kv_shared_layers", expected)
     newest = {kind: index for index, kind in enumerate(types[:first])}
     return [None if index < first else newest[kind] for index, kind in enumerate(types)]

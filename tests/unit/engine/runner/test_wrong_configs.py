@@ -21,6 +21,14 @@ QWEN_MOE, PHI = HUB_CONFIGS["Qwen3-30B-A3B"], HUB_CONFIGS["Phi-4-mini"]
 GLM, YARN = HUB_CONFIGS["GLM-4.5-Air"], HUB_CONFIGS["Olmo-3-7B"]["rope_scaling"]
 
 GRANITE = HUB_CONFIGS["granite-4.0-h-tiny"]
+GEMMA4 = {
+    "architectures": ["Gemma4ForCausalLM"],
+    **HUB_CONFIGS["gemma-4-E4B"]["text_config"],
+}
+
+
+SHARED_ROPE = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+ROPES = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
 
 
 def read(folder: Path, raw: Mapping[str, Any]) -> ModelConfig:
@@ -75,6 +83,36 @@ def read(folder: Path, raw: Mapping[str, Any]) -> ModelConfig:
         (GRANITE, {"layer_types": None}, "'layer_types' is missing; it must list 40 of"),
         (GRANITE, {"layer_types": ["mamba"] * 40}, "'layer_types'.*at least one layer with full"),
         (GRANITE, {"position_embedding_type": "alibi"}, "'position_embedding_type'.*'nope'"),
+        (GEMMA4, {"num_kv_shared_layers": 42}, "'num_kv_shared_layers' is 42.*a layer of each"),
+        (GEMMA4, {"num_kv_shared_layers": 38}, "'num_kv_shared_layers' is 38.*a layer of each"),
+        (GEMMA4, {"num_kv_shared_layers": -1}, "'num_kv_shared_layers' is -1.*a layer of each"),
+        (GEMMA4, {"num_kv_shared_layers": 1.5}, "'num_kv_shared_layers' is 1.5.*a layer of each"),
+        (GEMMA4, {"global_head_dim": 513}, "'head_dim'.*even in all layers"),
+        (GEMMA4, {"per_layer_config": {"42": {"head_dim": 512}}}, "'42' is .*one of 42 layers"),
+        (GEMMA4, {"per_layer_config": {"x": {}}}, "'x' is .*one of 42 layers"),
+        (GEMMA4, {"per_layer_config": {"5": {"num_key_value_heads": 3}}}, "'num_key_value_heads'"),
+        (
+            GEMMA4,
+            {"vocab_size_per_layer_input": 99},
+            "'vocab_size_per_layer_input' is 99.*at least",
+        ),
+        (GEMMA4, {"use_bidirectional_attention": "all"}, "'use_bidirectional_attention' is 'all'"),
+        (GEMMA4, {"enable_moe_block": True}, "'top_k_experts' is missing"),
+        (
+            GEMMA4,
+            {"rope_parameters": {**ROPES, "full_attention": {**SHARED_ROPE, "factor": 0}}},
+            "'factor'.*above 0",
+        ),
+        (
+            GEMMA4,
+            {
+                "rope_parameters": {
+                    **ROPES,
+                    "full_attention": {**SHARED_ROPE, "partial_rotary_factor": 2},
+                }
+            },
+            "'partial_rotary_factor' is 2.*at most 1",
+        ),
     ],
 )
 def test_invalid_values_are_refused_by_name(
