@@ -178,10 +178,11 @@ def count_active(config: ModelConfig, num_parameters: int) -> int:
     moe, hidden = config.moe, config.hidden_size
     if moe is None:
         return num_parameters
-    expert = 3 * moe.expert_size * hidden
+    num_matrices = 3 if config.activation.is_gated else 2
+    expert = num_matrices * moe.expert_size * hidden
     if moe.has_bias:
         expert += 2 * moe.expert_size + hidden
-    num_layers = sum(not layer.mlp_size for layer in config.layers)
+    num_layers = sum(layer.has_experts for layer in config.layers)
     return num_parameters - num_layers * (moe.num_experts - moe.top_k) * expert
 
 

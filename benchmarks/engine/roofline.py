@@ -176,15 +176,15 @@ class _StoredBytes:
     def of_head(self, unquantized: float) -> float:
         name = self._tensors.head
         if self._config.ties_embeddings:
-            name = f"{self._tensors.prefix}embed_tokens"
+            name = self._tensors.embedding
         return self._in_file(name) or unquantized
 
     def of_experts(self) -> float:
         experts = self._tensors.names.experts
-        sizes = [layer.mlp_size for layer in self._config.layers]
-        if experts is None or 0 not in sizes:
+        sparse = [i for i, layer in enumerate(self._config.layers) if layer.has_experts]
+        if experts is None or not sparse:
             return self._unquantized
-        return self._of(self._tensors.in_layer(sizes.index(0), experts.down.format(expert=0)))
+        return self._of(self._tensors.in_layer(sparse[0], experts.down.format(expert=0)))
 
     def _of(self, linear: str) -> float:
         how = self._config.quantization
@@ -206,20 +206,21 @@ class _StoredBytes:
 
 def _layer_work(config: ModelConfig, layer: LayerConfig) -> LayerWork:
     hidden, moe = config.hidden_size, config.moe
-    if layer.mlp_size and not layer.has_parallel_experts:
+    if not layer.has_experts:
         moe = None
+    matrices = 3 if config.activation.is_gated else 2
     keys, other, unquantized = _mixer_numbers(config, layer)
-    other += 3 * layer.mlp_size * hidden
+    other += matrices * layer.mlp_size * hidden
     if config.per_layer is not None:
         other += 3 * config.per_layer.size * hidden
     if moe is not None:
         shared_gate = hidden if moe.has_shared_gate else 0
-        other += moe.num_experts * hidden + 3 * moe.shared_size * hidden + shared_gate
+        other += (moe.num_experts + matrices * moe.shared_size) * hidden + shared_gate
     return LayerWork(
         span=layer,
         kv_numbers=keys,
         other_numbers=other,
-        expert_numbers=0 if moe is None else 3 * moe.expert_size * hidden,
+        expert_numbers=0 if moe is None else matrices * moe.expert_size * hidden,
         top_k=0 if moe is None else moe.top_k,
         unquantized_numbers=unquantized,
         state_numbers=_state_numbers(config.recurrent) if layer.is_recurrent else 0,

@@ -25,7 +25,17 @@ from tests.support.models import VARIANTS, prompt_of
 from tests.support.packed_folders import EVERY_FORMAT, FORMATS_BY_FAMILY, write_quantized
 from tests.support.runner_drivers import Drive, Driver
 
-MIXTURES = (*("llama4", "qwen3-vl-moe", "qwen3-next", "qwen3.5-moe", "granite-4-moe", "lfm2-moe"),)
+MIXTURES = (
+    *(
+        "llama4",
+        "qwen3-vl-moe",
+        "qwen3-next",
+        "qwen3.5-moe",
+        "granite-4-moe",
+        "lfm2-moe",
+        "nemotron-3",
+    ),
+)
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- matrix: begin -->\n", "<!-- matrix: end -->\n"
 PLAIN = {name: VARIANTS[name] for name in ("llama", "mistral", "qwen2", "qwen3")}
@@ -59,6 +69,7 @@ ARITHMETIC: Mapping[str, frozenset[str]] = {
     torch_parts.EXPERT_SCALES: frozenset({"mul"}),
     torch_parts.PER_LAYER_INPUTS: frozenset({"add", "mul"}),
     torch_parts.LAYER_SCALE: frozenset({"mul"}),
+    torch_parts.SQUARED_RELU: frozenset({"relu", "square_"}),
     torch_parts.EXPERT_SUM: frozenset({"_unique2", "index_add_", "mul"}),
 }
 

@@ -21,11 +21,11 @@ from tests.support.suspended_processes import suspended
 from tests.support.unknown_architectures import UNKNOWN
 
 # Soft caps with windows, windows, sinks, shared experts with sigmoid routing, chunks, softmax
-# routing, latent attention, recurrent states, and modules of transformers.
+# routing, latent attention, recurrent states, layers without MLPs, and modules of transformers.
 VARIANTS = {**FAMILY_VARIANTS, **STATE_VARIANTS, **UNKNOWN}
 FAMILIES = (
     *("gemma2", "gemma3", "gpt-oss", "glm4-moe", "llama4", "qwen3-moe", "deepseek-v3"),
-    *("qwen3-next", "qwen3.5", "qwen3.5-moe", "granite-4-moe", "lfm2", "starcoder2"),
+    *("qwen3-next", "qwen3.5", "qwen3.5-moe", "granite-4-moe", "lfm2", "nemotron-3", "starcoder2"),
 )
 PROMPT = prompt_of(70)  # longer than windows and chunks
 NUM_SHARED = 64  # all whole blocks, at whose end a recurrent state has a snapshot

@@ -387,6 +387,15 @@ MAMBA = {
     "shared_intermediate_size": 80,
     **MULTIPLIERS,
 }
+NEMOTRON = {
+    "head_dim": 32,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 20,
+    "ssm_state_size": 24,
+    "n_groups": 2,
+    "time_step_min": 1e-30,
+    "time_step_floor": 0.05,
+}
 RECURRENT: Mapping[str, Variant] = {
     "qwen3-next": Variant("Qwen3Next", {**DELTA, **NEXT_EXPERTS, "mlp_only_layers": [1]}),
     "qwen3.5": Variant(
@@ -428,6 +437,35 @@ RECURRENT: Mapping[str, Variant] = {
             "mamba_d_head": 16,
             "mamba_d_state": 24,
             "mamba_n_groups": 2,
+        },
+    ),
+    # Mixers and MLPs are blocks: the second and third mixer have no MLP. transformers limits the
+    # steps of a prompt, but not those of an answer, by `time_step_min`.
+    "nemotron-h": Variant(
+        "NemotronH",
+        {
+            **NEMOTRON,
+            "layers_block_type": [
+                *("linear_attention", "mlp", "linear_attention", "linear_attention", "mlp"),
+                *("full_attention", "mlp", "linear_attention", "mlp"),
+            ],
+        },
+    ),
+    "nemotron-3": Variant(
+        "NemotronH",
+        {
+            **NEMOTRON,
+            "layers_block_type": [
+                *("linear_attention", "moe", "linear_attention", "full_attention", "moe"),
+                *("linear_attention", "mlp"),
+            ],
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 48,
+            "routed_scaling_factor": 1.5,
+            "n_group": 4,
+            "topk_group": 2,
         },
     ),
     "granite-4": Variant("GraniteMoeHybrid", {**MAMBA, "num_local_experts": 0}),

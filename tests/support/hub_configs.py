@@ -7,6 +7,7 @@ a `text_config` that equal its defaults.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,6 +61,30 @@ EXAONE: Json = {
     "rope_theta": 1000000,
     "torch_dtype": "bfloat16",
     "vocab_size": 102400,
+}
+NEMOTRON_H: Json = {
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "attention_bias": False,
+    "chunk_size": 128,
+    "conv_kernel": 4,
+    "expand": 2,
+    "head_dim": 128,
+    "layer_norm_epsilon": 1e-05,
+    "mamba_hidden_act": "silu",
+    "mamba_proj_bias": False,
+    "mlp_bias": False,
+    "mlp_hidden_act": "relu2",
+    "n_groups": 8,
+    "residual_in_fp32": False,
+    "sliding_window": None,
+    "ssm_state_size": 128,
+    "tie_word_embeddings": False,
+    "time_step_limit": [0.0, math.inf],
+    "torch_dtype": "bfloat16",
+    "use_bias": False,
+    "use_conv_bias": True,
+    "vocab_size": 131072,
 }
 HUB_CONFIGS: Mapping[str, Json] = {
     "Llama-3.2-1B": {
@@ -1036,6 +1061,40 @@ HUB_CONFIGS: Mapping[str, Json] = {
         "routed_scaling_factor": 1.0,
         "use_expert_bias": True,
         "vocab_size": 65536,
+    },
+    "Nemotron-Nano-9B-v2": {
+        **NEMOTRON_H,
+        "hidden_size": 4480,
+        "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+        "intermediate_size": 15680,
+        "mamba_head_dim": 80,
+        "mamba_num_heads": 128,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 40,
+        "num_hidden_layers": 56,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+    },
+    "Nemotron-3-Nano-30B-A3B": {
+        **NEMOTRON_H,
+        "hidden_size": 2688,
+        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        "intermediate_size": 1856,
+        "mamba_head_dim": 64,
+        "mamba_num_heads": 64,
+        "max_position_embeddings": 262144,
+        "moe_intermediate_size": 1856,
+        "moe_shared_expert_intermediate_size": 3712,
+        "n_group": 1,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 52,
+        "num_key_value_heads": 2,
+        "routed_scaling_factor": 2.5,
+        "topk_group": 1,
     },
     "SmolLM3-3B": {
         "architectures": ["SmolLM3ForCausalLM"],

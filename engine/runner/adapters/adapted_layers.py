@@ -12,7 +12,7 @@ from baton.engine.runner.adapters.adapted_experts import AdaptedExperts
 from baton.engine.runner.adapters.low_rank import ActiveAdapters
 from baton.engine.runner.model.adapters import Place
 from baton.engine.runner.model.config import ModelConfig
-from baton.engine.runner.model.layer_weights import LatentProjections, Layer, ParallelMoe
+from baton.engine.runner.model.layer_weights import AnyMlp, LatentProjections, Layer, ParallelMoe
 from baton.engine.runner.model.layers import DecoderLayer, LayerInput, gate_of, unfused_layers
 from baton.engine.runner.model.linear import HeadLinears, Linear, Mlp, Moe
 from baton.engine.runner.model.mixers import Ends, ForwardPass
@@ -118,7 +118,9 @@ class _Adapting:
             recurrent=recurrent,
         )
 
-    def _any_mlp(self, mlp: Mlp | Moe | ParallelMoe, index: int) -> Mlp | Moe | ParallelMoe:
+    def _any_mlp(self, mlp: AnyMlp | None, index: int) -> AnyMlp | None:
+        if mlp is None:
+            return None
         if isinstance(mlp, Moe):
             return self._mixture(mlp, index)
         if isinstance(mlp, ParallelMoe):

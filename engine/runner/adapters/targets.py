@@ -64,7 +64,12 @@ class HeadRows:
 
 
 def find_targets(config: ModelConfig) -> Mapping[tuple[int, str], Target]:
-    """Return the matrices by layer and name. A stacked one is found as that of each expert."""
+    """Return the matrices by layer and name. A stacked one is found as that of each expert.
+
+    There are none in a model whose folder numbers blocks instead of layers.
+    """
+    if any(layer.block is not None for layer in config.layers):
+        return {}
     return dict(_Targets(TensorMap(config)).all())
 
 

@@ -17,6 +17,8 @@ from baton.engine.runner.model.config import (
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 LINEAR = "linear_attention"
+# Prefix of the names of tensors that are in the block after that of the layer's mixer.
+NEXT_BLOCK = "next block: "
 
 # For a config with this many layers: their types; the layers that have a property.
 LayerTypes = Callable[[JsonFields, int], tuple[str, ...]]
@@ -40,6 +42,7 @@ class ExpertNames:
     shared_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     shared_down: str = "down_proj"
     shared_gate: str = ""
+    is_gated: bool = True  # False: gate_up has the rows of up alone
     is_transposed: bool = False  # stored as [columns, rows]
     is_interleaved: bool = False  # rows of gate and up alternate
     has_weight_suffix: bool = True  # names end with `.weight`
@@ -124,7 +127,10 @@ class ShortConvNames:
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """Names of the stored tensors. Names of a layer are relative to it; `""` means none."""
+    """Names of the stored tensors. Names of a layer are relative to it; `""` means none.
+
+    Those that begin with `NEXT_BLOCK` are relative to the block after it.
+    """
 
     models: tuple[str, ...] = ("model",)  # possible prefixes of embeddings, layers and final norm
     heads: tuple[str, ...] = ("lm_head",)  # name of the LM head with each of these prefixes
@@ -144,6 +150,7 @@ class TensorNames:
     delta: DeltaNames = DeltaNames()
     mamba: MambaNames = MambaNames()
     ignored: tuple[str, ...] = ()  # prefixes of tensors that text does not need
+    embedding: str = "embed_tokens"  # relative to the model
     norm: str = "norm"  # of the last layer's output, relative to the model
     per_layer: PerLayerNames = PerLayerNames()
     parallel: ParallelNames = ParallelNames()

@@ -246,8 +246,7 @@ def _read_qk_norm(family: Family, fields: JsonFields, layer_type: str, *, has_ro
 def _read_moe(
     family: Family, fields: JsonFields, layers: tuple[LayerConfig, ...]
 ) -> MoeConfig | None:
-    has_experts = [not layer.mlp_size or layer.has_parallel_experts for layer in layers]
-    if family.moe is None or not any(has_experts):
+    if family.moe is None or not any(layer.has_experts for layer in layers):
         return None
     moe = family.moe(fields)
     check_moe(moe, fields)

@@ -9,6 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from baton.engine.runner.families.blocks import (
+    NEMOTRON_H,
+    NEMOTRON_H_NAMES,
+    dense_of_blocks,
+    nemotron_h_fields,
+    nemotron_h_layers,
+    nemotron_h_mamba,
+    nemotron_h_moe,
+    no_rope,
+)
 from baton.engine.runner.families.defaults import (
     BAMBA,
     DEEPSEEK_V2,
@@ -521,6 +531,22 @@ FAMILIES: Mapping[str, Family] = {
         defaults=BAMBA,
         layer_types=linear_outside_indices,
         recurrent=mamba2,
+    ),
+    "NemotronHForCausalLM": Family(
+        names=NEMOTRON_H_NAMES,
+        fields=EXPERTS | GLM_EXPERTS,
+        defaults=NEMOTRON_H,
+        rename=nemotron_h_fields,
+        layer_types=linear_where_listed,
+        norm_rounds_once=True,
+        activation=Activation.SQUARED_RELU,
+        has_qkv_bias=False,
+        has_output_bias=False,
+        lacks_rope=no_rope,
+        recurrent=nemotron_h_mamba,
+        moe=nemotron_h_moe,
+        dense_layers=dense_of_blocks,
+        unlike_layers=nemotron_h_layers,
     ),
     "Lfm2ForCausalLM": LFM2_FAMILY,
     "Lfm2MoeForCausalLM": replace(

@@ -70,11 +70,17 @@ class RopeConfig:
 
 
 class Activation(Enum):
-    """Function of the MLP's gate."""
+    """Function of the MLP's gate, or of its up projection if it has no gate."""
 
     SILU = "silu"
     GELU_TANH = "gelu_pytorch_tanh"
     CLAMPED_SWIGLU = "clamped_swiglu"  # gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), clamped
+    SQUARED_RELU = "relu2"  # without a gate: `Mlp.gate_up` has the rows of up alone
+
+    @property
+    def is_gated(self) -> bool:
+        """Return whether an MLP has a gate beside its up projection."""
+        return self is not Activation.SQUARED_RELU
 
 
 class QkNorm(Enum):
@@ -192,13 +198,20 @@ class LayerConfig:
     query_rope: int = 0  # index into `ModelConfig.ropes`
     key_rope: int = 0
     qk_norm: QkNorm = QkNorm.NONE
-    mlp_size: int = 0  # dense MLP; 0 for a mixture of experts
+    mlp_size: int = 0  # dense MLP; 0 for a mixture of experts, or for neither
     is_recurrent: bool = False  # a state instead of keys and values
     # Heads of keys and values, in a model whose layers have unlike ones; None: those of the model.
     kv_heads: KvHeads | None = None
     kv_layer: int | None = None  # whose keys and values it reads; None: its own, which it writes
     has_value_projection: bool = True  # False: values are the keys before norm and RoPE
     has_parallel_experts: bool = False  # beside the dense MLP
+    has_mlp: bool = True  # dense or of experts; False: the mixer is all of the layer
+    # In a folder that numbers mixers and MLPs as blocks: that of the mixer. The MLP's is the next.
+    block: int | None = None
+
+    @property
+    def has_experts(self) -> bool:
+        return self.has_parallel_experts or (self.has_mlp and not self.mlp_size)
 
     def kv_spec(self, max_context_len: int) -> KvCacheSpec:
         """Return which keys and values the layer needs, in sequences of at most this length."""

@@ -34,6 +34,9 @@ class ParallelMoe:
     expert_scales: Tensor  # [experts] in float32, of the weights of chosen experts
 
 
+AnyMlp = Mlp | Moe | ParallelMoe
+
+
 @dataclass(frozen=True, slots=True)
 class PerLayerWeights:
     """Weights of a layer that adds an input of its own: see `PerLayerInputs`."""
@@ -45,7 +48,7 @@ class PerLayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Weights of a layer. A norm that the model lacks is None."""
+    """Weights of a layer. A norm or MLP that it lacks is None."""
 
     input_norm: Norm | None
     # Rows of queries, then keys, then values, as far as the layer has them. With latent attention
@@ -58,7 +61,7 @@ class Layer:
     output: Linear
     attention_norm: Norm | None  # for the output of attention
     mlp_norm: Norm | None  # for the input of the MLP
-    mlp: Mlp | Moe | ParallelMoe
+    mlp: AnyMlp | None
     mlp_output_norm: Norm | None
     latent: LatentProjections | None = None
     recurrent: RecurrentWeights | None = None

@@ -74,8 +74,12 @@ class UnfusedLayer:
             hidden_states = hidden_states[ends.indices]
             if not len(hidden_states):
                 return LayerInput(hidden_states)
-        hidden_states, mlp_input = self._add_and_norm(hidden_states, layer.output(mixed))
-        output = compute_output(self.config, self.ops, layer, mlp_input)
+        output = layer.output(mixed)
+        if layer.mlp is None:
+            output = _apply_norm(self.ops, output, layer.attention_norm)
+        else:
+            hidden_states, mlp_input = self._add_and_norm(hidden_states, output)
+            output = compute_output(self.config, self.ops, layer, mlp_input)
         if self.next_norm is None:
             return LayerInput(self.ops.add(hidden_states, output, self.config.residual_scale))
         scale, norm = self.config.residual_scale, self.next_norm
@@ -130,6 +134,7 @@ def compute_output(config: ModelConfig, ops: Ops, layer: Layer, mlp_input: Tenso
     elif isinstance(layer.mlp, ParallelMoe):
         output = compute_parallel(ops, layer.mlp, gate, mlp_input)
     else:
+        assert layer.mlp is not None
         output = compute_mlp(ops, layer.mlp, gate, mlp_input)
     return _apply_norm(ops, output, layer.mlp_output_norm)
 

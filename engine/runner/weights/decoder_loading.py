@@ -15,6 +15,7 @@ from baton.engine.runner.families.family import ExpertNames
 from baton.engine.runner.model.config import LayerConfig, ModelConfig, MoeConfig, QkNorm
 from baton.engine.runner.model.decoder import Decoder
 from baton.engine.runner.model.layer_weights import (
+    AnyMlp,
     LatentProjections,
     Layer,
     ParallelMoe,
@@ -58,7 +59,7 @@ def load_decoder(
         quantization=config.quantization,
         loaded_elsewhere=tensors.names.sinks,  # with the attention
     )
-    embedding = loader.embedding(f"{tensors.prefix}embed_tokens")
+    embedding = loader.embedding(tensors.embedding)
     group = target.group
     layers = [load_layer(tensors, loader, index, group) for index in range(config.num_layers)]
     norm = loader.norm(f"{tensors.prefix}{tensors.names.norm}")
@@ -70,6 +71,7 @@ def load_decoder(
         made = adapt(layers, made)
     made = extend_layers(config, parts.ops, layers, made)
     waits = any(list(map(parts.waits_for_experts, mixtures)))  # of all: this joins the experts
+    waits = waits or (bool(mixtures) and not config.activation.is_gated)
     classifier = None
     if config.label_tokens is not None:
         classifier = _label_row(files, tensors, config.label_tokens).to(target.device)
@@ -99,7 +101,7 @@ def _load_per_layer_inputs(
 
 def _label_row(files: Tensors, tensors: TensorMap, tokens: tuple[int, int]) -> torch.Tensor:
     """Return the classifier whose logit is that of the second token less that of the first one."""
-    head, embedding = f"{tensors.head}.weight", f"{tensors.prefix}embed_tokens.weight"
+    head, embedding = f"{tensors.head}.weight", f"{tensors.embedding}.weight"
     name = head if head in files.shapes() else embedding
     less, more = (files.part(name, token).float() for token in tokens)
     return (more - less)[None]
@@ -157,6 +159,8 @@ class _LayerLoader:
         names, config = self._names, self._config
         layer = config.layers[self._index]
         recurrent, output = None, names.output
+        mlp_norms = names.mlp_norm, names.mlp_output_norm
+        mlp_norm, mlp_output_norm = mlp_norms if layer.has_mlp else ("", "")
         if layer.is_recurrent and config.recurrent is not None:
             loaded = load_recurrent(config.recurrent, self._tensors, self._loader, self._index)
             qkv, recurrent, output = loaded
@@ -170,9 +174,9 @@ class _LayerLoader:
             k_norm=k_norm,
             output=self._summed(output, config.has_output_bias and recurrent is None),
             attention_norm=self._norm(names.attention_norm),
-            mlp_norm=None if layer.has_parallel_experts else self._norm(names.mlp_norm),
-            mlp=self._any_mlp(layer),
-            mlp_output_norm=self._norm(names.mlp_output_norm),
+            mlp_norm=self._norm("" if layer.has_parallel_experts else mlp_norm),
+            mlp=self._any_mlp(layer) if layer.has_mlp else None,
+            mlp_output_norm=self._norm(mlp_output_norm),
             latent=latent,
             recurrent=recurrent,
             v_norm=self._loader.unweighted_norm(config.head_dim) if config.norms_values else None,
@@ -233,7 +237,7 @@ class _LayerLoader:
         names = self._tensors.in_layers(self._index, names)
         return self._loader.linear(names, has_bias, order, is_sensitive=is_sensitive)
 
-    def _any_mlp(self, layer: LayerConfig) -> Mlp | Moe | ParallelMoe:
+    def _any_mlp(self, layer: LayerConfig) -> AnyMlp:
         if layer.has_parallel_experts:
             return self._parallel_moe()
         return self._mlp(self._names.gate_up, self._names.down) if layer.mlp_size else self._moe()

@@ -9,7 +9,7 @@ from functools import cached_property
 from baton.checkpoint.checkpoint import Expected, Shape, Tensors
 from baton.checkpoint.weight_files import FLOATS
 from baton.core.errors import ModelError
-from baton.engine.runner.families.family import ExpertNames, TensorNames
+from baton.engine.runner.families.family import NEXT_BLOCK, ExpertNames, TensorNames
 from baton.engine.runner.families.table import FAMILIES
 from baton.engine.runner.model.config import (
     LatentConfig,
@@ -49,12 +49,23 @@ class TensorMap:
         names = zip(self.names.models, self.names.heads, strict=True)
         prefixes = [(f"{model}.", head) for model, head in names]
         prefixes.append(("", "lm_head"))  # saved without the class that has the head
-        present = [pair for pair in prefixes if f"{pair[0]}embed_tokens.weight" in found]
+        name = f"{self.names.embedding}.weight"
+        present = [pair for pair in prefixes if f"{pair[0]}{name}" in found]
         self.prefix, self.head = (present or prefixes)[0]
+
+    @property
+    def embedding(self) -> str:
+        return f"{self.prefix}{self.names.embedding}"
 
     def in_layer(self, index: int, name: str) -> str:
         own = self._layer_prefixes.get(index)
-        return f"{own}{name}" if own else f"{self.prefix}layers.{index}.{name}"
+        if own:
+            return f"{own}{name}"
+        block = self.config.layers[index].block
+        if block is None:
+            return f"{self.prefix}layers.{index}.{name}"
+        relative = name.removeprefix(NEXT_BLOCK)
+        return f"{self.prefix}layers.{block + (relative != name)}.{relative}"
 
     def in_layers(self, index: int, names: Sequence[str]) -> list[str]:
         return [self.in_layer(index, name) for name in names]
@@ -81,7 +92,9 @@ class TensorMap:
         if self.config.quantization is not None and name.endswith(UNUSED):
             return True
         # Layers after the last one predict several tokens at once.
-        predictor = f"{self.prefix}layers.{self.config.num_layers}."
+        block = self.config.layers[-1].block
+        after_last = self.config.num_layers if block is None else block + 2
+        predictor = f"{self.prefix}layers.{after_last}."
         return name.startswith((predictor, *self._unread, *self.names.ignored))
 
     @cached_property
@@ -97,7 +110,7 @@ class TensorMap:
 
     def _shapes(self) -> Shapes:
         config = self.config
-        yield f"{self.prefix}embed_tokens.weight", (config.vocab_size, config.hidden_size)
+        yield f"{self.embedding}.weight", (config.vocab_size, config.hidden_size)
         yield f"{self.prefix}{self.names.norm}.weight", (config.hidden_size,)
         if config.num_labels and config.label_tokens is None:
             yield f"{CLASSIFIER}.weight", (config.num_labels, config.hidden_size)
@@ -114,7 +127,9 @@ class TensorMap:
 
     def _layer_shapes(self, index: int) -> Shapes:
         config, names = self.config, self.names
-        for norm in (names.input_norm, names.attention_norm, names.mlp_norm, names.mlp_output_norm):
+        layer = config.layers[index]
+        mlp_norms = (names.mlp_norm, names.mlp_output_norm) if layer.has_mlp else ()
+        for norm in (names.input_norm, names.attention_norm, *mlp_norms):
             if norm:
                 yield f"{norm}.weight", (config.hidden_size,)
         yield from self._attention_shapes(index)
@@ -125,13 +140,11 @@ class TensorMap:
             yield from _linear(own.layer_gate, size, config.hidden_size, False)
             yield from _linear(own.layer_projection, config.hidden_size, size, False)
             yield f"{own.layer_norm}.weight", (config.hidden_size,)
-        if config.layers[index].mlp_size:
-            yield from self._mlp_shapes(names.gate_up, names.down, config.layers[index].mlp_size)
-            if not config.layers[index].has_parallel_experts:
-                return
-        if config.moe is not None and names.experts is not None:
+        if layer.mlp_size:
+            yield from self._mlp_shapes(names.gate_up, names.down, layer.mlp_size)
+        if layer.has_experts and config.moe is not None and names.experts is not None:
             yield from self._moe_shapes(config.moe, names.experts)
-            if config.layers[index].has_parallel_experts:
+            if layer.has_parallel_experts:
                 yield from self._parallel_shapes(config.moe)
 
     def _attention_shapes(self, index: int) -> Shapes:
@@ -212,8 +225,9 @@ class TensorMap:
 
     def _mlp_shapes(self, gate_up: Sequence[str], down: str, size: int) -> Shapes:
         hidden, has_bias = self.config.hidden_size, self.config.has_mlp_bias
+        rows = size * (2 if self.config.activation.is_gated else 1) // len(gate_up)
         for name in gate_up:
-            yield from _linear(name, 2 * size // len(gate_up), hidden, has_bias)
+            yield from _linear(name, rows, hidden, has_bias)
         yield from _linear(down, hidden, size, has_bias)
 
     def _parallel_shapes(self, moe: MoeConfig) -> Shapes:
@@ -310,7 +324,7 @@ def _linear(name: str, rows: int, columns: int, has_bias: bool) -> Shapes:
 
 def _expert_shapes(moe: MoeConfig, names: ExpertNames, hidden_size: int) -> Shapes:
     for name in names.gate_up:
-        rows = 2 * moe.expert_size // len(names.gate_up)
+        rows = moe.expert_size * (2 if names.is_gated else 1) // len(names.gate_up)
         yield from _experts(name, moe, names, rows, hidden_size)
     yield from _experts(names.down, moe, names, hidden_size, moe.expert_size)
 

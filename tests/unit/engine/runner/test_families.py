@@ -28,6 +28,7 @@ NO_ROPE = RopeConfig(kind="none")
 LLAMA, GEMMA = HUB_CONFIGS["Llama-3.2-1B"], HUB_CONFIGS["gemma-3-4b"]
 WIDE = ("gemma-2-27b", "OLMo-2-1B")  # published in float32
 DEEPSEEK = HUB_CONFIGS["DeepSeek-V3"]
+NEMOTRON = HUB_CONFIGS["Nemotron-3-Nano-30B-A3B"]
 QWEN_MOE, PHI = HUB_CONFIGS["Qwen3-30B-A3B"], HUB_CONFIGS["Phi-4-mini"]
 
 
@@ -54,7 +55,9 @@ def test_published_configurations_are_read(name: str, tmp_path: Path) -> None:
     config = read(tmp_path, raw)
 
     assert config.architecture == raw["architectures"][0]
-    assert config.num_layers == stated["num_hidden_layers"]
+    # A block with an MLP is not a layer of its own.
+    num_mlps = sum(stated.get("hybrid_override_pattern", "").count(letter) for letter in "-E")
+    assert config.num_layers == stated["num_hidden_layers"] - num_mlps
     assert config.hidden_size == stated["hidden_size"]
     assert config.dtype == ("float32" if name in WIDE else "bfloat16")
     assert config.rotary_dim <= config.head_dim
@@ -250,6 +253,21 @@ def test_layers_without_rope_and_temperatures(tmp_path: Path) -> None:
     assert layers_where(read(tmp_path, HUB_CONFIGS["LFM2-8B-A1B"]), mlp_size=7168) == [0, 1]
 
 
+def test_blocks_of_mixers_and_mlps_are_layers(tmp_path: Path) -> None:
+    dense, experts = (
+        read(tmp_path, HUB_CONFIGS[name])
+        for name in ("Nemotron-Nano-9B-v2", "Nemotron-3-Nano-30B-A3B")
+    )
+    assert dense.moe is None
+    assert [dense.layers[i].block for i in dense.attention_layers] == [14, 21, 30, 39]
+    assert layers_where(dense, has_mlp=False, mlp_size=0) == [3, 7, 11, 16, 21, 24]
+    assert len(layers_where(dense, mlp_size=15_680)) == 25
+    assert len(layers_where(experts, has_experts=True)) == 23
+    assert [experts.layers[i].block for i in experts.attention_layers] == [5, 12, 19, 26, 33, 42]
+    assert experts.recurrent is not None
+    assert (experts.recurrent.num_values, experts.ropes) == (4096, (NO_ROPE,))
+
+
 def test_expert_settings_are_those_of_the_model(tmp_path: Path) -> None:
     found = {name: read(tmp_path, raw).moe for name, raw in HUB_CONFIGS.items()}
     sizes = {
@@ -272,6 +290,7 @@ def test_expert_settings_are_those_of_the_model(tmp_path: Path) -> None:
         "ERNIE-4.5-21B-A3B": (64, 6, 1536, 3072, True),
         "MiniMax-M2": (256, 8, 1536, 0, True),
         "LFM2-8B-A1B": (32, 4, 1792, 0, True),
+        "Nemotron-3-Nano-30B-A3B": (128, 6, 1856, 3712, True),
         "GLM-4.7-Flash": (64, 4, 1536, 1536, True),
         "GLM-4.5-Air": (128, 8, 1408, 1408, True),
         "DeepSeek-V2-Lite": (64, 6, 1408, 2816, False),
@@ -343,6 +362,9 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "mup_scale": (LLAMA, {"mup_scale": 2.0}),
     "conv_bias": (HUB_CONFIGS["LFM2-1.2B"], {"conv_bias": True}),
     "block_ffn_dim_multiplier": (HUB_CONFIGS["LFM2-1.2B"], {"block_ffn_dim_multiplier": 1e9}),
+    "moe_latent_size": (NEMOTRON, {"moe_latent_size": 1024}),
+    "mlp_hidden_act": (NEMOTRON, {"mlp_hidden_act": "silu"}),
+    "time_step_limit": (NEMOTRON, {"time_step_limit": [0.001, 0.1]}),
     "clip_qkv": (HUB_CONFIGS["OLMoE-1B-7B"], {"clip_qkv": 8.0}),
     "hidden_act": (LLAMA, {"hidden_act": "relu2"}),
     "num_experts": (LLAMA, {"num_experts": 8}),
@@ -390,6 +412,10 @@ def test_fields_that_change_the_computation_are_refused_by_name(field: str, tmp_
         ("num_key_value_heads", QWEN_MOE, {"num_key_value_heads": 5}),
         ("num_key_value_heads", DEEPSEEK, {"num_key_value_heads": 64}),
         ("qk_rope_head_dim", DEEPSEEK, {"qk_rope_head_dim": 63}),
+        ("hybrid_override_pattern", NEMOTRON, {"hybrid_override_pattern": "M-*--"}),
+        ("hybrid_override_pattern", NEMOTRON, {"hybrid_override_pattern": "M-*O"}),
+        ("layers_block_type", NEMOTRON, {"layers_block_type": ["mlp", "mamba", "attention"]}),
+        ("n_groups", NEMOTRON, {"n_groups": 7}),
         ("partial_rotary_factor", PHI, {"partial_rotary_factor": 0.01}),
     ],
 )
