@@ -24,6 +24,7 @@ from baton.checkpoint.gguf.family_fields import (
     lfm2,
     llama4,
     mistral3,
+    nemotron_h,
     partial_rotation,
     phi3,
     qkv_bias,
@@ -31,6 +32,7 @@ from baton.checkpoint.gguf.family_fields import (
 )
 from baton.checkpoint.gguf.gguf_file import GgufFile
 from baton.checkpoint.gguf.hub_tensors import (
+    GLOBAL_NAMES,
     LAYER_NAMES,
     PREDICTOR_NAMES,
     Change,
@@ -70,6 +72,7 @@ class GgufArchitecture:
     fixed: Mapping[str, object] = field(default_factory=dict)  # fields that no metadata has
     more: Callable[[GgufFile], Fields] | None = None
     layer_names: Mapping[str, str] = field(default_factory=lambda: LAYER_NAMES)
+    global_names: Mapping[str, str] = field(default_factory=lambda: GLOBAL_NAMES)
     has_paired_heads: bool = False  # rows of queries and keys in pairs; the hub has two halves
     norm_offset: float = 0.0  # see NameRules
     changes: Callable[[GgufFile], Changes] | Changes = field(default_factory=lambda: NO_CHANGES)
@@ -86,7 +89,7 @@ class GgufArchitecture:
             ".attn_qkv." in name for name in file.tensors
         )
         joined = {"attn_qkv": _rows_of_heads(file)} if is_joined else {}
-        return NameRules(names, changes, joined, self.norm_offset, predictors)
+        return NameRules(names, self.global_names, changes, joined, self.norm_offset, predictors)
 
 
 def find_architecture(file: GgufFile) -> GgufArchitecture:
@@ -333,6 +336,26 @@ LFM2_NAMES = {
     "shortconv.in_proj": "conv.in_proj",
     "shortconv.out_proj": "conv.out_proj",
 }
+NEMOTRON_H_NAMES = {
+    "attn_norm": "norm",  # of any block
+    "attn_q": "mixer.q_proj",
+    "attn_k": "mixer.k_proj",
+    "attn_v": "mixer.v_proj",
+    "attn_output": "mixer.o_proj",
+    "ffn_up": "mixer.up_proj",
+    "ffn_down": "mixer.down_proj",
+    "ffn_gate_inp": "mixer.gate",
+    "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
+    "ffn_up_exps": "mixer.experts.{expert}.up_proj",
+    "ffn_down_exps": "mixer.experts.{expert}.down_proj",
+    "ffn_up_shexp": "mixer.shared_experts.up_proj",
+    "ffn_down_shexp": "mixer.shared_experts.down_proj",
+    **{
+        name: each.replace("mamba.", "mixer.")
+        for name, each in GRANITE_HYBRID_NAMES.items()
+        if name.startswith("ssm_")
+    },
+}
 LINEAR_NAMES = {
     **POST_ATTENTION,
     "ssm_conv1d": "linear_attn.conv1d",
@@ -390,6 +413,27 @@ LFM2 = GgufArchitecture(
     more=lfm2,
     layer_names=LFM2_NAMES,
     changes={"shortconv.conv": Change(shape=with_channel)},
+)
+NEMOTRON_H = GgufArchitecture(
+    "NemotronHForCausalLM",
+    {
+        **ROUTED_EXPERTS,
+        "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+        "conv_kernel": "ssm.conv_kernel",
+        "ssm_state_size": "ssm.state_size",
+        "n_groups": "ssm.group_count",
+        "mamba_num_heads": "ssm.time_step_rank",
+    },
+    {**EXPERT_SCALE, "layer_norm_epsilon": "attention.layer_norm_rms_epsilon"},
+    more=nemotron_h,
+    layer_names=NEMOTRON_H_NAMES,
+    global_names={
+        **GLOBAL_NAMES,
+        "token_embd": "model.embeddings",
+        "output_norm": "model.norm_f",
+    },
+    changes=MAMBA_CHANGES,
+    by_layer=frozenset({"intermediate_size"}),
 )
 ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "llama": GgufArchitecture("LlamaForCausalLM", has_paired_heads=True, more=qkv_bias),
@@ -472,6 +516,8 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         has_paired_heads=True,
         changes=MAMBA_CHANGES,
     ),
+    "nemotron_h": NEMOTRON_H,
+    "nemotron_h_moe": NEMOTRON_H,
     "lfm2": LFM2,
     "lfm2moe": replace(
         LFM2,

@@ -231,6 +231,29 @@ def lfm2(file: GgufFile) -> Fields:
     }
 
 
+def nemotron_h(file: GgufFile) -> Fields:
+    """Return the types of blocks, by their tensors, and the sizes of MLPs and Mamba2."""
+    inner, heads = (read_integer(file, f"ssm.{name}") for name in ("inner_size", "time_step_rank"))
+    if heads == 0 or inner % heads:
+        raise file.wrong(f"{file.architecture}.ssm.inner_size", f"must be a multiple of {heads}")
+    blocks = range(min(read_integer(file, "block_count"), len(file.tensors)))
+    dense = [file.tensors.get(f"blk.{index}.ffn_up.weight") for index in blocks]
+    sizes = [entry.shape[0] for entry in dense if entry is not None]
+    return {
+        "layers_block_type": [_block_type(file, index) for index in blocks],
+        "mamba_head_dim": inner // heads,
+        "norm_topk_prob": file.get(f"{file.architecture}.expert_weights_norm", bool, True),
+        **({"intermediate_size": sizes[0]} if sizes else {}),
+    }
+
+
+def _block_type(file: GgufFile, index: int) -> str:
+    """Return the type of the block that has such a tensor; the loader refuses one without any."""
+    types = {"ssm_in": "mamba", "attn_q": "attention", "ffn_up": "mlp"}
+    found = (kind for name, kind in types.items() if f"blk.{index}.{name}.weight" in file.tensors)
+    return next(found, "moe")
+
+
 def qwen3_linear(file: GgufFile) -> Fields:
     values, heads = (read_integer(file, f"ssm.{name}") for name in ("inner_size", "time_step_rank"))
     if heads == 0 or values % heads:

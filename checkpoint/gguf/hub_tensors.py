@@ -96,6 +96,7 @@ class NameRules:
     """Names and forms of an architecture's tensors, where they differ from those of the hub."""
 
     layer_names: Mapping[str, str] = field(default_factory=lambda: LAYER_NAMES)
+    global_names: Mapping[str, str] = field(default_factory=lambda: GLOBAL_NAMES)
     changes: Mapping[str, Change] = field(default_factory=dict)  # by the same names
     joined: Mapping[str, Rows] = field(default_factory=dict)  # tensors that hold several of them
     norm_offset: float = 0.0  # that llama.cpp has added to the weights of norms
@@ -260,7 +261,7 @@ def _hub_name(
     file: GgufFile, entry: TensorEntry, rules: NameRules, place: tuple[int | None, str, str]
 ) -> str:
     layer, stem, kind = place
-    names = GLOBAL_NAMES if layer is None else rules.layer_names
+    names = rules.global_names if layer is None else rules.layer_names
     prefix = "" if layer is None else f"model.layers.{layer}."
     whole = f"{stem}.{kind}" if kind else stem
     if whole in names:

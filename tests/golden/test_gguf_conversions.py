@@ -71,6 +71,8 @@ NAMES = (
     "granite-4-moe",
     "lfm2",
     "lfm2-moe",
+    "nemotron-h",
+    "nemotron-3",
     "ministral3",
     "mistral3",
     "qwen3-next",
@@ -121,7 +123,15 @@ def test_quantized_tensors_have_the_order_of_the_folder(folder: Path) -> None:
 # Parts that are joined, or rows and columns in another order.
 @pytest.mark.parametrize(
     "folder",
-    ["deepseek-v3", "granite-moe", "granite-4-moe", "qwen3-next", "qwen3.5", "llama4"],
+    [
+        "deepseek-v3",
+        "granite-moe",
+        "granite-4-moe",
+        "nemotron-3",
+        "qwen3-next",
+        "qwen3.5",
+        "llama4",
+    ],
     indirect=True,
 )
 def test_native_kernels_compute_quantized_tensors(folder: Path) -> None:

@@ -52,6 +52,9 @@ def convert(folder: Path, path: Path, kind: str = "F32") -> Path:
     config = json.loads((folder / "config.json").read_text())
     family = FAMILIES[config["architectures"][0]]
     config |= config.get("text_config", {})
+    if "layers_block_type" in config:
+        plain = {"rope_type": "default", "rope_theta": 10_000.0}
+        config |= {"num_hidden_layers": len(config["layers_block_type"]), "rope_parameters": plain}
     if not family.has_predictors:
         config["num_nextn_predict_layers"] = 0
     writer = gguf.GGUFWriter(path, family.architecture)
@@ -377,6 +380,37 @@ def _write_lfm2_moe(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
+def _nemotron_h(config: Config, name: str, tensor: Tensor) -> Named:
+    granite = {"mamba_n_groups": config["n_groups"]}
+    mamba = name.replace(".mixer.", ".mamba.")
+    is_mamba = name.endswith((".dt_bias", "conv1d.weight", "mixer.norm.weight", ".A_log", ".D"))
+    if not is_mamba:
+        if ".experts." in name:
+            name = name.replace("backbone.", "model.").replace(".mixer.", ".mlp.")
+        yield _correction(name), tensor
+        return
+    for changed, numbers in _granite_hybrid(granite, mamba, tensor):
+        yield changed.replace(".mamba.", ".mixer."), numbers
+
+
+def _write_nemotron_h(writer: gguf.GGUFWriter, config: Config) -> None:
+    types = config["layers_block_type"]
+    sizes = {"mlp": config["intermediate_size"]}
+    writer.add_feed_forward_length([sizes.get(each, 0) for each in types])
+    heads = {"full_attention": config["num_key_value_heads"]}
+    writer.add_head_count_kv([heads.get(each, 0) for each in types])
+    writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
+    writer.add_ssm_conv_kernel(config["conv_kernel"])
+    writer.add_ssm_state_size(config["ssm_state_size"])
+    writer.add_ssm_group_count(config["n_groups"])
+    writer.add_ssm_inner_size(config["mamba_num_heads"] * config["mamba_head_dim"])
+    writer.add_ssm_time_step_rank(config["mamba_num_heads"])
+    if "moe" in types:
+        _write_routed_experts(writer, config)
+        writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+
+
 def _write_mistral3(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_rope_dimension_count(config["head_dim"])
     if config["model_type"] == "ministral3":
@@ -495,6 +529,7 @@ FAMILIES: Mapping[str, Family] = {
     "GraniteMoeHybridForCausalLM": Family("granitehybrid", _granite_hybrid, _write_granite_hybrid),
     "Lfm2ForCausalLM": Family("lfm2", _lfm2, _write_lfm2),
     "Lfm2MoeForCausalLM": Family("lfm2moe", _lfm2, _write_lfm2_moe),
+    "NemotronHForCausalLM": Family("nemotron_h_moe", _nemotron_h, _write_nemotron_h),
     "Ministral3ForCausalLM": Family("mistral3", _mistral3, _write_mistral3),
     "Mistral3ForConditionalGeneration": Family("mistral3", _mistral3, _write_mistral3),
     "Qwen3NextForCausalLM": Family("qwen3next", _qwen3_next, _write_qwen3_linear),
