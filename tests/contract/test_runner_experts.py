@@ -43,6 +43,7 @@ GATES = (
     MlpGate(),
     MlpGate(Activation.GELU_TANH),
     MlpGate(Activation.CLAMPED_SWIGLU, alpha=1.702, limit=2.0),
+    MlpGate(Activation.SQUARED_RELU),
 )
 
 
@@ -120,7 +121,9 @@ def router_of(config: MoeConfig, hidden_size: int, seed: int) -> Router:
     )
 
 
-def moe_of(config: MoeConfig, ops: Ops, quantize: str, seed: int = 0) -> Moe:
+def moe_of(
+    config: MoeConfig, ops: Ops, quantize: str, seed: int = 0, *, is_gated: bool = True
+) -> Moe:
     """Return the same experts for any `ops`."""
     drawn = generator(seed)
 
@@ -132,9 +135,10 @@ def moe_of(config: MoeConfig, ops: Ops, quantize: str, seed: int = 0) -> Moe:
         return torch.randn(rows, generator=drawn).bfloat16() if config.has_bias else None
 
     size = config.expert_size
+    rows = 2 * size if is_gated else size
     experts = [
         Mlp(
-            ops.linear(matrix(2 * size, HIDDEN_SIZE), bias(2 * size)),
+            ops.linear(matrix(rows, HIDDEN_SIZE), bias(rows)),
             ops.linear(matrix(HIDDEN_SIZE, size), bias(HIDDEN_SIZE)),
         )
         for _ in range(config.num_experts)
@@ -289,12 +293,13 @@ def check_mixing(
     seed: int = 0,
 ) -> None:
     """Compare a mixture of experts with that of torch."""
-    moe = moe_of(config, ops, quantize, seed)
+    is_gated = gate.activation.is_gated
+    moe = moe_of(config, ops, quantize, seed, is_gated=is_gated)
     routing = ops.route(hidden_states, moe.router)
 
     found = ops.mix_experts(moe, gate, hidden_states, routing)
 
-    same_experts = moe_of(config, REFERENCE, quantize, seed)
+    same_experts = moe_of(config, REFERENCE, quantize, seed, is_gated=is_gated)
     assert are_near(found, REFERENCE.mix_experts(same_experts, gate, hidden_states, routing))
 
 

@@ -36,7 +36,7 @@ from baton.engine.runner.model.rope import Ropes
 from baton.engine.runner.weights.decoder_loading import attention_of, load_decoder
 from baton.engine.runner.weights.tensor_loading import LoadTarget
 from tests.support.adapters import write_adapter
-from tests.support.families import FAMILY_VARIANTS
+from tests.support.families import FAMILY_VARIANTS, RECURRENT
 from tests.support.kernels import kernels_by_variant
 from tests.support.models import VARIANTS, make_model_folder
 
@@ -230,9 +230,12 @@ def test_every_build_supports_fused_layers(kernels: Kernels, tmp_path: Path) -> 
     assert all(map(torch.equal, whole, apart))
 
 
-def test_a_model_with_recurrent_layers_has_fused_attention_layers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["granite-4-moe", "nemotron-h", "nemotron-3"])
+def test_a_model_with_recurrent_layers_has_fused_attention_layers(
+    name: str, tmp_path: Path
+) -> None:
     """Its tokens are those of the reference: tests/golden/test_state_families.py."""
-    variant = replace(FAMILY_VARIANTS["granite-4-moe"], dtype="bfloat16")
+    variant = replace(RECURRENT[name], dtype="bfloat16")
     folder = make_model_folder(tmp_path, variant)
     config = read_model_config(SafetensorsFolder(folder))
     parts, made = recording(native_parts())

@@ -69,7 +69,6 @@ ARITHMETIC: Mapping[str, frozenset[str]] = {
     torch_parts.EXPERT_SCALES: frozenset({"mul"}),
     torch_parts.PER_LAYER_INPUTS: frozenset({"add", "mul"}),
     torch_parts.LAYER_SCALE: frozenset({"mul"}),
-    torch_parts.SQUARED_RELU: frozenset({"relu", "square_"}),
     torch_parts.EXPERT_SUM: frozenset({"_unique2", "index_add_", "mul"}),
 }
 

@@ -15,7 +15,12 @@ from baton.engine.runner.model.config import Activation
 from baton.engine.runner.model.ops import MlpGate, Norm
 from baton.engine.runner.model.pass_layout import Ints
 
-_GATE_KINDS = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.CLAMPED_SWIGLU: 2}
+_GATE_KINDS = {
+    Activation.SILU: 0,
+    Activation.GELU_TANH: 1,
+    Activation.CLAMPED_SWIGLU: 2,
+    Activation.SQUARED_RELU: 3,
+}
 
 
 class Kernels:

@@ -144,14 +144,16 @@ class NativeOps:
 
     def apply_gate(self, gate_up: Tensor, gate: MlpGate) -> Tensor:
         gate_up = gate_up.contiguous()
-        num_tokens, both = gate_up.shape
-        output = torch.empty(num_tokens, both // 2, dtype=gate_up.dtype)
+        num_tokens, size = gate_up.shape
+        if gate.activation.is_gated:
+            size //= 2
+        output = torch.empty(num_tokens, size, dtype=gate_up.dtype)
         self.kernels.call(
             "baton_gate",
             src=gate_up,
             dst=output,
             num_tokens=num_tokens,
-            size=both // 2,
+            size=size,
             gate=gate_params(gate),
         )
         return output

@@ -15,7 +15,6 @@ LOGITS_SOFTCAP = "soft cap of the logits"
 ROPE_BY_LENGTH = "angles of a RoPE that depends on the length"
 COLUMN_ORDER = "order of columns (GPTQ with act-order)"
 EXPERT_SUM = "sum over the experts"
-SQUARED_RELU = "activation of MLPs without a gate"
 EXPERT_SCALES = "scales of the experts"
 PER_LAYER_INPUTS = "sums of the inputs per layer"
 LAYER_SCALE = "scale of the layers"
@@ -25,7 +24,6 @@ def torch_parts(config: ModelConfig, layers: Sequence[Layer]) -> list[str]:
     """Return the names of these parts, each once."""
     mixtures = [layer.mixture for layer in layers if layer.mixture is not None]
     linears = [linear for layer in layers for linear in _linears(layer)]
-    has_no_gates = not config.activation.is_gated
     has_part = {
         EMBEDDING_SCALE: config.embedding_scale != 1.0,
         LOGITS_SCALE: config.logits_scale != 1.0,
@@ -35,9 +33,7 @@ def torch_parts(config: ModelConfig, layers: Sequence[Layer]) -> list[str]:
         EXPERT_SCALES: any(isinstance(layer.mlp, ParallelMoe) for layer in layers),
         PER_LAYER_INPUTS: config.per_layer is not None,
         LAYER_SCALE: config.has_layer_scale and bool(mixtures),
-        EXPERT_SUM: bool(mixtures)
-        and (has_no_gates or any(native_experts(moe.experts) is None for moe in mixtures)),
-        SQUARED_RELU: has_no_gates,
+        EXPERT_SUM: any(native_experts(moe.experts) is None for moe in mixtures),
     }
     return [part for part, is_there in has_part.items() if is_there]
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from baton.engine.runner.model.config import Activation
 from baton.engine.runner.model.layer_weights import ParallelMoe
 from baton.engine.runner.model.linear import ExpertChoice, Mlp, Moe
 from baton.engine.runner.model.ops import MlpGate, Ops
@@ -33,10 +30,7 @@ def mix_experts(
 
 
 def compute_mlp(ops: Ops, mlp: Mlp, gate: MlpGate, hidden_states: Tensor) -> Tensor:
-    projected = mlp.gate_up(hidden_states)
-    if gate.activation is Activation.SQUARED_RELU:
-        return mlp.down(torch.relu(projected).square_())
-    return mlp.down(ops.apply_gate(projected, gate))
+    return mlp.down(ops.apply_gate(mlp.gate_up(hidden_states), gate))
 
 
 def compute_moe(ops: Ops, moe: Moe, gate: MlpGate, hidden_states: Tensor) -> Tensor:
@@ -45,9 +39,7 @@ def compute_moe(ops: Ops, moe: Moe, gate: MlpGate, hidden_states: Tensor) -> Ten
         output = moe.mixer.mix(hidden_states)
     else:
         routing = ops.route(hidden_states, moe.router)
-        # The kernels of `Ops` are those of experts with gates.
-        mix = ops.mix_experts if gate.activation.is_gated else partial(mix_experts, ops)
-        output = mix(moe, gate, hidden_states, routing)
+        output = ops.mix_experts(moe, gate, hidden_states, routing)
     if moe.shared is None:
         return output
     shared = compute_mlp(ops, moe.shared, gate, hidden_states)

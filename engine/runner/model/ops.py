@@ -31,7 +31,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class MlpGate:
-    """Activation of a gated MLP. `alpha` and `limit` belong to CLAMPED_SWIGLU."""
+    """Activation of an MLP. `alpha` and `limit` belong to CLAMPED_SWIGLU."""
 
     activation: Activation = Activation.SILU
     alpha: float = 0.0
@@ -67,7 +67,10 @@ class Ops(Protocol):
         ...
 
     def apply_gate(self, gate_up: Tensor, gate: MlpGate) -> Tensor:
-        """[tokens, 2 * size] → [tokens, size]: function of the first half times the second."""
+        """[tokens, 2 * size] → [tokens, size]: function of the first half times the second.
+
+        Without a gate it is the function of [tokens, size].
+        """
         ...
 
     def multiply_sigmoid(self, hidden_states: Tensor, gates: Tensor) -> Tensor:

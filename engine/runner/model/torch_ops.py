@@ -49,6 +49,8 @@ class TorchOps:
         return self.apply_rope(query, q_norm, angles), self.apply_rope(key, k_norm, angles)
 
     def apply_gate(self, gate_up: Tensor, gate: MlpGate) -> Tensor:
+        if gate.activation is Activation.SQUARED_RELU:
+            return functional.relu(gate_up).square()
         first, up = gate_up.chunk(2, dim=-1)
         if gate.activation is Activation.SILU:
             return functional.silu(first) * up

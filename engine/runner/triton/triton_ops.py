@@ -111,6 +111,8 @@ class TritonOps(TorchOps):
         return _apply_ropes(*heads, norms, angles)
 
     def apply_gate(self, gate_up: Tensor, gate: MlpGate) -> Tensor:
+        if not gate.activation.is_gated:
+            return super().apply_gate(gate_up, gate)
         gate_up = row_contiguous(gate_up)
         num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         dst = gate_up.new_empty(num_rows, size)
@@ -169,7 +171,7 @@ class TritonOps(TorchOps):
     def mix_experts(
         self, moe: Moe, gate: MlpGate, hidden_states: Tensor, routing: ExpertChoice
     ) -> Tensor:
-        experts = self.join_experts(moe)
+        experts = self.join_experts(moe) if gate.activation.is_gated else None
         if experts is None:
             return mix_experts(self, moe, gate, hidden_states, routing)
         return self.mix_joined_experts(experts, moe, gate, hidden_states, routing)

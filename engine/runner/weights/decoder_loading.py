@@ -71,6 +71,7 @@ def load_decoder(
         made = adapt(layers, made)
     made = extend_layers(config, parts.ops, layers, made)
     waits = any(list(map(parts.waits_for_experts, mixtures)))  # of all: this joins the experts
+    # The kernels of GPUs are those of experts with gates.
     waits = waits or (bool(mixtures) and not config.activation.is_gated)
     classifier = None
     if config.label_tokens is not None:

@@ -247,16 +247,16 @@ struct RopeArgs {
     std::int32_t num_threads;
 };
 
-enum class GateKind : std::int32_t { kSilu, kGeluTanh, kClampedSwiglu };
+enum class GateKind : std::int32_t { kSilu, kGeluTanh, kClampedSwiglu, kSquaredRelu };
 
-// Function of the gate and up projections of an MLP; see gate.h.
+// Function of the gate and up projections of an MLP; see gate.h. kSquaredRelu is one of up alone.
 struct GateParams {
     GateKind kind;
     float alpha, limit;  // of kClampedSwiglu
 };
 
 struct GateArgs {
-    const Bf16* src;  // [tokens, 2 * size], gate first
+    const Bf16* src;  // [tokens, 2 * size], gate first; [tokens, size] without gates
     Bf16* dst;        // [tokens, size]
     std::int64_t num_tokens, size;
     GateParams gate;

@@ -184,10 +184,11 @@ void baton_mix_experts(const MixArgs* args) {
         for_adapted_rows(*args, rows, begin, add);
         add_low_rank(*args, gate_up, args->narrow_buf, args->wide_buf, args->gate_up[0]);
     }
+    const std::int64_t up = gate_size(args->gate, size);
     parallel_for(rows.count(), size, args->num_threads, [&](std::int64_t row, std::int64_t end) {
         for (; row < end; ++row) {
-            const Bf16* const gate = args->wide_buf + row * 2 * size;
-            gate_row(gate, gate + size, args->gated_buf + row * size, size, args->gate);
+            const Bf16* const gate = args->wide_buf + row * (up + size);
+            gate_row(gate, gate + up, args->gated_buf + row * size, size, args->gate);
         }
     });
     linear(rows.down(args->gated_buf, args->narrow_buf, args->num_threads));

@@ -27,6 +27,8 @@ inline F32x16 activate(F32x16 gate, [[maybe_unused]] const GateParams& params) {
         // (1 + tanh(z)) / 2 = sigmoid(2z), with z = sqrt(2 / pi) * (x + 0.044715 * x^3)
         const F32x16 exponent = gate * (1.59576912f + 0.0713548163f * (gate * gate));
         return round_to_bf16(multiply_sigmoid(gate, exponent));
+    } else if constexpr (KIND == GateKind::kSquaredRelu) {
+        return clamp_below(gate, splat(0.0f));
     } else {
         gate = clamp_above(gate, splat(params.limit));
         const F32x16 sigmoid = multiply_sigmoid(splat(1.0f), round_to_bf16(gate * params.alpha));
@@ -37,6 +39,7 @@ inline F32x16 activate(F32x16 gate, [[maybe_unused]] const GateParams& params) {
 // Function of the up projection.
 template <GateKind KIND>
 inline F32x16 factor_of(F32x16 up, [[maybe_unused]] const GateParams& params) {
+    if constexpr (KIND == GateKind::kSquaredRelu) return activate<KIND>(up, params);
     if constexpr (KIND != GateKind::kClampedSwiglu) return up;
     const F32x16 limit = splat(params.limit);
     return round_to_bf16(clamp_below(clamp_above(up, limit), -limit) + 1.0f);
@@ -63,6 +66,11 @@ inline void gate_row(const Bf16* gate, const Bf16* up, Bf16* dst, std::int64_t s
     std::copy_n(rest[2], size - at, dst + at);
 }
 
+// Numbers of a token's gate, before those of up.
+inline std::int64_t gate_size(const GateParams& params, std::int64_t size) {
+    return params.kind == GateKind::kSquaredRelu ? 0 : size;
+}
+
 // Computes `size` numbers of one token.
 inline void gate_row(const Bf16* gate, const Bf16* up, Bf16* dst, std::int64_t size,
                      const GateParams& params) {
@@ -70,6 +78,7 @@ inline void gate_row(const Bf16* gate, const Bf16* up, Bf16* dst, std::int64_t s
         gate_row<GateKind::kSilu>,
         gate_row<GateKind::kGeluTanh>,
         gate_row<GateKind::kClampedSwiglu>,
+        gate_row<GateKind::kSquaredRelu>,
     };
     kGate[int(params.kind)](gate, up, dst, size, params);
 }

@@ -252,11 +252,11 @@ void baton_rope(const RopeArgs* args) {
 }
 
 void baton_gate(const GateArgs* args) {
-    const std::int64_t size = args->size;
+    const std::int64_t size = args->size, up = gate_size(args->gate, size);
     const auto gate = [=](std::int64_t token, std::int64_t end) {
         for (; token < end; ++token) {
-            const Bf16* const row = args->src + token * 2 * size;
-            gate_row(row, row + size, args->dst + token * size, size, args->gate);
+            const Bf16* const row = args->src + token * (up + size);
+            gate_row(row, row + up, args->dst + token * size, size, args->gate);
         }
     };
     parallel_for(args->num_tokens, size, args->num_threads, gate);
