@@ -194,6 +194,9 @@ STRICT_FORMATS: Mapping[str, StrictFormat] = {
             for mark in ("<|tool_call|>", "<tool_call>")
         )
     ),
+    "nemotron_json": StrictFormat(
+        (_objects("<TOOLCALL>", begin="[", separator=", ", end="]</TOOLCALL>"),)
+    ),
     "phi4_mini_json": StrictFormat(
         (
             _objects("functools[", separator=", ", end="]"),

@@ -102,6 +102,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "gemma4": _gemma("<|tool_call>", "<tool_call|>", '<|"|>'),
     "functiongemma": _gemma("<start_function_call>", "<end_function_call>", "<escape>"),
     "granite": _objects("<|tool_call|>", "<tool_call>"),
+    "nemotron_json": _objects("<TOOLCALL>", end="</TOOLCALL>"),
     "phi4_mini_json": _objects("functools", "<|tool_call|>", end="<|/tool_call|>"),
 }
 
@@ -144,6 +145,7 @@ _TOOLS_BY_TEMPLATE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("lfm2", ("List of tools: [", "<|im_start|>")),
     ("granite", ("<|tool_call|>", "<|start_of_role|>")),
     ("granite", ("<|start_of_role|>", "assistant_tool_call")),
+    ("nemotron_json", ("<TOOLCALL>", "</TOOLCALL>")),
     ("phi4_mini_json", ("<|tool|>", "<|/tool|>")),
     ("hermes", ("<tool_call>", "</tool_call>")),
     ("llama4_pythonic", ("<|header_start|>", "func_name1(")),

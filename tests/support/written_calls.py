@@ -182,5 +182,6 @@ WRITERS: Mapping[str, CallWriting] = {
     "gemma4": _gemma("<|tool_call>", "<tool_call|>", '<|"|>'),
     "functiongemma": _gemma("<start_function_call>", "<end_function_call>", "<escape>"),
     "granite": _list("<|tool_call|>"),
+    "nemotron_json": _list("<TOOLCALL>", "</TOOLCALL>"),
     "phi4_mini_json": _list("functools"),
 }

@@ -252,6 +252,7 @@ def test_harmony_separates_channels_also_without_tools() -> None:
             "<|start_of_role|>assistant_tool_call Here is my thought process:",
             Parsing("granite", "granite"),
         ),
+        ("<think></think><TOOLCALL>[]</TOOLCALL>", Parsing("nemotron_json", "qwen3")),
         ("<|tool|>{{ tools }}<|/tool|>", Parsing("phi4_mini_json")),
     ],
 )
