@@ -179,7 +179,7 @@ def count_active(config: ModelConfig, num_parameters: int) -> int:
     if moe is None:
         return num_parameters
     num_matrices = 3 if config.activation.is_gated else 2
-    expert = num_matrices * moe.expert_size * hidden
+    expert = num_matrices * moe.expert_size * (moe.latent_size or hidden)
     if moe.has_bias:
         expert += 2 * moe.expert_size + hidden
     num_layers = sum(layer.has_experts for layer in config.layers)

@@ -216,11 +216,14 @@ def _layer_work(config: ModelConfig, layer: LayerConfig) -> LayerWork:
     if moe is not None:
         shared_gate = hidden if moe.has_shared_gate else 0
         other += (moe.num_experts + matrices * moe.shared_size) * hidden + shared_gate
+        other += 2 * (moe.latent_size or 0) * hidden
     return LayerWork(
         span=layer,
         kv_numbers=keys,
         other_numbers=other,
-        expert_numbers=0 if moe is None else matrices * moe.expert_size * hidden,
+        expert_numbers=0
+        if moe is None
+        else matrices * moe.expert_size * (moe.latent_size or hidden),
         top_k=0 if moe is None else moe.top_k,
         unquantized_numbers=unquantized,
         state_numbers=_state_numbers(config.recurrent) if layer.is_recurrent else 0,

@@ -348,6 +348,8 @@ NEMOTRON_H_NAMES = {
     "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
     "ffn_up_exps": "mixer.experts.{expert}.up_proj",
     "ffn_down_exps": "mixer.experts.{expert}.down_proj",
+    "ffn_latent_down": "mixer.fc1_latent_proj",
+    "ffn_latent_up": "mixer.fc2_latent_proj",
     "ffn_up_shexp": "mixer.shared_experts.up_proj",
     "ffn_down_shexp": "mixer.shared_experts.down_proj",
     **{

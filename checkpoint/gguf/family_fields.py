@@ -239,11 +239,14 @@ def nemotron_h(file: GgufFile) -> Fields:
     blocks = range(min(read_integer(file, "block_count"), len(file.tensors)))
     dense = [file.tensors.get(f"blk.{index}.ffn_up.weight") for index in blocks]
     sizes = [entry.shape[0] for entry in dense if entry is not None]
+    latent = [file.tensors.get(f"blk.{index}.ffn_latent_down.weight") for index in blocks]
+    latent_sizes = [entry.shape[0] for entry in latent if entry is not None]
     return {
         "layers_block_type": [_block_type(file, index) for index in blocks],
         "mamba_head_dim": inner // heads,
         "norm_topk_prob": file.get(f"{file.architecture}.expert_weights_norm", bool, True),
         **({"intermediate_size": sizes[0]} if sizes else {}),
+        **({"moe_latent_size": latent_sizes[0]} if latent_sizes else {}),
     }
 
 

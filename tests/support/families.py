@@ -463,6 +463,7 @@ RECURRENT: Mapping[str, Variant] = {
             "num_experts_per_tok": 3,
             "moe_intermediate_size": 32,
             "moe_shared_expert_intermediate_size": 48,
+            "moe_latent_size": 40,
             "routed_scaling_factor": 1.5,
             "n_group": 4,
             "topk_group": 2,

@@ -37,11 +37,13 @@ NEMOTRON_H_NAMES = TensorNames(
     input_norm="norm",
     mlp_norm=f"{NEXT_BLOCK}norm",
     norm="norm_f",
+    ignored=("mtp.",),
     experts=ExpertNames(
         router=f"{NEXT_BLOCK}mixer.gate",
         gate_up=(f"{NEXT_BLOCK}mixer.experts.{{expert}}.up_proj",),
         down=f"{NEXT_BLOCK}mixer.experts.{{expert}}.down_proj",
         correction_bias=f"{NEXT_BLOCK}mixer.gate.e_score_correction_bias",
+        latent=(f"{NEXT_BLOCK}mixer.fc1_latent_proj", f"{NEXT_BLOCK}mixer.fc2_latent_proj"),
         shared=f"{NEXT_BLOCK}mixer.shared_experts",
         shared_gate_up=("up_proj",),
         is_gated=False,
@@ -78,7 +80,6 @@ FIXED: Mapping[str, object] = {
     "use_conv_bias": True,
     "use_bias": False,
     "residual_in_fp32": False,
-    "moe_latent_size": None,
     "n_shared_experts": 1,
 }
 
@@ -130,7 +131,9 @@ def no_rope(_: JsonFields, num_layers: int) -> frozenset[int]:
 
 def nemotron_h_moe(raw: JsonFields) -> MoeConfig:
     shared_size = raw.positive_int("moe_shared_expert_intermediate_size")
-    return replace(glm4_moe(raw), shared_size=shared_size)
+    has_latent = raw.has("moe_latent_size")
+    latent_size = raw.positive_int("moe_latent_size") if has_latent else None
+    return replace(glm4_moe(raw), shared_size=shared_size, latent_size=latent_size)
 
 
 def nemotron_h_mamba(raw: JsonFields) -> RecurrentConfig:

@@ -38,6 +38,7 @@ class ExpertNames:
     gate_up: tuple[str, ...]  # one name if gate and up are fused
     down: str
     correction_bias: str = ""
+    latent: tuple[str, str] = ("", "")  # into the experts' smaller space, and out of it
     shared: str = ""  # prefix of the MLP that computes all tokens
     shared_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     shared_down: str = "down_proj"

@@ -126,6 +126,7 @@ class MoeConfig:
     scales_input: bool = False  # the weights scale an expert's input instead of its output
     shared_size: int = 0  # size of the MLP that computes all tokens, 0 for none
     has_shared_gate: bool = False
+    latent_size: int | None = None  # of the experts' inputs and outputs; None: the hidden size
 
 
 @dataclass(frozen=True, slots=True)

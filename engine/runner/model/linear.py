@@ -62,6 +62,7 @@ class Moe:
     experts: Sequence[Mlp]
     shared: Mlp | None
     shared_gate: Linear | None
+    latent: tuple[Linear, Linear] | None = None  # into the experts' smaller space, and out of it
     mixer: ExpertMixer | None = None  # None: the experts are computed by `Ops`
 
 

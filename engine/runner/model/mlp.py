@@ -39,7 +39,10 @@ def compute_moe(ops: Ops, moe: Moe, gate: MlpGate, hidden_states: Tensor) -> Ten
         output = moe.mixer.mix(hidden_states)
     else:
         routing = ops.route(hidden_states, moe.router)
-        output = ops.mix_experts(moe, gate, hidden_states, routing)
+        inputs = hidden_states if moe.latent is None else moe.latent[0](hidden_states)
+        output = ops.mix_experts(moe, gate, inputs, routing)
+        if moe.latent is not None:
+            output = moe.latent[1](output)
     if moe.shared is None:
         return output
     shared = compute_mlp(ops, moe.shared, gate, hidden_states)

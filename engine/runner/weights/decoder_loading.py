@@ -291,8 +291,12 @@ class _LayerLoader:
             shared = self._mlp(gate_up, f"{names.shared}.{names.shared_down}")
         if moe.has_shared_gate:
             shared_gate = self._linear([names.shared_gate], False)
+        latent = None
+        if moe.latent_size is not None:
+            into, out = ([name] for name in names.latent)
+            latent = self._linear(into, False), self._linear(out, False)
         experts = [self._expert(moe, names, expert) for expert in range(moe.num_experts)]
-        return Moe(moe, self._router(moe, names), experts, shared, shared_gate)
+        return Moe(moe, self._router(moe, names), experts, shared, shared_gate, latent)
 
     def _router(self, moe: MoeConfig, names: ExpertNames) -> Router:
         router = self._tensors.in_layer(self._index, names.router)

@@ -244,6 +244,9 @@ class TensorMap:
             row = (1,) if names.has_correction_row else ()
             yield names.correction_bias, (*row, moe.num_experts)
         yield from _expert_shapes(moe, names, hidden)
+        if moe.latent_size is not None:
+            yield f"{names.latent[0]}.weight", (moe.latent_size, hidden)
+            yield f"{names.latent[1]}.weight", (hidden, moe.latent_size)
         if moe.shared_size:
             gate_up = [f"{names.shared}.{name}" for name in names.shared_gate_up]
             down = f"{names.shared}.{names.shared_down}"
@@ -323,6 +326,7 @@ def _linear(name: str, rows: int, columns: int, has_bias: bool) -> Shapes:
 
 
 def _expert_shapes(moe: MoeConfig, names: ExpertNames, hidden_size: int) -> Shapes:
+    hidden_size = moe.latent_size or hidden_size
     for name in names.gate_up:
         rows = moe.expert_size * (2 if names.is_gated else 1) // len(names.gate_up)
         yield from _experts(name, moe, names, rows, hidden_size)

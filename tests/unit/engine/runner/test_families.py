@@ -362,7 +362,7 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "mup_scale": (LLAMA, {"mup_scale": 2.0}),
     "conv_bias": (HUB_CONFIGS["LFM2-1.2B"], {"conv_bias": True}),
     "block_ffn_dim_multiplier": (HUB_CONFIGS["LFM2-1.2B"], {"block_ffn_dim_multiplier": 1e9}),
-    "moe_latent_size": (NEMOTRON, {"moe_latent_size": 1024}),
+    "n_shared_experts": (NEMOTRON, {"n_shared_experts": 2}),
     "mlp_hidden_act": (NEMOTRON, {"mlp_hidden_act": "silu"}),
     "time_step_limit": (NEMOTRON, {"time_step_limit": [0.001, 0.1]}),
     "clip_qkv": (HUB_CONFIGS["OLMoE-1B-7B"], {"clip_qkv": 8.0}),
