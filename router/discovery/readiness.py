@@ -16,7 +16,8 @@ class Readiness:
     """Requires nodes for both legs of a model at start; after that, decode nodes alone suffice.
 
     Models that generate no text need prefill nodes only. Where several models are named, each
-    needs nodes at start, and those that generate a decode node among them.
+    needs a node at start. Prefill nodes of those that generate count once a decode node of any model
+    is there: their own has had as much time to join, or there is none.
     """
 
     def __init__(self, *, wants_prefill: bool, now: float, models: Collection[str] = ()) -> None:
@@ -31,8 +32,9 @@ class Readiness:
         if decodes and (is_overdue or any(card.model in decodes for card in prefills)):
             self._has_begun = True
         encoders = [node.card for node in table.open_nodes(LegKind.ENCODE) if node.card.vector_size]
-        embedding = {card.model for card in encoders if is_overdue or not card.generates}
-        self._missing -= decodes | embedding
+        can_embed = any(is_overdue or not card.generates for card in encoders)
+        counted = [card for card in encoders if is_overdue or decodes or not card.generates]
+        self._missing -= decodes | {card.model for card in counted}
         if self._missing and not is_overdue:
             return False
-        return bool(embedding) or (bool(decodes) and self._has_begun)
+        return can_embed or (bool(decodes) and self._has_begun)

@@ -91,6 +91,18 @@ def test_of_several_models_one_that_generates_needs_a_decode_node_at_start() -> 
     assert reported == [False, True]
 
 
+def test_a_model_that_generates_may_have_nodes_that_embed_alone() -> None:
+    table = NodeTable()
+    readiness = Readiness(wants_prefill=True, now=0.0, models=["chat", "vectors"])
+    for node in (
+        a_node_of("vectors", LegKind.PREFILL, vector_size=4),
+        *(a_node_of("chat", role) for role in (LegKind.PREFILL, LegKind.DECODE)),
+    ):
+        table.join(node.address, node.card)
+
+    assert readiness.is_ready(table, 1.0)
+
+
 def test_waiting_for_missing_decode_nodes_times_out_if_the_model_embeds() -> None:
     table, readiness = NodeTable(), Readiness(wants_prefill=True, now=0.0)
     generating = a_node_of("large", LegKind.PREFILL)
