@@ -16,8 +16,8 @@ class Readiness:
     """Requires nodes for both legs of a model at start; after that, decode nodes alone suffice.
 
     Models that generate no text need prefill nodes only. Where several models are named, each
-    needs a node at start. Prefill nodes of those that generate count once a decode node of any model
-    is there: their own has had as much time to join, or there is none.
+    needs a node at start. Prefill nodes of those that generate count once a decode node of any
+    model is there: their own has had as much time to join, or there is none.
     """
 
     def __init__(self, *, wants_prefill: bool, now: float, models: Collection[str] = ()) -> None:
