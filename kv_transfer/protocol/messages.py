@@ -20,7 +20,7 @@ from baton.kv_transfer.errors import InvalidMessage, PeerUnreachable
 from baton.kv_transfer.layout import KvLayout, is_convertible
 
 # Part of the fingerprint: a node of another version is refused before it can be misunderstood.
-WIRE_VERSION = 7
+WIRE_VERSION = 8
 # A transport allocates descriptors in proportion to the number of blocks of the peer.
 MAX_REGION_BLOCKS = 1 << 24
 MAX_ADDRESS = 1 << 64

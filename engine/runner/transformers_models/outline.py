@@ -1,4 +1,4 @@
-"""What config.json says about a model for transformers' modules, read without importing them."""
+"""Fields of config.json that describe transformers' model, read without importing its modules."""
 
 from __future__ import annotations
 
