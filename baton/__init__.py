@@ -6,7 +6,6 @@ The public names are imported lazily, on first access: every package that uses g
 
 from __future__ import annotations
 
-import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -57,8 +56,4 @@ _MODULES = {
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module 'baton' has no attribute {name!r}")
-    if name == "LLM":
-        # Read when torch is loaded. Idle torch threads must not spin on a core that a thread of the
-        # kernels could use: on two cores, a decode step takes a fifth longer then.
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     return getattr(import_module(_MODULES[name]), name)

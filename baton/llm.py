@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from baton import openmp  # before what imports torch
 from baton.batch_runner import BatchRunner
 from baton.checkpoint.hub import open_checkpoint
 from baton.checkpoint.peft_folder import PeftFolder
@@ -123,6 +124,8 @@ class LLM:
         )
         self._request_numbers = itertools.count()
         self._lifetime = ExitStack()
+        if device == "cpu":
+            openmp.warn_if_threads_spin()
         checkpoint = open_checkpoint(model, mmproj=mmproj)
         self.tokenizer = tokenizer or checkpoint.load_tokenizer()  # before what takes longer
         screen = Console(stderr=True, quiet=not self._shows_progress)
