@@ -244,7 +244,6 @@ def test_replayed_steps_with_grammars_give_the_tokens_of_eager_steps(
 ) -> None:
     parts = GRAPHABLE
     if sampling == "triton":
-        require_triton()
         parts = replace(GRAPHABLE, sampling=interpreted_parts().sampling)
     library = GrammarLibrary(SafetensorsFolder(folder), VOCAB_SIZE, (EOS_TOKEN_ID,))
     grammars = [*(library.compile(StructuredOutputs(regex=form)) for form in FORMS), None]

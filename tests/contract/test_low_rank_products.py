@@ -13,7 +13,7 @@ from baton.engine.runner.adapters.low_rank import TORCH_LOW_RANK, LowRankProduct
 from baton.engine.runner.device.step_inputs import SHARED_INPUTS
 from baton.engine.runner.kernels.choose import native_parts
 from baton.engine.runner.model.adapters import Adapter, Group, Part, Place, PlaceSize, Selection
-from tests.support.triton_parts import interpreted_parts, launched_kernels, require_triton
+from tests.support.triton_parts import interpreted_parts, launched_kernels
 
 PLACE, OTHER = Place(0, "qkv"), Place(1, "qkv")
 ROWS = (300, 33, 17)  # of the parts
@@ -25,7 +25,6 @@ NAMES = ["torch", "native", pytest.param("triton", marks=pytest.mark.triton)]
 
 def products_of(name: str) -> LowRankProducts:
     if name == "triton":
-        require_triton()
         return interpreted_parts().low_rank
     return TORCH_LOW_RANK if name == "torch" else native_parts().low_rank
 
@@ -196,7 +195,6 @@ def of_heads(products: LowRankProducts, seed: int) -> Adapter:
 
 @pytest.mark.triton
 def test_triton_kernels_are_compiled_when_the_first_adapter_of_a_shape_is_loaded() -> None:
-    require_triton()
     products = type(interpreted_parts().low_rank)()
     with launched_kernels() as names:
         an_adapter(products, 2, 32, 0)

@@ -43,37 +43,34 @@ def require_triton() -> None:
 
 @cache
 def interpreted_parts() -> Parts:
+    require_triton()
     return triton_parts(torch.float32, torch.device("cpu"))
 
 
 @cache
 def batch_invariant_parts() -> Parts:
+    require_triton()
     return triton_parts(torch.float32, torch.device("cpu"), batch_invariant=True)
 
 
 def batch_invariant_ops() -> Ops:
     """Return operations that multiply plain matrices in Triton, too."""
-    require_triton()
     return batch_invariant_parts().ops
 
 
 def triton_ops() -> Ops:
-    require_triton()
     return interpreted_parts().ops
 
 
 def triton_attention(kv: Tensor, layers: Sequence[LayerAttention]) -> PagedAttention:
-    require_triton()
     return interpreted_parts().make_attention(kv, layers)
 
 
 def triton_linear_attention(kv: Tensor, shape: StateShape) -> LinearAttention:
-    require_triton()
     return interpreted_parts().make_linear_attention(kv, shape)
 
 
 def triton_sampling() -> SamplingBackend:
-    require_triton()
     return interpreted_parts().sampling
 
 

@@ -28,7 +28,7 @@ from baton.engine.runner.model.pass_layout import TokenRun
 from benchmarks.engine.adapters import write_random_adapter
 from tests.support.hub_configs import HUB_CONFIGS
 from tests.support.random_folders import small_config
-from tests.support.triton_parts import interpreted_parts, require_triton
+from tests.support.triton_parts import interpreted_parts
 
 # Dense; experts with a router; latent attention, where heads share matrices; gated delta rule.
 SHAPES = ("qwen3-0.6b", "qwen3-30b-a3b", "deepseek-v2-lite", "qwen3-next-80b-a3b")
@@ -173,7 +173,6 @@ def test_an_adapter_that_is_not_in_memory_is_an_error(table: AdapterTable) -> No
 
 
 def triton_products() -> LowRankProducts:
-    require_triton()
     return interpreted_parts().low_rank
 
 
