@@ -205,8 +205,8 @@ class RunnerConfig:
             "Speculative decoding: propose up to K tokens and verify them in one step; the output "
             "does not change. ngram:K: those that followed the newest ones earlier in the "
             "request's own text; suffix:K: also in past answers of the same cache salt; draft:K: "
-            "by the smaller model of --speculative-model; eagle3:K: by the head of that folder; "
-            "mtp:K: by the layer for it in the model's own files.",
+            "by the smaller model of --speculative-model; eagle:K, eagle3:K: by the head of that "
+            "folder; mtp:K: by the layer for it in the model's own files.",
             BATCHING,
             name="speculative",
             default="",
@@ -216,7 +216,7 @@ class RunnerConfig:
     speculative_model: Annotated[
         str,
         Option(
-            "What drafts with --speculative: the folder of an EAGLE-3 head (eagle3:K), or the "
+            "What drafts with --speculative: the folder of a head (eagle:K, eagle3:K), or the "
             "folder or GGUF file of a smaller model (draft:K); the same on all nodes.",
             BATCHING,
         ),

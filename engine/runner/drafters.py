@@ -8,7 +8,7 @@ from baton.checkpoint.checkpoint import Checkpoint
 from baton.core.errors import InvalidConfig
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.draft_heads.draft_model import open_draft_model
-from baton.engine.runner.draft_heads.eagle3_loading import open_eagle3
+from baton.engine.runner.draft_heads.eagle_loading import open_eagle
 from baton.engine.runner.draft_heads.head_drafter import make_head_drafter
 from baton.engine.runner.draft_heads.mtp_head import open_mtp
 from baton.engine.runner.drafting.draft_head import OpenHead
@@ -20,13 +20,15 @@ DRAFTERS: Mapping[str, MakeDrafter] = {
     "ngram": lambda parts: Drafter(SuffixProposer(parts.speculation)),
     "suffix": lambda parts: Drafter(SuffixProposer(parts.speculation)),
     "draft": make_head_drafter,
+    "eagle": make_head_drafter,
     "eagle3": make_head_drafter,
     "mtp": make_head_drafter,
 }
 # Called before the weights of the model are loaded.
 HEADS: Mapping[str, Callable[[RunnerConfig, Checkpoint, ModelConfig], OpenHead]] = {
     "draft": open_draft_model,
-    "eagle3": open_eagle3,
+    "eagle": open_eagle,
+    "eagle3": open_eagle,
     "mtp": open_mtp,
 }
 
@@ -38,6 +40,6 @@ def open_head(config: RunnerConfig, checkpoint: Checkpoint, target: ModelConfig)
     if config.speculative_model and (head is None or not head.has_folder):
         raise InvalidConfig(
             f"--speculative-model {config.speculative_model} needs --speculative with a method "
-            "that uses it: eagle3:3 or draft:3"
+            "that uses it, such as eagle3:3 or draft:3"
         )
     return head

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from baton.core.errors import InvalidConfig
 
-METHODS = ("ngram", "suffix", "draft", "eagle3", "mtp")
+METHODS = ("ngram", "suffix", "draft", "eagle", "eagle3", "mtp")
 # They look drafts up, which often finds nothing; the others compute them.
 LOOK_UP_METHODS = frozenset({"ngram", "suffix"})
 MAX_PROPOSED_TOKENS = 32
@@ -17,8 +17,8 @@ class Speculation:
     """Settings of a proposer.
 
     By `ngram`, it proposes what followed the newest tokens earlier in the sequence, by `suffix`
-    also what followed them in past answers of the same cache salt. By `eagle3` and `mtp`, a layer
-    computes the drafts from the model's hidden states, and by `draft`, a smaller model does.
+    also what followed them in past answers of the same cache salt. By `eagle`, `eagle3` and `mtp`,
+    a layer computes the drafts from the model's hidden states, and by `draft`, a smaller model.
     """
 
     num_tokens: int  # maximum of tokens proposed at once

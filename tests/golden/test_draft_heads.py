@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +39,22 @@ from tests.golden.test_speculation import (
     run,
     specs_of,
 )
-from tests.support.draft_heads import TAPS, make_head_folder
+from tests.support.draft_heads import (
+    TAPS,
+    make_eagle_folder,
+    make_head_folder,
+    make_speculators_folder,
+)
 from tests.support.eagle3_reference import Eagle3Reference
 from tests.support.families import FAMILY_VARIANTS
 from tests.support.gguf_conversion import convert
 from tests.support.kernels import kernels_by_variant
+from tests.support.layer_reference import Choose, eagle_reference
 from tests.support.models import prompt_of, reference, reference_logprobs
-from tests.support.mtp_heads import Choose, MtpReference, form_of, make_mtp_folder
+from tests.support.mtp_heads import form_of, make_mtp_folder, mtp_reference
 
 MODELS = Path(__file__).parents[2] / "models"
+ConfigWithHead = Callable[[Path], RunnerConfig]
 SPECULATION = Speculation(4, method="eagle3", max_rows=64, is_adaptive=False)
 WARM = replace(GREEDY, temperature=0.8)
 
@@ -146,6 +154,40 @@ def test_drafts_are_those_of_the_reference(
     check_drafts(config_of(model, head), draft)
 
 
+EAGLE: Mapping[str, Callable[[Path, Path], Path]] = {
+    "plain": make_eagle_folder,
+    "without-bias": lambda folder, model: make_eagle_folder(
+        folder, model, {"bias": False, "architectures": ["EagleLlamaForCausalLM"]}
+    ),
+    "qkv-bias": lambda folder, model: make_eagle_folder(
+        folder, model, {"qkv_bias": True, "architectures": ["Qwen2ForCausalLM"]}
+    ),
+    "own-heads-and-rope": lambda folder, model: make_eagle_folder(
+        folder,
+        model,
+        {"num_attention_heads": 8, "num_key_value_heads": 1, "rope_theta": 500_000.0},
+    ),
+    "speculators": partial(make_speculators_folder, has_norms=False),
+    "speculators-with-norms": partial(make_speculators_folder, has_norms=True),
+}
+
+
+def eagle_config_of(model: Path, head: Path) -> RunnerConfig:
+    return replace(config_of(model, head), speculation=replace(SPECULATION, method="eagle"))
+
+
+@pytest.mark.parametrize(
+    ("variant", "name"), [*((variant, "llama") for variant in EAGLE), ("plain", "qwen2-window")]
+)
+def test_drafts_of_eagle_heads_are_those_of_transformers(
+    variant: str, name: str, model_folder: FolderOf, tmp_path: Path
+) -> None:
+    model = model_folder(name)
+    head = EAGLE[variant](tmp_path / "head", model)
+
+    check_drafts(eagle_config_of(model, head), eagle_reference(model, head).draft)
+
+
 @pytest.mark.parametrize(
     "name", ["glm4-moe", "deepseek-v3", "glm4-moe-lite", "qwen3-next", "qwen3.5"]
 )
@@ -154,7 +196,7 @@ def test_drafts_of_a_layer_after_the_last_are_those_of_transformers(
 ) -> None:
     variant = FAMILY_VARIANTS[name]
     model = make_mtp_folder(tmp_path / "model", variant, num_layers=2)
-    expected = MtpReference.read(model, tmp_path / "whole", form_of(variant))
+    expected = mtp_reference(model, tmp_path / "whole", form_of(variant))
     config = replace(config_of(model, None), speculation=replace(SPECULATION, method="mtp"))
 
     check_drafts(config, expected.draft)
@@ -207,16 +249,29 @@ def check_drafts(config: RunnerConfig, expected: Callable[..., list[int]]) -> No
         assert drafted == expected(known, len(drafted), choose)
 
 
-def test_answers_are_those_without_drafts(model_folder: FolderOf, tmp_path: Path) -> None:
+@pytest.fixture(params=["eagle3", "eagle"])
+def config_with_head(request: pytest.FixtureRequest, tmp_path: Path) -> ConfigWithHead:
+    """Return a factory of the configuration of a model with a head."""
+
+    def make(model: Path) -> RunnerConfig:
+        if request.param == "eagle":
+            return eagle_config_of(model, make_eagle_folder(tmp_path / "head", model))
+        return config_of(model, make_head_folder(tmp_path / "head", model, num_drafted=100))
+
+    return make
+
+
+def test_answers_are_those_without_drafts(
+    config_with_head: ConfigWithHead, model_folder: FolderOf
+) -> None:
     model = model_folder("llama")
-    head = make_head_folder(tmp_path / "head", model, num_drafted=100)
     requests = [
         replace(request, request_id=RequestId(f"{name} {request.request_id}"))
         for name, sampling in REQUESTED.items()
         for request in specs_of(sampling)
     ]
 
-    drafted = answers(config_of(model, head), requests)
+    drafted = answers(config_with_head(model), requests)
 
     assert_alike(answers(config_of(model, None), requests), drafted)
     for name in REQUESTED.keys() - {"greedy"}:
@@ -227,12 +282,11 @@ def test_answers_are_those_without_drafts(model_folder: FolderOf, tmp_path: Path
 @pytest.mark.skipif(not kernels_by_variant(), reason="no C++ compiler here")
 @pytest.mark.parametrize("name", ["llama-bf16", "qwen3-bf16"])
 def test_with_native_kernels_logprobs_are_bitwise_equal(
-    name: str, model_folder: FolderOf, tmp_path: Path
+    name: str, config_with_head: ConfigWithHead, model_folder: FolderOf
 ) -> None:
     model, requests = model_folder(name), specs_of(REQUESTED["seeded"])
-    head = make_head_folder(tmp_path / "head", model)
 
-    drafted = answers(config_of(model, head), requests)
+    drafted = answers(config_with_head(model), requests)
 
     plain = answers(config_of(model, None), requests)
     assert [got.logprobs for got in drafted] == [got.logprobs for got in plain]
@@ -260,6 +314,25 @@ def test_a_head_that_does_not_fit_is_refused(
 
     with pytest.raises(ModelError, match=message):
         load_runner(config_of(model, head))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "must name an EAGLE head"),
+        ({"hidden_size": 128}, "hidden_size is 128"),
+        ({"num_hidden_layers": 32}, "num_hidden_layers.* must be 1"),
+    ],
+)
+def test_an_eagle_head_that_does_not_fit_is_refused(
+    fields: Mapping[str, Any], message: str, model_folder: FolderOf, tmp_path: Path
+) -> None:
+    model = model_folder("llama")
+    head = make_eagle_folder(tmp_path / "head", model)
+    change_config(head, fields)
+
+    with pytest.raises(ModelError, match=message):
+        load_runner(eagle_config_of(model, head))
 
 
 def change_config(folder: Path, fields: Mapping[str, Any]) -> None:

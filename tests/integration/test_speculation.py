@@ -19,7 +19,7 @@ from baton.core.structured_outputs import StructuredOutputs
 from baton.llm import LLM
 from baton.rpc.node_info import NodeStatus
 from tests.support.client_load import ClientRequest, answer_all
-from tests.support.draft_heads import make_head_folder
+from tests.support.draft_heads import make_eagle_folder, make_head_folder
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
 from tests.support.nodes import await_load, is_busy, kill_the_writer
 from tests.support.scrapes import Scrape
@@ -44,6 +44,7 @@ SEEDED = SamplingParams(
 def folders(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     """Return the folders of `--speculative-model`, by method. The draft model has other heads."""
     return {
+        "eagle": make_eagle_folder(tmp_path_factory.mktemp("eagle"), model_folder),
         "eagle3": make_head_folder(tmp_path_factory.mktemp("head"), model_folder),
         "draft": make_model_folder(tmp_path_factory.mktemp("draft"), VARIANTS["qwen3"]),
     }
@@ -97,7 +98,9 @@ def test_answers_equal_those_without_speculation(
 
 
 @pytest.mark.parametrize(
-    ("speculating", "method"), [(name, name) for name in METHODS[1:]], indirect=["speculating"]
+    ("speculating", "method"),
+    [(name, name) for name in (*METHODS[1:], "eagle")],
+    indirect=["speculating"],
 )
 def test_drafts_go_on_after_a_hand_off_as_on_one_node(
     speculating: LocalCluster, method: str, folders: Mapping[str, Path], model_folder: Path

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
-from tests.support.models import Variant, import_transformers, make_model_folder, reference
+from tests.support.layer_reference import LayerReference
+from tests.support.models import Variant, import_transformers, make_model_folder
 
 WEIGHTS = "model.safetensors"
-Choose = Callable[[Tensor, int], int]  # (logits, position) -> token
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,59 +94,37 @@ def _change(folder: Path, num_layers: int) -> Any:
     return config
 
 
-@dataclass(slots=True)
-class MtpReference:
-    """Computes the whole text for each draft."""
+def mtp_reference(folder: Path, whole: Path, form: Form) -> LayerReference:
+    """Return the reference. `whole` is a folder for these tensors as a model of one layer more."""
+    config = json.loads((folder / "config.json").read_text())
+    n, tensors = config["num_hidden_layers"], load_file(folder / WEIGHTS)
+    prefix, own = form.layer.format(n=n), form.own.format(n=n)
+    names = (*form.norms, form.projection)
+    parts = {name: tensors.pop(f"{own}{name}.weight") for name in names}
+    copies = ("embed_tokens", "shared_head.head")
+    plain = {
+        name.replace(prefix, f"model.layers.{n}."): each
+        for name, each in tensors.items()
+        if name not in [f"{own}{copy}.weight" for copy in copies]
+    }
+    whole.mkdir()
+    (whole / "config.json").write_text(json.dumps(config))
+    _change(whole, n + 1)
+    save_file(plain, whole / WEIGHTS, metadata={"format": "pt"})
+    layer = import_transformers().AutoModelForCausalLM.from_pretrained(whole).eval().model
+    layer.layers = layer.layers[n:]
+    layer.norm.weight.data.copy_(parts[form.norm])
+    layer.config.num_hidden_layers = 1
+    epsilon = layer.config.rms_norm_eps
+    return LayerReference(
+        folder,
+        layer,
+        parts[form.projection],
+        embedding_norm=partial(_norm, parts[form.embedding_norm] + form.norm_offset, epsilon),
+        state_norm=partial(_norm, parts[form.state_norm] + form.norm_offset, epsilon),
+        has_first_embedding=form.has_first_embedding,
+    )
 
-    folder: Path
-    form: Form
-    layer: Any  # a model that consists of this one layer
-    own: dict[str, Tensor]
 
-    @classmethod
-    def read(cls, folder: Path, whole: Path, form: Form) -> MtpReference:
-        """`whole` is a folder for the same tensors as a model with one layer more."""
-        config = json.loads((folder / "config.json").read_text())
-        n, tensors = config["num_hidden_layers"], load_file(folder / WEIGHTS)
-        prefix, own = form.layer.format(n=n), form.own.format(n=n)
-        names = (*form.norms, form.projection)
-        parts = {name: tensors.pop(f"{own}{name}.weight") for name in names}
-        copies = ("embed_tokens", "shared_head.head")
-        plain = {
-            name.replace(prefix, f"model.layers.{n}."): each
-            for name, each in tensors.items()
-            if name not in [f"{own}{copy}.weight" for copy in copies]
-        }
-        whole.mkdir()
-        (whole / "config.json").write_text(json.dumps(config))
-        _change(whole, n + 1)
-        save_file(plain, whole / WEIGHTS, metadata={"format": "pt"})
-        layer = import_transformers().AutoModelForCausalLM.from_pretrained(whole).eval().model
-        layer.layers = layer.layers[n:]
-        layer.norm.weight.data.copy_(parts[form.norm])
-        layer.config.num_hidden_layers = 1
-        return cls(folder, form, layer, parts)
-
-    @torch.no_grad()
-    def draft(self, token_ids: Sequence[int], k: int, choose: Choose) -> list[int]:
-        model, tokens, form = reference(self.folder), list(token_ids), self.form
-        before = torch.tensor([tokens[:-1]])
-        states = model(before, output_hidden_states=True).hidden_states[-1][0]
-        for _ in range(k):
-            embeddings = model.get_input_embeddings()(torch.tensor(tokens[1:]))
-            if not form.has_first_embedding:
-                embeddings[0] = 0
-            both = (
-                self._norm(form.embedding_norm, embeddings),
-                self._norm(form.state_norm, states),
-            )
-            projected = functional.linear(torch.cat(both, dim=-1), self.own[form.projection])
-            output = self.layer(inputs_embeds=projected[None], use_cache=False).last_hidden_state
-            newest = output[0, -1:]
-            tokens.append(choose(model.lm_head(newest)[0], len(tokens)))
-            states = torch.cat((states, newest))
-        return tokens[len(token_ids) :]
-
-    def _norm(self, name: str, states: Tensor) -> Tensor:
-        weight = self.own[name] + self.form.norm_offset
-        return functional.rms_norm(states, weight.shape, weight, self.layer.config.rms_norm_eps)
+def _norm(weight: Tensor, epsilon: float, states: Tensor) -> Tensor:
+    return functional.rms_norm(states, weight.shape, weight, epsilon)

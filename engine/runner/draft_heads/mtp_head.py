@@ -9,23 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
-
 from baton.checkpoint.checkpoint import Checkpoint, Expected, Shape, Tensors
 from baton.checkpoint.json_fields import JsonFields
 from baton.checkpoint.weight_files import FLOATS
 from baton.core.errors import InvalidConfig, ModelError
 from baton.engine.runner.config import RunnerConfig
+from baton.engine.runner.draft_heads.layer_head import LayerHead
 from baton.engine.runner.drafting.draft_head import DraftHead, OpenHead
 from baton.engine.runner.families.table import FAMILIES
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.decoder import Decoder
-from baton.engine.runner.model.layers import DecoderLayer, LayerInput
-from baton.engine.runner.model.linear import Linear
-from baton.engine.runner.model.mixers import ForwardPass
-from baton.engine.runner.model.ops import Norm, Ops
-from baton.engine.runner.sampling.output_heads import HiddenStates
 from baton.engine.runner.weights.decoder_loading import layer_attention, load_layer
 from baton.engine.runner.weights.tensor_loading import LoadTarget, TensorLoader
 from baton.engine.runner.weights.tensor_names import TensorMap
@@ -86,48 +79,6 @@ def extend_by_mtp(raw: JsonFields, target: ModelConfig) -> ModelConfig:
     return replace(target, layers=(*target.layers, layer))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MtpHead:
-    """Implements `DraftHead`."""
-
-    config: ModelConfig
-    ops: Ops
-    decoder: Decoder
-    embedding_norm: Norm
-    state_norm: Norm
-    projection: Linear
-    layer: DecoderLayer
-    norm: Norm
-    has_first_embedding: bool
-
-    @property
-    def reads_next_tokens(self) -> bool:
-        return True
-
-    @property
-    def needs_all_tokens(self) -> bool:
-        return True
-
-    def states_of(self, hidden_states: HiddenStates) -> Tensor:
-        assert hidden_states.by_token is not None
-        return hidden_states.by_token
-
-    def forward(
-        self, token_ids: Tensor, states: Tensor, positions: Tensor, forward_pass: ForwardPass
-    ) -> Tensor:
-        embeddings = self.decoder.embed(token_ids)
-        if not self.has_first_embedding:
-            embeddings = embeddings.masked_fill((positions == 0)[:, None], 0)
-        embeddings = self.ops.rms_norm(embeddings, self.embedding_norm)
-        normed = self.ops.rms_norm(states, self.state_norm)
-        projected = self.projection(torch.cat((embeddings, normed), dim=1))
-        hidden, _ = self.layer.forward(forward_pass, LayerInput(projected), None)
-        return self.ops.rms_norm(hidden, self.norm)
-
-    def logits(self, states: Tensor) -> Tensor:
-        return self.decoder.logits(states)
-
-
 def open_mtp(_: RunnerConfig, checkpoint: Checkpoint, target: ModelConfig) -> OpenHead:
     """Check that the model's files have the layer. Raises InvalidConfig."""
     extended = extend_by_mtp(checkpoint.read_config(), target)
@@ -141,9 +92,9 @@ def open_mtp(_: RunnerConfig, checkpoint: Checkpoint, target: ModelConfig) -> Op
 
 def load_mtp_head(
     extended: ModelConfig, files: Tensors, decoder: Decoder, target: LoadTarget
-) -> MtpHead:
+) -> LayerHead:
     """Load the last layer of `extended`. Raises ModelError."""
-    index, ops, hidden = extended.num_layers - 1, target.parts.ops, extended.hidden_size
+    index, hidden = extended.num_layers - 1, extended.hidden_size
     found, names = files.shapes(), names_for(extended)
     fill = {"model": TensorMap(extended, found).prefix, "num_layers": index}
     own = names.own.format(**fill)
@@ -173,15 +124,18 @@ def load_mtp_head(
         num_before=len(extended.attention_layers) - 1,
     )
     embedding_norm, state_norm, norm = map(loader.norm, norms)
-    return MtpHead(
+    return LayerHead(
         config=extended,
-        ops=ops,
-        decoder=decoder,
+        ops=target.parts.ops,
+        taps=None,
+        embed=decoder.embed,
         embedding_norm=embedding_norm,
         state_norm=state_norm,
         projection=loader.linear([projection], has_bias=False, keeps_dtype=True),
         layer=target.parts.make_layers(alone, [layer])[0],
         norm=norm,
+        head=decoder.logits,
+        feeds_back_normed=True,
         has_first_embedding=names.has_first_embedding,
     )
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from baton.engine.runner.model.layers import DecoderLayer, LayerInput
+from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.mixers import Ends, ForwardPass
+from baton.engine.runner.model.ops import Norm, Ops
 
 
 class Taps:
@@ -24,6 +27,27 @@ class Taps:
 
     def put(self, number: int, states: Tensor) -> None:
         self._states[number] = states.clone()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JoinedTaps:
+    """States of all taps, joined and projected to one."""
+
+    ops: Ops
+    taps: Taps
+    norms: Sequence[Norm]  # of the state of each tap, if there are any
+    joined_norm: Norm | None
+    projection: Linear
+
+    def states(self) -> Tensor:
+        tapped = self.taps.states
+        if self.norms:
+            pairs = zip(tapped, self.norms, strict=True)
+            tapped = [self.ops.rms_norm(states, norm) for states, norm in pairs]
+        joined = torch.cat(list(tapped), dim=1)
+        if self.joined_norm is not None:
+            joined = self.ops.rms_norm(joined, self.joined_norm)
+        return self.projection(joined)
 
 
 @dataclass(frozen=True, slots=True)

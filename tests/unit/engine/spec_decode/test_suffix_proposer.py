@@ -256,7 +256,7 @@ def test_speculation_settings_are_parsed() -> None:
 
 @pytest.mark.parametrize(
     "written",
-    ["ngram", "ngram:", "ngram:0", "ngram:33", "ngram:x", "eagle:3", "ngram:3:", "mtp:2:f"],
+    ["ngram", "ngram:", "ngram:0", "ngram:33", "ngram:x", "eagle2:3", "ngram:3:", "mtp:2:f"],
 )
 def test_malformed_speculation_settings_are_refused(written: str) -> None:
     with pytest.raises(InvalidConfig):

@@ -1,0 +1,92 @@
+"""Draft head of one decoder layer over a model's hidden states: EAGLE, EAGLE-3 and MTP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baton.engine.runner.draft_heads.taps import JoinedTaps
+from baton.engine.runner.model.config import ModelConfig
+from baton.engine.runner.model.layers import DecoderLayer, LayerInput
+from baton.engine.runner.model.linear import Linear
+from baton.engine.runner.model.mixers import ForwardPass
+from baton.engine.runner.model.ops import Norm, Ops
+from baton.engine.runner.sampling.output_heads import HiddenStates
+
+NEVER_DRAFTED = -1e30  # finite: logits that are not count as a failure
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerHead:
+    """Implements `DraftHead`. A norm that it lacks is None."""
+
+    config: ModelConfig
+    ops: Ops
+    taps: JoinedTaps | None  # of the states that it reads; None: the model's last ones
+    embed: Callable[[Tensor], Tensor]
+    embedding_norm: Norm | None
+    state_norm: Norm | None
+    # Of embedding and state, for the layer's input. None: attention reads both of them, and the
+    # layer adds its outputs to the state.
+    projection: Linear | None
+    layer: DecoderLayer
+    norm: Norm | None  # of the output
+    head: Callable[[Tensor], Tensor]
+    adds_normed: bool = False  # the layer adds its outputs to the normed state
+    feeds_back_normed: bool = False  # the next step gets the output after the norm
+    has_first_embedding: bool = True  # False: that of the token after the first position is zero
+
+    @property
+    def reads_next_tokens(self) -> bool:
+        return True
+
+    @property
+    def needs_all_tokens(self) -> bool:
+        return self.taps is None
+
+    def states_of(self, hidden_states: HiddenStates) -> Tensor:
+        if self.taps is not None:
+            return self.taps.states()
+        assert hidden_states.by_token is not None
+        return hidden_states.by_token
+
+    def forward(
+        self, token_ids: Tensor, states: Tensor, positions: Tensor, forward_pass: ForwardPass
+    ) -> Tensor:
+        embeddings = self.embed(token_ids)
+        if not self.has_first_embedding:
+            embeddings = embeddings.masked_fill((positions == 0)[:, None], 0)
+        normed = self._normed(states, self.state_norm)
+        both = torch.cat((self._normed(embeddings, self.embedding_norm), normed), dim=1)
+        if self.projection is None:
+            inputs = LayerInput(normed if self.adds_normed else states, both)
+        else:
+            inputs = LayerInput(self.projection(both))
+        hidden, _ = self.layer.forward(forward_pass, inputs, None)
+        return self._normed(hidden, self.norm) if self.feeds_back_normed else hidden
+
+    def logits(self, states: Tensor) -> Tensor:
+        return self.head(states if self.feeds_back_normed else self._normed(states, self.norm))
+
+    def _normed(self, states: Tensor, norm: Norm | None) -> Tensor:
+        return states if norm is None else self.ops.rms_norm(states, norm)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartialHead:
+    """LM head of a part of the vocabulary: other tokens are never drafted."""
+
+    head: Linear
+    token_ids: Tensor | None  # of its rows; None: all tokens
+    vocab_size: int
+
+    def __call__(self, states: Tensor) -> Tensor:
+        logits = self.head(states).float()
+        if self.token_ids is None:
+            return logits
+        spread = logits.new_full((len(logits), self.vocab_size), NEVER_DRAFTED)
+        spread[:, self.token_ids] = logits
+        return spread
