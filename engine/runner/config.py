@@ -206,7 +206,7 @@ class RunnerConfig:
             "does not change. ngram:K: those that followed the newest ones earlier in the "
             "request's own text; suffix:K: also in past answers of the same cache salt; draft:K: "
             "by the smaller model of --speculative-model; eagle:K, eagle3:K: by the head of that "
-            "folder; mtp:K: by the layer for it in the model's own files.",
+            "folder; mtp:K: by the layer for it in the model's own files, or in that one.",
             BATCHING,
             name="speculative",
             default="",
@@ -216,8 +216,9 @@ class RunnerConfig:
     speculative_model: Annotated[
         str,
         Option(
-            "What drafts with --speculative: the folder of a head (eagle:K, eagle3:K), or the "
-            "folder or GGUF file of a smaller model (draft:K); the same on all nodes.",
+            "What drafts with --speculative: the folder of a head (eagle:K, eagle3:K), the folder "
+            "or GGUF file of a smaller model (draft:K), or a GGUF file of the layer (mtp:K); the "
+            "same on all nodes.",
             BATCHING,
         ),
     ] = ""

@@ -29,6 +29,7 @@ from baton.engine.runner.sampling.randomness import draw_keys, exponential_numbe
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.spec_decode.config import Speculation
 from baton.engine.spec_decode.proposer import DraftRow, Drafts, Proposer
+from tests.golden import test_gguf_conversions
 from tests.golden.test_demo_model import UNSEEN
 from tests.golden.test_speculation import (
     GREEDY,
@@ -207,18 +208,50 @@ def test_drafts_of_a_layer_after_the_last_are_those_of_transformers(
     assert sum(got.num_accepted for got in drafted) > 0
 
 
-def test_the_layer_in_a_gguf_file_drafts_as_in_its_folder(tmp_path: Path) -> None:
-    folder = make_mtp_folder(tmp_path / "model", FAMILY_VARIANTS["glm4-moe"], num_layers=2)
-    path = convert(folder, tmp_path / "model.gguf")
-    requests = specs_of(REQUESTED["seeded"])
+@pytest.mark.parametrize(
+    ("name", "is_apart"),
+    [
+        *((name, False) for name in ("glm4-moe", "deepseek-v3", "qwen3-next", "qwen3.5-moe")),
+        *((name, True) for name in ("glm4-moe-lite", "qwen3.5")),
+    ],
+)
+def test_the_layer_in_a_gguf_file_drafts_as_in_its_folder(
+    name: str, is_apart: bool, tmp_path: Path
+) -> None:
+    folder = make_mtp_folder(tmp_path / "model", test_gguf_conversions.VARIANTS[name], num_layers=2)
     config = replace(config_of(folder, None), speculation=replace(SPECULATION, method="mtp"))
+    in_files = replace(config, dtype="float32")
+    if is_apart:
+        model = convert(folder, tmp_path / "model.gguf", holds=("model",))
+        layer = convert(folder, tmp_path / "mtp.gguf", holds=("predictor",))
+        in_files = replace(in_files, model=str(model), speculative_model=str(layer))
+    else:
+        in_files = replace(in_files, model=str(convert(folder, tmp_path / "model.gguf")))
+    requests = specs_of(REQUESTED["seeded"])
 
-    of_file = answers(replace(config, model=str(path), dtype="float32"), requests)
+    of_files = answers(in_files, requests)
 
     of_folder = answers(config, requests)
-    assert_alike(of_folder, of_file)
-    assert [got.num_accepted for got in of_file] == [got.num_accepted for got in of_folder]
-    assert sum(got.num_accepted for got in of_file) > 0
+    assert_alike(of_folder, of_files)
+    assert [got.num_accepted for got in of_files] == [got.num_accepted for got in of_folder]
+    assert sum(got.num_accepted for got in of_files) > 0
+    if is_apart:
+        with pytest.raises((InvalidConfig, ModelError), match="mtp"):
+            load_runner(replace(in_files, speculative_model=""))
+
+
+def test_the_quantized_layer_of_a_gguf_file_drafts(tmp_path: Path) -> None:
+    folder = make_mtp_folder(
+        tmp_path / "model", test_gguf_conversions.VARIANTS["qwen3.5"], num_layers=2
+    )
+    path = convert(folder, tmp_path / "model.gguf", "Q8_0")
+    config = replace(config_of(path, None), speculation=replace(SPECULATION, method="mtp"))
+    requests = specs_of(REQUESTED["seeded"])
+
+    drafted = answers(config, requests)
+
+    assert_alike(answers(replace(config, speculation=None), requests), drafted)
+    assert sum(got.num_accepted for got in drafted) > 0
 
 
 def check_drafts(config: RunnerConfig, expected: Callable[..., list[int]]) -> None:

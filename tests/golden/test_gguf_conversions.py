@@ -45,7 +45,6 @@ LLAMA3 = {
 CHANGED: Mapping[str, Mapping[str, Any]] = {
     "deepseek-v3": {"rope_parameters": LATENT_YARN},
     "glm4-moe-lite": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
-    "glm4-moe": {"num_nextn_predict_layers": 1},
     "ministral3": {"rope_parameters": MINISTRAL_YARN},
     "qwen3-next": {**LINEAR_LAYERS, "mlp_only_layers": []},
     "qwen3.5": {"linear_value_head_dim": 32},  # so that its output matrix is quantized
@@ -56,7 +55,10 @@ CHANGED: Mapping[str, Mapping[str, Any]] = {
     "qwen3-vl-moe": {"mlp_only_layers": []},
     "llama4": {"attention_chunk_size": 8192, "floor_scale": 8192, "rope_parameters": LLAMA3},
 }
-ALL = {**FAMILY_VARIANTS, **STATE_VARIANTS}
+VARIANTS = {
+    name: replace(variant, settings={**variant.settings, **CHANGED.get(name, {})})
+    for name, variant in {**FAMILY_VARIANTS, **STATE_VARIANTS}.items()
+}
 NAMES = (
     "gpt-oss",
     "deepseek-v2-lite",
@@ -87,9 +89,7 @@ NAMES = (
 
 @pytest.fixture
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    variant = ALL[request.param]
-    settings = {**variant.settings, **CHANGED.get(request.param, {})}
-    return make_model_folder(tmp_path / "folder", replace(variant, settings=settings))
+    return make_model_folder(tmp_path / "folder", VARIANTS[request.param])
 
 
 @pytest.mark.parametrize("folder", NAMES, indirect=True)

@@ -7,6 +7,7 @@ the metadata of the converter's class for it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,23 @@ TILED = (
     ".A_log",
     ".dt_bias",
 )
+MTP_NAMES = {
+    "mtp.fc.": "eh_proj.",
+    "mtp.pre_fc_norm_embedding.": "enorm.",
+    "mtp.pre_fc_norm_hidden.": "hnorm.",
+    "mtp.norm.": "shared_head.norm.",
+}
+PREDICTOR_NAMES = {
+    f"{name}.weight": f"nextn.{name.replace('.', '_')}.weight"
+    for name in (
+        "eh_proj",
+        "enorm",
+        "hnorm",
+        "embed_tokens",
+        "shared_head.norm",
+        "shared_head.head",
+    )
+}
 F32_NAMES = (
     *("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight"),
     *("ssm_conv1d.weight", "shortconv.conv.weight"),
@@ -44,24 +62,37 @@ class Family:
     architecture: str
     change: Callable[[Config, str, Tensor], Named]
     write: Callable[[gguf.GGUFWriter, Config], None]
-    has_predictors: bool = False  # layers that predict several tokens at once, after the last one
 
 
-def convert(folder: Path, path: Path, kind: str = "F32") -> Path:
-    """Write a folder as one file, its large matrices in `kind`."""
+SHARED = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+
+
+def convert(
+    folder: Path, path: Path, kind: str = "F32", *, holds: tuple[str, ...] = ("model", "predictor")
+) -> Path:
+    """Write a folder as one file, its large matrices in `kind`.
+
+    `holds` says whether the file has the model, the layer after it that predicts several tokens, or
+    both.
+    """
     config = json.loads((folder / "config.json").read_text())
     family = FAMILIES[config["architectures"][0]]
     config |= config.get("text_config", {})
     if "layers_block_type" in config:
         plain = {"rope_type": "default", "rope_theta": 10_000.0}
         config |= {"num_hidden_layers": len(config["layers_block_type"]), "rope_parameters": plain}
-    if not family.has_predictors:
-        config["num_nextn_predict_layers"] = 0
+    tensors = with_stacked_experts(_with_predictor(config, folder_tensors(folder)))
+    first = f"model.layers.{config['num_hidden_layers']}."
+    predictor = {name for name in tensors if name.startswith(first)}
+    wanted = {"model": tensors.keys() - predictor, "predictor": predictor | {*SHARED}}
+    kept = {name for part in holds for name in wanted[part]}
+    tensors = {name: tensor for name, tensor in tensors.items() if name in kept}
+    config["num_nextn_predict_layers"] = int(not predictor.isdisjoint(kept))
     writer = gguf.GGUFWriter(path, family.architecture)
     write_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()))
     write_common(writer, config)
     family.write(writer, config)
-    stored = dict(_stored_tensors(folder, family, config, kind))
+    stored = dict(_stored_tensors(tensors, family, config, kind))
     for name, (data, data_kind) in sorted(stored.items(), reverse=True):  # any order is allowed
         writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType[data_kind])
     if config["rope_parameters"]["rope_type"] == "llama3":
@@ -75,19 +106,21 @@ def convert(folder: Path, path: Path, kind: str = "F32") -> Path:
 
 
 def _stored_tensors(
-    folder: Path, family: Family, config: Config, kind: str
+    tensors: Mapping[str, Tensor], family: Family, config: Config, kind: str
 ) -> Iterator[tuple[str, tuple[np.ndarray, str]]]:
     """Yield the name of each tensor in the file, its data, and their type."""
-    num_layers = config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)
+    num_layers = config["num_hidden_layers"] + config["num_nextn_predict_layers"]
     names = gguf.get_tensor_name_map(find_arch(family.architecture), num_layers)
 
     def target(name: str) -> str:
+        own = PREDICTOR_NAMES.get(re.sub(r"model\.layers\.\d+\.", "", name))
+        if own is not None:  # the gguf package knows them of few architectures
+            return _in_block(name, own)
         found = name if name.startswith("blk.") else names.get_name(name, (".weight", ".bias"))
         if found is None:
             raise ValueError(f"gguf has no name for {name}")
         return found
 
-    tensors = predictor_tensors(config) | with_stacked_experts(folder_tensors(folder))
     for hub_name, tensor in tensors.items():
         if hub_name.endswith("_blocks"):
             scales = tensors[hub_name.replace("_blocks", "_scales")]
@@ -124,7 +157,10 @@ def _mxfp4(hub_name: str, blocks: Tensor, scales: Tensor) -> Iterator[tuple[str,
 
 def write_common(writer: gguf.GGUFWriter, config: Config) -> None:
     """Write what the converter writes for all families."""
-    writer.add_block_count(config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0))
+    predictors = config["num_nextn_predict_layers"]
+    writer.add_block_count(config["num_hidden_layers"] + predictors)
+    if predictors:
+        writer.add_nextn_predict_layers(predictors)
     fields = (
         ("max_position_embeddings", writer.add_context_length),
         ("hidden_size", writer.add_embedding_length),
@@ -163,19 +199,16 @@ def _is_latent(config: Config, name: str) -> bool:
     return "kv_lora_rank" in config and name in ("num_key_value_heads", "head_dim")
 
 
-def predictor_tensors(config: Config) -> dict[str, Tensor]:
-    """Return tensors of layers that predict several tokens at once; transformers drops them."""
-    size, first = config["hidden_size"], config["num_hidden_layers"]
-    return {
-        f"model.layers.{layer}.{name}.weight": torch.ones(shape)
-        for layer in range(first, first + config.get("num_nextn_predict_layers", 0))
-        for name, shape in (
-            ("input_layernorm", (size,)),
-            ("self_attn.q_proj", (size, size)),
-            ("eh_proj", (size, 2 * size)),
-            ("shared_head.norm", (size,)),
-        )
-    }
+def _with_predictor(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors in which Qwen's layer that predicts several tokens is named as a last one."""
+    last = f"model.layers.{config['num_hidden_layers']}."
+    renamed = {"mtp.layers.0.": last, **{old: last + new for old, new in MTP_NAMES.items()}}
+
+    def rename(name: str) -> str:
+        old = next((old for old in renamed if name.startswith(old)), None)
+        return name if old is None else name.replace(old, renamed[old], 1)
+
+    return {rename(name): tensor for name, tensor in tensors.items()}
 
 
 def _in_block(hub_name: str, name: str) -> str:
@@ -277,8 +310,6 @@ def _write_glm4_moe(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_leading_dense_block_count(config["first_k_dense_replace"])
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     writer.add_expert_weights_norm(config["norm_topk_prob"])
-    if config.get("num_nextn_predict_layers"):
-        writer.add_nextn_predict_layers(config["num_nextn_predict_layers"])
 
 
 def _write_ernie_moe(writer: gguf.GGUFWriter, config: Config) -> None:
@@ -522,7 +553,7 @@ FAMILIES: Mapping[str, Family] = {
     "DeepseekV2ForCausalLM": Family("deepseek2", _deepseek, _write_deepseek),
     "DeepseekV3ForCausalLM": Family("deepseek2", _deepseek, _write_deepseek),
     "Glm4MoeLiteForCausalLM": Family("deepseek2", _deepseek, _write_deepseek),
-    "Glm4MoeForCausalLM": Family("glm4moe", _corrected, _write_glm4_moe, has_predictors=True),
+    "Glm4MoeForCausalLM": Family("glm4moe", _corrected, _write_glm4_moe),
     "Ernie4_5_MoeForCausalLM": Family("ernie4_5-moe", _corrected, _write_ernie_moe),
     "MiniMaxM2ForCausalLM": Family("minimax-m2", _corrected, _write_minimax),
     "GraniteMoeForCausalLM": Family("granitemoe", _granite_moe, _write_granite_moe),

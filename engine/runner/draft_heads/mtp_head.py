@@ -1,4 +1,4 @@
-"""Multi-token prediction (MTP): the layer after a model's last one, which its files can have.
+"""Multi-token prediction (MTP): the layer after a model's last one, in its files or in others.
 
 It is a layer like the others, over a projection of the embedding of the next token and the model's
 last hidden state. Embedding and LM head are those of the model.
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from baton.checkpoint.checkpoint import Checkpoint, Expected, Shape, Tensors
+from baton.checkpoint.hub import open_checkpoint
 from baton.checkpoint.json_fields import JsonFields
 from baton.checkpoint.weight_files import FLOATS
 from baton.core.errors import InvalidConfig, ModelError
@@ -36,7 +37,6 @@ class MtpNames:
     embedding_norm: str
     state_norm: str
     norm: str  # of the output
-    has_first_embedding: bool  # False: that of the token after the first position is zero
 
 
 QWEN = MtpNames(
@@ -46,29 +46,26 @@ QWEN = MtpNames(
     embedding_norm="pre_fc_norm_embedding",
     state_norm="pre_fc_norm_hidden",
     norm="norm",
-    has_first_embedding=True,
 )
-AFTER_LAST = MtpNames(  # GLM-4.5, DeepSeek V3
+AFTER_LAST = MtpNames(  # GLM-4.5, DeepSeek V3, and GGUF files of any family
     layer="{model}layers.{num_layers}.",
     own="{model}layers.{num_layers}.",
     projection="eh_proj",
     embedding_norm="enorm",
     state_norm="hnorm",
     norm="shared_head.norm",
-    has_first_embedding=False,
 )
 
 
-def names_for(target: ModelConfig) -> MtpNames:
-    """Return the names that the target's family uses."""
+def is_qwen(target: ModelConfig) -> bool:
     ignored = FAMILIES[target.architecture].names.ignored
-    return QWEN if any(name.startswith(QWEN.own) for name in ignored) else AFTER_LAST
+    return any(name.startswith(QWEN.own) for name in ignored)
 
 
 def extend_by_mtp(raw: JsonFields, target: ModelConfig) -> ModelConfig:
     """Return the target with the layer after its last one. Raises InvalidConfig without one."""
     has_number = raw.has(NUM_LAYERS) and raw.get(NUM_LAYERS) != 0
-    if names_for(target) is AFTER_LAST and not has_number:
+    if not (has_number or is_qwen(target)):
         raise InvalidConfig(
             f"--speculative mtp: {raw.where} has no {NUM_LAYERS}: {target.architecture} was saved "
             "without a layer that predicts several tokens"
@@ -79,15 +76,19 @@ def extend_by_mtp(raw: JsonFields, target: ModelConfig) -> ModelConfig:
     return replace(target, layers=(*target.layers, layer))
 
 
-def open_mtp(_: RunnerConfig, checkpoint: Checkpoint, target: ModelConfig) -> OpenHead:
-    """Check that the model's files have the layer. Raises InvalidConfig."""
-    extended = extend_by_mtp(checkpoint.read_config(), target)
+def open_mtp(config: RunnerConfig, checkpoint: Checkpoint, target: ModelConfig) -> OpenHead:
+    """Check that the model, or `--speculative-model`, has the layer. Raises InvalidConfig."""
+    separate = open_checkpoint(config.speculative_model) if config.speculative_model else None
+    extended = extend_by_mtp((separate or checkpoint).read_config(), target)
 
     def load(files: Tensors, decoder: Decoder, load_target: LoadTarget) -> DraftHead:
-        return load_mtp_head(extended, files, decoder, load_target)
+        if separate is None:
+            return load_mtp_head(extended, files, decoder, load_target)
+        with separate.open_tensors() as own:
+            return load_mtp_head(extended, own, decoder, load_target)
 
     attention = layer_attention(extended, extended.num_layers - 1, extended.kv_places()[-1])
-    return OpenHead(extended, [attention], load)
+    return OpenHead(extended, [attention], load, has_folder=separate is not None)
 
 
 def load_mtp_head(
@@ -95,7 +96,8 @@ def load_mtp_head(
 ) -> LayerHead:
     """Load the last layer of `extended`. Raises ModelError."""
     index, hidden = extended.num_layers - 1, extended.hidden_size
-    found, names = files.shapes(), names_for(extended)
+    found = files.shapes()
+    names = QWEN if f"{QWEN.own}{QWEN.projection}.weight" in found else AFTER_LAST
     fill = {"model": TensorMap(extended, found).prefix, "num_layers": index}
     own = names.own.format(**fill)
     tensors = TensorMap(extended, _within(own, found), {index: names.layer.format(**fill)})
@@ -106,7 +108,8 @@ def load_mtp_head(
     shapes |= tensors.shapes_of_layer(index)
     if f"{projection}.weight" not in found:
         raise ModelError(
-            f"{projection}.weight is missing, which --speculative mtp needs; fetch the model again"
+            f"{projection}.weight is missing: --speculative mtp needs files with a layer that "
+            "predicts several tokens, of the model or of --speculative-model"
         )
     if extended.quantization is None:
         expected = {name: Expected(shape, FLOATS) for name, shape in shapes.items()}
@@ -136,7 +139,7 @@ def load_mtp_head(
         norm=norm,
         head=decoder.logits,
         feeds_back_normed=True,
-        has_first_embedding=names.has_first_embedding,
+        has_first_embedding=is_qwen(extended),  # else that of the second token is zero
     )
 
 
