@@ -19,6 +19,9 @@ def speculation(
     speculative: Annotated[
         str, typer.Option(help="Value of --speculative, such as suffix:8.")
     ] = "suffix:8",
+    speculative_model: Annotated[
+        str, typer.Option(help="Folder of the head, or model, that drafts.")
+    ] = "",
     dtype: Dtype = "auto",
     threads: Threads = 1,
     texts: Annotated[
@@ -47,6 +50,7 @@ def speculation(
     bench = SpeculationBench(
         model,
         chosen,
+        speculative_model,
         dtype=dtype,
         num_threads=threads,
         texts=_texts(texts),

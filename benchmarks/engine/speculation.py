@@ -39,6 +39,7 @@ class SpeculationBench:
 
     model: str
     speculation: Speculation
+    speculative_model: str = ""
     dtype: str = "auto"
     num_threads: int | None = None
     texts: Sequence[str] = ("source",)  # of TEXTS
@@ -173,6 +174,7 @@ def _engine(
         kv_cache_share=0.05,
         max_num_seqs=max(bench.batch_sizes),
         speculation=speculation,
+        speculative_model="" if speculation is None else bench.speculative_model,
     )
     with load_runner(config) as runner:
         options = EngineOptions(SchedulerConfig(max_num_seqs=max(bench.batch_sizes)))

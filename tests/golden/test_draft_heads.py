@@ -454,6 +454,53 @@ def test_a_prefix_hit_has_the_kv_of_the_head(model_folder: FolderOf, tmp_path: P
     assert second.num_accepted == first.num_accepted > 0
 
 
+@dataclass
+class Silent:
+    """Proposes nothing for the sequences of one request."""
+
+    inner: Proposer
+    request_id: str
+
+    def propose(self, rows: Iterable[DraftRow], max_tokens: int) -> Drafts:
+        others = (row for row in rows if row.request_id != self.request_id)
+        return self.inner.propose(others, max_tokens)
+
+    def forget(self, rows: Mapping[RequestId, DraftRow]) -> None:
+        self.inner.forget(rows)
+
+
+@pytest.mark.parametrize("method", ["eagle3", "draft"])
+def test_an_answer_without_drafts_leaves_the_kv_of_the_head_in_full_blocks(
+    method: str, model_folder: FolderOf, tmp_path: Path
+) -> None:
+    """A later request that hits them drafts as if it had computed them itself."""
+    model = model_folder("llama")
+    config = draft_config_of(model, model)
+    if method == "eagle3":
+        config = config_of(model, make_head_folder(tmp_path / "head", model))
+    seeded = replace(REQUESTED["seeded"], max_tokens=66)
+    first = EngineRequest(RequestId("a"), prompt_of(23), seeded, seed=1)
+    beside = EngineRequest(RequestId("b"), prompt_of(9), replace(WARM, max_tokens=70), seed=2)
+
+    def silence(parts: DrafterParts) -> Drafter:
+        made = DRAFTERS[method](parts)
+        return made._replace(proposer=Silent(made.proposer, "a"))
+
+    with load_runner(config, drafters={method: silence}) as runner:
+        engine = engine_of(runner, max_num_batched_tokens=24)
+        answer, _ = run(engine, first, beside)
+        tokens = (*first.prompt_token_ids, *answer.token_ids)
+        later = replace(first, request_id=RequestId("c"), prompt_token_ids=tokens)
+        [hit] = run(engine, later)
+        num_hit = engine.scheduler.stats().total_prefix_hit_tokens
+        [computed] = run(engine_of(runner), replace(later, request_id=RequestId("d")))
+
+    assert answer.num_accepted == 0
+    assert num_hit >= 80
+    assert hit.token_ids == computed.token_ids
+    assert hit.num_accepted == computed.num_accepted > 0
+
+
 def test_a_prediction_is_drafted_before_the_head_is_asked(
     model_folder: FolderOf, tmp_path: Path
 ) -> None:

@@ -68,7 +68,7 @@ class PersistentBatch:
         sees_whole_pictures: bool = False,
     ) -> None:
         max_blocks = -(-max_model_len // block_size)
-        self._block_size = block_size
+        self.block_size = block_size
         self._max_model_len = max_model_len
         self._sees_whole_pictures = sees_whole_pictures
         # Pages that no request has touched take no memory.
@@ -184,7 +184,7 @@ class PersistentBatch:
         """Return the number of draft tokens that fit after the newest token."""
         slot = self._slots[row.request_id]
         known = self._num_tokens[slot]
-        num_slots = self._num_blocks[slot] * self._block_size
+        num_slots = self._num_blocks[slot] * self.block_size
         return max(0, min(self._max_len(row) - known - 1, num_slots - known))
 
     def is_full(self, request_id: RequestId) -> bool:
@@ -239,7 +239,7 @@ class PersistentBatch:
         for request_id, num_tokens in num_scheduled_tokens.items():
             row, slot = self._rows[request_id], self._slots[request_id]
             end = self._num_computed[slot] + num_tokens
-            num_slots = self._num_blocks[slot] * self._block_size
+            num_slots = self._num_blocks[slot] * self.block_size
             # Without this check, KV would be written into the blocks of an earlier row.
             if end + len(drafts.get(request_id, ())) > num_slots:
                 raise RowOverflow(
@@ -275,10 +275,10 @@ class PersistentBatch:
         return PassLayout(
             num_queries=num_queries,
             context_lens=np.array(context_lens, dtype=np.int64),
-            block_tables=self._blocks[:, slots, : -(-max(context_lens) // self._block_size)],
+            block_tables=self._blocks[:, slots, : -(-max(context_lens) // self.block_size)],
             positions=positions,
-            write_blocks=self._blocks[:, slots.repeat(num_queries), positions // self._block_size],
-            write_offsets=positions % self._block_size,
+            write_blocks=self._blocks[:, slots.repeat(num_queries), positions // self.block_size],
+            write_offsets=positions % self.block_size,
             seen_ends=picture_ends(runs, positions) if self._sees_whole_pictures else None,
         )
 

@@ -39,11 +39,14 @@ class DraftModel:
     def needs_all_tokens(self) -> bool:
         return False
 
-    def states_of(self, hidden_states: HiddenStates) -> Tensor:
-        return hidden_states.sampled
+    def states_of(self, hidden_states: HiddenStates) -> None:
+        return None
+
+    def inputs_of(self, states: Tensor) -> Tensor:
+        return states
 
     def forward(
-        self, token_ids: Tensor, states: Tensor, positions: Tensor, forward_pass: ForwardPass
+        self, token_ids: Tensor, states: Tensor | None, positions: Tensor, forward_pass: ForwardPass
     ) -> Tensor:
         return self.decoder.forward(token_ids, forward_pass, None)
 

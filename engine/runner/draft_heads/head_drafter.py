@@ -1,10 +1,13 @@
 """Drafter by a draft head.
 
-In each pass, after its tokens are sampled, the head computes the tokens of the pass, so that the
-blocks have the KV of its layer as they have that of the model's. Before the next pass, it drafts
-from the states of the newest accepted tokens. Drafts are drawn with the random numbers of their
-positions and with the settings of their request, as the model's own tokens are: they match these
-as often as the probabilities do, at any temperature.
+A pass over prompts also computes the head's layers, once its tokens are sampled, so that blocks
+have the KV of these layers as they have that of the model's. For the tokens of answers, it only
+keeps the states that the head reads: the layers are computed when drafts are wanted, or when a
+block is full. So an answer without drafts costs one pass of the head per block.
+
+Drafts are drawn with the random numbers of their positions and with the settings of their request,
+as the model's own tokens are: they match these as often as the probabilities do, at any
+temperature.
 """
 
 from __future__ import annotations
@@ -48,7 +51,9 @@ class HeadDrafter:
         self._ropes = Ropes(head.config, self._place, parts.dtype)
         self._inputs = make_inputs(parts.device)
         self._dtype = parts.dtype
-        self._states: dict[RequestId, _NewestState] = {}
+        self._later = 1 if head.reads_next_tokens else 0  # places from a token to its input
+        self._newest: dict[RequestId, _NewestState] = {}
+        self._waiting: dict[RequestId, _WaitingTokens] = {}
         self._rows: dict[RequestId, PlanRow] = {}  # as drafts are sampled
 
     @property
@@ -58,61 +63,150 @@ class HeadDrafter:
     # --- in a pass ------------------------------------------------------------------
 
     def begin(self, step: Step, inputs: StepInputs) -> DraftHeadPass:
-        later = 1 if self._head.reads_next_tokens else 0
-        spans = [(run.end - run.num_tokens + later, run.end + later) for run in step.runs]
-        tokens = [run.tokens[first:end] for run, (first, end) in zip(step.runs, spans, strict=True)]
-        ends = step.layout.last_token_indices(np.arange(len(step.runs))).tolist()
-        places = {(run.slot, run.end): end for run, end in zip(step.runs, ends, strict=True)}
-        token_ids = inputs.put(np.concatenate(tokens))
-        layer = self._begin_layer(step.layout, inputs)
-        return DraftHeadPass(self, step, places, token_ids, layer)
+        answers = [index for index in step.sampled if _is_of_answer(step.runs[index])]
+        if len(answers) == len(step.runs):
+            return DraftHeadPass(self, step.runs)
+        if not answers:
+            return DraftHeadPass(self, (), self._begin_pass(step.runs, step.layout, inputs))
+        prompts = sorted(set(range(len(step.runs))).difference(answers))
+        runs = [step.runs[index] for index in prompts]
+        starts, counts = step.layout.query_starts, step.layout.num_queries
+        spans = [np.arange(starts[index], starts[index] + counts[index]) for index in prompts]
+        return DraftHeadPass(
+            self,
+            [step.runs[index] for index in answers],
+            self._begin_pass(runs, self._batch.layout_of(runs), inputs),
+            answer_places=inputs.put(starts[answers]),
+            prompt_places=inputs.put(np.concatenate(spans)),
+        )
 
-    @property
-    def reads_next_tokens(self) -> bool:
-        return self._head.reads_next_tokens
+    def row_of(self, request_id: RequestId) -> PlanRow | None:
+        return self._batch.find_row(request_id)
 
-    def _begin_layer(self, layout: PassLayout, inputs: StepInputs) -> LayerPass:
-        attention, positions = self._attention.begin(layout, inputs), inputs.put(layout.positions)
-        return LayerPass(attention, positions, int(layout.positions.max()) + 1)
-
-    def compute(self, token_ids: Tensor, states: Tensor, layer: LayerPass) -> Tensor:
-        angles = self._ropes.angles(layer.positions, None, layer.max_len)
-        forward_pass = ForwardPass(angles, layer.attention)
-        return self._head.forward(token_ids, states, layer.positions, forward_pass)
-
-    def states_of(self, hidden_states: HiddenStates) -> Tensor:
+    def states_of(self, hidden_states: HiddenStates) -> Tensor | None:
+        """Return what the head reads of the tokens of a pass; None if it reads no states."""
         return self._head.states_of(hidden_states)
 
-    def keep(self, request_id: RequestId, num_known: int, state: Tensor) -> bool:
-        """Keep the newest state of a row. Returns whether it is the first one."""
-        is_first = request_id not in self._states
-        self._states[request_id] = _NewestState(num_known, state)
-        return is_first
+    def compute_prompts(
+        self, begun: LayerPass, states: Tensor | None, sampled: SampledTokens | None
+    ) -> Tensor:
+        """Compute the layers for prompts, whose next tokens may have just been sampled."""
+        if sampled is not None and self._head.reads_next_tokens:
+            ends = begun.layout.last_token_indices(np.arange(len(begun.runs))).tolist()
+            places = {(run.slot, run.end): end for run, end in zip(begun.runs, ends, strict=True)}
+            sources = [i for i, run in enumerate(sampled.runs) if (run.slot, run.end) in places]
+            runs = [sampled.runs[index] for index in sources]
+            into = [places[run.slot, run.end] for run in runs]
+            begun.token_ids[into] = sampled.token_ids[sources]
+        return self._compute(begun, states)
+
+    def note_prompt(self, run: TokenRun, state: Tensor, result: RunResult) -> None:
+        """Keep the state after a prompt, also for the node that gets the request."""
+        request_id = run.row.request_id
+        self._newest[request_id] = _NewestState(run.end + self._later, state)
+        if self._head.reads_next_tokens:
+            state_bytes = state.view(torch.uint8).cpu().numpy().tobytes()
+            result.draft_states[request_id] = state_bytes
+
+    def note_answer(self, run: TokenRun, num_tokens: int, states: Sequence[Tensor]) -> bool:
+        """Keep tokens, the last of the run first, and their states, to be computed later.
+
+        Returns whether they have filled a block.
+        """
+        request_id, first = run.row.request_id, run.end - 1
+        waiting = self._waiting.get(request_id)
+        if waiting is None or waiting.end != first:
+            waiting = self._waiting[request_id] = _WaitingTokens(first)
+        waiting.end += num_tokens
+        waiting.states += states
+        block_size = self._batch.block_size
+        return waiting.end // block_size > waiting.first // block_size
+
+    def _begin_pass(
+        self, runs: Sequence[TokenRun], layout: PassLayout, inputs: StepInputs
+    ) -> LayerPass:
+        """Put the arrays of a pass. Inputs that are not known yet are undefined."""
+        later = self._later
+        spans = [(run.end - run.num_tokens + later, run.end + later) for run in runs]
+        tokens = [run.tokens[first:end] for run, (first, end) in zip(runs, spans, strict=True)]
+        token_ids, attention = (
+            inputs.put(np.concatenate(tokens)),
+            self._attention.begin(layout, inputs),
+        )
+        return LayerPass(runs, layout, token_ids, attention, inputs.put(layout.positions))
+
+    def _compute(self, begun: LayerPass, states: Tensor | None) -> Tensor:
+        """Compute the layers from states of the model."""
+        return self._forward(begun, None if states is None else self._head.inputs_of(states))
+
+    def _forward(self, begun: LayerPass, states: Tensor | None) -> Tensor:
+        angles = self._ropes.angles(begun.positions, None, int(begun.layout.positions.max()) + 1)
+        forward_pass = ForwardPass(angles, begun.attention)
+        return self._head.forward(begun.token_ids, states, begun.positions, forward_pass)
 
     # --- between passes -------------------------------------------------------------
 
+    def catch_up(self, request_ids: Iterable[RequestId], *, is_to_draft: bool = False) -> None:
+        """Compute the layers for tokens of answers that wait for it.
+
+        Before drafts, a head that reads no states also computes the newest token.
+        """
+        runs: list[TokenRun] = []
+        for request_id in request_ids:
+            newest, waiting = self._batch.newest_run(request_id), self._waiting.get(request_id)
+            num_tokens, end = 0, newest.end - 1
+            if waiting is not None:
+                num_tokens, end = waiting.end - waiting.first, waiting.end
+            if is_to_draft and not self._head.reads_next_tokens:
+                num_tokens, end = num_tokens + newest.end - end, newest.end
+            if num_tokens:
+                runs.append(newest._replace(num_tokens=num_tokens, end=end))
+        if not runs:
+            return
+        runs.sort(key=lambda run: run.num_tokens != 1)
+        states: list[Tensor] = []
+        for run in runs:
+            if (waiting := self._waiting.pop(run.row.request_id, None)) is not None:
+                states += waiting.states
+        layout = self._batch.layout_of(runs)
+        self._inputs.begin()
+        begun = self._begin_pass(runs, layout, self._inputs)
+        self._inputs.send()
+        computed = self._compute(begun, torch.stack(states) if states else None)
+        ends = layout.last_token_indices(np.arange(len(runs))).tolist()
+        for run, place in zip(runs, ends, strict=True):
+            newest_state = _NewestState(run.end + self._later, computed[place])
+            self._newest[run.row.request_id] = newest_state
+
     def propose(self, rows: Iterable[DraftRow], max_tokens: int) -> Drafts:
-        drafting: list[_Drafting] = []
+        wanted: dict[RequestId, int] = {}
+        rows = list(rows)
         for row in rows:
-            length = min(row.max_tokens, max_tokens)
-            state = self._state_after(row) if length > 0 else None
-            if state is not None:
-                drafting.append(_Drafting(row.request_id, state, length))
+            if length := min(row.max_tokens, max_tokens):
+                wanted[row.request_id] = length
                 max_tokens -= length
-        if not drafting:
+        if not wanted:
             return {}
         with torch.inference_mode():
-            self._draft(drafting)
+            self.catch_up(wanted, is_to_draft=True)
+            drafting = [
+                _Drafting(row.request_id, state, wanted[row.request_id])
+                for row in rows
+                if row.request_id in wanted and (state := self._state_after(row)) is not None
+            ]
+            if drafting:
+                self._draft(drafting)
         return {each.request_id: each.tokens for each in drafting}
 
     def forget(self, rows: Mapping[RequestId, DraftRow]) -> None:
         for request_id in rows:
-            self._states.pop(request_id, None)
+            self._newest.pop(request_id, None)
+            self._waiting.pop(request_id, None)
             self._rows.pop(request_id, None)
 
     def _state_after(self, row: DraftRow) -> Tensor | None:
         """Return the state after the newest token, which another node may have computed."""
-        kept = self._states.get(row.request_id)
+        kept = self._newest.get(row.request_id)
         if kept is not None:
             return kept.state if kept.num_known == len(row.known_tokens) else None
         received = self._batch.newest_run(row.request_id).row
@@ -132,7 +226,7 @@ class HeadDrafter:
                 return
             kept, runs = [index for index, _ in found], [run for _, run in found]
             drafting, states = [drafting[index] for index in kept], states[kept]
-            if drafting[0].tokens or not self.reads_next_tokens:  # all have as many
+            if drafting[0].tokens:  # all have as many
                 states = self._advance(runs, states)
             for each, run, token_id in zip(drafting, runs, self._choose(runs, states), strict=True):
                 run.tokens[run.end] = token_id
@@ -161,29 +255,41 @@ class HeadDrafter:
         return chosen
 
     def _advance(self, runs: Sequence[TokenRun], states: Tensor) -> Tensor:
-        """Compute the layers with the newest tokens, at the positions where they are inputs."""
-        before = 1 if self.reads_next_tokens else 0
-        layout = self._batch.layout_of([run._replace(end=run.end - before) for run in runs])
+        """Compute the layers with the newest drafts, from the states of the head before them."""
+        runs = [run._replace(end=run.end - self._later) for run in runs]
         self._inputs.begin()
-        layer = self._begin_layer(layout, self._inputs)
-        token_ids = self._inputs.put(np.array([run.tokens[run.end - 1] for run in runs]))
+        begun = self._begin_pass(runs, self._batch.layout_of(runs), self._inputs)
         self._inputs.send()
-        return self.compute(token_ids, states, layer)
+        return self._forward(begun, states)
 
 
 class LayerPass(NamedTuple):
-    """Arrays of a pass over the head's layer."""
+    """Runs and arrays of a pass over the head's layers."""
 
+    runs: Sequence[TokenRun]
+    layout: PassLayout
+    token_ids: Tensor  # the input of each token
     attention: AttentionPass
     positions: Tensor
-    max_len: int
 
 
 class _NewestState(NamedTuple):
-    """State from which a sequence of `num_known` tokens is continued."""
+    """State of the head from which a sequence of `num_known` tokens is continued."""
 
     num_known: int
     state: Tensor
+
+
+@dataclass(slots=True, eq=False)
+class _WaitingTokens:
+    """Tokens of an answer for which the layers are not computed yet."""
+
+    first: int  # position
+    end: int = field(init=False)
+    states: list[Tensor] = field(default_factory=list)  # that the head reads, by token
+
+    def __post_init__(self) -> None:
+        self.end = self.first
 
 
 @dataclass(slots=True, eq=False)
@@ -199,41 +305,64 @@ class DraftHeadPass:
     """Implements `DraftPass`."""
 
     drafter: HeadDrafter
-    step: Step
-    places: dict[Place, int]  # in the flat batch
-    # The input at each place. Undefined where only the device has it, or will have it.
-    token_ids: Tensor
-    layer: LayerPass
-    states: Tensor | None = None
+    answers: Sequence[TokenRun]  # each of one token
+    prompt_pass: LayerPass | None = None
+    # In the flat batch. None: all of its tokens are of answers, or of prompts.
+    answer_places: Tensor | None = None
+    prompt_places: Tensor | None = None
+    answer_states: Tensor | None = None  # that the head reads, by run
+    prompt_states: Tensor | None = None  # of the head, by token
 
     def launch(self, hidden_states: HiddenStates, sampled: SampledTokens | None) -> None:
-        """Compute all tokens of the pass."""
-        token_ids, unknown = self.token_ids, self.step.unknown
-        if not self.drafter.reads_next_tokens:
-            if unknown is not None:
-                token_ids[unknown.places.tolist()] = unknown.sampled[unknown.sources.tolist()]
-        elif sampled is not None:
-            places = [self.places[run.slot, run.end] for run in sampled.runs]
-            token_ids[places] = sampled.token_ids
-        states = self.drafter.states_of(hidden_states)
-        self.states = self.drafter.compute(token_ids, states, self.layer)
+        states = prompt_states = self.drafter.states_of(hidden_states)
+        if states is not None and self.answers:
+            self.answer_states = states
+            if self.answer_places is not None:
+                self.answer_states = states[self.answer_places]
+                prompt_states = states[self.prompt_places]
+        if self.prompt_pass is not None:
+            self.prompt_states = self.drafter.compute_prompts(
+                self.prompt_pass, prompt_states, sampled
+            )
 
     def commit(self, result: RunResult) -> None:
-        """Keep the state of the newest accepted token of each row."""
-        if self.states is None:
-            return
-        first_ends: dict[RequestId, tuple[int, int]] = {}
-        for run in (self.step.runs[index] for index in self.step.sampled):
-            found = first_ends.get(run.row.request_id)
-            if found is None or run.end < found[1]:
-                first_ends[run.row.request_id] = run.slot, run.end
-        for request_id, token_ids in result.token_ids.items():
-            slot, first_end = first_ends[request_id]
-            end = first_end + len(token_ids) - 1
-            place = self.places[slot, end]
-            state = self.states[place].clone()
-            if self.drafter.keep(request_id, end + 1, state):
-                result.draft_states[request_id] = state.view(torch.uint8).cpu().numpy().tobytes()
+        if self.prompt_pass is not None:
+            self._commit_prompts(self.prompt_pass, result)
+        if self.answers:
+            self._commit_answers(result)
+
+    def _commit_prompts(self, launched: LayerPass, result: RunResult) -> None:
+        assert self.prompt_states is not None
+        ends = launched.layout.last_token_indices(np.arange(len(launched.runs))).tolist()
+        for run, place in zip(launched.runs, ends, strict=True):
+            if run.row.request_id in result.token_ids:  # the prompt has ended
+                self.drafter.note_prompt(run, self.prompt_states[place].clone(), result)
+
+    def _commit_answers(self, result: RunResult) -> None:
+        places = {(run.slot, run.end): place for place, run in enumerate(self.answers)}
+        first: dict[RequestId, TokenRun] = {}
+        for run in self.answers:
+            found = first.get(run.row.request_id)
+            if found is None or run.end < found.end:
+                first[run.row.request_id] = run
+        full: list[RequestId] = []
+        for request_id, run in first.items():
+            num_accepted = len(result.token_ids.get(request_id, ()))
+            if not num_accepted or self.drafter.row_of(request_id) is not run.row:
+                continue
+            states: list[Tensor] = []
+            if self.answer_states is not None:
+                ends = range(run.end, run.end + num_accepted)
+                states = [self.answer_states[places[run.slot, end]] for end in ends]
+            if self.drafter.note_answer(run, num_accepted, states):
+                full.append(request_id)
+        if full:
+            with torch.inference_mode():
+                self.drafter.catch_up(full)
+
+
+def _is_of_answer(run: TokenRun) -> bool:
+    return run.num_tokens == 1 and run.end > run.row.num_prompt_tokens
 
 
 def _as_drafted(row: PlanRow) -> PlanRow:

@@ -53,9 +53,13 @@ class LayerHead:
         assert hidden_states.by_token is not None
         return hidden_states.by_token
 
+    def inputs_of(self, states: Tensor) -> Tensor:
+        return states if self.taps is None else self.taps.project(states)
+
     def forward(
-        self, token_ids: Tensor, states: Tensor, positions: Tensor, forward_pass: ForwardPass
+        self, token_ids: Tensor, states: Tensor | None, positions: Tensor, forward_pass: ForwardPass
     ) -> Tensor:
+        assert states is not None
         embeddings = self.embed(token_ids)
         if not self.has_first_embedding:
             embeddings = embeddings.masked_fill((positions == 0)[:, None], 0)

@@ -31,7 +31,7 @@ class Taps:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JoinedTaps:
-    """States of all taps, joined and projected to one."""
+    """States of all taps, side by side, and their projection to one state."""
 
     ops: Ops
     taps: Taps
@@ -40,14 +40,15 @@ class JoinedTaps:
     projection: Linear
 
     def states(self) -> Tensor:
-        tapped = self.taps.states
+        return torch.cat(list(self.taps.states), dim=1)
+
+    def project(self, states: Tensor) -> Tensor:
         if self.norms:
-            pairs = zip(tapped, self.norms, strict=True)
-            tapped = [self.ops.rms_norm(states, norm) for states, norm in pairs]
-        joined = torch.cat(list(tapped), dim=1)
+            pairs = zip(states.chunk(len(self.norms), dim=1), self.norms, strict=True)
+            states = torch.cat([self.ops.rms_norm(part, norm) for part, norm in pairs], dim=1)
         if self.joined_norm is not None:
-            joined = self.ops.rms_norm(joined, self.joined_norm)
-        return self.projection(joined)
+            states = self.ops.rms_norm(states, self.joined_norm)
+        return self.projection(states)
 
 
 @dataclass(frozen=True, slots=True)

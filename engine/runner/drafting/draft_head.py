@@ -40,16 +40,24 @@ class DraftHead(Protocol):
         """Return whether it reads the model's last hidden states of all tokens."""
         ...
 
-    def states_of(self, hidden_states: HiddenStates) -> Tensor:
-        """Return the inputs of a pass over the tokens that the model has just computed."""
+    def states_of(self, hidden_states: HiddenStates) -> Tensor | None:
+        """Return what it reads of the tokens of the pass; None if it reads none.
+
+        Later passes do not overwrite it.
+        """
+        ...
+
+    def inputs_of(self, states: Tensor) -> Tensor:
+        """Return states of the model in the form of its own. They may be computed much later."""
         ...
 
     def forward(
-        self, token_ids: Tensor, states: Tensor, positions: Tensor, forward_pass: ForwardPass
+        self, token_ids: Tensor, states: Tensor | None, positions: Tensor, forward_pass: ForwardPass
     ) -> Tensor:
         """Compute the layers, which write their KV, and return the states of the next step.
 
-        The given ones can be overwritten.
+        The given ones, its own or `inputs_of` the model's, can be overwritten. A head that reads
+        none gets None.
         """
         ...
 
