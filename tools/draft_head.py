@@ -1,4 +1,4 @@
-"""EAGLE-3 draft head in plain torch: training form, folder format, and acceptance of its drafts.
+"""EAGLE-3 draft head in plain torch: training form and folder format.
 
 A head is one decoder layer. At position i it reads the target's hidden states of token i and the
 embedding of token i + 1, and predicts token i + 2. Further drafts read the layer's own output in
@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -216,80 +214,3 @@ def load_head(folder: Path) -> DraftHead:
     head = DraftHead(config, offsets + torch.arange(len(offsets)))
     head.load_state_dict(tensors)
     return head.eval()
-
-
-def gumbel_noise(seed: int, position: int, num_texts: int, vocab_size: int) -> Tensor:
-    """Return the noise by which target and draft choose the token at `position` of each text."""
-    random = np.random.Generator(np.random.Philox(key=[seed, position]))
-    waits = random.standard_exponential((num_texts, vocab_size), dtype=np.float32)
-    return -torch.from_numpy(waits).log()
-
-
-@dataclass(frozen=True, slots=True)
-class Acceptance:
-    """Drafts as a server would make them: after each verified draft from where it ended."""
-
-    num_drafts: int
-    num_accepted: tuple[int, ...]  # by place in the draft
-
-    @property
-    def rates(self) -> tuple[float, ...]:
-        """The share of drafts that was accepted up to each place, as vLLM reports it."""
-        return tuple(each / self.num_drafts for each in self.num_accepted)
-
-    @property
-    def mean_length(self) -> float:
-        """Tokens per pass of the target, with the one that it adds itself."""
-        return 1 + sum(self.rates)
-
-
-@torch.no_grad()
-def right_drafts(
-    head: DraftHead,
-    taps: Tensor,
-    embeddings: Tensor,
-    token_ids: Tensor,
-    *,
-    num_steps: int,
-    temperature: float = 0.0,
-    seed: int = 0,
-) -> Tensor:
-    """Return the number of right drafts from each position, [texts, positions].
-
-    A draft is right if it is the token of the text. At a temperature, drafts are sampled with the
-    noise that the target used.
-    """
-    num_texts, num_positions = token_ids.shape
-    drafted = torch.full((num_steps, num_texts, num_positions), -1)
-    for step, logits in enumerate(head.unroll(taps, embeddings, num_steps)):
-        for position in range(num_positions - step - 2):
-            scores = logits[:, position].float()
-            if temperature:
-                size = head.config.vocab_size
-                noise = gumbel_noise(seed, position + step + 2, num_texts, size)
-                scores = scores + temperature * noise[:, head.draft_token_ids]
-            drafted[step, :, position] = head.draft_token_ids[scores.argmax(dim=1)]
-    due = torch.stack(
-        [
-            functional.pad(token_ids[:, step + 2 :], (0, step + 2), value=-2)
-            for step in range(num_steps)
-        ]
-    )
-    return (drafted == due).cumprod(dim=0).sum(dim=0)
-
-
-def served_acceptance(num_right: Tensor, first: int, ends: Tensor, num_steps: int) -> Acceptance:
-    """Return what a server would accept that drafts from position `first` up to each text's end.
-
-    A position is that of the last token whose hidden state is known. Drafts that reach over the
-    end are left out.
-    """
-    num_drafts, num_accepted = 0, [0] * num_steps
-    for row, end in zip(num_right.tolist(), ends.tolist(), strict=True):
-        position = first
-        while position + num_steps + 1 < end:
-            num_drafts += 1
-            for place in range(row[position]):
-                num_accepted[place] += 1
-            position += row[position] + 1
-    return Acceptance(num_drafts, tuple(num_accepted))

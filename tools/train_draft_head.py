@@ -1,50 +1,40 @@
 """Train an EAGLE-3 draft head for a Llama-like target on CPU cores, and measure it.
 
 The head learns the target's own distribution of the next tokens, several drafts ahead at once, on
-excerpts of the Python standard library and on texts that the target writes. It writes a folder in
-the format of published heads, with a model card. The card's figures are measured on that folder,
-loaded again from disk, as a server would draft.
+excerpts of the Python standard library and on texts that the target writes on Baton's engine, which
+are chats if it has a chat template. The tool writes a folder in the format of published heads, with
+a model card. The card's figures are those of Baton's engine with this folder.
 
     python -m tools.train_draft_head            # for models/demo
     python -m tools.train_draft_head --target SmolLM2-135M-Instruct.Q4_1.gguf --out HEAD \\
-        --intermediate-size 0 --draft-vocab-size 8192 --library-share 0.1 --window 384 \\
-        --num-windows 2000 --batch 4 --num-steps 2000 --threads 2
+        --intermediate-size 0 --draft-vocab-size 8192 --library-share 0.1 --window 512 \\
+        --num-windows 2000 --batch 4 --num-steps 1000 --threads 2
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import math
 import string
 import sys
-import sysconfig
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from rich.progress import Progress, TextColumn, track
+from rich.progress import Progress, TextColumn
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from transformers.utils import logging as transformers_logging
 
-from tools.draft_head import (
-    TAP_IDS,
-    Acceptance,
-    DraftHead,
-    gumbel_noise,
-    head_config,
-    load_head,
-    right_drafts,
-    save_head,
-    served_acceptance,
-)
-from tools.train_demo_model import interrupt_flag, read_corpus
+from baton import LLM, SamplingParams
+from tools.draft_head import TAP_IDS, DraftHead, head_config, load_head, save_head
+from tools.draft_texts import USER_TEMPERATURE, Library, Writer, Writing
+from tools.train_demo_model import interrupt_flag
 
 SEED = 59
 UNROLLED = 3  # draft steps in training
@@ -54,15 +44,14 @@ FINAL_LR_SHARE = 0.02
 WEIGHT_DECAY = 0.05
 STEPS_PER_CHECKPOINT = 100
 
-PROMPT = 32  # tokens before the target writes
+PROMPT = 32  # tokens of an excerpt that the target continues
 TEMPERATURES = (0.0, 0.7, 0.8, 1.0)  # of the texts that it writes
-TEXTS_AT_ONCE = 128
 NUM_MEASURED = 64  # texts of each kind
 MEASURED_PROMPT, MEASURED_TOKENS = 64, 128
+MAX_MEASURED_PROMPT = 128  # of a chat
 MEASURED_DRAFTS = 4
+MEASURED_AT_ONCE = 3  # as many as get drafts in a step
 MEASURED_TEMPERATURES = (0.0, 0.8)
-CHARACTERS_PER_TOKEN = 6  # that are enough for an excerpt
-CONTENT = "@CONTENT@"
 
 ROOT = Path(__file__).resolve().parent.parent
 CARD_TEMPLATE = Path(__file__).with_name("draft_head_card.md")
@@ -80,6 +69,7 @@ class Recipe:
     batch: int = 16  # texts of a step
     num_steps: int = 900
     peak_lr: float = 3e-3
+    output_lr_share: float = 1.0  # of the output layer, which begins with rows of the target's
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +86,9 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     torch.manual_seed(SEED)
     transformers_logging.disable_progress_bar()
-    target = Target.load(args.target, torch.bfloat16)
-    texts = stored_texts(target, recipe, args)
+    tokenizer = load_tokenizer(args.target)
+    texts = stored_texts(tokenizer, recipe, args)
+    target = Target.load(args.target)
     head = make_head(target, texts, recipe)
     print_sizes(target, head)
     spent = train(head, target, texts, recipe, args)
@@ -127,19 +118,31 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def load_tokenizer(path: Path) -> Any:
+    return AutoTokenizer.from_pretrained(**pretrained(path))
+
+
+def pretrained(path: Path) -> dict[str, Any]:
+    """Return arguments by which transformers loads a folder or a GGUF file."""
+    if path.is_dir():
+        return {"pretrained_model_name_or_path": path}
+    return {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+
+
 class Target:
     """The model to draft for."""
 
-    def __init__(self, model: Any, tokenizer: Any) -> None:
-        self.model, self.tokenizer = model.eval().requires_grad_(False), tokenizer
+    def __init__(self, model: Any) -> None:
+        self.model = model.eval().requires_grad_(False)
         self.config = model.config
         self.tap_ids: list[int] = getattr(head_config(self.config), TAP_IDS)
 
     @classmethod
-    def load(cls, path: Path, dtype: torch.dtype) -> Target:
-        folder, names = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **names)
-        return cls(model, AutoTokenizer.from_pretrained(folder, **names))
+    def load(cls, path: Path) -> Target:
+        names = pretrained(path)
+        if "gguf_file" in names:  # whose weights would stay packed, which is slow
+            names["quantization_config"] = GgufConfig(dequantize=True)
+        return cls(AutoModelForCausalLM.from_pretrained(**names, dtype=torch.bfloat16))
 
     @property
     def embeddings(self) -> Tensor:
@@ -158,94 +161,44 @@ class Target:
         taps = torch.cat([found.hidden_states[each] for each in self.tap_ids], dim=-1)
         return taps, found.last_hidden_state
 
-    @torch.no_grad()
-    def continue_texts(
-        self, prompts: Tensor, length: int, temperatures: Tensor, seed: int
-    ) -> Tensor:
-        """Return texts of `length` tokens that begin with prompts; each has its temperature.
 
-        The token at a position is the argmax of logits plus temperature x Gumbel noise.
-        """
-        texts, cache, unread = prompts, DynamicCache(), prompts
-        for position in range(prompts.shape[1], length):
-            found = self.model.model(input_ids=unread, past_key_values=cache, use_cache=True)
-            logits = functional.linear(found.last_hidden_state[:, -1], self.output_rows).float()
-            noise = gumbel_noise(seed, position, *logits.shape)
-            unread = (logits + temperatures[:, None] * noise).argmax(dim=1, keepdim=True)
-            texts = torch.cat([texts, unread], dim=1)
-        return texts
-
-
-class Library:
-    """The Python standard library, or its files that training does not see."""
-
-    def __init__(self, tokenizer: Any, *, is_held_out: bool) -> None:
-        corpus = read_corpus(Path(sysconfig.get_path("stdlib")))
-        self._tokenizer = tokenizer
-        self._text = "".join((corpus.held_out if is_held_out else corpus.train).values())
-
-    def excerpts(self, count: int, length: int, seed: int) -> Tensor:
-        """Return random excerpts from starts of lines on, [count, length]."""
-        random, found = Random(seed), list[list[int]]()
-        num_characters = CHARACTERS_PER_TOKEN * length
-        while len(found) < count:
-            start = self._text.index("\n", random.randrange(len(self._text) - 2 * num_characters))
-            excerpt = self._text[start + 1 : start + 1 + num_characters]
-            token_ids = self._tokenizer(excerpt, verbose=False).input_ids[:length]
-            if len(token_ids) == length:
-                found.append(token_ids)
-        return torch.tensor(found, dtype=torch.int64).view(count, length)
-
-
-def opening(tokenizer: Any) -> Tensor:
-    """Return the tokens before the first user's message of a chat, which the target can write."""
-    if not tokenizer.chat_template:
-        return torch.tensor(tokenizer("").input_ids or [tokenizer.bos_token_id])
-    chat = [{"role": "user", "content": CONTENT}]
-    text = tokenizer.apply_chat_template(chat, tokenize=False).partition(CONTENT)[0]
-    return torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
-
-
-def openings(target: Target, count: int, length: int, seed: int) -> Tensor:
-    """Return beginnings of texts that the target writes by itself."""
-    first = opening(target.tokenizer).expand(count, -1)
-    return target.continue_texts(first, max(length, first.shape[1]), torch.ones(count), seed)
-
-
-def stored_texts(target: Target, recipe: Recipe, args: argparse.Namespace) -> Tensor:
+def stored_texts(tokenizer: Any, recipe: Recipe, args: argparse.Namespace) -> Tensor:
     """Return the texts to learn from, [texts, window], of this run or of the one to resume."""
     path: Path = args.work / "texts.pt"
     if args.resume:
         stored: Tensor = torch.load(path)
         return stored.long()
-    texts = make_texts(target, recipe)
+    with Writer.open(args.target, tokenizer, args.threads) as writer:
+        texts = make_texts(writer, tokenizer, recipe)
     args.work.mkdir(parents=True, exist_ok=True)
     torch.save(texts.int(), path)
     return texts
 
 
-def make_texts(target: Target, recipe: Recipe) -> Tensor:
-    library = Library(target.tokenizer, is_held_out=False)
-    texts = [library.excerpts(num_excerpts(recipe), recipe.window, SEED)]
-    num_written = recipe.num_windows - num_excerpts(recipe)
-    starts = range(0, num_written, TEXTS_AT_ONCE)
-    for place, start in enumerate(track(starts, "writing texts")):
-        count = min(TEXTS_AT_ONCE, num_written - start)
-        seed, num_begun = SEED + 1 + place, round(count * recipe.library_share)
-        begun = library.excerpts(num_begun, PROMPT, seed)
-        prompts = [begun, openings(target, count - num_begun, PROMPT, seed)]
-        texts += [written(target, each, recipe.window, seed) for each in prompts if len(each)]
-    return torch.cat(texts)
+def make_texts(writer: Writer, tokenizer: Any, recipe: Recipe) -> Tensor:
+    library, counts = Library(tokenizer, is_held_out=False), count_texts(recipe)
+    excerpts = library.excerpts(counts.excerpts, recipe.window, SEED)
+    begun = library.excerpts(counts.continued, PROMPT, SEED + 1)
+    temperatures = itertools.cycle(TEMPERATURES)
+    beginnings = [Writing(each, next(temperatures)) for each in begun]
+    beginnings += [writer.begin(next(temperatures)) for _ in range(counts.own)]
+    written = writer.texts(beginnings, recipe.window, SEED + 2)
+    return torch.cat([torch.tensor(excerpts, dtype=torch.int64).view(-1, recipe.window), written])
 
 
-def num_excerpts(recipe: Recipe) -> int:
-    return round(recipe.num_windows * recipe.library_share)
+class TextCounts(NamedTuple):
+    """Numbers of texts to learn from, by kind."""
+
+    excerpts: int  # of the library
+    continued: int  # begun with an excerpt
+    own: int  # of the target alone
 
 
-def written(target: Target, prompts: Tensor, length: int, seed: int) -> Tensor:
-    """Return texts that the target writes after prompts, at temperatures in turn."""
-    places = torch.arange(len(prompts)) % len(TEMPERATURES)
-    return target.continue_texts(prompts, length, torch.tensor(TEMPERATURES)[places], seed)
+def count_texts(recipe: Recipe) -> TextCounts:
+    num_excerpts = round(recipe.num_windows * recipe.library_share)
+    num_written = recipe.num_windows - num_excerpts
+    num_continued = round(num_written * recipe.library_share)
+    return TextCounts(num_excerpts, num_continued, num_written - num_continued)
 
 
 def make_head(target: Target, texts: Tensor, recipe: Recipe) -> DraftHead:
@@ -282,17 +235,22 @@ def count_parameters(target: Target, head: DraftHead) -> tuple[int, int, int]:
 
 
 class StoredStates:
-    """Hidden states of texts, computed at first use and stored in a file."""
+    """Hidden states of texts, computed at first use and stored in a file.
 
-    def __init__(self, path: Path, target: Target, texts: Tensor) -> None:
+    With `resumes`, those that an earlier run has stored are used.
+    """
+
+    def __init__(self, path: Path, target: Target, texts: Tensor, *, resumes: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
+        if not resumes:
+            path.unlink(missing_ok=True)
         shape = (*texts.shape, (len(target.tap_ids) + 1) * target.config.hidden_size)
         self._target, self._texts = target, texts
         self._states = torch.from_file(
             str(path), shared=True, size=math.prod(shape), dtype=torch.bfloat16
         ).view(shape)
-        self._is_stored = torch.zeros(len(texts), dtype=torch.bool)
+        # The file is zero where nothing is stored, and the last position is stored last.
+        self._is_stored = self._states[:, -1].any(dim=-1)
 
     def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return hidden states at the taps and before the output layer, as `Target.read`."""
@@ -315,11 +273,13 @@ class Trainer:
         self.texts, self.states = texts, states
         # Muon is for matrices inside; the output layer has AdamW, as usual.
         named = dict(head.named_parameters())
-        is_inner = {
-            name: each.dim() == 2 and name != "lm_head.weight" for name, each in named.items()
-        }
-        inner = [each for name, each in named.items() if is_inner[name]]
-        outer = [each for name, each in named.items() if not is_inner[name]]
+        output = named.pop("lm_head.weight")
+        inner = [each for each in named.values() if each.dim() == 2]
+        vectors = [each for each in named.values() if each.dim() != 2]
+        outer: list[dict[str, Any]] = [
+            {"params": vectors},
+            {"params": [output], "lr_share": recipe.output_lr_share},
+        ]
         self.optimizers: tuple[Any, ...] = (
             torch.optim.Muon(inner, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(outer, betas=(0.9, 0.98), weight_decay=0.0, fused=True),
@@ -336,7 +296,7 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(place, self.recipe)
+                group["lr"] = learning_rate(place, self.recipe) * group.get("lr_share", 1.0)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
         for optimizer in self.optimizers:
@@ -390,12 +350,10 @@ def train(
     head: DraftHead, target: Target, texts: Tensor, recipe: Recipe, args: argparse.Namespace
 ) -> TrainingState:
     """Train to the last step, or to the one that Ctrl-C interrupts."""
-    states, checkpoint = (
-        StoredStates(args.work / "states", target, texts),
-        args.work / "checkpoint.pt",
-    )
+    states = StoredStates(args.work / "states", target, texts, resumes=args.resume)
+    checkpoint: Path = args.work / "checkpoint.pt"
     trainer = Trainer(head, target, texts, states, recipe)
-    before = trainer.load(checkpoint) if args.resume else TrainingState()
+    before = trainer.load(checkpoint) if args.resume and checkpoint.exists() else TrainingState()
     spent, started, interrupted = before, time.monotonic(), interrupt_flag()
     with Progress(*Progress.get_default_columns(), TextColumn("{task.fields[figures]}")) as bar:
         task = bar.add_task("training", total=recipe.num_steps, completed=before.steps, figures="")
@@ -417,47 +375,69 @@ def rows_of_step(step: int, num_texts: int, batch: int) -> Tensor:
     return torch.randperm(num_texts, generator=random)[place * batch : (place + 1) * batch]
 
 
-def measured_prompts(target: Target) -> Iterator[tuple[str, Tensor]]:
-    """Yield kinds of prompts and prompts that training has not seen."""
-    library = Library(target.tokenizer, is_held_out=True)
-    seed = SEED + 1_000
-    yield "files held out", library.excerpts(NUM_MEASURED, MEASURED_PROMPT, seed)
-    yield "texts of its own", openings(target, NUM_MEASURED, MEASURED_PROMPT, seed)
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Drafts that Baton's engine verified, by place in the draft, and the right ones of them."""
+
+    num_proposed: tuple[int, ...]
+    num_accepted: tuple[int, ...]  # up to the last place where one was
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """The share of drafts that is right up to each place."""
+        pairs = itertools.zip_longest(self.num_accepted, self.num_proposed, fillvalue=0)
+        return tuple(accepted / proposed for accepted, proposed in pairs)
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens per pass of the target, with the one that it adds itself."""
+        return 1 + sum(self.rates)
 
 
-def measure(
-    head: DraftHead, target: Target, prompts: Tensor, temperature: float, seed: int
-) -> Acceptance:
-    """Return how many drafts of what follows prompts are accepted, up to its end token."""
-    length = MEASURED_PROMPT + MEASURED_TOKENS
-    texts = target.continue_texts(prompts, length, torch.full((len(prompts),), temperature), seed)
-    taps, _ = target.read(texts)
-    embeddings = functional.embedding(texts, target.embeddings)
-    num_right = right_drafts(
-        head,
-        taps.float(),
-        embeddings.float(),
-        texts,
-        num_steps=MEASURED_DRAFTS,
-        temperature=temperature,
-        seed=seed,
-    )
-    is_end = texts == target.tokenizer.eos_token_id
-    is_end[:, :MEASURED_PROMPT] = False
-    ends = torch.where(is_end.any(dim=1), is_end.int().argmax(dim=1), length)
-    return served_acceptance(num_right, MEASURED_PROMPT - 1, ends, MEASURED_DRAFTS)
+def measured_prompts(args: argparse.Namespace, tokenizer: Any) -> dict[str, list[list[int]]]:
+    """Return prompts that training has not seen, by kind."""
+    library, seed = Library(tokenizer, is_held_out=True), SEED + 1_000_000
+    with Writer.open(args.target, tokenizer, args.threads) as writer:
+        is_chat = writer.marks.is_chat
+        length = MAX_MEASURED_PROMPT if is_chat else MEASURED_PROMPT
+        own = writer.prompts(NUM_MEASURED, length, seed)
+        kind = "chats" if is_chat else "texts of its own"
+    return {"files held out": library.excerpts(NUM_MEASURED, MEASURED_PROMPT, seed), kind: own}
+
+
+def measure(args: argparse.Namespace, prompts: list[list[int]], temperature: float) -> Acceptance:
+    """Return how many drafts are right of what the target writes after prompts."""
+    with LLM(
+        str(args.target),
+        num_threads=args.threads,
+        max_num_seqs=MEASURED_AT_ONCE,
+        speculative=f"eagle3:{MEASURED_DRAFTS}:fixed",
+        speculative_model=str(args.out),
+        show_progress=False,
+    ) as llm:
+        sampling = [
+            SamplingParams(
+                temperature=temperature, seed=SEED + 2_000_000 + place, max_tokens=MEASURED_TOKENS
+            )
+            for place in range(len(prompts))
+        ]
+        llm.generate(prompts, sampling)
+        stats = llm.engine.scheduler.stats()
+    return Acceptance(stats.proposed_by_position, stats.accepted_by_position)
 
 
 def write_card(args: argparse.Namespace, recipe: Recipe, spent: TrainingState) -> None:
     """Write the model card with the figures measured by this run."""
-    head, target = load_head(args.out), Target.load(args.target, torch.float32)
+    head, target = load_head(args.out), Target.load(args.target)
     rows = []
-    for kind, prompts in measured_prompts(target):
+    for kind, prompts in measured_prompts(args, load_tokenizer(args.target)).items():
         for temperature in MEASURED_TEMPERATURES:
-            found = measure(head, target, prompts, temperature, SEED + 2_000)
+            found = measure(args, prompts, temperature)
             rates = " | ".join(f"{rate:.3f}" for rate in found.rates)
             title = f"{kind}, {f'temperature {temperature}' if temperature else 'greedy'}"
-            rows.append(f"| {title} | {found.num_drafts:,} | {rates} | {found.mean_length:.2f} |")
+            rows.append(
+                f"| {title} | {found.num_proposed[0]:,} | {rates} | {found.mean_length:.2f} |"
+            )
             print(rows[-1], flush=True)
     weights = args.out / "model.safetensors"
     num_target, num_head, num_step = count_parameters(target, head)
@@ -476,8 +456,10 @@ def write_card(args: argparse.Namespace, recipe: Recipe, spent: TrainingState) -
         inner_size=head.config.intermediate_size,
         num_drafted=f"{len(head.d2t):,}",
         vocab_size=f"{head.config.vocab_size:,}",
+        command=command(args, recipe),
+        user_temperature=USER_TEMPERATURE,
         prompt=PROMPT,
-        num_excerpts=num_excerpts(recipe),
+        **count_texts(recipe)._asdict(),
         size_mb=f"{weights.stat().st_size / 1e6:.1f}",
         num_measured=NUM_MEASURED,
         measured_prompt=MEASURED_PROMPT,
@@ -491,6 +473,17 @@ def write_card(args: argparse.Namespace, recipe: Recipe, spent: TrainingState) -
         weights_digest=hashlib.sha256(weights.read_bytes()).hexdigest(),
     )
     (args.out / "README.md").write_text(card, encoding="utf-8")
+
+
+def command(args: argparse.Namespace, recipe: Recipe) -> str:
+    """Return the command that makes the folder."""
+    words = ["python -m tools.train_draft_head"]
+    if args.target != ROOT / "models" / "demo":
+        words.append(f"--target {args.target.name} --out {args.out.name}")
+    for name, value in asdict(recipe).items():
+        if value != getattr(Recipe(), name):
+            words.append(f"--{name.replace('_', '-')} {value}")
+    return " ".join(words)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""A draft head learns, is stored in the published format, and drafts as the reference does."""
+"""A draft head learns, is stored in the published format, and computes what the reference does."""
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,22 +19,23 @@ from tests.support.eagle3_reference import Eagle3Reference
 from tools.draft_head import (
     DraftHead,
     default_tap_ids,
-    gumbel_noise,
     head_config,
     load_head,
-    right_drafts,
     save_head,
-    served_acceptance,
 )
+from tools.draft_texts import Library
 from tools.train_draft_head import (
     UNROLLED,
+    Acceptance,
     Recipe,
     StoredStates,
     Target,
     Trainer,
     TrainingState,
     draft_losses,
+    load_tokenizer,
     make_head,
+    measure,
 )
 
 VOCAB, DRAFTED, NUM_DRAFTS = 61, 40, 4
@@ -54,12 +58,21 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
         bos_token_id=0,
         eos_token_id=1,
     )
-    return Target(LlamaForCausalLM(config).eval(), tokenizer=None)
+    return Target(LlamaForCausalLM(config))
 
 
 @pytest.fixture(scope="module")
 def texts(target: Target) -> Tensor:
-    return target.continue_texts(torch.randint(VOCAB, (24, 2)), 20, torch.full((24,), 0.5), seed=1)
+    torch.manual_seed(1)
+    written: Tensor = target.model.generate(
+        torch.randint(2, VOCAB, (24, 2)),
+        min_new_tokens=18,
+        max_new_tokens=18,
+        do_sample=True,
+        temperature=0.5,
+        top_k=0,
+    )
+    return written
 
 
 def a_head(target: Target) -> DraftHead:
@@ -124,6 +137,20 @@ def test_a_resumed_run_learns_as_an_uninterrupted_one(
     assert resumed.step(1) == losses
 
 
+def test_a_resumed_run_reads_the_states_that_are_stored(
+    target: Target, texts: Tensor, tmp_path: Path
+) -> None:
+    rows = torch.tensor([3, 5])
+    stored = StoredStates(tmp_path / "states", target, texts).read(rows)
+    without_target: Any = SimpleNamespace(config=target.config, tap_ids=target.tap_ids)
+
+    states = StoredStates(tmp_path / "states", without_target, texts, resumes=True)
+
+    assert all(map(torch.equal, states.read(rows), stored))
+    with pytest.raises(AttributeError, match="read"):
+        states.read(torch.tensor([4]))
+
+
 def test_a_folder_has_the_published_format(target: Target, tmp_path: Path) -> None:
     head = a_head(target)
     save_head(head, tmp_path)
@@ -183,43 +210,21 @@ def test_a_head_computes_what_the_reference_does(
         assert torch.allclose(torch.stack(found), unrolled[:, position], atol=1e-4)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_acceptance_counts_the_drafts_of_the_reference(
-    temperature: float, target: Target, texts: Tensor, tmp_path: Path
-) -> None:
-    save_head(a_head(target), tmp_path)
-    head, reference = load_head(tmp_path), Eagle3Reference.read(tmp_path, target.embeddings)
+def test_acceptance_is_that_of_the_engine_by_place() -> None:
+    files = Path("models/demo"), Path("models/demo-eagle3")
+    args = argparse.Namespace(target=files[0], out=files[1], threads=1)
+    library = Library(load_tokenizer(files[0]), is_held_out=True)
 
-    def choose(logits: Tensor, position: int) -> int:
-        noise = gumbel_noise(3, position, 1, VOCAB)[0]
-        return int((logits + temperature * noise).argmax())
+    found = measure(args, library.excerpts(3, 40, seed=1), temperature=0.8)
 
-    for row, num_right in enumerate(range(NUM_DRAFTS + 1)):
-        prompt = texts[row, : 7 + row].tolist()
-        taps, _ = target.read(torch.tensor([prompt[:-1]]))
-        drafts = reference.draft(taps[0].chunk(3, dim=-1), prompt, NUM_DRAFTS, choose)
-        text = torch.tensor([[*prompt, *drafts, 0]])
-        if num_right < NUM_DRAFTS:
-            text[0, len(prompt) + num_right] = (drafts[num_right] + 1) % VOCAB
-        counts = right_drafts(
-            head,
-            target.read(text)[0],
-            functional.embedding(text, target.embeddings),
-            text,
-            num_steps=NUM_DRAFTS,
-            temperature=temperature,
-            seed=3,
-        )
-        assert counts[0, len(prompt) - 2] == num_right
+    assert len(found.rates) == 4
+    assert list(found.rates) == sorted(found.rates, reverse=True)
+    assert 0.4 < found.rates[0] < 1
+    assert found.mean_length == 1 + sum(found.rates)
 
 
-def test_a_server_drafts_again_after_what_it_accepted_and_not_over_the_end() -> None:
-    num_right = torch.tensor([[9, 2, 9, 9, 0, 1, 9, 9, 9], [2, 2, 2, 2, 2, 2, 2, 2, 2]])
+def test_acceptance_is_the_share_of_the_drafts_that_reach_a_place() -> None:
+    found = Acceptance(num_proposed=(4, 2, 1), num_accepted=(3, 1))
 
-    # Drafts after positions 1, 4 and 5 of the first text, and after 1 of the second one.
-    found = served_acceptance(num_right, 1, torch.tensor([9, 6]), 2)
-
-    assert found.num_drafts == 4
-    assert found.num_accepted == (3, 2)
-    assert found.rates == (0.75, 0.5)
+    assert found.rates == (0.75, 0.5, 0.0)
     assert found.mean_length == 2.25
