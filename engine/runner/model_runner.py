@@ -364,7 +364,7 @@ def _make_drafting(
         parts.draft_head,
     )
     proposer, in_pass = parts.drafters[speculation.method](made_of)
-    return SpecDecoder(parts.batch, speculation, proposer), in_pass
+    return SpecDecoder(parts.batch, speculation, proposer, parts.info.vocab_size), in_pass
 
 
 def _make_encodings(parts: RunnerParts, kv: Tensor) -> Encodings | None:

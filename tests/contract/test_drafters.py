@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -25,7 +25,8 @@ from baton.engine.runner.sampling.output_heads import HiddenStates
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.spec_decode.config import METHODS, Speculation
-from baton.engine.spec_decode.proposer import DraftRow, Drafts
+from baton.engine.spec_decode.proposer import DraftRow, Drafts, Proposer
+from tests.support.hypothesis_profiles import num_examples
 from tests.support.models import prompt_of
 from tests.support.runner_drivers import GREEDY
 
@@ -107,32 +108,67 @@ def test_a_drafter_computes_in_each_pass_on_all_positions(folder: Path) -> None:
     assert observer.num_proposals
 
 
+Draft = Callable[[Random, Sequence[int], int], Sequence[int]]
+
+
+def some_wrong(draw: Random, right: Sequence[int], max_tokens: int) -> Sequence[int]:
+    draft = list(right[: draw.randint(0, max_tokens)])
+    if draft and draw.random() < 0.5:
+        draft[draw.randrange(len(draft))] = draw.randrange(60)
+    return draft
+
+
+def no_tokens_of_the_model(draw: Random, right: Sequence[int], max_tokens: int) -> Sequence[int]:
+    """Right tokens, then one that the vocabulary does not have."""
+    return [*right[: draw.randrange(max_tokens)], draw.choice([-1, -(1 << 40), 320, 1 << 40])]
+
+
+def too_many(draw: Random, right: Sequence[int], max_tokens: int) -> Sequence[int]:
+    """Right ones beyond the blocks, and others beyond `max_tokens` and the longest sequence."""
+    return [*right, *draw.choices(range(60), k=draw.choice([1, 20, 600]))]
+
+
+def failing(draw: Random, right: Sequence[int], max_tokens: int) -> Sequence[int]:
+    if draw.random() < 0.3:
+        raise ZeroDivisionError("no drafts")
+    return right[:max_tokens]
+
+
+DRAFTS: Mapping[str, Draft] = {
+    "wrong": some_wrong,
+    "no tokens of the model": no_tokens_of_the_model,
+    "too many": too_many,
+    "empty": lambda *_: (),
+    "failing": failing,
+}
+
+
 @dataclass
 class Hostile:
-    """Drafts right and wrong tokens, of any length, for some of the rows."""
+    """Drafts of these kinds, other ones in each call, also for rows that it was not asked about."""
 
     right: Mapping[RequestId, list[int]]  # prompts and answers
-    draw: Random = field(default_factory=lambda: Random(0))
+    kinds: Sequence[Draft]
+    draw: Random
+    fails_to_forget: bool = False
 
     def propose(self, rows: Iterable[DraftRow], max_tokens: int) -> Drafts:
-        drafts: dict[RequestId, list[int]] = {}
-        for row in rows:
-            length = self.draw.randint(0, min(row.max_tokens, max_tokens))
-            known = len(row.known_tokens)
-            draft = self.right[row.request_id][known : known + length]
-            if draft and self.draw.random() < 0.5:
-                draft[self.draw.randrange(len(draft))] = self.draw.randrange(60)
-            if draft:
-                drafts[row.request_id] = draft
-                max_tokens -= len(draft)
+        kind, drafts = self.draw.choice(self.kinds), dict[RequestId, Sequence[int]]()
+        asked = {row.request_id: row for row in rows}
+        for name in (*self.right, RequestId("unknown")):  # running, waiting, ended and unknown
+            row = asked.get(name)
+            known = 0 if row is None else len(row.known_tokens)
+            at_most = 6 if row is None else row.max_tokens
+            drafts[name] = kind(self.draw, self.right.get(name, [7] * 9)[known:], at_most)
         return drafts
 
     def forget(self, rows: Mapping[RequestId, DraftRow]) -> None:
-        """Do nothing: there is no state by request."""
+        if self.fails_to_forget:
+            raise ZeroDivisionError("nothing is forgotten")
 
 
 def answers(
-    folder: Path, speculation: Speculation | None, hostile: Hostile
+    folder: Path, speculation: Speculation | None, proposer: Proposer
 ) -> tuple[dict[RequestId, list[int]], SchedulerStats]:
     """Return prompts and answers of requests that share too few blocks."""
     config = RunnerConfig(
@@ -146,7 +182,8 @@ def answers(
         replace(sampled, repetition_penalty=1.2, logprobs=2),
         replace(sampled, stop_token_ids=(7, 8), min_tokens=20, banned_sequences=((5, 6), (9,))),
     ]
-    with load_runner(config, drafters={"observed": lambda *_: Drafter(hostile)}) as runner:
+    drafters = {name: lambda *_: Drafter(proposer) for name in ("observed", "suffix")}
+    with load_runner(config, drafters=drafters) as runner:
         engine = EngineCore(Scheduler(limits, CacheConfig(num_blocks=14)), runner)
         found: dict[RequestId, list[int]] = {}
         for number, sampling in enumerate(samplings):
@@ -161,16 +198,38 @@ def answers(
     return found, engine.scheduler.stats()
 
 
-@pytest.mark.parametrize("is_adaptive", [False, True])
-def test_no_draft_changes_an_answer(folder: Path, is_adaptive: bool) -> None:
-    right, _ = answers(folder, None, Hostile({}))
+@pytest.fixture(scope="module")
+def right(folder: Path) -> Mapping[RequestId, list[int]]:
+    """Return the prompts with the answers that requests get without drafts."""
+    found, _ = answers(folder, None, Observer())
+    return found
 
-    speculation = Speculation(6, method="observed", is_adaptive=is_adaptive)
-    found, stats = answers(folder, speculation, Hostile(right))
+
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_no_draft_changes_an_answer(
+    kind: str, folder: Path, right: Mapping[RequestId, list[int]]
+) -> None:
+    hostile = Hostile(right, [DRAFTS[kind]], Random(0))
+
+    found, stats = answers(folder, Speculation(6, method="observed", is_adaptive=False), hostile)
 
     assert found == right
-    assert 0 < stats.total_accepted_tokens < stats.total_proposed_tokens
+    assert (stats.total_accepted_tokens > 0) is (kind != "empty")
+    assert (stats.total_accepted_tokens < stats.total_proposed_tokens) is (kind == "wrong")
     assert stats.total_preemptions > 0
+
+
+@pytest.mark.parametrize("method", ["observed", "suffix"])
+@pytest.mark.parametrize("seed", range(num_examples(2)))
+def test_no_proposer_changes_an_answer(
+    method: str, seed: int, folder: Path, right: Mapping[RequestId, list[int]]
+) -> None:
+    """One that computes its drafts, and one that looks them up and is asked for more."""
+    hostile = Hostile(right, list(DRAFTS.values()), Random(seed), fails_to_forget=True)
+
+    found, _ = answers(folder, Speculation(6, method=method), hostile)
+
+    assert found == right
 
 
 def test_each_method_that_can_be_named_has_a_drafter() -> None:

@@ -72,7 +72,7 @@ def test_drafts_are_limited_by_the_remaining_step_budget(max_draft_tokens: int) 
     row = PlanRow(R, (5, 6) * 8, 1, 15, _blocks([0]), SamplingParams(max_tokens=60), 0)
     batch.apply(Plan(started=(row,)))
     speculation = Speculation(num_tokens=4)
-    spec_decoder = SpecDecoder(batch, speculation, SuffixProposer(speculation))
+    spec_decoder = SpecDecoder(batch, speculation, SuffixProposer(speculation), 1000)
 
     drafts = spec_decoder.drafts({R: 1}, max_draft_tokens)
 
