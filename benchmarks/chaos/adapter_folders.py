@@ -31,12 +31,15 @@ def make_adapters(model: str, root: Path) -> tuple[str, ...]:
 
 def _write_adapter(model: str, folder: Path, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    with open_checkpoint(model).open_tensors() as tensors:
+    checkpoint = open_checkpoint(model)
+    with checkpoint.open_tensors() as tensors:
         shapes = tensors.shapes()
+    num_layers = int(checkpoint.read_config().number("num_hidden_layers", -1))
+    without = (TOWER, ".mtp.", f".layers.{num_layers}.")  # parts that take no adapters
     weights = {}
     for name, shape in shapes.items():
         module = name.removesuffix(".weight")
-        if TOWER in module:  # a vision tower takes no adapters
+        if any(part in f".{module}" for part in without):
             continue
         if module.rpartition(".")[2] in MODULES and len(shape) == 2:
             prefix = f"base_model.model.{module}.lora_"

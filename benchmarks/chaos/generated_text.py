@@ -23,6 +23,7 @@ class GeneratedText:
     prompt: Prompt
     generation: Generation
     needs_stop: bool = False  # a string that ends the answer
+    needs_prediction: bool = False  # of the answer, from which nodes that speculate draft
 
     async def send(self, sending: Sending) -> Answer:
         answer = Answer()
@@ -38,13 +39,20 @@ class GeneratedText:
         return answer
 
     def refined(self, answer: Answer) -> ChaosRequest:
-        """Return the request, with a stop string from the middle of its answer if it needs one."""
-        if not self.needs_stop:
+        """Return the request with what it needs of its answer.
+
+        A stop string is from the middle of the answer; a prediction lacks it.
+        """
+        if not (self.needs_stop or self.needs_prediction):
             return self
         middle = len(answer.text) // 2
-        stop = answer.text[middle : middle + STOP_CHARACTERS]
-        generation = replace(self.generation, stop=(stop,) if stop else ())
-        return replace(self, generation=generation, needs_stop=False)
+        before, cut = answer.text[:middle], answer.text[middle : middle + STOP_CHARACTERS]
+        generation = self.generation
+        if self.needs_stop:
+            generation = replace(generation, stop=(cut,) if cut else ())
+        if self.needs_prediction:
+            generation = replace(generation, prediction=before + answer.text[middle + len(cut) :])
+        return replace(self, generation=generation, needs_stop=False, needs_prediction=False)
 
     def difference(self, answer: Answer, expected: Answer) -> str | None:
         if answer.token_ids != expected.token_ids:

@@ -58,6 +58,8 @@ class AnswerOutcome:
     reason: str = ""
     attempts: int = 1
     is_local: bool = False  # its decode node computed the prompt
+    num_drafted: int = 0  # tokens that a node proposed
+    num_accepted: int = 0  # of these
 
     @property
     def has_short_deadline(self) -> bool:
@@ -169,6 +171,7 @@ def _judge_answer(one: KnownAnswer, answer: Any, record: AnswerOutcome) -> None:
     if served is not None:
         record.attempts = served.attempts
         record.is_local = not served.is_prefill_remote
+        record.num_drafted, record.num_accepted = served.tokens_proposed, served.tokens_accepted
 
 
 def _judge_error(record: AnswerOutcome, reason: str) -> None:

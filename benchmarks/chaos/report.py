@@ -125,6 +125,8 @@ def report(
         "retried": attempts.total(names.RETRY),
         "migrated": attempts.total(names.MIGRATE),
         "local": sum(one.is_local for one in records),
+        "drafted tokens": sum(one.num_drafted for one in records),
+        "accepted tokens": sum(one.num_accepted for one in records),
         "lost": len(lost),
         "overdue": len(overdue),
         "leaked": len(leaks),

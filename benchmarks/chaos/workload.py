@@ -65,7 +65,9 @@ class Drawing:
 Draw = Callable[[Drawing], ChaosRequest]
 
 
-def _generated(needs_stop: bool = False, **sampling: Any) -> Callable[[Drawing], GeneratedText]:
+def _generated(
+    *, needs_stop: bool = False, needs_prediction: bool = False, **sampling: Any
+) -> Callable[[Drawing], GeneratedText]:
     """Return a maker of requests that generate text, greedily or with these settings."""
 
     def draw(drawing: Drawing) -> GeneratedText:
@@ -73,7 +75,11 @@ def _generated(needs_stop: bool = False, **sampling: Any) -> Callable[[Drawing],
         max_tokens, seed = random_.randint(MIN_TOKENS, MAX_TOKENS), random_.getrandbits(32)
         settings = {"temperature": 0.0, **({"seed": seed, **sampling} if sampling else {})}
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **settings)
-        return GeneratedText(drawing.tag, drawing.kind, prompt, Generation(params), needs_stop)
+        return GeneratedText(
+            *(drawing.tag, drawing.kind, prompt, Generation(params)),
+            needs_stop=needs_stop,
+            needs_prediction=needs_prediction,
+        )
 
     return draw
 
@@ -114,6 +120,7 @@ KINDS: Mapping[str, Draw] = {
     "rerank": _ranking,
     "reloaded": _reloaded,
     "stop": _generated(needs_stop=True),
+    "predicted": _generated(needs_prediction=True),
 }
 
 

@@ -116,6 +116,14 @@ def chaos(
         str, typer.Option(help="Speculative decoding of all nodes, such as suffix:4.")
     ] = "",
     speculative_model: Annotated[str, typer.Option(help="Folder of a draft head.")] = "",
+    each_method: Annotated[
+        bool,
+        typer.Option(
+            "--each-method",
+            help="Run once with each method of speculative decoding, each for its share of the "
+            "minutes: suffix, eagle3 and draft with the demo model, mtp with small models.",
+        ),
+    ] = False,
     transport: Annotated[str, typer.Option(help="KV transport: nixl or ucxx.")] = "nixl",
     kv_tls: Annotated[str, typer.Option(help="UCX_TLS of the KV transport, such as tcp.")] = "",
     logs: Annotated[Path | None, typer.Option(help="Folder for the logs of the processes.")] = None,
@@ -138,7 +146,6 @@ def chaos(
     from benchmarks.chaos.faults import STORAGE_FAULTS, TIER_LOAD, FaultKind, Script, TargetRole
     from benchmarks.chaos.hostile.requests import Attack
     from benchmarks.chaos.preloading import has_compiler
-    from benchmarks.chaos.report import report_values
 
     chosen = _named(FaultKind, kinds, "--kinds")
     preloading = (FaultKind.JUMP, FaultKind.SLOW_DISK)
@@ -188,15 +195,8 @@ def chaos(
         num_clients=clients,
         attacks=_named(Attack, attacks, "--attacks"),
     )
-    with ExitStack() as stack:
-        if real_blocks:
-            from benchmarks.chaos.real_blocks import with_real_blocks
-
-            bench = replace(bench, setting=stack.enter_context(with_real_blocks(bench.setting)))
-        report = _run(bench)
-    _show(report, bench)
-    write_json(json_file, {"what": asdict(bench), **report_values(report)})
-    if not report.is_good:
+    reports = _run_all(bench, json_file, real_blocks=real_blocks, each_method=each_method)
+    if not all(report.is_good for report in reports):
         raise typer.Exit(1)
 
 
@@ -208,6 +208,35 @@ def _named(enum: type[Enum], text: str, option: str) -> tuple[Any, ...]:
     except ValueError:
         names = ", ".join(one.value for one in enum)
         raise InvalidConfig(f"{option} {text}: choose from {names}") from None
+
+
+def _run_all(
+    bench: ChaosBench, json_file: Path | None, *, real_blocks: bool, each_method: bool
+) -> list[Report]:
+    """Run once, or with each method of speculation. Show the reports and write them."""
+    from benchmarks.chaos.report import report_values
+
+    with ExitStack() as stack:
+        if real_blocks:
+            from benchmarks.chaos.real_blocks import with_real_blocks
+
+            bench = replace(bench, setting=stack.enter_context(with_real_blocks(bench.setting)))
+        benches = [bench]
+        if each_method:
+            from benchmarks.chaos.draft_methods import with_each_method
+
+            benches = stack.enter_context(with_each_method(bench))
+        reports = [_run_and_show(each) for each in benches]
+    pairs = zip(benches, reports, strict=True)
+    values = [{"what": asdict(each), **report_values(found)} for each, found in pairs]
+    write_json(json_file, {"methods": values} if each_method else values[0])
+    return reports
+
+
+def _run_and_show(bench: ChaosBench) -> Report:
+    report = _run(bench)
+    _show(report, bench)
+    return report
 
 
 def _run(bench: ChaosBench) -> Report:

@@ -336,6 +336,7 @@ def main() -> int:
             for line in covered.wrong:
                 print(line, file=sys.stderr)
             total.wrong += covered.wrong
+            print(f"seed {seed}: {covered.counts['answers']} answers", file=sys.stderr)
             seed += 1
     seeds = f"seeds {arguments.seed} to {seed - 1}"
     print(f"{arguments.method}, {seeds}: {len(total.wrong)} wrong; {dict(total.counts)}")

@@ -153,6 +153,20 @@ def test_requests_of_each_kind_follow_from_the_seed_and_differ_between_tags(kind
     assert (drawn(1, 3).tag, drawn(1, 3).kind) == (1, kind)
 
 
+@pytest.mark.parametrize(
+    ("kind", "stop", "prediction"),
+    [("stop", ("fghi",), ""), ("predicted", (), "abcdej"), ("greedy", (), "")],
+)
+def test_what_a_request_needs_of_its_answer_is_cut_from_the_middle(
+    kind: str, stop: tuple[str, ...], prediction: str
+) -> None:
+    drawn: Any = KINDS[kind](Drawing(1, kind, random.Random(0), range(4, 300)))
+
+    generation = drawn.refined(Answer(text="abcdefghij")).generation
+
+    assert (generation.stop, generation.prediction) == (stop, prediction)
+
+
 def test_a_share_of_the_requests_is_about_pictures() -> None:
     class Model:
         vocab_size = 300
