@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from baton.checkpoint.checkpoint import Checkpoint, Expected, Shape, Tensors
 from baton.checkpoint.hub import open_checkpoint
-from baton.checkpoint.json_fields import JsonFields
 from baton.checkpoint.weight_files import FLOATS
-from baton.core.errors import InvalidConfig, ModelError
+from baton.core.errors import InvalidConfig
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.draft_heads.layer_head import LayerHead
 from baton.engine.runner.drafting.draft_head import DraftHead, OpenHead
@@ -24,12 +24,15 @@ from baton.engine.runner.weights.decoder_loading import layer_attention, load_la
 from baton.engine.runner.weights.tensor_loading import LoadTarget, TensorLoader
 from baton.engine.runner.weights.tensor_names import TensorMap
 
-NUM_LAYERS = "num_nextn_predict_layers"
+INSTEAD = (
+    "use suffix:8, which needs no other files, or --speculative-model with a head (eagle3:3, "
+    "mtp:3) or a smaller model (draft:3)"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class MtpNames:
-    """Names of the layer's tensors, in a model of `num_layers` layers."""
+    """Names of the layer's tensors. Prefixes are those after a model of `num_layers` layers."""
 
     layer: str  # prefix of the tensors of a decoder layer
     own: str  # prefix of the others
@@ -62,14 +65,8 @@ def is_qwen(target: ModelConfig) -> bool:
     return any(name.startswith(QWEN.own) for name in ignored)
 
 
-def extend_by_mtp(raw: JsonFields, target: ModelConfig) -> ModelConfig:
-    """Return the target with the layer after its last one. Raises InvalidConfig without one."""
-    has_number = raw.has(NUM_LAYERS) and raw.get(NUM_LAYERS) != 0
-    if not (has_number or is_qwen(target)):
-        raise InvalidConfig(
-            f"--speculative mtp: {raw.where} has no {NUM_LAYERS}: {target.architecture} was saved "
-            "without a layer that predicts several tokens"
-        )
+def extend_by_mtp(target: ModelConfig) -> ModelConfig:
+    """Return the target with the layer after its last one."""
     layer = target.layers[target.attention_layers[-1]]
     if target.moe is not None:
         layer = replace(layer, mlp_size=0)
@@ -77,40 +74,49 @@ def extend_by_mtp(raw: JsonFields, target: ModelConfig) -> ModelConfig:
 
 
 def open_mtp(config: RunnerConfig, checkpoint: Checkpoint, target: ModelConfig) -> OpenHead:
-    """Check that the model, or `--speculative-model`, has the layer. Raises InvalidConfig."""
+    """Find the layer in the files of the model, or in `--speculative-model`.
+
+    Raises ModelError, and InvalidConfig for files without a layer that Baton reads.
+    """
     separate = open_checkpoint(config.speculative_model) if config.speculative_model else None
-    extended = extend_by_mtp((separate or checkpoint).read_config(), target)
+    with (separate or checkpoint).open_tensors() as files:
+        names = find_names(target, files.shapes(), (separate or checkpoint).path)
+    extended = extend_by_mtp(target)
 
     def load(files: Tensors, decoder: Decoder, load_target: LoadTarget) -> DraftHead:
         if separate is None:
-            return load_mtp_head(extended, files, decoder, load_target)
+            return load_mtp_head(extended, names, files, decoder, load_target)
         with separate.open_tensors() as own:
-            return load_mtp_head(extended, own, decoder, load_target)
+            return load_mtp_head(extended, names, own, decoder, load_target)
 
     attention = layer_attention(extended, extended.num_layers - 1, extended.kv_places()[-1])
     return OpenHead(extended, [attention], load, has_folder=separate is not None)
 
 
+def find_names(target: ModelConfig, found: Mapping[str, Shape], path: Path) -> MtpNames:
+    """Return the names that the files use, with whole prefixes. Raises InvalidConfig."""
+    fill = {"model": TensorMap(target, found).prefix, "num_layers": target.num_layers}
+    for names in (QWEN, AFTER_LAST):
+        own = names.own.format(**fill)
+        if any(name.startswith(f"{own}{names.projection}.") for name in found):
+            return replace(names, own=own, layer=names.layer.format(**fill))
+    problem = f"{path} has no layer for multi-token prediction"
+    if any("mtp" in name for name in found):
+        problem = f"Baton does not read the layers for multi-token prediction in {path}"
+    raise InvalidConfig(f"--speculative mtp: {problem}: {INSTEAD}")
+
+
 def load_mtp_head(
-    extended: ModelConfig, files: Tensors, decoder: Decoder, target: LoadTarget
+    extended: ModelConfig, names: MtpNames, files: Tensors, decoder: Decoder, target: LoadTarget
 ) -> LayerHead:
     """Load the last layer of `extended`. Raises ModelError."""
     index, hidden = extended.num_layers - 1, extended.hidden_size
-    found = files.shapes()
-    names = QWEN if f"{QWEN.own}{QWEN.projection}.weight" in found else AFTER_LAST
-    fill = {"model": TensorMap(extended, found).prefix, "num_layers": index}
-    own = names.own.format(**fill)
-    tensors = TensorMap(extended, _within(own, found), {index: names.layer.format(**fill)})
-    projection = f"{own}{names.projection}"
-    norms = [f"{own}{name}" for name in (names.embedding_norm, names.state_norm, names.norm)]
+    tensors = TensorMap(extended, _within(names.own, files.shapes()), {index: names.layer})
+    projection = f"{names.own}{names.projection}"
+    norms = [f"{names.own}{name}" for name in (names.embedding_norm, names.state_norm, names.norm)]
     shapes: dict[str, Shape] = {f"{projection}.weight": (hidden, 2 * hidden)}
     shapes |= {f"{name}.weight": (hidden,) for name in norms}
     shapes |= tensors.shapes_of_layer(index)
-    if f"{projection}.weight" not in found:
-        raise ModelError(
-            f"{projection}.weight is missing: --speculative mtp needs files with a layer that "
-            "predicts several tokens, of the model or of --speculative-model"
-        )
     if extended.quantization is None:
         expected = {name: Expected(shape, FLOATS) for name, shape in shapes.items()}
         files.check(expected, lambda name: name not in expected)
