@@ -63,7 +63,7 @@ MOVES = frozenset(
 ARITHMETIC: Mapping[str, frozenset[str]] = {
     torch_parts.EMBEDDING_SCALE: frozenset({"mul"}),
     torch_parts.LOGITS_SCALE: frozenset({"mul_"}),
-    torch_parts.LOGITS_SOFTCAP: frozenset({"tanh_", "div_", "mul_"}),
+    torch_parts.LOGITS_SOFTCAP: frozenset({"mul_", "sigmoid_", "sub_"}),
     torch_parts.ROPE_BY_LENGTH: frozenset({"cos", "sin", "div", "mul", "pow", "reciprocal"}),
     torch_parts.COLUMN_ORDER: frozenset(),
     torch_parts.EXPERT_SCALES: frozenset({"mul"}),
