@@ -10,8 +10,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Self
 
 import grpc
@@ -19,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.cluster.child import Child, ChildOptions
 from baton.cluster.fork_server import ClusterFailed, ForkServer
+from baton.cluster.node_list import NodeList
 from baton.core.options import options_of
 from baton.rpc.channel import open_blocking_channel
 from baton.rpc.security.tls import PLAIN, TlsConfig
@@ -79,7 +78,7 @@ class LocalCluster:
         self._forks = ForkServer(options.environment)
         self._numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self._spawned: list[Child] = []
-        self._lists: dict[str, Path] = {}  # of the nodes of each role, for the router
+        self._lists: dict[str, NodeList] = {}  # of each role, for the router
         self._successors: dict[Child, Child] = {}  # of processes that were restarted
         self._is_killed = False
         self._settled: queue.SimpleQueue[Child] = queue.SimpleQueue()
@@ -159,9 +158,7 @@ class LocalCluster:
     def list_nodes(self, role: str) -> None:
         """Write the list of the nodes of a role that the router reads."""
         addresses = (self._options.router_target_of(node) for node in self._nodes(role))
-        new = self._lists[role].with_suffix(".new")
-        new.write_text("\n".join(addresses), encoding="ascii")
-        new.replace(self._lists[role])
+        self._lists[role].write(addresses)
 
     def _start(self) -> None:
         options = self._options
@@ -171,12 +168,11 @@ class LocalCluster:
         self._lifetime.callback(self._forks.close)
         # The router loads while the nodes do, and finds them in lists as soon as all listen. It is
         # first, so that it does not wait for what the nodes import.
-        folder = self._lifetime.enter_context(TemporaryDirectory(prefix="baton-nodes-"))
         num_nodes = {"prefill": num_prefill, "decode": num_decode, "encode": options.num_encode}
         num_nodes["prefill" if num_prefill else "decode"] += len(options.embedders)
-        self._lists = {role: Path(folder, role) for role, number in num_nodes.items() if number}
-        for path in self._lists.values():
-            path.touch()
+        for role, number in num_nodes.items():
+            if number:
+                self._lists[role] = self._lifetime.enter_context(NodeList())
         self.router = self._spawn_router()
         self.prefills = [self._spawn_node("prefill") for _ in range(num_prefill)]
         self.decodes = [self._spawn_node("decode") for _ in range(num_decode)]
@@ -220,7 +216,7 @@ class LocalCluster:
     def _spawn_router(self) -> Child:
         options = self._options
         listen = ["--host", options.host, "--port", str(options.port)]
-        nodes = [f"--{role}-nodes=file://{path}" for role, path in self._lists.items()]
+        nodes = [f"--{role}-nodes=file://{each.path}" for role, each in self._lists.items()]
         common = ["router", *TEXT_LOGS, *self._models(), *listen, *nodes]
         return self._spawn("router", [*common, *options.router_arguments])
 

@@ -171,7 +171,10 @@ def test_the_router_starts_while_nodes_load_and_the_first_failure_ends_all(
 
 
 @pytest.mark.parametrize("is_forked", [True, False])
-def test_no_process_outlives_a_killed_parent(model_folder: Path, is_forked: bool) -> None:
+def test_no_process_and_no_file_outlives_a_killed_parent(
+    model_folder: Path, is_forked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     command = [*BATON, "up", "--model", str(model_folder), "--port", "0", "--http-port", "0"]
     with running_program(command, is_forked=is_forked) as parent:
         assert parent.stdout is not None
@@ -188,6 +191,7 @@ def test_no_process_outlives_a_killed_parent(model_folder: Path, is_forked: bool
             ended.unregister(child)
             os.close(child)
     assert len(children) == (3 if is_forked else 4)  # with the fork server
+    assert not list(tmp_path.iterdir())
 
 
 def test_under_load_one_signal_drains_and_a_second_one_ends_at_once(
