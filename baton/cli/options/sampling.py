@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,6 +37,17 @@ def _read(path: Path | None) -> str | None:
         raise InvalidRequest(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"{path} is not valid UTF-8: {error}; convert it first") from error
+
+
+def _read_json(path: Path | None) -> str | None:
+    """Read a file of JSON. Raises InvalidRequest."""
+    text = _read(path)
+    try:
+        if text is not None:
+            json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{path} is not JSON: {error}") from error
+    return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +97,9 @@ class SamplingOptions:
     ] = False
     json_schema: Annotated[
         str | None,
-        Option("File with the JSON schema of the answer.", FORM, kind=Path | None, parse=_read),
+        Option(
+            "File with the JSON schema of the answer.", FORM, kind=Path | None, parse=_read_json
+        ),
     ] = None
     json_object: Annotated[
         bool, Option("The answer is a JSON object.", FORM, flags=("--json-object",))

@@ -33,10 +33,10 @@ def test_commands_without_constraint_options_have_no_structured_output() -> None
 
 
 def test_schemas_and_grammars_are_read_from_files(tmp_path: Path) -> None:
-    path = written(tmp_path, 'start: "é"'.encode())
+    path = written(tmp_path, '{"const": "é"}'.encode())
 
-    assert form_of(json_schema=path) == StructuredOutputs(json='start: "é"')
-    assert form_of(grammar=path) == StructuredOutputs(grammar='start: "é"')
+    assert form_of(json_schema=path) == StructuredOutputs(json='{"const": "é"}')
+    assert form_of(grammar=path) == StructuredOutputs(grammar='{"const": "é"}')
 
 
 def test_other_constraints_are_given_inline() -> None:
@@ -48,6 +48,12 @@ def test_other_constraints_are_given_inline() -> None:
 def test_a_binary_schema_file_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="file is not valid UTF-8"):
         sampling(json_schema=written(tmp_path, b"\xff"))
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[" * 100_000])
+def test_a_schema_file_that_is_not_json_is_refused_by_name(text: bytes, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="file is not JSON: "):
+        sampling(json_schema=written(tmp_path, text))
 
 
 @pytest.mark.parametrize(
