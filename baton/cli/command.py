@@ -229,8 +229,9 @@ def _warn_of_unknown_variables(context: Any) -> None:
     known = {_variable(context, param.name) for param in context.command.params}
     for name in sorted(os.environ):
         if name.startswith(f"{context.auto_envvar_prefix}_") and name not in known:
-            near = ", ".join(get_close_matches(name, known, n=2)) or "see --show-config"
-            print(f"baton: warning: {name} sets nothing; known: {near}", file=sys.stderr)
+            near = " or ".join(get_close_matches(name, known, n=2))
+            advice = f"did you mean {near}?" if near else "see --show-config"
+            print(f"baton: warning: {name} sets nothing; {advice}", file=sys.stderr)
 
 
 def _show_settings(context: Any) -> None:

@@ -66,7 +66,8 @@ class _SettingPlace:
     def unknown(self, what: str, name: str, known: Iterable[str]) -> InvalidConfig:
         known = sorted(known)
         near = get_close_matches(name, known, n=3, cutoff=0.5)
-        return self.wrong(f"unknown {what} {name!r}; known: {', '.join(near or known)}")
+        advice = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
+        return self.wrong(f"unknown {what} {name!r}; {advice}")
 
 
 def _settings(

@@ -94,8 +94,8 @@ def test_lists_and_numbers_are_converted_to_the_type_of_the_option(tmp_path: Pat
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("[serve.decode]\nprot = 1", r"\[serve.decode\]: unknown key 'prot'; known: port"),
-        ("[serve.decoder]\nport = 1", r"\[serve\]: unknown table 'decoder'; known: decode"),
+        ("[serve.decode]\nprot = 1", r"\[serve.decode\]: unknown key 'prot'; did you mean port\?"),
+        ("[serve.decoder]\nport = 1", r"\[serve\]: unknown table 'decoder'; did you mean decode\?"),
         ("[up.more]\nport = 1", r"\[up\]: unknown table 'more'"),
         ("[up]\nkv_lease_s = 1.0", r"\[up\]: unknown key 'kv_lease_s'"),
         ("[up]\nport = '1'", r"\[up\]: port is '1'; it must be a whole number"),
@@ -219,7 +219,7 @@ def settings_of(command: Any) -> dict[str, None]:
 def test_an_unknown_variable_is_reported_with_similar_names() -> None:
     done = call_baton("up", "--model", "m", "--show-config", BATON_UP_THREDS="1")
 
-    assert "BATON_UP_THREDS sets nothing; known: BATON_UP_THREADS" in done.stderr
+    assert "BATON_UP_THREDS sets nothing; did you mean BATON_UP_THREADS" in done.stderr
 
 
 def test_help_imports_no_slow_modules() -> None:
