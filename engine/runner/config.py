@@ -26,6 +26,7 @@ KV_DTYPE_NAMES = ("auto", "int8")
 POOLING_NAMES = ("auto", "none", *PoolingKind)
 QUANTIZE_NAMES = ("none", "int8", "int4")
 NOWHERE = ("off", "none")
+MAX_THREADS = 1024  # torch aborts the process if it cannot start them
 WEIGHT_CACHE_VARIABLE = "BATON_WEIGHT_CACHE_DIR"
 DEVICE_NAME = re.compile(r"cpu|cuda(:\d+)?")
 
@@ -75,7 +76,10 @@ class RunnerConfig:
     ] = True
     loads_decoder: bool = True  # False: the tower alone, to encode pictures for other nodes
     num_threads: Annotated[  # torch threads of the whole process
-        int | None, Option("Number of torch threads.", MACHINE, name="threads", at_least=1)
+        int | None,
+        Option(
+            "Number of torch threads.", MACHINE, name="threads", at_least=1, at_most=MAX_THREADS
+        ),
     ] = None
     kernels: Annotated[
         str,
