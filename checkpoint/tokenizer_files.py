@@ -43,6 +43,10 @@ def _named_tokens(settings: JsonFields) -> dict[str, str]:
 def _load_fast(folder: Path) -> FastTokenizer:
     """Load tokenizer.json. It defines where BOS and EOS go; legacy flags are ignored."""
     path = folder / "tokenizer.json"
+    if not path.exists() and not (folder / "config.json").exists():
+        raise ModelError(
+            f"{folder} is not a model folder: it has no config.json and no tokenizer.json"
+        )
     if not path.exists():
         raise ModelError(f"{path} is missing; save the tokenizer in the fast format")
     try:

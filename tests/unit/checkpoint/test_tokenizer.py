@@ -31,6 +31,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_a_folder_without_a_model_is_named_as_such(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=f"{tmp_path} is not a model folder"):
+        load_tokenizer(tmp_path)
+
+
 def test_requested_special_tokens_are_not_skipped(folder: Path) -> None:
     tokenizer = load_tokenizer(folder)
     token_ids = tokenizer.encode("the <s>quick</s> <s>fox", add_special_tokens=False)
