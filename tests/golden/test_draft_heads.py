@@ -51,7 +51,7 @@ from tests.support.families import FAMILY_VARIANTS
 from tests.support.gguf_conversion import convert
 from tests.support.kernels import kernels_by_variant
 from tests.support.layer_reference import Choose, eagle_reference
-from tests.support.models import prompt_of, reference, reference_logprobs
+from tests.support.models import make_model_folder, prompt_of, reference, reference_logprobs
 from tests.support.mtp_heads import form_of, make_mtp_folder, mtp_reference
 
 MODELS = Path(__file__).parents[2] / "models"
@@ -143,8 +143,18 @@ def keyed_choice(seed: int, temperature: float) -> Any:
 def test_drafts_are_those_of_the_reference(
     variant: str, name: str, model_folder: FolderOf, tmp_path: Path
 ) -> None:
-    model = model_folder(name)
-    head = make_head_folder(tmp_path / "head", model, VARIANTS[variant])
+    check_eagle3_drafts(model_folder(name), tmp_path / "head", VARIANTS[variant])
+
+
+def test_drafts_from_layers_after_the_last_that_writes_kv(tmp_path: Path) -> None:
+    """Other passes compute these layers for the last token of a prompt alone."""
+    model = make_model_folder(tmp_path / "model", FAMILY_VARIANTS["gemma4"])
+
+    check_eagle3_drafts(model, tmp_path / "head", {TAPS: [0, 2, 5]})
+
+
+def check_eagle3_drafts(model: Path, folder: Path, fields: Mapping[str, Any]) -> None:
+    head = make_head_folder(folder, model, fields)
     embeddings = reference(model).get_input_embeddings().weight
     expected = Eagle3Reference.read(head, embeddings)
 

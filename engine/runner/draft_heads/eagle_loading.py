@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -101,6 +102,7 @@ class _HeadLoader:
             head=self._head(),
             adds_normed=config.adds_normed,
             feeds_back_normed=config.feeds_back_normed,
+            needs_all_tokens=max(config.taps or [math.inf]) > self._target.last_writer,
         )
 
     def _load_taps(self) -> JoinedTaps:

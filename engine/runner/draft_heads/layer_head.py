@@ -38,14 +38,12 @@ class LayerHead:
     adds_normed: bool = False  # the layer adds its outputs to the normed state
     feeds_back_normed: bool = False  # the next step gets the output after the norm
     has_first_embedding: bool = True  # False: that of the token after the first position is zero
+    # False: its taps are at layers that compute all tokens in any case.
+    needs_all_tokens: bool = True
 
     @property
     def reads_next_tokens(self) -> bool:
         return True
-
-    @property
-    def needs_all_tokens(self) -> bool:
-        return self.taps is None
 
     def states_of(self, hidden_states: HiddenStates) -> Tensor:
         if self.taps is not None:

@@ -8,25 +8,44 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baton.engine.runner.model.layers import DecoderLayer, LayerInput
+from baton.engine.runner.model.layers import CopiesInput, DecoderLayer, LayerInput, Tap
 from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.mixers import Ends, ForwardPass
 from baton.engine.runner.model.ops import Norm, Ops
 
 
 class Taps:
-    """States of the pass that was launched last, by tap."""
+    """States of the pass that was launched last."""
 
     def __init__(self, num_taps: int) -> None:
-        self._states: list[Tensor | None] = [None] * num_taps
+        self._num_taps = num_taps
+        self._joined: Tensor | None = None
+        self._written: set[int] = set()
 
     @property
-    def states(self) -> Sequence[Tensor]:
-        """Return the states, each [tokens, hidden_size]."""
-        return [states for states in self._states if states is not None]
+    def joined(self) -> Tensor:
+        """Return the states of all taps side by side: [tokens, taps x hidden_size]."""
+        assert self._joined is not None
+        return self._joined
 
-    def put(self, number: int, states: Tensor) -> None:
-        self._states[number] = states.clone()
+    def rows_for(self, number: int, hidden_states: Tensor) -> Tensor:
+        num_tokens, size = hidden_states.shape
+        if self._joined is None or number in self._written:  # a new pass
+            self._joined = hidden_states.new_empty(num_tokens, self._num_taps * size)
+            self._written.clear()
+        self._written.add(number)
+        return self._joined[:, number * size : (number + 1) * size]
+
+
+@dataclass(frozen=True, slots=True)
+class OneTap:
+    """Implements `Tap`."""
+
+    taps: Taps
+    number: int
+
+    def rows_for(self, hidden_states: Tensor) -> Tensor:
+        return self.taps.rows_for(self.number, hidden_states)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +59,7 @@ class JoinedTaps:
     projection: Linear
 
     def states(self) -> Tensor:
-        return torch.cat(list(self.taps.states), dim=1)
+        return self.taps.joined
 
     def project(self, states: Tensor) -> Tensor:
         if self.norms:
@@ -56,8 +75,7 @@ class TappedLayer:
     """Implements `DecoderLayer`: copies its input, and is otherwise the layer itself."""
 
     layer: DecoderLayer
-    taps: Taps
-    number: int
+    tap: Tap
 
     @property
     def adds_low_rank(self) -> bool:
@@ -70,12 +88,12 @@ class TappedLayer:
     def forward(
         self, forward_pass: ForwardPass, inputs: LayerInput, ends: Ends | None
     ) -> LayerInput:
-        self.taps.put(self.number, inputs.hidden_states)
+        self.tap.rows_for(inputs.hidden_states).copy_(inputs.hidden_states)
         return self.layer.forward(forward_pass, inputs, ends)
 
     def joined(self, after: DecoderLayer) -> TappedLayer | None:
         both = self.layer.joined(after)
-        return None if both is None else TappedLayer(both, self.taps, self.number)
+        return None if both is None else TappedLayer(both, self.tap)
 
 
 def tap_layers(
@@ -84,5 +102,7 @@ def tap_layers(
     """Return the layers, of which those with these indices are tapped."""
     tapped = list(layers)
     for number, index in enumerate(indices):
-        tapped[index] = TappedLayer(tapped[index], taps, number)
+        layer, tap = tapped[index], OneTap(taps, number)
+        copying = layer.copying_to(tap) if isinstance(layer, CopiesInput) else None
+        tapped[index] = copying or TappedLayer(layer, tap)
     return tapped

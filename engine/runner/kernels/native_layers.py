@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from baton.engine.kv_cache.groups import LayerPlace
-from baton.engine.runner.kernels.abi import LayerArgs, PackedMatrix, PassArgs, RopeAngles, Struct
+from baton.engine.runner.kernels.abi import (
+    LayerArgs,
+    PackedMatrix,
+    PassArgs,
+    RopeAngles,
+    Struct,
+    TapArgs,
+)
 from baton.engine.runner.kernels.calls import Kernels, gate_params, norm_params
 from baton.engine.runner.kernels.native import NativeOps
 from baton.engine.runner.kernels.native_attention import NativePass
@@ -24,6 +31,7 @@ from baton.engine.runner.model.layer_weights import Layer
 from baton.engine.runner.model.layers import (
     DecoderLayer,
     LayerInput,
+    Tap,
     UnfusedLayer,
     compute_output,
     gate_of,
@@ -137,16 +145,25 @@ class _FusedPass(NamedTuple):
 
 
 class FusedLayer:
-    """Implements `DecoderLayer` by one call, or two with experts. It can be several layers.
+    """Implements `DecoderLayer` and `CopiesInput` by one call, or two with experts.
 
-    Bit-identical to `UnfusedLayer` with the same kernels.
+    It can be several layers. Bit-identical to `UnfusedLayer` with the same kernels.
     """
 
-    def __init__(self, passes: _FusedPasses, layer: Layer, args: Sequence[Struct]) -> None:
-        """`args` are those of `layer`, and of any without experts that follow it."""
+    def __init__(
+        self,
+        passes: _FusedPasses,
+        layer: Layer,
+        args: Sequence[Struct],
+        taps: Mapping[int, Tap] = {},
+    ) -> None:
+        """`args` are those of `layer`, and of any without experts that follow it. `taps`: by place
+        in `args`.
+        """
         self._library = passes.kernels.library
         self._passes = passes
         self._layer = layer
+        self._taps = taps
         self._args = (LayerArgs * len(args))(*args)
 
     @property
@@ -163,6 +180,11 @@ class FusedLayer:
     ) -> LayerInput:
         hidden_states = inputs.hidden_states.contiguous()
         pass_args = self._pass_args(forward_pass)
+        taps = None
+        if self._taps and (ends is not None or not isinstance(self._layer.mlp, Mlp)):
+            self._taps[0].rows_for(hidden_states).copy_(hidden_states)  # it is one layer alone
+        elif self._taps:
+            taps = self._tap_args(hidden_states)
         if ends is not None:
             if self._args[0].writes_kv:
                 self._library.baton_layer_write_kv(self._args, pass_args, hidden_states.data_ptr())
@@ -181,13 +203,28 @@ class FusedLayer:
             pass_args,
             hidden_states.data_ptr(),
             None if given is None else given.data_ptr(),
+            taps,
         )
         return LayerInput(hidden_states)
 
     def joined(self, after: DecoderLayer) -> FusedLayer | None:
         if not (isinstance(after, FusedLayer) and self.adds_low_rank and after.adds_low_rank):
             return None
-        return FusedLayer(self._passes, self._layer, [*self._args, *after._args])
+        taps = {len(self._args) + place: tap for place, tap in after._taps.items()}
+        args = [*self._args, *after._args]
+        return FusedLayer(self._passes, self._layer, args, {**self._taps, **taps})
+
+    def copying_to(self, tap: Tap) -> FusedLayer | None:
+        if self._taps:
+            return None
+        return FusedLayer(self._passes, self._layer, [*self._args], {0: tap})
+
+    def _tap_args(self, hidden_states: Tensor) -> ctypes.Array[Struct]:
+        args = (TapArgs * len(self._args))()
+        for place, tap in self._taps.items():
+            rows = tap.rows_for(hidden_states)  # which the tap keeps alive
+            args[place] = TapArgs(rows.data_ptr(), rows.stride(0))
+        return args
 
     def _through_experts(self, pass_args: ctypes.Array[Struct], hidden_states: Tensor) -> Tensor:
         passes, layer = self._passes, self._layer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -47,6 +47,23 @@ class DecoderLayer(Protocol):
 
     def joined(self, after: DecoderLayer) -> DecoderLayer | None:
         """Return a layer that computes this one and the one after it, if that is faster."""
+        ...
+
+
+class Tap(Protocol):
+    """Place for copies of the hidden states that enter a layer."""
+
+    def rows_for(self, hidden_states: Tensor) -> Tensor:
+        """Return memory for a copy of these states: a row per token, at any stride."""
+        ...
+
+
+@runtime_checkable
+class CopiesInput(Protocol):
+    """Layer that can copy its input at less cost than an operation of its own."""
+
+    def copying_to(self, tap: Tap) -> DecoderLayer | None:
+        """Return this layer with a tap; None if it has one already."""
         ...
 
 

@@ -320,6 +320,12 @@ struct LayerArgs {
     std::int32_t values_are_keys;  // before norm and RoPE
 };
 
+// Where the hidden states that enter a layer are copied to; null: nowhere.
+struct TapArgs {
+    Bf16* dst;
+    std::int64_t stride;  // between tokens
+};
+
 // A forward pass, with buffers for intermediate results. The same for each layer of a KV group.
 struct PassArgs {
     PagedKv kv;
@@ -537,9 +543,11 @@ void baton_write_kv(const baton::WriteKvArgs* args);
 // already in the cache.
 void baton_attention(const baton::AttentionArgs* args);
 
-// Computes layers in place. hidden: [tokens, hidden_size]. passes: by KV group.
+// Computes layers in place. hidden: [tokens, hidden_size]. passes: by KV group. taps: by layer, or
+// null.
 void baton_layers(const baton::LayerArgs* layers, std::int64_t num_layers,
-                  const baton::PassArgs* passes, baton::Bf16* hidden, const baton::Bf16* inputs);
+                  const baton::PassArgs* passes, baton::Bf16* hidden, const baton::Bf16* inputs,
+                  const baton::TapArgs* taps);
 
 // Computes the attention of a layer in place, and the norm of the MLP's input into mlp_input,
 // unless the layer has no such norm.

@@ -1,6 +1,8 @@
 // Decoder layers in one call. With few tokens, Python's overhead between the operations of a layer
 // would be as long as some of them, and the pool's threads would go to sleep in between.
 
+#include <algorithm>
+
 #include "abi.h"
 #include "gate.h"
 #include "panels.h"
@@ -242,6 +244,14 @@ void scale_output(const LayerArgs& layer, const PassArgs& pass, Bf16* hidden) {
     parallel_for(count, 1, pass.num_threads, scale);
 }
 
+void copy_states(const Bf16* hidden, const LayerArgs& layer, const PassArgs& pass,
+                 const TapArgs& tap) {
+    if (tap.dst == nullptr) return;
+    const std::int64_t size = hidden_size(layer);
+    for (std::int64_t token = 0; token < pass.batch.num_tokens; ++token)
+        std::copy_n(hidden + token * size, size, tap.dst + token * tap.stride);
+}
+
 void compute_layer(const LayerArgs& layer, const PassArgs& pass, Bf16* hidden, const Bf16* inputs,
                    const PackedMatrix* next) {
     compute_attention(layer, pass, hidden, inputs);
@@ -259,10 +269,12 @@ void compute_layer(const LayerArgs& layer, const PassArgs& pass, Bf16* hidden, c
 extern "C" {
 
 void baton_layers(const LayerArgs* layers, std::int64_t num_layers, const PassArgs* passes,
-                  Bf16* hidden, const Bf16* inputs) {
+                  Bf16* hidden, const Bf16* inputs, const TapArgs* taps) {
     for (std::int64_t i = 0; i < num_layers; ++i) {
+        const PassArgs& pass = passes[layers[i].kv_group];
         const PackedMatrix* const next = i + 1 < num_layers ? &layers[i + 1].qkv : nullptr;
-        compute_layer(layers[i], passes[layers[i].kv_group], hidden, inputs, next);
+        if (taps != nullptr) copy_states(hidden, layers[i], pass, taps[i]);
+        compute_layer(layers[i], pass, hidden, inputs, next);
         inputs = nullptr;
     }
 }
