@@ -20,7 +20,7 @@ import math
 import string
 import sys
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,7 +113,9 @@ def parse_args() -> argparse.Namespace:
         parser.add_argument(option, type=type(each.default), default=each.default)
     parser.add_argument("--threads", type=int, default=1, help="of torch (%(default)s)")
     parser.add_argument(
-        "--resume", action="store_true", help="continue with the texts and the checkpoint"
+        "--resume",
+        action="store_true",
+        help="continue with the texts and the checkpoint, perhaps to other --num-steps",
     )
     return parser.parse_args()
 
@@ -316,8 +318,11 @@ class Trainer:
 
     def load(self, path: Path) -> TrainingState:
         state = torch.load(path)
-        if state["recipe"] != asdict(self.recipe):
-            raise SystemExit(f"{path} is of {state['recipe']}: repeat its options to resume")
+        recipe = Recipe(**state["recipe"])
+        if replace(recipe, num_steps=self.recipe.num_steps) != self.recipe:
+            raise SystemExit(
+                f"{path} is of {recipe}: repeat its options to resume, but for --num-steps"
+            )
         self.head.load_state_dict(state["head"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -135,6 +136,19 @@ def test_a_resumed_run_learns_as_an_uninterrupted_one(
     resumed = a_trainer(target, texts, tmp_path)
     assert resumed.load(tmp_path / "checkpoint.pt") == TrainingState(1, 2.0)
     assert resumed.step(1) == losses
+
+
+def test_a_resumed_run_may_have_another_number_of_steps_only(
+    target: Target, texts: Tensor, tmp_path: Path
+) -> None:
+    trainer = a_trainer(target, texts, tmp_path)
+    trainer.save(tmp_path / "checkpoint.pt", TrainingState(steps=1, duration_s=2.0))
+
+    trainer.recipe = replace(trainer.recipe, num_steps=30)
+    assert trainer.load(tmp_path / "checkpoint.pt").steps == 1
+    trainer.recipe = replace(trainer.recipe, batch=7)
+    with pytest.raises(SystemExit, match="batch=8"):
+        trainer.load(tmp_path / "checkpoint.pt")
 
 
 def test_a_resumed_run_reads_the_states_that_are_stored(
