@@ -205,7 +205,7 @@ def right(folder: Path) -> Mapping[RequestId, list[int]]:
     return found
 
 
-@pytest.mark.parametrize("kind", DRAFTS)
+@pytest.mark.parametrize("kind", sorted(DRAFTS.keys() - {"empty"}))
 def test_no_draft_changes_an_answer(
     kind: str, folder: Path, right: Mapping[RequestId, list[int]]
 ) -> None:
@@ -214,7 +214,7 @@ def test_no_draft_changes_an_answer(
     found, stats = answers(folder, Speculation(6, method="observed", is_adaptive=False), hostile)
 
     assert found == right
-    assert (stats.total_accepted_tokens > 0) is (kind != "empty")
+    assert stats.total_accepted_tokens > 0
     assert (stats.total_accepted_tokens < stats.total_proposed_tokens) is (kind == "wrong")
     assert stats.total_preemptions > 0
 

@@ -43,7 +43,8 @@ from tests.support.scrapes import Scrape
 MODELS = Path(__file__).parents[2] / "models"
 MAX_MODEL_LEN = 512
 ANSWERS_PER_KILL = 8
-REQUESTS_PER_DEPLOYMENT = 80
+KILLS = 4  # in some deployments
+REQUESTS_PER_DEPLOYMENT = 250
 FLOAT32_TOLERANCE = 1e-3
 NUM_LAYERS = 2  # of models with a layer for MTP
 ADAPTED = ("q_proj", "v_proj", "down_proj")
@@ -82,7 +83,7 @@ class Deployment:
     block_size: int
     num_cached: float  # longest requests that a KV cache holds
     num_clients: int
-    kills: bool
+    num_kills: int
     arguments: tuple[str, ...]
 
     @classmethod
@@ -104,7 +105,7 @@ class Deployment:
             block_size=draw.choice([8, 16, 16, 32]),
             num_cached=draw.choice([1.1, 1.1, 2.0, 8.0]),
             num_clients=draw.randint(1, 32),
-            kills=layout == (2, 2) and draw.random() < 0.5,
+            num_kills=KILLS if layout == (2, 2) and draw.random() < 0.5 else 0,
             arguments=tuple(arguments),
         )
 
@@ -214,13 +215,13 @@ def run_deployment(world: MethodWorld, seed: int, count: int) -> Covered:
         for request, right in zip(requests, expected, strict=True)
     ]
     with LocalCluster(world.cluster_options(deployment)) as cluster:
-        answers, num_killed = asyncio.run(
-            answer_all(cluster, requests, deployment.num_clients, kills=deployment.kills)
+        answers = asyncio.run(
+            answer_all(cluster, requests, deployment.num_clients, num_kills=deployment.num_kills)
         )
         nodes = [*cluster.prefills, *cluster.decodes]
         num_preempted = sum(Scrape(node).total("baton_preemptions_total") for node in nodes)
     counts = _counts(requests, answers)
-    counts += Counter(deployments=1, kills=num_killed, preemptions=int(num_preempted))
+    counts += Counter(deployments=1, kills=deployment.num_kills, preemptions=int(num_preempted))
     tolerance = FLOAT32_TOLERANCE if deployment.is_float32 else 0.0
     wrong = [
         f"seed {seed}, request {place}: {found}\n{requests[place]}\n{deployment}"
@@ -274,9 +275,9 @@ def _used_by(request: RandomRequest) -> Iterator[str]:
 
 
 async def answer_all(
-    cluster: LocalCluster, requests: Sequence[RandomRequest], num_clients: int, *, kills: bool
-) -> tuple[list[list[Answer]], int]:
-    """Return the answers in the order of `requests`, and the number of nodes killed meanwhile."""
+    cluster: LocalCluster, requests: Sequence[RandomRequest], num_clients: int, *, num_kills: int
+) -> list[list[Answer]]:
+    """Return the answers in the order of `requests`. Nodes are killed and restarted meanwhile."""
     answers: dict[int, list[Answer]] = {}
     places, in_flight = iter(range(len(requests))), set[int]()
     has_answered = asyncio.Condition()
@@ -290,13 +291,12 @@ async def answer_all(
             async with has_answered:
                 has_answered.notify_all()
 
-    async def kill_in_turn() -> int:
+    async def kill_in_turn() -> None:
         """Kill and restart one node after another, each time after some more answers.
 
         Those to requests of the kill before are among them: a request that several nodes in a row
         die with counts as the cause.
         """
-        num_kills = len(requests) // ANSWERS_PER_KILL - 1
         for i, siblings in zip(range(num_kills), cycle((cluster.decodes, cluster.prefills))):
             killed_with, num_wanted = set(in_flight), len(answers) + ANSWERS_PER_KILL
             async with has_answered:
@@ -305,13 +305,12 @@ async def answer_all(
                 ):
                     await has_answered.wait()
             await asyncio.to_thread(_kill_and_restart, cluster, siblings[i // 2 % len(siblings)])
-        return num_kills
 
     async with AsyncClient(cluster.address, timeout_s=240) as client, asyncio.TaskGroup() as tasks:
         clients = [tasks.create_task(send_on(client)) for _ in range(num_clients)]
-        num_killed = await kill_in_turn() if kills else 0
+        await kill_in_turn()
         await asyncio.gather(*clients)
-    return [answers[place] for place in range(len(requests))], num_killed
+    return [answers[place] for place in range(len(requests))]
 
 
 def _kill_and_restart(cluster: LocalCluster, node: Child) -> None:
