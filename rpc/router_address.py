@@ -51,8 +51,13 @@ def unreachable(address: str, details: str) -> str:
             f"{address} speaks HTTP and not gRPC; if it is a router's --http-port, give its --port "
             "(baton up prints both)"
         )
-    reason = next((text for fragment, text in REASONS.items() if fragment in details), details)
+    reason = connection_error(details)
     return f"{address} cannot be reached: {reason}; is a router running there? baton up starts one"
+
+
+def connection_error(details: str) -> str:
+    """Return what failed in words, or gRPC's `details` for other errors."""
+    return next((text for fragment, text in REASONS.items() if fragment in details), details)
 
 
 def is_port(written: str) -> bool:

@@ -8,7 +8,12 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.rpc.channel import open_blocking_channel
-from baton.rpc.router_address import HTTP1_ERROR_FRAGMENT, router_target, unreachable
+from baton.rpc.router_address import (
+    HTTP1_ERROR_FRAGMENT,
+    connection_error,
+    router_target,
+    unreachable,
+)
 from baton.rpc.security.tls import TlsConfig
 from baton.rpc.security.tls_trouble import connection_trouble
 
@@ -44,4 +49,4 @@ def _failure_message(address: str, tls: TlsConfig, error: grpc.RpcError) -> str:
     if HTTP1_ERROR_FRAGMENT in details:
         return unreachable(address, details)
     trouble = connection_trouble(address, tls, details)
-    return f"{address} did not answer: {code.name}: {trouble or details}"
+    return f"{address} did not answer: {code.name}: {trouble or connection_error(details)}"
