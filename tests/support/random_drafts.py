@@ -29,6 +29,7 @@ from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.engine.spec_decode.config import parse_speculation
 from baton.llm import LLM
 from tests.support.adapters import write_adapter
+from tests.support.draft_heads import make_eagle_folder
 from tests.support.families import FAMILY_VARIANTS
 from tests.support.mtp_heads import WEIGHTS, make_mtp_folder
 from tests.support.random_requests import (
@@ -46,6 +47,7 @@ ANSWERS_PER_KILL = 8
 KILLS = 4  # in some deployments
 REQUESTS_PER_DEPLOYMENT = 250
 FLOAT32_TOLERANCE = 1e-3
+RANDOM_HEAD = "random"
 NUM_LAYERS = 2  # of models with a layer for MTP
 ADAPTED = ("q_proj", "v_proj", "down_proj")
 
@@ -56,7 +58,7 @@ class Method:
 
     name: str
     mtp_variant: str = ""  # a small model with random weights; empty: the demo model
-    speculative_model: str = ""
+    speculative_model: str = ""  # or RANDOM_HEAD
     predicts: float = 0.1  # share of the requests that have a prediction
 
 
@@ -64,6 +66,7 @@ METHODS: Mapping[str, Method] = {
     "ngram": Method("ngram"),
     "suffix": Method("suffix"),
     "prediction": Method("suffix", predicts=1.0),
+    "eagle": Method("eagle", speculative_model=RANDOM_HEAD),
     "eagle3": Method("eagle3", speculative_model=str(MODELS / "demo-eagle3")),
     "draft": Method("draft", speculative_model=str(MODELS / "demo")),
     "mtp": Method("mtp", "glm4-moe"),
@@ -115,6 +118,7 @@ class MethodWorld:
 
     def __init__(self, method: Method, folder: Path, lifetime: ExitStack) -> None:
         self.method = method
+        self.speculative_model = method.speculative_model
         self._lifetime = lifetime
         self._llms: dict[str, LLM] = {}
         self.model = MODELS / "demo"
@@ -123,6 +127,8 @@ class MethodWorld:
             variant = replace(FAMILY_VARIANTS[method.mtp_variant], dtype="bfloat16")
             self.model = make_mtp_folder(folder / "model", variant, num_layers=NUM_LAYERS)
             tokens = range(4, 320)
+        if method.speculative_model == RANDOM_HEAD:
+            self.speculative_model = str(make_eagle_folder(folder / "head", self.model))
         adapted = _without_mtp(self.model, folder / "base") if method.mtp_variant else self.model
         adapter = write_adapter(adapted, folder / "adapter", names=ADAPTED)
         self.adapters = {"adapted": str(adapter)}
@@ -145,7 +151,7 @@ class MethodWorld:
     def cluster_options(self, deployment: Deployment) -> ClusterOptions:
         speculative = (
             f"--speculative={deployment.speculative}",
-            f"--speculative-model={self.method.speculative_model}",
+            f"--speculative-model={self.speculative_model}",
         )
         return ClusterOptions(
             str(self.model),
@@ -173,7 +179,7 @@ class MethodWorld:
             kv_cache_bytes=64 << 20,
             max_num_seqs=1,
             speculation=parse_speculation(deployment.speculative),
-            speculative_model=self.method.speculative_model,
+            speculative_model=self.speculative_model,
         )
         with load_runner(config) as runner:
             memory = runner.kv_memory

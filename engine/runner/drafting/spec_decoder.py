@@ -47,8 +47,6 @@ class SpecDecoder:
         if not request_ids:
             return
         self._lengths.forget(request_ids)
-        if self._has_failed:
-            return
         rows = filter(None, map(self.batch.find_row, request_ids))
         forgotten = {row.request_id: self._draft_row(row, 0) for row in rows}
         try:
@@ -145,6 +143,8 @@ class SpecDecoder:
                 yield request_id, fit
 
     def _note_failure(self, failure: Exception) -> None:
+        if self._has_failed:
+            return
         self._num_failures_in_a_row += 1
         is_last = self._num_failures_in_a_row == MAX_FAILURES_IN_A_ROW
         log.error(

@@ -40,6 +40,7 @@ class Given:
 
     def __init__(self) -> None:
         self.drafts: Drafts | None = None
+        self.forgotten: list[RequestId] = []
 
     def propose(self, rows: Iterable[DraftRow], max_tokens: int) -> Drafts:
         if self.drafts is None:
@@ -47,7 +48,8 @@ class Given:
         return self.drafts
 
     def forget(self, rows: Mapping[RequestId, DraftRow]) -> None:
-        """Do nothing: there is no state."""
+        self.forgotten += rows
+        raise ZeroDivisionError("nothing to forget")
 
 
 def a_row(name: RequestId, block: int) -> PlanRow:
@@ -138,4 +140,7 @@ def test_a_proposer_that_keeps_failing_is_not_asked_any_more(
     proposer.drafts = {A: [SEVEN]}
     assert not spec_decoder.drafts({A: 1}, 8)
     assert not spec_decoder.can_draft(plan)
+    spec_decoder.forget([A])
+    assert proposer.forgotten == [A]  # what it keeps of a request is freed
+    assert caplog.text.count("the proposer of 'ngram' fails") == 2 * MAX_FAILURES_IN_A_ROW - 1
     assert caplog.text.count("drafts no more") == 1
