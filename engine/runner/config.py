@@ -210,7 +210,8 @@ class RunnerConfig:
             "does not change. ngram:K: those that followed the newest ones earlier in the "
             "request's own text; suffix:K: also in past answers of the same cache salt; draft:K: "
             "by the smaller model of --speculative-model; eagle:K, eagle3:K: by the head of that "
-            "folder; mtp:K: by the layer for it in the model's own files, or in that one.",
+            "folder; mtp:K: by the layer for it in the model's own files, or in that one; auto: by "
+            "this layer if the model's files have it, otherwise as suffix:8.",
             BATCHING,
             name="speculative",
             default="",

@@ -30,7 +30,7 @@ from baton.engine.runner.device.cuda import open_device
 from baton.engine.runner.device.device import Device
 from baton.engine.runner.device.graphs import graph_sizes
 from baton.engine.runner.device.warm_up import warm_up
-from baton.engine.runner.drafters import DRAFTERS, open_head
+from baton.engine.runner.drafters import DRAFTERS, choose_speculation, open_head
 from baton.engine.runner.drafting.draft_head import DraftHead, OpenHead
 from baton.engine.runner.drafting.drafter import MakeDrafter
 from baton.engine.runner.families.read_config import read_model_config
@@ -100,7 +100,7 @@ def load_runner(
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     opened = _open(config, make_device, make_parts, source)
-    _, checkpoint, model, dtype, device, kernels, *_ = opened
+    config, checkpoint, model, dtype, device, kernels, *_ = opened
     shape, state, layout = _plan_memory(config, opened.cached_layers, dtype)
     # Everything that can be wrong is found before the weights are loaded, which takes long.
     view = ModelView(str(checkpoint.path), model.vocab_size)
@@ -213,6 +213,7 @@ def _open(
 ) -> _Opened:
     checkpoint = open_checkpoint(config.model, mmproj=config.mmproj)
     model = source.read_config(checkpoint)
+    config = choose_speculation(config, checkpoint, model)
     device, dtype = make_device(config.device), DTYPES[dtype_name(config, model)]
     kernels = make_parts(
         config.kernels,

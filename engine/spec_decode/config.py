@@ -10,6 +10,7 @@ METHODS = ("ngram", "suffix", "draft", "eagle", "eagle3", "mtp")
 # They look drafts up, which often finds nothing; the others compute them.
 LOOK_UP_METHODS = frozenset({"ngram", "suffix"})
 MAX_PROPOSED_TOKENS = 32
+AUTO = "auto"  # a method that is chosen when the model is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class Speculation:
     # With more rows, a step takes longer in proportion to its tokens: nothing is proposed, and the
     # time of passes is not measured.
     max_rows: int = 16
-    method: str = "ngram"  # one of METHODS
+    method: str = "ngram"  # one of METHODS, or AUTO
     is_adaptive: bool = True  # draft what pays off; False: always as many tokens as there can be
 
     @property
@@ -45,18 +46,20 @@ class Speculation:
 
 
 def parse_speculation(written: str) -> Speculation | None:
-    """Parse `ngram:5` or `ngram:5:fixed`; of an empty text or `none`, return None.
+    """Parse `ngram:5`, `ngram:5:fixed` or `auto`; of an empty text or `none`, return None.
 
     Raises InvalidConfig.
     """
     if written in ("", "none"):
         return None
+    if written == AUTO:
+        return Speculation(MAX_PROPOSED_TOKENS, method=AUTO)
     method, _, rest = written.partition(":")
     number, colon, ending = rest.partition(":")
     is_number = number.isascii() and number.isdigit()
     if method not in METHODS or not is_number or ending != ("fixed" if colon else ""):
         raise InvalidConfig(
             f"--speculative {written!r}: write it like suffix:5, with the tokens to propose at "
-            "once, or suffix:5:fixed to propose as many whatever it costs"
+            "once, suffix:5:fixed to propose as many whatever it costs, or auto"
         )
     return Speculation(int(number), method=method, is_adaptive=not colon)

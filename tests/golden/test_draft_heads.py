@@ -27,7 +27,7 @@ from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.runner.sampling.randomness import draw_keys, exponential_numbers
 from baton.engine.scheduler.config import SchedulerConfig
-from baton.engine.spec_decode.config import Speculation
+from baton.engine.spec_decode.config import Speculation, parse_speculation
 from baton.engine.spec_decode.proposer import DraftRow, Drafts, Proposer
 from tests.golden import test_gguf_conversions
 from tests.golden.test_demo_model import UNSEEN
@@ -262,6 +262,22 @@ def test_the_quantized_layer_of_a_gguf_file_drafts(tmp_path: Path) -> None:
 
     assert_alike(answers(replace(config, speculation=None), requests), drafted)
     assert sum(got.num_accepted for got in drafted) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen"), [("glm4-moe", "mtp:3"), ("qwen3.5", "mtp:2"), ("llama", "suffix:8")]
+)
+def test_auto_drafts_by_the_layer_of_the_model_if_there_is_one(
+    name: str, chosen: str, model_folder: FolderOf, tmp_path: Path
+) -> None:
+    model = model_folder(name) if name == "llama" else tmp_path / "model"
+    if name != "llama":
+        make_mtp_folder(model, FAMILY_VARIANTS[name], num_layers=2)
+
+    with load_runner(
+        replace(config_of(model, None), speculation=parse_speculation("auto"))
+    ) as found:
+        assert found.speculation == parse_speculation(chosen)
 
 
 def check_drafts(config: RunnerConfig, expected: Callable[..., list[int]]) -> None:

@@ -93,6 +93,16 @@ def open_mtp(config: RunnerConfig, checkpoint: Checkpoint, target: ModelConfig) 
     return OpenHead(extended, [attention], load, has_folder=separate is not None)
 
 
+def has_mtp(checkpoint: Checkpoint, target: ModelConfig) -> bool:
+    """Return whether the model's files have a layer that Baton reads."""
+    with checkpoint.open_tensors() as files:
+        try:
+            find_names(target, files.shapes(), checkpoint.path)
+        except InvalidConfig:
+            return False
+    return True
+
+
 def find_names(target: ModelConfig, found: Mapping[str, Shape], path: Path) -> MtpNames:
     """Return the names that the files use, with whole prefixes. Raises InvalidConfig."""
     fill = {"model": TensorMap(target, found).prefix, "num_layers": target.num_layers}

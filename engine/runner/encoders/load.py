@@ -30,6 +30,7 @@ from baton.engine.runner.model_info import LoadProgressCallback, ModelInfo
 from baton.engine.runner.pooling.choose import choose_pooling
 from baton.engine.runner.sampling.logits_processors import versions
 from baton.engine.runner.weights.open_weights import open_weights
+from baton.engine.spec_decode.config import AUTO
 
 
 def load_encoder(
@@ -86,7 +87,8 @@ def _check_settings(config: RunnerConfig, model: EncoderConfig) -> None:
     cause = f"{model.architecture} is an encoder"
     check(config.device == "cpu", f"{cause}: --device must be cpu with it, not {config.device!r}")
     check(config.kernels != "triton", f"{cause}: it has no kernels in Triton")
-    check(config.speculation is None, f"{cause}: it generates nothing that could be speculated")
+    is_open = config.speculation is None or config.speculation.method == AUTO
+    check(is_open, f"{cause}: it generates nothing that could be speculated")
     check_exclusions({Feature.ADAPTERS: config.max_loras, Feature.NO_ADAPTABLE_LAYERS: True})
     check(config.kv_cache_dtype == "auto", f"{cause}: it has no KV cache for --kv-cache-dtype")
 

@@ -250,6 +250,7 @@ def test_speculation_settings_are_parsed() -> None:
     assert parse_speculation("ngram:5") == Speculation(num_tokens=5)
     assert parse_speculation("suffix:5") == Speculation(num_tokens=5, method="suffix")
     assert parse_speculation("mtp:2:fixed") == Speculation(2, method="mtp", is_adaptive=False)
+    assert parse_speculation("auto") == Speculation(32, method="auto")
     assert parse_speculation("") is None
     assert parse_speculation("none") is None
 
