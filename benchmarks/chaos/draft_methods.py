@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.chaos.benchmark import ChaosBench
+from benchmarks.chaos.cluster_config import ChaosClusterConfig
 
 DEMO, EAGLE3 = "models/demo", "models/demo-eagle3"
 
@@ -34,15 +35,20 @@ METHODS = (
 
 @contextmanager
 def with_each_method(bench: ChaosBench) -> Iterator[list[ChaosBench]]:
-    """Yield a run for each method, which together take as long as `bench`."""
-    duration_s = bench.script.duration_s / len(METHODS)
-    script = replace(bench.script, duration_s=duration_s)
+    """Yield a run for each method, each with a seed of its own, as long as `bench` together."""
+    script = replace(bench.script, duration_s=bench.script.duration_s / len(METHODS))
     with TemporaryDirectory() as folder:
-        yield [_with(method, replace(bench, script=script), Path(folder)) for method in METHODS]
+        yield [
+            replace(
+                bench,
+                setting=_with(method, bench.setting, Path(folder)),
+                script=replace(script, seed=script.seed + number),
+            )
+            for number, method in enumerate(METHODS)
+        ]
 
 
-def _with(method: DraftMethod, bench: ChaosBench, folder: Path) -> ChaosBench:
-    setting = bench.setting
+def _with(method: DraftMethod, setting: ChaosClusterConfig, folder: Path) -> ChaosClusterConfig:
     arguments = (
         *setting.node_arguments,
         f"--kv-cache-memory={method.kv_cache_memory}",
@@ -50,7 +56,7 @@ def _with(method: DraftMethod, bench: ChaosBench, folder: Path) -> ChaosBench:
         f"--speculative-model={method.speculative_model}",
     )
     model = _make_mtp_model(method.mtp_variant, folder) if method.mtp_variant else DEMO
-    return replace(bench, setting=replace(setting, model=model, node_arguments=arguments))
+    return replace(setting, model=model, node_arguments=arguments)
 
 
 def _make_mtp_model(name: str, folder: Path) -> str:
