@@ -339,15 +339,17 @@ def test_answers_are_those_without_drafts(
 
 
 @pytest.mark.skipif(not kernels_by_variant(), reason="no C++ compiler here")
-@pytest.mark.parametrize("name", ["llama-bf16", "qwen3-bf16"])
+@pytest.mark.parametrize(
+    ("name", "quantize"), [("llama-bf16", "none"), ("llama-bf16", "int4"), ("qwen3-bf16", "none")]
+)
 def test_with_native_kernels_logprobs_are_bitwise_equal(
-    name: str, config_with_head: ConfigWithHead, model_folder: FolderOf
+    name: str, quantize: str, config_with_head: ConfigWithHead, model_folder: FolderOf
 ) -> None:
     model, requests = model_folder(name), specs_of(REQUESTED["seeded"])
 
-    drafted = answers(config_with_head(model), requests)
+    drafted = answers(replace(config_with_head(model), quantize=quantize), requests)
 
-    plain = answers(config_of(model, None), requests)
+    plain = answers(replace(config_of(model, None), quantize=quantize), requests)
     assert [got.logprobs for got in drafted] == [got.logprobs for got in plain]
     assert sum(got.num_accepted for got in drafted) > 0
 

@@ -15,6 +15,7 @@ from baton.checkpoint.weight_files import FLOATS
 from baton.core.errors import InvalidConfig, ModelError
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.draft_heads.eagle_config import HeadConfig, read_head_config
+from baton.engine.runner.draft_heads.head_target import quantized_with
 from baton.engine.runner.draft_heads.layer_head import LayerHead, PartialHead
 from baton.engine.runner.draft_heads.shared_cache import share_cache
 from baton.engine.runner.draft_heads.taps import JoinedTaps, Taps, tap_layers
@@ -48,9 +49,10 @@ def open_eagle(config: RunnerConfig, _: Checkpoint, target: ModelConfig) -> Open
     model, extended = share_cache(head.model, target)
     head = replace(head, model=model)
 
-    def load(_: Tensors, decoder: Decoder, load_target: LoadTarget) -> DraftHead:
+    def load(model_files: Tensors, decoder: Decoder, load_target: LoadTarget) -> DraftHead:
+        own_target = quantized_with(model_files, load_target)
         with checkpoint.open_tensors() as files:
-            return _HeadLoader(head, files, target, decoder, load_target).load()
+            return _HeadLoader(head, files, target, decoder, own_target).load()
 
     attention = layer_attention(model, 0, model.cache_places[0])
     return OpenHead(extended, [attention], load, has_folder=True)
@@ -82,9 +84,7 @@ class _HeadLoader:
         if OFFSETS in self._names:
             expected[OFFSETS] = Expected((config.num_draft_tokens,), INTEGERS)
         files.check(expected, lambda name: name in ignored)
-        # Quantizing so small a part would save little, and cost drafts.
-        plain = replace(load_target, quantize="none", cached=None)
-        self._loader = TensorLoader(shapes, files, plain, None, norm=config.model.norm)
+        self._loader = TensorLoader(shapes, files, load_target, None, norm=config.model.norm)
 
     def load(self) -> LayerHead:
         config, names = self._config, self._config.names
@@ -158,7 +158,7 @@ class _HeadLoader:
         return self._linear([f"{self._layer}{name}" for name in names])
 
     def _linear(self, names: Sequence[str]) -> Linear:
-        return self._loader.linear(names, self._have_bias(names), keeps_dtype=True)
+        return self._loader.linear(names, self._have_bias(names))
 
     def _have_bias(self, names: Sequence[str]) -> bool:
         return any(f"{name}.bias" in self._names for name in names)

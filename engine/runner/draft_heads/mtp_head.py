@@ -15,6 +15,7 @@ from baton.checkpoint.hub import open_checkpoint
 from baton.checkpoint.weight_files import FLOATS
 from baton.core.errors import InvalidConfig
 from baton.engine.runner.config import RunnerConfig
+from baton.engine.runner.draft_heads.head_target import quantized_with
 from baton.engine.runner.draft_heads.layer_head import LayerHead
 from baton.engine.runner.drafting.draft_head import DraftHead, OpenHead
 from baton.engine.runner.families.table import FAMILIES
@@ -84,6 +85,7 @@ def open_mtp(config: RunnerConfig, checkpoint: Checkpoint, target: ModelConfig) 
     extended = extend_by_mtp(target)
 
     def load(files: Tensors, decoder: Decoder, load_target: LoadTarget) -> DraftHead:
+        load_target = quantized_with(files, load_target)
         if separate is None:
             return load_mtp_head(extended, names, files, decoder, load_target)
         with separate.open_tensors() as own:
@@ -130,10 +132,8 @@ def load_mtp_head(
     if extended.quantization is None:
         expected = {name: Expected(shape, FLOATS) for name, shape in shapes.items()}
         files.check(expected, lambda name: name not in expected)
-    # Quantizing one layer would save little, and cost drafts.
-    plain = replace(target, quantize="none", cached=None)
     loader = TensorLoader(
-        shapes, files, plain, None, norm=extended.norm, quantization=extended.quantization
+        shapes, files, target, None, norm=extended.norm, quantization=extended.quantization
     )
     layer = load_layer(tensors, loader, index)
     alone = replace(
@@ -150,7 +150,7 @@ def load_mtp_head(
         embed=decoder.embed,
         embedding_norm=embedding_norm,
         state_norm=state_norm,
-        projection=loader.linear([projection], has_bias=False, keeps_dtype=True),
+        projection=loader.linear([projection], has_bias=False),
         layer=target.parts.make_layers(alone, [layer])[0],
         norm=norm,
         head=decoder.logits,
