@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from baton.checkpoint.checkpoint import Checkpoint
 from baton.core.errors import InvalidConfig
@@ -30,19 +31,24 @@ DRAFTERS: Mapping[str, MakeDrafter] = {
     "eagle3": make_head_drafter,
     "mtp": make_head_drafter,
 }
-# Called before the weights of the model are loaded.
-HEADS: Mapping[str, Callable[[RunnerConfig, Checkpoint, ModelConfig], OpenHead]] = {
-    "draft": open_draft_model,
-    "eagle": open_eagle,
-    "eagle3": open_eagle,
-    "mtp": open_mtp,
+
+
+class HeadMethod(NamedTuple):
+    """Opens a head before the weights of the model are loaded."""
+
+    open: Callable[[RunnerConfig, Checkpoint, ModelConfig], OpenHead]
+    # Whether a model's own files have all that the method needs: then `auto` chooses it.
+    has_all: Callable[[Checkpoint, ModelConfig], bool] = lambda *_: False
+
+
+HEADS: Mapping[str, HeadMethod] = {
+    "draft": HeadMethod(open_draft_model),
+    "eagle": HeadMethod(open_eagle),
+    "eagle3": HeadMethod(open_eagle),
+    "mtp": HeadMethod(open_mtp, has_mtp),
 }
-
-
-# What `auto` stands for: with a layer for it in the model's files, and without.
-WITH_MTP = Speculation(3, method="mtp")
-WITH_MTP_AND_STATES = Speculation(2, method="mtp")  # each draft takes memory for a state
-WITHOUT = Speculation(8, method="suffix")
+NUM_DRAFTED, NUM_DRAFTED_WITH_STATES = 3, 2  # each draft takes memory for a recurrent state
+OTHERWISE = Speculation(8, method="suffix")
 
 
 def choose_speculation(
@@ -51,9 +57,11 @@ def choose_speculation(
     """Return the settings with a method that suits the model, if they leave it open."""
     if config.speculation is None or config.speculation.method != AUTO:
         return config
-    chosen = WITHOUT
-    if model.architecture in FAMILIES and has_mtp(checkpoint, model):
-        chosen = WITH_MTP if model.recurrent is None else WITH_MTP_AND_STATES
+    number = NUM_DRAFTED if model.recurrent is None else NUM_DRAFTED_WITH_STATES
+    chosen = OTHERWISE
+    for method, head in HEADS.items():
+        if model.architecture in FAMILIES and head.has_all(checkpoint, model):
+            chosen = Speculation(number, method=method)
     log.info("--speculative auto: drafting by %s:%d", chosen.method, chosen.num_tokens)
     return replace(config, speculation=chosen)
 
@@ -61,7 +69,7 @@ def choose_speculation(
 def open_head(config: RunnerConfig, checkpoint: Checkpoint, target: ModelConfig) -> OpenHead | None:
     """Return the head that the settings name, or None. Raises ModelError and InvalidConfig."""
     method = None if config.speculation is None else HEADS.get(config.speculation.method)
-    head = None if method is None else method(config, checkpoint, target)
+    head = None if method is None else method.open(config, checkpoint, target)
     if config.speculative_model and (head is None or not head.has_folder):
         raise InvalidConfig(
             f"--speculative-model {config.speculative_model} needs --speculative with a method "
