@@ -21,6 +21,7 @@ from baton.core.sampling import SamplingParams
 from baton.engine.config import EngineOptions
 from baton.engine.core import EngineCore
 from baton.engine.factory import build_engine
+from baton.engine.runner.draft_heads.head_drafter import HeadDrafter
 from baton.engine.runner.drafters import DRAFTERS
 from baton.engine.runner.drafting.drafter import Drafter, DrafterParts
 from baton.engine.runner.load import RunnerConfig, load_runner
@@ -527,6 +528,19 @@ def test_an_answer_without_drafts_leaves_the_kv_of_the_head_in_full_blocks(
     assert num_hit >= 80
     assert hit.token_ids == computed.token_ids
     assert hit.num_accepted == computed.num_accepted > 0
+
+
+def test_a_head_that_fails_on_answers_costs_only_drafts(
+    config_with_head: ConfigWithHead, model_folder: FolderOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("the head fails")
+
+    model, requests = model_folder("llama"), specs_of(REQUESTED["seeded"])
+    plain = answers(config_of(model, None), requests)
+    monkeypatch.setattr(HeadDrafter, "catch_up", fail)
+
+    assert_alike(plain, answers(config_with_head(model), requests))
 
 
 def test_a_prediction_is_drafted_before_the_head_is_asked(

@@ -12,6 +12,7 @@ temperature.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -35,7 +36,7 @@ from baton.engine.spec_decode.predictions_first import PredictionsFirst
 from baton.engine.spec_decode.proposer import DraftRow, Drafts
 from baton.engine.spec_decode.suffix_proposer import SuffixProposer
 
-Place = tuple[int, int]  # slot of a row, and the length of its sequence up to a token
+log = logging.getLogger(__name__)
 
 
 class HeadDrafter:
@@ -145,6 +146,14 @@ class HeadDrafter:
         return self._head.forward(begun.token_ids, states, begun.positions, forward_pass)
 
     # --- between passes -------------------------------------------------------------
+
+    def complete_blocks(self, request_ids: Iterable[RequestId]) -> None:
+        """Compute the layers for answers that have filled a block. A failure costs only drafts."""
+        try:
+            with torch.inference_mode():
+                self.catch_up(request_ids)
+        except Exception as failure:
+            log.error("the draft head fails: later drafts will be worse", exc_info=failure)
 
     def catch_up(self, request_ids: Iterable[RequestId], *, is_to_draft: bool = False) -> None:
         """Compute the layers for tokens of answers that wait for it.
@@ -357,8 +366,7 @@ class DraftHeadPass:
             if self.drafter.note_answer(run, num_accepted, states):
                 full.append(request_id)
         if full:
-            with torch.inference_mode():
-                self.drafter.catch_up(full)
+            self.drafter.complete_blocks(full)
 
 
 def _is_of_answer(run: TokenRun) -> bool:
