@@ -25,6 +25,7 @@ from baton.engine.runner.model.layers import DecoderLayer
 from baton.engine.runner.model.linear import Linear, Mlp, Moe, Router
 from baton.engine.runner.model.ops import Norm, Ops
 from baton.engine.runner.model.per_layer import PerLayerInputs, extend_layers
+from baton.engine.runner.model.rank_group import RankGroup, SummedLinear
 from baton.engine.runner.model.rope import head_order, repeat_order
 from baton.engine.runner.model_info import LoadProgressCallback
 from baton.engine.runner.weights.latent_loading import LatentLoader
@@ -59,7 +60,8 @@ def load_decoder(
         loaded_elsewhere=tensors.names.sinks,  # with the attention
     )
     embedding = loader.embedding(tensors.embedding)
-    layers = [load_layer(tensors, loader, index) for index in range(config.num_layers)]
+    group = target.group
+    layers = [load_layer(tensors, loader, index, group) for index in range(config.num_layers)]
     norm = loader.norm(f"{tensors.prefix}{tensors.names.norm}")
     head = embedding if config.ties_embeddings else loader.embedding(tensors.head)
     parts = target.parts
@@ -134,14 +136,19 @@ def layer_attention(config: ModelConfig, index: int, place: LayerPlace) -> Layer
     )
 
 
-def load_layer(tensors: TensorMap, loader: TensorLoader, index: int) -> Layer:
-    return _LayerLoader(tensors, loader, index).load()
+def load_layer(
+    tensors: TensorMap, loader: TensorLoader, index: int, group: RankGroup | None = None
+) -> Layer:
+    return _LayerLoader(tensors, loader, index, group).load()
 
 
 class _LayerLoader:
     """Loads one layer."""
 
-    def __init__(self, tensors: TensorMap, loader: TensorLoader, index: int) -> None:
+    def __init__(
+        self, tensors: TensorMap, loader: TensorLoader, index: int, group: RankGroup | None
+    ) -> None:
+        self._group = group
         self._tensors = tensors
         self._names = tensors.names
         self._config = tensors.config.of_layer(index)
@@ -166,7 +173,7 @@ class _LayerLoader:
             qkv=qkv,
             q_norm=q_norm,
             k_norm=k_norm,
-            output=self._linear([output], config.has_output_bias and recurrent is None),
+            output=self._summed(output, config.has_output_bias and recurrent is None),
             attention_norm=self._norm(names.attention_norm),
             mlp_norm=self._norm("" if layer.has_parallel_experts else mlp_norm),
             mlp=self._any_mlp(layer) if layer.has_mlp else None,
@@ -264,9 +271,15 @@ class _LayerLoader:
 
     def _mlp(self, gate_up: Sequence[str], down: str) -> Mlp:
         has_bias = self._config.has_mlp_bias
-        return Mlp(
-            self._linear(gate_up, has_bias), self._linear([down], has_bias, is_sensitive=True)
-        )
+        return Mlp(self._linear(gate_up, has_bias), self._summed(down, has_bias, is_sensitive=True))
+
+    def _summed(self, name: str, has_bias: bool, *, is_sensitive: bool = False) -> Linear:
+        """Load a linear layer of which each rank has some columns, and the first one the bias."""
+        if self._group is None:
+            return self._linear([name], has_bias, is_sensitive=is_sensitive)
+        has_bias = has_bias and self._group.shard.rank == 0
+        part = self._linear([name], has_bias, is_sensitive=is_sensitive)
+        return SummedLinear(part, self._group)
 
     def _moe(self) -> Moe:
         moe, names = self._config.moe, self._names.experts

@@ -21,6 +21,7 @@ from baton.engine.runner.model.layers import DecoderLayer
 from baton.engine.runner.model.linear import HeadLinears, Linear, Moe
 from baton.engine.runner.model.ops import Norm, Ops
 from baton.engine.runner.model.quantization import Quantization
+from baton.engine.runner.model.rank_group import RankGroup
 from baton.engine.runner.model_info import LoadProgress, LoadProgressCallback
 from baton.engine.runner.weights.packed import (
     MARKERS,
@@ -73,6 +74,7 @@ class LoadTarget:
     quantize: str = "none"
     cached: CachedWeights | None = None  # packed matrices, if the parts pack them
     importance: Mapping[str, Tensor] = field(default_factory=dict)  # of columns, by matrix
+    group: RankGroup | None = None  # of the ranks that share the model
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,120 @@
+"""Shards of a decoder: ranks that compute a part of each layer give what the whole one gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from threading import Barrier
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from baton.checkpoint.safetensors_folder import SafetensorsFolder
+from baton.checkpoint.weight_files import WeightFiles
+from baton.core.errors import InvalidConfig
+from baton.engine.runner.attention.kv_tensor import KvShape
+from baton.engine.runner.families.read_config import read_model_config
+from baton.engine.runner.kernels.choose import TORCH
+from baton.engine.runner.model.mixers import ForwardPass
+from baton.engine.runner.model.pass_layout import PassLayout
+from baton.engine.runner.model.rank_group import RankGroup, Shard
+from baton.engine.runner.model.rope import Ropes
+from baton.engine.runner.weights.decoder_loading import attention_of, load_decoder
+from baton.engine.runner.weights.shards import ShardedTensors, shard_config
+from baton.engine.runner.weights.tensor_loading import LoadTarget
+from tests.support.families import FAMILY_VARIANTS
+from tests.support.models import VARIANTS, make_model_folder
+
+CPU = torch.device("cpu")
+NUM_RANKS = 2
+TOKEN_IDS = torch.arange(5, 16)
+
+
+class Threads:
+    """Ranks that are threads of this process."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.tensors: list[Tensor] = [torch.empty(0)] * size
+        self.barrier = Barrier(size)
+
+    def exchange(self, rank: int, tensor: Tensor) -> list[Tensor]:
+        self.tensors[rank] = tensor
+        self.barrier.wait()
+        found = list(self.tensors)
+        self.barrier.wait()
+        return found
+
+
+class ThreadGroup:
+    """Implements `RankGroup`."""
+
+    def __init__(self, threads: Threads, rank: int) -> None:
+        self.threads = threads
+        self.shard = Shard(rank, threads.size)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return torch.stack(self.threads.exchange(self.shard.rank, tensor)).sum(dim=0)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return torch.cat(self.threads.exchange(self.shard.rank, tensor), dim=1)
+
+
+def logits_of(folder: Path, group: RankGroup | None = None) -> Tensor:
+    config = read_model_config(SafetensorsFolder(folder))
+    with WeightFiles(folder) as whole:
+        files = whole if group is None else ShardedTensors.of(config, whole, group.shard)
+        config = config if group is None else shard_config(config, group.shard)
+        target = LoadTarget(torch.float32, CPU, TORCH, group=group)
+        decoder, layers = load_decoder(config, files, target), attention_of(config, files, CPU)
+    size, positions = len(TOKEN_IDS), np.arange(len(TOKEN_IDS))
+    num_groups = len(config.kv_groups())
+    layout = PassLayout(
+        num_queries=np.array([size]),
+        context_lens=np.array([size]),
+        block_tables=np.arange(num_groups).reshape(num_groups, 1, 1),
+        positions=positions,
+        write_blocks=np.arange(num_groups)[:, None].repeat(size, 1),
+        write_offsets=positions,
+    )
+    kv = KvShape.of(config, 16, torch.float32).allocate(num_groups, CPU)
+    angles = Ropes(config, CPU, torch.float32).angles(torch.from_numpy(positions), None, size)
+    forward_pass = ForwardPass(angles, TORCH.make_attention(kv, layers).begin(layout))
+    with torch.inference_mode():
+        return decoder.logits(decoder.forward(TOKEN_IDS, forward_pass, None))
+
+
+def in_each_rank(compute: Callable[[RankGroup], Tensor]) -> list[Tensor]:
+    threads = Threads(NUM_RANKS)
+    with ThreadPoolExecutor(NUM_RANKS) as pool:
+        return list(pool.map(compute, [ThreadGroup(threads, rank) for rank in range(NUM_RANKS)]))
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-mha-biased-sharded", "qwen3", "gemma3"])
+def test_two_ranks_together_compute_the_logits_of_the_whole_model(
+    name: str, tmp_path: Path
+) -> None:
+    variant = {**VARIANTS, **FAMILY_VARIANTS}[name]
+    folder = make_model_folder(tmp_path, replace(variant, dtype="float32"))
+
+    found = in_each_rank(lambda group: logits_of(folder, group))
+
+    expected = logits_of(folder)
+    assert all(torch.allclose(each, expected, atol=1e-4, rtol=1e-4) for each in found)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [("olmo2", "cannot be divided among ranks"), ("llama-tied-mqa", "1 KV heads")],
+)
+def test_a_model_that_cannot_be_divided_is_refused(name: str, fault: str, tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path, {**VARIANTS, **FAMILY_VARIANTS}[name])
+    config = read_model_config(SafetensorsFolder(folder))
+
+    with pytest.raises(InvalidConfig, match=fault):
+        shard_config(config, Shard(0, NUM_RANKS))
