@@ -21,8 +21,7 @@ from baton.engine.runner.loaded_runner import LoadedRunner, has_kv_cache
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.validation import max_sequence_length
 from baton.engine.structured_output.compiler import GrammarCompiler
-from baton.kv_transfer.driver import ExternalDriver, KvDriver
-from baton.kv_transfer.foreign.driver import ForeignDriver
+from baton.kv_transfer.driver import ExternalDriver, ForeignDriver, KvDriver
 from baton.kv_transfer.layout import KvLayout
 from baton.kv_transfer.pairs import Identity
 from baton.kv_transfer.protocol.messages import Fingerprint

@@ -17,8 +17,8 @@ from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.core.errors import InvalidConfig
 from baton.core.media import DIGEST_BYTES, Picture
 from baton.engine.runner.kernels.choose import choose_parts
-from baton.engine.runner.vision.load import load_tower
 from baton.engine.runner.vision.read_config import read_vision_config
+from baton.engine.runner.vision.unloaded_tower import load_tower
 from baton.engine.runner.weights.tensor_loading import LoadTarget
 
 TEXT = {

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from baton.core.errors import InvalidRequest
+from baton.core.fair_queue import FairQueue
 from baton.core.structured_outputs import FIELD, StructuredOutputs
-from baton.engine.structured_output.blocking_queue import BlockingFairQueue
 from baton.engine.structured_output.compiler_errors import TemporaryRefusal
-from baton.engine.structured_output.grammar_cache import GrammarCache
 
 NUM_THREADS = 2
 MAX_CACHED_GRAMMARS = 64
@@ -23,7 +23,8 @@ STACK_BYTES = 128 << 20  # address space: only touched pages take memory
 log = logging.getLogger(__name__)
 
 Compiled = TypeVar("Compiled")
-_Jobs = BlockingFairQueue[StructuredOutputs]
+Value = TypeVar("Value")
+Item = TypeVar("Item")
 
 
 class GrammarCompiler(Generic[Compiled]):
@@ -47,8 +48,8 @@ class GrammarCompiler(Generic[Compiled]):
         ] = {}
         self._running: set[StructuredOutputs] = set()
         self._lock = threading.Lock()  # guards the caches, the callbacks and what is running
-        self._jobs: _Jobs = BlockingFairQueue()
-        self._large_jobs: _Jobs = BlockingFairQueue()
+        self._jobs = BlockingFairQueue[StructuredOutputs]()
+        self._large_jobs = BlockingFairQueue[StructuredOutputs]()
         self._threads = [
             threading.Thread(target=self._work, args=(self._jobs,), name=f"grammars-{number}")
             for number in range(num_threads)
@@ -111,7 +112,7 @@ class GrammarCompiler(Generic[Compiled]):
             if not callbacks:
                 self._callbacks.pop(params, None)
 
-    def _work(self, jobs: _Jobs) -> None:
+    def _work(self, jobs: BlockingFairQueue[StructuredOutputs]) -> None:
         while (params := jobs.get()) is not None:
             with self._lock:
                 is_needed = params in self._callbacks and params not in self._running
@@ -148,3 +149,56 @@ class GrammarCompiler(Generic[Compiled]):
 def _copy(refusal: InvalidRequest) -> InvalidRequest:
     """Return a refusal without a traceback, which would keep what the compilation used."""
     return InvalidRequest(str(refusal), refusal.field)
+
+
+class GrammarCache(Generic[Value]):
+    """Evicts the least recently used grammars beyond a number, and beyond characters in all."""
+
+    def __init__(self, max_grammars: int, max_characters: int) -> None:
+        self._max_grammars = max_grammars
+        self._max_characters = max_characters
+        self._values: OrderedDict[StructuredOutputs, Value] = OrderedDict()
+        self._num_characters = 0
+
+    def get(self, params: StructuredOutputs) -> Value | None:
+        value = self._values.get(params)
+        if value is not None:
+            self._values.move_to_end(params)
+        return value
+
+    def add(self, params: StructuredOutputs, value: Value) -> None:
+        """Add a grammar that is not in the cache."""
+        self._values[params] = value
+        self._num_characters += len(params.text)
+        while len(self._values) > self._max_grammars or (
+            self._num_characters > self._max_characters
+        ):
+            oldest, _ = self._values.popitem(last=False)
+            self._num_characters -= len(oldest.text)
+
+
+class BlockingFairQueue(Generic[Item]):
+    """Items of a client are in order; clients with items take turns."""
+
+    def __init__(self) -> None:
+        self._queue = FairQueue[str, Item]()
+        self._changed = threading.Condition()
+        self._is_closed = False
+
+    def put(self, client: str, item: Item) -> None:
+        with self._changed:
+            self._queue.add(client, item)
+            self._changed.notify()
+
+    def get(self) -> Item | None:
+        """Wait for an item and remove it. Returns None once the queue is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue.has_any() or self._is_closed)
+            return None if self._is_closed else self._queue.take()
+
+    def close(self) -> None:
+        """Drop the items, and let all threads that wait return."""
+        with self._changed:
+            self._queue.clear()
+            self._is_closed = True
+            self._changed.notify_all()

@@ -8,17 +8,14 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
 from baton.router.doors.error_formats import errors_of
-from baton.router.doors.messages import descriptions as messages
-from baton.router.doors.messages.routes import messages_routes
-from baton.router.doors.openai import descriptions as openai
-from baton.router.doors.openai.routes import openai_routes
-from baton.router.doors.responses import descriptions as responses
-from baton.router.doors.responses.routes import RESPONSES, responses_routes
+from baton.router.doors.messages import routes as messages
+from baton.router.doors.openai import routes as openai
+from baton.router.doors.responses import routes as responses
 from baton.router.doors.unserved import handle_http_exception
 from baton.router.http.app import Probes, Scrape, asgi_app
 from baton.router.http.bodies import Bodies
 from baton.router.http.config import NO_CORS, CorsConfig
-from baton.router.http.documentation import documentation
+from baton.router.http.openapi import documentation
 from baton.router.orders.adapter_updates import AdapterUpdates
 from baton.router.orders.node_orders import NodeOrders
 from baton.router.pipeline import Pipeline
@@ -28,10 +25,10 @@ from baton.rpc.security.token import AcceptedTokens
 from baton.rpc.security.token_gate import ignore_refusal
 
 DESCRIPTIONS = {**openai.DESCRIPTIONS, **messages.DESCRIPTIONS, **responses.DESCRIPTIONS}
-WEBSOCKET_PATHS: tuple[str, ...] = (RESPONSES,)
+WEBSOCKET_PATHS: tuple[str, ...] = (responses.RESPONSES,)
 
 Door = Callable[[Pipeline, RequestScopes, Bodies], Sequence[BaseRoute]]
-DOORS: tuple[Door, ...] = (messages_routes, responses_routes)  # beside OpenAI's
+DOORS: tuple[Door, ...] = (messages.messages_routes, responses.responses_routes)  # beside OpenAI's
 
 
 def http_app(
@@ -50,7 +47,9 @@ def http_app(
 ) -> ASGIApp:
     bodies = Bodies(pipeline.table, pipeline.byte_budget)
     routes: list[BaseRoute] = [
-        *openai_routes(pipeline, scopes, bodies, orders, adapters, embed_truncate=embed_truncate),
+        *openai.openai_routes(
+            pipeline, scopes, bodies, orders, adapters, embed_truncate=embed_truncate
+        ),
         *(route for door in doors for route in door(pipeline, scopes, bodies)),
         *Probes(health, pipeline, scrape).routes,
     ]

@@ -1,4 +1,4 @@
-"""OpenAPI document of the HTTP APIs, and a page that shows it. Pure."""
+"""OpenAPI document of the HTTP APIs, and a page that shows it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
-from starlette.routing import Route
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import BaseRoute, Route
 
 from baton.router.http.json_encoding import Json
 
@@ -27,7 +29,23 @@ class Described:
     bodies: Sequence[type[BaseModel]] = ()
 
 
-def openapi_document(
+def documentation(
+    routes: Sequence[BaseRoute], described: Mapping[str, Described], *, has_tokens: bool
+) -> list[Route]:
+    """Return routes that document `routes`. OpenAPI describes HTTP alone, without WebSocket."""
+    over_http = [route for route in routes if isinstance(route, Route)]
+    document = _document(over_http, described, has_tokens=has_tokens)
+
+    async def show_document(_request: Request) -> Response:
+        return JSONResponse(document)
+
+    async def show_page(_request: Request) -> Response:
+        return HTMLResponse(_page(document))
+
+    return [Route(DOCUMENT, show_document), Route(PAGE, show_page)]
+
+
+def _document(
     routes: Sequence[Route], described: Mapping[str, Described], *, has_tokens: bool
 ) -> Json:
     """Return the document. Paths without a description are listed by their methods alone."""
@@ -54,7 +72,7 @@ def openapi_document(
     return document
 
 
-def openapi_page(document: Json) -> str:
+def _page(document: Json) -> str:
     """Return an HTML page, without scripts, that lists paths and the fields of bodies."""
     parts = ["<!doctype html><meta charset=utf-8><title>Baton</title>", f"<style>{STYLE}</style>"]
     parts.append(f'<h1>Baton</h1><p>As JSON: <a href="{DOCUMENT}">{DOCUMENT}</a></p>')

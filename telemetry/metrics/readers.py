@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from functools import partial
+from socketserver import ThreadingMixIn
+from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry
 
 from baton.core.errors import InvalidConfig
-from baton.telemetry.metrics.instruments import Read, ScrapeCollector
-from baton.telemetry.metrics.server import metrics_server
+from baton.telemetry.metrics.instruments import Read, ScrapeCollector, exposition
 from baton.telemetry.options import TelemetryOptions
 from baton.telemetry.resource import Process
 from baton.telemetry.tracing.outlet import ExportFailed
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
 
 WARNING_INTERVAL_S = 60.0
 MAX_CLOSE_S = 6.0
+MAX_CONNECTIONS = 16  # of the endpoint
+SILENCE_S = 5.0  # timeout of a connection
+ACCEPT_RETRY_S = 0.1
 
 log = logging.getLogger(__name__)
 
@@ -99,3 +105,56 @@ def _send_until(is_closing: threading.Event, every_s: float, exporter: OtlpMetri
             if warned_s is None or now - warned_s >= WARNING_INTERVAL_S:
                 warned_s = now
                 log.warning("metrics could not be exported: %s", failure)
+
+
+def metrics_server(registry: CollectorRegistry, host: str, port: int) -> WSGIServer:
+    """Return a listening server that does not serve yet. Raises OSError."""
+    server = MetricsServer((host, port), MetricsRequestHandler)
+    server.set_app(partial(_answer, registry))
+    return server
+
+
+def _answer(
+    registry: CollectorRegistry, environ: dict[str, Any], start_response: Any
+) -> list[bytes]:
+    body, content_type = exposition(registry, environ.get("HTTP_ACCEPT", ""))
+    start_response("200 OK", [("Content-Type", content_type)])
+    return [body]
+
+
+class MetricsRequestHandler(WSGIRequestHandler):
+    timeout = SILENCE_S
+
+    def log_message(self, *_: Any) -> None:
+        """Scrapes are not logged."""
+
+
+class MetricsServer(ThreadingMixIn, WSGIServer):
+    """Server with a thread per connection. Connections beyond the limit are closed at once."""
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], handler: type[MetricsRequestHandler]) -> None:
+        [address_info, *_] = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+        self.address_family = address_info[0]
+        self._free_slots = threading.Semaphore(MAX_CONNECTIONS)
+        super().__init__(address, handler)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(ACCEPT_RETRY_S)  # out of descriptors: the socket stays readable
+            raise
+
+    def verify_request(self, *_: Any) -> bool:
+        return self._free_slots.acquire(blocking=False)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free_slots.release()
+
+    def handle_error(self, *_: Any) -> None:
+        """Ignore clients that time out or disconnect."""

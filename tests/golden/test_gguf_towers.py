@@ -18,8 +18,8 @@ from baton.checkpoint.hub import open_checkpoint
 from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.core.errors import ModelError
 from baton.engine.runner.kernels.choose import TORCH
-from baton.engine.runner.vision.load import load_tower
 from baton.engine.runner.vision.read_config import read_vision_config
+from baton.engine.runner.vision.unloaded_tower import load_tower
 from baton.engine.runner.weights.tensor_loading import LoadTarget
 from baton.router.pictures.families.table import read_format
 from tests.support.gguf_towers import TYPES, finish, write_gguf_with_tower, write_tower_fields

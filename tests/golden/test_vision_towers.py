@@ -15,9 +15,9 @@ from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.core.errors import ModelError
 from baton.core.sampling import SamplingParams
 from baton.engine.runner.kernels.choose import TORCH, native_parts
-from baton.engine.runner.vision.load import load_tower
 from baton.engine.runner.vision.read_config import read_vision_config
 from baton.engine.runner.vision.tower import Tower
+from baton.engine.runner.vision.unloaded_tower import load_tower
 from baton.engine.runner.weights.tensor_loading import LoadTarget
 from baton.llm import LLM
 from tests.support.kernels import kernels_by_variant

@@ -1,7 +1,8 @@
-"""Vision tower of a model before its weights are loaded."""
+"""Vision tower of a model before its weights are loaded, and their loading."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from baton.checkpoint.checkpoint import Checkpoint, Tensors
@@ -9,13 +10,19 @@ from baton.engine.runner.attention.kv_blocks import KvBlocks
 from baton.engine.runner.batch.encoding_blocks import EncodingBlocks
 from baton.engine.runner.batch.encodings import PictureEncoder
 from baton.engine.runner.device.device import Device
-from baton.engine.runner.model_info import KvMemory, ModelInfo
+from baton.engine.runner.kernels.native import NativeOps
+from baton.engine.runner.model_info import KvMemory, LoadProgressCallback, ModelInfo
 from baton.engine.runner.vision.config import VisionConfig
-from baton.engine.runner.vision.load import load_tower
+from baton.engine.runner.vision.native_ops import NativeVisionOps
+from baton.engine.runner.vision.ops import TorchVisionOps
 from baton.engine.runner.vision.read_config import read_vision_config
-from baton.engine.runner.vision.tower import Tower
+from baton.engine.runner.vision.tensor_names import TowerTensors
+from baton.engine.runner.vision.tower import Tower, VisionTower
 from baton.engine.runner.vision.tower_runner import TowerRunner
+from baton.engine.runner.vision.weight_loading import load_tower_weights
 from baton.engine.runner.weights.tensor_loading import LoadTarget
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +60,23 @@ class UnloadedVisionTower:
 def read_vision_tower(checkpoint: Checkpoint) -> UnloadedVisionTower | None:
     config = read_vision_config(checkpoint)
     return None if config is None else UnloadedVisionTower(config)
+
+
+def load_tower(
+    config: VisionConfig,
+    files: Tensors,
+    target: LoadTarget,
+    on_progress: LoadProgressCallback | None = None,
+) -> Tower | None:
+    """Check and load the tensors of the tower, and no others; None if the files have none of it.
+
+    `target` is that of the decoder. Raises ModelError if they do not fit the configuration.
+    """
+    tensors = TowerTensors(config, files.shapes())
+    if all(map(tensors.is_ignored, files.names())):
+        log.warning("the files have no vision tower: text is served, pictures are not encoded")
+        return None
+    weights = load_tower_weights(tensors, files, target, on_progress)
+    ops = target.parts.ops  # native ones compute bfloat16 on the CPU
+    vision_ops = NativeVisionOps(ops) if isinstance(ops, NativeOps) else TorchVisionOps()
+    return VisionTower(config, vision_ops, weights, target.dtype, target.device)

@@ -1,16 +1,26 @@
-"""Paths of Anthropic's Messages API."""
+"""Paths of Anthropic's Messages API, and their descriptions for the OpenAPI document."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from starlette.routing import Route
 
+from baton.router.doors.messages.bodies import MessagesBody, TokenCountBody
 from baton.router.doors.messages.endpoints import MessageHandler, TokenCount
 from baton.router.doors.messages.errors import MESSAGES_ERRORS
 from baton.router.http.bodies import Bodies
 from baton.router.http.exchange import GenerationEndpoint
+from baton.router.http.openapi import Described
 from baton.router.pipeline import Pipeline
 from baton.router.request_scope import RequestScopes
 
+MESSAGES = "/v1/messages"
+COUNT_TOKENS = "/v1/messages/count_tokens"
+DESCRIPTIONS: Mapping[str, Described] = {
+    MESSAGES: Described("Answer a chat, as Anthropic's API does", (MessagesBody,)),
+    COUNT_TOKENS: Described("Count the tokens of a chat", (TokenCountBody,)),
+}
 REQUEST_ID = "request-id"  # header of responses that Anthropic's clients read
 
 
@@ -19,6 +29,6 @@ def messages_routes(pipeline: Pipeline, scopes: RequestScopes, bodies: Bodies) -
     create = GenerationEndpoint(scopes, bodies, MESSAGES_ERRORS, handler.answer, REQUEST_ID)
     count = TokenCount(pipeline, scopes, bodies).count
     return [
-        Route("/v1/messages", create, methods=["POST"]),
-        Route("/v1/messages/count_tokens", count, methods=["POST"]),
+        Route(MESSAGES, create, methods=["POST"]),
+        Route(COUNT_TOKENS, count, methods=["POST"]),
     ]

@@ -1,23 +1,32 @@
-"""Paths of OpenAI's Responses API."""
+"""Paths of OpenAI's Responses API, and their descriptions for the OpenAPI document."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 
 from baton.router.doors.openai.errors import OPENAI_ERRORS
-from baton.router.doors.responses.compaction import CompactionHandler
+from baton.router.doors.responses.bodies import ResponsesBody
+from baton.router.doors.responses.compaction import CompactionBody, CompactionHandler
 from baton.router.doors.responses.endpoints import ResponseHandler, StoredResponses
 from baton.router.doors.responses.store import ResponseStore
 from baton.router.doors.responses.websocket.endpoint import WebSocketEndpoint
 from baton.router.doors.responses.websocket.session import SESSION_LIMITS, Services, SessionLimits
 from baton.router.http.bodies import Bodies
 from baton.router.http.exchange import GenerationEndpoint
+from baton.router.http.openapi import Described
 from baton.router.pipeline import Pipeline
 from baton.router.request_scope import RequestScopes
 
 RESPONSES = "/v1/responses"
 COMPACT = "/v1/responses/compact"
 ONE = "/v1/responses/{response_id}"
+DESCRIPTIONS: Mapping[str, Described] = {
+    RESPONSES: Described("Answer a list of items", (ResponsesBody,)),
+    COMPACT: Described("Summarize a conversation", (CompactionBody,)),
+    ONE: Described("Return or delete a stored response"),
+}
 
 
 def responses_routes(
