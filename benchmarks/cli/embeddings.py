@@ -39,7 +39,7 @@ def embeddings(
     The texts have 3 to 90 words. CPU time of all threads is compared, since other load distorts it
     less than elapsed time. The limit is the peak of large matrix products in the same rounds.
     """
-    from baton.cli.options.lists import parse_numbers
+    from benchmarks.cli.lists import parse_numbers
     from benchmarks.embeddings.benchmark import EmbeddingsBench, make_shape, run
     from benchmarks.embeddings.engines import DTYPES, PEERS
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated
 
-from baton.cli.options.lists import parse_names, parse_numbers
 from baton.cli.options.model import KvDtype
 from baton.cli.options.output import JsonFile
 from baton.cli.show import console, show_table, write_json
 from baton.core.options import Option
+from benchmarks.cli.lists import parse_names, parse_numbers
 
 
 def engine(

@@ -50,7 +50,7 @@ def peer(
     vLLM always uses bfloat16. Of a GGUF file, all use the weights that it has. A peer that cannot
     run the model is named and left out.
     """
-    from baton.cli.options.lists import parse_numbers
+    from benchmarks.cli.lists import parse_numbers
     from benchmarks.engine.throughput import EngineBench
     from benchmarks.peers.peer import Comparison, PeerBench, PeerFailed, run
 

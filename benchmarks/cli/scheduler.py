@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.options.lists import parse_numbers
 from baton.cli.options.output import JsonFile
 from baton.cli.show import show_table, write_json
+from benchmarks.cli.lists import parse_numbers
 
 
 def scheduler(

@@ -39,8 +39,8 @@ def speculation(
     json_file: JsonFile = None,
 ) -> None:
     """Measure the speed-up of speculative decoding, and compare the tokens."""
-    from baton.cli.options.lists import parse_numbers
     from baton.engine.spec_decode.config import parse_speculation
+    from benchmarks.cli.lists import parse_numbers
 
     chosen = parse_speculation(speculative)
     if chosen is None:

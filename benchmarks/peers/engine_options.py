@@ -84,7 +84,7 @@ def chosen_engines(
 
 
 def _baton_colocated(model: str, steps: str) -> Iterator[tuple[str, Start]]:
-    from baton.cli.options.lists import parse_numbers
+    from benchmarks.cli.lists import parse_numbers
     from benchmarks.peers import engines
 
     for step in _parts(steps):
@@ -98,7 +98,7 @@ def _baton_colocated(model: str, steps: str) -> Iterator[tuple[str, Start]]:
 def _vllm_engines(
     model: str, venv: Path, chunks: str, apart: str, device: str
 ) -> Iterator[tuple[str, Start]]:
-    from baton.cli.options.lists import parse_numbers
+    from benchmarks.cli.lists import parse_numbers
     from benchmarks.peers import engines
 
     for chunk in _parts(chunks):

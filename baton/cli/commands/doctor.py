@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from baton.cli.errors import FAILED
-from baton.cli.options.lists import parse_names
 from baton.cli.options.model import Host, KernelChoice, KvDtype, KvFolder, KvObjectStore
 from baton.cli.show import console
 from baton.cli.signatures import inherit_options, option_of
@@ -31,8 +30,12 @@ STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 TRANSPORTS = ("nixl", "ucxx")
 
 
+def _names(written: str) -> tuple[str, ...]:
+    return tuple(filter(None, map(str.strip, written.split(","))))
+
+
 def _transports(written: str) -> tuple[str, ...]:
-    names = tuple(filter(None, parse_names(written)))
+    names = _names(written)
     for name in names:
         if name not in TRANSPORTS:
             raise InvalidConfig(f"--transports {name!r}: choose among {', '.join(TRANSPORTS)}")
@@ -41,7 +44,7 @@ def _transports(written: str) -> tuple[str, ...]:
 
 def _ports(written: str) -> tuple[int, ...]:
     try:
-        ports = tuple(int(one) for one in filter(None, parse_names(written)))
+        ports = tuple(int(one) for one in _names(written))
     except ValueError:
         ports = (-1,)
     if not all(0 <= port < 1 << 16 for port in ports):

@@ -196,18 +196,10 @@ def tables_of(seen: Snapshot, rates: Mapping[str, NodeRates]) -> list[Table]:
 
 def table_of_nodes(seen: Snapshot, rates: Mapping[str, NodeRates]) -> Table:
     rows = [_row(node, rates.get(node.address)) for node in seen.nodes]
-    if any(node.max_loras for node in seen.nodes):
-        for node, row in zip(seen.nodes, rows, strict=True):
-            row["adapters"] = _adapters(node)
-    if any(node.totals.max_encoder_rows for node in seen.nodes):
-        for node, row in zip(seen.nodes, rows, strict=True):
-            row["encoder rows"] = _encoder_rows(node)
-    if any(node.kernels for node in seen.nodes):
-        for node, row in zip(seen.nodes, rows, strict=True):
-            row["kernels"] = node.kernels
-    if any(node.reason for node in seen.nodes):
-        for node, row in zip(seen.nodes, rows, strict=True):
-            row["reason"] = node.reason
+    for name, cell in COLUMNS_IF_ANY.items():
+        if any(map(cell, seen.nodes)):
+            for node, row in zip(seen.nodes, rows, strict=True):
+                row[name] = cell(node)
     num_ready = sum(node.state == "ready" for node in seen.nodes)
     table = _table(f"{num_ready} of {len(rows)} nodes ready", rows)
     table.caption = "\n".join(unlike_kernels(seen.nodes)) or None
@@ -267,6 +259,14 @@ def _adapters(node: NodeStatus) -> str:
     in_memory = {each.id for each in node.adapters.in_memory}
     num_known = len(in_memory | {adapter.id for adapter in node.adapters.named})
     return f"{len(in_memory)}/{num_known} (batch: {node.max_loras})"
+
+
+COLUMNS_IF_ANY: Mapping[str, Callable[[NodeStatus], str]] = {
+    "adapters": _adapters,
+    "encoder rows": _encoder_rows,
+    "kernels": lambda node: node.kernels,
+    "reason": lambda node: node.reason,
+}
 
 
 def _acceptance(totals: NodeTotals) -> str:

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -66,25 +67,11 @@ def _command(role: str, config: type[Config], run: Callable[[Config], None]) -> 
     return command
 
 
-def _run_prefill(options: NodeOptions) -> None:
+def _run_node(kind: LegKind, options: NodeOptions) -> None:
     with uncollected():
         from baton.node.run import run
 
-    run(LegKind.PREFILL, options)
-
-
-def _run_decode(options: NodeOptions) -> None:
-    with uncollected():
-        from baton.node.run import run
-
-    run(LegKind.DECODE, options)
-
-
-def _run_encode(options: NodeOptions) -> None:
-    with uncollected():
-        from baton.node.run import run
-
-    run(LegKind.ENCODE, options)
+    run(kind, options)
 
 
 def _run_router(options: RouterOptions) -> None:
@@ -97,15 +84,15 @@ def _run_router(options: RouterOptions) -> None:
 serve.command(
     "prefill",
     help="Run a prefill node, which computes prompts and pushes their KV to decode nodes.",
-)(node_command("prefill", _run_prefill))
+)(node_command("prefill", partial(_run_node, LegKind.PREFILL)))
 serve.command(
     "decode",
     help="Run a decode node, which receives KV from prefill nodes and generates the answers.",
-)(node_command("decode", _run_decode))
+)(node_command("decode", partial(_run_node, LegKind.DECODE)))
 serve.command(
     "encode",
     help="Run an encode node, which encodes pictures for the nodes that compute prompts with them.",
-)(node_command("encode", _run_encode))
+)(node_command("encode", partial(_run_node, LegKind.ENCODE)))
 serve.command(
     "router",
     help="Run the router, which clients connect to. Without --model it accepts only token ids.",
