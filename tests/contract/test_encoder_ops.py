@@ -21,7 +21,7 @@ from baton.engine.runner.encoders.native_encoder import (
     native_layers,
     with_packed_layers,
 )
-from baton.engine.runner.encoders.ops import EncoderOps, TorchEncoderOps
+from baton.engine.runner.encoders.ops import TorchEncoderOps
 from baton.engine.runner.encoders.packed_texts import EqualTexts, PackedTexts, pack_texts
 from baton.engine.runner.encoders.weights import EncoderLayer, EncoderWeights
 from baton.engine.runner.kernels.build import (
@@ -50,7 +50,7 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 
 
 @pytest.fixture(params=["torch", "native"])
-def ops(request: pytest.FixtureRequest, kernels: Kernels) -> EncoderOps:
+def ops(request: pytest.FixtureRequest, kernels: Kernels) -> TorchEncoderOps:
     return TorchEncoderOps() if request.param == "torch" else NativeEncoderOps(kernels)
 
 
@@ -66,7 +66,7 @@ def attention_alone(qkv: Tensor, group: EqualTexts, index: int) -> Tensor:
     return mixed.transpose(0, 1).reshape(-1, SIZE)
 
 
-def test_attention_is_within_each_text(ops: EncoderOps) -> None:
+def test_attention_is_within_each_text(ops: TorchEncoderOps) -> None:
     qkv = drawn(NUM_TOKENS, 3 * SIZE)
     wanted = [
         attention_alone(qkv, group, index) for group in GROUPS for index in range(group.num_texts)
@@ -78,7 +78,7 @@ def test_attention_is_within_each_text(ops: EncoderOps) -> None:
 
 
 @pytest.mark.parametrize("kind", Gelu)
-def test_gelu(ops: EncoderOps, kind: Gelu) -> None:
+def test_gelu(ops: TorchEncoderOps, kind: Gelu) -> None:
     inputs = torch.linspace(-9, 9, 1003).view(17, 59)
     how = "none" if kind is Gelu.EXACT else "tanh"
 

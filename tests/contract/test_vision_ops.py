@@ -13,7 +13,7 @@ from baton.engine.runner.model.layer_norm import LayerNorm
 from baton.engine.runner.model.ops import Norm
 from baton.engine.runner.vision.config import Activation
 from baton.engine.runner.vision.native_ops import NativeVisionOps
-from baton.engine.runner.vision.ops import TorchVisionOps, VisionOps
+from baton.engine.runner.vision.ops import TorchVisionOps
 from tests.support.kernels import kernels_by_variant
 
 REFERENCE = TorchVisionOps()
@@ -21,7 +21,7 @@ ROUNDING = 2**-7  # of two numbers next to each other in bfloat16
 
 
 @pytest.fixture(params=kernels_by_variant() or [pytest.param("", marks=pytest.mark.skip)])
-def ops(request: pytest.FixtureRequest) -> VisionOps:
+def ops(request: pytest.FixtureRequest) -> TorchVisionOps:
     return NativeVisionOps(NativeOps(kernels_by_variant()[request.param]))
 
 
@@ -37,13 +37,13 @@ def assert_close(found: Tensor, wanted: Tensor, tolerance: float = ROUNDING) -> 
 
 @pytest.mark.parametrize("size", [16, 768, 30])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_layer_norms(ops: VisionOps, size: int, has_bias: bool) -> None:
+def test_layer_norms(ops: TorchVisionOps, size: int, has_bias: bool) -> None:
     norm = LayerNorm(drawn(size), drawn(size, seed=2) if has_bias else None, 1e-6)
     inputs = (3 * drawn(7, size, seed=3) + 2).bfloat16()
     assert_close(ops.norm(inputs, norm), REFERENCE.norm(inputs.float(), norm))
 
 
-def test_rms_norms(ops: VisionOps) -> None:
+def test_rms_norms(ops: TorchVisionOps) -> None:
     norm = Norm(drawn(80).bfloat16(), 1e-6)
     inputs = drawn(7, 80, seed=3).bfloat16()
     assert_close(ops.norm(inputs, norm), REFERENCE.norm(inputs, norm).float())
@@ -52,7 +52,9 @@ def test_rms_norms(ops: VisionOps) -> None:
 @pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("is_gated", [True, False])
 @pytest.mark.parametrize("size", [32, 22])
-def test_activations(ops: VisionOps, activation: Activation, is_gated: bool, size: int) -> None:
+def test_activations(
+    ops: TorchVisionOps, activation: Activation, is_gated: bool, size: int
+) -> None:
     inputs = (4 * drawn(9, size)).bfloat16()
     wanted = REFERENCE.activate(inputs.float(), activation, is_gated=is_gated)
     found = ops.activate(inputs.clone(), activation, is_gated=is_gated)
@@ -63,7 +65,7 @@ def test_activations(ops: VisionOps, activation: Activation, is_gated: bool, siz
 @pytest.mark.parametrize("head_dim", [64, 72, 80])
 @pytest.mark.parametrize("is_rotated", [True, False])
 def test_patches_attend_to_their_window(
-    ops: VisionOps, lens: Sequence[int], head_dim: int, is_rotated: bool
+    ops: TorchVisionOps, lens: Sequence[int], head_dim: int, is_rotated: bool
 ) -> None:
     qkv = drawn(sum(lens), 3 * 2 * head_dim).bfloat16()
     turns = drawn(sum(lens), 1, head_dim // 2).repeat(1, 1, 2)

@@ -16,7 +16,7 @@ from baton.core.errors import ModelError
 from baton.core.sampling import SamplingParams
 from baton.engine.runner.kernels.choose import TORCH, native_parts
 from baton.engine.runner.vision.read_config import read_vision_config
-from baton.engine.runner.vision.tower import Tower
+from baton.engine.runner.vision.tower import VisionTower
 from baton.engine.runner.vision.unloaded_tower import load_tower
 from baton.engine.runner.weights.tensor_loading import LoadTarget
 from baton.llm import LLM
@@ -49,7 +49,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> FolderOf:
 FLOAT32 = LoadTarget(torch.float32, torch.device("cpu"), TORCH)
 
 
-def open_tower(folder: Path, target: LoadTarget = FLOAT32) -> Tower:
+def open_tower(folder: Path, target: LoadTarget = FLOAT32) -> VisionTower:
     checkpoint = SafetensorsFolder(folder)
     config = read_vision_config(checkpoint)
     assert config is not None

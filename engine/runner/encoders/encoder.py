@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from baton.engine.runner.encoders.config import EncoderConfig
 from baton.engine.runner.encoders.layer import EncodingLayer
-from baton.engine.runner.encoders.ops import EncoderOps
+from baton.engine.runner.encoders.ops import TorchEncoderOps
 from baton.engine.runner.encoders.packed_texts import PackedTexts
 from baton.engine.runner.encoders.weights import EncoderWeights
 from baton.engine.runner.model.rope import Rope
@@ -24,7 +24,7 @@ class Encoder:
     """Model weights and the forward pass. Holds no request state."""
 
     config: EncoderConfig
-    ops: EncoderOps
+    ops: TorchEncoderOps
     weights: EncoderWeights
     layers: Sequence[EncodingLayer]
     ropes: tuple[Rope, ...]

@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from baton.engine.runner.encoders.config import EncoderConfig
-from baton.engine.runner.encoders.ops import EncoderOps
+from baton.engine.runner.encoders.ops import TorchEncoderOps
 from baton.engine.runner.encoders.packed_texts import PackedTexts
 from baton.engine.runner.encoders.weights import EncoderLayer
 from baton.engine.runner.model.rope import Angles, rotate
@@ -28,7 +28,7 @@ class UnfusedEncoderLayer:
 
     config: EncoderConfig
     index: int
-    ops: EncoderOps
+    ops: TorchEncoderOps
     weights: EncoderLayer
 
     def __call__(self, hidden_states: Tensor, texts: PackedTexts, angles: Angles | None) -> Tensor:

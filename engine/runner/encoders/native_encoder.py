@@ -25,7 +25,7 @@ _MATRICES = ("qkv", "output", "up", "down")
 
 
 class NativeEncoderOps(TorchEncoderOps):
-    """Implements `EncoderOps`. Attention with windows is left to torch."""
+    """Operations with kernels. Attention with windows is left to torch."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels

@@ -1,9 +1,8 @@
-"""Operations of an encoder: the Protocol of their implementations, and plain torch."""
+"""Operations of an encoder in plain torch, from which other implementations are derived."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,18 +15,20 @@ from baton.engine.runner.model.layer_norm import LayerNorm
 MIN_QUERIES = 64  # that are computed together where attention has a window
 
 
-class EncoderOps(Protocol):
+class TorchEncoderOps:
     """Operations on packed texts. Each rounds to the dtype of its input."""
 
     def layer_norm(self, hidden_states: Tensor, norm: LayerNorm) -> Tensor:
         """Layer norm of [tokens, size]."""
-        ...
+        return norm(hidden_states)
 
-    def gelu(self, inputs: Tensor, kind: Gelu) -> Tensor: ...
+    def gelu(self, inputs: Tensor, kind: Gelu) -> Tensor:
+        return functional.gelu(inputs, approximate="none" if kind is Gelu.EXACT else "tanh")
 
     def gated_gelu(self, inputs: Tensor, kind: Gelu) -> Tensor:
         """[tokens, 2 * size] → [tokens, size]: function of the first half times the second."""
-        ...
+        first, factor = inputs.chunk(2, dim=-1)
+        return self.gelu(first, kind) * factor
 
     def attend(
         self, qkv: Tensor, num_heads: int, groups: Sequence[EqualTexts], window: int | None
@@ -36,25 +37,6 @@ class EncoderOps(Protocol):
 
         [tokens, 3 * size] → [tokens, size]; queries, then keys, then values, head by head.
         """
-        ...
-
-
-class TorchEncoderOps:
-    """Reference implementation in plain torch."""
-
-    def layer_norm(self, hidden_states: Tensor, norm: LayerNorm) -> Tensor:
-        return norm(hidden_states)
-
-    def gelu(self, inputs: Tensor, kind: Gelu) -> Tensor:
-        return functional.gelu(inputs, approximate="none" if kind is Gelu.EXACT else "tanh")
-
-    def gated_gelu(self, inputs: Tensor, kind: Gelu) -> Tensor:
-        first, factor = inputs.chunk(2, dim=-1)
-        return self.gelu(first, kind) * factor
-
-    def attend(
-        self, qkv: Tensor, num_heads: int, groups: Sequence[EqualTexts], window: int | None
-    ) -> Tensor:
         size = qkv.shape[1] // 3
         output = torch.empty(len(qkv), size, dtype=qkv.dtype, device=qkv.device)
         for group in groups:

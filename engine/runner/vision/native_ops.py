@@ -35,7 +35,7 @@ GATES = {
 
 
 class NativeVisionOps(TorchVisionOps):
-    """Implements `VisionOps`. What has no kernel, such as rows of broken vectors, is torch's."""
+    """Operations with kernels. What has none, such as rows of broken vectors, is torch's."""
 
     def __init__(self, ops: NativeOps) -> None:
         self._ops = ops

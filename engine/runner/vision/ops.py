@@ -1,10 +1,9 @@
-"""Operations of a vision tower: the Protocol of their implementations, and plain torch."""
+"""Operations of a vision tower in plain torch, from which others are derived."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,43 +16,20 @@ from baton.engine.runner.vision.config import Activation
 from baton.engine.runner.vision.weights import AnyNorm
 
 
-class VisionOps(Protocol):
+class TorchVisionOps:
     """Operations on the patches of a picture. Each rounds to the dtype of its input."""
 
     def norm(self, hidden_states: Tensor, norm: AnyNorm) -> Tensor:
         """Norm of [patches, size]."""
-        ...
+        if isinstance(norm, LayerNorm):
+            return norm(hidden_states)
+        return TorchOps().rms_norm(hidden_states, norm)
 
     def activate(self, inputs: Tensor, activation: Activation, *, is_gated: bool) -> Tensor:
         """Return a function of the inputs: of their first half, times the second, if gated.
 
         Can overwrite the inputs.
         """
-        ...
-
-    def add(self, hidden_states: Tensor, output: Tensor) -> Tensor:
-        """Return the sum. Can overwrite `hidden_states`."""
-        ...
-
-    def attend(
-        self, qkv: Tensor, num_heads: int, lens: Sequence[int], angles: Angles | None
-    ) -> Tensor:
-        """Attention of each patch to its window: [patches, 3 * size] → [patches, size].
-
-        Queries, keys and values, head by head. `lens` are the patches of the windows.
-        """
-        ...
-
-
-class TorchVisionOps:
-    """Reference implementation in plain torch."""
-
-    def norm(self, hidden_states: Tensor, norm: AnyNorm) -> Tensor:
-        if isinstance(norm, LayerNorm):
-            return norm(hidden_states)
-        return TorchOps().rms_norm(hidden_states, norm)
-
-    def activate(self, inputs: Tensor, activation: Activation, *, is_gated: bool) -> Tensor:
         if is_gated:
             gate, factor = inputs.chunk(2, dim=-1)
             return self.activate(gate, activation, is_gated=False) * factor
@@ -65,11 +41,16 @@ class TorchVisionOps:
         return functional.gelu(inputs, approximate="none" if is_exact else "tanh")
 
     def add(self, hidden_states: Tensor, output: Tensor) -> Tensor:
+        """Return the sum. Can overwrite `hidden_states`."""
         return hidden_states + output
 
     def attend(
         self, qkv: Tensor, num_heads: int, lens: Sequence[int], angles: Angles | None
     ) -> Tensor:
+        """Attention of each patch to its window: [patches, 3 * size] → [patches, size].
+
+        Queries, keys and values, head by head. `lens` are the patches of the windows.
+        """
         heads = qkv.unflatten(1, (3 * num_heads, -1))
         if angles is not None:
             rotated = rotate(heads[:, : 2 * num_heads], *angles)

@@ -4,34 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from baton.core.media import Picture
-from baton.engine.runner.batch.encodings import LayerDone, PictureEncoder
+from baton.engine.runner.batch.encodings import LayerDone
 from baton.engine.runner.model.rope import Angles
 from baton.engine.runner.vision.config import Merge, ProjectorConfig, VisionConfig
-from baton.engine.runner.vision.ops import VisionOps
+from baton.engine.runner.vision.ops import TorchVisionOps
 from baton.engine.runner.vision.patches import PatchLayout, layout_patches, patch_pixels
 from baton.engine.runner.vision.places import learned_positions, rotary_angles
 from baton.engine.runner.vision.weights import ProjectorWeights, TowerLayer, TowerWeights
 
 
-class Tower(PictureEncoder, Protocol):
-    """Encodes pictures as its configuration says."""
-
-    @property
-    def config(self) -> VisionConfig: ...
-
-
 @dataclass(frozen=True, slots=True)
 class VisionTower:
-    """Implements `Tower`: patches, layers with a norm before attention and MLP, a projector."""
+    """Patches, layers with a norm before attention and MLP, and a projector."""
 
     config: VisionConfig
-    ops: VisionOps
+    ops: TorchVisionOps
     weights: TowerWeights
     dtype: torch.dtype
     device: torch.device

@@ -17,7 +17,7 @@ from baton.engine.runner.vision.native_ops import NativeVisionOps
 from baton.engine.runner.vision.ops import TorchVisionOps
 from baton.engine.runner.vision.read_config import read_vision_config
 from baton.engine.runner.vision.tensor_names import TowerTensors
-from baton.engine.runner.vision.tower import Tower, VisionTower
+from baton.engine.runner.vision.tower import VisionTower
 from baton.engine.runner.vision.tower_runner import TowerRunner
 from baton.engine.runner.vision.weight_loading import load_tower_weights
 from baton.engine.runner.weights.tensor_loading import LoadTarget
@@ -42,7 +42,7 @@ class UnloadedVisionTower:
     def num_rows(self, height: int, width: int) -> int:
         return self.config.num_tokens(height, width)
 
-    def load(self, files: Tensors, target: LoadTarget) -> Tower | None:
+    def load(self, files: Tensors, target: LoadTarget) -> VisionTower | None:
         return load_tower(self.config, files, target)
 
     def make_runner(
@@ -67,7 +67,7 @@ def load_tower(
     files: Tensors,
     target: LoadTarget,
     on_progress: LoadProgressCallback | None = None,
-) -> Tower | None:
+) -> VisionTower | None:
     """Check and load the tensors of the tower, and no others; None if the files have none of it.
 
     `target` is that of the decoder. Raises ModelError if they do not fit the configuration.

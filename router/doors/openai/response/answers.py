@@ -14,7 +14,6 @@ from baton.router.doors.openai.response.chat_choices import ChatChoice
 from baton.router.doors.openai.response.choices import (
     CompletionChoice,
     EchoedPrompt,
-    ResponseChoice,
     join_chunks,
 )
 from baton.router.doors.openai.response.logprobs import prompt_logprobs
@@ -123,7 +122,7 @@ class _Response:
         self._warnings = tool_warnings(options.text_format, supports_tools=text.supports_tools)
         self._events = EventReader(options.text_format.parser, len(prompts))
         self._usage = UsageTotals(parsed)
-        self._choices: list[ResponseChoice] = [
+        self._choices: list[ChatChoice | CompletionChoice] = [
             ChatChoice(index, options, token_text)
             if options.is_chat
             else CompletionChoice(index, prompt, options, token_text)

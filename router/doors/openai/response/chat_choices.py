@@ -35,6 +35,7 @@ class ChatChoice:
         self._has_begun = False
 
     def chunk(self, texts: Sequence[TextEvent], tokens: TokenChunk) -> Json | None:
+        """Return None if there is nothing to send yet."""
         delta = self._delta(texts)
         extra = self._extra_fields(tokens)
         if not self._has_begun:

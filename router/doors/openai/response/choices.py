@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from baton.core.finish import Finish
 from baton.core.logprobs import TokenLogprobs
@@ -27,16 +26,6 @@ class EchoedPrompt:
     text: str = ""
 
 
-class ResponseChoice(Protocol):
-    def chunk(self, texts: Sequence[TextEvent], tokens: TokenChunk) -> Json | None:
-        """Return None if there is nothing to send yet."""
-        ...
-
-    def last_chunk(self, texts: Sequence[TextEvent], end: Finish) -> Json: ...
-
-    def whole(self, text: AnswerText, tokens: TokenChunk, end: Finish) -> Json: ...
-
-
 class CompletionChoice:
     def __init__(
         self, index: int, prompt: EchoedPrompt, options: ResponseOptions, token_text: TokenToText
@@ -49,6 +38,7 @@ class CompletionChoice:
         self._has_begun = False
 
     def chunk(self, texts: Sequence[TextEvent], tokens: TokenChunk) -> Json | None:
+        """Return None if there is nothing to send yet."""
         fields = self._fields(fold(texts).content, tokens)
         is_first, self._has_begun = not self._has_begun, True
         if not (is_first or fields["text"] or fields["logprobs"] or "token_ids" in fields):
