@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -41,16 +40,9 @@ class BlockMemory:
         return xxh3_128_digest(self.view(block))
 
 
-class CopyBlocks(Protocol):
-    def __call__(
-        self,
-        source: BlockMemory,
-        blocks: Sequence[int],
-        target: BlockMemory,
-        into: Sequence[int],
-    ) -> list[bytes]:
-        """Copy blocks and return their digests. Other Python threads run meanwhile."""
-        ...
+# Copies blocks from one memory into those of another, and returns the digests of the copies. Other
+# Python threads run meanwhile.
+CopyBlocks = Callable[[BlockMemory, Sequence[int], BlockMemory, Sequence[int]], list[bytes]]
 
 
 def copy_block(source: BlockMemory, block: int, target: BlockMemory, into: int) -> None:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from baton.core.ids import BlockId
 from baton.kv_transfer.fence import Fence
@@ -26,18 +25,9 @@ from baton.kv_transfer.transports.base import (
     Written,
 )
 
-
-class CopyOut(Protocol):
-    def __call__(
-        self, block_ids: Sequence[BlockId], layers: LayerRange, slots: Sequence[BlockId]
-    ) -> Fence:
-        """Begin to copy layers of blocks into the same layers of slots.
-
-        They are there once the fence has passed. Copies are made in the order of the calls.
-        """
-        ...
-
-
+# Begins to copy layers of blocks into the same layers of slots. They are there once the fence has
+# passed. Copies are made in the order of the calls.
+CopyOut = Callable[[Sequence[BlockId], LayerRange, Sequence[BlockId]], Fence]
 NUM_SHARES = 16  # of the reserved slots
 
 

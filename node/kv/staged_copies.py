@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from mmap import mmap
-from typing import Protocol
 
 from baton.core.ids import BlockId
 from baton.engine.runner.attention.kv_blocks import KvBlocks
@@ -16,11 +15,8 @@ from baton.kv_transfer.protocol.messages import Region
 from baton.kv_transfer.records import TransferRole
 from baton.kv_transfer.transports.base import LayerRange
 
-
-class NoteStaged(Protocol):
-    def __call__(self, role: TransferRole, num_bytes: int, seconds: float) -> None:
-        """Note a copy that is done: SENT out of the device, or RECEIVED into it."""
-        ...
+# Notes the bytes and seconds of a copy that is done: SENT out of the device, or RECEIVED into it.
+NoteStaged = Callable[[TransferRole, int, float], None]
 
 
 @dataclass(frozen=True, slots=True)

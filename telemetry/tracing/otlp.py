@@ -22,16 +22,6 @@ from baton.telemetry.tracing.outlet import ExportFailed
 TIMEOUT_S = 10
 MAX_BATCH = 512
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)
-KINDS = {
-    ours.SpanKind.INTERNAL: SpanKind.INTERNAL,
-    ours.SpanKind.SERVER: SpanKind.SERVER,
-    ours.SpanKind.CLIENT: SpanKind.CLIENT,
-}
-STATUSES = {
-    ours.SpanStatus.UNSET: StatusCode.UNSET,
-    ours.SpanStatus.OK: StatusCode.OK,
-    ours.SpanStatus.ERROR: StatusCode.ERROR,
-}
 
 
 ResourceKey = tuple[tuple[str, ours.AttributeValue], ...]
@@ -86,8 +76,8 @@ def _readable(span: ours.Span, resource: Resource) -> ReadableSpan:
         attributes=dict(span.attributes),
         events=[Event(event.name, dict(event.attributes), event.at_ns) for event in span.events],
         links=[Link(_context(link.trace_id, link.span_id)) for link in span.links],
-        kind=KINDS[span.kind],
-        status=Status(STATUSES[span.status], message),
+        kind=SpanKind[span.kind.name],
+        status=Status(StatusCode[span.status.name], message),
         start_time=span.began_ns,
         end_time=span.ended_ns,
         instrumentation_scope=InstrumentationScope(SCOPE),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from mmap import mmap
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -28,14 +27,8 @@ from baton.kv_transfer.transports.staging import layer_places
 READ_CHUNK_BLOCKS = 32
 
 
-class BlockHashes(Protocol):
-    """Kernels that hash KV blocks where they are."""
-
-    def __call__(self, block_ids: Tensor) -> Tensor:
-        """Launch the xxh3-64 hashes of these blocks. Returns their bits as int64."""
-        ...
-
-
+# Launches the xxh3-64 hashes of these blocks where they are. Returns their bits as int64.
+BlockHashes = Callable[[Tensor], Tensor]
 # Returns None if there are no kernels that can hash blocks of this cache.
 MakeBlockHashes = Callable[[Tensor], BlockHashes | None]
 

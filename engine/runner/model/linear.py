@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -10,13 +10,9 @@ from torch import Tensor
 
 from baton.engine.runner.model.config import MoeConfig
 
-
-class HeadLinears(Protocol):
-    """Linear layers of the same shape without biases, one for each head."""
-
-    def __call__(self, heads: Tensor) -> Tensor:
-        """[tokens, heads, columns] → [tokens, heads, rows]; as with `Linear`, row by row."""
-        ...
+# Linear layers of the same shape without biases, one for each head: [tokens, heads, columns] →
+# [tokens, heads, rows]; as with `Linear`, row by row.
+HeadLinears = Callable[[Tensor], Tensor]
 
 
 class Linear(Protocol):
