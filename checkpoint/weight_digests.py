@@ -56,28 +56,23 @@ def digest_of(tensor: Tensor) -> str:
     return xxh3_128_hexdigest(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class DigestCache:
     """Digests by tensor of weight files, one small file in `folder` for each weight file.
 
     Without a folder, or if it cannot be used, nothing is kept.
     """
 
-    def __init__(
-        self,
-        folder: Path | None,
-        clock: Callable[[], float] = time.time,
-        min_bytes: int = MIN_CACHED_BYTES,
-    ) -> None:
-        self._folder = folder
-        self._clock = clock
-        self._min_bytes = min_bytes
+    folder: Path | None
+    clock: Callable[[], float] = time.time
+    min_bytes: int = MIN_CACHED_BYTES
 
     def find(self, identity: FileIdentity, names: Collection[str]) -> dict[str, str]:
         """Return the digests of all tensors of a file, or nothing."""
-        if self._folder is None:
+        if self.folder is None:
             return {}
         try:
-            kept = json.loads(self._path_of(self._folder, identity).read_text("utf-8"))
+            kept = json.loads(self._path_of(self.folder, identity).read_text("utf-8"))
             digests = kept["digests"]
             is_this = kept["identity"] == asdict(identity) and digests.keys() == set(names)
             is_valid = is_this and all(map(_DIGEST.fullmatch, digests.values()))
@@ -86,14 +81,14 @@ class DigestCache:
             return {}  # there is none, or it is damaged
 
     def keep(self, identity: FileIdentity, digests: Mapping[str, str]) -> None:
-        is_old_enough = self._clock() - identity.changed_s >= MIN_AGE_S
-        if self._folder is None or identity.num_bytes < self._min_bytes or not is_old_enough:
+        is_old_enough = self.clock() - identity.changed_s >= MIN_AGE_S
+        if self.folder is None or identity.num_bytes < self.min_bytes or not is_old_enough:
             return
-        path = self._path_of(self._folder, identity)
+        path = self._path_of(self.folder, identity)
         part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
         text = json.dumps({"identity": asdict(identity), "digests": dict(digests)})
         with suppress(OSError):
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             try:
                 part.write_text(text, "utf-8")
                 part.rename(path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from baton.core.ids import HandoffId
 from baton.kv_transfer.config import KvWorkerConfig
@@ -70,36 +70,24 @@ class PollInterval:
         return self._config.tick_s if incoming or self._sender.has_sends else None
 
 
+@dataclass(slots=True, eq=False)
 class ActionExecutor:
-    def __init__(
-        self,
-        receiver: Receiver,
-        sender: Sender,
-        pairs: Pairs,
-        link: Link,
-        digests: Digests,
-        ledger: TransferLedger,
-        poll_interval: PollInterval,
-        *,
-        is_one_sided: bool,
-        staging: StagingArea | None = None,
-    ) -> None:
-        self._receiver = receiver
-        self._sender = sender
-        self._pairs = pairs
-        self._link = link
-        self._digests = digests
-        self._ledger = ledger
-        self._poll_interval = poll_interval
-        self._is_one_sided = is_one_sided
-        self._staging = staging
-        self._converting: list[tuple[HandoffId, Fence]] = []
+    receiver: Receiver
+    sender: Sender
+    pairs: Pairs
+    link: Link
+    digests: Digests
+    ledger: TransferLedger
+    poll_interval: PollInterval
+    is_one_sided: bool
+    staging: StagingArea | None = None
+    _converting: list[tuple[HandoffId, Fence]] = field(default_factory=list, init=False)
 
     def execute_all(self, now: float) -> None:
         """Execute actions until the state machines request no more."""
         while True:
             self._report_converted()
-            actions = [*self._receiver.take_actions(), *self._sender.take_actions()]
+            actions = [*self.receiver.take_actions(), *self.sender.take_actions()]
             if not actions:
                 return
             for action in actions:
@@ -108,48 +96,48 @@ class ActionExecutor:
     def _execute(self, action: Action, now: float) -> None:
         match action:
             case CheckDigest(handoff_id, block_ids, digest):
-                is_good = self._digests.matches(handoff_id, block_ids, digest)
-                self._receiver.checked(handoff_id, is_good=is_good)
+                is_good = self.digests.matches(handoff_id, block_ids, digest)
+                self.receiver.checked(handoff_id, is_good=is_good)
             case DigestBlocks(handoff_id, block_ids):
-                self._digests.add(handoff_id, block_ids)
+                self.digests.add(handoff_id, block_ids)
             case ProveBlocks(handoff_id, num_blocks, digest):
-                if self._digests.value_after(handoff_id, num_blocks) == digest:
-                    self._receiver.proved(handoff_id, num_blocks)
+                if self.digests.value_after(handoff_id, num_blocks) == digest:
+                    self.receiver.proved(handoff_id, num_blocks)
             case ConvertStaged(staged):
                 self._convert(staged, now)
             case BreakLink(link_id, reason):
-                self._pairs.cut(link_id, reason, now)
+                self.pairs.cut(link_id, reason, now)
             case _:
-                pair = self._pairs.get(action.link_id)
+                pair = self.pairs.get(action.link_id)
                 if pair is not None:  # else an earlier action cut the pair
                     self._execute_on_pair(pair, action, now)
 
     def _execute_on_pair(self, pair: PeerPair, action: PairAction, now: float) -> None:
         match action:
             case SendMessage(link_id, Writing() as writing):
-                digest = self._digests.value_after(writing.handoff_id, writing.num_written)
-                self._link.send(link_id, replace(writing, digest=digest))
+                digest = self.digests.value_after(writing.handoff_id, writing.num_written)
+                self.link.send(link_id, replace(writing, digest=digest))
             case SendMessage(link_id, message):
-                self._link.send(link_id, message)
+                self.link.send(link_id, message)
             case ExpectWrites(_, ticket, block_ids):
                 # If P holds computed blocks, they are written before its first Writing arrives.
-                self._poll_interval.burst(now)
+                self.poll_interval.burst(now)
                 pair.channel.expect(ticket, block_ids)
             case CancelWrites(_, ticket):
                 pair.channel.cancel(ticket)
             case PostWrite(_, handoff_id, write):
-                self._poll_interval.burst(now)
-                self._ledger.note_post(handoff_id, write, pair.node_id)
+                self.poll_interval.burst(now)
+                self.ledger.note_post(handoff_id, write, pair.node_id)
                 pair.channel.post(write)
             case SendDone():
                 self._announce(pair, action, now)
 
     def _convert(self, staged: StagedBlocks, now: float) -> None:
         handoff_id = staged.order.handoff_id
-        if self._staging is not None and self._receiver.awaits_conversion(handoff_id):
-            self._ledger.note_staged(handoff_id, staged)
-            self._converting.append((handoff_id, self._staging.convert(staged)))
-            self._poll_interval.burst(now)
+        if self.staging is not None and self.receiver.awaits_conversion(handoff_id):
+            self.ledger.note_staged(handoff_id, staged)
+            self._converting.append((handoff_id, self.staging.convert(staged)))
+            self.poll_interval.burst(now)
 
     def _report_converted(self) -> None:
         """Report receives whose conversion is done.
@@ -157,23 +145,23 @@ class ActionExecutor:
         Those that have ended meanwhile are waited for: their blocks are about to be reused.
         """
         for handoff_id, fence in list(self._converting):
-            is_awaited = self._receiver.awaits_conversion(handoff_id)
+            is_awaited = self.receiver.awaits_conversion(handoff_id)
             if not is_awaited:
                 fence.wait()
             elif not fence.is_passed:
                 continue
             self._converting.remove((handoff_id, fence))
             if is_awaited:
-                self._receiver.converted(handoff_id)
+                self.receiver.converted(handoff_id)
 
     def _announce(self, pair: PeerPair, announce: SendDone, now: float) -> None:
         """Send Done. On a one-sided transport it follows the data, and a Writing wakes D."""
         complete = announce.complete
-        digest = self._digests.take(complete.handoff_id)
+        digest = self.digests.take(complete.handoff_id)
         done = Done(complete.handoff_id, complete.num_tokens, complete.first_token, digest)
-        self._poll_interval.linger(now)
-        if self._is_one_sided:
+        self.poll_interval.linger(now)
+        if self.is_one_sided:
             pair.channel.notify(announce.ticket, note_of(done))
-            self._link.send(pair.link_id, Writing(complete.handoff_id))
+            self.link.send(pair.link_id, Writing(complete.handoff_id))
         else:
-            self._link.send(pair.link_id, done)
+            self.link.send(pair.link_id, done)

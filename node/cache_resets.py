@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -23,18 +24,12 @@ class ResetPrefixCache(Protocol):
         """Clear the tiers of these names, or all. Returns how many blocks each had."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class CacheResets:
-    def __init__(
-        self,
-        state: NodeState,
-        reset_prefix_cache: ResetPrefixCache,
-        operators: Operators,
-        shared_tiers: frozenset[str],  # of this node, which others use, too
-    ) -> None:
-        self._state = state
-        self._reset_prefix_cache = reset_prefix_cache
-        self._operators = operators
-        self._shared_tiers = shared_tiers
+    state: NodeState
+    reset_prefix_cache: ResetPrefixCache
+    operators: Operators
+    shared_tiers: frozenset[str]  # of this node, which others use, too
 
     async def reset(
         self, tiers: Collection[str], shown: str | None, *, reset_running: bool = False
@@ -45,15 +40,15 @@ class CacheResets:
         """
         check_tiers(tiers)
         self._check_right(tiers, shown)
-        num_blocks = await self._reset_prefix_cache(tiers, reset_running=reset_running)
-        self._state.calls.changes.notify()  # routers and subscribers learn of it at once
+        num_blocks = await self.reset_prefix_cache(tiers, reset_running=reset_running)
+        self.state.calls.changes.notify()  # routers and subscribers learn of it at once
         return num_blocks
 
     def _check_right(self, tiers: Collection[str], shown: str | None) -> None:
         """Raises NotAnOperator. Tiers that are shared are deleted for all hosts."""
-        self._operators.check(shown)
-        shared = self._shared_tiers.intersection(tiers) if tiers else self._shared_tiers
-        if shared and not self._operators.is_one(shown):
+        self.operators.check(shown)
+        shared = self.shared_tiers.intersection(tiers) if tiers else self.shared_tiers
+        if shared and not self.operators.is_one(shown):
             raise NotAnOperator(
                 f"the KV in these tiers is shared with other nodes: {', '.join(sorted(shared))}. "
                 f"Only operators may delete it: start nodes and router with {OPTION}, or reset "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from grpc import aio
@@ -23,29 +24,23 @@ from baton.rpc.status import named_errors
 from baton.v1 import node_pb2
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class CallServer:
     """Serves legs. Each is counted by the ledger until its end.
 
     Those that send KV end after the last write, and report only with their last output.
     """
 
-    def __init__(
-        self,
-        state: NodeState,
-        ledger: RequestLedger,
-        prefills: PrefillLegs,
-        tracing: NodeTracing = NO_TRACING,
-    ) -> None:
-        self._state = state
-        self._ledger = ledger
-        self._prefills = prefills
-        self._tracing = tracing
+    state: NodeState
+    ledger: RequestLedger
+    prefills: PrefillLegs
+    tracing: NodeTracing = NO_TRACING
 
     async def serve(
         self, requests: AsyncIterator[node_pb2.ServeRequest], context: aio.ServicerContext[Any, Any]
     ) -> AsyncGenerator[node_pb2.ServeResponse, None]:
-        node_id = self._state.card.node_id
-        calls = serve_calls(requests, self._serve_call, self._state.serving_leg, node_id=node_id)
+        node_id = self.state.card.node_id
+        calls = serve_calls(requests, self._serve_call, self.state.serving_leg, node_id=node_id)
         async with named_errors(context, node_id=node_id), aclosing(calls):
             async for events in calls:
                 yield node_pb2.ServeResponse(events=events)
@@ -60,13 +55,13 @@ class CallServer:
         request = engine_request(order, time.monotonic())
         is_first, reason = True, None
         with (
-            self._tracing.record_call(context, kind, request) as timeline,
-            self._ledger.open_entry(request.request_id) as entry,
-            self._prefills.sending(request.send_to),
+            self.tracing.record_call(context, kind, request) as timeline,
+            self.ledger.open_entry(request.request_id) as entry,
+            self.prefills.sending(request.send_to),
         ):
             async with (
                 self._holding_adapter(request),
-                aclosing(self._state.calls.stream_outputs(request)) as outputs,
+                aclosing(self.state.calls.stream_outputs(request)) as outputs,
             ):
                 async for output in outputs:
                     report, reason = None, output.finish_reason
@@ -78,10 +73,10 @@ class CallServer:
                     yield event_to(output, report)
                     is_first = False
             if request.send_to is not None:
-                await self._prefills.until_sent(request.send_to, reason)
+                await self.prefills.until_sent(request.send_to, reason)
 
     def _holding_adapter(self, request: EngineRequest) -> AbstractAsyncContextManager[None]:
-        adapters = self._state.adapters
+        adapters = self.state.adapters
         return nullcontext() if adapters is None else adapters.held(request.adapter)
 
     def _report(self, request: EngineRequest, entry: Entry, output: Output) -> CallReport | None:
@@ -95,7 +90,7 @@ class CallServer:
         return CallReport(
             kv_bytes=entry.num_received_bytes,
             kv_blocks=entry.num_received_blocks,
-            kv_transport=self._state.card.kv_transport if entry.num_received_blocks else "",
+            kv_transport=self.state.card.kv_transport if entry.num_received_blocks else "",
             prompt_tokens_computed=entry.num_computed_prompt_tokens,
             prompt_tokens_cached=num_cached,
             tokens_proposed=0 if served is None else served.num_proposed_tokens,

@@ -62,18 +62,13 @@ class PoolAndExternal:
         return self._pool.is_cached(block_hash) or self._holds(block_hash)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class ExternalPrefixes:
     """Prefixes that an external KV cache or a peer makes longer, and the blocks from there."""
 
-    def __init__(
-        self,
-        prefixes: PrefixCache,
-        groups: Sequence[CacheGroup],
-        search: PrefixSearch,
-    ) -> None:
-        self._prefixes = prefixes
-        self._groups = groups
-        self._search = search
+    prefixes: PrefixCache
+    groups: Sequence[CacheGroup]
+    search: PrefixSearch
 
     def find_held(
         self,
@@ -87,7 +82,7 @@ class ExternalPrefixes:
 
         `continues_at` is that of `find_prefix`.
         """
-        hashes = self._prefixes.hashes_within(held, max_num_tokens)
+        hashes = self.prefixes.hashes_within(held, max_num_tokens)
         return self._find(hashes, len(hashes), holds, continues_at)
 
     def find_promised(
@@ -97,10 +92,10 @@ class ExternalPrefixes:
 
         With recurrent layers, the peer has a state at their end, and no other.
         """
-        if self._prefixes.has_state and num_promised_tokens > max_num_tokens:
+        if self.prefixes.has_state and num_promised_tokens > max_num_tokens:
             return ExternalPrefix()
-        hashes = self._prefixes.hashes_within(held, max_num_tokens)
-        num_promised = num_promised_tokens // self._prefixes.block_size
+        hashes = self.prefixes.hashes_within(held, max_num_tokens)
+        num_promised = num_promised_tokens // self.prefixes.block_size
         return self._find(hashes, num_promised, lambda _: True)
 
     def register_loaded(
@@ -117,18 +112,18 @@ class ExternalPrefixes:
                 NamedBlock(prefix.places[index], BlockHash(prefix.names[index]), block_ids[index])
                 for index in run
             ]
-            self._groups[number].register_loaded(held, blocks)
+            self.groups[number].register_loaded(held, blocks)
 
     def group_of(self, name: BlockName) -> int:
         """Return the number of the group that a block of this name belongs to."""
         # A peer may request names that no group gives.
-        return min(group_of(name), self._groups[-1].number)
+        return min(group_of(name), self.groups[-1].number)
 
     def store_hits(self, held: HeldKv, num_hits: int) -> None:
         """Queue the prefix hits of a request to be stored outside, where they may be missing."""
-        for group, table in zip(self._groups, held.block_tables, strict=False):  # or no table yet
+        for group, table in zip(self.groups, held.block_tables, strict=False):  # or no table yet
             for block in group.named_blocks(held.block_hashes, table[:num_hits]):
-                self._prefixes.queue_unstored(held, block.block_id, block.name)
+                self.prefixes.queue_unstored(held, block.block_id, block.name)
 
     def names_of(self, held: HeldKv, num_blocks: int | None = None) -> list[BlockHash]:
         """Return the names of the first full blocks of a request, or of all of them.
@@ -138,7 +133,7 @@ class ExternalPrefixes:
         return [
             name
             for block_hash in held.block_hashes[:num_blocks]
-            for group in self._groups
+            for group in self.groups
             for name in group.names(block_hash)
         ]
 
@@ -150,9 +145,9 @@ class ExternalPrefixes:
         continues_at: int | None = None,
     ) -> ExternalPrefix:
         """Return the longest prefix in the prefix cache and one that `holds` these blocks."""
-        pool = self._prefixes.pool
-        hit = self._search.find(PoolAndExternal(pool, holds), hashes[:num_held], continues_at)
-        num_hits = self._search.find(pool, hashes, continues_at).num_blocks
+        pool = self.prefixes.pool
+        hit = self.search.find(PoolAndExternal(pool, holds), hashes[:num_held], continues_at)
+        num_hits = self.search.find(pool, hashes, continues_at).num_blocks
         if hit.num_blocks <= num_hits:
             return ExternalPrefix()
         blocks = self._in_order(hit, hashes[: hit.num_blocks])
@@ -174,7 +169,7 @@ class ExternalPrefixes:
         """Return the blocks of a hit, place after place, and for each the groups in turn."""
         blocks = [
             (group, block)
-            for group, block_ids in zip(self._groups, hit.blocks, strict=True)
+            for group, block_ids in zip(self.groups, hit.blocks, strict=True)
             for block in group.named_blocks(hashes, block_ids)
         ]
         blocks.sort(key=lambda each: each[1].place)  # stable

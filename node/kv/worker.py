@@ -135,34 +135,28 @@ def _address_of(memory: mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class KvPassHook:
     """Forward-pass hook that drives KV transfers and the heartbeat during long steps."""
 
-    def __init__(
-        self,
-        worker: KvTransferWorker | None,
-        groups: Sequence[KvGroup],
-        beat: Callable[[], None],
-        post: Callable[[Callable[[], None]], None],  # calls something on the engine thread
-    ) -> None:
-        self._worker = worker
-        self._groups = groups
-        self._beat = beat
-        self._post = post
+    worker: KvTransferWorker | None
+    groups: Sequence[KvGroup]
+    beat: Callable[[], None]
+    post: Callable[[Callable[[], None]], None]  # calls something on the engine thread
 
     def layer_done(self, layer: int, fence: Fence) -> None:
-        self._post(partial(self._note_layer, layer, fence))
+        self.post(partial(self._note_layer, layer, fence))
 
     def pass_done(self) -> None:
-        self._post(self._note_pass)
+        self.post(self._note_pass)
 
     def _note_layer(self, layer: int, fence: Fence) -> None:
-        self._beat()
-        if self._worker is not None:
-            last_place = places_done(self._groups, layer + 1) - 1
-            self._worker.layer_done(last_place, time.monotonic(), fence)
+        self.beat()
+        if self.worker is not None:
+            last_place = places_done(self.groups, layer + 1) - 1
+            self.worker.layer_done(last_place, time.monotonic(), fence)
 
     def _note_pass(self) -> None:
-        self._beat()
-        if self._worker is not None:
-            self._worker.pass_done(time.monotonic())
+        self.beat()
+        if self.worker is not None:
+            self.worker.pass_done(time.monotonic())

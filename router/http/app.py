@@ -116,32 +116,26 @@ def asgi_app(
     return RequestIds(WebSocketOrigins(with_cors(gated, cors), errors_of, cors))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Gate:
     """ASGI middleware that checks the bearer token before anything else is read."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        errors_of: ErrorFormats,
-        accepted: AcceptedTokens,
-        on_refusal: Callable[[str], None],
-    ) -> None:
-        self._app = app
-        self._errors_of = errors_of
-        self._accepted = accepted
-        self._on_refusal = on_refusal  # called with the reason
+    app: ASGIApp
+    errors_of: ErrorFormats
+    accepted: AcceptedTokens
+    on_refusal: Callable[[str], None]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in CONNECTS and scope["path"] not in PATHS_WITHOUT_TOKEN:
             scope = _with_bearer_token(scope)
             try:
-                self._accepted.check(Headers(scope=scope).get(HEADER))
+                self.accepted.check(Headers(scope=scope).get(HEADER))
             except Unauthenticated as refusal:
-                self._on_refusal(reason_of(Unauthenticated))
-                errors = self._errors_of(scope["path"])
+                self.on_refusal(reason_of(Unauthenticated))
+                errors = self.errors_of(scope["path"])
                 await errors.response(failure_of(refusal))(scope, receive, send)
                 return
-        await self._app(scope, receive, send)
+        await self.app(scope, receive, send)
 
 
 def _with_bearer_token(scope: Scope) -> Scope:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
@@ -41,23 +41,16 @@ class ReceivedRequest:
     scope: RequestScope
 
 
+@dataclass(slots=True, eq=False)
 class Reply:
     """Sends one response. Before its first byte, a failure is sent with its own HTTP status."""
 
-    def __init__(
-        self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        errors: ErrorFormat,
-        headers: dict[str, str],
-    ) -> None:
-        self._scope = scope
-        self._receive = receive
-        self._send = send
-        self._errors = errors
-        self._headers = headers
-        self._has_begun = False
+    scope: Scope
+    receive: Receive
+    send: Send
+    errors: ErrorFormat
+    headers: dict[str, str]
+    _has_begun: bool = field(default=False, init=False)
 
     async def send_body(self, body: Sequence[bytes]) -> None:
         """Send a whole body, given in slices."""
@@ -75,21 +68,21 @@ class Reply:
     async def send_error(self, error: NamedError) -> None:
         failure = failure_of(error)
         if self._has_begun:
-            await self._write(self._errors.event(failure), is_last=True)
+            await self._write(self.errors.event(failure), is_last=True)
             return
-        respond = self._errors.response(failure, self._headers)
-        await respond(self._scope, self._receive, self._send)
+        respond = self.errors.response(failure, self.headers)
+        await respond(self.scope, self.receive, self.send)
 
     async def _begin(self, headers: dict[str, str]) -> None:
         self._has_begun = True
-        everything = {**self._headers, **headers}
+        everything = {**self.headers, **headers}
         raw = [
             (name.encode("latin-1"), value.encode("latin-1")) for name, value in everything.items()
         ]
-        await self._send({"type": "http.response.start", "status": 200, "headers": raw})
+        await self.send({"type": "http.response.start", "status": 200, "headers": raw})
 
     async def _write(self, body: bytes, *, is_last: bool) -> None:
-        await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
+        await self.send({"type": "http.response.body", "body": body, "more_body": not is_last})
 
 
 # Answers a request. Raises named errors, before or after the first event.
@@ -110,34 +103,26 @@ async def receiving(
             yield received
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class GenerationEndpoint:
     """ASGI app of one path. A request is one task, cancelled when its client disconnects."""
 
-    def __init__(
-        self,
-        scopes: RequestScopes,
-        bodies: Bodies,
-        errors: ErrorFormat,
-        answer: Answer,
-        id_header: str = REQUEST_ID,
-    ) -> None:
-        """`id_header` is a further header of responses for the request's id."""
-        self._scopes = scopes
-        self._bodies = bodies
-        self._errors = errors
-        self._answer = answer
-        self._id_header = id_header
+    scopes: RequestScopes
+    bodies: Bodies
+    errors: ErrorFormat
+    answer: Answer
+    id_header: str = REQUEST_ID  # a further header of responses for the request's id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         client_request_id = request.headers.get(REQUEST_ID, "")
         request_id = request_id_of(scope)
         host = "" if request.client is None else request.client.host
-        request_scope = self._scopes.begin(request_id, request.headers.items(), address=host)
+        request_scope = self.scopes.begin(request_id, request.headers.items(), address=host)
         trace_id = request_scope.trace_id
-        ids = {REQUEST_ID: request_id, self._id_header: request_id, TRACE_ID: trace_id}
+        ids = {REQUEST_ID: request_id, self.id_header: request_id, TRACE_ID: trace_id}
         headers = {name: value for name, value in ids.items() if value}
-        reply = Reply(scope, receive, send, self._errors, headers)
+        reply = Reply(scope, receive, send, self.errors, headers)
         async with AsyncExitStack() as receiving:
             try:
                 with request_scope.ending_on_error():
@@ -147,7 +132,7 @@ class GenerationEndpoint:
                     if request_scope.usage is not None:
                         receiving.enter_context(admitting(request_scope.usage, headers))
                     body = await receiving.enter_async_context(
-                        self._bodies.receive(request, request_scope.owner)
+                        self.bodies.receive(request, request_scope.owner)
                     )
             except NamedError as error:
                 await reply.send_error(error)
@@ -157,6 +142,6 @@ class GenerationEndpoint:
 
     async def _serve(self, request: ReceivedRequest, reply: Reply) -> None:
         try:
-            await self._answer(request, reply)
+            await self.answer(request, reply)
         except NamedError as error:
             await reply.send_error(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
@@ -27,25 +28,17 @@ from baton.engine.runner.state.linear_attention import LinearAttention
 from baton.engine.runner.state.state_tables import StateLayout
 
 
+@dataclass(slots=True, eq=False)
 class ForwardPasses:
     """Decoder with the memory that its passes read and write."""
 
-    def __init__(
-        self,
-        decoder: CausalLm,
-        ropes: Ropes,
-        attention: PagedAttention,
-        linear_attention: LinearAttention | None,
-        max_model_len: int,
-        adapters: AdapterTable | None = None,
-    ) -> None:
-        self._decoder = decoder
-        self._ropes = ropes
-        self._attention = attention
-        self._linear_attention = linear_attention
-        self._max_model_len = max_model_len
-        self._adapters = adapters
-        self._token_ids: Tensor | None = None
+    decoder: CausalLm
+    ropes: Ropes
+    attention: PagedAttention
+    linear_attention: LinearAttention | None
+    max_model_len: int
+    adapters: AdapterTable | None = None
+    _token_ids: Tensor | None = field(default=None, init=False)
 
     @property
     def token_ids(self) -> Tensor:
@@ -56,7 +49,7 @@ class ForwardPasses:
 
     def grid_positions(self, step: Step) -> Ints | None:
         """Return the positions of tokens for M-RoPE; None if they are those of a text."""
-        return grid_positions(step.runs) if self._ropes.has_grid_positions else None
+        return grid_positions(step.runs) if self.ropes.has_grid_positions else None
 
     def prepare(
         self,
@@ -78,24 +71,24 @@ class ForwardPasses:
         token_ids = inputs.put(step.token_ids)
         positions = inputs.put(step.layout.positions if grid is None else grid)
         self._token_ids = token_ids
-        seen_lens = inputs.put(step.seen_lens) if self._ropes.depends_on_length else None
+        seen_lens = inputs.put(step.seen_lens) if self.ropes.depends_on_length else None
         indices = None if sampled is None else inputs.put(step.layout.last_token_indices(sampled))
         ends = None if needs_all else self._ends(step, sampled, indices, inputs)
         attention, linear_attention = self._begin_mixers(step.layout, step.states, inputs)
         groups = None
-        if selection is not None and self._adapters is not None:
-            groups = self._adapters.put(selection, inputs)
+        if selection is not None and self.adapters is not None:
+            groups = self.adapters.put(selection, inputs)
         given = None
         if media is not None:
-            rows, *levels = media.rows.split(self._decoder.config.hidden_size, dim=1)
+            rows, *levels = media.rows.split(self.decoder.config.hidden_size, dim=1)
             given = GivenRows(inputs.put(media.tokens), rows, levels)
 
         def launch() -> HiddenStates:
-            angles = self._ropes.angles(positions, seen_lens, step.max_len)
+            angles = self.ropes.angles(positions, seen_lens, step.max_len)
             forward_pass = ForwardPass(
                 angles, attention, linear_attention, groups, positions=positions
             )
-            hidden_states = self._decoder.forward(token_ids, forward_pass, hook, ends, given)
+            hidden_states = self.decoder.forward(token_ids, forward_pass, hook, ends, given)
             if not needs_all:
                 return HiddenStates(hidden_states)
             wanted = hidden_states if indices is None else hidden_states[indices]
@@ -111,16 +104,16 @@ class ForwardPasses:
         self._token_ids = token_ids
         attention, linear_attention = self._begin_mixers(batch.layout, batch.states, inputs)
         groups = None
-        if batch.adapters is not None and self._adapters is not None:
-            groups = self._adapters.put_decode(batch.adapters, inputs)
+        if batch.adapters is not None and self.adapters is not None:
+            groups = self.adapters.put_decode(batch.adapters, inputs)
 
         def launch() -> HiddenStates:
             # A graph keeps the table of angles, so that it must have all positions.
-            angles = self._ropes.angles(positions, None, self._max_model_len)
+            angles = self.ropes.angles(positions, None, self.max_model_len)
             forward_pass = ForwardPass(angles, attention, linear_attention, groups)
-            hidden_states = self._decoder.forward(token_ids, forward_pass, None)
-            own = self._decoder.logits(hidden_states, logits[: len(token_ids)])
-            peaks = PackedPeaks.of(self._decoder.ops.find_peaks(own))
+            hidden_states = self.decoder.forward(token_ids, forward_pass, None)
+            own = self.decoder.logits(hidden_states, logits[: len(token_ids)])
+            peaks = PackedPeaks.of(self.decoder.ops.find_peaks(own))
             return HiddenStates(hidden_states, logits=own, peaks=peaks)
 
         return launch
@@ -131,12 +124,12 @@ class ForwardPasses:
         if sequences is None or indices is None:
             return None
         layout = step.layout.restrict_to_last_tokens(sequences)
-        return Ends(indices, self._attention.begin(layout, inputs))
+        return Ends(indices, self.attention.begin(layout, inputs))
 
     def _begin_mixers(
         self, layout: PassLayout, states: StateLayout | None, inputs: StepInputs
     ) -> tuple[AttentionPass, LinearAttentionPass | None]:
         linear_attention = None
-        if self._linear_attention is not None and states is not None:
-            linear_attention = self._linear_attention.begin(states, inputs)
-        return self._attention.begin(layout, inputs), linear_attention
+        if self.linear_attention is not None and states is not None:
+            linear_attention = self.linear_attention.begin(states, inputs)
+        return self.attention.begin(layout, inputs), linear_attention

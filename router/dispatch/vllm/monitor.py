@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import PurePath
 
@@ -55,18 +56,12 @@ async def monitoring(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class ServerMonitor:
-    def __init__(
-        self,
-        server: PrefillServer,
-        servers: PrefillServers,
-        profiles: ModelProfiles,
-        node_calls: NodeCalls,
-    ) -> None:
-        self._server = server
-        self._servers = servers
-        self._profiles = profiles
-        self._node_calls = node_calls
+    server: PrefillServer
+    servers: PrefillServers
+    profiles: ModelProfiles
+    node_calls: NodeCalls
 
     async def run(self) -> None:
         # A check takes as long as a few prompts.
@@ -77,12 +72,12 @@ class ServerMonitor:
             try:
                 await do()
             except Exception:
-                log.exception("bug in the watch of %s", self._server.address)
+                log.exception("bug in the watch of %s", self.server.address)
             await asyncio.sleep(POLL_INTERVAL_S)
 
     async def poll(self) -> None:
         """Read the server's health and load."""
-        server = self._server
+        server = self.server
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
                 await server.api.get_text("/health")
@@ -97,21 +92,21 @@ class ServerMonitor:
 
     async def _read_model(self) -> None:
         """Read the names of the model that a healthy server has."""
-        server = self._server
+        server = self.server
         listed = (await server.api.get("/v1/models")).get("data")
         if not isinstance(listed, list) or not listed or not isinstance(listed[0], dict):
             raise ServerFailed("it lists no model")
         server.model = str(listed[0].get("id") or "")
         server.root = str(listed[0].get("root") or "")
         server.version = str((await server.api.get("/version")).get("version") or "")
-        self._servers.note_success(server)
+        self.servers.note_success(server)
         server.trouble = ""
         log.info("%s serves %s with vLLM %s", server.address, server.model, server.version)
 
     async def check_nodes(self) -> None:
         """Check the server with each decode node that it was not checked with."""
-        server = self._server
-        nodes = {key_of(node): node for node in self._servers.decode_nodes()}
+        server = self.server
+        nodes = {key_of(node): node for node in self.servers.decode_nodes()}
         for key in server.mismatches.keys() - nodes.keys():
             del server.mismatches[key]
         for key, node in nodes.items():
@@ -124,21 +119,21 @@ class ServerMonitor:
 
     async def _check(self, node: Node) -> PairVerdict | None:
         """Return the verdict about a node; None if there is none yet."""
-        server = self._server
+        server = self.server
         if not is_name_of(node.card.model, server.model, server.root):
             reason = f"it serves {server.model}, and the node {node.card.model}"
             return PairVerdict(server.engine_id, reason)
         text = self._text(node)
         try:
-            return await check_pair(server.api, server.model, node, self._node_calls, text)
+            return await check_pair(server.api, server.model, node, self.node_calls, text)
         except (ServerFailed, NamedError, OSError, TimeoutError) as error:
             log.warning("no check of %s with %s: %r", server.address, node.address, error)
-            self._servers.note_failure(server, f"no check with {node.address}: {error!r}")
+            self.servers.note_failure(server, f"no check with {node.address}: {error!r}")
             await asyncio.sleep(RETRY_CHECK_S)
             return None
 
     def _note_verdict(self, node: Node, found: PairVerdict) -> None:
-        server = self._server
+        server = self.server
         if server.engine_id and server.engine_id != found.engine_id:
             server.mismatches.clear()  # it has restarted
         server.engine_id = found.engine_id
@@ -147,13 +142,13 @@ class ServerMonitor:
         if found.mismatch:
             log.error("%s is not used with decode node %s at %s: %s", *names, found.mismatch)
         else:
-            self._servers.note_success(server)
+            self.servers.note_success(server)
             log.info("%s is used with decode node %s at %s", *names)
 
     def _text(self, node: Node) -> tuple[int, ...]:
         """Return the tokens to compute: a text, or without a tokenizer, tokens of any kind."""
         card = node.card
-        boundary = self._profiles.of(ModelVariant(card.model)).text
+        boundary = self.profiles.of(ModelVariant(card.model)).text
         try:
             token_ids = boundary.token_ids(TextPrompt(TEXT))
         except NamedError:
