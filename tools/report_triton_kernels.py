@@ -26,7 +26,10 @@ from baton.engine.runner.device.step_inputs import SHARED_INPUTS
 from baton.engine.runner.model.config import Activation, Recurrence, RecurrentConfig
 from baton.engine.runner.model.ops import MlpGate, Norm
 from baton.engine.runner.model.pass_layout import PassLayout, TokenRun
-from baton.engine.runner.model.recurrent import DeltaWeights, MambaWeights, RecurrentWeights
+from baton.engine.runner.model.recurrent.gated_delta import GatedDelta
+from baton.engine.runner.model.recurrent.mamba2 import Mamba2
+from baton.engine.runner.model.recurrent.rule import RecurrentRule
+from baton.engine.runner.model.recurrent.table import RULES
 from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.sampling.sampling import SampledRows
 from baton.engine.runner.state.state_shape import StateShape
@@ -228,7 +231,8 @@ def recurrent_launches(config: RecurrentConfig, dtype: torch.dtype) -> Iterator[
     tables = np.zeros((1, shape.num_blocks), dtype=np.int64)
     layout = StateLayout(np.array([0]), np.array([32]), tables, tables, np.array([0]))
     projected = torch.zeros(32, config.num_channels + config.num_values, dtype=dtype)
-    gates = torch.zeros(32, config.num_gates, dtype=dtype)
+    _, gate_rows = RULES[config.rule].stored_rows(config)
+    gates = torch.zeros(32, len(gate_rows), dtype=dtype)
     with recorded_launches() as launches:
         state_pass = parts().make_linear_attention(kv, shape).begin(layout)
         state_pass.mix(1, recurrent_weights(config, dtype), projected, gates)
@@ -236,13 +240,13 @@ def recurrent_launches(config: RecurrentConfig, dtype: torch.dtype) -> Iterator[
         yield launch.kernel.__name__.removesuffix("_kernel"), launch
 
 
-def recurrent_weights(config: RecurrentConfig, dtype: torch.dtype) -> RecurrentWeights:
+def recurrent_weights(config: RecurrentConfig, dtype: torch.dtype) -> RecurrentRule:
     by_head, conv = torch.zeros(config.num_value_heads), torch.zeros(4, config.num_channels)
     norm = Norm(torch.zeros(config.num_values, dtype=dtype), 1e-6)
     gates = TorchOps().linear(torch.zeros(1, 1), None)
     if config.rule is Recurrence.GATED_DELTA:
-        return DeltaWeights(gates, conv, by_head, by_head, norm)
-    return MambaWeights(gates, conv, conv[0], by_head, by_head, by_head, norm)
+        return GatedDelta(gates, conv, by_head, norm, by_head)
+    return Mamba2(gates, conv, by_head, norm, conv[0], by_head, by_head)
 
 
 if __name__ == "__main__":

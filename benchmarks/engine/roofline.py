@@ -19,6 +19,7 @@ from baton.engine.runner.model.config import (
     Recurrence,
     RecurrentConfig,
 )
+from baton.engine.runner.model.recurrent.table import RULES
 from baton.engine.runner.weights.packed import is_packed
 from baton.engine.runner.weights.tensor_names import TensorMap
 
@@ -247,7 +248,8 @@ def _mixer_numbers(config: ModelConfig, layer: LayerConfig) -> tuple[int, int, i
     if recurrent is None or not layer.is_recurrent:
         return _attention_numbers(config, layer)
     inputs = recurrent.num_channels + recurrent.num_values
-    gates = recurrent.num_gates * hidden + recurrent.num_channels * recurrent.conv_size
+    _, gate_rows = RULES[recurrent.rule].stored_rows(recurrent)
+    gates = len(gate_rows) * hidden + recurrent.num_channels * recurrent.conv_size
     return 0, (inputs + recurrent.num_values) * hidden, gates
 
 

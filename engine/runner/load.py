@@ -38,8 +38,9 @@ from baton.engine.runner.kernels.choose import Parts, choose_parts
 from baton.engine.runner.kv_budget import CacheShape
 from baton.engine.runner.kv_size import choose_num_blocks, num_blocks_in
 from baton.engine.runner.loaded_runner import CachingRunner
-from baton.engine.runner.model.config import ModelConfig, Recurrence
+from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.decoder import CausalLm, Decoder
+from baton.engine.runner.model.recurrent.table import RULES
 from baton.engine.runner.model_info import LoadProgressCallback, ModelInfo
 from baton.engine.runner.model_runner import RunnerParts, TorchRunner
 from baton.engine.runner.pooling.choose import choose_pooling
@@ -381,15 +382,15 @@ def choose_max_model_len(config: RunnerConfig, longest: int) -> int:
 
 def _can_capture(opened: _Opened, decoder: CausalLm) -> bool:
     """Return whether decode steps can be graphs; if the device has them, log why they cannot."""
-    kernels, cause = opened.kernels, ""
+    kernels, recurrent, cause = opened.kernels, decoder.config.recurrent, ""
     if opened.config.enforce_eager:
         cause = "enforce-eager"
     elif not kernels.has_static_launches:
         cause = f"launches of the kernels {kernels.name!r} depend on the lengths of sequences"
     elif decoder.config.depends_on_length:
         cause = "angles of this model depend on the lengths of prompts"
-    elif decoder.config.recurrent and decoder.config.recurrent.rule is Recurrence.SHORT_CONV:
-        cause = "launches of short convolutions depend on the lengths of sequences"
+    elif recurrent is not None and not RULES[recurrent.rule].has_triton_kernels:
+        cause = f"launches of {recurrent.rule.value}s depend on the lengths of sequences"
     elif opened.head is not None:
         cause = "the head that drafts computes in each step"
     elif decoder.waits_for_experts:

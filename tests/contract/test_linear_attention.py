@@ -24,12 +24,12 @@ from baton.engine.runner.kernels.native_linear_attention import NativeLinearAtte
 from baton.engine.runner.model.config import Recurrence, RecurrentConfig
 from baton.engine.runner.model.ops import Norm
 from baton.engine.runner.model.pass_layout import TokenRun
-from baton.engine.runner.model.recurrent import (
-    DeltaWeights,
-    MambaWeights,
-    RecurrentWeights,
-    ShortConvWeights,
-)
+from baton.engine.runner.model.recurrent.gated_delta import GatedDelta
+from baton.engine.runner.model.recurrent.mamba2 import Mamba2
+from baton.engine.runner.model.recurrent.matrix_rule import MatrixRule
+from baton.engine.runner.model.recurrent.rule import RecurrentRule
+from baton.engine.runner.model.recurrent.short_conv import ShortConv
+from baton.engine.runner.model.recurrent.table import RULES
 from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.state.linear_attention import LinearAttention, TorchLinearAttention
 from baton.engine.runner.state.state_shape import StateShape
@@ -59,19 +59,19 @@ class Outcome(NamedTuple):
 
 def random_weights(
     config: RecurrentConfig, dtype: torch.dtype, drawn: Callable[..., Tensor]
-) -> RecurrentWeights:
+) -> RecurrentRule:
     gates, num_heads = TorchOps().linear(drawn(2, 2), None), config.num_value_heads
     conv = drawn(config.conv_size, config.num_channels).bfloat16().float()
     if config.rule is Recurrence.SHORT_CONV:
-        return ShortConvWeights(gates, conv)
+        return ShortConv(gates, conv)
     decay_bias, decay_rate = drawn(num_heads), drawn(num_heads).exp()
     is_delta = config.rule is Recurrence.GATED_DELTA
     norm_size = config.value_dim if is_delta else config.num_values
     norm = Norm((1 + 0.2 * drawn(norm_size)).to(dtype), 1e-6)
     if is_delta:
-        return DeltaWeights(gates, conv, decay_bias, decay_rate, norm)
+        return GatedDelta(gates, conv, decay_rate, norm, decay_bias)
     conv_bias, skip = drawn(config.num_channels), drawn(num_heads)
-    return MambaWeights(gates, conv, conv_bias, decay_bias, decay_rate, skip, norm)
+    return Mamba2(gates, conv, decay_rate, norm, conv_bias, decay_bias, skip)
 
 
 def with_rule(config: RecurrentConfig, rule: Recurrence) -> RecurrentConfig:
@@ -104,7 +104,8 @@ class RandomSequences:
         if config.rule is Recurrence.SHORT_CONV:  # their products are exact
             for each in self._projected:
                 each[:, : config.num_values] = drawn(len(each), config.num_values).round().exp2()
-        self._gates = [drawn(n, config.num_gates).to(dtype) for n in lengths]
+        _, gate_rows = RULES[config.rule].stored_rows(config)
+        self._gates = [drawn(n, len(gate_rows)).to(dtype) for n in lengths]
         self.weights = random_weights(config, dtype, drawn)
         ids = torch.randperm(3 * len(lengths) * self.shape.num_blocks, generator=generator)
         self._blocks = ids.view(len(lengths), 3, -1)
@@ -169,7 +170,7 @@ class RandomSequences:
         other._projected, other._gates = (
             [each.float() for each in parts] for parts in (self._projected, self._gates)
         )
-        if not isinstance(self.weights, ShortConvWeights):
+        if isinstance(self.weights, MatrixRule):
             norm = replace(self.weights.norm, weight=self.weights.norm.weight.float())
             other.weights = replace(self.weights, norm=norm)
         count = len(self._lengths)

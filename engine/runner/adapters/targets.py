@@ -9,14 +9,9 @@ from typing import NamedTuple
 
 from baton.engine.runner.families.family import ExpertNames
 from baton.engine.runner.model.adapters import ROUTER, Place
-from baton.engine.runner.model.config import LatentConfig, ModelConfig, MoeConfig, Recurrence
-from baton.engine.runner.weights.row_orders import (
-    conv_orders,
-    delta_orders,
-    joined_order,
-    latent_orders,
-    mamba_orders,
-)
+from baton.engine.runner.model.config import LatentConfig, ModelConfig, MoeConfig
+from baton.engine.runner.model.recurrent.table import RULES
+from baton.engine.runner.weights.row_orders import joined_order, latent_orders
 from baton.engine.runner.weights.tensor_names import TensorMap
 
 # Modules whose parameters stack the matrices of all experts, as [experts, rows, columns].
@@ -107,25 +102,20 @@ class _Targets:
             yield from self._mixture(index, config.moe, names.experts)
 
     def _recurrent(self, index: int) -> Iterator[tuple[str, Target]]:
-        recurrent = self._config.recurrent
+        recurrent, names = self._config.recurrent, self._names.recurrent
         assert recurrent is not None
-        if recurrent.rule is not Recurrence.GATED_DELTA:
-            is_mamba = recurrent.rule is Recurrence.MAMBA2
-            names = self._names.mamba if is_mamba else self._names.short_conv
-            rows, gates = (mamba_orders if is_mamba else conv_orders)(recurrent)
-            num_rows, num_columns = self._shape(index, names.projection)
-            pieces = [
-                Piece(Place(index, "qkv"), _runs(rows, 0, num_rows)),
-                Piece(Place(index, "gates"), _runs(gates, 0, num_rows)),
-            ]
-            yield names.projection, Target(num_rows, num_columns, pieces)
-            yield from self._joined(Place(index, "output"), [names.output])
-            return
-        delta = self._names.delta
-        order, gate_order = delta_orders(recurrent) if delta.is_by_key_head else (None, None)
-        yield from self._joined(Place(index, "qkv"), delta.projections, order)
-        yield from self._joined(Place(index, "gates"), delta.gates, gate_order)
-        yield from self._joined(Place(index, "output"), [delta.output])
+        orders = RULES[recurrent.rule].stored_rows(recurrent)
+        places = Place(index, "qkv"), Place(index, "gates")
+        if names.gates:
+            order, gate_order = orders if len(names.projections) == 1 else (None, None)
+            yield from self._joined(places[0], names.projections, order)
+            yield from self._joined(places[1], names.gates, gate_order)
+        else:
+            [name] = names.projections
+            num_rows, num_columns = self._shape(index, name)
+            runs = [_runs(order, 0, num_rows) for order in orders]
+            yield name, Target(num_rows, num_columns, list(map(Piece, places, runs)))
+        yield from self._joined(Place(index, "output"), [names.output])
 
     def _latent(self, index: int, latent: LatentConfig) -> Iterator[tuple[str, Target]]:
         names, config = self._names.latent, self._config

@@ -15,7 +15,7 @@ from baton.engine.runner.families.family import (
     LINEAR,
     NEXT_BLOCK,
     ExpertNames,
-    MambaNames,
+    RecurrentNames,
     TensorNames,
 )
 from baton.engine.runner.families.mixtures import glm4_moe
@@ -48,15 +48,7 @@ NEMOTRON_H_NAMES = TensorNames(
         shared_gate_up=("up_proj",),
         is_gated=False,
     ),
-    mamba=MambaNames(
-        projection="mixer.in_proj",
-        conv="mixer.conv1d",
-        step_bias="mixer.dt_bias",
-        log_decay="mixer.A_log",
-        skip="mixer.D",
-        norm="mixer.norm",
-        output="mixer.out_proj",
-    ),
+    recurrent=RecurrentNames("mixer", ("mixer.in_proj",)),
 )
 NEMOTRON_H: Mapping[str, object] = {
     "num_key_value_heads": 8,

@@ -66,32 +66,17 @@ class LatentNames:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaNames:
-    """Names of the tensors of linear attention by the gated delta rule, relative to their layer."""
+class RecurrentNames:
+    """Names of a recurrent layer's projections, relative to it. The rule names other tensors."""
 
-    # Rows of queries, keys, values and output gates; and of write strengths and decays.
-    projections: tuple[str, ...] = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
-    gates: tuple[str, ...] = ("linear_attn.in_proj_b", "linear_attn.in_proj_a")
-    is_by_key_head: bool = False  # the rows are those of one key head after the other
-    conv: str = "linear_attn.conv1d"
-    decay_bias: str = "linear_attn.dt_bias"
-    log_decay: str = "linear_attn.A_log"
-    norm: str = "linear_attn.norm"
-    output: str = "linear_attn.out_proj"
+    module: str = "mamba"
+    # A single matrix has its rows in the order of the rule's `stored_rows`.
+    projections: tuple[str, ...] = ("mamba.in_proj",)
+    gates: tuple[str, ...] = ()  # none: their rows are in the projection
 
-
-@dataclass(frozen=True, slots=True)
-class MambaNames:
-    """Names of the tensors of a Mamba2 layer, relative to their layer."""
-
-    # Rows of output gates, values (x), keys (B), queries (C) and steps (dt).
-    projection: str = "mamba.in_proj"
-    conv: str = "mamba.conv1d"
-    step_bias: str = "mamba.dt_bias"
-    log_decay: str = "mamba.A_log"
-    skip: str = "mamba.D"
-    norm: str = "mamba.norm"
-    output: str = "mamba.out_proj"
+    @property
+    def output(self) -> str:
+        return f"{self.module}.out_proj"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,15 +103,6 @@ class ParallelNames:
 
 
 @dataclass(frozen=True, slots=True)
-class ShortConvNames:
-    """Names of the tensors of a short convolution, relative to their layer."""
-
-    projection: str = "conv.in_proj"  # rows of factors (B), output gates (C) and values (x)
-    conv: str = "conv.conv"
-    output: str = "conv.out_proj"
-
-
-@dataclass(frozen=True, slots=True)
 class TensorNames:
     """Names of the stored tensors. Names of a layer are relative to it; `""` means none.
 
@@ -148,15 +124,13 @@ class TensorNames:
     mlp_output_norm: str = ""
     experts: ExpertNames | None = None
     latent: LatentNames = LatentNames()
-    delta: DeltaNames = DeltaNames()
-    mamba: MambaNames = MambaNames()
+    recurrent: RecurrentNames = RecurrentNames()
     ignored: tuple[str, ...] = ()  # prefixes of tensors that text does not need
     embedding: str = "embed_tokens"  # relative to the model
     norm: str = "norm"  # of the last layer's output, relative to the model
     per_layer: PerLayerNames = PerLayerNames()
     parallel: ParallelNames = ParallelNames()
     layer_scale: str = "layer_scalar"
-    short_conv: ShortConvNames = ShortConvNames()
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ from baton.engine.runner.families.defaults import (
     QWEN3_VL,
     QWEN3_VL_MOE,
 )
-from baton.engine.runner.families.family import DeltaNames, Family, TensorNames
+from baton.engine.runner.families.family import Family, RecurrentNames, TensorNames
 from baton.engine.runner.families.layer_types import (
     all_without_rope,
     chunks_with_rope,
@@ -142,14 +142,19 @@ GLM_EXPERTS = frozenset(
 RECURRENT = BIAS | PARTIAL | DELTA_FIELDS
 QWEN3_NEXT_NAMES = TensorNames(
     experts=SHARED_GATED_EXPERTS,
-    delta=DeltaNames(
-        projections=("linear_attn.in_proj_qkvz",),
-        gates=("linear_attn.in_proj_ba",),
-        is_by_key_head=True,
+    recurrent=RecurrentNames(
+        "linear_attn", ("linear_attn.in_proj_qkvz",), ("linear_attn.in_proj_ba",)
     ),
     ignored=("mtp.",),
 )
-QWEN3_5_NAMES = TensorNames(ignored=("mtp.",))
+QWEN3_5_NAMES = TensorNames(
+    recurrent=RecurrentNames(
+        "linear_attn",
+        ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+        ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+    ),
+    ignored=("mtp.",),
+)
 
 GEMMA3_FAMILY = Family(
     names=SANDWICH,
@@ -261,6 +266,7 @@ LFM2_FAMILY = Family(
         input_norm="operator_norm",
         mlp_norm="ffn_norm",
         norm="embedding_norm",
+        recurrent=RecurrentNames("conv", ("conv.in_proj",)),
     ),
     defaults=LFM2,
     rename=lfm2_fields,

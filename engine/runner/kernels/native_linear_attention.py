@@ -8,22 +8,11 @@ from torch import Tensor
 from baton.engine.runner.device.step_inputs import SHARED_INPUTS, StepInputs
 from baton.engine.runner.kernels.abi import StateRows, StateRuns
 from baton.engine.runner.kernels.calls import Kernels, PassArrays, Workspace, norm_params
-from baton.engine.runner.model.config import Recurrence
 from baton.engine.runner.model.mixers import LinearAttentionPass
-from baton.engine.runner.model.recurrent import (
-    DeltaWeights,
-    MambaWeights,
-    RecurrentWeights,
-    ShortConvWeights,
-)
+from baton.engine.runner.model.recurrent.matrix_rule import MatrixRule
+from baton.engine.runner.model.recurrent.rule import RecurrentRule
 from baton.engine.runner.state.state_shape import StateShape
 from baton.engine.runner.state.state_tables import StateLayout
-
-KERNELS = {
-    Recurrence.GATED_DELTA: "baton_delta",
-    Recurrence.MAMBA2: "baton_mamba",
-    Recurrence.SHORT_CONV: "baton_short_conv",
-}
 
 
 class NativeLinearAttention:
@@ -67,25 +56,17 @@ class _NativePass:
             num_tokens=num_tokens,
         )
 
-    def mix(
-        self, layer: int, weights: RecurrentWeights, projected: Tensor, gates: Tensor
-    ) -> Tensor:
+    def mix(self, layer: int, weights: RecurrentRule, projected: Tensor, gates: Tensor) -> Tensor:
         attention, config = self._attention, self._attention.shape.config
         output = torch.empty(len(projected), config.num_values, dtype=projected.dtype)
         buffers = attention.workspace.split(*self._buffer_sizes)
         inputs_buf, mixed_buf, gates_buf, outputs_buf = buffers
-        own: dict[str, object] = {}
-        if not isinstance(weights, ShortConvWeights):
-            norm = norm_params(weights.norm)
-            own = {"decay_rate": weights.decay_rate, "norm": norm}
+        own: dict[str, object] = {name: getattr(weights, name) for name in weights.vectors}
+        if isinstance(weights, MatrixRule):
+            own |= {"norm": norm_params(weights.norm)}
             own |= {"gates_buf": gates_buf, "outputs_buf": outputs_buf}
-        if isinstance(weights, MambaWeights):
-            own |= {"conv_bias": weights.conv_bias}
-            own |= {"step_bias": weights.step_bias, "skip": weights.skip}
-        elif isinstance(weights, DeltaWeights):
-            own |= {"decay_bias": weights.decay_bias}
         attention.kernels.call(
-            KERNELS[config.rule],
+            weights.kernel,
             states=attention.rows,
             runs=self._runs,
             projected=projected.contiguous(),

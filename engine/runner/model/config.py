@@ -170,13 +170,6 @@ class RecurrentConfig:
     rule: Recurrence = Recurrence.GATED_DELTA
 
     @property
-    def num_gates(self) -> int:
-        """Return the gates per token: decays, write strengths, or those of a convolution."""
-        if self.rule is Recurrence.SHORT_CONV:
-            return self.num_values
-        return (2 if self.rule is Recurrence.GATED_DELTA else 1) * self.num_value_heads
-
-    @property
     def num_keys(self) -> int:
         return self.num_key_heads * self.key_dim
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from baton.engine.runner.model.linear import HeadLinears, Linear, Mlp, Moe
 from baton.engine.runner.model.ops import Norm
-from baton.engine.runner.model.recurrent import RecurrentWeights
+from baton.engine.runner.model.recurrent.rule import RecurrentRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class Layer:
     input_norm: Norm | None
     # Rows of queries, then keys, then values, as far as the layer has them. With latent attention
     # rows of queries, which can be low-rank, then of the latent and of the rotated key. The norms
-    # are those of the parts. With an output gate its rows come last. Linear attention has the same
-    # rows without rotation and norms.
+    # are those of the parts. With an output gate its rows come last. In a recurrent layer the rule
+    # determines the rows.
     qkv: Linear
     q_norm: Norm | None
     k_norm: Norm | None
@@ -64,7 +64,7 @@ class Layer:
     mlp: AnyMlp | None
     mlp_output_norm: Norm | None
     latent: LatentProjections | None = None
-    recurrent: RecurrentWeights | None = None
+    recurrent: RecurrentRule | None = None
     v_norm: Norm | None = None
     per_layer: PerLayerWeights | None = None
     scale: float = 1.0  # of the layer's output

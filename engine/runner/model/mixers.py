@@ -17,7 +17,7 @@ from baton.engine.runner.model.config import LatentConfig, LayerConfig, ModelCon
 from baton.engine.runner.model.layer_weights import LatentProjections, Layer
 from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.ops import Norm, Ops
-from baton.engine.runner.model.recurrent import RecurrentWeights
+from baton.engine.runner.model.recurrent.rule import RecurrentRule
 from baton.engine.runner.model.rope import Angles
 
 T = TypeVar("T")
@@ -48,13 +48,10 @@ class AttentionPass(Protocol):
 class LinearAttentionPass(Protocol):
     """Recurrent layers of one forward pass."""
 
-    def mix(
-        self, layer: int, weights: RecurrentWeights, projected: Tensor, gates: Tensor
-    ) -> Tensor:
+    def mix(self, layer: int, weights: RecurrentRule, projected: Tensor, gates: Tensor) -> Tensor:
         """Return the output of the recurrent layer with this number, [tokens, values].
 
-        `projected` has rows of queries, keys, values and output gates. Reads and writes the states
-        of the layer; blocks to write can hold any value.
+        Reads and writes the states of the layer; blocks to write can hold any value.
         """
         ...
 
@@ -243,10 +240,10 @@ class LatentMixer:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentMixer:
-    """Linear attention or Mamba2: the rule is that of the weights."""
+    """Layer with a state: the rule is that of the weights."""
 
     qkv: Linear
-    weights: RecurrentWeights
+    weights: RecurrentRule
     number: int  # the layer's, among the recurrent ones
 
     def mix(self, forward_pass: ForwardPass, inputs: Tensor, ends: Ends | None) -> Tensor:

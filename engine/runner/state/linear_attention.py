@@ -12,12 +12,7 @@ from torch.nn import functional
 
 from baton.engine.runner.device.step_inputs import SHARED_INPUTS, StepInputs
 from baton.engine.runner.model.mixers import LinearAttentionPass
-from baton.engine.runner.model.recurrent import (
-    RecurrentWeights,
-    ShortConvWeights,
-    convolve,
-    split_heads,
-)
+from baton.engine.runner.model.recurrent.rule import RecurrentRule
 from baton.engine.runner.state.state_shape import StateShape
 from baton.engine.runner.state.state_tables import ZEROS, StateLayout
 
@@ -61,48 +56,31 @@ class _TorchStatePass:
         self._rows = used.unflatten(1, (shape.rows_per_block, row_numbers))
         self._batches = list(_batches(layout, inputs))
 
-    def mix(
-        self, layer: int, weights: RecurrentWeights, projected: Tensor, gates: Tensor
-    ) -> Tensor:
+    def mix(self, layer: int, weights: RecurrentRule, projected: Tensor, gates: Tensor) -> Tensor:
         config, first_row = self._shape.config, layer * self._shape.layer_rows
-        if isinstance(weights, ShortConvWeights):
-            return self._convolve_products(first_row, weights, projected, gates)
-        channels, z = projected.split((config.num_channels, config.num_values), dim=1)
-        output = torch.empty(len(z), config.num_value_heads, config.value_dim, device=z.device)
+        channels = weights.channels(config, projected)
+        output = torch.empty(len(projected), config.num_values, device=projected.device)
         for batch in self._batches:
-            mixed = functional.silu(self._convolve(batch, first_row, weights, channels))
-            heads = split_heads(config, mixed)
+            inputs = self._load_inputs(batch, first_row + self._shape.matrix_rows, channels)
             state = self._read(batch.reads, first_row, self._shape.matrix_rows)
             state = state.unflatten(1, (config.num_value_heads, config.key_dim))
-            applied, state = weights.apply(config, heads, gates[batch.tokens], state)
+            output[batch.tokens], state = weights.apply(
+                config, weights.convolve(inputs), gates[batch.tokens], state
+            )
             self._write(batch.writes, first_row, state)
-            output[batch.tokens] = applied.transpose(1, 2)
-        return weights.finish(config, output, z.reshape(output.shape)).flatten(1)
+        return weights.finish(config, output, projected).to(projected.dtype)
 
-    def _convolve_products(
-        self, first_row: int, weights: ShortConvWeights, projected: Tensor, gates: Tensor
-    ) -> Tensor:
-        factors, values = projected.chunk(2, dim=1)
-        products, output = factors * values, torch.empty_like(gates)
-        for batch in self._batches:
-            mixed = self._convolve(batch, first_row, weights, products)
-            output[batch.tokens] = (gates[batch.tokens].float() * mixed).to(output.dtype)
-        return output
-
-    def _convolve(
-        self, batch: _Batch, first_row: int, weights: RecurrentWeights, channels: Tensor
-    ) -> Tensor:
-        """Convolve with the inputs before the batch, and keep the last ones."""
+    def _load_inputs(self, batch: _Batch, row: int, channels: Tensor) -> Tensor:
+        """Return the channels of the batch after those before it, and keep the last ones."""
         shape, num_channels = self._shape, self._shape.config.num_channels
         num_kept = shape.config.conv_size - 1
-        row = first_row + shape.matrix_rows
         stored = self._read(batch.reads, row, shape.conv_rows).flatten(1).view(self._dtype)
         before = stored[:, : num_kept * num_channels].unflatten(1, (num_kept, num_channels))
         inputs = torch.cat((before, channels[batch.tokens]), dim=1)
         kept = inputs[:, inputs.shape[1] - num_kept :].flatten(1)
         kept = functional.pad(kept, (0, stored.shape[1] - kept.shape[1]))
         self._write(batch.writes, row, kept.view(torch.float32))
-        return convolve(inputs, weights.conv, weights.conv_bias)
+        return inputs
 
     def _read(self, tables: Tensor, first: int, count: int) -> Tensor:
         """Return rows of the states in these blocks, [runs, rows, numbers]."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain
-
-from baton.engine.runner.model.config import LatentConfig, ModelConfig, RecurrentConfig
+from baton.engine.runner.model.config import LatentConfig, ModelConfig
 from baton.engine.runner.model.rope import head_order, repeat_order
 
 
@@ -41,44 +39,3 @@ def latent_orders(latent: LatentConfig, config: ModelConfig) -> tuple[list[int],
     head = [*range(latent.nope_dim), *(latent.nope_dim + at for at in rope_order)]
     key_order = [*range(latent.rank), *(latent.rank + at for at in rope_order)]
     return repeat_order(head, config.num_heads), key_order
-
-
-def delta_orders(config: RecurrentConfig) -> tuple[list[int], list[int]]:
-    """Return the orders of projections and gates that are stored by key head, one after another."""
-    values = config.num_values // config.num_key_heads
-    heads = config.num_value_heads // config.num_key_heads
-    order = _regroup(config.num_key_heads, (config.key_dim, config.key_dim, values, values))
-    return order, _regroup(config.num_key_heads, (heads, heads))
-
-
-def mamba_orders(config: RecurrentConfig) -> tuple[list[int], list[int]]:
-    """Return the rows of queries, keys, values and output gates, and those of the steps."""
-    values = config.num_values
-    order = [*(values + channel for channel in channel_order(config)), *range(values)]
-    num_rows = 2 * values + 2 * config.num_keys
-    return order, list(range(num_rows, num_rows + config.num_gates))
-
-
-def conv_orders(config: RecurrentConfig) -> tuple[list[int], list[int]]:
-    """Return the rows of factors and values of a short convolution, and those of its gates."""
-    size = config.num_values
-    return [*range(size), *range(2 * size, 3 * size)], list(range(size, 2 * size))
-
-
-def channel_order(config: RecurrentConfig) -> list[int]:
-    """Return the channels of queries, keys and values among values, keys and queries."""
-    values, keys = config.num_values, config.num_keys
-    parts = (values + keys, keys), (values, keys), (0, values)
-    return list(chain.from_iterable(range(first, first + size) for first, size in parts))
-
-
-def _regroup(num_groups: int, sizes: tuple[int, ...]) -> list[int]:
-    """Return the rows of all first parts of the groups, then of all second ones, and so on."""
-    width, first = sum(sizes), 0
-    order: list[int] = []
-    for size in sizes:
-        for group in range(num_groups):
-            start = group * width + first
-            order += range(start, start + size)
-        first += size
-    return order

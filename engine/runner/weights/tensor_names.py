@@ -16,10 +16,10 @@ from baton.engine.runner.model.config import (
     ModelConfig,
     MoeConfig,
     QkNorm,
-    Recurrence,
     RecurrentConfig,
 )
 from baton.engine.runner.model.quantization import Packing
+from baton.engine.runner.model.recurrent.table import RULES
 from baton.engine.runner.weights.packed import (
     UNUSED,
     PackedPart,
@@ -153,12 +153,7 @@ class TensorMap:
             yield from self._latent_shapes(config.latent)
             return
         if config.recurrent is not None and config.layers[index].is_recurrent:
-            shapes = {
-                Recurrence.GATED_DELTA: self._delta_shapes,
-                Recurrence.MAMBA2: self._mamba_shapes,
-                Recurrence.SHORT_CONV: self._conv_shapes,
-            }
-            yield from shapes[config.recurrent.rule](config.recurrent)
+            yield from self._recurrent_shapes(config.recurrent)
             return
         hidden, heads = config.hidden_size, (config.num_heads, config.num_kv_heads)
         queries, keys = (count * config.head_dim for count in heads)
@@ -176,36 +171,19 @@ class TensorMap:
         if config.has_sinks:
             yield names.sinks, (config.num_heads,)
 
-    def _delta_shapes(self, delta: RecurrentConfig) -> Shapes:
-        hidden, names = self.config.hidden_size, self.names.delta
-        rows: tuple[int, ...] = delta.num_channels, delta.num_values
-        heads: tuple[int, ...] = delta.num_value_heads, delta.num_value_heads
-        if names.is_by_key_head:
-            rows, heads = (sum(rows),), (sum(heads),)
-        for name, count in zip((*names.projections, *names.gates), (*rows, *heads), strict=True):
+    def _recurrent_shapes(self, recurrent: RecurrentConfig) -> Shapes:
+        hidden, values = self.config.hidden_size, recurrent.num_values
+        names, rule = self.names.recurrent, RULES[recurrent.rule]
+        num_rows, num_gates = map(len, rule.stored_rows(recurrent))
+        rows = [recurrent.num_channels, values]
+        if len(names.projections) == 1:
+            rows = [num_rows + (0 if names.gates else num_gates)]
+        gates = [num_gates // len(names.gates) for _ in names.gates]
+        for name, count in zip((*names.projections, *names.gates), (*rows, *gates), strict=True):
             yield f"{name}.weight", (count, hidden)
-        yield f"{names.conv}.weight", (delta.num_channels, 1, delta.conv_size)
-        yield names.decay_bias, (delta.num_value_heads,)
-        yield names.log_decay, (delta.num_value_heads,)
-        yield f"{names.norm}.weight", (delta.value_dim,)
-        yield f"{names.output}.weight", (hidden, delta.num_values)
-
-    def _mamba_shapes(self, mamba: RecurrentConfig) -> Shapes:
-        hidden, names = self.config.hidden_size, self.names.mamba
-        rows = mamba.num_values + mamba.num_channels + mamba.num_gates
-        yield f"{names.projection}.weight", (rows, hidden)
-        yield f"{names.conv}.weight", (mamba.num_channels, 1, mamba.conv_size)
-        yield f"{names.conv}.bias", (mamba.num_channels,)
-        for name in (names.step_bias, names.log_decay, names.skip):
-            yield name, (mamba.num_value_heads,)
-        yield f"{names.norm}.weight", (mamba.num_values,)
-        yield f"{names.output}.weight", (hidden, mamba.num_values)
-
-    def _conv_shapes(self, conv: RecurrentConfig) -> Shapes:
-        hidden, names = self.config.hidden_size, self.names.short_conv
-        yield f"{names.projection}.weight", (3 * conv.num_values, hidden)
-        yield f"{names.conv}.weight", (conv.num_channels, 1, conv.conv_size)
-        yield f"{names.output}.weight", (hidden, conv.num_values)
+        for name, shape in rule.shapes(recurrent).items():
+            yield f"{names.module}.{name}", shape
+        yield f"{names.output}.weight", (hidden, values)
 
     def _latent_shapes(self, latent: LatentConfig) -> Shapes:
         config, names = self.config, self.names.latent

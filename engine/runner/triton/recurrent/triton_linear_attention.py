@@ -11,16 +11,11 @@ import triton
 from torch import Tensor
 
 from baton.engine.runner.device.step_inputs import SHARED_INPUTS, StepInputs
-from baton.engine.runner.model.config import Recurrence
 from baton.engine.runner.model.mixers import LinearAttentionPass
-from baton.engine.runner.model.recurrent import (
-    NORM_EPSILON,
-    DeltaWeights,
-    MambaWeights,
-    MatrixWeights,
-    RecurrentWeights,
-    ShortConvWeights,
-)
+from baton.engine.runner.model.recurrent.gated_delta import NORM_EPSILON, GatedDelta
+from baton.engine.runner.model.recurrent.mamba2 import Mamba2
+from baton.engine.runner.model.recurrent.rule import RecurrentRule
+from baton.engine.runner.model.recurrent.table import RULES
 from baton.engine.runner.state.linear_attention import LinearAttention, TorchLinearAttention
 from baton.engine.runner.state.state_shape import StateShape
 from baton.engine.runner.state.state_tables import StateLayout
@@ -31,11 +26,12 @@ from baton.engine.runner.triton.recurrent.state_arguments import ConvWeights, St
 
 STATE_NUMBERS = 1024  # of a head's state, in the registers of a warp
 NORM_NUMBERS = 1024  # of a group, that a warp of the norm computes
+TritonRule = GatedDelta | Mamba2
 
 
 def make_linear_attention(kv: Tensor, shape: StateShape) -> LinearAttention:
-    """Return the kernels of recurrent layers. Torch computes short convolutions."""
-    if shape.config.rule is Recurrence.SHORT_CONV:
+    """Return the kernels of the rule, or torch's operations if Triton has none."""
+    if not RULES[shape.config.rule].has_triton_kernels:
         return TorchLinearAttention(kv, shape)
     return TritonLinearAttention(kv, shape)
 
@@ -94,17 +90,15 @@ class TritonStatePass:
     shape: StateShape
     runs: _Runs
 
-    def mix(
-        self, layer: int, weights: RecurrentWeights, projected: Tensor, gates: Tensor
-    ) -> Tensor:
-        assert not isinstance(weights, ShortConvWeights)  # see make_linear_attention
+    def mix(self, layer: int, weights: RecurrentRule, projected: Tensor, gates: Tensor) -> Tensor:
+        assert isinstance(weights, TritonRule)  # see make_linear_attention
         projected = row_contiguous(projected)
         mixed, factors = self._convolve(layer, weights, projected, row_contiguous(gates))
         read = self._recur(layer, weights, mixed, factors)
         return self._finish(weights, read, projected[:, self.shape.config.num_channels :])
 
     def _convolve(
-        self, layer: int, weights: MatrixWeights, projected: Tensor, gates: Tensor
+        self, layer: int, weights: TritonRule, projected: Tensor, gates: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return queries, keys and values of each token, and two factors of each value head."""
         shape, config, runs = self.shape, self.shape.config, self.runs
@@ -133,7 +127,7 @@ class TritonStatePass:
         )
         return mixed, factors
 
-    def _recur(self, layer: int, weights: MatrixWeights, mixed: Tensor, factors: Tensor) -> Tensor:
+    def _recur(self, layer: int, weights: TritonRule, mixed: Tensor, factors: Tensor) -> Tensor:
         """Return what the tokens read from the state, [tokens, values], and write the states."""
         shape, config, runs = self.shape, self.shape.config, self.runs
         matrices = self.blocks.view(torch.float32)
@@ -161,9 +155,9 @@ class TritonStatePass:
         )
         return read
 
-    def _finish(self, weights: MatrixWeights, read: Tensor, gates: Tensor) -> Tensor:
+    def _finish(self, weights: TritonRule, read: Tensor, gates: Tensor) -> Tensor:
         """Return the norm of each head (delta rule) or of each group of heads, with its gates."""
-        config, is_delta = self.shape.config, isinstance(weights, DeltaWeights)
+        config, is_delta = self.shape.config, isinstance(weights, GatedDelta)
         num_groups = config.num_value_heads if is_delta else config.num_key_heads
         size = config.num_values // num_groups
         output = torch.empty_like(read, dtype=gates.dtype)
@@ -185,12 +179,12 @@ class TritonStatePass:
         )
         return output
 
-    def _sizes(self, weights: MatrixWeights) -> StateSizes:
+    def _sizes(self, weights: TritonRule) -> StateSizes:
         config, shape = self.shape.config, self.shape
         padded_key_dim: int = triton.next_power_of_2(config.key_dim)
         padded_value_dim: int = triton.next_power_of_2(config.value_dim)
         return StateSizes(
-            is_delta=isinstance(weights, DeltaWeights),
+            is_delta=isinstance(weights, GatedDelta),
             num_key_heads=config.num_key_heads,
             num_value_heads=config.num_value_heads,
             num_heads=2 * config.num_key_heads + config.num_value_heads,
@@ -208,7 +202,7 @@ class TritonStatePass:
         )
 
 
-def _vectors(weights: MatrixWeights) -> _Vectors:
-    if isinstance(weights, MambaWeights):
+def _vectors(weights: TritonRule) -> _Vectors:
+    if isinstance(weights, Mamba2):
         return _Vectors(weights.step_bias, weights.conv_bias, weights.skip)
     return _Vectors(weights.decay_bias, weights.conv, weights.decay_rate)

@@ -1,0 +1,89 @@
+"""Mamba2 (Granite 4, Bamba, Nemotron-H).
+
+A token with key k (B), value v (x), query q (C) and step t (dt) decays the state by exp(-rate * t),
+writes t * v and reads its own value, too, times a weight of the head (D).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from baton.checkpoint.checkpoint import Shape
+from baton.engine.runner.model.config import RecurrentConfig
+from baton.engine.runner.model.linear import Linear
+from baton.engine.runner.model.recurrent.matrix_rule import Decays, MatrixRule
+from baton.engine.runner.model.recurrent.rule import Rows, VectorLoader
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2(MatrixRule):
+    """Weights of a layer. Its gates are steps."""
+
+    kernel: ClassVar[str] = "baton_mamba"
+    has_triton_kernels: ClassVar[bool] = True
+    vectors: ClassVar[tuple[str, ...]] = ("conv_bias", "step_bias", "decay_rate", "skip")
+
+    conv_bias: Tensor  # [channels] in float32
+    step_bias: Tensor  # [value heads] in float32, as `skip`
+    skip: Tensor
+
+    @staticmethod
+    def stored_rows(config: RecurrentConfig) -> tuple[Rows, Rows]:
+        """Return rows of output gates, values, keys, queries and steps."""
+        values, end = config.num_values, config.num_values + config.num_channels
+        channels = _stored_channels(config.num_channels, values)
+        rows = [*(values + channel for channel in channels), *range(values)]
+        return rows, range(end, end + config.num_value_heads)
+
+    @classmethod
+    def shapes(cls, config: RecurrentConfig) -> dict[str, Shape]:
+        heads, norm = (config.num_value_heads,), (config.num_values,)
+        own = {"dt_bias": heads, "A_log": heads, "D": heads, "norm.weight": norm}
+        return MatrixRule.shapes(config) | {"conv1d.bias": (config.num_channels,)} | own
+
+    @classmethod
+    def load(cls, gates: Linear, loader: VectorLoader, module: str) -> Self:
+        conv, norm = cls.load_conv(loader, module), loader.gated_norm(f"{module}.norm")
+        channels = _stored_channels(conv.shape[1], len(norm.weight))
+        return cls(
+            gates=gates,
+            conv=conv[:, channels].contiguous(),
+            conv_bias=loader.vector(f"{module}.conv1d.bias")[channels],
+            step_bias=loader.vector(f"{module}.dt_bias"),
+            decay_rate=loader.vector(f"{module}.A_log").exp(),
+            skip=loader.vector(f"{module}.D"),
+            norm=norm,
+        )
+
+    def convolve(self, inputs: Tensor) -> Tensor:
+        return MatrixRule.convolve(self, inputs) + self.conv_bias
+
+    def factors(self, gates: Tensor) -> tuple[Tensor, Tensor]:
+        steps = functional.softplus(gates.float() + self.step_bias)
+        return -self.decay_rate * steps, steps
+
+    def write(
+        self, key: Tensor, value: Tensor, strength: Tensor, decays: Decays, state: Tensor
+    ) -> Tensor:
+        return value * strength
+
+    def read(self, output: Tensor, value: Tensor) -> Tensor:
+        return output + self.skip[:, None, None] * value
+
+    def gate(self, config: RecurrentConfig, output: Tensor, gates: Tensor) -> Tensor:
+        """Return the norm of each group of heads, after their gates."""
+        groups = (output * gates).flatten(1).unflatten(1, (config.num_key_heads, -1))
+        scale = torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.norm.epsilon)
+        weighted: Tensor = self.norm.weight * (groups * scale).flatten(1)
+        return weighted
+
+
+def _stored_channels(num_channels: int, num_values: int) -> list[int]:
+    """Return the channels of queries, keys and values among values, keys and queries."""
+    queries = (num_channels + num_values) // 2
+    return [*range(queries, num_channels), *range(num_values, queries), *range(num_values)]
