@@ -24,15 +24,7 @@ class Column:
     is_for_wide: bool = False
 
 
-def request_table(traces: Sequence[Trace], width: int) -> Table:
-    return _table(REQUEST_COLUMNS, traces, width)
-
-
-def step_table(traces: Sequence[Trace], width: int) -> Table:
-    return _table(STEP_COLUMNS, traces, width)
-
-
-def _table(columns: Sequence[Column], traces: Sequence[Trace], width: int) -> Table:
+def table_of(columns: Sequence[Column], traces: Sequence[Trace], width: int) -> Table:
     shown = [column for column in columns if width >= WIDE or not column.is_for_wide]
     table = Table(box=None, header_style="dim", padding=(0, 1, 0, 0), pad_edge=False)
     for column in shown:

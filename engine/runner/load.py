@@ -43,7 +43,7 @@ from baton.engine.runner.model.decoder import CausalLm, Decoder
 from baton.engine.runner.model.recurrent.table import RULES
 from baton.engine.runner.model_info import LoadProgressCallback, ModelInfo
 from baton.engine.runner.model_runner import RunnerParts, TorchRunner
-from baton.engine.runner.pooling.choose import choose_pooling
+from baton.engine.runner.pooling.pooling_head import choose_pooling
 from baton.engine.runner.sampling.logits_processors import ModelView, load_processors, versions
 from baton.engine.runner.state.state_shape import StateShape, cache_layout, state_shape
 from baton.engine.runner.towers import UnloadedTower, read_tower

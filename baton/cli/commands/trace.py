@@ -61,16 +61,16 @@ def list_traces(
     trace_dir: Folder = "",
 ) -> None:
     """List stored traces."""
-    from baton.traces.lists import request_table, step_table
+    from baton.traces.lists import REQUEST_COLUMNS, STEP_COLUMNS, table_of
 
     kept = [one for one in _kept(trace_dir) if one.is_step is steps]
     found = [one for one in kept if not failed or one.outcome != "ok"][-limit:]
     if not found:
         print(f"no matching trace in {_folder(trace_dir)}", file=sys.stderr)
         return
-    table_of = step_table if steps else request_table
     screen = console(wide=UNCUT)
-    screen.print(table_of(found, screen.width))
+    columns = STEP_COLUMNS if steps else REQUEST_COLUMNS
+    screen.print(table_of(columns, found, screen.width))
 
 
 class ShowCommand(Command):

@@ -27,7 +27,7 @@ from baton.engine.runner.kernels.choose import choose_parts, encoder_kernels
 from baton.engine.runner.load import DTYPES, choose_max_model_len
 from baton.engine.runner.model.rope import Rope
 from baton.engine.runner.model_info import LoadProgressCallback, ModelInfo
-from baton.engine.runner.pooling.choose import choose_pooling
+from baton.engine.runner.pooling.pooling_head import choose_pooling
 from baton.engine.runner.sampling.logits_processors import versions
 from baton.engine.runner.weights.open_weights import open_weights
 from baton.engine.spec_decode.config import AUTO

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from baton.checkpoint.checkpoint import Checkpoint
 from baton.core.ids import RequestId
 from baton.core.output import Failure
 from baton.core.pooling import Pooling, PoolingKind
@@ -153,3 +154,10 @@ def _texts(step: Step) -> Iterator[_Text]:
         if run.row.task.is_pooling:
             yield _Text(run, first, sampled.get(index))
         first += run.num_tokens
+
+
+def choose_pooling(name: str, checkpoint: Checkpoint, own: Pooling | None) -> Pooling | None:
+    """Return the model's own pooling, as classifiers have, or that of the settings or the files."""
+    if own is not None or name == "none":
+        return own
+    return checkpoint.read_pooling() if name == "auto" else Pooling(PoolingKind(name))

@@ -18,7 +18,7 @@ from baton.telemetry.resource import Process
 from baton.telemetry.tracing.spans import Span
 from baton.telemetry.tracing.store import TraceWriter
 from baton.telemetry.tracing.traces import Trace, find_trace, note_of, traces_of
-from baton.traces.lists import request_table
+from baton.traces.lists import REQUEST_COLUMNS, table_of
 from baton.traces.page import render_page
 from baton.traces.terminal import WIDE, show_related, show_waterfall
 from tests.support.baton_command import run_baton
@@ -250,7 +250,7 @@ def test_a_step_is_drawn_with_its_parts(width: int) -> None:
 def test_a_list_is_truncated_only_on_a_terminal() -> None:
     [trace] = traces_of(an_exported_trace())
 
-    narrow, wide = (drawn(request_table([trace], width), width) for width in (80, 160))
+    narrow, wide = (drawn(table_of(REQUEST_COLUMNS, [trace], width), width) for width in (80, 160))
 
     assert "…" not in narrow + wide
     assert max(map(len, narrow.splitlines())) <= 80
@@ -286,7 +286,7 @@ def test_the_list_shows_request_ids_as_clients_wrote_them() -> None:
         for one in an_exported_trace()
     ]
 
-    assert "[/b]" in drawn(request_table(traces_of(spans), WIDE), WIDE).split()
+    assert "[/b]" in drawn(table_of(REQUEST_COLUMNS, traces_of(spans), WIDE), WIDE).split()
 
 
 @pytest.mark.parametrize("width", [80, 200])
