@@ -8,6 +8,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
+
+from grpc import aio
 
 from baton.core.kv_hints import RELEASED
 from baton.router.admission.rate_limits import (
@@ -17,6 +20,7 @@ from baton.router.admission.rate_limits import (
     RateLimits,
 )
 from baton.router.context import RequestContext
+from baton.router.input_processing.limits import is_valid_name
 from baton.router.pictures.reader import ImageTrace
 from baton.router.tracing import NO_REQUEST_TRACING, Tracing
 from baton.router.values import GenerateCall
@@ -25,6 +29,7 @@ from baton.rpc.security.token import HEADER
 from baton.telemetry import names
 from baton.telemetry.tracing.tracer import Received
 
+ID_BYTES = 12
 NONCE_BYTES = 16
 CLIENT_BYTES = 8
 
@@ -158,6 +163,14 @@ class RequestScopes:
         if usage is not None:
             context = replace(context, note_tokens=usage.note_tokens)
         return RequestScope(self._tracing, context, owner, call, usage, address)
+
+    def begin_call(
+        self, client_id: str, context: aio.ServicerContext[Any, Any]
+    ) -> tuple[str, RequestScope]:
+        """Begin the scope of a gRPC call. Returns it after the client's id, or a new valid one."""
+        request_id = client_id if is_valid_name(client_id) else secrets.token_hex(ID_BYTES)
+        host = host_of_peer(context.peer())
+        return request_id, self.begin(request_id, context.invocation_metadata(), context, host)
 
     def admitting(self, owner: str) -> AbstractContextManager[None]:
         """Count a request that generates nothing until the end of the block.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
@@ -29,18 +28,15 @@ from baton.router.input_processing.limits import (
     MAX_TOKENS_TO_DETOKENIZE,
     check_count,
     check_name,
-    is_valid_name,
 )
 from baton.router.pipeline import Pipeline
-from baton.router.request_scope import RequestScope, RequestScopes, host_of_peer
+from baton.router.request_scope import RequestScope, RequestScopes
 from baton.router.values import ChatPrompt, GenerateCall, TokenChunk
 from baton.rpc.errors import NoNodes
 from baton.rpc.messages.conversion import SAMPLING_DEFAULTS
 from baton.rpc.node_info import NodeCard
 from baton.rpc.status import named_errors
 from baton.v1 import inference_pb2, inference_pb2_grpc
-
-ID_BYTES = 12
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -52,10 +48,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: aio.ServicerContext[Any, Any]
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        client_id = request.request_id
-        request_id = client_id if is_valid_name(client_id) else secrets.token_hex(ID_BYTES)
-        host = host_of_peer(context.peer())
-        scope = self._scopes.begin(request_id, context.invocation_metadata(), context, host)
+        request_id, scope = self._scopes.begin_call(request.request_id, context)
         async with named_errors(context, request_id=request_id, trace_id=scope.trace_id):
             with scope.ending_on_error():
                 model = self._table.find_model(request.model)
@@ -76,10 +69,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Embed(
         self, request: inference_pb2.EmbedRequest, context: aio.ServicerContext[Any, Any]
     ) -> inference_pb2.EmbedResponse:
-        client_id = request.request_id
-        request_id = client_id if is_valid_name(client_id) else secrets.token_hex(ID_BYTES)
-        host = host_of_peer(context.peer())
-        scope = self._scopes.begin(request_id, context.invocation_metadata(), context, host)
+        request_id, scope = self._scopes.begin_call(request.request_id, context)
         async with named_errors(context, request_id=request_id, trace_id=scope.trace_id):
             with scope.ending_on_error():
                 model = self._table.find_model(request.model, EMBED)

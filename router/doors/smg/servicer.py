@@ -5,7 +5,6 @@ The gateway tokenises and detokenises, so prompts and answers are token ids.
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -27,10 +26,9 @@ from baton.router.doors.smg.request import calls_from
 from baton.router.doors.smg.running_calls import RunningCalls
 from baton.router.doors.smg.tokenizer_bundle import TokenizerBundle
 from baton.router.doors.smg.unserved import UnservedMethods
-from baton.router.input_processing.limits import is_valid_name
 from baton.router.orders.node_orders import NodeOrders
 from baton.router.pipeline import Pipeline
-from baton.router.request_scope import RequestScopes, host_of_peer
+from baton.router.request_scope import RequestScopes
 from baton.router.routing.nodes import Node
 from baton.router.values import TokenChunk, TokenPrompt
 from baton.rpc.errors import Draining, NoNodes, UnsupportedInput
@@ -38,7 +36,6 @@ from baton.rpc.security.token_gate import sent_token
 from baton.rpc.status import named_errors
 
 SERVICE = "vllm.grpc.engine.VllmEngine"
-ID_BYTES = 12
 Context = aio.ServicerContext[Any, Any]
 
 
@@ -58,10 +55,7 @@ class SmgServicer(UnservedMethods, vllm_engine_pb2_grpc.VllmEngineServicer):  # 
     async def Generate(
         self, request: vllm_engine_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[vllm_engine_pb2.GenerateResponse, None]:
-        client_id = request.request_id
-        request_id = client_id if is_valid_name(client_id) else secrets.token_hex(ID_BYTES)
-        host = host_of_peer(context.peer())
-        scope = self._scopes.begin(request_id, context.invocation_metadata(), context, host)
+        request_id, scope = self._scopes.begin_call(request.request_id, context)
         async with named_errors(context, request_id=request_id, trace_id=scope.trace_id):
             with scope.ending_on_error():
                 model = self._model()
