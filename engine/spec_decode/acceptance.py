@@ -12,8 +12,16 @@ MAX_WEIGHT = 1e100
 class AcceptanceRates:
     """Rates at which a token is accepted if all before it were. Old drafts count ever less."""
 
-    def __init__(self, num_positions: int, kept_per_step: float) -> None:
+    def __init__(
+        self,
+        num_positions: int,
+        kept_per_step: float,
+        prior: float = 1.0,
+        carried: float = CARRIED,
+    ) -> None:
+        """`prior` is the number of drafts that the expected rates count as."""
         self._kept = kept_per_step
+        self._prior, self._carried = prior, carried
         self._weight = 1.0  # of a draft now: it grows, instead of the sums being reduced
         self._tested = [0.0] * num_positions
         self._accepted = [0.0] * num_positions
@@ -34,11 +42,11 @@ class AcceptanceRates:
     def rates(self, expected: Sequence[float]) -> list[float]:
         """Return the rates of the first positions.
 
-        The expected ones, or those of the position before if they are higher, count as one draft.
+        The expected ones are mixed in, or those of the position before if they are higher.
         """
-        weight, rate = self._weight, 0.0
+        weight, rate = self._weight * self._prior, 0.0
         rates: list[float] = []
         for accepted, tested, each in zip(self._accepted, self._tested, expected, strict=False):
-            rate = (accepted + weight * max(each, CARRIED * rate)) / (tested + weight)
+            rate = (accepted + weight * max(each, self._carried * rate)) / (tested + weight)
             rates.append(rate)
         return rates

@@ -15,7 +15,10 @@ from baton.engine.spec_decode.config import Speculation
 from baton.engine.spec_decode.pass_costs import PassCosts
 from baton.engine.spec_decode.proposer import DraftRow
 
-# Drafts in a row of which nothing is accepted, before those of a sequence pause.
+# Whether drafts are accepted depends on the text if they are looked up, and on the model if one
+# makes them: other sequences then count as this many drafts of a new one.
+PRIOR_OF_MODELS = 8.0
+# Drafts in a row of which nothing is accepted, before a sequence pauses, if they are looked up.
 NUM_FREE_FAILURES = 3
 MAX_PAUSE_STEPS = 16
 # Looking costs some 0.1 ms. A text that is predictable again loses little by these steps.
@@ -35,6 +38,7 @@ MIN_REACHED = 0.05
 class DraftLengths:
     def __init__(self, speculation: Speculation) -> None:
         self._first = [EXPECTED_RATE] * speculation.num_tokens
+        self._looks_up = speculation.looks_up
         self._costs = PassCosts(speculation.max_rows)
         self._node = AcceptanceRates(speculation.num_tokens, NODE_KEEPS)
         self._records: dict[RequestId, _SequenceRecord] = {}
@@ -54,8 +58,11 @@ class DraftLengths:
         for row in rows:
             record = records.get(row.request_id)
             if record is None:
-                record = records[row.request_id] = _SequenceRecord(len(self._first))
-            if max_tokens := record.begin_step(row.max_tokens):
+                record = records[row.request_id] = self._make_record()
+            max_tokens = record.begin_step(row.max_tokens)
+            if not self._looks_up:
+                awake.append(row)
+            elif max_tokens:
                 awake.append(row if max_tokens == row.max_tokens else row._replace(max_tokens=1))
         return awake
 
@@ -94,6 +101,12 @@ class DraftLengths:
         for request_id in request_ids:
             self._records.pop(request_id, None)
 
+    def _make_record(self) -> _SequenceRecord:
+        number = len(self._first)
+        if self._looks_up:
+            return _SequenceRecord(AcceptanceRates(number, SEQUENCE_KEEPS))
+        return _SequenceRecord(AcceptanceRates(number, SEQUENCE_KEEPS, PRIOR_OF_MODELS, 0.0))
+
     def _reached(self, row: DraftRow, usual: Sequence[float]) -> list[float]:
         """Return the probabilities that the tokens of a draft are accepted."""
         rates = self._records[row.request_id].rates
@@ -128,8 +141,8 @@ class DraftLengths:
 class _SequenceRecord:
     """Results of the drafts of one sequence."""
 
-    def __init__(self, num_positions: int) -> None:
-        self.rates = AcceptanceRates(num_positions, SEQUENCE_KEEPS)
+    def __init__(self, rates: AcceptanceRates) -> None:
+        self.rates = rates
         self._num_failures = 0  # in a row
         self._pause = 0  # steps left without drafts
 

@@ -26,8 +26,8 @@ KNOWN = np.zeros(1, dtype=np.int64)
 class Node:
     """A node whose passes take longer by `slope` with each row, in which drafts have outcomes."""
 
-    def __init__(self, slope: float, noise: float = 0.0) -> None:
-        self.lengths = DraftLengths(Speculation(NUM_DRAFTED, max_rows=MAX_ROWS))
+    def __init__(self, slope: float, noise: float = 0.0, method: str = "ngram") -> None:
+        self.lengths = DraftLengths(Speculation(NUM_DRAFTED, max_rows=MAX_ROWS, method=method))
         self.slope, self.noise = slope, noise
         self.random = random.Random(0)
         self.num_tokens, self.took_s, self.plain_s = 0, 0.0, 0.0
@@ -74,6 +74,27 @@ def answer(node: Node, *, num_rows: int, num_steps: int, num_right: Callable[[],
     for _ in range(num_steps):
         node.step(names, num_right)
     node.lengths.forget(map(RequestId, names))
+
+
+def test_a_model_that_is_right_now_and_then_keeps_drafting_through_failures() -> None:
+    """A third of the first drafts are right, and a row more takes 0.15 of a pass."""
+    node = Node(0.15, noise=0.02, method="eagle3")
+
+    def num_right() -> int:
+        return int(node.random.random() < 0.37)
+
+    for _ in range(30):
+        answer(node, num_rows=1, num_steps=60, num_right=num_right)
+
+    assert node.speed_up(1) > 1.12  # of 1.19; by the rule for looked-up drafts, 1.10
+
+
+def test_a_model_that_is_never_right_costs_little() -> None:
+    node = Node(0.15, noise=0.02, method="eagle3")
+    for _ in range(30):
+        answer(node, num_rows=1, num_steps=60, num_right=lambda: 0)
+
+    assert node.speed_up(1) > 0.97
 
 
 @pytest.mark.parametrize("slope", [0.0, 0.03, 0.1, 0.3, 1.0])
