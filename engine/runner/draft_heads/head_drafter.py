@@ -130,11 +130,9 @@ class HeadDrafter:
         later = self._later
         spans = [(run.end - run.num_tokens + later, run.end + later) for run in runs]
         tokens = [run.tokens[first:end] for run, (first, end) in zip(runs, spans, strict=True)]
-        token_ids, attention = (
-            inputs.put(np.concatenate(tokens)),
-            self._attention.begin(layout, inputs),
-        )
-        return LayerPass(runs, layout, token_ids, attention, inputs.put(layout.positions))
+        attention = self._attention.begin(layout, inputs)
+        token_ids, positions = inputs.put(np.concatenate(tokens)), inputs.put(layout.positions)
+        return LayerPass(runs, layout, token_ids, attention, positions)
 
     def _compute(self, begun: LayerPass, states: Tensor | None) -> Tensor:
         """Compute the layers from states of the model."""
