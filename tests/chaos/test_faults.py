@@ -282,7 +282,7 @@ def test_a_hostile_client_causes_no_wrong_answer_and_no_leak(
 
     report = running.under(attack)
 
-    assert not [*report.wrong, *report.hung, *report.lost, *report.leaks, *report.died]
+    assert not [*report.wrong, *report.hung, *report.lost, *report.leaks, *report.died], report
     assert report.counts["right"] > 0
     assert report.bystanders is not None
     assert report.bystanders.num_gaps > 0
