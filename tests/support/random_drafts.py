@@ -54,7 +54,7 @@ ADAPTED = ("q_proj", "v_proj", "down_proj")
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """How tokens are drafted, with which model."""
+    """Method of drafting, and the model that it drafts for."""
 
     name: str
     mtp_variant: str = ""  # a small model with random weights; empty: the demo model
@@ -205,7 +205,7 @@ def method_world(name: str) -> Iterator[MethodWorld]:
 
 @dataclass(slots=True)
 class Covered:
-    """What requests of a deployment, or of many, have used."""
+    """Counts of what the requests of one or more deployments have used."""
 
     counts: Counter[str]
     wrong: list[str]

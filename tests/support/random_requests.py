@@ -34,7 +34,7 @@ CHANGED_CHARACTERS = 3  # of a prediction, in its middle
 
 @dataclass(frozen=True, slots=True)
 class RequestWorld:
-    """What requests can contain."""
+    """Limits and names from which random requests are drawn."""
 
     max_model_len: int
     tokens: range  # without a special meaning

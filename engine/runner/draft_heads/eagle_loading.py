@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -102,7 +101,7 @@ class _HeadLoader:
             head=self._head(),
             adds_normed=config.adds_normed,
             feeds_back_normed=config.feeds_back_normed,
-            needs_all_tokens=max(config.taps or [math.inf]) > self._target.last_writer,
+            needs_all_tokens=taps is None or max(config.taps) > self._target.last_writer,
         )
 
     def _load_taps(self) -> JoinedTaps:

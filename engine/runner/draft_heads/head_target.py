@@ -1,4 +1,4 @@
-"""How the weights of a head are loaded."""
+"""Dtype and quantization of a draft head's weights."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,23 +30,13 @@ class Taps:
         return self._joined
 
     def rows_for(self, number: int, hidden_states: Tensor) -> Tensor:
+        """Return the place for the states of a tap."""
         num_tokens, size = hidden_states.shape
         if self._joined is None or number in self._written:  # a new pass
             self._joined = hidden_states.new_empty(num_tokens, self._num_taps * size)
             self._written.clear()
         self._written.add(number)
         return self._joined[:, number * size : (number + 1) * size]
-
-
-@dataclass(frozen=True, slots=True)
-class OneTap:
-    """Implements `Tap`."""
-
-    taps: Taps
-    number: int
-
-    def rows_for(self, hidden_states: Tensor) -> Tensor:
-        return self.taps.rows_for(self.number, hidden_states)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +79,7 @@ class TappedLayer:
     def forward(
         self, forward_pass: ForwardPass, inputs: LayerInput, ends: Ends | None
     ) -> LayerInput:
-        self.tap.rows_for(inputs.hidden_states).copy_(inputs.hidden_states)
+        self.tap(inputs.hidden_states).copy_(inputs.hidden_states)
         return self.layer.forward(forward_pass, inputs, ends)
 
     def joined(self, after: DecoderLayer) -> TappedLayer | None:
@@ -102,7 +93,7 @@ def tap_layers(
     """Return the layers, of which those with these indices are tapped."""
     tapped = list(layers)
     for number, index in enumerate(indices):
-        layer, tap = tapped[index], OneTap(taps, number)
+        layer, tap = tapped[index], partial(taps.rows_for, number)
         copying = layer.copying_to(tap) if isinstance(layer, CopiesInput) else None
         tapped[index] = copying or TappedLayer(layer, tap)
     return tapped

@@ -182,7 +182,7 @@ class FusedLayer:
         pass_args = self._pass_args(forward_pass)
         taps = None
         if self._taps and (ends is not None or not isinstance(self._layer.mlp, Mlp)):
-            self._taps[0].rows_for(hidden_states).copy_(hidden_states)  # it is one layer alone
+            self._taps[0](hidden_states).copy_(hidden_states)  # it is one layer alone
         elif self._taps:
             taps = self._tap_args(hidden_states)
         if ends is not None:
@@ -222,7 +222,7 @@ class FusedLayer:
     def _tap_args(self, hidden_states: Tensor) -> ctypes.Array[Struct]:
         args = (TapArgs * len(self._args))()
         for place, tap in self._taps.items():
-            rows = tap.rows_for(hidden_states)  # which the tap keeps alive
+            rows = tap(hidden_states)  # which the tap keeps alive
             args[place] = TapArgs(rows.data_ptr(), rows.stride(0))
         return args
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
@@ -50,12 +50,8 @@ class DecoderLayer(Protocol):
         ...
 
 
-class Tap(Protocol):
-    """Place for copies of the hidden states that enter a layer."""
-
-    def rows_for(self, hidden_states: Tensor) -> Tensor:
-        """Return memory for a copy of these states: a row per token, at any stride."""
-        ...
+# Returns memory for a copy of the hidden states that enter a layer: a row per token, at any stride.
+Tap = Callable[[Tensor], Tensor]
 
 
 @runtime_checkable
