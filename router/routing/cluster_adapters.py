@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from baton.core.ids import NO_ADAPTER, ModelVariant
+from baton.core.ids import ModelVariant
 from baton.rpc.adapters import NO_ADAPTERS, AdapterNames, NameOrder, NodeAdapters
 
 
@@ -130,9 +130,11 @@ class ClusterAdapters:
         if order is not None:
             return order
         given = [
-            report.orders[name].adapter or NO_ADAPTER
+            given_order.adapter
             for report in self._reports.values()
-            if report.model == model and name in report.orders
+            if report.model == model
+            # A removal that is no longer remembered here can still be at nodes.
+            if (given_order := report.orders.get(name)) and given_order.adapter is not None
         ]
         counts = Counter(adapter.id for adapter in given)
         # Nodes that lack the adapter can read it only with a path.

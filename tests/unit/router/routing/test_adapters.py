@@ -194,6 +194,21 @@ def test_removals_are_remembered_of_a_limited_number_of_names(
     assert table.find_model("chat") == ModelVariant("chat")
 
 
+def test_a_name_whose_removal_only_nodes_remember_means_no_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(adapters, "MAX_REMOVED", 1)
+    table = a_cluster()
+    for address in ("p0:1", "p1:1"):
+        report(table, address, removed={"sql": 4})
+    table.note_name("tiny", NameOrder("chat", 6))
+
+    table.lose("p0:1")
+
+    assert table.find_model("sql") == ModelVariant("sql")
+    assert table.served.names == ["tiny"]
+
+
 def test_a_name_of_two_models_means_the_adapter_of_the_last_order() -> None:
     table = a_cluster()
     other = adapter_node(LegKind.DECODE, "e0", 2)
