@@ -158,8 +158,8 @@ class NodeState:
         totals, now = TotalsPace(), asyncio.get_running_loop().time
         published = self._published
         self.calls.changes.notify()
+        await published.wait()  # the state that was published last can be old
         while True:
-            await _wait(published, totals.wait_s(self._load.totals, now()))
             published = self._published
             while True:
                 update = WatchUpdate(self._load, prefixes.next(), adapters.next())
@@ -169,6 +169,7 @@ class NodeState:
                 totals.note_sent(update.load.totals, now())
                 yield update
                 last_load = update.load
+            await _wait(published, totals.wait_s(self._load.totals, now()))
 
 
 class TotalsPace:

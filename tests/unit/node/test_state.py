@@ -145,6 +145,19 @@ def test_a_watcher_receives_totals_of_a_request_that_nothing_else_showed() -> No
     assert asyncio.run(asyncio.wait_for(watched(), PATIENCE_S)) == 7
 
 
+def test_a_late_watcher_receives_the_current_totals_first() -> None:
+    async def late() -> int:
+        news = FakeNews()
+        async with followed(news) as state:
+            for count in (7, 8):
+                news.totals = NodeTotals(num_prompt_tokens=count)
+                async with aclosing(state.watch_updates()) as reported:
+                    update = await anext(reported)
+            return update.load.totals.num_prompt_tokens
+
+    assert asyncio.run(asyncio.wait_for(late(), PATIENCE_S)) == 8
+
+
 def test_kv_events_are_forwarded() -> None:
     async def passed_on() -> list[KvEvent]:
         news, taken = FakeNews(), list[KvEvent]()
