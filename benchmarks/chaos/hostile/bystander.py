@@ -29,6 +29,7 @@ HEALTH_EVERY_S = 0.2
 LAG_EVERY_S = 0.02
 PATIENCE_S, STREAM_PATIENCE_S = 60.0, 150.0
 PAUSE_S = 0.2
+STREAMS = "streams"  # report of the first gap
 
 
 class Wait(Enum):
@@ -111,6 +112,8 @@ class Bystander:
 
     def _note(self, kind: Wait, began_s: float, ended_s: float, reason: str = "") -> None:
         self.counts[kind.value] += 1
+        if kind is Wait.GAP and self.counts[kind.value] == 1:
+            _report({STREAMS: True})
         if ended_s - began_s >= REPORTED_S or reason:
             _report(asdict(ObservedWait(kind.value, began_s, ended_s, reason)))
 

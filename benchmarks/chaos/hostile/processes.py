@@ -15,7 +15,7 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
-from benchmarks.chaos.hostile.bystander import ObservedWait
+from benchmarks.chaos.hostile.bystander import STREAMS, ObservedWait
 from benchmarks.chaos.hostile.client import AttackTarget
 from benchmarks.chaos.hostile.requests import Attack, attacks
 
@@ -36,6 +36,7 @@ class HostileProcesses:
         self._num_attacks = 0
         self._seed = seed
         self._watching: asyncio.Task[None] | None = None
+        self._streams = asyncio.Event()  # the bystander has measured a gap
         self.waits: list[ObservedWait] = []
         self.counts: dict[str, int] = {}  # of waits, including short ones
 
@@ -45,6 +46,12 @@ class HostileProcesses:
         addresses = ("--router", self._target.grpc, "--http", self._target.http)
         self._bystander = await _start("benchmarks.chaos.hostile.bystander", *addresses, *parent)
         self._watching = asyncio.ensure_future(self._watch())
+        try:
+            async with asyncio.timeout(ANSWER_PATIENCE_S):
+                await self._streams.wait()
+        except BaseException:
+            await self.end()
+            raise
         return self
 
     async def __aexit__(
@@ -82,7 +89,9 @@ class HostileProcesses:
 
     async def _watch(self) -> None:
         async for report in _lines(self._bystander):
-            if "counts" in report:
+            if STREAMS in report:
+                self._streams.set()
+            elif "counts" in report:
                 self.counts = report["counts"]
             else:
                 self.waits.append(ObservedWait(**report))
