@@ -72,7 +72,8 @@ class LLM:
         max_num_seqs: int = 128,
         max_num_batched_tokens: int = 2048,
         enable_prefix_caching: bool = True,
-        num_threads: int | None = None,
+        num_threads: int | None = None,  # of each process
+        tensor_parallel_size: int = 1,  # processes, each with a part of every layer
         kernels: str = "auto",
         batch_invariant: bool = False,
         enforce_eager: bool = False,
@@ -103,6 +104,7 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             num_threads=num_threads,
+            tensor_parallel_size=tensor_parallel_size,
             kernels=kernels,
             batch_invariant=batch_invariant,
             enforce_eager=enforce_eager,

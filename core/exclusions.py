@@ -37,6 +37,9 @@ class Feature(Enum):
     KV_CONNECTOR = auto()
     NO_KV_CONNECTOR = auto()
     KV_CONNECTOR_CONFIG = auto()
+    SEVERAL_RANKS = auto()
+    GPU = auto()
+    TRAINED_DRAFTS = auto()
 
 
 class Exclusion(NamedTuple):
@@ -117,6 +120,21 @@ EXCLUSIONS = (
         Feature.KV_SOURCES,
         Feature.NO_PREFIX_CACHING,
         "--kv-sources cannot be used with prefix-caching = false",
+    ),
+    Exclusion(
+        Feature.SEVERAL_RANKS,
+        Feature.GPU,
+        "--tensor-parallel-size: on CPUs alone so far; use --device cpu",
+    ),
+    Exclusion(
+        Feature.SEVERAL_RANKS,
+        Feature.ADAPTERS,
+        "--lora and --lora-root cannot be used with --tensor-parallel-size yet",
+    ),
+    Exclusion(
+        Feature.SEVERAL_RANKS,
+        Feature.TRAINED_DRAFTS,
+        "--tensor-parallel-size: models and heads cannot draft yet; use --speculative suffix:8",
     ),
 )
 

@@ -19,7 +19,7 @@ from dataclasses import fields
 
 from baton.core.ids import RequestId
 from baton.core.output import Failure, FailureCause
-from baton.engine.errors import FollowedPassFailed, PassHookFailed, PassSkipped
+from baton.engine.errors import FollowedPassFailed, PassHookFailed, PassSkipped, RunnerLost
 from baton.engine.plan import Plan, RunResult
 from baton.engine.scheduler.scheduler import Scheduler
 
@@ -66,6 +66,8 @@ class Containment:
             result = self._run_pass(plan) if collect is None else collect()
         except PassHookFailed as failure:
             raise failure.root from None
+        except RunnerLost:
+            raise
         except PassSkipped as skipped:
             request_ids = tuple(self._scheduler.running_rows())
             return self._run_in_parts(plan, [request_ids] if request_ids else [], skipped)
@@ -114,6 +116,8 @@ class Containment:
                 self._num_crashes_in_a_row = 0
             except PassHookFailed as hook_failure:
                 raise hook_failure.root from None
+            except RunnerLost:
+                raise
             except Exception as error:  # noqa: BLE001 - it goes to the request or the log
                 self._remove_rows(part, failure)
                 if len(part) > 1:

@@ -29,6 +29,10 @@ class PassHookFailed(EngineError):
         self.root = root
 
 
+class RunnerLost(EngineError):
+    """The runner can run no pass any more: the engine ends."""
+
+
 class PassSkipped(EngineError):
     """A pass was launched after one that then failed, and was not run."""
 

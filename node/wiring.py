@@ -137,6 +137,7 @@ class NodeComponents:
         engine = EngineThread(core, name=name, compiler=self.compiler, inbox=self._inbox)
         groups = self.scheduler.cache_config.layout.groups
         runner.hook = KvPassHook(self.worker, groups, engine.beat, core.post_from_pass)
+        runner.on_lost = lambda error: engine.post(partial(_end, error))
         return engine
 
     def _drivers(self) -> list[KvDriver]:
@@ -163,6 +164,11 @@ class NodeComponents:
         """On any thread: let the engine poll the connector, and the node report what it holds."""
         self._inbox.put(_poll)
         self._changes.notify_threadsafe()
+
+
+def _end(error: Exception) -> None:
+    """End the engine, as an action of its thread."""
+    raise error
 
 
 def _poll() -> None:

@@ -35,6 +35,7 @@ from benchmarks.cli.peer import peer
 from benchmarks.cli.perplexity import perplexity
 from benchmarks.cli.pictures import pictures
 from benchmarks.cli.policies import policies
+from benchmarks.cli.ranks import ranks
 from benchmarks.cli.replay import replay
 from benchmarks.cli.reuse import reuse
 from benchmarks.cli.router import router
@@ -68,6 +69,7 @@ EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
     index: ("index --nodes 64",),
     router: ("router --streams 64 --json router.json",),
     policies: ("policies --nodes 100 --plot policies.png",),
+    ranks: ("ranks --model ~/models/Qwen3-0.6B --size 2 --threads 1",),
     reuse: ("reuse --requests 500", "reuse --trace mooncake.jsonl.gz --json reuse.json"),
     trace: ("trace --rounds 9 --json trace.json",),
     options: ('options --with "--async-scheduling" --rounds 40',),

@@ -26,6 +26,7 @@ from baton.engine.factory import build_engine
 from baton.engine.runner.kernels.build import KernelsUnavailable
 from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.engine.runner.model_runner import TorchRunner
+from baton.engine.runner.open_runner import open_runner
 from baton.engine.scheduler.config import SchedulerConfig
 from benchmarks.engine.limits import LimitMeter
 from benchmarks.engine.roofline import Work, batch_of, expect_experts, prompt_of, work_of
@@ -53,6 +54,7 @@ class EngineBench:
     activation_dtypes: Sequence[str] = ("auto",)
     device: str = "cpu"
     decode_prompt_len: int = DECODE_PROMPT_LEN
+    num_ranks: int = 1  # processes of `engine_meter`
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,8 @@ def run(bench: EngineBench, on_rate: Callable[[Rate], None]) -> EngineFigures:
 def engine_meter(bench: EngineBench) -> Iterator[_Meter]:
     """Yield a meter with the first of the requested settings."""
     made = bench.kernels[0], bench.quantize[0], bench.activation_dtypes[0]
-    with load_runner(_config(bench, *made)) as runner:
+    with open_runner(_config(bench, *made)) as runner:
+        assert isinstance(runner, TorchRunner)
         yield _Meter(runner, bench, bench.quantize[0])
 
 
@@ -116,6 +119,7 @@ def _config(bench: EngineBench, kernels: str, quantize: str, activation_dtype: s
         dtype=bench.dtype,
         device=bench.device,
         num_threads=bench.num_threads,
+        tensor_parallel_size=bench.num_ranks,
         max_num_seqs=max(bench.batch_sizes),
         kv_cache_share=0.1,
         max_model_len=longest(bench),

@@ -26,6 +26,7 @@ KV_DTYPE_NAMES = ("auto", "int8")
 POOLING_NAMES = ("auto", "none", *PoolingKind)
 QUANTIZE_NAMES = ("none", "int8", "int4")
 NOWHERE = ("off", "none")
+MAX_RANKS = 64
 MAX_THREADS = 1024  # torch aborts the process if it cannot start them
 WEIGHT_CACHE_VARIABLE = "BATON_WEIGHT_CACHE_DIR"
 DEVICE_NAME = re.compile(r"cpu|cuda(:\d+)?")
@@ -81,6 +82,16 @@ class RunnerConfig:
             "Number of torch threads.", MACHINE, name="threads", at_least=1, at_most=MAX_THREADS
         ),
     ] = None
+    tensor_parallel_size: Annotated[
+        int,
+        Option(
+            "Number of processes of the node, each with a part of every layer's weights; --threads "
+            "is the number of threads of each.",
+            MACHINE,
+            at_least=1,
+            at_most=MAX_RANKS,
+        ),
+    ] = 1
     kernels: Annotated[
         str,
         Option(

@@ -42,7 +42,7 @@ from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.decoder import CausalLm, Decoder
 from baton.engine.runner.model.recurrent.table import RULES
 from baton.engine.runner.model_info import LoadProgressCallback, ModelInfo
-from baton.engine.runner.model_runner import RunnerParts, TorchRunner
+from baton.engine.runner.model_runner import Ranks, RunnerParts, TorchRunner
 from baton.engine.runner.pooling.pooling_head import choose_pooling
 from baton.engine.runner.sampling.logits_processors import ModelView, load_processors, versions
 from baton.engine.runner.state.state_shape import StateShape, cache_layout, state_shape
@@ -71,6 +71,7 @@ class DecoderSource(NamedTuple):
 
     read_config: Callable[[Checkpoint], ModelConfig]
     load: LoadDecoder
+    part: str = ""  # of the weights, if it does not load all: packed ones are cached apart
 
 
 def _load_known(
@@ -92,6 +93,7 @@ def load_runner(
     make_parts: Callable[..., Parts] = choose_parts,
     drafters: Mapping[str, MakeDrafter] = DRAFTERS,
     source: DecoderSource = FAMILIES,
+    ranks: Ranks | None = None,
 ) -> TorchRunner:
     """Find, check and load the model, allocate the KV cache, and capture graphs.
 
@@ -100,9 +102,9 @@ def load_runner(
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    opened = _open(config, make_device, make_parts, source)
+    opened = open_model(config, make_device, make_parts, source)
     config, checkpoint, model, dtype, device, kernels, *_ = opened
-    shape, state, layout = _plan_memory(config, opened.cached_layers, dtype)
+    shape, state, layout = plan_memory(config, opened.cached_layers, dtype)
     # Everything that can be wrong is found before the weights are loaded, which takes long.
     view = ModelView(str(checkpoint.path), model.vocab_size)
     processors = load_processors(config.logits_processors, view)
@@ -115,7 +117,7 @@ def load_runner(
     if config.kv_cache_bytes is not None:
         num_blocks_in(config.kv_cache_bytes, cache, device)
     active = None if adapters is None else adapters.active
-    weights = _load_weights(opened, source.load, on_progress, active)
+    weights = load_weights(opened, source, on_progress, active)
     parts = RunnerParts(
         _describe(opened, weights.fingerprint, weights.tower, max_model_len, defaults),
         dtype,
@@ -135,6 +137,7 @@ def load_runner(
         has_graphs=_can_capture(opened, weights.decoder),
         tower=weights.tower,
         draft_head=weights.draft_head,
+        ranks=ranks,
     )
     make_runner = partial(TorchRunner, parts)
     has_adapters = adapters is not None and kernels.low_rank.has_static_launches
@@ -162,9 +165,9 @@ def load_tower_runner(
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    opened = _open(config, make_device, make_parts)
+    opened = open_model(config, make_device, make_parts)
     _, checkpoint, model, dtype, device, kernels, *_ = opened
-    shape, _, layout = _plan_memory(config, opened.cached_layers, dtype)
+    shape, _, layout = plan_memory(config, opened.cached_layers, dtype)
     max_model_len = choose_max_model_len(config, model.max_context_len())
     check(
         layout.lasting_group is not None, "encode nodes need a model with a KV cache of all tokens"
@@ -188,7 +191,7 @@ def load_tower_runner(
     return opened.tower.make_runner(info, tower, stored, memory, blocks, device)
 
 
-class _Opened(NamedTuple):
+class OpenedModel(NamedTuple):
     """A model whose weights are not loaded yet, and what is going to compute it."""
 
     config: RunnerConfig
@@ -206,12 +209,12 @@ class _Opened(NamedTuple):
         return self.model if self.head is None else self.head.extended
 
 
-def _open(
+def open_model(
     config: RunnerConfig,
     make_device: Callable[[str], Device],
     make_parts: Callable[..., Parts],
     source: DecoderSource = FAMILIES,
-) -> _Opened:
+) -> OpenedModel:
     checkpoint = open_checkpoint(config.model, mmproj=config.mmproj)
     model = source.read_config(checkpoint)
     config = choose_speculation(config, checkpoint, model)
@@ -229,10 +232,10 @@ def _open(
         places = head.extended.kv_places()[: len(model.attention_layers)]
         layers = head.extended.layers[: model.num_layers]
         model = replace(model, layers=layers, cache_places=places)
-    return _Opened(config, checkpoint, model, dtype, device, kernels, tower, head)
+    return OpenedModel(config, checkpoint, model, dtype, device, kernels, tower, head)
 
 
-def _make_adapters(opened: _Opened) -> AdapterTable | None:
+def _make_adapters(opened: OpenedModel) -> AdapterTable | None:
     config, place = opened.config, opened.device.place
     if not config.max_loras:
         return None
@@ -241,7 +244,7 @@ def _make_adapters(opened: _Opened) -> AdapterTable | None:
     return AdapterTable(active, opened.model, opened.dtype, place, *limits)
 
 
-class _Weights(NamedTuple):
+class LoadedWeights(NamedTuple):
     decoder: CausalLm
     attention: Sequence[LayerAttention]
     fingerprint: str
@@ -249,33 +252,33 @@ class _Weights(NamedTuple):
     draft_head: DraftHead | None
 
 
-def _load_weights(
-    opened: _Opened,
-    load: LoadDecoder,
-    on_progress: LoadProgressCallback | None,
-    active: ActiveAdapters | None,
-) -> _Weights:
+def load_weights(
+    opened: OpenedModel,
+    source: DecoderSource,
+    on_progress: LoadProgressCallback | None = None,
+    active: ActiveAdapters | None = None,
+) -> LoadedWeights:
     config, checkpoint, model, dtype, device, kernels, _, opened_head = opened
     with open_weights(
-        config, checkpoint, model, dtype, device.place, kernels, on_progress
+        config, checkpoint, model, dtype, device.place, kernels, on_progress, source.part
     ) as weights:
         tower = _load_tower(opened, weights)  # first: the progress is that of the decoder
         adapt = None if active is None else partial(adaptable_layers, kernels.ops, model, active)
-        decoder, attention = load(weights, on_progress, adapt)
+        decoder, attention = source.load(weights, on_progress, adapt)
         head = None
         if opened_head is not None and isinstance(decoder, Decoder):
             head = opened_head.load(weights.tensors, decoder, weights.target)
             attention += opened_head.attention
-        return _Weights(decoder, attention, _fingerprint(opened, weights), tower, head)
+        return LoadedWeights(decoder, attention, _fingerprint(opened, weights), tower, head)
 
 
-def _fingerprint(opened: _Opened, weights: OpenWeights) -> str:
+def _fingerprint(opened: OpenedModel, weights: OpenWeights) -> str:
     """Return the fingerprint of the model, which is the same whatever parts of it are loaded."""
     tower = "" if opened.tower is None else opened.tower.settings
     return weights.fingerprint(versions(opened.config.logits_processors), tower)
 
 
-def _load_tower(opened: _Opened, weights: OpenWeights) -> PictureEncoder | None:
+def _load_tower(opened: OpenedModel, weights: OpenWeights) -> PictureEncoder | None:
     if opened.tower is None or not opened.config.loads_tower:
         return None
     try:
@@ -299,7 +302,7 @@ def _read_tower(config: RunnerConfig, checkpoint: Checkpoint) -> UnloadedTower |
 
 
 def _describe(
-    opened: _Opened,
+    opened: OpenedModel,
     fingerprint: str,
     tower: PictureEncoder | None,
     max_model_len: int,
@@ -329,7 +332,7 @@ def _describe(
     )
 
 
-def _plan_memory(
+def plan_memory(
     config: RunnerConfig, model: ModelConfig, dtype: torch.dtype
 ) -> tuple[KvShape, StateShape | None, CacheLayout]:
     """Return the shapes of a block and of a state, and the memory that a request takes."""
@@ -380,7 +383,7 @@ def choose_max_model_len(config: RunnerConfig, longest: int) -> int:
     return requested
 
 
-def _can_capture(opened: _Opened, decoder: CausalLm) -> bool:
+def _can_capture(opened: OpenedModel, decoder: CausalLm) -> bool:
     """Return whether decode steps can be graphs; if the device has them, log why they cannot."""
     kernels, recurrent, cause = opened.kernels, decoder.config.recurrent, ""
     if opened.config.enforce_eager:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Protocol, Self, TypeGuard
 
 from baton.engine.plan import Runner
@@ -24,6 +25,7 @@ class LoadedRunner(Runner, Protocol):
     speculation: Speculation | None
     processors: Processors
     hook: PassHook | None
+    on_lost: Callable[[Exception], None]  # called by any thread once the runner can run nothing
 
     @property
     def kv_memory(self) -> KvMemory | None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -65,6 +66,25 @@ from baton.engine.spec_decode.proposer import Drafts
 Drafting = tuple[SpecDecoder | None, PassDrafter | None]
 
 
+class Ranks(Protocol):
+    """Other processes, each with a part of the weights, that compute every pass with this one."""
+
+    def allocate(self, kv: KvShape, num_blocks: int) -> Tensor:
+        """Return the KV cache, which all processes share, once all have loaded their weights."""
+        ...
+
+    def lead(self, passes: ForwardPasses, on_lost: Callable[[Exception], None]) -> ForwardPasses:
+        """Return passes that all processes compute together. They raise RunnerLost.
+
+        A thread calls `on_lost` when another process ends by itself.
+        """
+        ...
+
+    def close(self) -> None:
+        """End the other processes."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class RunnerParts:
     """All that a runner consists of, except for the KV cache, which it allocates."""
@@ -87,6 +107,7 @@ class RunnerParts:
     has_graphs: bool  # of decode steps
     tower: PictureEncoder | None = None  # None: the node encodes no pictures
     draft_head: DraftHead | None = None
+    ranks: Ranks | None = None
 
 
 class TorchRunner:
@@ -96,26 +117,20 @@ class TorchRunner:
         info, decoder, kernels = parts.info, parts.decoder, parts.kernels
         self.info, self.decoder, self.device = info, decoder, parts.device
         # Padding rows of graphs write into one block more, which belongs to no request.
-        kv = parts.kv.allocate(num_blocks + parts.has_graphs, self.device.place)
+        kv = _allocate(parts, num_blocks + parts.has_graphs)
         self.kv_memory: KvMemory = describe(kv[:num_blocks], parts.layout, info.dtype)
         self.speculation, self.processors = parts.speculation, parts.processors
         self.hook: PassHook | None = None
+        self.on_lost: Callable[[Exception], None] = lambda _: None
         self.graphs: DecodeGraphs[HiddenStates] | None = None
         self.num_passes: Counter[GraphSize | EagerCause] = Counter()  # by graph, or why eager
-        self.adapters = parts.adapters
+        self.adapters, self._ranks = parts.adapters, parts.ranks
         self.blocks = KvBlocks(kv[:num_blocks], self.device, kernels.make_block_hashes(kv))
         self._encodings = _make_encodings(parts, kv[:num_blocks])
         self._inputs = make_inputs(self.device)
         self._batch = parts.batch
         attention = kernels.make_attention(kv, parts.attention)
-        self._passes = ForwardPasses(
-            decoder,
-            Ropes(decoder.config, self.device.place, parts.dtype),
-            attention,
-            None if parts.state is None else kernels.make_linear_attention(kv, parts.state),
-            info.max_model_len,
-            self.adapters,
-        )
+        self._passes = _make_passes(parts, kv, attention, self._tell_lost)
         make_sampler = partial(
             Sampler,
             info.eos_token_ids,
@@ -142,6 +157,8 @@ class TorchRunner:
         return self
 
     def __exit__(self, *error: object) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
         self.blocks.close()
         # A reference to the runner that outlives the block must not keep the memory alive.
         del self.decoder, self.blocks, self._passes, self._batch, self._heads
@@ -168,6 +185,9 @@ class TorchRunner:
             graphs.capture(sizes, nothing)
         self.graphs = graphs
         self.num_passes.clear()
+
+    def _tell_lost(self, error: Exception) -> None:
+        self.on_lost(error)
 
     def _encode(self, orders: MediaOrders) -> dict[RequestId, float]:
         """Carry out orders about encodings. Returns what `Encodings.apply` does."""
@@ -346,6 +366,30 @@ class TorchRunner:
         self._ended = frozenset(() if launched.is_followed else (*result.failures, *full))
         launched.fence.wait()  # a step that samples nothing has not waited for its pass yet
         return result
+
+
+def _allocate(parts: RunnerParts, num_blocks: int) -> Tensor:
+    if parts.ranks is None:
+        return parts.kv.allocate(num_blocks, parts.device.place)
+    return parts.ranks.allocate(parts.kv, num_blocks)
+
+
+def _make_passes(
+    parts: RunnerParts,
+    kv: Tensor,
+    attention: PagedAttention,
+    on_lost: Callable[[Exception], None],
+) -> ForwardPasses:
+    decoder, state = parts.decoder, parts.state
+    passes = ForwardPasses(
+        decoder,
+        Ropes(decoder.config, parts.device.place, parts.dtype),
+        attention,
+        None if state is None else parts.kernels.make_linear_attention(kv, state),
+        parts.info.max_model_len,
+        parts.adapters,
+    )
+    return passes if parts.ranks is None else parts.ranks.lead(passes, on_lost)
 
 
 def _make_drafting(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from baton.checkpoint.checkpoint import Checkpoint
 from baton.checkpoint.hub import open_checkpoint
-from baton.engine.runner.config import Architecture, RunnerConfig
+from baton.engine.runner.config import Architecture, RunnerConfig, check
 from baton.engine.runner.encoders.encoder_models import EncoderModels
 from baton.engine.runner.families.read_config import knows_architecture, read_model_config
 from baton.engine.runner.model_info import LoadProgressCallback
@@ -45,14 +45,24 @@ class ModelKind(Protocol):
         ...
 
 
+Load = Callable[[RunnerConfig, LoadProgressCallback | None], "LoadedRunner"]
+
+
 def _transformers_models() -> ModelKind:
     from baton.engine.runner.transformers_models.model_kind import TransformersModels
 
     return TransformersModels()
 
 
+def _in_ranks() -> Load:
+    from baton.engine.runner.ranks.leading import load_in_ranks
+
+    return load_in_ranks
+
+
 KINDS: tuple[ModelKind, ...] = (EncoderModels(),)  # all other models are decoders
 FALLBACKS: tuple[Callable[[], ModelKind], ...] = (_transformers_models,)  # of unknown decoders
+DIVIDED: tuple[Callable[[], Load], ...] = (_in_ranks,)  # decoders among several processes
 
 
 def kind_of(checkpoint: Checkpoint) -> ModelKind | None:
@@ -81,6 +91,10 @@ def open_runner(
 
     checkpoint = open_checkpoint(config.model, mmproj=config.mmproj)
     kind = kind_of(checkpoint)
+    for divided in DIVIDED if config.tensor_parallel_size > 1 else ():
+        check(kind is None, f"--tensor-parallel-size: {config.model} is not a decoder of Baton's")
+        check(config.loads_decoder, "--tensor-parallel-size: not for encode nodes")
+        return divided()(config, on_progress)
     if kind is None:
         load = load_runner if config.loads_decoder else load_tower_runner
         return load(config, on_progress)

@@ -22,6 +22,7 @@ ROOMS = (
     "engine/runner/triton",
     "engine/runner/encoders",
     "engine/runner/transformers_models",
+    "engine/runner/ranks",
     "engine/media",
     "engine/runner/vision",
     "engine/runner/draft_heads",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from mmap import mmap
 
 import torch
 from torch import Tensor
@@ -51,11 +52,14 @@ class KvShape:
         return math.prod(self._per_block) * self.dtype.itemsize
 
     def allocate(self, num_blocks: int, device: torch.device) -> Tensor:
-        shape = (num_blocks, *self._per_block)
         if device.type != "cpu":
+            shape = (num_blocks, *self._per_block)
             return torch.zeros(shape, dtype=self.dtype, device=device)
-        memory = huge_page_memory(num_blocks * self.block_bytes)
-        return torch.frombuffer(memory, dtype=self.dtype).view(shape)
+        return self.over(huge_page_memory(num_blocks * self.block_bytes))
+
+    def over(self, memory: mmap) -> Tensor:
+        """Return the tensor of the blocks that fit into zeroed memory."""
+        return torch.frombuffer(memory, dtype=self.dtype).view(-1, *self._per_block)
 
     @property
     def _per_block(self) -> tuple[int, ...]:

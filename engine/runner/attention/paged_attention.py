@@ -41,10 +41,12 @@ class LayerAttention:
     index_in_block: int = 0  # among the layers that a block holds
     value_dim: int | None = None  # leading numbers of a key that are its value; None: stored apart
     kv_heads: KvHeads | None = None  # if the model has layers of unlike sizes
+    own_heads: range = range(0)  # of keys and values, if others compute the others; empty: all
 
     def view(self, kv: Tensor) -> Tensor:
         """Return the keys and values, [blocks, tensors, kv_heads, block_size, slot]."""
-        return view_layer(kv, self.index_in_block, self.kv_heads)
+        layer = view_layer(kv, self.index_in_block, self.kv_heads)
+        return layer[:, :, self.own_heads.start : self.own_heads.stop or None]
 
 
 class TorchPagedAttention:

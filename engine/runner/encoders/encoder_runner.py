@@ -7,6 +7,7 @@ pass. No keys and values are kept.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ class EncoderRunner:
         self.speculation: Speculation | None = None
         self.processors: Processors = NO_PROCESSORS
         self.hook: PassHook | None = None
+        self.on_lost: Callable[[Exception], None] = lambda _: None
         self.encoder = encoder
         self._rows: dict[RequestId, PlanRow] = {}
 

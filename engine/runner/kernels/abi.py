@@ -75,6 +75,7 @@ LowRankAdapter = STRUCTS["LowRankAdapter"]
 LowRankGroups = STRUCTS["LowRankGroups"]
 PackedF32 = STRUCTS["PackedF32"]
 LayerNormF32 = STRUCTS["LayerNormF32"]
+RankLinks = STRUCTS["RankLinks"]
 
 
 def load_library(path: Path) -> ctypes.CDLL:

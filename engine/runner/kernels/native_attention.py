@@ -20,14 +20,20 @@ Params = ctypes.Array[Struct]  # AttentionParams of a KV group's layers, by inde
 UNIT_BYTES = 2  # of strides
 
 
-def paged_kv(kv: Tensor, layer: Tensor, value_dim: int | None = None) -> Struct:
-    """Return the description of a KV tensor for the layers with the shape of `layer`, a view."""
+def paged_kv(
+    kv: Tensor, layer: Tensor, value_dim: int | None = None, first_head: int = 0
+) -> Struct:
+    """Return the description of a KV tensor for the layers with the shape of `layer`, a view.
+
+    `first_head` is that of the view among the heads of the layer.
+    """
     num_tensors, num_kv_heads, block_size, slot_size = layer.shape[1:]
     head_dim, unit = slot_size - scale_bytes(kv.dtype), UNIT_BYTES // kv.element_size()
     return PagedKv(
-        blocks=kv.data_ptr(),
+        blocks=kv.data_ptr() + first_head * layer.stride(2) * kv.element_size(),
         block_stride=kv.stride(0) // unit,
         place_stride=kv.stride(1) // unit,
+        tensor_stride=layer.stride(1) // unit,
         num_tensors=num_tensors,
         num_kv_heads=num_kv_heads,
         block_size=block_size,
@@ -48,8 +54,8 @@ class NativePagedAttention:
         self.params = [_params_of_group(layers, group) for group in range(num_groups)]
         by_group = {layer.kv_group: layer for layer in layers}
         self.kv = [  # by KV group
-            paged_kv(kv, by_group[group].view(kv), by_group[group].value_dim)
-            for group in range(num_groups)
+            paged_kv(kv, layer.view(kv), layer.value_dim, layer.own_heads.start)
+            for _, layer in sorted(by_group.items())
         ]
 
     def begin(self, layout: PassLayout, inputs: StepInputs = SHARED_INPUTS) -> AttentionPass:

@@ -39,6 +39,7 @@ from baton.engine.runner.model.layers import (
 )
 from baton.engine.runner.model.linear import Linear, Mlp
 from baton.engine.runner.model.mixers import Ends, ForwardPass
+from baton.engine.runner.model.rank_group import RankGroup, own_part, rank_group_of
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +61,8 @@ def native_layers(
         for number, index in enumerate(config.attention_layers)
         if _can_fuse(config, layers[index])
     }
-    passes = _FusedPasses(kernels, config, list(fused.values()))
+    group = rank_group_of(layers)
+    passes = _FusedPasses(kernels, config, list(fused.values()), group)
     for number, args in fused.items():
         index = config.attention_layers[number]
         made[index] = FusedLayer(passes, layers[index], [args])
@@ -78,9 +80,9 @@ def _can_fuse(config: ModelConfig, layer: Layer) -> bool:
 
 
 def _linears(layer: Layer) -> Iterator[Linear]:
-    yield from (layer.qkv, layer.output)
+    yield from (layer.qkv, own_part(layer.output))
     if isinstance(layer.mlp, Mlp):
-        yield from (layer.mlp.gate_up, layer.mlp.down)
+        yield from (layer.mlp.gate_up, own_part(layer.mlp.down))
         if layer.per_layer is not None:
             yield from (layer.per_layer.gate, layer.per_layer.projection)
 
@@ -88,7 +90,14 @@ def _linears(layer: Layer) -> Iterator[Linear]:
 class _FusedPasses:
     """Arguments of the fused layers of a pass, which share its buffers."""
 
-    def __init__(self, kernels: Kernels, config: ModelConfig, layer_args: Sequence[Struct]) -> None:
+    def __init__(
+        self,
+        kernels: Kernels,
+        config: ModelConfig,
+        layer_args: Sequence[Struct],
+        group: RankGroup | None = None,
+    ) -> None:
+        self._ranks = {} if group is None else {"ranks": group.address}
         self.kernels = kernels
         self.config = config
         self.ops = NativeOps(kernels)
@@ -128,6 +137,7 @@ class _FusedPasses:
                 wide_buf=buffers[1].data_ptr(),
                 heads_buf=buffers[2].data_ptr(),
                 num_threads=self.kernels.num_threads,
+                **self._ranks,
                 **own_inputs,
                 **({} if low_rank is None else low_rank.args),
             )
@@ -251,9 +261,9 @@ def _layer_args(config: ModelConfig, index: int, layer: Layer, place: LayerPlace
         mlp_norm=norm_params(layer.mlp_norm),
         mlp_output_norm=norm_params(layer.mlp_output_norm),
         qkv=native_matrix(layer.qkv),
-        output=native_matrix(layer.output),
+        output=native_matrix(own_part(layer.output)),
         gate_up=native_matrix(mlp.gate_up) if mlp else PackedMatrix(),
-        down=native_matrix(mlp.down) if mlp else PackedMatrix(),
+        down=native_matrix(own_part(mlp.down)) if mlp else PackedMatrix(),
         own_input_norm=norm_params(inputs.norm if inputs else None),
         own_input_gate=native_matrix(inputs.gate) if inputs else PackedMatrix(),
         own_input_projection=native_matrix(inputs.projection) if inputs else PackedMatrix(),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from baton.engine.runner.model.layer_weights import Layer
 from baton.engine.runner.model.linear import Linear
 
 
@@ -16,22 +18,37 @@ class Shard(NamedTuple):
     rank: int
     size: int
 
+    def part_of(self, count: int) -> range:
+        """Return the own ones of `count` heads or rows: with fewer than ranks, some share one."""
+        first, end = (rank * count // self.size for rank in (self.rank, self.rank + 1))
+        return range(first, max(end, first + 1))
+
+    def rows_of(self, num_rows: int) -> range:
+        """Return the own rows of a vocabulary. The last rank can have fewer."""
+        size = -(-num_rows // self.size)
+        return range(min(num_rows, self.rank * size), min(num_rows, (self.rank + 1) * size))
+
 
 class RankGroup(Protocol):
-    """Collective operations, which all ranks call in the same order. With one rank there is none.
-
-    Each can overwrite its argument.
-    """
+    """Collective operations, which all ranks call in the same order. One rank alone has none."""
 
     @property
     def shard(self) -> Shard: ...
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return the sum of the tensors of all ranks."""
+    @property
+    def address(self) -> int:
+        """Return that of the struct RankLinks for native kernels; 0: there is none."""
         ...
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """[tokens, columns] → [tokens, columns of all ranks], in the order of ranks."""
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Return the sum of the tensors of all ranks. Can overwrite the argument."""
+        ...
+
+    def multiply(self, part: Linear, hidden_states: Tensor, num_rows: int) -> Tensor:
+        """Return, in the first rank, the products of all ranks' parts, [tokens, num_rows].
+
+        The hidden states are those of the first rank.
+        """
         ...
 
 
@@ -46,4 +63,33 @@ class SummedLinear:
         return self.group.all_reduce(self.part(hidden_states))
 
     def rows(self, row_ids: Tensor) -> Tensor:
-        return self.group.all_gather(self.part.rows(row_ids))
+        raise NotImplementedError("no rank has whole rows")
+
+
+@dataclass(frozen=True, slots=True)
+class DividedVocabulary:
+    """Implements `Linear` by a part of the rows in each rank, for embeddings and the LM head."""
+
+    part: Linear
+    num_rows: int  # of all ranks
+    group: RankGroup
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        return self.group.multiply(self.part, hidden_states, self.num_rows)
+
+    def rows(self, row_ids: Tensor) -> Tensor:
+        own = self.group.shard.rows_of(self.num_rows)
+        is_own = (row_ids >= own.start) & (row_ids < own.stop)
+        found = self.part.rows((row_ids - own.start).where(is_own, 0))
+        return self.group.all_reduce(found.masked_fill_(~is_own[:, None], 0))
+
+
+def own_part(linear: Linear) -> Linear:
+    """Return the part of a linear layer that the rank computes."""
+    return linear.part if isinstance(linear, SummedLinear) else linear
+
+
+def rank_group_of(layers: Sequence[Layer]) -> RankGroup | None:
+    """Return the ranks that compute these layers together; None: one computes all."""
+    groups = (each.output.group for each in layers if isinstance(each.output, SummedLinear))
+    return next(groups, None)

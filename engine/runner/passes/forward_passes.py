@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -26,6 +27,28 @@ from baton.engine.runner.sampling.output_heads import HiddenStates
 from baton.engine.runner.sampling.packed_peaks import PackedPeaks
 from baton.engine.runner.state.linear_attention import LinearAttention
 from baton.engine.runner.state.state_tables import StateLayout
+
+
+class PassStep(Protocol):
+    """What a pass needs of a step: see `Step`."""
+
+    @property
+    def token_ids(self) -> Ints: ...
+
+    @property
+    def layout(self) -> PassLayout: ...
+
+    @property
+    def sampled(self) -> Sequence[int]: ...
+
+    @property
+    def seen_lens(self) -> Ints: ...
+
+    @property
+    def max_len(self) -> int: ...
+
+    @property
+    def states(self) -> StateLayout | None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +76,7 @@ class ForwardPasses:
 
     def prepare(
         self,
-        step: Step,
+        step: PassStep,
         inputs: StepInputs,
         hook: FencedHook | None,
         selection: Selection | None,
@@ -119,7 +142,7 @@ class ForwardPasses:
         return launch
 
     def _ends(
-        self, step: Step, sequences: Ints | None, indices: Tensor | None, inputs: StepInputs
+        self, step: PassStep, sequences: Ints | None, indices: Tensor | None, inputs: StepInputs
     ) -> Ends | None:
         if sequences is None or indices is None:
             return None

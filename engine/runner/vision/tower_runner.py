@@ -7,6 +7,7 @@ bytes of blocks. A request ends with one token that means nothing, like any othe
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -63,6 +64,7 @@ class TowerRunner:
         self.speculation: Speculation | None = None
         self.processors: Processors = NO_PROCESSORS
         self.hook: PassHook | None = None
+        self.on_lost: Callable[[Exception], None] = lambda _: None
         self._device = device
         self._group = group
         self._stored = stored

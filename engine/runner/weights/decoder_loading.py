@@ -25,7 +25,7 @@ from baton.engine.runner.model.layers import DecoderLayer
 from baton.engine.runner.model.linear import Linear, Mlp, Moe, Router
 from baton.engine.runner.model.ops import Norm, Ops
 from baton.engine.runner.model.per_layer import PerLayerInputs, extend_layers
-from baton.engine.runner.model.rank_group import RankGroup, SummedLinear
+from baton.engine.runner.model.rank_group import DividedVocabulary, RankGroup, SummedLinear
 from baton.engine.runner.model.rope import head_order, repeat_order
 from baton.engine.runner.model_info import LoadProgressCallback
 from baton.engine.runner.weights.latent_loading import LatentLoader
@@ -59,11 +59,13 @@ def load_decoder(
         quantization=config.quantization,
         loaded_elsewhere=tensors.names.sinks,  # with the attention
     )
-    embedding = loader.embedding(tensors.embedding)
     group = target.group
+    embedding = _vocabulary(loader, tensors.embedding, target)
     layers = [load_layer(tensors, loader, index, group) for index in range(config.num_layers)]
     norm = loader.norm(f"{tensors.prefix}{tensors.names.norm}")
-    head = embedding if config.ties_embeddings else loader.embedding(tensors.head)
+    head = embedding
+    if not config.ties_embeddings:
+        head = _vocabulary(loader, tensors.head, target)
     parts = target.parts
     mixtures = [layer.mixture for layer in layers if layer.mixture is not None]
     made = parts.make_layers(config, layers)
@@ -80,6 +82,14 @@ def load_decoder(
         classifier = loader.vector(f"{CLASSIFIER}.weight")
     per_layer = _load_per_layer_inputs(config, tensors, loader, parts.ops)
     return Decoder(config, parts.ops, embedding, made, norm, head, waits, classifier, per_layer)
+
+
+def _vocabulary(loader: TensorLoader, name: str, target: LoadTarget) -> Linear:
+    """Load the embedding or LM head, of which each rank has some rows."""
+    part = loader.embedding(name)
+    if target.group is None:
+        return part
+    return DividedVocabulary(part, target.vocab_size, target.group)
 
 
 def _load_per_layer_inputs(

@@ -53,11 +53,14 @@ def open_weights(
     place: torch.device,
     parts: WeightParts,
     on_progress: LoadProgressCallback | None,
+    part: str = "",
 ) -> Iterator[OpenWeights]:
+    """Yield open weights. `part` names which of them are loaded, if these are not all."""
     with checkpoint.open_tensors() as tensors:
         importance = read_importance(config.quantize_importance, tensors.shapes())
         quantize = [config.quantize, importance.digest, config.activation_dtype]
-        with _open_cache(config, model, quantize, parts, tensors, on_progress) as cached:
+        cache_key = [*quantize, part] if part else quantize
+        with _open_cache(config, model, cache_key, parts, tensors, on_progress) as cached:
             target = LoadTarget(dtype, place, parts, config.quantize, cached, importance.columns)
             yield OpenWeights(tensors, target, model, quantize)
 

@@ -75,6 +75,7 @@ class LoadTarget:
     cached: CachedWeights | None = None  # packed matrices, if the parts pack them
     importance: Mapping[str, Tensor] = field(default_factory=dict)  # of columns, by matrix
     group: RankGroup | None = None  # of the ranks that share the model
+    vocab_size: int = 0  # of all ranks together, with a group
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,9 @@ using Bf16 = std::uint16_t;  // bit pattern
 // head_dim is even.
 struct PagedKv {
     Bf16* blocks;
-    std::int64_t block_stride, place_stride;  // in units of two bytes
+    // In units of two bytes. Between keys and values: that of all heads of the model, of which the
+    // heads here can be a part.
+    std::int64_t block_stride, place_stride, tensor_stride;
     std::int64_t num_tensors, num_kv_heads, block_size, head_dim;
     std::int64_t value_dim;  // head_dim if there are values
     std::int64_t is_int8;
@@ -32,7 +34,7 @@ struct PagedKv {
     Bf16* slots(std::int64_t block, std::int64_t place, int key_or_value, std::int64_t head) const {
         const int tensor = num_tensors == 1 ? 0 : key_or_value;
         Bf16* const layer = blocks + block * block_stride + place * place_stride;
-        return layer + (tensor * num_kv_heads + head) * block_size * slot_size();
+        return layer + tensor * tensor_stride + head * block_size * slot_size();
     }
 };
 
@@ -326,10 +328,21 @@ struct TapArgs {
     std::int64_t stride;  // between tokens
 };
 
+// Processes that compute a model together, as one of them sees them. All make the same calls in the
+// same order.
+struct RankLinks {
+    void* shared;  // memory of all of them; see baton_rank_bytes
+    std::int64_t rank, size, buffer_bytes;
+    std::int64_t patience_ms;  // that a call waits for another rank; negative: for ever
+    std::int64_t calls;        // steps of calls so far
+    std::int64_t missing;      // 1 + the rank that did not come in time or has ended; 0: none
+};
+
 // A forward pass, with buffers for intermediate results. The same for each layer of a KV group.
 struct PassArgs {
     PagedKv kv;
     BatchLayout batch;
+    RankLinks* ranks;  // that add up their outputs of attention and MLP; null: one computes all
     const AttentionParams* attention;  // by layer
     const RopeAngles* angles;          // by RoPE
     const Bf16* own_inputs;            // [tokens, layers, size], or null
@@ -572,6 +585,24 @@ void baton_multiply_sigmoid(const baton::SigmoidArgs* args);
 
 // Copies blocks and returns their digests, XXH3 with 128 bits, big-endian.
 void baton_copy_blocks(const baton::CopyArgs* args);
+
+// Bytes of memory that `size` ranks share, which must be zeroed.
+std::int64_t baton_rank_bytes(std::int64_t size, std::int64_t buffer_bytes);
+
+// Sum of the numbers of all ranks, in the order of ranks and rounded once: all get the same bits.
+// Returns 0, or `missing`; then the numbers are undefined, and so are those of all later calls.
+std::int64_t baton_all_reduce(baton::RankLinks* links, void* numbers, std::int64_t count,
+                              std::int32_t is_float32, std::int32_t num_threads);
+
+// Gives dst, [ranks, num_bytes], the bytes of all ranks. dst can be null.
+std::int64_t baton_all_gather(baton::RankLinks* links, const void* src, void* dst,
+                              std::int64_t num_bytes);
+
+// Gives all ranks the bytes of the first one.
+std::int64_t baton_broadcast(baton::RankLinks* links, void* bytes, std::int64_t num_bytes);
+
+// Lets all ranks that wait or will call know that a rank has ended.
+void baton_end_rank(void* shared, std::int64_t rank);
 
 // Reads all memory once, to measure the bandwidth. `memory` has num_vectors * 64 bytes.
 std::uint32_t baton_read_memory(const void* memory, std::int64_t num_vectors,

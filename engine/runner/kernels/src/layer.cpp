@@ -174,10 +174,12 @@ void gate(const Bf16* gate_up, Bf16* dst, const LayerArgs& layer, const PassArgs
     baton_gate(&args);
 }
 
-// hidden += the norm of the output, which is overwritten.
+// hidden += the norm of the output, which is overwritten. Of several ranks, the outputs are added
+// up.
 void add_output(Bf16* output, const NormParams& norm, Bf16* hidden, const LayerArgs& layer,
                 const PassArgs& pass) {
     const std::int64_t count = pass.batch.num_tokens * hidden_size(layer);
+    if (pass.ranks != nullptr) baton_all_reduce(pass.ranks, output, count, 0, pass.num_threads);
     rms_norm(output, norm, output, layer, pass);
     baton_add(hidden, output, count, layer.residual_scale, pass.num_threads);
 }

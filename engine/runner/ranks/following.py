@@ -1,0 +1,138 @@
+"""Process of a rank that computes what the first one tells it: `following FD`, a socket's."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+
+import torch
+
+from baton.core.errors import InvalidConfig, ModelError
+from baton.engine.errors import RunnerLost
+from baton.engine.runner.device.cuda import open_device
+from baton.engine.runner.device.step_inputs import make_inputs
+from baton.engine.runner.kernels.build import best_variant, cpu_features, library
+from baton.engine.runner.kernels.calls import Kernels
+from baton.engine.runner.kernels.choose import choose_parts
+from baton.engine.runner.load import (
+    LoadedWeights,
+    OpenedModel,
+    choose_max_model_len,
+    load_weights,
+    open_model,
+    plan_memory,
+)
+from baton.engine.runner.model.decoder import Decoder
+from baton.engine.runner.model.rank_group import Shard
+from baton.engine.runner.model.rope import Ropes
+from baton.engine.runner.passes.forward_passes import ForwardPasses
+from baton.engine.runner.ranks.links import RankLinks, links_bytes
+from baton.engine.runner.ranks.messages import ComputePass, MultiplyHead
+from baton.engine.runner.ranks.processes import Begin, Ready, Setup, receive
+from baton.engine.runner.ranks.sharded_source import sharded_source
+from baton.engine.runner.ranks.shared_memory import map_shared_memory
+
+
+def main() -> None:
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    setup, links_fd = receive(connection)
+    assert isinstance(setup, Setup)
+    name = f"rank {setup.rank}"
+    logging.basicConfig(level=logging.WARNING, format=f"%(levelname)s {name}: %(message)s")
+    # Ctrl-C in a terminal reaches all processes: the first rank ends the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        follower = _load(setup, links_fd)
+    except (ModelError, InvalidConfig) as error:
+        _answer(connection, Ready(f"{name}: {error}", isinstance(error, InvalidConfig)))
+        return
+    _answer(connection, Ready())
+    begin, kv_fd = receive(connection)
+    assert isinstance(begin, Begin)
+    follower.begin(begin.num_blocks, kv_fd)
+    _answer(connection, Ready())
+    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+    follower.run()
+
+
+def _answer(connection: socket.socket, ready: Ready) -> None:
+    connection.send(pickle.dumps(ready))
+
+
+def _end_with(connection: socket.socket) -> None:
+    """End this process with the first rank, however that ends."""
+    connection.recv(1)
+    os._exit(0)
+
+
+class Follower:
+    """A rank's decoder, and its part of the KV cache."""
+
+    def __init__(self, opened: OpenedModel, weights: LoadedWeights, links: RankLinks) -> None:
+        self._opened = opened
+        self._weights = weights
+        self._links = links
+        self._passes: ForwardPasses | None = None
+
+    def begin(self, num_blocks: int, kv_fd: int) -> None:
+        config, _, _, dtype, device, kernels, *_ = self._opened
+        shape, state, _ = plan_memory(config, self._opened.cached_layers, dtype)
+        kv = shape.over(map_shared_memory(kv_fd, num_blocks * shape.block_bytes))
+        os.close(kv_fd)
+        decoder = self._weights.decoder
+        longest = self._opened.model.max_context_len()
+        self._passes = ForwardPasses(
+            decoder,
+            Ropes(decoder.config, device.place, dtype),
+            kernels.make_attention(kv, self._weights.attention),
+            None if state is None else kernels.make_linear_attention(kv, state),
+            choose_max_model_len(config, longest),
+        )
+
+    def run(self) -> None:
+        """Compute until the first rank ends."""
+        with torch.inference_mode():
+            while True:
+                try:
+                    self._compute(self._links.receive())
+                except RunnerLost:
+                    return
+
+    def _compute(self, message: object) -> None:
+        decoder, passes = self._weights.decoder, self._passes
+        assert passes is not None
+        match message:
+            case ComputePass(step, media, grid, needs_all):
+                inputs = make_inputs(self._opened.device)
+                inputs.begin()
+                launch = passes.prepare(step, inputs, None, None, media, grid, needs_all=needs_all)
+                inputs.send()
+                launch()
+                self._links.meet()
+            case MultiplyHead(num_rows):
+                assert isinstance(decoder, Decoder)
+                shape = num_rows, decoder.config.hidden_size
+                decoder.head(self._links.broadcast(torch.empty(shape, dtype=self._opened.dtype)))
+
+
+def _load(setup: Setup, links_fd: int) -> Follower:
+    config = setup.config
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    shard = Shard(setup.rank, config.tensor_parallel_size)
+    kernels = Kernels(library(best_variant(cpu_features())), torch.get_num_threads())
+    memory = map_shared_memory(links_fd, links_bytes(kernels, shard.size))
+    os.close(links_fd)
+    links = RankLinks(kernels, memory, shard)
+    source = sharded_source(links, lambda: None)
+    opened = open_model(config, open_device, choose_parts, source)
+    return Follower(opened, load_weights(opened, source), links)
+
+
+if __name__ == "__main__":
+    main()

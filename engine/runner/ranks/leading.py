@@ -1,0 +1,197 @@
+"""First rank of a node: it schedules, and has the others compute each pass with it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from baton.checkpoint.hub import open_checkpoint
+from baton.core.errors import InvalidConfig
+from baton.core.exclusions import Feature, check_exclusions
+from baton.engine.errors import RunnerLost
+from baton.engine.runner.attention.kv_tensor import KvShape
+from baton.engine.runner.batch.encodings import MediaRows
+from baton.engine.runner.config import RunnerConfig
+from baton.engine.runner.device.fenced_hook import FencedHook
+from baton.engine.runner.device.step_inputs import StepInputs
+from baton.engine.runner.drafters import OTHERWISE
+from baton.engine.runner.families.read_config import read_model_config
+from baton.engine.runner.kernels.build import (
+    KernelsUnavailable,
+    best_variant,
+    cpu_features,
+    library,
+)
+from baton.engine.runner.kernels.calls import Kernels
+from baton.engine.runner.load import load_runner
+from baton.engine.runner.model.adapters import Selection
+from baton.engine.runner.model.linear import Linear
+from baton.engine.runner.model.pass_layout import Ints
+from baton.engine.runner.model.rank_group import Shard
+from baton.engine.runner.model_info import LoadProgressCallback
+from baton.engine.runner.model_runner import TorchRunner
+from baton.engine.runner.passes.forward_passes import ForwardPasses, PassStep
+from baton.engine.runner.ranks.links import RankLinks, links_bytes
+from baton.engine.runner.ranks.messages import ComputePass, MultiplyHead, SentStep
+from baton.engine.runner.ranks.processes import RankProcesses
+from baton.engine.runner.ranks.sharded_source import sharded_source
+from baton.engine.runner.ranks.shared_memory import make_shared_memory
+from baton.engine.runner.sampling.output_heads import HiddenStates
+from baton.engine.runner.weights.shards import shard_config
+from baton.engine.spec_decode.config import AUTO
+
+log = logging.getLogger(__name__)
+
+
+def load_in_ranks(
+    config: RunnerConfig, on_progress: LoadProgressCallback | None = None
+) -> TorchRunner:
+    """Start the processes of all other ranks, and load the shard of the first one.
+
+    Raises ModelError and InvalidConfig, also for what the others find, and RunnerLost.
+    """
+    config = _checked(config)
+    size = config.tensor_parallel_size
+    # Before processes are started and weights are read, which take long.
+    shard_config(read_model_config(open_checkpoint(config.model)), Shard(0, size))
+    threads = config.num_threads or max(1, len(os.sched_getaffinity(0)) // size)
+    config = replace(config, num_threads=threads)
+    kernels = _kernels(threads)
+    memory, fd = make_shared_memory("baton ranks", links_bytes(kernels, size))
+    links = LeadingLinks(kernels, memory, Shard(0, size))
+    processes = RankProcesses(config, fd, links.end)
+    try:
+        return load_runner(
+            config,
+            on_progress,
+            source=sharded_source(links, processes.wait_until_loaded),
+            ranks=LeadingRank(links, processes),
+        )
+    except BaseException:
+        processes.close()
+        raise
+
+
+def _checked(config: RunnerConfig) -> RunnerConfig:
+    speculation = config.speculation
+    if speculation is not None and speculation.method == AUTO:
+        speculation = OTHERWISE
+    check_exclusions({
+        Feature.SEVERAL_RANKS: True,
+        Feature.GPU: config.device != "cpu",
+        Feature.ADAPTERS: config.max_loras,
+        Feature.TRAINED_DRAFTS: speculation is not None and not speculation.looks_up,
+    })  # fmt: skip
+    return replace(config, speculation=speculation)
+
+
+def _kernels(num_threads: int) -> Kernels:
+    try:
+        return Kernels(library(best_variant(cpu_features())), num_threads)
+    except KernelsUnavailable as error:
+        raise InvalidConfig(
+            f"--tensor-parallel-size: ranks exchange numbers by native kernels: {error}"
+        ) from error
+
+
+class LeadingLinks(RankLinks):
+    """Links of the first rank, which has the others multiply with it."""
+
+    def multiply(self, part: Linear, hidden_states: Tensor, num_rows: int) -> Tensor:
+        self.send(MultiplyHead(len(hidden_states)))
+        hidden_states = self.broadcast(hidden_states)
+        products = self._padded(part(hidden_states), num_rows)
+        gathered = torch.empty(self.shard.size, *products.shape, dtype=products.dtype)
+        self.gather(products, gathered)
+        return gathered.transpose(0, 1).flatten(1)[:, :num_rows]
+
+
+class LeadingRank:
+    """Implements `Ranks`."""
+
+    def __init__(self, links: LeadingLinks, processes: RankProcesses) -> None:
+        self._links = links
+        self._processes = processes
+
+    def allocate(self, kv: KvShape, num_blocks: int) -> Tensor:
+        memory, fd = make_shared_memory("baton KV cache", num_blocks * kv.block_bytes)
+        try:
+            self._processes.begin(num_blocks, fd)
+        finally:
+            os.close(fd)
+        return kv.over(memory)
+
+    def lead(self, passes: ForwardPasses, on_lost: Callable[[Exception], None]) -> ForwardPasses:
+        self._processes.when_lost = on_lost
+        return LedPasses(passes, self._links)
+
+    def close(self) -> None:
+        self._processes.close()
+
+
+class LedPasses(ForwardPasses):
+    """Passes that all ranks compute."""
+
+    def __init__(self, own: ForwardPasses, links: LeadingLinks) -> None:
+        super().__init__(
+            own.decoder, own.ropes, own.attention, own.linear_attention, own.max_model_len
+        )
+        self._links = links
+
+    def prepare(
+        self,
+        step: PassStep,
+        inputs: StepInputs,
+        hook: FencedHook | None,
+        selection: Selection | None,
+        media: MediaRows | None = None,
+        grid: Ints | None = None,
+        *,
+        needs_all: bool,
+    ) -> Callable[[], HiddenStates]:
+        last_writer = self.decoder.config.last_writer
+        late = None if hook is None else _LateHook(hook, last_writer)
+        launch = super().prepare(step, inputs, late, selection, media, grid, needs_all=needs_all)
+        message = ComputePass(SentStep.of(step), media, grid, needs_all)
+
+        def launch_all() -> HiddenStates:
+            self._links.send(message)
+            try:
+                hidden_states = launch()
+            except RunnerLost:
+                raise
+            except Exception as error:  # the other ranks wait in the middle of the pass
+                raise RunnerLost(f"a pass failed in the first rank: {error!r}") from error
+            self._links.meet()
+            if late is not None:
+                late.report()
+            return hidden_states
+
+        return launch_all
+
+
+class _LateHook(FencedHook):
+    """Reports the last layers at the end of a pass, when other ranks have written their KV, too.
+
+    Of the layers before, they have: this rank has their sum.
+    """
+
+    def __init__(self, hook: FencedHook, last_writer: int) -> None:
+        self._own = hook
+        self._last_writer = last_writer
+        self._late: list[int] = []
+
+    def layer_done(self, layer: int) -> None:
+        if layer < self._last_writer:
+            self._own.layer_done(layer)
+        else:
+            self._late.append(layer)
+
+    def report(self) -> None:
+        for layer in self._late:
+            self._own.layer_done(layer)

@@ -1,0 +1,39 @@
+"""Loads one rank's shard of a decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from baton.engine.runner.families.read_config import read_model_config
+from baton.engine.runner.load import DecoderSource, LoadedDecoder
+from baton.engine.runner.model.config import ModelConfig
+from baton.engine.runner.model.rank_group import RankGroup
+from baton.engine.runner.model_info import LoadProgressCallback
+from baton.engine.runner.weights.decoder_loading import AdaptLayers, attention_of, load_decoder
+from baton.engine.runner.weights.open_weights import OpenWeights
+from baton.engine.runner.weights.shards import ShardedTensors, shard_config
+
+
+def sharded_source(group: RankGroup, on_loaded: Callable[[], None]) -> DecoderSource:
+    """Return the source of a rank's decoder. `on_loaded` is called once its shard is loaded."""
+    shard = group.shard
+
+    def load(
+        weights: OpenWeights, on_progress: LoadProgressCallback | None, _: AdaptLayers | None
+    ) -> LoadedDecoder:
+        whole = weights.model
+        assert isinstance(whole, ModelConfig)
+        model = shard_config(whole, shard)
+        tensors = ShardedTensors.of(whole, weights.tensors, shard)
+        target = replace(weights.target, group=group, vocab_size=whole.vocab_size)
+        decoder = load_decoder(model, tensors, target, on_progress)
+        own_heads = shard.part_of(whole.num_kv_heads)
+        attention = [
+            replace(layer, own_heads=own_heads)
+            for layer in attention_of(model, tensors, target.device)
+        ]
+        on_loaded()
+        return LoadedDecoder(decoder, attention)
+
+    return DecoderSource(read_model_config, load, f"rank {shard.rank} of {shard.size}")

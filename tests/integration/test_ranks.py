@@ -1,0 +1,141 @@
+"""Nodes of several processes: real ranks with real weights, and how they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.client import Client, Generation
+from baton.cluster import ClusterOptions, LocalCluster
+from baton.core.errors import InvalidConfig
+from baton.core.sampling import SamplingParams
+from baton.engine.errors import RunnerLost
+from baton.llm import LLM
+from tests.support.families import FAMILY_VARIANTS
+from tests.support.models import VARIANTS, make_model_folder, prompt_of
+
+LOGPROBS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=3)
+# Sums of float32 in another order.
+TOLERANCE = 1e-4
+PATIENCE_S = 60.0
+
+
+def ranks_of(process_id: int) -> list[int]:
+    """Return the processes of further ranks that a process has started."""
+    children = Path(f"/proc/{process_id}/task/{process_id}/children").read_text(encoding="ascii")
+    return [
+        int(child)
+        for child in children.split()
+        if b"ranks.following" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
+
+
+@pytest.fixture
+def open_llm(tmp_path: Path) -> Iterator[Callable[..., LLM]]:
+    with ExitStack() as stack:
+
+        def make(name: str, num_ranks: int, dtype: str = "float32", **settings: Any) -> LLM:
+            variant = {**VARIANTS, **FAMILY_VARIANTS}[name]
+            folder = tmp_path / name
+            if not folder.exists():
+                make_model_folder(folder, replace(variant, dtype=dtype))
+            llm = LLM(
+                str(folder),
+                tensor_parallel_size=num_ranks,
+                kv_cache_memory="1MiB",
+                num_threads=1,
+                max_num_seqs=8,
+                max_num_batched_tokens=32,  # chunks
+                show_progress=False,
+                **settings,
+            )
+            return stack.enter_context(llm)
+
+        yield make
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), [("llama", 2), ("llama", 4), ("gemma3", 2)])
+def test_ranks_generate_what_one_process_does(
+    open_llm: Callable[..., LLM], name: str, num_ranks: int
+) -> None:
+    prompts = [prompt_of(length, seed=length) for length in (1, 17, 90)]
+    prompts.append((*prompts[-1][:64], 5))  # hits blocks
+    sampling = replace(LOGPROBS, prompt_logprobs=1)
+    one, several = (open_llm(name, size) for size in (1, num_ranks))
+
+    for prompt in prompts:
+        [wanted], [found] = (llm.generate([prompt], sampling) for llm in (one, several))
+
+        assert found.token_ids == wanted.token_ids
+        assert found.num_cached_tokens == wanted.num_cached_tokens
+        for own, others in zip(found.logprobs, wanted.logprobs, strict=True):
+            assert own.logprob == pytest.approx(others.logprob, abs=TOLERANCE)
+        pairs = zip(found.prompt_logprobs, wanted.prompt_logprobs, strict=True)
+        for of_prompt, of_wanted in pairs:
+            if of_prompt is not None and of_wanted is not None:
+                assert of_prompt.logprob == pytest.approx(of_wanted.logprob, abs=TOLERANCE)
+
+
+def test_native_ranks_give_the_same_bits_in_any_batch(open_llm: Callable[..., LLM]) -> None:
+    prompts = [prompt_of(length, seed=length) for length in (3, 40, 61)]
+    llm = open_llm("qwen3", 2, "bfloat16", kernels="native")
+
+    together = llm.generate(prompts, LOGPROBS)
+    alone = [llm.generate([prompt], LOGPROBS)[0] for prompt in prompts]
+
+    assert [each.token_ids for each in alone] == [each.token_ids for each in together]
+    assert [each.logprobs for each in alone] == [each.logprobs for each in together]
+
+
+def test_a_rank_that_is_killed_ends_the_engine(open_llm: Callable[..., LLM]) -> None:
+    llm = open_llm("llama", 2)
+    [rank] = ranks_of(os.getpid())
+
+    os.kill(rank, signal.SIGKILL)
+
+    with pytest.raises(RunnerLost, match="rank 1 of this node"):
+        llm.generate([prompt_of(20)], LOGPROBS)
+    llm.close()
+    assert ranks_of(os.getpid()) == []
+
+
+def test_what_cannot_be_divided_is_refused_by_name(open_llm: Callable[..., LLM]) -> None:
+    for name, num_ranks, fault in (("olmo2", 2, "norms over all heads"), ("llama", 3, "4 heads")):
+        with pytest.raises(InvalidConfig, match=fault):
+            open_llm(name, num_ranks)
+    with pytest.raises(InvalidConfig, match="--lora"):
+        open_llm("llama", 2, lora={"a": "folder"})
+    assert ranks_of(os.getpid()) == []
+
+
+@pytest.mark.parametrize(("num_prefill_ranks", "num_decode_ranks"), [(1, 2), (2, 1)])
+def test_kv_is_handed_off_between_nodes_of_unlike_numbers_of_ranks(
+    cluster_options: Callable[..., ClusterOptions],
+    local: LLM,
+    num_prefill_ranks: int,
+    num_decode_ranks: int,
+) -> None:
+    options = replace(
+        cluster_options(),
+        prefill_arguments=(f"--tensor-parallel-size={num_prefill_ranks}", "--dtype=float32"),
+        decode_arguments=(f"--tensor-parallel-size={num_decode_ranks}", "--dtype=float32"),
+    )
+    prompts = [prompt_of(length, seed=length) for length in (20, 50, 50)]
+    with LocalCluster(options) as cluster, Client(cluster.address) as client:
+        for prompt in prompts:
+            [expected] = local.generate([prompt], LOGPROBS)
+            answer = client.generate(prompt, Generation(LOGPROBS))
+            assert answer.token_ids == expected.token_ids
+            assert answer.finish is not None
+            assert answer.finish.served.is_prefill_remote
+        parallel = cluster.prefills[0] if num_prefill_ranks > 1 else cluster.decodes[0]
+        [rank] = ranks_of(parallel.process.pid)
+        os.kill(rank, signal.SIGKILL)
+        assert parallel.process.wait(PATIENCE_S) != 0
