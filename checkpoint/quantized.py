@@ -71,6 +71,13 @@ class Quantized:
             offset_steps=None,
         )
 
+    def scaled(self, factors: Tensor) -> Quantized:
+        """Return the matrix with each row multiplied by its factor, [rows, 1]."""
+        changed = replace(self, scales=(self.scales * factors).to(self.scales.dtype))
+        if self.offsets is None:
+            return changed
+        return replace(changed, offsets=(self.offsets * factors).to(self.offsets.dtype))
+
     def with_half_scales(self) -> Quantized:
         """Return the matrix with scales and offsets of 16 bits, off by at most a 2048th.
 

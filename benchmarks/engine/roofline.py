@@ -227,7 +227,7 @@ def _layer_work(config: ModelConfig, layer: LayerConfig) -> LayerWork:
         else matrices * moe.expert_size * (moe.latent_size or hidden),
         top_k=0 if moe is None else moe.top_k,
         unquantized_numbers=unquantized,
-        state_numbers=_state_numbers(config.recurrent) if layer.is_recurrent else 0,
+        state_numbers=_state_numbers(config.recurrent) if layer.has_state else 0,
         state_products=MAMBA_PRODUCTS if _is_mamba(config) else STATE_PRODUCTS,
         slot_numbers=_slot_numbers(config) if layer.kv_heads else 0,
         pair_products=_pair_products(config) if layer.kv_heads else 0,
@@ -245,12 +245,15 @@ def _pair_products(config: ModelConfig) -> int:
 def _mixer_numbers(config: ModelConfig, layer: LayerConfig) -> tuple[int, int, int]:
     """Return the numbers of keys and values, of other matrices, and of those kept unquantized."""
     recurrent, hidden = config.recurrent, config.hidden_size
-    if recurrent is None or not layer.is_recurrent:
-        return _attention_numbers(config, layer)
+    keys, other, unquantized = (
+        (0, 0, 0) if layer.is_recurrent else _attention_numbers(config, layer)
+    )
+    if recurrent is None or not layer.has_state:
+        return keys, other, unquantized
     inputs = recurrent.num_channels + recurrent.num_values
     _, gate_rows = RULES[recurrent.rule].stored_rows(recurrent)
     gates = len(gate_rows) * hidden + recurrent.num_channels * recurrent.conv_size
-    return 0, (inputs + recurrent.num_values) * hidden, gates
+    return keys, other + (inputs + recurrent.num_values) * hidden, unquantized + gates
 
 
 def _is_mamba(config: ModelConfig) -> bool:

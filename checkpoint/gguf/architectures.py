@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from baton.checkpoint.gguf.family_fields import (
     biases,
     deepseek,
+    falcon_h1,
     gemma,
     gemma3,
     gemma4,
@@ -322,6 +323,11 @@ GRANITE_HYBRID_NAMES = {
     "ssm_norm": "mamba.norm",
     "ssm_out": "mamba.out_proj",
 }
+FALCON_H1_NAMES = {
+    **{name: each.replace("mlp.", "feed_forward.") for name, each in LAYER_NAMES.items()},
+    **{name: each for name, each in GRANITE_HYBRID_NAMES.items() if name.startswith("ssm_")},
+    "ffn_norm": "pre_ff_layernorm.weight",  # llama.cpp's converter leaves out `.weight`
+}
 LFM2_NAMES = {
     **LAYER_NAMES,
     "attn_norm": "operator_norm",
@@ -516,6 +522,14 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         more=granite_hybrid,
         layer_names=GRANITE_HYBRID_NAMES,
         has_paired_heads=True,
+        changes=MAMBA_CHANGES,
+    ),
+    "falcon-h1": GgufArchitecture(
+        "FalconH1ForCausalLM",
+        {**MAMBA, "mamba_d_ssm": "ssm.inner_size"},
+        more=falcon_h1,
+        layer_names=FALCON_H1_NAMES,
+        global_names={**GLOBAL_NAMES, "output_norm": "model.final_layernorm"},
         changes=MAMBA_CHANGES,
     ),
     "nemotron_h": NEMOTRON_H,

@@ -220,6 +220,14 @@ def granite_hybrid(file: GgufFile) -> Fields:
     }
 
 
+def falcon_h1(file: GgufFile) -> Fields:
+    """Return the norm of Mamba2, which some files have. Matrices contain the multipliers."""
+    return {
+        "mamba_rms_norm": "blk.0.ssm_norm.weight" in file.tensors,
+        "mamba_norm_before_gate": False,
+    }
+
+
 def lfm2(file: GgufFile) -> Fields:
     """Return the types of layers, and names of fields. The size of the MLP is the final one."""
     prefix = f"{file.architecture}.attention"

@@ -71,7 +71,8 @@ def random_weights(
     if is_delta:
         return GatedDelta(gates, conv, decay_rate, norm, decay_bias)
     conv_bias, skip = drawn(config.num_channels), drawn(num_heads)
-    return Mamba2(gates, conv, decay_rate, norm, conv_bias, decay_bias, skip)
+    own_norm = norm if config.has_norm else None
+    return Mamba2(gates, conv, decay_rate, own_norm, conv_bias, decay_bias, skip)
 
 
 def with_rule(config: RecurrentConfig, rule: Recurrence) -> RecurrentConfig:
@@ -170,7 +171,7 @@ class RandomSequences:
         other._projected, other._gates = (
             [each.float() for each in parts] for parts in (self._projected, self._gates)
         )
-        if isinstance(self.weights, MatrixRule):
+        if isinstance(self.weights, MatrixRule) and self.weights.norm is not None:
             norm = replace(self.weights.norm, weight=self.weights.norm.weight.float())
             other.weights = replace(self.weights, norm=norm)
         count = len(self._lengths)
@@ -245,14 +246,15 @@ def check_accuracy(make: MakeAttention, sequences: RandomSequences, tolerance: f
 
 
 configs = st.builds(
-    lambda keys, group, key_dim, value_dim, conv: RecurrentConfig(
-        keys, keys * group, key_dim, value_dim, conv
+    lambda keys, group, key_dim, value_dim, conv, has_norm: RecurrentConfig(
+        keys, keys * group, key_dim, value_dim, conv, has_norm=has_norm
     ),
     keys=st.sampled_from([1, 2, 3]),
     group=st.sampled_from([1, 2, 4]),
     key_dim=st.sampled_from([8, 12, 16, 33, 128]),
     value_dim=st.sampled_from([4, 16, 20, 32, 40, 72, 128]),
     conv=st.sampled_from([2, 4]),
+    has_norm=st.booleans(),  # of Mamba2
 )
 
 
@@ -317,7 +319,7 @@ TRITON_EXAMPLES = {
     "groups": TritonExample(RecurrentConfig(2, 4, 12, 20, 4), (9, 1, 4), 4),
     # Heads of several tiles, the last one not full.
     "tiles": TritonExample(RecurrentConfig(1, 3, 33, 40, 3), (7, 5), 7),
-    "wide": TritonExample(RecurrentConfig(1, 1, 128, 128, 4), (2, 3), 1),
+    "wide": TritonExample(RecurrentConfig(1, 1, 128, 128, 4, has_norm=False), (2, 3), 1),
 }
 
 

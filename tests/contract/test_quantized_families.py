@@ -101,6 +101,18 @@ def test_a_quantized_family_generates_the_tokens_of_its_dequantized_weights(
     assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize(("written", "tolerance"), [("gptq", 5e-3), ("float8-rows", 0.0)])
+def test_row_scales_multiply_quantized_matrices(
+    written: str, tolerance: float, write: Write
+) -> None:
+    packed, plain = write("falcon-h1", EVERY_FORMAT[written])
+
+    found, wanted = (logprobs_of(each, dtype="float32") for each in (packed, plain))
+
+    # The products with the scales of GPTQ are rounded to float16.
+    assert (found - wanted).abs().median() <= tolerance
+
+
 @needs_kernels
 @pytest.mark.parametrize(
     ("family", "written"),

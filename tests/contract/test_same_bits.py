@@ -263,6 +263,7 @@ MODELS: tuple[tuple[str, dict[str, str]], ...] = (
     ("mixtral", {"quantize": "int8"}),
     ("qwen3-next", {}),
     ("lfm2", {}),
+    ("falcon-h1", {"quantize": "int8"}),
     ("hunyuan", {}),
     ("qwen3.5", {"quantize": "int8"}),
     ("qwen3.5", {"kv_cache_dtype": "int8"}),

@@ -92,7 +92,8 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return make_model_folder(tmp_path / "folder", VARIANTS[request.param])
 
 
-@pytest.mark.parametrize("folder", NAMES, indirect=True)
+# Matrices of Falcon-H1 are multiplied by its multipliers.
+@pytest.mark.parametrize("folder", [*NAMES, "falcon-h1"], indirect=True)
 def test_answers_are_those_of_the_folder(folder: Path) -> None:
     path = convert(folder, folder.with_suffix(".gguf"))
 
@@ -125,6 +126,7 @@ def test_quantized_tensors_have_the_order_of_the_folder(folder: Path) -> None:
     "folder",
     [
         "deepseek-v3",
+        "falcon-h1",
         "granite-moe",
         "granite-4-moe",
         "nemotron-3",

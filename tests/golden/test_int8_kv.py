@@ -69,7 +69,7 @@ def test_greedy_answers_start_like_those_with_unquantized_kv(kernels: str) -> No
     "family",
     [
         *("gemma3", "gemma4-k-eq-v", "gpt-oss", "deepseek-v3", "llama4"),
-        *("qwen3-next", "granite-4-moe"),
+        *("qwen3-next", "granite-4-moe", "falcon-h1"),
     ],
 )
 def test_a_family_with_int8_kv_finds_a_prompt_about_as_likely(

@@ -158,3 +158,13 @@ def test_what_is_not_supported_is_refused_by_name(
 
     with pytest.raises(ModelError, match=expected):
         list(AdapterPlaces(read_model_config(SafetensorsFolder(base))).parts(PeftFolder(folder), 8))
+
+
+def test_adapters_of_layers_with_attention_and_a_state_are_refused(
+    folder_of: FolderOf, tmp_path: Path
+) -> None:
+    base = folder_of("falcon-h1")
+    folder = save_adapter(base, tmp_path, r=2, target_modules=ATTENTION)
+
+    with pytest.raises(ModelError, match=r"self_attn.*FalconH1ForCausalLM"):
+        list(AdapterPlaces(read_model_config(SafetensorsFolder(base))).parts(PeftFolder(folder), 8))

@@ -439,6 +439,27 @@ RECURRENT: Mapping[str, Variant] = {
             "mamba_n_groups": 2,
         },
     ),
+    # Attention and Mamba2 in each layer, the latter without a norm.
+    "falcon-h1": Variant(
+        "FalconH1",
+        {
+            "head_dim": 32,
+            "mamba_d_ssm": 160,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 20,
+            "mamba_d_state": 24,
+            "mamba_n_groups": 2,
+            "embedding_multiplier": 5.0,
+            "lm_head_multiplier": 0.3,
+            "attention_in_multiplier": 1.3,
+            "attention_out_multiplier": 0.8,
+            "key_multiplier": 0.4,
+            "ssm_in_multiplier": 1.25,
+            "ssm_out_multiplier": 0.6,
+            "ssm_multipliers": [0.7, 0.5, 0.9, 1.2, 0.4],
+            "mlp_multipliers": [0.9, 0.6],
+        },
+    ),
     # Mixers and MLPs are blocks: the second and third mixer have no MLP. transformers limits the
     # steps of a prompt, but not those of an answer, by `time_step_min`.
     "nemotron-h": Variant(

@@ -387,6 +387,39 @@ def _write_granite_hybrid(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_context_length(2**20)
 
 
+def _falcon_h1(config: Config, name: str, tensor: Tensor) -> Named:
+    """Matrices are multiplied; the name of the MLP's norm has no `.weight`."""
+    gate, down = config["mlp_multipliers"]
+    keys, inputs = config["key_multiplier"], config["attention_in_multiplier"]
+    factors = {
+        "embed_tokens": config["embedding_multiplier"],
+        "lm_head": config["lm_head_multiplier"],
+        "q_proj": inputs,
+        "k_proj": keys * inputs,
+        "v_proj": inputs,
+        "o_proj": config["attention_out_multiplier"],
+        "in_proj": config["ssm_in_multiplier"],
+        "out_proj": config["ssm_out_multiplier"],
+        "gate_proj": gate,
+        "down_proj": down,
+    }
+    tensor = tensor * factors.get(name.split(".")[-2], 1.0)
+    if name.endswith("in_proj.weight"):
+        inner, groups = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
+        sizes = [inner, inner, groups, groups, config["mamba_n_heads"]]
+        parts = zip(tensor.split(sizes), config["ssm_multipliers"], strict=True)
+        tensor = torch.cat([part * factor for part, factor in parts])
+    yield from _granite_hybrid(config, name, tensor) if ".mamba." in name else [(name, tensor)]
+
+
+def _write_falcon_h1(writer: gguf.GGUFWriter, config: Config) -> None:
+    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+    writer.add_ssm_state_size(config["mamba_d_state"])
+    writer.add_ssm_group_count(config["mamba_n_groups"])
+    writer.add_ssm_inner_size(config["mamba_d_ssm"])
+    writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+
+
 def _lfm2(_: Config, name: str, tensor: Tensor) -> Named:
     name = name.replace(".expert_bias", ".expert_bias.bias")
     if ".experts." in name:
@@ -558,6 +591,7 @@ FAMILIES: Mapping[str, Family] = {
     "MiniMaxM2ForCausalLM": Family("minimax-m2", _corrected, _write_minimax),
     "GraniteMoeForCausalLM": Family("granitemoe", _granite_moe, _write_granite_moe),
     "GraniteMoeHybridForCausalLM": Family("granitehybrid", _granite_hybrid, _write_granite_hybrid),
+    "FalconH1ForCausalLM": Family("falcon-h1", _falcon_h1, _write_falcon_h1),
     "Lfm2ForCausalLM": Family("lfm2", _lfm2, _write_lfm2),
     "Lfm2MoeForCausalLM": Family("lfm2moe", _lfm2, _write_lfm2_moe),
     "NemotronHForCausalLM": Family("nemotron_h_moe", _nemotron_h, _write_nemotron_h),

@@ -61,9 +61,10 @@ class HeadRows:
 def find_targets(config: ModelConfig) -> Mapping[tuple[int, str], Target]:
     """Return the matrices by layer and name. A stacked one is found as that of each expert.
 
-    There are none in a model whose folder numbers blocks instead of layers.
+    There are none in a model whose folder numbers blocks instead of layers, or whose layers have
+    attention and a state.
     """
-    if any(layer.block is not None for layer in config.layers):
+    if any(layer.block is not None or layer.has_parallel_state for layer in config.layers):
         return {}
     return dict(_Targets(TensorMap(config)).all())
 

@@ -240,6 +240,20 @@ BAMBA: Mapping[str, object] = {
     "mamba_d_conv": 4,
     "mamba_expand": 2,
 }
+FALCON_H1: Mapping[str, object] = {
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "mamba_d_ssm": 1024,
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_head": "auto",
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_rms_norm": False,
+    "mlp_multipliers": [1.0, 1.0],
+    "ssm_multipliers": [1.0] * 5,
+}
 LFM2: Mapping[str, object] = {
     "block_ffn_dim_multiplier": 1.0,
     "block_multiple_of": 256,

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from baton.checkpoint.json_fields import JsonFields
 from baton.engine.runner.model.config import (
     Activation,
     LayerConfig,
+    ModelConfig,
     MoeConfig,
     QkNorm,
     QueryTemperature,
     RecurrentConfig,
+    RowScale,
 )
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -168,5 +170,6 @@ class Family:
     attention_scale: float | None = None  # whatever the configuration has
     norms_values: bool = False
     has_layer_scale: bool = False
+    row_scales: Callable[[ModelConfig, JsonFields], Iterable[RowScale]] | None = None
     # Returns fields with the names that other families have.
     rename: Callable[[JsonFields], JsonFields] | None = None

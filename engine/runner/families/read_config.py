@@ -129,6 +129,8 @@ def _read(name: str, family: Family, fields: JsonFields, raw: JsonFields) -> Mod
     )
     if family.has_latent:
         config = with_latent(config, fields)
+    if family.row_scales is not None:
+        config = replace(config, row_scales=tuple(family.row_scales(config, fields)))
     _check_heads(config, fields)
     return config
 
@@ -260,7 +262,7 @@ def _read_moe(
 def _read_recurrent(
     family: Family, fields: JsonFields, layers: tuple[LayerConfig, ...]
 ) -> RecurrentConfig | None:
-    if family.recurrent is None or not any(layer.is_recurrent for layer in layers):
+    if family.recurrent is None or not any(layer.has_state for layer in layers):
         return None
     return family.recurrent(fields)
 

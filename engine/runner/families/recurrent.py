@@ -1,9 +1,22 @@
-"""Config fields of recurrent layers: the gated delta rule of Qwen3, and Mamba2 of Granite 4."""
+"""Config fields of recurrent layers: the gated delta rule of Qwen3, and Mamba2.
+
+The multipliers of Falcon-H1 become scales of attention, of embeddings and logits, and of rows.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
 from baton.checkpoint.json_fields import JsonFields
-from baton.engine.runner.model.config import Recurrence, RecurrentConfig
+from baton.engine.runner.model.config import (
+    LayerConfig,
+    ModelConfig,
+    Recurrence,
+    RecurrentConfig,
+    RowScale,
+)
 
 DELTA_FIELDS = frozenset(
     {
@@ -50,6 +63,7 @@ def delta_rule(raw: JsonFields) -> RecurrentConfig:
 def mamba2(raw: JsonFields) -> RecurrentConfig:
     num_heads = raw.positive_int("mamba_n_heads")
     num_values = raw.positive_int("mamba_expand") * raw.positive_int("hidden_size")
+    num_values = raw.positive_int("mamba_d_ssm", num_values)
     mamba = RecurrentConfig(
         num_key_heads=raw.positive_int("mamba_n_groups"),
         num_value_heads=num_heads,
@@ -57,6 +71,7 @@ def mamba2(raw: JsonFields) -> RecurrentConfig:
         value_dim=_read_head_dim(raw, num_values // num_heads),
         conv_size=raw.positive_int("mamba_d_conv"),
         rule=Recurrence.MAMBA2,
+        has_norm=raw.flag("mamba_rms_norm", True),
     )
     if mamba.num_values != num_values:
         expected = f"must have the product {num_values} with {num_heads} heads"
@@ -70,6 +85,52 @@ def mamba2(raw: JsonFields) -> RecurrentConfig:
     return mamba
 
 
+def falcon_h1_fields(raw: JsonFields) -> JsonFields:
+    """Return the fields of Falcon-H1 with the names and values that other families have."""
+    if raw.flag("mamba_rms_norm", False) and raw.flag("mamba_norm_before_gate", True):
+        raise raw.wrong("mamba_norm_before_gate", "must be false with mamba_rms_norm")
+    num_heads = raw.positive_int("num_attention_heads")
+    head_dim = raw.positive_int("head_dim", raw.positive_int("hidden_size") // num_heads)
+    inputs = _multiplier(raw, "attention_in_multiplier")
+    scale = inputs * inputs * _multiplier(raw, "key_multiplier") / math.sqrt(head_dim)
+    logits = _multiplier(raw, "lm_head_multiplier")
+    return raw.with_fields({"attention_multiplier": scale, "logits_scaling": 1 / logits})
+
+
+def parallel_everywhere(
+    _: JsonFields, __: Sequence[str], layers: Sequence[LayerConfig]
+) -> tuple[LayerConfig, ...]:
+    """All layers have attention and a recurrent state."""
+    return tuple(replace(layer, has_parallel_state=True) for layer in layers)
+
+
+def falcon_h1_scales(config: ModelConfig, raw: JsonFields) -> Iterable[RowScale]:
+    """Yield the scales of the rows of matrices. Those of queries and keys are in the attention."""
+    mamba, hidden, mlp_size = config.recurrent, config.hidden_size, config.layers[0].mlp_size
+    assert mamba is not None
+    gate, down = _multipliers(raw, "mlp_multipliers", 2)
+    parts = _multipliers(raw, "ssm_multipliers", 5)
+    inputs, outputs = (_multiplier(raw, f"attention_{end}_multiplier") for end in ("in", "out"))
+    yield RowScale("self_attn.o_proj", hidden, inputs * outputs)
+    yield RowScale("mamba.out_proj", hidden, _multiplier(raw, "ssm_out_multiplier"))
+    yield RowScale("feed_forward.gate_proj", mlp_size, gate)
+    yield RowScale("feed_forward.down_proj", hidden, down)
+    sizes = (mamba.num_values,) * 2 + (mamba.num_keys,) * 2 + (mamba.num_value_heads,)
+    for size, part in zip(sizes, parts, strict=True):
+        yield RowScale("mamba.in_proj", size, part * _multiplier(raw, "ssm_in_multiplier"))
+
+
 def _read_head_dim(raw: JsonFields, default: int) -> int:
     is_auto = raw.get("mamba_d_head") == "auto"
     return default if is_auto else raw.positive_int("mamba_d_head", default)
+
+
+def _multiplier(raw: JsonFields, name: str) -> float:
+    return raw.number(name, 1.0, above=0)
+
+
+def _multipliers(raw: JsonFields, name: str, count: int) -> Sequence[float]:
+    found = raw.numbers(name)
+    if len(found) != count:
+        raise raw.wrong(name, f"must list {count} numbers")
+    return found

@@ -25,6 +25,7 @@ from baton.engine.runner.families.defaults import (
     DEEPSEEK_V3,
     ERNIE,
     ERNIE_MOE,
+    FALCON_H1,
     GEMMA3,
     GEMMA4,
     GLM4_LITE,
@@ -103,7 +104,15 @@ from baton.engine.runner.families.mixtures import (
     qwen3_moe,
     qwen3_vl_moe,
 )
-from baton.engine.runner.families.recurrent import DELTA_FIELDS, MAMBA_FIELDS, delta_rule, mamba2
+from baton.engine.runner.families.recurrent import (
+    DELTA_FIELDS,
+    MAMBA_FIELDS,
+    delta_rule,
+    falcon_h1_fields,
+    falcon_h1_scales,
+    mamba2,
+    parallel_everywhere,
+)
 from baton.engine.runner.families.short_conv import lfm2_fields, lfm2_moe_fields, short_conv
 from baton.engine.runner.families.unlike_layers import GEMMA4_FIELDS, gemma4_layers, gemma4_types
 from baton.engine.runner.model.config import Activation, QkNorm
@@ -537,6 +546,22 @@ FAMILIES: Mapping[str, Family] = {
         defaults=BAMBA,
         layer_types=linear_outside_indices,
         recurrent=mamba2,
+    ),
+    "FalconH1ForCausalLM": Family(
+        names=TensorNames(
+            gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+            down="feed_forward.down_proj",
+            mlp_norm="pre_ff_layernorm",
+            norm="final_layernorm",
+        ),
+        fields=MAMBA_FIELDS | {"attention_multiplier", "embedding_multiplier", "logits_scaling"},
+        defaults=FALCON_H1,
+        rename=falcon_h1_fields,
+        has_qkv_bias=False,
+        has_output_bias=False,
+        recurrent=mamba2,
+        unlike_layers=parallel_everywhere,
+        row_scales=falcon_h1_scales,
     ),
     "NemotronHForCausalLM": Family(
         names=NEMOTRON_H_NAMES,

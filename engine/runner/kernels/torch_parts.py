@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from baton.engine.runner.kernels.native_linear import native_experts, native_matrix
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.layer_weights import Layer, ParallelMoe
-from baton.engine.runner.model.linear import Linear, Mlp
+from baton.engine.runner.model.linear import Linear, Mlp, SplitLinear
 
 EMBEDDING_SCALE = "scale of the embeddings"
 LOGITS_SCALE = "scale of the logits"
@@ -39,7 +39,9 @@ def torch_parts(config: ModelConfig, layers: Sequence[Layer]) -> list[str]:
 
 
 def _linears(layer: Layer) -> Iterator[Linear]:
-    yield from (layer.qkv, layer.output)
+    output = layer.output
+    yield from (output.first, output.second) if isinstance(output, SplitLinear) else (output,)
+    yield from (layer.qkv, *(() if layer.state_inputs is None else (layer.state_inputs,)))
     if layer.recurrent is not None:
         yield layer.recurrent.gates
     if layer.latent is not None and layer.latent.query is not None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from baton.engine.kv_cache.groups import (
     KvCacheSpec,
@@ -168,6 +168,7 @@ class RecurrentConfig:
     value_dim: int  # per head
     conv_size: int  # tokens that the convolution sees, the token itself included
     rule: Recurrence = Recurrence.GATED_DELTA
+    has_norm: bool = True  # for the output; False: Mamba2 has its gates alone
 
     @property
     def num_keys(self) -> int:
@@ -194,6 +195,7 @@ class LayerConfig:
     qk_norm: QkNorm = QkNorm.NONE
     mlp_size: int = 0  # dense MLP; 0 for a mixture of experts, or for neither
     is_recurrent: bool = False  # a state instead of keys and values
+    has_parallel_state: bool = False  # a state beside keys and values: both mix the same inputs
     # Heads of keys and values, in a model whose layers have unlike ones; None: those of the model.
     kv_heads: KvHeads | None = None
     kv_layer: int | None = None  # whose keys and values it reads; None: its own, which it writes
@@ -207,12 +209,24 @@ class LayerConfig:
     def has_experts(self) -> bool:
         return self.has_parallel_experts or (self.has_mlp and not self.mlp_size)
 
+    @property
+    def has_state(self) -> bool:
+        return self.is_recurrent or self.has_parallel_state
+
     def kv_spec(self, max_context_len: int) -> KvCacheSpec:
         """Return which keys and values the layer needs, in sequences of at most this length."""
         has_window = self.window is not None and self.window < max_context_len
         has_chunk = self.chunk is not None and self.chunk < max_context_len
         window, chunk = self.window if has_window else None, self.chunk if has_chunk else None
         return KvCacheSpec(window, chunk, self.kv_heads)
+
+
+class RowScale(NamedTuple):
+    """Number that multiplies rows of a matrix of each layer when it is loaded."""
+
+    matrix: str  # its name in the layer
+    num_rows: int  # those after the rows of the scale before it
+    scale: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +282,7 @@ class ModelConfig:
     norms_values: bool = False  # RMS norm of the values of each head, without weights
     per_layer: PerLayerConfig | None = None
     has_layer_scale: bool = False  # the output of a layer is multiplied by a number of its own
+    row_scales: tuple[RowScale, ...] = ()
     # In a KV cache that layers of another model share: the places of those with attention, and how
     # many layers with attention are before them. Without places, the cache is the model's own.
     cache_places: tuple[LayerPlace, ...] = ()
@@ -279,7 +294,7 @@ class ModelConfig:
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
-        return tuple(i for i, layer in enumerate(self.layers) if layer.is_recurrent)
+        return tuple(i for i, layer in enumerate(self.layers) if layer.has_state)
 
     def of_layer(self, index: int) -> ModelConfig:
         """Return the model as if all layers had the heads of this one."""

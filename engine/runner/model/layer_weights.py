@@ -65,6 +65,9 @@ class Layer:
     mlp_output_norm: Norm | None
     latent: LatentProjections | None = None
     recurrent: RecurrentRule | None = None
+    # First projection of the rule in a layer that has attention, too. The columns of `output` are
+    # then those of attention and of the rule.
+    state_inputs: Linear | None = None
     v_norm: Norm | None = None
     per_layer: PerLayerWeights | None = None
     scale: float = 1.0  # of the layer's output

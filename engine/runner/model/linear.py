@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from baton.engine.runner.model.config import MoeConfig
@@ -25,6 +26,24 @@ class Linear(Protocol):
     def rows(self, row_ids: Tensor) -> Tensor:
         """Return rows of the weight, dequantized, as an embedding lookup does."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class SplitLinear:
+    """Implements `Linear` by the sum of two layers, the first of which has the first columns."""
+
+    first: Linear
+    second: Linear
+    num_columns: int  # of the first one
+    add: Callable[[Tensor, Tensor, float], Tensor]
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        sizes = [self.num_columns, hidden_states.shape[1] - self.num_columns]
+        first, second = torch.split(hidden_states, sizes, dim=1)
+        return self.add(self.first(first), self.second(second), 1.0)
+
+    def rows(self, row_ids: Tensor) -> Tensor:
+        return torch.cat((self.first.rows(row_ids), self.second.rows(row_ids)), dim=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -254,10 +254,28 @@ class RecurrentMixer:
         return mixed if ends is None else mixed[ends.indices]
 
 
+@dataclass(frozen=True, slots=True)
+class ParallelMixer:
+    """Attention and a recurrent rule side by side. The outputs are the columns of one."""
+
+    attention: Mixer
+    state: Mixer
+
+    def mix(self, forward_pass: ForwardPass, inputs: Tensor, ends: Ends | None) -> Tensor:
+        read = self.state.mix(forward_pass, inputs, ends)
+        attended = self.attention.mix(forward_pass, inputs, ends)
+        return torch.cat((attended, read), dim=1) if len(read) else read
+
+
 def make_mixer(config: ModelConfig, ops: Ops, layer: Layer, index: int) -> Mixer:
     """Make the mixer of the layer with this index."""
     if layer.recurrent is not None:
-        return RecurrentMixer(layer.qkv, layer.recurrent, config.recurrent_layers.index(index))
+        number = config.recurrent_layers.index(index)
+        if layer.state_inputs is not None:
+            attention = make_mixer(config, ops, replace(layer, recurrent=None), index)
+            state = RecurrentMixer(layer.state_inputs, layer.recurrent, number)
+            return ParallelMixer(attention, state)
+        return RecurrentMixer(layer.qkv, layer.recurrent, number)
     number, own = config.attention_number(index), config.layers[index]
     if config.latent is not None and layer.latent is not None:
         return LatentMixer(config.latent, layer.latent, ops, layer, own, number)

@@ -58,6 +58,7 @@ def load_decoder(
         norm=config.norm,
         quantization=config.quantization,
         loaded_elsewhere=tensors.names.sinks,  # with the attention
+        row_scales=tensors.row_scales(),
     )
     group = target.group
     embedding = _vocabulary(loader, tensors.embedding, target)
@@ -178,7 +179,7 @@ class _LayerLoader:
             q_norm, k_norm, latent = None, None, None
         else:
             qkv, q_norm, k_norm, latent = self._attention()
-        return Layer(
+        whole = Layer(
             input_norm=self._norm(names.input_norm),
             qkv=qkv,
             q_norm=q_norm,
@@ -194,6 +195,18 @@ class _LayerLoader:
             per_layer=self._per_layer(),
             scale=self._scale(),
         )
+        return self._with_state(whole) if layer.has_parallel_state else whole
+
+    def _with_state(self, layer: Layer) -> Layer:
+        """Add a recurrent rule beside the layer's attention."""
+        config = self._config
+        assert config.recurrent is not None
+        inputs, rule, name = load_recurrent(
+            config.recurrent, self._tensors, self._loader, self._index
+        )
+        num_columns = config.num_heads * config.head_dim
+        output = self._loader.split_columns(layer.output, self._linear([name], False), num_columns)
+        return replace(layer, output=output, recurrent=rule, state_inputs=inputs)
 
     def _per_layer(self) -> PerLayerWeights | None:
         if self._config.per_layer is None:

@@ -26,4 +26,4 @@ def load_recurrent(
     else:
         projection, gates = loader.split_linear(projections[0], *rule.stored_rows(config))
     module = tensors.in_layer(index, names.module)
-    return projection, rule.load(gates, loader, module), names.output
+    return projection, rule.load(config, gates, loader, module), names.output

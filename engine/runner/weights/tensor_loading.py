@@ -15,10 +15,10 @@ from baton.checkpoint.quantized import Quantized, have_same_order, in_one_format
 from baton.core.errors import ModelError
 from baton.engine.runner.device.host_memory import HeapTrimmer
 from baton.engine.runner.families.family import ExpertNames
-from baton.engine.runner.model.config import ModelConfig, NormConfig
+from baton.engine.runner.model.config import ModelConfig, NormConfig, RowScale
 from baton.engine.runner.model.layer_weights import Layer
 from baton.engine.runner.model.layers import DecoderLayer
-from baton.engine.runner.model.linear import HeadLinears, Linear, Moe
+from baton.engine.runner.model.linear import HeadLinears, Linear, Moe, SplitLinear
 from baton.engine.runner.model.ops import Norm, Ops
 from baton.engine.runner.model.quantization import Quantization
 from baton.engine.runner.model.rank_group import RankGroup
@@ -104,13 +104,16 @@ class TensorLoader:
         norm: NormConfig = NO_NORM,
         quantization: Quantization | None = None,
         loaded_elsewhere: str | tuple[str, ...] = (),
+        row_scales: Mapping[str, Sequence[RowScale]] = {},
     ) -> None:
         """`shapes` are those of all tensors as if no matrix was quantized.
 
-        Names that end with `loaded_elsewhere` are not counted in the progress.
+        Names that end with `loaded_elsewhere` are not counted in the progress. Matrices in the
+        formats of GGUF must have no row scales.
         """
         self._norm_config = norm
         self._how = quantization
+        self._row_scales = row_scales
         self._shapes = shapes
         self._files = files
         self._names = frozenset(files.names())
@@ -219,6 +222,10 @@ class TensorLoader:
             return self._load_unpacked(name, how).dequantize()
         return self._stacked([f"{name}.weight"])
 
+    def split_columns(self, first: Linear, second: Linear, num_columns: int) -> Linear:
+        """Return the sum of two layers, the first of which has the first columns."""
+        return SplitLinear(first, second, num_columns, self._target.parts.ops.add)
+
     def head_linears(self, weights: Tensor) -> HeadLinears:
         self._trimmer.count(weights.nbytes)
         return self._target.parts.ops.head_linears(weights)
@@ -317,7 +324,16 @@ class TensorLoader:
             dequantize_float8(destination, self._files.tensor(name), scale, self._how)
         else:
             self._files.copy_into(name, destination)
+        if linear in self._row_scales:
+            destination.mul_(self._scales_of(linear))
         self._count(destination.numel())
+
+    def _scales_of(self, linear: str) -> Tensor:
+        """Return the scale of each row of a matrix, as a column."""
+        scales = self._row_scales[linear]
+        numbers = torch.tensor([each.scale for each in scales])
+        counts = torch.tensor([each.num_rows for each in scales])
+        return numbers.repeat_interleave(counts)[:, None].to(self._target.device)
 
     def _matrix(self, names: Sequence[str], quantize: Quantize | None) -> Tensor | Quantized:
         if any(map(self._integer_format, names)):
@@ -349,7 +365,7 @@ class TensorLoader:
 
     def _mapped(self, names: Sequence[str], quantize: Quantize | None) -> Tensor | None:
         """Return a matrix without copying it, or None where it needs a copy."""
-        if len(names) > 1 or self._is_packed(names[0]):
+        if len(names) > 1 or self._is_packed(names[0]) or names[0] in self._row_scales:
             return None
         matrix = self._files.tensor(f"{names[0]}.weight")
         if not self._can_map(matrix, quantize):
@@ -373,7 +389,8 @@ class TensorLoader:
             name, shape, self._names, how, self._files.tensor, self._target.dtype
         )
         self._count(torch.Size(shape).numel())
-        return unpacked.on(self._target.device)
+        unpacked = unpacked.on(self._target.device)
+        return unpacked.scaled(self._scales_of(name)) if name in self._row_scales else unpacked
 
     def _is_packed(self, name: str) -> bool:
         return self._how is not None and is_packed(name, self._names, self._how)

@@ -17,6 +17,7 @@ from baton.engine.runner.model.config import (
     MoeConfig,
     QkNorm,
     RecurrentConfig,
+    RowScale,
 )
 from baton.engine.runner.model.quantization import Packing
 from baton.engine.runner.model.recurrent.table import RULES
@@ -85,6 +86,16 @@ class TensorMap:
         """Return the shape of each tensor of a layer, as `shapes` does."""
         return {self.in_layer(index, name): shape for name, shape in self._layer_shapes(index)}
 
+    def row_scales(self) -> Mapping[str, Sequence[RowScale]]:
+        """Return the scales of the rows of matrices that have any, by the names of these."""
+        scales = self.config.row_scales
+        scaled = {each.matrix for each in scales if each.scale != 1.0}
+        return {
+            self.in_layer(index, name): [each for each in scales if each.matrix == name]
+            for index in range(self.config.num_layers)
+            for name in scaled
+        }
+
     def is_ignored(self, name: str) -> bool:
         """Return whether text needs no such tensor: tied heads, rotary buffers, images, MTP."""
         if name == f"{self.head}.weight" or name.endswith("rotary_emb.inv_freq"):
@@ -152,8 +163,9 @@ class TensorMap:
         if config.latent is not None:
             yield from self._latent_shapes(config.latent)
             return
-        if config.recurrent is not None and config.layers[index].is_recurrent:
+        if config.recurrent is not None and config.layers[index].has_state:
             yield from self._recurrent_shapes(config.recurrent)
+        if config.layers[index].is_recurrent:
             return
         hidden, heads = config.hidden_size, (config.num_heads, config.num_kv_heads)
         queries, keys = (count * config.head_dim for count in heads)

@@ -25,7 +25,7 @@ from benchmarks.engine.roofline import (
     work_of,
 )
 from benchmarks.engine.routing import RoutingMeter
-from tests.support.families import FAMILY_VARIANTS
+from tests.support.families import FAMILY_VARIANTS, RECURRENT
 from tests.support.gguf_files import write_gguf
 from tests.support.models import VARIANTS, make_model_folder
 from tests.support.random_folders import small_config, small_folder
@@ -147,11 +147,10 @@ def test_the_state_traffic_of_a_recurrent_layer_is_independent_of_the_context() 
 
 
 @pytest.mark.slow  # imports transformers
-@pytest.mark.parametrize("name", FAMILY_VARIANTS)
+@pytest.mark.parametrize("name", [*FAMILY_VARIANTS, "falcon-h1"])
 def test_each_matrix_of_a_family_counts_once(name: str, tmp_path: Path) -> None:
-    config = read_model_config(
-        SafetensorsFolder(make_model_folder(tmp_path, FAMILY_VARIANTS[name]))
-    )
+    variant = {**FAMILY_VARIANTS, **RECURRENT}[name]
+    config = read_model_config(SafetensorsFolder(make_model_folder(tmp_path, variant)))
     work = work_of(SafetensorsFolder(tmp_path), "none")
 
     num_experts = 0 if config.moe is None else config.moe.num_experts
@@ -170,7 +169,8 @@ def test_each_matrix_of_a_family_counts_once(name: str, tmp_path: Path) -> None:
     head = config.vocab_size * config.hidden_size if config.ties_embeddings else 0
     assert counted == sum(matrices.values()) + head
     products = {layer.state_products for layer in work.layers if layer.state_numbers}
-    assert products == {"qwen3-next": {3}, "qwen3.5": {3}, "granite-4-moe": {2}}.get(name, set())
+    expected = {"qwen3-next": {3}, "qwen3.5": {3}, "granite-4-moe": {2}, "falcon-h1": {2}}
+    assert products == expected.get(name, set())
 
 
 def test_latent_attention_reads_one_latent_and_one_key_per_slot(tmp_path: Path) -> None:

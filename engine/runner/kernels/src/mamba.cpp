@@ -68,7 +68,7 @@ class Mamba : RecurrentPass<MambaArgs> {
                      reinterpret_cast<const float*>(output), left);
     }
 
-    // Gates of a group of heads, then the RMS norm of the group.
+    // Gates of a group of heads, then the RMS norm of the group, if there is one.
     void norm(std::int64_t at) const {
         const std::int64_t token = at / args_.num_key_heads, group = at % args_.num_key_heads;
         const std::int64_t size = num_values_ / args_.num_key_heads, first = group * size;
@@ -85,7 +85,12 @@ class Mamba : RecurrentPass<MambaArgs> {
         }
         const float factor = 1.0f / std::sqrt(sum(squares) / float(size) + args_.norm.epsilon);
         for (std::int64_t i = 0; i < size; i += kLanes) {
-            const F32x16 normed = load_some(numbers + i, size - i) * factor;
+            const F32x16 gated = load_some(numbers + i, size - i);
+            if (args_.norm.weight == nullptr) {
+                store_some(dst + i, gated, size - i);
+                continue;
+            }
+            const F32x16 normed = gated * factor;
             store_some(dst + i, normed * load_some(weights + i, size - i), size - i);
         }
     }

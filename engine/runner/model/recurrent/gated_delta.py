@@ -17,6 +17,7 @@ from torch.nn import functional
 from baton.checkpoint.checkpoint import Shape
 from baton.engine.runner.model.config import RecurrentConfig
 from baton.engine.runner.model.linear import Linear
+from baton.engine.runner.model.ops import Norm
 from baton.engine.runner.model.recurrent.matrix_rule import Decays, MatrixRule
 from baton.engine.runner.model.recurrent.rule import Rows, VectorLoader
 
@@ -31,6 +32,7 @@ class GatedDelta(MatrixRule):
     has_triton_kernels: ClassVar[bool] = True
     vectors: ClassVar[tuple[str, ...]] = ("decay_bias", "decay_rate")
 
+    norm: Norm
     decay_bias: Tensor  # [value heads] in float32
 
     @staticmethod
@@ -48,7 +50,7 @@ class GatedDelta(MatrixRule):
         return MatrixRule.shapes(config) | own
 
     @classmethod
-    def load(cls, gates: Linear, loader: VectorLoader, module: str) -> Self:
+    def load(cls, _: RecurrentConfig, gates: Linear, loader: VectorLoader, module: str) -> Self:
         return cls(
             gates=gates,
             conv=cls.load_conv(loader, module),

@@ -1,4 +1,4 @@
-"""Mamba2 (Granite 4, Bamba, Nemotron-H).
+"""Mamba2 (Granite 4, Bamba, Nemotron-H, Falcon-H1).
 
 A token with key k (B), value v (x), query q (C) and step t (dt) decays the state by exp(-rate * t),
 writes t * v and reads its own value, too, times a weight of the head (D).
@@ -42,14 +42,18 @@ class Mamba2(MatrixRule):
 
     @classmethod
     def shapes(cls, config: RecurrentConfig) -> dict[str, Shape]:
-        heads, norm = (config.num_value_heads,), (config.num_values,)
-        own = {"dt_bias": heads, "A_log": heads, "D": heads, "norm.weight": norm}
+        heads = (config.num_value_heads,)
+        own: dict[str, Shape] = {"dt_bias": heads, "A_log": heads, "D": heads}
+        if config.has_norm:
+            own["norm.weight"] = (config.num_values,)
         return MatrixRule.shapes(config) | {"conv1d.bias": (config.num_channels,)} | own
 
     @classmethod
-    def load(cls, gates: Linear, loader: VectorLoader, module: str) -> Self:
-        conv, norm = cls.load_conv(loader, module), loader.gated_norm(f"{module}.norm")
-        channels = _stored_channels(conv.shape[1], len(norm.weight))
+    def load(
+        cls, config: RecurrentConfig, gates: Linear, loader: VectorLoader, module: str
+    ) -> Self:
+        conv = cls.load_conv(loader, module)
+        channels = _stored_channels(config.num_channels, config.num_values)
         return cls(
             gates=gates,
             conv=conv[:, channels].contiguous(),
@@ -57,7 +61,7 @@ class Mamba2(MatrixRule):
             step_bias=loader.vector(f"{module}.dt_bias"),
             decay_rate=loader.vector(f"{module}.A_log").exp(),
             skip=loader.vector(f"{module}.D"),
-            norm=norm,
+            norm=loader.gated_norm(f"{module}.norm") if config.has_norm else None,
         )
 
     def convolve(self, inputs: Tensor) -> Tensor:
@@ -76,8 +80,11 @@ class Mamba2(MatrixRule):
         return output + self.skip[:, None, None] * value
 
     def gate(self, config: RecurrentConfig, output: Tensor, gates: Tensor) -> Tensor:
-        """Return the norm of each group of heads, after their gates."""
-        groups = (output * gates).flatten(1).unflatten(1, (config.num_key_heads, -1))
+        """Return the norm, if there is one, of each group of heads, after their gates."""
+        gated = (output * gates).flatten(1)
+        if self.norm is None:
+            return gated
+        groups = gated.unflatten(1, (config.num_key_heads, -1))
         scale = torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.norm.epsilon)
         weighted: Tensor = self.norm.weight * (groups * scale).flatten(1)
         return weighted

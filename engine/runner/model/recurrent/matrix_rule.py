@@ -41,7 +41,7 @@ class MatrixRule(RecurrentRule):
     """
 
     decay_rate: Tensor  # [value heads] in float32
-    norm: Norm  # for the output
+    norm: Norm | None  # for the output
 
     def channels(self, config: RecurrentConfig, projected: Tensor) -> Tensor:
         return projected[:, : config.num_channels]

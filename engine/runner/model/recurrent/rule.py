@@ -59,7 +59,7 @@ class RecurrentRule(ABC):
         return {f"{cls.stored_conv}.weight": (config.num_channels, 1, config.conv_size)}
 
     @classmethod
-    def load(cls, gates: Linear, loader: VectorLoader, module: str) -> Self:
+    def load(cls, _: RecurrentConfig, gates: Linear, loader: VectorLoader, module: str) -> Self:
         """Load these tensors of the module with this name."""
         return cls(gates, cls.load_conv(loader, module))
 

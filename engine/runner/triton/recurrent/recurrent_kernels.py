@@ -102,9 +102,13 @@ def gated_norm_kernel(
     size,
     epsilon,
     is_delta: tl.constexpr,
+    has_norm: tl.constexpr,
     padded_size: tl.constexpr,
 ):
-    """RMS norm of a group of a token, times SiLU of its gates, which Mamba2 applies first."""
+    """RMS norm of a group of a token, times SiLU of its gates, which Mamba2 applies first.
+
+    Without a norm, Mamba2 has the gates alone.
+    """
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, padded_size)
     is_inside = columns < size
@@ -112,12 +116,13 @@ def gated_norm_kernel(
     row = token * tl.num_programs(1) * size
     wide = tl.load(src + row + place, mask=is_inside, other=0.0)
     gate = tl.load(gates + token * gate_stride + place, mask=is_inside, other=0.0).to(tl.float32)
-    weights = tl.load(weight + group * weight_stride + columns, mask=is_inside, other=0.0)
     factors = gate * tl.sigmoid(gate)
     if not is_delta:
         wide *= factors
-    normed = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / size + epsilon)
-    weighted = normed * weights.to(tl.float32)
+    if has_norm:
+        weights = tl.load(weight + group * weight_stride + columns, mask=is_inside, other=0.0)
+        wide *= tl.rsqrt(tl.sum(wide * wide, axis=0) / size + epsilon)
+        wide *= weights.to(tl.float32)
     if is_delta:
-        weighted *= factors
-    tl.store(dst + row + place, weighted, mask=is_inside)
+        wide *= factors
+    tl.store(dst + row + place, wide, mask=is_inside)

@@ -161,6 +161,7 @@ class TritonStatePass:
         num_groups = config.num_value_heads if is_delta else config.num_key_heads
         size = config.num_values // num_groups
         output = torch.empty_like(read, dtype=gates.dtype)
+        norm = weights.norm
         padded_size = triton.next_power_of_2(size)
         launch(
             gated_norm_kernel,
@@ -168,12 +169,13 @@ class TritonStatePass:
             output,
             read,
             gates,
-            weights.norm.weight,
+            read if norm is None else norm.weight,  # which is not read
             gates.stride(0),
             0 if is_delta else size,
             size,
-            weights.norm.epsilon,
+            0.0 if norm is None else norm.epsilon,
             is_delta=is_delta,
+            has_norm=norm is not None,
             padded_size=padded_size,
             num_warps=min(max(padded_size // NORM_NUMBERS, 1), 8),
         )

@@ -19,6 +19,8 @@ from baton.engine.runner.model.config import (
     ModelConfig,
     QkNorm,
     QueryTemperature,
+    Recurrence,
+    RecurrentConfig,
     RopeConfig,
     Scoring,
 )
@@ -28,6 +30,7 @@ NO_ROPE = RopeConfig(kind="none")
 LLAMA, GEMMA = HUB_CONFIGS["Llama-3.2-1B"], HUB_CONFIGS["gemma-3-4b"]
 WIDE = ("gemma-2-27b", "OLMo-2-1B")  # published in float32
 DEEPSEEK = HUB_CONFIGS["DeepSeek-V3"]
+FALCON_H1 = HUB_CONFIGS["Falcon-H1-0.5B"]
 NEMOTRON = HUB_CONFIGS["Nemotron-3-Nano-30B-A3B"]
 QWEN_MOE, PHI = HUB_CONFIGS["Qwen3-30B-A3B"], HUB_CONFIGS["Phi-4-mini"]
 
@@ -148,6 +151,14 @@ EXPECTED: Mapping[str, Mapping[str, Any]] = {
         "ties_embeddings": True,
     },
     "Bamba-9B-v2": {"rotary_dim": 64, "head_dim": 128},
+    "Falcon-H1-0.5B": {
+        "attention_scale": 0.39062499999999994 / 8,
+        "embedding_scale": 5.656854249492381,
+        "logits_scale": pytest.approx(0.0390625),
+        "recurrent": RecurrentConfig(1, 24, 128, 64, 4, Recurrence.MAMBA2, has_norm=False),
+        "attention_layers": tuple(range(36)),
+        "recurrent_layers": tuple(range(36)),
+    },
     "LFM2-1.2B": {"ties_embeddings": True, "head_dim": 64},
     "MiniMax-M2": {"rotary_dim": 64, "head_dim": 128, "has_qkv_bias": False},
     "Llama-4-Scout-17B-16E": {"is_rope_interleaved": True, "ties_embeddings": False},
@@ -364,6 +375,10 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "block_ffn_dim_multiplier": (HUB_CONFIGS["LFM2-1.2B"], {"block_ffn_dim_multiplier": 1e9}),
     "n_shared_experts": (NEMOTRON, {"n_shared_experts": 2}),
     "mlp_hidden_act": (NEMOTRON, {"mlp_hidden_act": "silu"}),
+    "mamba_norm_before_gate": (
+        FALCON_H1,
+        {"mamba_rms_norm": True, "mamba_norm_before_gate": True},
+    ),
     "time_step_limit": (NEMOTRON, {"time_step_limit": [0.001, 0.1]}),
     "clip_qkv": (HUB_CONFIGS["OLMoE-1B-7B"], {"clip_qkv": 8.0}),
     "hidden_act": (LLAMA, {"hidden_act": "relu2"}),
@@ -416,6 +431,8 @@ def test_fields_that_change_the_computation_are_refused_by_name(field: str, tmp_
         ("hybrid_override_pattern", NEMOTRON, {"hybrid_override_pattern": "M-*O"}),
         ("layers_block_type", NEMOTRON, {"layers_block_type": ["mlp", "mamba", "attention"]}),
         ("n_groups", NEMOTRON, {"n_groups": 7}),
+        ("ssm_multipliers", FALCON_H1, {"ssm_multipliers": [1.0] * 4}),
+        ("mamba_d_head", FALCON_H1, {"mamba_d_ssm": 1530}),
         ("partial_rotary_factor", PHI, {"partial_rotary_factor": 0.01}),
     ],
 )
