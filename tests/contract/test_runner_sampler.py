@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from baton.core.logprobs import PROCESSED_LOGPROBS, TokenLogprobs
 from baton.core.output import Failure, FailureCause
 from baton.core.sampling import MAX_LOGPROBS, SamplingParams
 from baton.engine.runner.device.step_inputs import SHARED_INPUTS
+from baton.engine.runner.kernels.choose import native_parts
 from baton.engine.runner.model.pass_layout import TokenRun
 from baton.engine.runner.sampling.logprobs import read_logprobs
 from baton.engine.runner.sampling.randomness import draw_keys, exponential_numbers
@@ -47,15 +49,25 @@ def row(
     return make_run(known, SamplingParams(**requested), num_prompt_tokens=num_prompt, seed=seed)
 
 
-@pytest.fixture(scope="module", params=["torch", "triton"])
+def native_sampling() -> SamplingBackend:
+    return native_parts().sampling
+
+
+DRAWING = (lambda: TORCH_SAMPLING, native_sampling)
+BACKENDS = {"torch": lambda: TORCH_SAMPLING, "native": native_sampling, "triton": triton_sampling}
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
 def sampling(request: pytest.FixtureRequest) -> SamplingBackend:
-    return TORCH_SAMPLING if request.param == "torch" else triton_sampling()
+    return BACKENDS[request.param]()
 
 
-@pytest.fixture(scope="module", params=["torch", pytest.param("triton", marks=pytest.mark.triton)])
+@pytest.fixture(
+    scope="module", params=["torch", "native", pytest.param("triton", marks=pytest.mark.triton)]
+)
 def sampling_at_length(request: pytest.FixtureRequest) -> SamplingBackend:
     """Return each implementation, for tests that take Triton's interpreter long."""
-    return TORCH_SAMPLING if request.param == "torch" else triton_sampling()
+    return BACKENDS[request.param]()
 
 
 def constrained_logits(sampling: SamplingBackend, logits: Tensor, *rows: TokenRun) -> Tensor:
@@ -114,6 +126,39 @@ def test_draws_follow_the_softmax_at_the_temperature(temperature: float) -> None
     drawn = draw_many(logits, 8_000, temperature=temperature)
 
     assert_drawn_by((logits / temperature).softmax(dim=0), drawn)
+
+
+@given(seed=st.integers(0, 2**32), vocab_size=st.sampled_from((17, 50, 1000, 5000)))
+@settings(max_examples=num_examples(60))
+def test_native_draws_are_those_of_torch(seed: int, vocab_size: int) -> None:
+    drawn = random.Random(seed)
+    logits = random_logits(6, vocab_size, seed=seed, spread=drawn.choice((0.5, 2.0, 8.0)))
+    logits[:, :: drawn.choice((2, 3, 100))] = float("-inf")
+    rows = [
+        row(
+            seed=drawn.getrandbits(32),
+            temperature=drawn.choice((0.0, 0.1, 1.0, 2.0)),
+            top_k=drawn.choice((0, 0, 1, 3, 20, 60_000)),
+            top_p=drawn.choice((1.0, 1.0, 0.1, 0.5, 0.95, 0.999)),
+            min_p=drawn.choice((0.0, 0.0, 0.01, 0.5)),
+        )
+        for _ in logits
+    ]
+
+    by_torch, by_kernels = (choose(logits, *rows, sampling=each()) for each in DRAWING)
+
+    assert by_kernels == by_torch
+
+
+def test_a_native_draw_keeps_all_ties_at_the_last_rank() -> None:
+    logits = torch.zeros(1, 5000)
+
+    drawn = {
+        choose(logits, row(seed=seed, top_k=5, temperature=1.0), sampling=native_sampling())[0]
+        for seed in range(40)
+    }
+
+    assert len(drawn) > 30
 
 
 def warped(logits: Tensor, *warpers: Any) -> Tensor:

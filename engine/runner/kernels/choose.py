@@ -30,6 +30,7 @@ from baton.engine.runner.kernels.native_attention import NativePagedAttention
 from baton.engine.runner.kernels.native_layers import native_layers
 from baton.engine.runner.kernels.native_linear_attention import NativeLinearAttention
 from baton.engine.runner.kernels.native_low_rank import NativeLowRankProducts
+from baton.engine.runner.kernels.native_sampling import NativeSampling
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.layer_weights import Layer
 from baton.engine.runner.model.layers import DecoderLayer, unfused_layers
@@ -160,6 +161,7 @@ def native_parts(activation_dtype: str = "auto") -> Parts:
         partial(native_layers, kernels),
         partial(NativeLinearAttention, kernels),
         ops,
+        sampling=NativeSampling(kernels),
         low_rank=NativeLowRankProducts(kernels),
     )
 

@@ -51,20 +51,12 @@ class TorchSampling:
         return gather_logprobs(logprobs, token_ids, logprobs.topk(num_tops, dim=-1).indices)
 
 
-class TorchSamplingPass:
-    """Implements `SamplingPass`. Rows with the same number of candidates are drawn together."""
+class UndrawnPass:
+    """Implements `SamplingPass` but for the draws."""
 
     def __init__(self, rows: SampledRows, inputs: StepInputs) -> None:
         self._constraints = Constraints(rows, inputs)
         self._find_peaks = rows.find_peaks
-        runs = rows.runs
-        is_on_cpu = rows.device.type == "cpu"
-        by_count: dict[int, list[int]] = {}
-        for index, run in enumerate(runs):
-            if not run.row.sampling.is_greedy:
-                count = _num_candidates(run.row.sampling, rows.vocab_size, is_on_cpu)
-                by_count.setdefault(count, []).append(index)
-        self._draws = [Draw.of(count, indices, runs, inputs) for count, indices in by_count.items()]
 
     def constrain(self, logits: Tensor) -> Tensor:
         return self._constraints.apply(logits)
@@ -73,6 +65,21 @@ class TorchSamplingPass:
         token_ids = self._find_peaks(scores).token_ids
         best = scores.gather(1, token_ids[:, None]).squeeze(1)
         return BestTokens(token_ids, best.isneginf())
+
+
+class TorchSamplingPass(UndrawnPass):
+    """Implements `SamplingPass`. Rows with the same number of candidates are drawn together."""
+
+    def __init__(self, rows: SampledRows, inputs: StepInputs) -> None:
+        super().__init__(rows, inputs)
+        runs = rows.runs
+        is_on_cpu = rows.device.type == "cpu"
+        by_count: dict[int, list[int]] = {}
+        for index, run in enumerate(runs):
+            if not run.row.sampling.is_greedy:
+                count = _num_candidates(run.row.sampling, rows.vocab_size, is_on_cpu)
+                by_count.setdefault(count, []).append(index)
+        self._draws = [Draw.of(count, indices, runs, inputs) for count, indices in by_count.items()]
 
     def draw(self, scores: Tensor, token_ids: Tensor) -> None:
         for draw in self._draws:

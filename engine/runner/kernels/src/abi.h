@@ -273,6 +273,18 @@ struct ArgmaxArgs {
     std::int32_t num_threads;
 };
 
+// Draws of some rows. Arrays are by draw unless noted.
+struct DrawArgs {
+    const float* logits;       // [rows, size]
+    std::int64_t* token_ids;   // by row: a likeliest token, which the draw replaces
+    const std::int64_t* rows;  // which are drawn
+    const std::int64_t* keys;  // of random numbers
+    const float *temperatures, *min_p, *top_p;
+    const std::int64_t* top_k;    // 0: all
+    std::int64_t num_rows, size;  // num_rows: of draws
+    std::int32_t num_threads;
+};
+
 struct WriteKvArgs {
     PagedKv kv;
     BatchLayout batch;
@@ -536,6 +548,9 @@ void baton_gate(const baton::GateArgs* args);
 // Index of the first maximum of each row (undefined with a NaN), and whether all its numbers are
 // finite.
 void baton_argmax(const baton::ArgmaxArgs* args);
+
+// Draws tokens by their probabilities. Those of rows that are not finite are undefined.
+void baton_draw(const baton::DrawArgs* args);
 
 // dst += src * scale. The product is rounded.
 void baton_add(baton::Bf16* dst, const baton::Bf16* src, std::int64_t count, float scale,

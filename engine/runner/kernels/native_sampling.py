@@ -1,0 +1,69 @@
+"""Native draws of tokens on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from baton.core.sampling import SamplingParams
+from baton.engine.runner.device.step_inputs import StepInputs
+from baton.engine.runner.kernels.calls import Kernels
+from baton.engine.runner.sampling.randomness import draw_keys
+from baton.engine.runner.sampling.sampling import SampledRows, SamplingPass
+from baton.engine.runner.sampling.torch_sampling import (
+    MIN_TEMPERATURE,
+    TorchSampling,
+    UndrawnPass,
+)
+
+
+class NativeSampling(TorchSampling):
+    """Implements `SamplingBackend`: draws are native, constraints and logprobs torch's."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+
+    def begin(self, rows: SampledRows, inputs: StepInputs) -> SamplingPass:
+        return NativeSamplingPass(rows, inputs, self._kernels)
+
+
+class NativeSamplingPass(UndrawnPass):
+    """Implements `SamplingPass`."""
+
+    def __init__(self, rows: SampledRows, inputs: StepInputs, kernels: Kernels) -> None:
+        super().__init__(rows, inputs)
+        self._kernels = kernels
+        drawn = [index for index, run in enumerate(rows.runs) if not run.row.sampling.is_greedy]
+        self._num_drawn = len(drawn)
+        if not drawn:
+            return
+        runs = [rows.runs[index] for index in drawn]
+        params = [run.row.sampling for run in runs]
+
+        def numbers(read: Callable[[SamplingParams], float]) -> Any:
+            return np.array([read(each) for each in params], dtype=np.float32)
+
+        self._arrays = {
+            "rows": np.array(drawn, dtype=np.int64),
+            "keys": draw_keys([run.row.seed for run in runs], [run.end for run in runs]),
+            "temperatures": numbers(lambda each: max(each.temperature, MIN_TEMPERATURE)),
+            "min_p": numbers(lambda each: each.min_p),
+            "top_p": numbers(lambda each: each.top_p),
+            "top_k": np.array([each.top_k for each in params], dtype=np.int64),
+        }
+
+    def draw(self, scores: Tensor, token_ids: Tensor) -> None:
+        if not self._num_drawn:
+            return
+        scores = scores.contiguous()
+        self._kernels.call(
+            "baton_draw",
+            logits=scores,
+            token_ids=token_ids,
+            num_rows=self._num_drawn,
+            size=scores.shape[1],
+            **{name: array.ctypes.data for name, array in self._arrays.items()},
+        )
