@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import mmap
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -18,20 +20,35 @@ from baton.checkpoint.weight_files import WeightFiles
 from baton.core.errors import InvalidConfig
 from baton.engine.runner.attention.kv_tensor import KvShape
 from baton.engine.runner.families.read_config import read_model_config
-from baton.engine.runner.kernels.choose import TORCH
+from baton.engine.runner.kernels.calls import Kernels
+from baton.engine.runner.kernels.choose import TORCH, Parts, native_parts
+from baton.engine.runner.load import FAMILIES, LoadedDecoder
+from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.linear import Linear
-from baton.engine.runner.model.mixers import ForwardPass
+from baton.engine.runner.model.mixers import Ends, ForwardPass
 from baton.engine.runner.model.pass_layout import PassLayout
 from baton.engine.runner.model.rank_group import RankGroup, Shard
 from baton.engine.runner.model.rope import Ropes
-from baton.engine.runner.weights.decoder_loading import attention_of, load_decoder
-from baton.engine.runner.weights.shards import ShardedTensors, shard_config
+from baton.engine.runner.ranks.links import RankLinks, links_bytes
+from baton.engine.runner.ranks.sharded_source import sharded_source
+from baton.engine.runner.weights.open_weights import OpenWeights
+from baton.engine.runner.weights.shards import shard_config
 from baton.engine.runner.weights.tensor_loading import LoadTarget
 from tests.support.families import FAMILY_VARIANTS
+from tests.support.kernels import kernels_by_variant
 from tests.support.models import VARIANTS, make_model_folder
 
 CPU = torch.device("cpu")
-TOKEN_IDS = torch.arange(5, 16)
+BLOCK_SIZE = 16
+# Two passes over one sequence, each of its last token's hidden state: the first is a chunk.
+PASSES = (torch.arange(5, 16), torch.arange(40, 43))
+TOLERANCE = 1e-4  # sums of float32 in another order
+ALL_VARIANTS = {**VARIANTS, **FAMILY_VARIANTS}
+
+
+class Computed(NamedTuple):
+    logits: Tensor  # of each pass
+    kv: Tensor
 
 
 class Threads:
@@ -69,35 +86,101 @@ class ThreadGroup:
         return torch.cat(products, dim=1)[:, :num_rows]
 
 
-def logits_of(folder: Path, group: RankGroup | None = None) -> Tensor:
+class LinkedGroup(RankLinks):
+    """Implements `RankGroup` by the links of processes: native kernels can exchange, too."""
+
+    def multiply(self, part: Linear, hidden_states: Tensor, num_rows: int) -> Tensor:
+        products = part(hidden_states)
+        gathered = torch.empty(self.shard.size, *products.shape, dtype=products.dtype)
+        self.gather(products, gathered)
+        return gathered.transpose(0, 1).flatten(1)
+
+
+def in_one_process(folder: Path, parts: Parts = TORCH) -> Computed:
     config = read_model_config(SafetensorsFolder(folder))
-    vocab_size = config.vocab_size
-    with WeightFiles(folder) as whole:
-        files = whole if group is None else ShardedTensors.of(config, whole, group.shard)
-        config = config if group is None else shard_config(config, group.shard)
-        target = LoadTarget(torch.float32, CPU, TORCH, group=group, vocab_size=vocab_size)
-        decoder, layers = load_decoder(config, files, target), attention_of(config, files, CPU)
-    size, positions = len(TOKEN_IDS), np.arange(len(TOKEN_IDS))
-    num_groups = len(config.kv_groups())
-    layout = PassLayout(
+    with WeightFiles(folder) as files:
+        loaded = FAMILIES.load(open_weights(config, files, parts), None, None)
+    return compute(config, loaded, parts, allocate(config, parts))
+
+
+def in_ranks(folder: Path, num_ranks: int) -> list[Computed]:
+    """Return what each rank computes. The KV cache is that of all."""
+    threads = Threads(num_ranks)
+    groups = [ThreadGroup(threads, rank) for rank in range(num_ranks)]
+    return in_groups(folder, groups, lambda: TORCH, threads.barrier.abort)
+
+
+def in_native_ranks(folder: Path, num_ranks: int) -> list[Computed]:
+    kernels = Kernels(next(iter(kernels_by_variant().values())).path, 1)
+    memory = mmap.mmap(-1, links_bytes(kernels, num_ranks))
+    groups = [LinkedGroup(kernels, memory, Shard(rank, num_ranks)) for rank in range(num_ranks)]
+    return in_groups(folder, groups, native_parts, lambda: groups[0].end(0))
+
+
+def in_groups(
+    folder: Path,
+    groups: Sequence[RankGroup],
+    make_parts: Callable[[], Parts],
+    abort: Callable[[], None],
+) -> list[Computed]:
+    config = read_model_config(SafetensorsFolder(folder))
+    kv = allocate(config, make_parts())
+
+    def of_rank(group: RankGroup) -> Computed:
+        try:
+            parts = make_parts()
+            with WeightFiles(folder) as files:
+                source = sharded_source(group, lambda: None)
+                loaded = source.load(open_weights(config, files, parts), None, None)
+            return compute(config, loaded, parts, kv)
+        except BaseException:
+            abort()
+            raise
+
+    with ThreadPoolExecutor(len(groups)) as pool:
+        return list(pool.map(of_rank, groups))
+
+
+def open_weights(config: ModelConfig, files: WeightFiles, parts: Parts) -> OpenWeights:
+    return OpenWeights(files, LoadTarget(dtype_of(parts), CPU, parts), config, [])
+
+
+def dtype_of(parts: Parts) -> torch.dtype:
+    return torch.float32 if parts is TORCH else torch.bfloat16
+
+
+def allocate(config: ModelConfig, parts: Parts) -> Tensor:
+    shape = KvShape.of(config, BLOCK_SIZE, dtype_of(parts))
+    return shape.allocate(len(config.kv_groups()), CPU)
+
+
+def compute(config: ModelConfig, loaded: LoadedDecoder, parts: Parts, kv: Tensor) -> Computed:
+    attention, logits, start = parts.make_attention(kv, loaded.attention), [], 0
+    ropes = Ropes(config, CPU, kv.dtype)
+    for token_ids in PASSES:
+        layout = layout_of(start, len(token_ids), len(kv))
+        start += len(token_ids)
+        angles = ropes.angles(torch.from_numpy(layout.positions), None, start)
+        last = np.zeros(1, dtype=np.int64)
+        indices = torch.from_numpy(layout.last_token_indices(last))
+        ends = Ends(indices, attention.begin(layout.restrict_to_last_tokens(last)))
+        forward_pass = ForwardPass(angles, attention.begin(layout))
+        with torch.inference_mode():
+            hidden_states = loaded.decoder.forward(token_ids, forward_pass, None, ends)
+            logits.append(loaded.decoder.logits(hidden_states))
+    return Computed(torch.cat(logits), kv)
+
+
+def layout_of(start: int, size: int, num_groups: int) -> PassLayout:
+    positions, blocks = np.arange(start, start + size), np.arange(num_groups)
+    return PassLayout(
         num_queries=np.array([size]),
-        context_lens=np.array([size]),
-        block_tables=np.arange(num_groups).reshape(num_groups, 1, 1),
+        context_lens=np.array([start + size]),
+        block_tables=blocks.reshape(num_groups, 1, 1),
         positions=positions,
-        write_blocks=np.arange(num_groups)[:, None].repeat(size, 1),
+        write_blocks=blocks[:, None].repeat(size, 1),
         write_offsets=positions,
     )
-    kv = KvShape.of(config, 16, torch.float32).allocate(num_groups, CPU)
-    angles = Ropes(config, CPU, torch.float32).angles(torch.from_numpy(positions), None, size)
-    forward_pass = ForwardPass(angles, TORCH.make_attention(kv, layers).begin(layout))
-    with torch.inference_mode():
-        return decoder.logits(decoder.forward(TOKEN_IDS, forward_pass, None))
-
-
-def in_each_rank(num_ranks: int, compute: Callable[[RankGroup], Tensor]) -> list[Tensor]:
-    threads = Threads(num_ranks)
-    with ThreadPoolExecutor(num_ranks) as pool:
-        return list(pool.map(compute, [ThreadGroup(threads, rank) for rank in range(num_ranks)]))
 
 
 @pytest.mark.parametrize(
@@ -109,27 +192,40 @@ def in_each_rank(num_ranks: int, compute: Callable[[RankGroup], Tensor]) -> list
         ("qwen3", 2),
         ("gemma3", 2),
         ("llama-tied-mqa", 2),
+        ("olmo2", 4),  # norms over all heads
     ],
 )
 def test_ranks_together_compute_the_logits_of_the_whole_model(
     name: str, num_ranks: int, tmp_path: Path
 ) -> None:
-    variant = {**VARIANTS, **FAMILY_VARIANTS}[name]
-    folder = make_model_folder(tmp_path, replace(variant, dtype="float32"))
+    folder = make_model_folder(tmp_path, replace(ALL_VARIANTS[name], dtype="float32"))
 
-    found = in_each_rank(num_ranks, lambda group: logits_of(folder, group))
+    found = in_ranks(folder, num_ranks)
 
-    expected = logits_of(folder)
-    assert all(torch.allclose(each, expected, atol=1e-4, rtol=1e-4) for each in found)
-    assert all(torch.equal(each, found[0]) for each in found)
+    expected = in_one_process(folder)
+    for each in found:
+        torch.testing.assert_close(each.logits, expected.logits, atol=TOLERANCE, rtol=TOLERANCE)
+        torch.testing.assert_close(each.kv, expected.kv, atol=TOLERANCE, rtol=TOLERANCE)
+        assert torch.equal(each.logits, found[0].logits)
 
 
-@pytest.mark.parametrize(
-    ("name", "fault"),
-    [("olmo2", "norms over all heads"), ("llama", "3")],
-)
+@pytest.mark.skipif(not kernels_by_variant(), reason="no C++ compiler here")
+@pytest.mark.parametrize("name", ["qwen3", "olmo2"])
+def test_native_ranks_give_the_same_bits_in_each_run(name: str, tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path, replace(ALL_VARIANTS[name], dtype="bfloat16"))
+
+    first, second = (in_native_ranks(folder, 2) for _ in range(2))
+
+    expected = in_one_process(folder, native_parts())
+    assert all(torch.equal(each.logits, first[0].logits) for each in (*first, *second))
+    assert torch.equal(first[0].kv, second[0].kv)
+    cosines = torch.cosine_similarity(first[0].logits, expected.logits)
+    assert cosines.min() > 0.999
+
+
+@pytest.mark.parametrize(("name", "fault"), [("qwen3-moe", "experts"), ("llama", "4 heads")])
 def test_a_model_that_cannot_be_divided_is_refused(name: str, fault: str, tmp_path: Path) -> None:
-    folder = make_model_folder(tmp_path, {**VARIANTS, **FAMILY_VARIANTS}[name])
+    folder = make_model_folder(tmp_path, ALL_VARIANTS[name])
     config = read_model_config(SafetensorsFolder(folder))
 
     with pytest.raises(InvalidConfig, match=fault):

@@ -107,7 +107,7 @@ def test_a_rank_that_is_killed_ends_the_engine(open_llm: Callable[..., LLM]) -> 
 
 
 def test_what_cannot_be_divided_is_refused_by_name(open_llm: Callable[..., LLM]) -> None:
-    for name, num_ranks, fault in (("olmo2", 2, "norms over all heads"), ("llama", 3, "4 heads")):
+    for name, num_ranks, fault in (("granite-4", 2, "recurrent layers"), ("llama", 3, "4 heads")):
         with pytest.raises(InvalidConfig, match=fault):
             open_llm(name, num_ranks)
     with pytest.raises(InvalidConfig, match="--lora"):

@@ -78,7 +78,8 @@ class PassArrays:
 def norm_params(norm: Norm | None) -> Struct:
     if norm is None:
         return NormParams()
-    return NormParams(norm.weight.data_ptr(), norm.epsilon, norm.rounds_once)
+    ranks = None if norm.group is None else norm.group.address
+    return NormParams(norm.weight.data_ptr(), norm.epsilon, norm.rounds_once, ranks)
 
 
 def gate_params(gate: MlpGate) -> Struct:

@@ -39,7 +39,7 @@ from baton.engine.runner.model.layers import (
 )
 from baton.engine.runner.model.linear import Linear, Mlp
 from baton.engine.runner.model.mixers import Ends, ForwardPass
-from baton.engine.runner.model.rank_group import RankGroup, own_part, rank_group_of
+from baton.engine.runner.model.rank_group import RankGroup, SummedLinear, own_part
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def native_layers(
         for number, index in enumerate(config.attention_layers)
         if _can_fuse(config, layers[index])
     }
-    group = rank_group_of(layers)
+    group = _rank_group_of(layers)
     passes = _FusedPasses(kernels, config, list(fused.values()), group)
     for number, args in fused.items():
         index = config.attention_layers[number]
@@ -85,6 +85,12 @@ def _linears(layer: Layer) -> Iterator[Linear]:
         yield from (layer.mlp.gate_up, own_part(layer.mlp.down))
         if layer.per_layer is not None:
             yield from (layer.per_layer.gate, layer.per_layer.projection)
+
+
+def _rank_group_of(layers: Sequence[Layer]) -> RankGroup | None:
+    """Return the ranks that compute these layers together; None: one computes all."""
+    groups = (each.output.group for each in layers if isinstance(each.output, SummedLinear))
+    return next(groups, None)
 
 
 class _FusedPasses:

@@ -10,6 +10,7 @@ from torch import Tensor
 from baton.checkpoint.quantized import Quantized
 from baton.engine.runner.model.config import Activation
 from baton.engine.runner.model.linear import ExpertChoice, HeadLinears, Linear, Moe, Router
+from baton.engine.runner.model.rank_group import RankGroup
 from baton.engine.runner.model.rope import Angles
 
 
@@ -27,6 +28,7 @@ class Norm:
     weight: Tensor
     epsilon: float
     rounds_once: bool = False
+    group: RankGroup | None = None  # of ranks that have as many numbers of each token
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from baton.engine.runner.model.layer_weights import Layer
 from baton.engine.runner.model.linear import Linear
 
 
@@ -87,9 +85,3 @@ class DividedVocabulary:
 def own_part(linear: Linear) -> Linear:
     """Return the part of a linear layer that the rank computes."""
     return linear.part if isinstance(linear, SummedLinear) else linear
-
-
-def rank_group_of(layers: Sequence[Layer]) -> RankGroup | None:
-    """Return the ranks that compute these layers together; None: one computes all."""
-    groups = (each.output.group for each in layers if isinstance(each.output, SummedLinear))
-    return next(groups, None)

@@ -32,6 +32,8 @@ class TorchOps:
     def rms_norm(self, hidden_states: Tensor, norm: Norm) -> Tensor:
         wide = hidden_states.float()
         variance = wide.pow(2).mean(-1, keepdim=True)
+        if norm.group is not None:
+            variance = norm.group.all_reduce(variance) / norm.group.shard.size
         normed = wide * torch.rsqrt(variance + norm.epsilon)
         if norm.rounds_once:
             return (normed * norm.weight).to(hidden_states.dtype)

@@ -248,7 +248,8 @@ class _LayerLoader:
             return self._loader.unweighted_norm(head_dim)
         count = num_heads if kind is QkNorm.ALL_HEADS else 1
         order = None if self._order is None else repeat_order(self._order, count)
-        return self._loader.norm(self._tensors.in_layer(self._index, name), order)
+        norm = self._loader.norm(self._tensors.in_layer(self._index, name), order)
+        return replace(norm, group=self._group) if kind is QkNorm.ALL_HEADS else norm
 
     def _linear(
         self,

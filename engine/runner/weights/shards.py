@@ -12,14 +12,13 @@ from baton.checkpoint.checkpoint import Expected, Shape, Tensors
 from baton.checkpoint.quantized import Quantized
 from baton.checkpoint.weight_digests import FileIdentity
 from baton.core.errors import InvalidConfig
-from baton.engine.runner.model.config import ModelConfig, QkNorm
+from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.rank_group import Shard
 from baton.engine.runner.weights.tensor_names import TensorMap, check_tensors
 
 
 def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     """Return the model as a rank computes it. Raises InvalidConfig if it cannot be divided."""
-    norms = {layer.qk_norm for layer in config.layers}
     undivided = {
         "experts": config.moe,
         "latent attention": config.latent,
@@ -28,7 +27,6 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
         "inputs of each layer": config.per_layer,
         "layers of unlike heads": any(layer.kv_heads for layer in config.layers),
         "an output gate": config.has_output_gate,
-        "norms over all heads": QkNorm.ALL_HEADS in norms,
         "a classifier": config.num_labels,
     }
     found = [name for name, has_it in undivided.items() if has_it]

@@ -203,12 +203,15 @@ struct EncoderLayerArgs {
     std::int32_t num_threads;
 };
 
+struct RankLinks;
+
 // RMS norm. A bf16 weight multiplies rounded numbers; with a float32 weight only the product is
 // rounded.
 struct NormParams {
     const void* weight;  // null for no norm
     float epsilon;
     std::int32_t is_float32;
+    RankLinks* ranks;  // that have as many numbers of each row; null: these are all
 };
 
 struct RmsNormArgs {

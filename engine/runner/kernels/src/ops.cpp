@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <limits>
 #include <type_traits>
+#include <vector>
 
 using namespace baton;
 
@@ -22,6 +23,22 @@ float sum_of_squares(const Bf16* row, std::int64_t size) {
     float total = sum(squares);
     for (; i < size; ++i) total += bf16_to_f32(row[i]) * bf16_to_f32(row[i]);
     return total;
+}
+
+float mean_square(const Bf16* row, std::int64_t size) {
+    return sum_of_squares(row, size) / float(size);
+}
+
+// Mean square of each row over the numbers of all ranks; empty if one has all.
+std::vector<float> means_of_ranks(const RmsNormArgs& args) {
+    RankLinks* const ranks = args.norm.ranks;
+    if (ranks == nullptr) return {};
+    std::vector<float> means(args.num_rows);
+    for (std::int64_t row = 0; row < args.num_rows; ++row)
+        means[row] = mean_square(args.src + row * args.src_stride, args.size);
+    baton_all_reduce(ranks, means.data(), args.num_rows, 1, args.num_threads);
+    for (float& mean : means) mean /= float(ranks->size);
+    return means;
 }
 
 // Weights of an RMS norm. bf16 weights multiply rounded numbers.
@@ -59,8 +76,9 @@ void with_weights(const NormParams& norm, Each each) {
 }
 
 template <typename Weights>
-void norm_row(const Bf16* row, Weights weights, Bf16* dst, std::int64_t size, float epsilon) {
-    const float factor = 1.0f / std::sqrt(sum_of_squares(row, size) / float(size) + epsilon);
+void norm_row(const Bf16* row, Weights weights, Bf16* dst, std::int64_t size, float mean,
+              float epsilon) {
+    const float factor = 1.0f / std::sqrt(mean + epsilon);
     std::int64_t i = 0;
     for (; i + kLanes <= size; i += kLanes)
         store(dst + i, weights.apply(bf16_to_f32(row + i) * factor, i));
@@ -217,11 +235,15 @@ extern "C" {
 
 void baton_rms_norm(const RmsNormArgs* args) {
     const std::int64_t size = args->size;
-    with_weights(args->norm, [=](auto weights) {
-        const auto norm_rows = [=](std::int64_t row, std::int64_t end) {
-            for (; row < end; ++row)
-                norm_row(args->src + row * args->src_stride, weights,
-                         args->dst + row * args->dst_stride, size, args->norm.epsilon);
+    const std::vector<float> means = means_of_ranks(*args);
+    with_weights(args->norm, [&](auto weights) {
+        const auto norm_rows = [&](std::int64_t row, std::int64_t end) {
+            for (; row < end; ++row) {
+                const Bf16* const src = args->src + row * args->src_stride;
+                const float mean = means.empty() ? mean_square(src, size) : means[row];
+                norm_row(src, weights, args->dst + row * args->dst_stride, size, mean,
+                         args->norm.epsilon);
+            }
         };
         parallel_for(args->num_rows, size, args->num_threads, norm_rows);
     });
