@@ -87,7 +87,7 @@ class RunnerConfig:
         Option(
             "Number of processes of the node, each with a part of every layer's weights; --threads "
             "is the number of threads of each.",
-            MACHINE,
+            MODEL,
             at_least=1,
             at_most=MAX_RANKS,
         ),

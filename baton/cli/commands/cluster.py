@@ -222,7 +222,8 @@ def _shares(
 
     `tables` of the settings file, by role, may set shares of their own.
     """
-    num_threads = max(1, len(os.sched_getaffinity(0)) // num_nodes)
+    num_ranks = context.params.get("tensor_parallel_size", 1)
+    num_threads = max(1, len(os.sched_getaffinity(0)) // (num_nodes * num_ranks))
     for name, share in (("threads", num_threads), ("nodes_per_machine", num_nodes)):
         in_file = any(name in tables.get(role, {}) for role in ("prefill", "decode", "encode"))
         if not in_file and not is_set(context, name):

@@ -9,8 +9,9 @@ import pytest
 import typer
 
 from baton.cli import app
-from baton.cli.commands.cluster import GIVEN, UpOptions, up
+from baton.cli.commands.cluster import GIVEN, ClusterSize, UpOptions, cluster_options, up
 from baton.cli.signatures import forwarded_arguments, inherit_options, parameters_of
+from baton.cluster import ClusterOptions
 from baton.core.errors import InvalidConfig
 from baton.core.legs import LegKind
 from baton.core.options import build_config
@@ -157,6 +158,23 @@ def test_up_passes_only_given_options_and_only_to_processes_that_have_them(
         ("--kv-tls=^cma", "--no-kv-verify", "--kv-lease-s=2.0"),
         ("--policy=round_robin",),
     ]
+
+
+def test_up_divides_cores_among_nodes_and_their_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    passed: list[ClusterOptions] = []
+    app = typer.Typer()
+
+    @app.command()
+    @inherit_options(UpOptions, NodeOptions, RouterOptions, without=GIVEN)
+    def command(context: typer.Context, **given: Any) -> None:
+        options = cluster_options(context, "m", ClusterSize(), without=GIVEN)
+        passed.append(options)
+
+    for arguments in ([], ["--tensor-parallel-size", "2"]):
+        app(arguments, standalone_mode=False)
+
+    assert [options.node_arguments[0] for options in passed] == ["--threads=8", "--threads=4"]
 
 
 def test_lease_and_timeout_options_reach_the_kv_worker() -> None:
