@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -31,6 +32,7 @@ from baton.engine.runner.sampling.sampler import (
 )
 from baton.engine.runner.sampling.sampling import SampledRows, SamplingBackend
 from baton.engine.runner.sampling.torch_sampling import TOP_P_CANDIDATES, TORCH_SAMPLING
+from baton.engine.structured_output.grammar import num_words
 from tests.support.hypothesis_profiles import num_examples
 from tests.support.token_runs import allow_only, make_run, sample
 from tests.support.triton_parts import triton_sampling
@@ -658,6 +660,23 @@ def test_logit_bias_equals_the_sequence_bias_of_transformers(sampling: SamplingB
     constrained = constrained_logits(sampling, logits, row(logit_bias=bias))
 
     assert torch.equal(constrained, theirs(torch.tensor([[1, 2, 3]]), logits.clone()))
+
+
+@pytest.mark.parametrize("vocab_size", [17, 32, 50, 1000, 4099])
+def test_grammars_forbid_the_tokens_whose_bit_is_not_set(vocab_size: int) -> None:
+    random_bits = np.random.default_rng(0).integers(0, 2, (3, num_words(vocab_size) * 32))
+    random_bits[1, :64] = 0
+    masks = np.packbits(random_bits.astype(np.bool_), axis=1, bitorder="little").view(np.int32)
+    rows = [row()._replace(allowed=mask) for mask in masks]
+    logits = random_logits(4, vocab_size)
+
+    for backend in DRAWING:
+        found = constrained_logits(backend(), logits, rows[0], row(), *rows[1:])
+
+        assert torch.equal(found[1], logits[1])
+        for masked, index in enumerate((0, 2, 3)):
+            is_allowed = torch.from_numpy(random_bits[masked, :vocab_size]).bool()
+            assert torch.equal(found[index], logits[index].masked_fill(~is_allowed, -math.inf))
 
 
 def test_without_a_grammar_min_tokens_always_applies(sampling: SamplingBackend) -> None:

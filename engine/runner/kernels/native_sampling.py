@@ -1,4 +1,4 @@
-"""Native draws of tokens on the CPU."""
+"""Native grammar masks and draws of tokens on the CPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from baton.engine.runner.sampling.torch_sampling import (
 
 
 class NativeSampling(TorchSampling):
-    """Implements `SamplingBackend`: draws are native, constraints and logprobs torch's."""
+    """Implements `SamplingBackend`: masks and draws are native, all else is torch's."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -34,7 +34,7 @@ class NativeSamplingPass(UndrawnPass):
     """Implements `SamplingPass`."""
 
     def __init__(self, rows: SampledRows, inputs: StepInputs, kernels: Kernels) -> None:
-        super().__init__(rows, inputs)
+        super().__init__(rows, inputs, self._mask)
         self._kernels = kernels
         drawn = [index for index, run in enumerate(rows.runs) if not run.row.sampling.is_greedy]
         self._num_drawn = len(drawn)
@@ -54,6 +54,18 @@ class NativeSamplingPass(UndrawnPass):
             "top_p": numbers(lambda each: each.top_p),
             "top_k": np.array([each.top_k for each in params], dtype=np.int64),
         }
+
+    def _mask(self, scores: Tensor, rows: Tensor, bits: Tensor) -> None:
+        num_masks, num_words = bits.shape
+        self._kernels.call(
+            "baton_mask",
+            scores=scores,
+            bits=bits,
+            rows=rows,
+            num_masks=num_masks,
+            num_words=num_words,
+            size=scores.shape[1],
+        )
 
     def draw(self, scores: Tensor, token_ids: Tensor) -> None:
         if not self._num_drawn:

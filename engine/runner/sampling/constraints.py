@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,13 +19,24 @@ from baton.engine.runner.sampling.sampling import SampledRows
 from baton.engine.structured_output.grammar import Bits, num_words
 
 
+def mask_rows(scores: Tensor, rows: Tensor, bits: Tensor) -> None:
+    """Forbid the tokens of these rows whose bit is not set."""
+    allowed = unpack_bits(bits, scores.shape[1])
+    scores[rows] = scores[rows].masked_fill(~allowed, NEVER)
+
+
+MaskRows = Callable[[Tensor, Tensor, Tensor], None]  # of scores, by bits: see `mask_rows`
+
+
 class Constraints:
     """Constraints of a step's rows. They are applied once the inputs have been sent."""
 
-    def __init__(self, rows: SampledRows, inputs: StepInputs) -> None:
+    def __init__(self, rows: SampledRows, inputs: StepInputs, mask: MaskRows = mask_rows) -> None:
         runs, eos_token_ids = rows.runs, rows.eos_token_ids
         masked = [index for index, run in enumerate(runs) if run.allowed is not None]
         self._grammar_mask = _GrammarMask.of(runs, masked, inputs) if masked else None
+        self._mask = mask
+        self._memory = rows.memory
         self._edits = [
             (index, _RowEdits.of(run, eos_token_ids, inputs))
             for index, run in enumerate(runs)
@@ -36,9 +47,9 @@ class Constraints:
         """Return a modified copy if any row has constraints, else the logits themselves."""
         if not (self._grammar_mask or self._edits):
             return logits
-        scores = logits.clone()
+        scores = self._memory.take("scores", logits, logits.shape, logits.dtype).copy_(logits)
         if self._grammar_mask is not None:
-            self._grammar_mask.apply(scores)
+            self._mask(scores, *self._grammar_mask)
         for index, edits in self._edits:
             edits.apply(scores[index])
         return scores
@@ -117,17 +128,12 @@ def token_mask(run: TokenRun, eos_token_ids: tuple[int, ...], vocab_size: int) -
 
 class _GrammarMask(NamedTuple):
     rows: Tensor
-    bits: Tensor  # [masked rows, words]
+    bits: Tensor  # [masked rows, words]; in int32, the lowest bit first
 
     @classmethod
     def of(cls, runs: Sequence[TokenRun], masked: list[int], inputs: StepInputs) -> _GrammarMask:
         bits = np.stack([mask for index in masked if (mask := runs[index].allowed) is not None])
         return cls(inputs.put(np.array(masked, dtype=np.int64)), inputs.put(bits))
-
-    def apply(self, scores: Tensor) -> None:
-        rows = self.rows
-        allowed = unpack_bits(self.bits, scores.shape[1])
-        scores[rows] = scores[rows].masked_fill(~allowed, NEVER)
 
 
 def unpack_bits(bits: Tensor, vocab_size: int) -> Tensor:

@@ -17,7 +17,7 @@ from baton.core.sampling import SamplingParams
 from baton.engine.runner.device.step_inputs import StepInputs
 from baton.engine.runner.device.step_memory import NEW_MEMORY, Memory
 from baton.engine.runner.model.pass_layout import TokenRun
-from baton.engine.runner.sampling.constraints import Constraints
+from baton.engine.runner.sampling.constraints import Constraints, MaskRows, mask_rows
 from baton.engine.runner.sampling.logits_processors import NEVER
 from baton.engine.runner.sampling.logprobs import LogprobTensors, gather_logprobs
 from baton.engine.runner.sampling.randomness import draw_keys, exponential_numbers
@@ -54,8 +54,8 @@ class TorchSampling:
 class UndrawnPass:
     """Implements `SamplingPass` but for the draws."""
 
-    def __init__(self, rows: SampledRows, inputs: StepInputs) -> None:
-        self._constraints = Constraints(rows, inputs)
+    def __init__(self, rows: SampledRows, inputs: StepInputs, mask: MaskRows = mask_rows) -> None:
+        self._constraints = Constraints(rows, inputs, mask)
         self._find_peaks = rows.find_peaks
 
     def constrain(self, logits: Tensor) -> Tensor:

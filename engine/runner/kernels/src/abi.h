@@ -288,6 +288,15 @@ struct DrawArgs {
     std::int32_t num_threads;
 };
 
+// Bit masks of the tokens that rows allow. Arrays are by mask unless noted.
+struct MaskArgs {
+    float* scores;              // [rows, size]
+    const std::uint32_t* bits;  // [masks, words]: 32 tokens a word, the lowest bit first
+    const std::int64_t* rows;   // which are masked
+    std::int64_t num_masks, num_words, size;
+    std::int32_t num_threads;
+};
+
 struct WriteKvArgs {
     PagedKv kv;
     BatchLayout batch;
@@ -551,6 +560,9 @@ void baton_gate(const baton::GateArgs* args);
 // Index of the first maximum of each row (undefined with a NaN), and whether all its numbers are
 // finite.
 void baton_argmax(const baton::ArgmaxArgs* args);
+
+// Sets the scores of tokens that are not allowed to -inf.
+void baton_mask(const baton::MaskArgs* args);
 
 // Draws tokens by their probabilities. Those of rows that are not finite are undefined.
 void baton_draw(const baton::DrawArgs* args);

@@ -219,9 +219,38 @@ std::int64_t draw(const Row& row, std::int64_t top_k, float top_p, std::int64_t 
     }
 }
 
+void mask_row(const std::uint32_t* bits, float* scores, std::int64_t size) {
+    const U32x16 lanes{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    for (std::int64_t token = 0; token < size; token += kLanes) {
+        const std::uint32_t word = bits[token / 32] >> token % 32;
+        const std::int64_t count = std::min<std::int64_t>(kLanes, size - token);
+        if ((word & 0xffff) == 0) {
+            std::fill_n(scores + token, count, kNever);
+        } else if (count == kLanes) {
+            F32x16 numbers;
+            std::memcpy(&numbers, scores + token, sizeof numbers);
+            const U32x16 is_allowed = -((U32x16{} + word) >> lanes & 1u);
+            numbers = blend(is_allowed, numbers, splat(kNever));
+            std::memcpy(scores + token, &numbers, sizeof numbers);
+        } else {
+            for (std::int64_t i = 0; i < count; ++i)
+                if (!(word >> i & 1)) scores[token + i] = kNever;
+        }
+    }
+}
+
 }  // namespace
 
 extern "C" {
+
+void baton_mask(const MaskArgs* args) {
+    const auto mask_rows = [&](std::int64_t index, std::int64_t end) {
+        for (; index < end; ++index)
+            mask_row(args->bits + index * args->num_words,
+                     args->scores + args->rows[index] * args->size, args->size);
+    };
+    parallel_for(args->num_masks, args->size, args->num_threads, mask_rows);
+}
 
 void baton_draw(const DrawArgs* args) {
     const auto draw_rows = [&](std::int64_t index, std::int64_t end) {
