@@ -69,7 +69,7 @@ def random_weights(
     norm_size = config.value_dim if is_delta else config.num_values
     norm = Norm((1 + 0.2 * drawn(norm_size)).to(dtype), 1e-6)
     if is_delta:
-        return GatedDelta(gates, conv, decay_rate, norm, decay_bias)
+        return GatedDelta(gates, conv, decay_rate, norm, decay_bias, config.strength_scale)
     conv_bias, skip = drawn(config.num_channels), drawn(num_heads)
     own_norm = norm if config.has_norm else None
     return Mamba2(gates, conv, decay_rate, own_norm, conv_bias, decay_bias, skip)
@@ -246,8 +246,8 @@ def check_accuracy(make: MakeAttention, sequences: RandomSequences, tolerance: f
 
 
 configs = st.builds(
-    lambda keys, group, key_dim, value_dim, conv, has_norm: RecurrentConfig(
-        keys, keys * group, key_dim, value_dim, conv, has_norm=has_norm
+    lambda keys, group, key_dim, value_dim, conv, **settings: RecurrentConfig(
+        keys, keys * group, key_dim, value_dim, conv, **settings
     ),
     keys=st.sampled_from([1, 2, 3]),
     group=st.sampled_from([1, 2, 4]),
@@ -255,6 +255,7 @@ configs = st.builds(
     value_dim=st.sampled_from([4, 16, 20, 32, 40, 72, 128]),
     conv=st.sampled_from([2, 4]),
     has_norm=st.booleans(),  # of Mamba2
+    strength_scale=st.sampled_from([1.0, 2.0]),
 )
 
 
@@ -319,7 +320,9 @@ TRITON_EXAMPLES = {
     "groups": TritonExample(RecurrentConfig(2, 4, 12, 20, 4), (9, 1, 4), 4),
     # Heads of several tiles, the last one not full.
     "tiles": TritonExample(RecurrentConfig(1, 3, 33, 40, 3), (7, 5), 7),
-    "wide": TritonExample(RecurrentConfig(1, 1, 128, 128, 4, has_norm=False), (2, 3), 1),
+    "wide": TritonExample(
+        RecurrentConfig(1, 1, 128, 128, 4, has_norm=False, strength_scale=2.0), (2, 3), 1
+    ),
 }
 
 

@@ -93,6 +93,10 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
         {"r": 2, "target_modules": ["q_proj", "kv_b_proj", "kv_a_proj_with_mqa", "o_proj"]},
     ),
     "delta rule": ("qwen3-next", {"r": 4, "target_modules": "all-linear"}),
+    "delta rule of separate projections": (
+        "olmo-hybrid",
+        {"r": 4, "target_modules": [*ATTENTION, "g_proj", "a_proj", "b_proj"]},
+    ),
     "Mamba2": ("granite-4-moe", {"r": 4, "target_modules": ["in_proj", "out_proj", "q_proj"]}),
     "short convolutions": ("lfm2", {"r": 4, "target_modules": ["in_proj", "out_proj", "q_proj"]}),
     "the text part of a model with images": (

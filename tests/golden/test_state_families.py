@@ -6,14 +6,17 @@ snapshots of the state that were taken inside of a pass.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from baton.core.ids import RequestId
 from baton.core.sampling import SamplingParams
+from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.engine.runner.model_runner import TorchRunner
 from tests.support.families import FAMILY_VARIANTS, RECURRENT, STATE_VARIANTS
 from tests.support.kernels import kernels_by_variant
@@ -113,6 +116,27 @@ def test_logprobs_equal_those_of_transformers(
     )
     assert errors.max() < TOLERANCE
     assert errors.median() < MEDIAN_TOLERANCE
+
+
+def test_tensors_of_olmo_hybrid_have_either_of_two_names(
+    family_runner: LoadRunner, family_folder: FolderOf, tmp_path: Path
+) -> None:
+    renamed = shutil.copytree(family_folder("olmo-hybrid"), tmp_path / "renamed")
+    names = {"attention_layer_norm": "input_layernorm"}
+    names |= {"feedforward_layer_norm": "post_attention_layernorm"}
+    tensors = load_file(renamed / "model.safetensors")
+    for name in list(tensors):
+        layer, _, stem = name.removesuffix(".weight").rpartition(".")
+        if stem in names:
+            tensors[f"{layer}.{names[stem]}.weight"] = tensors.pop(name)
+    save_file(tensors, renamed / "model.safetensors")
+    drives = [Drive(RequestId("r"), PROMPT, num_tokens=8) for _ in range(2)]
+
+    driver(family_runner("olmo-hybrid"), CHUNK).run(drives[0])
+    with load_runner(RunnerConfig(str(renamed), kv_cache_bytes=1 << 20)) as runner:
+        driver(runner, CHUNK).run(drives[1])
+
+    assert drives[1].outputs == drives[0].outputs
 
 
 @each_decoder

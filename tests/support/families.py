@@ -408,6 +408,19 @@ RECURRENT: Mapping[str, Variant] = {
         {**DELTA, **NEXT_EXPERTS, **_rope("default", **MROPE)},
         model_class="Qwen3_5MoeForCausalLM",
     ),
+    # Convolutions of equal sizes: transformers stores three equal parts of them.
+    "olmo-hybrid": Variant(
+        "OlmoHybrid",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": DELTA["layer_types"],
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 20,
+            "linear_value_head_dim": 20,
+            "rope_parameters": {"rope_type": "default", "rope_theta": None},
+        },
+    ),
     "lfm2": Variant(
         "Lfm2",
         {

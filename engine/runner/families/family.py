@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from baton.checkpoint.json_fields import JsonFields
 from baton.engine.runner.model.config import (
@@ -67,6 +68,15 @@ class LatentNames:
     key_up: str = "self_attn.kv_b_proj"  # for each head rows of its keys, then of its values
 
 
+class NormNames(NamedTuple):
+    """Names of the norms of a layer, by their fields in `TensorNames`."""
+
+    input_norm: str
+    attention_norm: str
+    mlp_norm: str
+    mlp_output_norm: str
+
+
 @dataclass(frozen=True, slots=True)
 class RecurrentNames:
     """Names of a recurrent layer's projections, relative to it. The rule names other tensors."""
@@ -75,10 +85,18 @@ class RecurrentNames:
     # A single matrix has its rows in the order of the rule's `stored_rows`.
     projections: tuple[str, ...] = ("mamba.in_proj",)
     gates: tuple[str, ...] = ()  # none: their rows are in the projection
+    last_projection: str = "out_proj"  # in the module
+    # Tensors that the module has by other names than the rule, or in several parts.
+    others: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    norms: NormNames | None = None  # of the layer; None: those of layers with attention
 
     @property
     def output(self) -> str:
-        return f"{self.module}.out_proj"
+        return f"{self.module}.{self.last_projection}"
+
+    def stored(self, name: str) -> list[str]:
+        """Return the names of the parts of a tensor of the rule, relative to the layer."""
+        return [f"{self.module}.{part}" for part in self.others.get(name, (name,))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +151,12 @@ class TensorNames:
     per_layer: PerLayerNames = PerLayerNames()
     parallel: ParallelNames = ParallelNames()
     layer_scale: str = "layer_scalar"
+    spellings: Mapping[str, str] = field(default_factory=dict)  # other ones of names in layers
+
+    def of_layer(self, layer: LayerConfig) -> TensorNames:
+        """Return the names with the norms of this layer."""
+        norms = self.recurrent.norms if layer.is_recurrent else None
+        return self if norms is None else replace(self, **norms._asdict())
 
 
 @dataclass(frozen=True, slots=True)

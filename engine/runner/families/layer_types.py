@@ -66,6 +66,13 @@ def all_without_rope(raw: JsonFields, num_layers: int) -> frozenset[int]:
     return frozenset() if kind == "rope" else frozenset(range(num_layers))
 
 
+def all_without_theta(raw: JsonFields, num_layers: int) -> frozenset[int]:
+    """No layer has RoPE if its base is null (OLMo Hybrid)."""
+    fields = raw.inner("rope_parameters") if raw.has("rope_parameters") else raw
+    is_null = "rope_theta" in fields.names() and not fields.has("rope_theta")
+    return frozenset(range(num_layers)) if is_null else frozenset()
+
+
 def full_every(period: int) -> LayerTypes:
     """One layer of each `period` attends to everything, the others have a window."""
 

@@ -75,6 +75,7 @@ MATH_FIELDS: Mapping[str, tuple[object, ...]] = {
     "linear_value_head_dim": (),
     "linear_num_key_heads": (),
     "linear_num_value_heads": (),
+    "linear_allow_neg_eigval": (False,),
     "attn_output_gate": (False,),
     "mamba_ssm_dtype": ("float32",),
     "mamba_n_heads": (),

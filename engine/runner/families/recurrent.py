@@ -60,6 +60,11 @@ def delta_rule(raw: JsonFields) -> RecurrentConfig:
     return delta
 
 
+def olmo_delta_rule(raw: JsonFields) -> RecurrentConfig:
+    scale = 2.0 if raw.flag("linear_allow_neg_eigval", True) else 1.0
+    return replace(delta_rule(raw), norm_epsilon=1e-5, strength_scale=scale)
+
+
 def mamba2(raw: JsonFields) -> RecurrentConfig:
     num_heads = raw.positive_int("mamba_n_heads")
     num_values = raw.positive_int("mamba_expand") * raw.positive_int("hidden_size")

@@ -44,9 +44,10 @@ from baton.engine.runner.families.defaults import (
     QWEN3_VL,
     QWEN3_VL_MOE,
 )
-from baton.engine.runner.families.family import Family, RecurrentNames, TensorNames
+from baton.engine.runner.families.family import Family, NormNames, RecurrentNames, TensorNames
 from baton.engine.runner.families.layer_types import (
     all_without_rope,
+    all_without_theta,
     chunks_with_rope,
     dense_at_first,
     dense_everywhere,
@@ -111,6 +112,7 @@ from baton.engine.runner.families.recurrent import (
     falcon_h1_fields,
     falcon_h1_scales,
     mamba2,
+    olmo_delta_rule,
     parallel_everywhere,
 )
 from baton.engine.runner.families.short_conv import lfm2_fields, lfm2_moe_fields, short_conv
@@ -411,6 +413,33 @@ FAMILIES: Mapping[str, Family] = {
         qk_norm=QkNorm.ALL_HEADS,
         norm_rounds_once=True,
         has_local_rope=True,
+    ),
+    "OlmoHybridForCausalLM": Family(
+        names=replace(
+            POST_NORM,
+            recurrent=RecurrentNames(
+                "linear_attn",
+                tuple(f"linear_attn.{part}_proj" for part in "qkvg"),
+                ("linear_attn.b_proj", "linear_attn.a_proj"),
+                last_projection="o_proj",
+                others={
+                    "conv1d.weight": tuple(f"{part}_conv1d.weight" for part in "qkv"),
+                    "norm.weight": ("o_norm.weight",),
+                },
+                norms=NormNames("input_layernorm", "", "post_attention_layernorm", ""),
+            ),
+            spellings={
+                "input_layernorm": "attention_layer_norm",
+                "post_attention_layernorm": "feedforward_layer_norm",
+            },
+        ),
+        fields=BIAS | DELTA_FIELDS | {"linear_allow_neg_eigval"},
+        defaults={"linear_conv_kernel_dim": 4},
+        layer_types=linear_between_full,
+        qk_norm=QkNorm.ALL_HEADS,
+        norm_rounds_once=True,
+        lacks_rope=all_without_theta,
+        recurrent=olmo_delta_rule,
     ),
     "Exaone4ForCausalLM": Family(
         names=POST_NORM,

@@ -61,7 +61,7 @@ class _NativePass:
         output = torch.empty(len(projected), config.num_values, dtype=projected.dtype)
         buffers = attention.workspace.split(*self._buffer_sizes)
         inputs_buf, mixed_buf, gates_buf, outputs_buf = buffers
-        own: dict[str, object] = {name: getattr(weights, name) for name in weights.vectors}
+        own: dict[str, object] = {name: getattr(weights, name) for name in weights.kernel_fields}
         if isinstance(weights, MatrixRule):
             own |= {"norm": norm_params(weights.norm)}
             own |= {"gates_buf": gates_buf, "outputs_buf": outputs_buf}

@@ -169,6 +169,8 @@ class RecurrentConfig:
     conv_size: int  # tokens that the convolution sees, the token itself included
     rule: Recurrence = Recurrence.GATED_DELTA
     has_norm: bool = True  # for the output; False: Mamba2 has its gates alone
+    norm_epsilon: float | None = None  # None: that of the model's norms
+    strength_scale: float = 1.0  # of the write strengths of the delta rule
 
     @property
     def num_keys(self) -> int:

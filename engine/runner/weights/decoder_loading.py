@@ -161,7 +161,7 @@ class _LayerLoader:
     ) -> None:
         self._group = group
         self._tensors = tensors
-        self._names = tensors.names
+        self._names = tensors.names.of_layer(tensors.config.layers[index])
         self._config = tensors.config.of_layer(index)
         self._loader = loader
         self._index = index

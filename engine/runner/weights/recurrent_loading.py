@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
 from baton.engine.runner.model.config import RecurrentConfig
 from baton.engine.runner.model.linear import Linear
+from baton.engine.runner.model.ops import Norm
 from baton.engine.runner.model.recurrent.rule import RecurrentRule
 from baton.engine.runner.model.recurrent.table import RULES
 from baton.engine.runner.weights.tensor_loading import TensorLoader
@@ -25,5 +31,24 @@ def load_recurrent(
         gates = loader.linear(gate_names, False, gate_order, keeps_dtype=True)
     else:
         projection, gates = loader.split_linear(projections[0], *rule.stored_rows(config))
-    module = tensors.in_layer(index, names.module)
-    return projection, rule.load(config, gates, loader, module), names.output
+    own = _LayerTensors(config, tensors, loader, index)
+    return projection, rule.load(config, gates, own), names.output
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerTensors:
+    """Implements `RuleTensors` under the names that the family has for them."""
+
+    config: RecurrentConfig
+    tensors: TensorMap
+    loader: TensorLoader
+    index: int
+
+    def vector(self, name: str) -> Tensor:
+        stored = self.tensors.in_layers(self.index, self.tensors.names.recurrent.stored(name))
+        return torch.cat([self.loader.vector(each) for each in stored])
+
+    def gated_norm(self) -> Norm:
+        [name] = self.tensors.names.recurrent.stored("norm.weight")
+        full = self.tensors.in_layer(self.index, name)
+        return self.loader.gated_norm(full, self.config.norm_epsilon)

@@ -139,10 +139,10 @@ class TensorLoader:
         self._copy(name, vector)
         return vector.to(self._target.device)
 
-    def gated_norm(self, name: str) -> Norm:
+    def gated_norm(self, name: str, epsilon: float | None) -> Norm:
         """Load the weight of a norm whose output is multiplied by a gate."""
-        weight = self.vector(f"{name}.weight").to(self._target.dtype)
-        return Norm(weight, self._norm_config.epsilon)
+        weight = self.vector(name).to(self._target.dtype)
+        return Norm(weight, self._norm_config.epsilon if epsilon is None else epsilon)
 
     def norm(self, name: str, order: Sequence[int] | None = None) -> Norm:
         """Load a norm's weight. `order` permutes it."""

@@ -45,7 +45,7 @@ class TensorMap:
         """`layer_prefixes` are those of layers that have their own."""
         self.config = config
         self._layer_prefixes = layer_prefixes
-        found = found or {}
+        self._found = found = found or {}
         self.names: TensorNames = _choose_experts(config, found)
         names = zip(self.names.models, self.names.heads, strict=True)
         prefixes = [(f"{model}.", head) for model, head in names]
@@ -64,7 +64,10 @@ class TensorMap:
             return f"{own}{name}"
         block = self.config.layers[index].block
         if block is None:
-            return f"{self.prefix}layers.{index}.{name}"
+            layer, stem = f"{self.prefix}layers.{index}.", name.removesuffix(".weight")
+            other = self.names.spellings.get(stem, stem)
+            chosen = other if f"{layer}{other}.weight" in self._found else stem
+            return f"{layer}{chosen}{name.removeprefix(stem)}"
         relative = name.removeprefix(NEXT_BLOCK)
         return f"{self.prefix}layers.{block + (relative != name)}.{relative}"
 
@@ -137,8 +140,8 @@ class TensorMap:
             yield from self.shapes_of_layer(index).items()
 
     def _layer_shapes(self, index: int) -> Shapes:
-        config, names = self.config, self.names
-        layer = config.layers[index]
+        config, layer = self.config, self.config.layers[index]
+        names = self.names.of_layer(layer)
         mlp_norms = (names.mlp_norm, names.mlp_output_norm) if layer.has_mlp else ()
         for norm in (names.input_norm, names.attention_norm, *mlp_norms):
             if norm:
@@ -187,14 +190,20 @@ class TensorMap:
         hidden, values = self.config.hidden_size, recurrent.num_values
         names, rule = self.names.recurrent, RULES[recurrent.rule]
         num_rows, num_gates = map(len, rule.stored_rows(recurrent))
-        rows = [recurrent.num_channels, values]
-        if len(names.projections) == 1:
+        parts = [recurrent.num_keys, recurrent.num_keys, values]
+        rows = [*parts, values]
+        if len(names.projections) == 2:
+            rows = [recurrent.num_channels, values]
+        elif len(names.projections) == 1:
             rows = [num_rows + (0 if names.gates else num_gates)]
         gates = [num_gates // len(names.gates) for _ in names.gates]
         for name, count in zip((*names.projections, *names.gates), (*rows, *gates), strict=True):
             yield f"{name}.weight", (count, hidden)
         for name, shape in rule.shapes(recurrent).items():
-            yield f"{names.module}.{name}", shape
+            stored = names.stored(name)
+            sizes = shape[:1] if len(stored) == 1 else parts
+            for each, size in zip(stored, sizes, strict=True):
+                yield each, (size, *shape[1:])
         yield f"{names.output}.weight", (hidden, values)
 
     def _latent_shapes(self, latent: LatentConfig) -> Shapes:

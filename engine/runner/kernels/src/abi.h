@@ -444,6 +444,7 @@ struct DeltaArgs {
     float *mixed_buf, *gates_buf, *outputs_buf;
     std::int64_t first_row;  // of the layer
     std::int64_t num_key_heads, num_value_heads, key_dim, value_dim, conv_size;
+    float strength_scale;
     std::int32_t num_threads;
 };
 

@@ -53,7 +53,7 @@ class Delta : RecurrentPass<DeltaArgs> {
         const float x = bf16_to_f32(src[args_.num_value_heads + head]) + args_.decay_bias[head];
         const float softplus = x > 20.0f ? x : std::log1p(std::exp(x));
         dst[0] = std::exp(-args_.decay_rate[head] * softplus);
-        dst[1] = 1.0f / (1.0f + std::exp(-bf16_to_f32(src[head])));
+        dst[1] = args_.strength_scale / (1.0f + std::exp(-bf16_to_f32(src[head])));
     }
 
     // Computes one token with a slice of a head's state.

@@ -1,4 +1,4 @@
-"""Gated delta rule (Qwen3-Next, Qwen3.5).
+"""Gated delta rule (Qwen3-Next, Qwen3.5, OLMo Hybrid).
 
 A token with value v and write strength b writes b * (v - a * S k). The values that the tokens of a
 chunk write solve a triangular system.
@@ -19,7 +19,7 @@ from baton.engine.runner.model.config import RecurrentConfig
 from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.ops import Norm
 from baton.engine.runner.model.recurrent.matrix_rule import Decays, MatrixRule
-from baton.engine.runner.model.recurrent.rule import Rows, VectorLoader
+from baton.engine.runner.model.recurrent.rule import Rows, RuleTensors
 
 NORM_EPSILON = 1e-6  # for queries and keys
 
@@ -30,10 +30,11 @@ class GatedDelta(MatrixRule):
 
     kernel: ClassVar[str] = "baton_delta"
     has_triton_kernels: ClassVar[bool] = True
-    vectors: ClassVar[tuple[str, ...]] = ("decay_bias", "decay_rate")
+    kernel_fields: ClassVar[tuple[str, ...]] = ("decay_bias", "decay_rate", "strength_scale")
 
     norm: Norm
     decay_bias: Tensor  # [value heads] in float32
+    strength_scale: float = 1.0
 
     @staticmethod
     def stored_rows(config: RecurrentConfig) -> tuple[Rows, Rows]:
@@ -50,13 +51,14 @@ class GatedDelta(MatrixRule):
         return MatrixRule.shapes(config) | own
 
     @classmethod
-    def load(cls, _: RecurrentConfig, gates: Linear, loader: VectorLoader, module: str) -> Self:
+    def load(cls, config: RecurrentConfig, gates: Linear, tensors: RuleTensors) -> Self:
         return cls(
             gates=gates,
-            conv=cls.load_conv(loader, module),
-            decay_bias=loader.vector(f"{module}.dt_bias"),
-            decay_rate=loader.vector(f"{module}.A_log").exp(),
-            norm=loader.gated_norm(f"{module}.norm"),
+            conv=cls.load_conv(tensors),
+            decay_bias=tensors.vector("dt_bias"),
+            decay_rate=tensors.vector("A_log").exp(),
+            norm=tensors.gated_norm(),
+            strength_scale=config.strength_scale,
         )
 
     def scale(self, config: RecurrentConfig, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,7 +67,7 @@ class GatedDelta(MatrixRule):
     def factors(self, gates: Tensor) -> tuple[Tensor, Tensor]:
         strengths, decays = gates.chunk(2, dim=2)
         steps = functional.softplus(decays.float() + self.decay_bias)
-        return -self.decay_rate * steps, strengths.float().sigmoid()
+        return -self.decay_rate * steps, strengths.float().sigmoid() * self.strength_scale
 
     def write(
         self, key: Tensor, value: Tensor, strength: Tensor, decays: Decays, state: Tensor

@@ -17,7 +17,7 @@ from baton.checkpoint.checkpoint import Shape
 from baton.engine.runner.model.config import RecurrentConfig
 from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.recurrent.matrix_rule import Decays, MatrixRule
-from baton.engine.runner.model.recurrent.rule import Rows, VectorLoader
+from baton.engine.runner.model.recurrent.rule import Rows, RuleTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Mamba2(MatrixRule):
 
     kernel: ClassVar[str] = "baton_mamba"
     has_triton_kernels: ClassVar[bool] = True
-    vectors: ClassVar[tuple[str, ...]] = ("conv_bias", "step_bias", "decay_rate", "skip")
+    kernel_fields: ClassVar[tuple[str, ...]] = ("conv_bias", "step_bias", "decay_rate", "skip")
 
     conv_bias: Tensor  # [channels] in float32
     step_bias: Tensor  # [value heads] in float32, as `skip`
@@ -49,19 +49,17 @@ class Mamba2(MatrixRule):
         return MatrixRule.shapes(config) | {"conv1d.bias": (config.num_channels,)} | own
 
     @classmethod
-    def load(
-        cls, config: RecurrentConfig, gates: Linear, loader: VectorLoader, module: str
-    ) -> Self:
-        conv = cls.load_conv(loader, module)
+    def load(cls, config: RecurrentConfig, gates: Linear, tensors: RuleTensors) -> Self:
+        conv = cls.load_conv(tensors)
         channels = _stored_channels(config.num_channels, config.num_values)
         return cls(
             gates=gates,
             conv=conv[:, channels].contiguous(),
-            conv_bias=loader.vector(f"{module}.conv1d.bias")[channels],
-            step_bias=loader.vector(f"{module}.dt_bias"),
-            decay_rate=loader.vector(f"{module}.A_log").exp(),
-            skip=loader.vector(f"{module}.D"),
-            norm=loader.gated_norm(f"{module}.norm") if config.has_norm else None,
+            conv_bias=tensors.vector("conv1d.bias")[channels],
+            step_bias=tensors.vector("dt_bias"),
+            decay_rate=tensors.vector("A_log").exp(),
+            skip=tensors.vector("D"),
+            norm=tensors.gated_norm() if config.has_norm else None,
         )
 
     def convolve(self, inputs: Tensor) -> Tensor:

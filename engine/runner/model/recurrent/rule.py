@@ -23,14 +23,14 @@ from baton.engine.runner.model.ops import Norm
 Rows = Sequence[int]
 
 
-class VectorLoader(Protocol):
-    """Loads tensors by their names."""
+class RuleTensors(Protocol):
+    """Tensors of a layer besides projections, by the names that its rule gives them."""
 
     def vector(self, name: str) -> Tensor:
         """Load a small tensor in float32."""
         ...
 
-    def gated_norm(self, name: str) -> Norm: ...
+    def gated_norm(self) -> Norm: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class RecurrentRule(ABC):
     """Weights of a recurrent layer between its projections, and the mathematics in torch."""
 
     kernel: ClassVar[str]  # the native one
-    vectors: ClassVar[tuple[str, ...]] = ()  # fields that this kernel reads, besides `conv`
+    kernel_fields: ClassVar[tuple[str, ...]] = ()  # that this kernel reads, besides `conv`
     has_triton_kernels: ClassVar[bool] = False  # else torch computes the layer on GPUs
     stored_conv: ClassVar[str] = "conv1d"  # name of the convolution in the layer's module
 
@@ -59,13 +59,12 @@ class RecurrentRule(ABC):
         return {f"{cls.stored_conv}.weight": (config.num_channels, 1, config.conv_size)}
 
     @classmethod
-    def load(cls, _: RecurrentConfig, gates: Linear, loader: VectorLoader, module: str) -> Self:
-        """Load these tensors of the module with this name."""
-        return cls(gates, cls.load_conv(loader, module))
+    def load(cls, _: RecurrentConfig, gates: Linear, tensors: RuleTensors) -> Self:
+        return cls(gates, cls.load_conv(tensors))
 
     @classmethod
-    def load_conv(cls, loader: VectorLoader, module: str) -> Tensor:
-        return loader.vector(f"{module}.{cls.stored_conv}.weight")[:, 0].T.contiguous()
+    def load_conv(cls, tensors: RuleTensors) -> Tensor:
+        return tensors.vector(f"{cls.stored_conv}.weight")[:, 0].T.contiguous()
 
     @abstractmethod
     def channels(self, config: RecurrentConfig, projected: Tensor) -> Tensor:

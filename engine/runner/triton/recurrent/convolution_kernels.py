@@ -81,7 +81,7 @@ def store_factors(factors, gates, weights, head, sizes: tl.constexpr):
     step = softplus(gate + tl.load(weights.bias + head))
     tl.store(factors + 2 * head, tl.exp(-tl.load(weights.decay_rate + head) * step))
     if sizes.is_delta:
-        step = tl.sigmoid(tl.load(gates + head).to(tl.float32))
+        step = tl.sigmoid(tl.load(gates + head).to(tl.float32)) * sizes.strength_scale
     tl.store(factors + 2 * head + 1, step)
 
 

@@ -14,6 +14,7 @@ class StateSizes(NamedTuple):
     """
 
     is_delta: bool  # the gated delta rule, otherwise Mamba2
+    strength_scale: float  # of the delta rule
     num_key_heads: int
     num_value_heads: int
     num_heads: int

@@ -187,6 +187,7 @@ class TritonStatePass:
         padded_value_dim: int = triton.next_power_of_2(config.value_dim)
         return StateSizes(
             is_delta=isinstance(weights, GatedDelta),
+            strength_scale=config.strength_scale,
             num_key_heads=config.num_key_heads,
             num_value_heads=config.num_value_heads,
             num_heads=2 * config.num_key_heads + config.num_value_heads,

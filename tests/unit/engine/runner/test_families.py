@@ -160,6 +160,11 @@ EXPECTED: Mapping[str, Mapping[str, Any]] = {
         "recurrent_layers": tuple(range(36)),
     },
     "LFM2-1.2B": {"ties_embeddings": True, "head_dim": 64},
+    "Olmo-Hybrid-7B": {
+        "ropes": (NO_ROPE,),
+        "recurrent": RecurrentConfig(30, 30, 96, 192, 4, norm_epsilon=1e-5, strength_scale=2.0),
+        "attention_layers": tuple(range(3, 32, 4)),
+    },
     "MiniMax-M2": {"rotary_dim": 64, "head_dim": 128, "has_qkv_bias": False},
     "Llama-4-Scout-17B-16E": {"is_rope_interleaved": True, "ties_embeddings": False},
 }
@@ -380,6 +385,10 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
         {"mamba_rms_norm": True, "mamba_norm_before_gate": True},
     ),
     "time_step_limit": (NEMOTRON, {"time_step_limit": [0.001, 0.1]}),
+    "linear_allow_neg_eigval": (
+        HUB_CONFIGS["Qwen3-Next-80B-A3B"],
+        {"linear_allow_neg_eigval": True},
+    ),
     "clip_qkv": (HUB_CONFIGS["OLMoE-1B-7B"], {"clip_qkv": 8.0}),
     "hidden_act": (LLAMA, {"hidden_act": "relu2"}),
     "num_experts": (LLAMA, {"num_experts": 8}),
