@@ -42,6 +42,7 @@ TESTS = (
     "tests/contract/test_runner_attention.py",
     "tests/contract/test_runner_experts.py",
     "tests/contract/test_runner_ops.py",
+    "tests/contract/test_runner_sampler.py",
     "tests/contract/test_same_bits.py",
     "tests/golden/test_native_kernels.py",
 )

@@ -21,6 +21,7 @@ from baton.core.output import Failure, FailureCause
 from baton.core.sampling import MAX_LOGPROBS, SamplingParams
 from baton.engine.runner.device.step_inputs import SHARED_INPUTS
 from baton.engine.runner.kernels.choose import native_parts
+from baton.engine.runner.kernels.native_sampling import NativeSampling
 from baton.engine.runner.model.pass_layout import TokenRun
 from baton.engine.runner.sampling.logprobs import read_logprobs
 from baton.engine.runner.sampling.randomness import draw_keys, exponential_numbers
@@ -34,6 +35,7 @@ from baton.engine.runner.sampling.sampling import SampledRows, SamplingBackend
 from baton.engine.runner.sampling.torch_sampling import TOP_P_CANDIDATES, TORCH_SAMPLING
 from baton.engine.structured_output.grammar import num_words
 from tests.support.hypothesis_profiles import num_examples
+from tests.support.kernels import kernels_by_variant
 from tests.support.token_runs import allow_only, make_run, sample
 from tests.support.triton_parts import triton_sampling
 
@@ -55,7 +57,11 @@ def native_sampling() -> SamplingBackend:
     return native_parts().sampling
 
 
-DRAWING = (lambda: TORCH_SAMPLING, native_sampling)
+def native_samplings() -> list[SamplingBackend]:
+    """Return that of each instruction set that this processor supports."""
+    return [NativeSampling(kernels) for kernels in kernels_by_variant().values()]
+
+
 BACKENDS = {"torch": lambda: TORCH_SAMPLING, "native": native_sampling, "triton": triton_sampling}
 
 
@@ -147,9 +153,10 @@ def test_native_draws_are_those_of_torch(seed: int, vocab_size: int) -> None:
         for _ in logits
     ]
 
-    by_torch, by_kernels = (choose(logits, *rows, sampling=each()) for each in DRAWING)
+    by_torch = choose(logits, *rows)
 
-    assert by_kernels == by_torch
+    for backend in native_samplings():
+        assert choose(logits, *rows, sampling=backend) == by_torch
 
 
 def test_a_native_draw_keeps_all_ties_at_the_last_rank() -> None:
@@ -670,8 +677,8 @@ def test_grammars_forbid_the_tokens_whose_bit_is_not_set(vocab_size: int) -> Non
     rows = [row()._replace(allowed=mask) for mask in masks]
     logits = random_logits(4, vocab_size)
 
-    for backend in DRAWING:
-        found = constrained_logits(backend(), logits, rows[0], row(), *rows[1:])
+    for backend in (TORCH_SAMPLING, *native_samplings()):
+        found = constrained_logits(backend, logits, rows[0], row(), *rows[1:])
 
         assert torch.equal(found[1], logits[1])
         for masked, index in enumerate((0, 2, 3)):
