@@ -74,6 +74,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         num_threads: int | None = None,  # of each process
         tensor_parallel_size: int = 1,  # processes, each with a part of every layer
+        enable_expert_parallel: bool = False,  # each of them with some of the experts
         kernels: str = "auto",
         batch_invariant: bool = False,
         enforce_eager: bool = False,
@@ -105,6 +106,7 @@ class LLM:
             max_model_len=max_model_len,
             num_threads=num_threads,
             tensor_parallel_size=tensor_parallel_size,
+            enable_expert_parallel=enable_expert_parallel,
             kernels=kernels,
             batch_invariant=batch_invariant,
             enforce_eager=enforce_eager,

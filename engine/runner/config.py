@@ -92,6 +92,14 @@ class RunnerConfig:
             at_most=MAX_RANKS,
         ),
     ] = 1
+    enable_expert_parallel: Annotated[
+        bool,
+        Option(
+            "With --tensor-parallel-size: each process has some of the experts of a mixture, not a "
+            "part of each.",
+            MACHINE,
+        ),
+    ] = False
     kernels: Annotated[
         str,
         Option(
@@ -280,6 +288,8 @@ class RunnerConfig:
         check(limit >= 0, f"weight-cache-limit {limit}: at least 0")
         is_used = self.quantize == "int4" or not self.quantize_importance
         check(is_used, "quantize-importance is for --quantize int4")
+        has_ranks = self.tensor_parallel_size > 1 or not self.enable_expert_parallel
+        check(has_ranks, "--enable-expert-parallel is for --tensor-parallel-size above 1")
         uses_torch = self.kernels == "torch" or (self.kernels == "auto" and self.device != "cpu")
         check_exclusions(
             {Feature.BATCH_INVARIANT: self.batch_invariant, Feature.TORCH_KERNELS: uses_torch}

@@ -34,7 +34,7 @@ from baton.engine.runner.ranks.sharded_source import sharded_source
 from baton.engine.runner.weights.open_weights import OpenWeights
 from baton.engine.runner.weights.shards import shard_config
 from baton.engine.runner.weights.tensor_loading import LoadTarget
-from tests.support.families import FAMILY_VARIANTS
+from tests.support.families import FAMILY_VARIANTS, RECURRENT
 from tests.support.kernels import kernels_by_variant
 from tests.support.models import VARIANTS, make_model_folder
 
@@ -43,7 +43,14 @@ BLOCK_SIZE = 16
 # Two passes over one sequence, each of its last token's hidden state: the first is a chunk.
 PASSES = (torch.arange(5, 16), torch.arange(40, 43))
 TOLERANCE = 1e-4  # sums of float32 in another order
-ALL_VARIANTS = {**VARIANTS, **FAMILY_VARIANTS}
+EXPERTS = (
+    ("qwen2-moe", 2),
+    ("gpt-oss", 4),
+    ("llama4", 2),
+    ("glm4-moe", 2),
+    ("minimax-m2", 4),
+)
+ALL_VARIANTS = {**VARIANTS, **FAMILY_VARIANTS, **RECURRENT}
 
 
 class Computed(NamedTuple):
@@ -70,9 +77,9 @@ class Threads:
 class ThreadGroup:
     """Implements `RankGroup`."""
 
-    def __init__(self, threads: Threads, rank: int) -> None:
+    def __init__(self, threads: Threads, shard: Shard) -> None:
         self.threads = threads
-        self.shard = Shard(rank, threads.size)
+        self.shard = shard
 
     @property
     def address(self) -> int:
@@ -103,17 +110,21 @@ def in_one_process(folder: Path, parts: Parts = TORCH) -> Computed:
     return compute(config, loaded, parts, allocate(config, parts))
 
 
-def in_ranks(folder: Path, num_ranks: int) -> list[Computed]:
+def in_ranks(folder: Path, num_ranks: int, *, has_whole_experts: bool = False) -> list[Computed]:
     """Return what each rank computes. The KV cache is that of all."""
     threads = Threads(num_ranks)
-    groups = [ThreadGroup(threads, rank) for rank in range(num_ranks)]
+    shards = [Shard(rank, num_ranks, has_whole_experts) for rank in range(num_ranks)]
+    groups = [ThreadGroup(threads, shard) for shard in shards]
     return in_groups(folder, groups, lambda: TORCH, threads.barrier.abort)
 
 
-def in_native_ranks(folder: Path, num_ranks: int) -> list[Computed]:
+def in_native_ranks(
+    folder: Path, num_ranks: int, *, has_whole_experts: bool = False
+) -> list[Computed]:
     kernels = Kernels(next(iter(kernels_by_variant().values())).path, 1)
     memory = mmap.mmap(-1, links_bytes(kernels, num_ranks))
-    groups = [LinkedGroup(kernels, memory, Shard(rank, num_ranks)) for rank in range(num_ranks)]
+    shards = [Shard(rank, num_ranks, has_whole_experts) for rank in range(num_ranks)]
+    groups = [LinkedGroup(kernels, memory, shard) for shard in shards]
     return in_groups(folder, groups, native_parts, lambda: groups[0].end(0))
 
 
@@ -193,6 +204,9 @@ def layout_of(start: int, size: int, num_groups: int) -> PassLayout:
         ("gemma3", 2),
         ("llama-tied-mqa", 2),
         ("olmo2", 4),  # norms over all heads
+        ("phi3", 4),  # stacked matrices
+        # Experts with a gate of the shared ones, with biases, with stacked matrices, in groups.
+        *EXPERTS,
     ],
 )
 def test_ranks_together_compute_the_logits_of_the_whole_model(
@@ -200,9 +214,19 @@ def test_ranks_together_compute_the_logits_of_the_whole_model(
 ) -> None:
     folder = make_model_folder(tmp_path, replace(ALL_VARIANTS[name], dtype="float32"))
 
-    found = in_ranks(folder, num_ranks)
+    check_ranks(in_ranks(folder, num_ranks), in_one_process(folder))
 
-    expected = in_one_process(folder)
+
+@pytest.mark.parametrize(("name", "num_ranks"), EXPERTS)
+def test_ranks_with_whole_experts_compute_the_logits_of_the_whole_model(
+    name: str, num_ranks: int, tmp_path: Path
+) -> None:
+    folder = make_model_folder(tmp_path, replace(ALL_VARIANTS[name], dtype="float32"))
+
+    check_ranks(in_ranks(folder, num_ranks, has_whole_experts=True), in_one_process(folder))
+
+
+def check_ranks(found: Sequence[Computed], expected: Computed) -> None:
     for each in found:
         torch.testing.assert_close(each.logits, expected.logits, atol=TOLERANCE, rtol=TOLERANCE)
         torch.testing.assert_close(each.kv, expected.kv, atol=TOLERANCE, rtol=TOLERANCE)
@@ -210,11 +234,18 @@ def test_ranks_together_compute_the_logits_of_the_whole_model(
 
 
 @pytest.mark.skipif(not kernels_by_variant(), reason="no C++ compiler here")
-@pytest.mark.parametrize("name", ["qwen3", "olmo2"])
-def test_native_ranks_give_the_same_bits_in_each_run(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "has_whole_experts"),
+    [("qwen3", False), ("olmo2", False), ("gpt-oss", False), ("qwen2-moe", True)],
+)
+def test_native_ranks_give_the_same_bits_in_each_run(
+    name: str, has_whole_experts: bool, tmp_path: Path
+) -> None:
     folder = make_model_folder(tmp_path, replace(ALL_VARIANTS[name], dtype="bfloat16"))
 
-    first, second = (in_native_ranks(folder, 2) for _ in range(2))
+    first, second = (
+        in_native_ranks(folder, 2, has_whole_experts=has_whole_experts) for _ in range(2)
+    )
 
     expected = in_one_process(folder, native_parts())
     assert all(torch.equal(each.logits, first[0].logits) for each in (*first, *second))
@@ -223,7 +254,9 @@ def test_native_ranks_give_the_same_bits_in_each_run(name: str, tmp_path: Path) 
     assert cosines.min() > 0.999
 
 
-@pytest.mark.parametrize(("name", "fault"), [("qwen3-moe", "experts"), ("llama", "4 heads")])
+@pytest.mark.parametrize(
+    ("name", "fault"), [("granite-4", "recurrent layers"), ("llama", "4 heads")]
+)
 def test_a_model_that_cannot_be_divided_is_refused(name: str, fault: str, tmp_path: Path) -> None:
     folder = make_model_folder(tmp_path, ALL_VARIANTS[name])
     config = read_model_config(SafetensorsFolder(folder))

@@ -18,7 +18,7 @@ from baton.core.errors import InvalidConfig
 from baton.core.sampling import SamplingParams
 from baton.engine.errors import RunnerLost
 from baton.llm import LLM
-from tests.support.families import FAMILY_VARIANTS
+from tests.support.families import FAMILY_VARIANTS, RECURRENT
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
 
 LOGPROBS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=3)
@@ -42,7 +42,7 @@ def open_llm(tmp_path: Path) -> Iterator[Callable[..., LLM]]:
     with ExitStack() as stack:
 
         def make(name: str, num_ranks: int, dtype: str = "float32", **settings: Any) -> LLM:
-            variant = {**VARIANTS, **FAMILY_VARIANTS}[name]
+            variant = {**VARIANTS, **FAMILY_VARIANTS, **RECURRENT}[name]
             folder = tmp_path / name
             if not folder.exists():
                 make_model_folder(folder, replace(variant, dtype=dtype))
@@ -89,9 +89,13 @@ def test_ranks_generate_what_one_process_does_until_one_is_killed(
     assert ranks_of(os.getpid()) == []
 
 
-def test_native_ranks_give_the_same_bits_in_any_batch(open_llm: Callable[..., LLM]) -> None:
+@pytest.mark.parametrize(("name", "has_whole_experts"), [("qwen3", False), ("qwen2-moe", True)])
+def test_native_ranks_give_the_same_bits_in_any_batch(
+    open_llm: Callable[..., LLM], name: str, has_whole_experts: bool
+) -> None:
     prompts = [prompt_of(length, seed=length) for length in (3, 40, 61)]
-    llm = open_llm("qwen3", 2, "bfloat16", kernels="native")
+    experts = {"enable_expert_parallel": has_whole_experts}
+    llm = open_llm(name, 2, "bfloat16", kernels="native", **experts)
 
     together = llm.generate(prompts, LOGPROBS)
     alone = [llm.generate([prompt], LOGPROBS)[0] for prompt in prompts]

@@ -67,6 +67,7 @@ class ExpertMixing:
             wide_buf=wide_buf,
             gated_buf=gated_buf,
             num_tokens=num_tokens,
+            first_expert=moe.config.loaded_experts.start,
             num_experts=len(gate_up),
             top_k=top_k,
             gate=gate_params(gate),

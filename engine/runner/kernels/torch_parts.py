@@ -8,6 +8,7 @@ from baton.engine.runner.kernels.native_linear import native_experts, native_mat
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.layer_weights import Layer, ParallelMoe
 from baton.engine.runner.model.linear import Linear, Mlp, SplitLinear
+from baton.engine.runner.model.rank_group import own_part
 
 EMBEDDING_SCALE = "scale of the embeddings"
 LOGITS_SCALE = "scale of the logits"
@@ -39,7 +40,7 @@ def torch_parts(config: ModelConfig, layers: Sequence[Layer]) -> list[str]:
 
 
 def _linears(layer: Layer) -> Iterator[Linear]:
-    output = layer.output
+    output = own_part(layer.output)
     yield from (output.first, output.second) if isinstance(output, SplitLinear) else (output,)
     yield from (layer.qkv, *(() if layer.state_inputs is None else (layer.state_inputs,)))
     if layer.recurrent is not None:
@@ -52,4 +53,4 @@ def _linears(layer: Layer) -> Iterator[Linear]:
     elif isinstance(layer.mlp, ParallelMoe):
         mlps.append(layer.mlp.dense)
     for mlp in mlps:
-        yield from (mlp.gate_up, mlp.down)
+        yield from (mlp.gate_up, own_part(mlp.down))

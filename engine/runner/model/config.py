@@ -127,6 +127,11 @@ class MoeConfig:
     shared_size: int = 0  # size of the MLP that computes all tokens, 0 for none
     has_shared_gate: bool = False
     latent_size: int | None = None  # of the experts' inputs and outputs; None: the hidden size
+    own_experts: range = range(0)  # if other ranks compute the others; empty: all
+
+    @property
+    def loaded_experts(self) -> range:
+        return self.own_experts or range(self.num_experts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,11 +74,12 @@ class ExpertMixer(Protocol):
 class Moe:
     config: MoeConfig
     router: Router
-    experts: Sequence[Mlp]
+    experts: Sequence[Mlp]  # those of `config.loaded_experts`
     shared: Mlp | None
     shared_gate: Linear | None
     latent: tuple[Linear, Linear] | None = None  # into the experts' smaller space, and out of it
     mixer: ExpertMixer | None = None  # None: the experts are computed by `Ops`
+    add_up: Callable[[Tensor], Tensor] | None = None  # the outputs of ranks; None: these are all
 
 
 class ExpertChoice(NamedTuple):

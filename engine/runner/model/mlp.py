@@ -15,16 +15,17 @@ def mix_experts(
 ) -> Tensor:
     """Return the weighted sum of the chosen experts' outputs: the torch reference."""
     dtype, output = hidden_states.dtype, torch.zeros_like(hidden_states)
-    weights = routing.weights.to(dtype)
+    weights, loaded = routing.weights.to(dtype), moe.config.loaded_experts
     for expert_id in routing.expert_ids.unique().tolist():
+        if expert_id not in loaded:
+            continue
+        expert = moe.experts[expert_id - loaded.start]
         tokens, ranks = torch.where(routing.expert_ids == expert_id)
         inputs, scales = hidden_states[tokens], weights[tokens, ranks, None]
         if moe.config.scales_input:
-            output.index_add_(
-                0, tokens, compute_mlp(ops, moe.experts[expert_id], gate, inputs * scales)
-            )
+            output.index_add_(0, tokens, compute_mlp(ops, expert, gate, inputs * scales))
         else:
-            outputs = compute_mlp(ops, moe.experts[expert_id], gate, inputs) * scales
+            outputs = compute_mlp(ops, expert, gate, inputs) * scales
             output.index_add_(0, tokens, outputs)
     return output
 
@@ -43,12 +44,12 @@ def compute_moe(ops: Ops, moe: Moe, gate: MlpGate, hidden_states: Tensor) -> Ten
         output = ops.mix_experts(moe, gate, inputs, routing)
         if moe.latent is not None:
             output = moe.latent[1](output)
-    if moe.shared is None:
-        return output
-    shared = compute_mlp(ops, moe.shared, gate, hidden_states)
-    if moe.shared_gate is not None:
-        shared = ops.multiply_sigmoid(shared, moe.shared_gate(hidden_states))
-    return ops.add(output, shared, 1.0)
+    if moe.shared is not None:
+        shared = compute_mlp(ops, moe.shared, gate, hidden_states)
+        if moe.shared_gate is not None:
+            shared = ops.multiply_sigmoid(shared, moe.shared_gate(hidden_states))
+        output = ops.add(output, shared, 1.0)
+    return output if moe.add_up is None else moe.add_up(output)
 
 
 def compute_parallel(ops: Ops, both: ParallelMoe, gate: MlpGate, hidden_states: Tensor) -> Tensor:
@@ -59,5 +60,7 @@ def compute_parallel(ops: Ops, both: ParallelMoe, gate: MlpGate, hidden_states: 
     routing = routing._replace(weights=routing.weights * scales)
     inputs = ops.rms_norm(hidden_states, both.experts_norm)
     mixed = ops.mix_experts(both.experts, gate, inputs, routing)
+    if both.experts.add_up is not None:
+        dense, mixed = both.experts.add_up(torch.stack((dense, mixed)))
     mixed = ops.rms_norm(mixed, both.experts_output_norm)
     return ops.add(ops.rms_norm(dense, both.dense_output_norm), mixed, 1.0)

@@ -15,6 +15,7 @@ class Shard(NamedTuple):
 
     rank: int
     size: int
+    has_whole_experts: bool = False  # some of them; else a part of each
 
     def part_of(self, count: int) -> range:
         """Return the own ones of `count` heads or rows: with fewer than ranks, some share one."""

@@ -28,12 +28,11 @@ from baton.engine.runner.load import (
     plan_memory,
 )
 from baton.engine.runner.model.decoder import Decoder
-from baton.engine.runner.model.rank_group import Shard
 from baton.engine.runner.model.rope import Ropes
 from baton.engine.runner.passes.forward_passes import ForwardPasses
 from baton.engine.runner.ranks.links import RankLinks, links_bytes
 from baton.engine.runner.ranks.messages import ComputePass, MultiplyHead
-from baton.engine.runner.ranks.processes import Begin, Ready, Setup, receive
+from baton.engine.runner.ranks.processes import Begin, Ready, Setup, receive, shard_of
 from baton.engine.runner.ranks.sharded_source import sharded_source
 from baton.engine.runner.ranks.shared_memory import map_shared_memory
 
@@ -124,7 +123,7 @@ def _load(setup: Setup, links_fd: int) -> Follower:
     config = setup.config
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    shard = Shard(setup.rank, config.tensor_parallel_size)
+    shard = shard_of(config, setup.rank)
     kernels = Kernels(library(best_variant(cpu_features())), torch.get_num_threads())
     memory = map_shared_memory(links_fd, links_bytes(kernels, shard.size))
     os.close(links_fd)

@@ -32,13 +32,12 @@ from baton.engine.runner.load import load_runner
 from baton.engine.runner.model.adapters import Selection
 from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.pass_layout import Ints
-from baton.engine.runner.model.rank_group import Shard
 from baton.engine.runner.model_info import LoadProgressCallback
 from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.runner.passes.forward_passes import ForwardPasses, PassStep
 from baton.engine.runner.ranks.links import RankLinks, links_bytes
 from baton.engine.runner.ranks.messages import ComputePass, MultiplyHead, SentStep
-from baton.engine.runner.ranks.processes import RankProcesses
+from baton.engine.runner.ranks.processes import RankProcesses, shard_of
 from baton.engine.runner.ranks.sharded_source import sharded_source
 from baton.engine.runner.ranks.shared_memory import make_shared_memory
 from baton.engine.runner.sampling.output_heads import HiddenStates
@@ -56,14 +55,14 @@ def load_in_ranks(
     Raises ModelError and InvalidConfig, also for what the others find, and RunnerLost.
     """
     config = _checked(config)
-    size = config.tensor_parallel_size
+    shard = shard_of(config, 0)
     # Before processes are started and weights are read, which take long.
-    shard_config(read_model_config(open_checkpoint(config.model)), Shard(0, size))
-    threads = config.num_threads or max(1, len(os.sched_getaffinity(0)) // size)
+    shard_config(read_model_config(open_checkpoint(config.model)), shard)
+    threads = config.num_threads or max(1, len(os.sched_getaffinity(0)) // shard.size)
     config = replace(config, num_threads=threads)
     kernels = _kernels(threads)
-    memory, fd = make_shared_memory("baton ranks", links_bytes(kernels, size))
-    links = LeadingLinks(kernels, memory, Shard(0, size))
+    memory, fd = make_shared_memory("baton ranks", links_bytes(kernels, shard.size))
+    links = LeadingLinks(kernels, memory, shard)
     processes = RankProcesses(config, fd, links.end)
     try:
         return load_runner(

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from baton.core.errors import InvalidConfig, ModelError
 from baton.engine.errors import RunnerLost
 from baton.engine.runner.config import RunnerConfig
+from baton.engine.runner.model.rank_group import Shard
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,11 @@ class _Rank:
     process: subprocess.Popen[bytes]
     connection: socket.socket
     is_loaded: bool = False
+
+
+def shard_of(config: RunnerConfig, rank: int) -> Shard:
+    """Return the part of the weights that a rank computes."""
+    return Shard(rank, config.tensor_parallel_size, config.enable_expert_parallel)
 
 
 class RankProcesses:

@@ -8,11 +8,11 @@ from dataclasses import replace
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.load import DecoderSource, LoadedDecoder
 from baton.engine.runner.model.config import ModelConfig
-from baton.engine.runner.model.rank_group import RankGroup
+from baton.engine.runner.model.rank_group import RankGroup, Shard
 from baton.engine.runner.model_info import LoadProgressCallback
 from baton.engine.runner.weights.decoder_loading import AdaptLayers, attention_of, load_decoder
 from baton.engine.runner.weights.open_weights import OpenWeights
-from baton.engine.runner.weights.shards import ShardedTensors, shard_config
+from baton.engine.runner.weights.shards import ShardedTensors
 
 
 def sharded_source(group: RankGroup, on_loaded: Callable[[], None]) -> DecoderSource:
@@ -24,10 +24,10 @@ def sharded_source(group: RankGroup, on_loaded: Callable[[], None]) -> DecoderSo
     ) -> LoadedDecoder:
         whole = weights.model
         assert isinstance(whole, ModelConfig)
-        model = shard_config(whole, shard)
         tensors = ShardedTensors.of(whole, weights.tensors, shard)
+        model = tensors.map.config
         target = replace(weights.target, group=group, vocab_size=whole.vocab_size)
-        decoder = load_decoder(model, tensors, target, on_progress)
+        decoder = load_decoder(model, tensors, target, on_progress, tensors=tensors.map)
         own_heads = shard.part_of(whole.num_kv_heads)
         attention = [
             replace(layer, own_heads=own_heads)
@@ -36,4 +36,9 @@ def sharded_source(group: RankGroup, on_loaded: Callable[[], None]) -> DecoderSo
         on_loaded()
         return LoadedDecoder(decoder, attention)
 
-    return DecoderSource(read_model_config, load, f"rank {shard.rank} of {shard.size}")
+    return DecoderSource(read_model_config, load, _name(shard))
+
+
+def _name(shard: Shard) -> str:
+    experts = " with whole experts" if shard.has_whole_experts else ""
+    return f"rank {shard.rank} of {shard.size}{experts}"

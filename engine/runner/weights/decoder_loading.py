@@ -43,13 +43,15 @@ def load_decoder(
     target: LoadTarget,
     on_progress: LoadProgressCallback | None = None,
     adapt: AdaptLayers | None = None,
+    tensors: TensorMap | None = None,
 ) -> Decoder:
     """Check all tensors before the first one is read, then copy each to its place once.
 
-    `adapt` returns layers that adapters can change.
+    `adapt` returns layers that adapters can change. `tensors` are those of checked files.
     """
-    check_tensors(config, files)
-    tensors = TensorMap(config, files.shapes())
+    if tensors is None:
+        check_tensors(config, files)
+        tensors = TensorMap(config, files.shapes())
     loader = TensorLoader(
         tensors.shapes(),
         files,
@@ -184,7 +186,11 @@ class _LayerLoader:
             qkv=qkv,
             q_norm=q_norm,
             k_norm=k_norm,
-            output=self._summed(output, config.has_output_bias and recurrent is None),
+            output=self._summed(
+                self._own_columns(
+                    output, config.has_output_bias and recurrent is None, is_sensitive=False
+                )
+            ),
             attention_norm=self._norm(names.attention_norm),
             mlp_norm=self._norm("" if layer.has_parallel_experts else mlp_norm),
             mlp=self._any_mlp(layer) if layer.has_mlp else None,
@@ -283,7 +289,7 @@ class _LayerLoader:
         size = self._config.hidden_size
         weight = moe.router.weight * loader.vector(router_scale) * size**-0.5
         return ParallelMoe(
-            self._mlp(self._names.gate_up, self._names.down),
+            self._own_mlp(self._names.gate_up, self._names.down),
             loader.norm(dense_norm),
             loader.norm(dense_output_norm),
             replace(moe, router=replace(moe.router, weight=weight)),
@@ -294,16 +300,24 @@ class _LayerLoader:
         )
 
     def _mlp(self, gate_up: Sequence[str], down: str) -> Mlp:
-        has_bias = self._config.has_mlp_bias
-        return Mlp(self._linear(gate_up, has_bias), self._summed(down, has_bias, is_sensitive=True))
+        own = self._own_mlp(gate_up, down)
+        return replace(own, down=self._summed(own.down))
 
-    def _summed(self, name: str, has_bias: bool, *, is_sensitive: bool = False) -> Linear:
+    def _own_mlp(self, gate_up: Sequence[str], down: str) -> Mlp:
+        """Load the rank's part of an MLP."""
+        has_bias = self._config.has_mlp_bias
+        return Mlp(self._linear(gate_up, has_bias), self._own_columns(down, has_bias))
+
+    def _own_columns(self, name: str, has_bias: bool, *, is_sensitive: bool = True) -> Linear:
         """Load a linear layer of which each rank has some columns, and the first one the bias."""
-        if self._group is None:
-            return self._linear([name], has_bias, is_sensitive=is_sensitive)
-        has_bias = has_bias and self._group.shard.rank == 0
-        part = self._linear([name], has_bias, is_sensitive=is_sensitive)
-        return SummedLinear(part, self._group)
+        return self._linear([name], has_bias and self._is_first, is_sensitive=is_sensitive)
+
+    def _summed(self, part: Linear) -> Linear:
+        return part if self._group is None else SummedLinear(part, self._group)
+
+    @property
+    def _is_first(self) -> bool:
+        return self._group is None or self._group.shard.rank == 0
 
     def _moe(self) -> Moe:
         moe, names = self._config.moe, self._names.experts
@@ -312,15 +326,16 @@ class _LayerLoader:
         shared, shared_gate = None, None
         if moe.shared_size:
             gate_up = [f"{names.shared}.{name}" for name in names.shared_gate_up]
-            shared = self._mlp(gate_up, f"{names.shared}.{names.shared_down}")
+            shared = self._own_mlp(gate_up, f"{names.shared}.{names.shared_down}")
         if moe.has_shared_gate:
             shared_gate = self._linear([names.shared_gate], False)
         latent = None
         if moe.latent_size is not None:
             into, out = ([name] for name in names.latent)
             latent = self._linear(into, False), self._linear(out, False)
-        experts = [self._expert(moe, names, expert) for expert in range(moe.num_experts)]
-        return Moe(moe, self._router(moe, names), experts, shared, shared_gate, latent)
+        experts = [self._expert(moe, names, expert) for expert in moe.loaded_experts]
+        router, add_up = self._router(moe, names), self._group.all_reduce if self._group else None
+        return Moe(moe, router, experts, shared, shared_gate, latent, add_up=add_up)
 
     def _router(self, moe: MoeConfig, names: ExpertNames) -> Router:
         router = self._tensors.in_layer(self._index, names.router)
@@ -333,18 +348,20 @@ class _LayerLoader:
         )
 
     def _expert(self, moe: MoeConfig, names: ExpertNames, expert: int) -> Mlp:
+        has_bias = moe.has_bias
+        has_down_bias = has_bias and (self._is_first or bool(moe.own_experts))
         if "{expert}" in names.down:
             gate_up = [name.format(expert=expert) for name in names.gate_up]
             down = names.down.format(expert=expert)
             return Mlp(
-                self._linear(gate_up, moe.has_bias),
-                self._linear([down], moe.has_bias, is_sensitive=True),
+                self._linear(gate_up, has_bias),
+                self._linear([down], has_down_bias, is_sensitive=True),
             )
         gate_up_name, down_name = (
             self._tensors.in_layer(self._index, name) for name in (names.gate_up[0], names.down)
         )
-        has_bias, read = moe.has_bias, self._loader.expert_linear
+        place, read = expert - moe.loaded_experts.start, self._loader.expert_linear
         return Mlp(
-            read(gate_up_name, expert, names, has_bias, is_gate_up=True),
-            read(down_name, expert, names, has_bias, is_gate_up=False),
+            read(gate_up_name, place, names, has_bias, is_gate_up=True),
+            read(down_name, place, names, has_down_bias, is_gate_up=False),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,7 +13,7 @@ from baton.checkpoint.checkpoint import Expected, Shape, Tensors
 from baton.checkpoint.quantized import Quantized
 from baton.checkpoint.weight_digests import FileIdentity
 from baton.core.errors import InvalidConfig
-from baton.engine.runner.model.config import ModelConfig
+from baton.engine.runner.model.config import ModelConfig, MoeConfig
 from baton.engine.runner.model.rank_group import Shard
 from baton.engine.runner.weights.tensor_names import TensorMap, check_tensors
 
@@ -20,7 +21,6 @@ from baton.engine.runner.weights.tensor_names import TensorMap, check_tensors
 def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     """Return the model as a rank computes it. Raises InvalidConfig if it cannot be divided."""
     undivided = {
-        "experts": config.moe,
         "latent attention": config.latent,
         "recurrent layers": config.recurrent,
         "weights quantized in the folder": config.quantization,
@@ -35,16 +35,27 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
             f"{config.architecture}: models with {' and '.join(found)} cannot be divided among "
             "ranks yet: leave out --tensor-parallel-size"
         )
-    size, kv_heads = shard.size, config.num_kv_heads
-    mlp_sizes = {layer.mlp_size for layer in config.layers}
-    if config.num_heads % size or kv_heads % min(size, kv_heads) or size % min(size, kv_heads):
+    size, kv_heads, moe = shard.size, config.num_kv_heads, config.moe
+    if shard.has_whole_experts and moe is None:
+        raise InvalidConfig(f"--enable-expert-parallel: {config.architecture} has no experts")
+    parts = {
+        "heads": {config.num_heads},
+        "numbers of an MLP": {layer.mlp_size for layer in config.layers},
+    }
+    if moe is not None:
+        parts["numbers of shared experts"] = {moe.shared_size}
+        divided = {"experts": {moe.num_experts}}
+        if not shard.has_whole_experts:
+            divided = {"numbers of an expert": {moe.expert_size}}
+        parts |= divided
+    faults = [
+        f"{count} {name}" for name, counts in parts.items() for count in counts if count % size
+    ]
+    if kv_heads % min(size, kv_heads) or size % min(size, kv_heads):
+        faults.append(f"{kv_heads} KV heads")
+    if faults:
         raise InvalidConfig(
-            f"{config.num_heads} heads and {kv_heads} KV heads cannot be divided by "
-            f"--tensor-parallel-size {size}"
-        )
-    if any(each % size for each in mlp_sizes):
-        raise InvalidConfig(
-            f"MLPs of {max(mlp_sizes)} numbers cannot be divided by --tensor-parallel-size {size}"
+            f"{' and '.join(faults)} cannot be divided by --tensor-parallel-size {size}"
         )
     return replace(
         config,
@@ -52,66 +63,79 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
         num_heads=config.num_heads // size,
         num_kv_heads=len(shard.part_of(kv_heads)),
         layers=tuple(replace(layer, mlp_size=layer.mlp_size // size) for layer in config.layers),
+        moe=None if moe is None else _shard_experts(moe, shard),
     )
+
+
+def _shard_experts(moe: MoeConfig, shard: Shard) -> MoeConfig:
+    moe = replace(moe, shared_size=moe.shared_size // shard.size)
+    if shard.has_whole_experts:
+        return replace(moe, own_experts=shard.part_of(moe.num_experts))
+    return replace(moe, expert_size=moe.expert_size // shard.size)
+
+
+Ranges = Sequence[range]  # the rank's numbers along an axis
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedTensors:
-    """Implements `Tensors` of one rank: where its tensor is shorter, the part of the whole one."""
+    """Implements `Tensors` of one rank: of each tensor that ranks divide, its own part."""
 
     whole: Tensors
-    own_shapes: Mapping[str, Shape]
-    shard: Shard
-    vocabulary: Sequence[str]  # tensors that have a row for each token
+    map: TensorMap  # of the own parts
+    own: Mapping[str, Sequence[Ranges]]  # by tensor, then by axis
 
     @classmethod
     def of(cls, config: ModelConfig, whole: Tensors, shard: Shard) -> ShardedTensors:
         """Check and divide the tensors of a model. Raises InvalidConfig if that is not possible."""
         check_tensors(config, whole)
-        own = TensorMap(shard_config(config, shard), whole.shapes())
-        if min(len(own.names.qkv), len(own.names.gate_up)) == 1:
-            raise InvalidConfig(
-                f"{config.architecture}: its stacked matrices cannot be divided among ranks yet: "
-                "leave out --tensor-parallel-size"
-            )
-        vocabulary = [f"{name}.weight" for name in (own.embedding, own.head)]
-        return cls(whole, own.shapes(), shard, vocabulary)
+        tensors = TensorMap(config, whole.shapes())
+        shard_map, sizes = tensors.of_shard(shard_config(config, shard)), tensors.parts()
+        own: dict[str, Sequence[Ranges]] = {
+            name: [_own_ranges(shard, *axis) for axis in zip(axes, sizes[name], strict=True)]
+            for name, axes in shard_map.parts().items()
+        }
+        for linear in {tensors.embedding, tensors.head}:
+            own[f"{linear}.weight"] = [
+                [shard.rows_of(config.vocab_size)],
+                [range(config.hidden_size)],
+            ]
+        return cls(whole, shard_map, own)
 
     def names(self) -> list[str]:
         return self.whole.names()
 
     def shapes(self) -> dict[str, Shape]:
-        return {name: self.own_shapes.get(name, own) for name, own in self.whole.shapes().items()}
+        return {name: self._shape(name, whole) for name, whole in self.whole.shapes().items()}
 
     def check(self, expected: Mapping[str, Expected], is_ignored: Callable[[str], bool]) -> None:
         """Do nothing: the whole tensors are checked."""
 
     def tensor(self, name: str) -> Tensor:
-        tensor = self.whole.tensor(name)
-        for axis, own in enumerate(self._own(name, tensor.shape)):
-            tensor = tensor.narrow(axis, own.start, len(own))
-        return tensor
+        return _narrow(self.whole.tensor(name), self.own.get(name, ()))
 
     def part(self, name: str, index: int) -> Tensor:
-        return self.tensor(name)[index]
+        first, others = self._of_element(name)
+        return _narrow(self.whole.part(name, first + index), others)
 
     def copy_into(self, name: str, destination: Tensor) -> None:
         destination.copy_(self.tensor(name))
 
     def quantized(self, name: str, index: int | None = None) -> Sequence[Quantized] | None:
-        parts = self.whole.quantized(name, index)
-        if parts is None:
-            return None
-        num_rows = sum(len(part.numbers) for part in parts)
-        rows, columns = self._own(name, (num_rows, parts[0].numbers.shape[1]))
+        if index is None:
+            parts, axes = self.whole.quantized(name), self.own.get(name)
+        else:
+            first, axes = self._of_element(name)
+            parts = self.whole.quantized(name, first + index)
+        if parts is None or not axes:
+            return parts
+        rows, columns = axes
         found, first = [], 0
         for part in parts:
             end = first + len(part.numbers)
-            wanted = range(max(rows.start, first), min(rows.stop, end))
+            wanted = [at - first for own in rows for at in own if first <= at < end]
             if wanted:
-                found.append(
-                    _cut(name, part, range(wanted.start - first, wanted.stop - first), columns)
-                )
+                found.append(_cut(name, part, wanted, columns))
             first = end
         return found
 
@@ -122,26 +146,42 @@ class ShardedTensors:
         """Return that of the whole tensors: all ranks have the same."""
         return self.whole.digest()
 
-    def _own(self, name: str, shape: Sequence[int]) -> list[range]:
-        """Return the own numbers of each axis of a tensor."""
-        if name in self.vocabulary:
-            return [self.shard.rows_of(shape[0]), range(shape[1])]
-        own_shape = self.own_shapes.get(name, shape)
-        return [_own_part(self.shard, own, of) for own, of in zip(own_shape, shape, strict=True)]
+    def _shape(self, name: str, whole: Shape) -> Shape:
+        axes = self.own.get(name)
+        return whole if axes is None else tuple(sum(map(len, ranges)) for ranges in axes)
+
+    def _of_element(self, name: str) -> tuple[int, Sequence[Ranges]]:
+        """Return the first own element of a tensor, and the own numbers along its axes."""
+        [elements], *axes = self.own[name]
+        return elements.start, axes
 
 
-def _own_part(shard: Shard, own: int, count: int) -> range:
-    """Return which `own` of so many numbers a rank has. With fewer parts, some share one."""
-    [part] = shard.part_of(count // own)
-    return range(part * own, (part + 1) * own)
+def _own_ranges(shard: Shard, own: Sequence[int], whole: Sequence[int]) -> Ranges:
+    """Return the own numbers of an axis: those of each part that is stacked along it."""
+    if own == whole:
+        return [range(sum(whole))]
+    starts = [0, *itertools.accumulate(whole)]
+    found = []
+    for start, size, of in zip(starts, own, whole, strict=False):
+        [part] = shard.part_of(of // size)  # with fewer parts than ranks, some share one
+        found.append(range(start + part * size, start + (part + 1) * size))
+    return found
 
 
-def _cut(name: str, matrix: Quantized, rows: range, columns: range) -> Quantized:
+def _narrow(tensor: Tensor, axes: Sequence[Ranges]) -> Tensor:
+    for axis, ranges in enumerate(axes):
+        parts = [tensor.narrow(axis, own.start, len(own)) for own in ranges]
+        tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)
+    return tensor
+
+
+def _cut(name: str, matrix: Quantized, rows: Sequence[int], columns: Ranges) -> Quantized:
     if len(rows) < len(matrix.numbers):
         matrix = matrix.rows(torch.tensor(rows))
-    if len(columns) == matrix.numbers.shape[1]:
+    wanted = torch.tensor([at for own in columns for at in own])
+    if len(wanted) == matrix.numbers.shape[1]:
         return matrix
-    cut = matrix.columns(torch.tensor(columns))
+    cut = matrix.columns(wanted)
     if cut is None:
         raise InvalidConfig(
             f"{name}: the {matrix.group} columns of a scale would be divided among ranks; use a "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 
@@ -29,7 +30,9 @@ from baton.engine.runner.weights.packed import (
     packed_parts,
 )
 
-Shapes = Iterator[tuple[str, Shape]]
+# Size of an axis, or those of the parts that follow each other along it.
+Axis = int | tuple[int, ...]
+Shapes = Iterator[tuple[str, tuple[Axis, ...]]]
 CLASSIFIER = "score"
 
 
@@ -53,6 +56,12 @@ class TensorMap:
         name = f"{self.names.embedding}.weight"
         present = [pair for pair in prefixes if f"{pair[0]}{name}" in found]
         self.prefix, self.head = (present or prefixes)[0]
+
+    def of_shard(self, config: ModelConfig) -> TensorMap:
+        """Return the tensors of a part of the model, which have the same names."""
+        shard = copy(self)
+        shard.config = config
+        return shard
 
     @property
     def embedding(self) -> str:
@@ -83,11 +92,16 @@ class TensorMap:
 
     def shapes(self) -> dict[str, Shape]:
         """Return the shape of each tensor as if no matrix was quantized."""
-        return dict(self._shapes())
+        return {name: _shape(axes) for name, axes in self._shapes()}
+
+    def parts(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """Return the sizes of the parts along each axis of each tensor; most have one part."""
+        return {name: tuple(map(_parts_of, axes)) for name, axes in self._shapes()}
 
     def shapes_of_layer(self, index: int) -> dict[str, Shape]:
         """Return the shape of each tensor of a layer, as `shapes` does."""
-        return {self.in_layer(index, name): shape for name, shape in self._layer_shapes(index)}
+        layer = self._layer_shapes(index)
+        return {self.in_layer(index, name): _shape(axes) for name, axes in layer}
 
     def row_scales(self) -> Mapping[str, Sequence[RowScale]]:
         """Return the scales of the rows of matrices that have any, by the names of these."""
@@ -137,7 +151,8 @@ class TensorMap:
             yield f"{self.prefix}{names.projection}.weight", (rows, config.hidden_size)
             yield f"{self.prefix}{names.norm}.weight", (size,)
         for index in range(config.num_layers):
-            yield from self.shapes_of_layer(index).items()
+            for name, shape in self._layer_shapes(index):
+                yield self.in_layer(index, name), shape
 
     def _layer_shapes(self, index: int) -> Shapes:
         config, layer = self.config, self.config.layers[index]
@@ -173,7 +188,8 @@ class TensorMap:
         hidden, heads = config.hidden_size, (config.num_heads, config.num_kv_heads)
         queries, keys = (count * config.head_dim for count in heads)
         gated = 2 * queries if config.has_output_gate else queries
-        rows = (gated, keys, keys) if len(names.qkv) == 3 else (gated + 2 * keys,)
+        rows: Sequence[Axis] = (gated, keys, keys)
+        rows = rows if len(names.qkv) == 3 else [(gated, keys, keys)]
         for name, count in zip(self.qkv(index), rows, strict=False):
             yield from _linear(name, count, hidden, config.has_qkv_bias)
         yield from _linear(names.output, hidden, queries, config.has_output_bias)
@@ -224,9 +240,9 @@ class TensorMap:
 
     def _mlp_shapes(self, gate_up: Sequence[str], down: str, size: int) -> Shapes:
         hidden, has_bias = self.config.hidden_size, self.config.has_mlp_bias
-        rows = size * (2 if self.config.activation.is_gated else 1) // len(gate_up)
+        is_stacked = self.config.activation.is_gated and len(gate_up) == 1
         for name in gate_up:
-            yield from _linear(name, rows, hidden, has_bias)
+            yield from _linear(name, (size, size) if is_stacked else size, hidden, has_bias)
         yield from _linear(down, hidden, size, has_bias)
 
     def _parallel_shapes(self, moe: MoeConfig) -> Shapes:
@@ -313,12 +329,20 @@ def _is_found(
         part = form.down.format(expert=0)
         return any(f".{part}." in name for name in found)
     return all(
-        any(name.endswith(f".{tensor}") and found[name] == shape for name in found)
-        for tensor, shape in _expert_shapes(moe, form, hidden_size)
+        any(name.endswith(f".{tensor}") and found[name] == _shape(axes) for name in found)
+        for tensor, axes in _expert_shapes(moe, form, hidden_size)
     )
 
 
-def _linear(name: str, rows: int, columns: int, has_bias: bool) -> Shapes:
+def _shape(axes: Sequence[Axis]) -> Shape:
+    return tuple(sum(_parts_of(axis)) for axis in axes)
+
+
+def _parts_of(axis: Axis) -> tuple[int, ...]:
+    return (axis,) if isinstance(axis, int) else axis
+
+
+def _linear(name: str, rows: Axis, columns: int, has_bias: bool) -> Shapes:
     yield f"{name}.weight", (rows, columns)
     if has_bias:
         yield f"{name}.bias", (rows,)
@@ -326,18 +350,22 @@ def _linear(name: str, rows: int, columns: int, has_bias: bool) -> Shapes:
 
 def _expert_shapes(moe: MoeConfig, names: ExpertNames, hidden_size: int) -> Shapes:
     hidden_size = moe.latent_size or hidden_size
+    size = moe.expert_size
+    rows: Axis = size
+    if names.is_gated and len(names.gate_up) == 1:
+        rows = 2 * size if names.is_interleaved else (size, size)
     for name in names.gate_up:
-        rows = moe.expert_size * (2 if names.is_gated else 1) // len(names.gate_up)
         yield from _experts(name, moe, names, rows, hidden_size)
     yield from _experts(names.down, moe, names, hidden_size, moe.expert_size)
 
 
-def _experts(name: str, moe: MoeConfig, names: ExpertNames, rows: int, columns: int) -> Shapes:
+def _experts(name: str, moe: MoeConfig, names: ExpertNames, rows: Axis, columns: int) -> Shapes:
     if "{expert}" in name:
-        for expert in range(moe.num_experts):
+        for expert in moe.loaded_experts:
             yield from _linear(name.format(expert=expert), rows, columns, moe.has_bias)
         return
     shape = (columns, rows) if names.is_transposed else (rows, columns)
-    yield f"{name}.weight" if names.has_weight_suffix else name, (moe.num_experts, *shape)
+    count = len(moe.loaded_experts)
+    yield f"{name}.weight" if names.has_weight_suffix else name, (count, *shape)
     if moe.has_bias:
-        yield f"{name}_bias", (moe.num_experts, rows)
+        yield f"{name}_bias", (count, rows)

@@ -403,7 +403,8 @@ struct MixArgs {
     Bf16* dst;                           // [tokens, hidden_size]
     // Each [tokens * top_k, ..]: hidden size; gate and up; gated.
     Bf16 *narrow_buf, *wide_buf, *gated_buf;
-    std::int64_t num_tokens, num_experts, top_k;
+    std::int64_t num_tokens, top_k;
+    std::int64_t first_expert, num_experts;  // no others are computed
     GateParams gate;
     LowRankGroups groups;  // without any, num_groups is 0; an adapter's places are those of gate_up
     const LowRankAdapter* down_adapters;  // [groups]

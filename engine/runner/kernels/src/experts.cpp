@@ -7,6 +7,7 @@
 #include "thread_pool.h"
 
 #include <algorithm>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -18,9 +19,15 @@ namespace {
 class Rows {
   public:
     explicit Rows(const MixArgs& args)
-        : slots_(args.num_tokens * args.top_k), rows_(slots_.size()) {
+        : rows_(args.num_tokens * args.top_k), counts_(args.num_tokens) {
         std::vector<std::int64_t> ends(args.num_experts);
-        for (std::size_t slot = 0; slot < slots_.size(); ++slot) ++ends[args.expert_ids[slot]];
+        const auto for_own_slots = [&](auto each) {
+            for (std::size_t slot = 0; slot < rows_.size(); ++slot) {
+                const std::int64_t expert = args.expert_ids[slot] - args.first_expert;
+                if (expert >= 0 && expert < args.num_experts) each(slot, ends[expert]);
+            }
+        };
+        for_own_slots([](std::int64_t, std::int64_t& count) { ++count; });
         offsets_.push_back(0);
         for (std::int64_t expert = 0; expert < args.num_experts; ++expert) {
             const std::int64_t count = ends[expert];
@@ -30,12 +37,11 @@ class Rows {
             down_.push_back(args.down[expert]);
             offsets_.push_back(offsets_.back() + count);
         }
-        for (std::size_t slot = 0; slot < slots_.size(); ++slot)
-            slots_[ends[args.expert_ids[slot]]++] = slot;
-        std::vector<std::int64_t> found(args.num_tokens);
+        slots_.resize(offsets_.back());
+        for_own_slots([&](std::int64_t slot, std::int64_t& end) { slots_[end++] = slot; });
         for (std::size_t row = 0; row < slots_.size(); ++row) {
             const std::int64_t token = slots_[row] / args.top_k;
-            rows_[token * args.top_k + found[token]++] = row;
+            rows_[token * args.top_k + counts_[token]++] = row;
         }
     }
 
@@ -43,7 +49,9 @@ class Rows {
     // Index of the row in expert_ids and weights.
     std::int64_t slot(std::int64_t row) const { return slots_[row]; }
     // Rows of a token, in ascending order.
-    const std::int64_t* of_token(std::int64_t index) const { return rows_.data() + index; }
+    std::span<const std::int64_t> of_token(std::int64_t token) const {
+        return {rows_.data() + token * (rows_.size() / counts_.size()), counts_[token]};
+    }
 
     GroupedLinear gate_up(const Bf16* src, Bf16* dst, std::int32_t num_threads) const {
         return grouped(gate_up_, src, dst, num_threads);
@@ -66,6 +74,7 @@ class Rows {
     }
 
     std::vector<std::int64_t> slots_, rows_, offsets_;
+    std::vector<std::size_t> counts_;           // by token
     std::vector<PackedMatrix> gate_up_, down_;  // of the experts that have rows
 };
 
@@ -80,7 +89,8 @@ void for_adapted_rows(const MixArgs& args, const Rows& rows, const Begin& begin,
     std::vector<std::pair<std::int64_t, std::int64_t>> found;  // expert and group; row
     for (std::int64_t row = 0; row < rows.count(); ++row) {
         const std::int64_t slot = rows.slot(row), group = group_of[slot / args.top_k];
-        if (group >= 0) found.emplace_back(args.expert_ids[slot] * num_groups + group, row);
+        const std::int64_t expert = args.expert_ids[slot] - args.first_expert;
+        if (group >= 0) found.emplace_back(expert * num_groups + group, row);
     }
     std::sort(found.begin(), found.end());
     for (std::size_t i = 0; i < found.size(); ++i) {
@@ -134,8 +144,8 @@ class TokenSum {
         : args_(args), rows_(rows), size_(size), weights_(args.top_k), outputs_(args.top_k) {}
 
     void operator()(std::int64_t token) {
-        const std::int64_t* const own = rows_.of_token(token * args_.top_k);
-        for (std::int64_t i = 0; i < args_.top_k; ++i) {
+        const std::span<const std::int64_t> own = rows_.of_token(token);
+        for (std::size_t i = 0; i < own.size(); ++i) {
             outputs_[i] = args_.narrow_buf + own[i] * size_;
             const float weight = args_.weights[rows_.slot(own[i])];
             weights_[i] = args_.scales_input ? 1.0f : round_to_bf16(weight);
@@ -144,13 +154,13 @@ class TokenSum {
         std::int64_t at = 0;
         for (; at + kLanes <= size_; at += kLanes) {
             F32x16 total{};
-            for (std::int64_t i = 0; i < args_.top_k; ++i)
+            for (std::size_t i = 0; i < own.size(); ++i)
                 total += bf16_to_f32(outputs_[i] + at) * weights_[i];
             store(dst + at, total);
         }
         for (; at < size_; ++at) {
             float total = 0;
-            for (std::int64_t i = 0; i < args_.top_k; ++i)
+            for (std::size_t i = 0; i < own.size(); ++i)
                 total += bf16_to_f32(outputs_[i][at]) * weights_[i];
             dst[at] = f32_to_bf16(total);
         }
@@ -172,6 +182,10 @@ void baton_mix_experts(const MixArgs* args) {
     if (args->num_tokens == 0) return;
     const std::int64_t hidden_size = args->down[0].num_rows, size = args->down[0].num_columns;
     const Rows rows(*args);
+    if (rows.count() == 0) {
+        std::fill_n(args->dst, args->num_tokens * hidden_size, Bf16{});
+        return;
+    }
     gather(*args, rows, hidden_size);
     linear(rows.gate_up(args->narrow_buf, args->wide_buf, args->num_threads));
     NumberedGroups gate_up, down;
