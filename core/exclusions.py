@@ -18,6 +18,7 @@ class Feature(Enum):
 
     BATCH_INVARIANT = auto()
     TORCH_KERNELS = auto()
+    FP8_KV = auto()
     ADAPTERS = auto()
     NO_ADAPTABLE_LAYERS = auto()
     NO_CHUNKED_PREFILL = auto()
@@ -60,6 +61,12 @@ EXCLUSIONS = (
         Feature.TORCH_KERNELS,
         "--batch-invariant: plain torch rounds sums by the size of the batch; use --kernels triton "
         "on a GPU, or native on a CPU",
+    ),
+    Exclusion(
+        Feature.FP8_KV,
+        Feature.GPU,
+        "--kv-cache-dtype fp8 is for CPUs: kernels of GPUs (--device cuda, --kernels triton) read "
+        "int8 and what the model computes in",
     ),
     Exclusion(
         Feature.LONG_PREFILL_THRESHOLD,

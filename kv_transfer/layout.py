@@ -9,7 +9,6 @@ from enum import Enum
 
 from baton.core.ids import BlockId
 
-INT8_SCALE_BYTES = 2
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -18,11 +17,16 @@ class KvPacking(Enum):
 
     PLAIN = "plain"  # [layers, tensors, kv_heads, tokens, numbers]
     INT8 = "int8"  # likewise; the numbers of a token and KV head are followed by their scale
+    FP8 = "fp8"  # likewise, as float8_e4m3fn; layers have the scales of the model
     # Blocks of vLLM, [layers, kv_heads, ..]. On GPUs a token's key is followed by its value.
     VLLM = "vllm"
     VLLM_VEC = "vec"  # keys [dim, tokens], then values [tokens, dim]; CPUs without AMX
     # Keys and then values in pairs of numbers, 16 columns each; CPUs with AMX, and bfloat16 only.
     VLLM_AMX = "amx"
+
+
+# Packings with one byte for a number: the bytes of scale after those of a token and KV head.
+SCALE_BYTES = {KvPacking.INT8: 2, KvPacking.FP8: 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,8 @@ class KvLayout:
     @property
     def cache_dtype(self) -> str:
         """Return the stored dtype, for people."""
-        return f"int8/{self.dtype}" if self.packing is KvPacking.INT8 else self.dtype
+        is_plain = self.packing not in SCALE_BYTES
+        return self.dtype if is_plain else f"{self.packing.value}/{self.dtype}"
 
     @property
     def block_bytes(self) -> int:
@@ -72,8 +77,8 @@ class KvLayout:
     def layer_bytes(self) -> int:
         """Return the size of one place in a block."""
         slot_bytes = NUMBER_BYTES.get(self.dtype, 0) * self.head_dim
-        if self.packing is KvPacking.INT8:
-            slot_bytes = self.head_dim + INT8_SCALE_BYTES
+        if self.packing in SCALE_BYTES:
+            slot_bytes = self.head_dim + SCALE_BYTES[self.packing]
         return self.num_tensors * self.num_kv_heads * self.block_size * slot_bytes
 
     @property
@@ -90,15 +95,18 @@ class KvLayout:
 def is_convertible(source: KvLayout, target: KvLayout) -> bool:
     """Return whether a peer's blocks of `source` can be converted into different ones of `target`.
 
-    KV becomes int8, but never again what it was. Block sizes can differ if all layers attend to all
-    tokens: otherwise the two sides would not agree on the blocks that are needed. Blocks of unlike
-    layers and of recurrent states are not converted.
+    KV becomes int8 or FP8, but never again what it was. Block sizes can differ if all layers attend
+    to all tokens: otherwise the two sides would not agree on the blocks that are needed. Only then
+    it becomes FP8, too: a place of other blocks can belong to several layers, whose scales differ.
+    Blocks of unlike layers and of recurrent states are not converted.
     """
     are_plain = source.has_plain_blocks and target.has_plain_blocks
     is_packed = are_plain and source.packing in (KvPacking.PLAIN, target.packing)
+    are_scaled = target.packing in (source.packing, KvPacking.INT8) or target.is_uniform
     are_sized = source.block_size == target.block_size or target.is_uniform
     unpacked = replace(source, packing=target.packing, block_size=target.block_size)
-    return source != target and is_packed and are_sized and unpacked == target
+    is_possible = is_packed and are_scaled and are_sized
+    return source != target and is_possible and unpacked == target
 
 
 @dataclass(frozen=True, slots=True)

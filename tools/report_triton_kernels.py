@@ -20,7 +20,7 @@ import torch
 from baton.core.ids import RequestId
 from baton.core.sampling import SamplingParams
 from baton.engine.plan import PlanRow
-from baton.engine.runner.attention.kv_tensor import scale_bytes
+from baton.engine.runner.attention.byte_kv import scale_bytes
 from baton.engine.runner.attention.paged_attention import LayerAttention
 from baton.engine.runner.device.step_inputs import SHARED_INPUTS
 from baton.engine.runner.model.config import Activation, Recurrence, RecurrentConfig

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.checkpoint.checkpoint import Checkpoint
+from baton.engine.runner.attention.byte_kv import scale_bytes
 from baton.engine.runner.families.read_config import read_model_config
+from baton.engine.runner.load import KV_DTYPES
 from baton.engine.runner.model.config import (
     LayerConfig,
     ModelConfig,
@@ -151,8 +153,14 @@ def work_of(checkpoint: Checkpoint, quantize: str, kv_cache_dtype: str = "auto")
         head_number_bytes=stored.of_head(HEAD_BYTES_OF_NUMBER[quantize]),
         slot_numbers=_slot_numbers(config),
         pair_products=_pair_products(config),
-        kv_number_bytes=KV_NUMBER_BYTES if kv_cache_dtype == "auto" else 1 + 2 / config.head_dim,
+        kv_number_bytes=_kv_number_bytes(kv_cache_dtype, config.head_dim),
     )
+
+
+def _kv_number_bytes(kv_cache_dtype: str, head_dim: int) -> float:
+    if kv_cache_dtype == "auto":
+        return KV_NUMBER_BYTES
+    return 1 + scale_bytes(KV_DTYPES[kv_cache_dtype]) / head_dim
 
 
 class _StoredBytes:

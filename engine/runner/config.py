@@ -22,7 +22,7 @@ from baton.engine.spec_decode.config import Speculation, parse_speculation
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 ACTIVATION_DTYPE_NAMES = ("auto", "bfloat16", "int8")
 KERNEL_NAMES = ("auto", "native", "triton", "torch")
-KV_DTYPE_NAMES = ("auto", "int8")
+KV_DTYPE_NAMES = ("auto", "int8", "fp8", "fp8_e4m3")
 POOLING_NAMES = ("auto", "none", *PoolingKind)
 QUANTIZE_NAMES = ("none", "int8", "int4")
 NOWHERE = ("off", "none")
@@ -214,12 +214,12 @@ class RunnerConfig:
     kv_cache_dtype: Annotated[
         str,
         Option(
-            "Numbers of the KV cache: auto, as the model computes; or int8, about half of the "
-            "bytes of bfloat16.",
+            "Numbers of the KV cache: auto, as the model computes; int8, about half of the bytes "
+            "of bfloat16; or fp8 (fp8_e4m3), half of them, with the scales of the checkpoint.",
             KV_CACHE,
             choices=KV_DTYPE_NAMES,
         ),
-    ] = "auto"  # int8: with a scale for each token and KV head
+    ] = "auto"  # see `byte_kv`
     max_num_seqs: MaxNumSeqs = 128
     max_num_batched_tokens: MaxNumBatchedTokens = 2048
     speculation: Annotated[  # the scheduler needs as many lookahead slots
@@ -292,10 +292,19 @@ class RunnerConfig:
         check(has_ranks, "--enable-expert-parallel is for --tensor-parallel-size above 1")
         uses_torch = self.kernels == "torch" or (self.kernels == "auto" and self.device != "cpu")
         check_exclusions(
-            {Feature.BATCH_INVARIANT: self.batch_invariant, Feature.TORCH_KERNELS: uses_torch}
+            {
+                Feature.BATCH_INVARIANT: self.batch_invariant,
+                Feature.TORCH_KERNELS: uses_torch,
+                Feature.FP8_KV: self.has_fp8_kv,
+                Feature.GPU: self.kernels == "triton" or self.device != "cpu",
+            }
         )
         is_device = DEVICE_NAME.fullmatch(self.device) is not None
         check(is_device, f"--device {self.device!r}: cpu, cuda or cuda:N")
+
+    @property
+    def has_fp8_kv(self) -> bool:
+        return self.kv_cache_dtype.startswith("fp8")
 
     @property
     def num_adapter_places(self) -> int:

@@ -48,11 +48,17 @@ from baton.engine.runner.sampling.logits_processors import ModelView, load_proce
 from baton.engine.runner.state.state_shape import StateShape, cache_layout, state_shape
 from baton.engine.runner.towers import UnloadedTower, read_tower
 from baton.engine.runner.weights.decoder_loading import AdaptLayers, attention_of, load_decoder
+from baton.engine.runner.weights.kv_scales import check_kv_scheme, with_kv_scales
 from baton.engine.runner.weights.open_weights import OpenWeights, open_weights
 
 log = logging.getLogger(__name__)
 
 MAX_CONTEXT_LEN = 1 << 24
+KV_DTYPES = {
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -227,6 +233,8 @@ def open_model(
         batch_invariant=config.batch_invariant,
     )
     tower = _read_tower(config, checkpoint)
+    if config.has_fp8_kv:
+        check_kv_scheme(checkpoint)
     head = open_head(config, checkpoint, model)
     if head is not None:
         places = head.extended.kv_places()[: len(model.attention_layers)]
@@ -265,6 +273,8 @@ def load_weights(
         tower = _load_tower(opened, weights)  # first: the progress is that of the decoder
         adapt = None if active is None else partial(adaptable_layers, kernels.ops, model, active)
         decoder, attention = source.load(weights, on_progress, adapt)
+        if config.has_fp8_kv:
+            attention = with_kv_scales(attention, model, weights.tensors)
         head = None
         if opened_head is not None and isinstance(decoder, Decoder):
             head = opened_head.load(weights.tensors, decoder, weights.target)
@@ -366,9 +376,9 @@ def kv_dtype(name: str, model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the KV tensor of a model that computes in `dtype`."""
     if name == "auto":
         return dtype
-    # Scales are aligned in memory.
+    # Scales and slots are aligned in memory.
     check(model.head_dim % 2 == 0, f"kv_cache_dtype {name!r}: not with head_dim {model.head_dim}")
-    return torch.int8
+    return KV_DTYPES[name]
 
 
 def choose_max_model_len(config: RunnerConfig, longest: int) -> int:

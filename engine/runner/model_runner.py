@@ -27,7 +27,11 @@ from baton.engine.plan import NO_MEDIA, MediaOrders, Pending, Plan, RunResult
 from baton.engine.runner.adapters.adapters import AdapterTable
 from baton.engine.runner.attention.kv_blocks import KvBlocks
 from baton.engine.runner.attention.kv_tensor import KvShape, describe
-from baton.engine.runner.attention.paged_attention import LayerAttention, PagedAttention
+from baton.engine.runner.attention.paged_attention import (
+    LayerAttention,
+    PagedAttention,
+    scales_by_place,
+)
 from baton.engine.runner.batch.encoding_blocks import EncodingBlocks
 from baton.engine.runner.batch.encodings import Encodings, LayerDone, PictureEncoder
 from baton.engine.runner.batch.input_batch import NO_DRAFTS, PersistentBatch, Step
@@ -125,7 +129,7 @@ class TorchRunner:
         self.graphs: DecodeGraphs[HiddenStates] | None = None
         self.num_passes: Counter[GraphSize | EagerCause] = Counter()  # by graph, or why eager
         self.adapters, self._ranks = parts.adapters, parts.ranks
-        self.blocks = KvBlocks(kv[:num_blocks], self.device, kernels.make_block_hashes(kv))
+        self.blocks = _make_blocks(parts, kv, num_blocks)
         self._encodings = _make_encodings(parts, kv[:num_blocks])
         self._inputs = make_inputs(self.device)
         self._batch = parts.batch
@@ -409,6 +413,14 @@ def _make_drafting(
     )
     proposer, in_pass = parts.drafters[speculation.method](made_of)
     return SpecDecoder(parts.batch, speculation, proposer, parts.info.vocab_size), in_pass
+
+
+def _make_blocks(parts: RunnerParts, kv: Tensor, num_blocks: int) -> KvBlocks:
+    alike = [
+        replace(layer, own_heads=range(0)) for layer in parts.attention if layer.kv_heads is None
+    ]
+    scales = scales_by_place(alike, *kv.shape[1:4])[..., None]
+    return KvBlocks(kv[:num_blocks], parts.device, parts.kernels.make_block_hashes(kv), scales)
 
 
 def _make_encodings(parts: RunnerParts, kv: Tensor) -> Encodings | None:

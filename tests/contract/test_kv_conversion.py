@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.runner.attention.int8_kv import dequantize, quantize
+from baton.engine.runner.attention.byte_kv import dequantize, quantize
 from baton.engine.runner.attention.kv_conversion import write_converted
+from tests.support.attention_world import bits
 from tests.support.hypothesis_profiles import num_examples
 
 
@@ -16,11 +17,11 @@ from tests.support.hypothesis_profiles import num_examples
     sizes=st.tuples(st.sampled_from([1, 3, 16, 32]), st.sampled_from([1, 4, 16, 32, 600])),
     num_tokens=st.integers(1, 150),
     first_token=st.integers(0, 40),
-    is_int8=st.booleans(),
+    kv_dtype=st.sampled_from([torch.bfloat16, torch.int8, torch.float8_e4m3fn]),
 )
 @settings(max_examples=num_examples(40), deadline=None)
 def test_each_token_is_written_into_its_slot(
-    sizes: tuple[int, int], num_tokens: int, first_token: int, is_int8: bool
+    sizes: tuple[int, int], num_tokens: int, first_token: int, kv_dtype: torch.dtype
 ) -> None:
     source, target = sizes
     first_token = min(first_token, source - 1)
@@ -28,18 +29,19 @@ def test_each_token_is_written_into_its_slot(
     staged = torch.randn(num_staged, 2, 2, 1, source, 8).bfloat16()
     num_blocks = -(-num_tokens // target)
     kv = torch.zeros(num_blocks + 2, 2, 2, 1, target, 8, dtype=torch.bfloat16)
-    kv = quantize(kv) if is_int8 else kv
+    kv = quantize(kv, kv_dtype)
+    scales = torch.rand(2, 2, 1, 1) + 0.5 if kv_dtype is torch.float8_e4m3fn else None
     block_ids = torch.randperm(len(kv))[:num_blocks].tolist()
 
-    write_converted(staged, kv, torch.tensor(block_ids), first_token)
+    write_converted(staged, kv, torch.tensor(block_ids), first_token, scales)
 
     for token in range(num_tokens):
         place = first_token + token
         sent = staged[place // source, :, :, :, place % source]
         kept = kv[block_ids[token // target], :, :, :, token % target]
-        assert torch.equal(kept, quantize(sent) if is_int8 else sent)
+        assert torch.equal(bits(kept), bits(quantize(sent, kv_dtype, scales)))
     others = [block for block in range(len(kv)) if block not in block_ids]
-    assert not dequantize(kv[others], torch.float32).any() if is_int8 else not kv[others].any()
+    assert not dequantize(kv[others], torch.float32).any()
 
 
 @pytest.mark.parametrize("scale", [1e-38, 1.0, 3e38])
@@ -47,7 +49,7 @@ def test_the_quantization_error_is_at_most_half_of_the_scale(scale: float) -> No
     numbers = scale * (2 * torch.rand(50, 64, generator=torch.Generator().manual_seed(1)) - 1)
     numbers = numbers.bfloat16().float()
 
-    found = dequantize(quantize(numbers), torch.float64)
+    found = dequantize(quantize(numbers, torch.int8), torch.float64)
 
     highest = numbers.double().abs().amax(dim=1, keepdim=True)
     assert ((found - numbers).abs() <= highest / 127 / 2 * (1 + 2**-6)).all()

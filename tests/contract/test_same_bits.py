@@ -20,7 +20,7 @@ from torch import Tensor
 
 from baton.core.ids import RequestId
 from baton.core.sampling import SamplingParams
-from baton.engine.runner.attention.int8_kv import quantize
+from baton.engine.runner.attention.byte_kv import quantize
 from baton.engine.runner.attention.paged_attention import LayerAttention
 from baton.engine.runner.kernels.calls import Kernels
 from baton.engine.runner.kernels.native_attention import NativePagedAttention
@@ -45,6 +45,7 @@ SEEDED = SamplingParams(temperature=0.9, top_p=0.9, repetition_penalty=1.2, logp
 # By the edges of blocks (16), of panels (64), and longer than both.
 PROMPT_LENGTHS = (1, 15, 16, 17, 63, 64, 65, 150)
 NUM_BLOCKS = 200
+KV_DTYPES = [torch.bfloat16, torch.int8, torch.float8_e4m3fn]
 
 Cut = Callable[[int], int]  # from remaining tokens to tokens of the next pass
 
@@ -62,7 +63,7 @@ class Sequences:
         value_scale: float = 1.0,
         value_dim: int | None = None,
         *,
-        is_int8: bool = False,
+        kv_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         num_kv_heads, gqa_group_size = heads
@@ -81,12 +82,15 @@ class Sequences:
         num_tensors = 2 if value_dim is None else 1
         shape = (sum(counts), 1, num_tensors, num_kv_heads, block_size, head_dim)
         garbage = torch.full(shape, torch.nan, dtype=torch.bfloat16)
-        self._garbage = quantize(garbage) if is_int8 else garbage
+        self._garbage = quantize(garbage, kv_dtype)
+        self._kv_scales = 0.5 + torch.rand(num_tensors, num_kv_heads, generator=generator)
         self._scale = head_dim**-0.5
 
     def attended(self, kernels: Kernels, rules: LayerAttention, cut: Cut) -> list[Tensor]:
         """Return the outputs of each sequence, computed in passes of the given size."""
-        rules = replace(rules, scale=self._scale, value_dim=self._value_dim)
+        rules = replace(
+            rules, scale=self._scale, value_dim=self._value_dim, kv_scales=self._kv_scales
+        )
         attention = NativePagedAttention(kernels, self._garbage.clone(), [rules])
         computed = [0] * len(self._lengths)
         answers = [queries[..., : self._value_dim].clone() for queries in self._queries]
@@ -147,7 +151,7 @@ def one(left: int) -> int:
     chunk=st.none() | st.integers(1, 150),
     softcap=st.sampled_from([None, 2.0]),
     has_sinks=st.booleans(),
-    is_int8=st.booleans(),
+    kv_dtype=st.sampled_from(KV_DTYPES),
     most=st.sampled_from([1, 2, 20, 100]),
     seed=st.integers(0, 2**32),
 )
@@ -162,11 +166,11 @@ def test_attention_is_bitwise_equal_for_any_chunks_and_any_batch(
     chunk: int | None,
     softcap: float | None,
     has_sinks: bool,
-    is_int8: bool,
+    kv_dtype: torch.dtype,
     most: int,
     seed: int,
 ) -> None:
-    sequences = Sequences(lengths, heads, head_dim, block_size, seed, is_int8=is_int8)
+    sequences = Sequences(lengths, heads, head_dim, block_size, seed, kv_dtype=kv_dtype)
     rules = LayerAttention(1.0, window, chunk, softcap, sequences.sinks if has_sinks else None)
     draw = random.Random(seed)
 
@@ -179,16 +183,16 @@ def test_attention_is_bitwise_equal_for_any_chunks_and_any_batch(
 @pytest.mark.parametrize("kernels", kernels_by_variant().values(), ids=kernels_by_variant().keys())
 @pytest.mark.parametrize(("window", "chunk"), [(None, None), (70, None), (300, None), (None, 90)])
 @pytest.mark.parametrize(("heads", "is_capped"), [((2, 2), False), ((1, 7), False), ((1, 7), True)])
-@pytest.mark.parametrize("is_int8", [False, True])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_attention_is_bitwise_equal_across_tile_boundaries(
     kernels: Kernels,
     window: int | None,
     chunk: int | None,
     heads: tuple[int, int],
     is_capped: bool,
-    is_int8: bool,
+    kv_dtype: torch.dtype,
 ) -> None:
-    sequences = Sequences([530, 300, 257], heads, 64, 16, seed=1, is_int8=is_int8)
+    sequences = Sequences([530, 300, 257], heads, 64, 16, seed=1, kv_dtype=kv_dtype)
     rules = LayerAttention(1.0, window, chunk)
     if is_capped:
         rules = replace(rules, softcap=2.0, sinks=sequences.sinks)
@@ -204,16 +208,16 @@ def test_attention_is_bitwise_equal_across_tile_boundaries(
 
 @pytest.mark.parametrize("kernels", kernels_by_variant().values(), ids=kernels_by_variant().keys())
 @pytest.mark.parametrize("gqa_group_size", [1, 3, 16])
-@pytest.mark.parametrize("is_int8", [False, True])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_latent_attention_is_bitwise_equal_across_tile_boundaries(
-    kernels: Kernels, gqa_group_size: int, is_int8: bool
+    kernels: Kernels, gqa_group_size: int, kv_dtype: torch.dtype
 ) -> None:
     """A single sequence, too: threads share its heads."""
     lengths = [530, 300, 257]
     rules, draw = LayerAttention(1.0), random.Random(0)
     for some in (lengths, lengths[:1]):
         heads = (1, gqa_group_size)
-        sequences = Sequences(some, heads, 96, 16, seed=1, value_dim=64, is_int8=is_int8)
+        sequences = Sequences(some, heads, 96, 16, seed=1, value_dim=64, kv_dtype=kv_dtype)
 
         at_once = sequences.attended(kernels, rules, whole)
         cut = sequences.attended(
@@ -224,12 +228,12 @@ def test_latent_attention_is_bitwise_equal_across_tile_boundaries(
 
 
 @pytest.mark.parametrize("kernels", kernels_by_variant().values(), ids=kernels_by_variant().keys())
-@pytest.mark.parametrize("is_int8", [False, True])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_attention_to_subnormal_values_is_bitwise_equal_for_any_chunks(
-    kernels: Kernels, is_int8: bool
+    kernels: Kernels, kv_dtype: torch.dtype
 ) -> None:
     """Some processors flush subnormals to zero, but only in some of their instructions."""
-    sequences = Sequences([90], (2, 2), 64, 16, seed=2, value_scale=2.0**-127, is_int8=is_int8)
+    sequences = Sequences([90], (2, 2), 64, 16, seed=2, value_scale=2.0**-127, kv_dtype=kv_dtype)
 
     rules = LayerAttention(1.0)
 
@@ -268,6 +272,8 @@ MODELS: tuple[tuple[str, dict[str, str]], ...] = (
     ("qwen3.5", {"quantize": "int8"}),
     ("qwen3.5", {"kv_cache_dtype": "int8"}),
     ("gemma3", {"kv_cache_dtype": "int8"}),
+    ("gemma3", {"kv_cache_dtype": "fp8"}),
+    ("qwen3.5", {"kv_cache_dtype": "fp8"}),
     ("gemma4", {}),
     ("deepseek-v3", {"kv_cache_dtype": "int8"}),
 )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from baton.checkpoint.quantized import Quantized
 from baton.core.errors import InvalidConfig
-from baton.engine.runner.attention.int8_kv import SCALE_BYTES, dequantize
+from baton.engine.runner.attention.byte_kv import dequantize, scale_bytes
 from baton.engine.runner.attention.paged_attention import (
     LayerAttention,
     PagedAttention,
@@ -121,7 +121,7 @@ SPECIAL_ROWS = torch.tensor(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_write_kernel_quantises_with_the_bits_of_torch(dtype: torch.dtype) -> None:
-    shape = replace(ONE_LAYER, num_kv_heads=2, dtype=dtype, is_int8=True)
+    shape = replace(ONE_LAYER, num_kv_heads=2, dtype=dtype, kv_dtype=torch.int8)
     world = World(shape, [Part(3, 9)], seed=3)
     key, value = world.fresh(0)
     key = key.clone()
@@ -131,7 +131,8 @@ def test_the_write_kernel_quantises_with_the_bits_of_torch(dtype: torch.dtype) -
     for make, kv in ((triton_attention, world.kv), (TorchPagedAttention, reference)):
         make(kv, [world.attention(0)]).begin(world.layout()).write(0, key, value)
 
-    assert torch.equal(world.kv[..., :-SCALE_BYTES], reference[..., :-SCALE_BYTES])
+    size = world.kv.shape[-1] - scale_bytes(torch.int8)
+    assert torch.equal(world.kv[..., :size], reference[..., :size])
     written, expected = (dequantize(kv, torch.float32) for kv in (world.kv, reference))
     assert torch.allclose(written, expected, rtol=0, atol=0, equal_nan=True)
 
@@ -140,7 +141,9 @@ ONE_LAYER = Shape(num_heads=2, num_kv_heads=1, num_layers=1, windows=(None,), ch
 SPLIT_SHAPES = {
     "window": replace(ONE_LAYER, windows=(400,), softcap=30.0, has_sinks=True),
     "chunk": replace(ONE_LAYER, chunks=(300,), dtype=torch.bfloat16),
-    "int8": replace(ONE_LAYER, num_heads=6, num_kv_heads=2, dtype=torch.bfloat16, is_int8=True),
+    "int8": replace(
+        ONE_LAYER, num_heads=6, num_kv_heads=2, dtype=torch.bfloat16, kv_dtype=torch.int8
+    ),
     "latent": replace(ONE_LAYER, head_dim=40, value_dim=32, dtype=torch.float16),
     "many heads": replace(ONE_LAYER, num_heads=20),
 }

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from baton.core.ids import RequestId
 from baton.core.output import FinishReason
@@ -19,6 +20,7 @@ from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.scheduler.config import SchedulerConfig
 from tests.support.models import VARIANTS, prompt_of, reference_choices
+from tests.support.scaled_kv import grown_folder
 
 BLOCK_SIZE = 16
 NUM_TOKENS = 48
@@ -34,14 +36,15 @@ def engine_of(model_folder: FolderOf) -> Iterator[Callable[..., EngineCore]]:
     """Yield a factory of engines; the scheduler's state is checked after the test."""
     made: list[tuple[EngineCore, TorchRunner]] = []
 
-    def make(name: str, *, num_blocks: int = 200) -> EngineCore:
+    def make(
+        name: str, *, num_blocks: int = 200, folder: Path | None = None, **settings: str
+    ) -> EngineCore:
         """Load a model, with so many blocks for each KV group."""
-        folder = str(model_folder(name))
-        with load_runner(RunnerConfig(folder, kv_cache_bytes=1 << 20, max_num_seqs=1)) as probe:
+        path = str(folder or model_folder(name))
+        config = RunnerConfig(path, kv_cache_bytes=1 << 20, max_num_seqs=8, **settings)  # type: ignore[arg-type]
+        with load_runner(config) as probe:
             block_bytes = len(probe.kv_memory.layout.groups) * probe.kv_memory.block_bytes
-        runner = load_runner(
-            RunnerConfig(folder, kv_cache_bytes=num_blocks * block_bytes, max_num_seqs=8)
-        )
+        runner = load_runner(replace(config, kv_cache_bytes=num_blocks * block_bytes))
         scheduling = SchedulerConfig(max_num_batched_tokens=40, max_num_seqs=8)
         made.append((build_engine(runner, EngineOptions(scheduling)), runner))
         return made[-1][0]
@@ -123,6 +126,31 @@ def test_a_cache_too_small_for_all_preempts_and_changes_no_token(
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
     assert engine.scheduler.stats().total_preemptions > 0
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_kv_of_bytes_changes_no_token_by_hits_chunks_or_preemption(
+    kv_cache_dtype: str, engine_of: Callable[..., EngineCore], tmp_path: Path
+) -> None:
+    growth = torch.tensor([64.0, 96.0])
+    scales = {"k_scale": growth, "v_scale": 2 * growth}
+    folder = grown_folder(tmp_path, growth, scales)
+    engine, small = (
+        engine_of(
+            "", num_blocks=number, folder=folder, kv_cache_dtype=kv_cache_dtype, dtype="bfloat16"
+        )
+        for number in (200, 17)
+    )
+    prompts = [prompt_of(length) for length in (1, 17, 40, 62)]
+    requests = [engine_request(f"r{i}", prompt) for i, prompt in enumerate(prompts)]
+
+    alone = [run(engine, each)[0] for each in requests]
+    again = run(engine, *requests)
+    preempted = run(small, *requests)
+
+    assert alone == again == preempted
+    assert engine.scheduler.stats().total_prefix_hit_tokens > 0
+    assert small.scheduler.stats().total_preemptions > 0
 
 
 def test_seeded_tokens_do_not_change_by_preemption_or_batching(

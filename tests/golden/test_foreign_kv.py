@@ -11,7 +11,7 @@ from torch import Tensor
 
 from baton.core.foreign_kv import ForeignKv
 from baton.core.ids import BlockId
-from baton.engine.runner.attention.int8_kv import dequantize
+from baton.engine.runner.attention.byte_kv import dequantize
 from baton.engine.runner.attention.kv_blocks import KvBlocks
 from baton.engine.runner.attention.kv_conversion import view_blocks
 from baton.engine.runner.device.device import CpuDevice

@@ -16,6 +16,7 @@ from baton.llm import LLM
 from tests.support.engine_pair import Pair, PairOptions, greedy
 from tests.support.models import prompt_of
 from tests.support.runner_drivers import Drive, Driver
+from tests.support.scaled_kv import grown_folder
 
 NUM_TOKENS = 12
 STAGING = 1 << 18  # for about 500 tokens
@@ -84,15 +85,26 @@ def test_hand_offs_wait_for_staging_blocks(pair: Pair, local: LLM) -> None:
     pair.await_all_free()
 
 
-@pytest.mark.parametrize("sizes", [(16, 16), (16, 32), (32, 16)], ids=str)
-def test_a_bfloat16_prefill_node_serves_an_int8_decode_node(
-    model_folder: Path, sizes: tuple[int, int]
+@pytest.fixture(scope="module")
+def scaled_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a model with scales of FP8 keys and values, which others ignore."""
+    growth = torch.tensor([64.0, 96.0])
+    scales = {"k_scale": growth, "v_scale": 2 * growth}
+    return grown_folder(tmp_path_factory.mktemp("scaled"), growth, scales)
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "sizes"),
+    [("int8", (16, 16)), ("int8", (16, 32)), ("int8", (32, 16)), ("fp8", (16, 32))],
+)
+def test_a_bfloat16_prefill_node_serves_a_decode_node_with_kv_of_bytes(
+    scaled_folder: Path, kv_cache_dtype: str, sizes: tuple[int, int]
 ) -> None:
     prompts = [prompt_of(length, seed=600 + length) for length in (1, 16, 47, 200)]
     options = PairOptions(
-        model_folder,
+        scaled_folder,
         block_sizes=sizes,
-        kv_cache_dtypes=("auto", "int8"),
+        kv_cache_dtypes=("auto", kv_cache_dtype),
         kv_staging_bytes=STAGING,
         dtype="bfloat16",
     )
@@ -101,15 +113,17 @@ def test_a_bfloat16_prefill_node_serves_an_int8_decode_node(
         answers = [pair.answer(prompt, greedy(NUM_TOKENS)) for prompt in prompts]
 
     assert [each.token_ids for each in answers] == [
-        converted_tokens(model_folder, sizes, prompt) for prompt in prompts
+        converted_tokens(scaled_folder, kv_cache_dtype, sizes, prompt) for prompt in prompts
     ]
-    expected = "dtype bfloat16 to int8/bfloat16"
+    expected = f"dtype bfloat16 to {kv_cache_dtype}/bfloat16"
     if sizes[0] != sizes[1]:
         expected += f", block_size {sizes[0]} to {sizes[1]}"
     assert {each.decode.summary.kv_conversion for each in answers} == {expected}
 
 
-def converted_tokens(model: Path, sizes: tuple[int, int], prompt: tuple[int, ...]) -> list[int]:
+def converted_tokens(
+    model: Path, kv_cache_dtype: str, sizes: tuple[int, int], prompt: tuple[int, ...]
+) -> list[int]:
     """Return the tokens if KV is converted between two runners in this process."""
     drives = [Drive(RequestId("r"), prompt, num_tokens=number) for number in (2, NUM_TOKENS)]
     first, rest = drives
@@ -117,7 +131,7 @@ def converted_tokens(model: Path, sizes: tuple[int, int], prompt: tuple[int, ...
         RunnerConfig(
             str(model), dtype="bfloat16", kv_cache_bytes=1 << 20, block_size=size, kv_cache_dtype=kv
         )
-        for size, kv in zip(sizes, ("auto", "int8"), strict=True)
+        for size, kv in zip(sizes, ("auto", kv_cache_dtype), strict=True)
     ]
     with load_runner(configs[0]) as sender, load_runner(configs[1]) as receiver:
         computing = Driver(sender, num_blocks=40, block_size=sizes[0])
@@ -127,17 +141,22 @@ def converted_tokens(model: Path, sizes: tuple[int, int], prompt: tuple[int, ...
         rest.block_tables = [[BlockId(20 + number) for number in range(num_blocks)]]
         rest.outputs, rest.num_computed = list(first.outputs), len(prompt)
         sent, targets = sender.blocks.kv[first.block_tables[0]], torch.tensor(rest.block_tables[0])
-        write_converted(sent, receiver.blocks.kv, targets, 0)
+        scales = None
+        if kv_cache_dtype == "fp8":  # [layers, tensors, kv_heads, 1]
+            growth = torch.tensor([64.0, 96.0])
+            scales = torch.stack((growth, 2 * growth)).expand(2, 2, 2)[..., None]
+        write_converted(sent, receiver.blocks.kv, targets, 0, scales)
         Driver(receiver, num_blocks=20, block_size=sizes[1]).run(rest)
     return rest.outputs
 
 
-def test_int8_nodes_transfer_about_half_of_the_bytes(model_folder: Path) -> None:
+@pytest.mark.parametrize(("kv_cache_dtype", "scale_bytes"), [("int8", 2), ("fp8", 0)])
+def test_nodes_with_kv_of_bytes_transfer_about_half_of_the_bytes(
+    scaled_folder: Path, kv_cache_dtype: str, scale_bytes: int
+) -> None:
     prompt, summaries, tokens = prompt_of(200, seed=700), [], []
-    for kv_cache_dtype in ("auto", "int8"):
-        options = PairOptions(
-            model_folder, kv_cache_dtypes=(kv_cache_dtype, kv_cache_dtype), dtype="bfloat16"
-        )
+    for name in ("auto", kv_cache_dtype):
+        options = PairOptions(scaled_folder, kv_cache_dtypes=(name, name), dtype="bfloat16")
         with Pair(options) as pair:
             answer = pair.answer(prompt, greedy(NUM_TOKENS))
         assert answer.was_handed_over
@@ -145,12 +164,12 @@ def test_int8_nodes_transfer_about_half_of_the_bytes(model_folder: Path) -> None
         tokens.append(answer.token_ids)
 
     with LLM(
-        str(model_folder), dtype="bfloat16", kv_cache_dtype="int8", kv_cache_memory="4MiB"
+        str(scaled_folder), dtype="bfloat16", kv_cache_dtype=kv_cache_dtype, kv_cache_memory="4MiB"
     ) as llm:
         assert tokens[1] == llm.generate(prompt, greedy(NUM_TOKENS))[0].token_ids
     assert [each.kv_conversion for each in summaries] == ["", ""]
     head_dim = 16
-    assert summaries[1].kv_bytes * 2 * head_dim == summaries[0].kv_bytes * (head_dim + 2)
+    assert summaries[1].kv_bytes * 2 * head_dim == summaries[0].kv_bytes * (head_dim + scale_bytes)
 
 
 @pytest.mark.parametrize(

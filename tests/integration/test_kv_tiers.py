@@ -117,21 +117,35 @@ def test_a_cluster_starts_and_answers_without_its_folder(
     assert (tmp_path / "file").read_bytes() == b""
 
 
-@pytest.mark.parametrize("family", [None, "gemma3", "qwen3-next"])
+@pytest.mark.parametrize(
+    ("family", "kv_cache_dtype", "memory"),
+    [
+        (None, "auto", "256KiB"),
+        (None, "fp8", "64KiB"),
+        ("gemma3", "auto", "256KiB"),
+        ("qwen3-next", "auto", "256KiB"),
+    ],
+)
 def test_evicted_prefixes_are_loaded_from_host_memory(
     cluster_options: Callable[..., ClusterOptions],
     local: LLM,
     tmp_path: Path,
     family: str | None,
+    kv_cache_dtype: str,
+    memory: str,
 ) -> None:
-    options = replace(
-        cluster_options(router_arguments=NO_LOCAL_PREFILL),
-        prefill_arguments=("--kv-cache-memory", "256KiB", "--kv-host-memory", "8MiB"),
-    )
+    options = cluster_options(router_arguments=NO_LOCAL_PREFILL)
     if family is not None:
         folder = make_model_folder(tmp_path, FAMILY_VARIANTS[family])
         options = replace(options, model=str(folder))
-        local = LLM(str(folder), kv_cache_memory="4MiB")
+    if family is not None or kv_cache_dtype != "auto":
+        local = LLM(options.model, kv_cache_memory="4MiB", kv_cache_dtype=kv_cache_dtype)
+    dtype = ("--kv-cache-dtype", kv_cache_dtype)
+    options = replace(
+        options,
+        prefill_arguments=("--kv-cache-memory", memory, "--kv-host-memory", "8MiB", *dtype),
+        decode_arguments=dtype,
+    )
     with LocalCluster(options) as cluster, Client(cluster.address, timeout_s=60) as client:
         answers = [client.generate(FIRST, Generation(SAMPLING))]
         for seed in range(80, 88):  # more than the KV cache of the prefill node holds

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from baton.client import Client, Generation
 from baton.cluster import ClusterOptions, LocalCluster
@@ -20,6 +21,7 @@ from baton.engine.errors import RunnerLost
 from baton.llm import LLM
 from tests.support.families import FAMILY_VARIANTS, RECURRENT
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
+from tests.support.scaled_kv import grown_folder
 
 LOGPROBS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=3)
 # Sums of float32 in another order.
@@ -102,6 +104,33 @@ def test_native_ranks_give_the_same_bits_in_any_batch(
 
     assert [each.token_ids for each in alone] == [each.token_ids for each in together]
     assert [each.logprobs for each in alone] == [each.logprobs for each in together]
+
+
+@pytest.mark.parametrize(("kernels", "dtype"), [("torch", "float32"), ("native", "bfloat16")])
+def test_ranks_have_the_scales_of_their_heads(tmp_path: Path, kernels: str, dtype: str) -> None:
+    """Powers of two: the stored numbers are the same, and so is every bit of the results."""
+    by_head = torch.tensor([512.0, 4096.0])
+    scales = {"k_scale": by_head, "v_scale": by_head}
+    folders = [
+        make_model_folder(tmp_path / "plain", VARIANTS["llama"]),
+        grown_folder(tmp_path / "grown", by_head, scales),
+    ]
+    answers = []
+    for folder in folders:
+        with LLM(
+            str(folder),
+            tensor_parallel_size=2,
+            kv_cache_memory="1MiB",
+            kv_cache_dtype="fp8",
+            kernels=kernels,
+            dtype=dtype,
+            num_threads=1,
+            show_progress=False,
+        ) as llm:
+            answers.append(llm.generate([prompt_of(40)], LOGPROBS)[0])
+
+    assert answers[0].token_ids == answers[1].token_ids
+    assert answers[0].logprobs == answers[1].logprobs
 
 
 def test_what_cannot_be_divided_is_refused_by_name(open_llm: Callable[..., LLM]) -> None:

@@ -11,11 +11,16 @@ import torch
 from torch import Tensor
 
 from baton.engine.kv_cache.groups import KvCacheSpec
-from baton.engine.runner.attention.int8_kv import dequantize, quantize
+from baton.engine.runner.attention.byte_kv import dequantize, quantize
 from baton.engine.runner.attention.paged_attention import LayerAttention, PagedAttention
 from baton.engine.runner.model.pass_layout import Ints, PassLayout
 
 MakeAttention = Callable[[Tensor, Sequence[LayerAttention]], PagedAttention]
+
+
+def bits(numbers: Tensor) -> Tensor:
+    """Return the bytes of numbers. Those of a NaN are equal to themselves."""
+    return numbers.contiguous().view(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +36,23 @@ class Shape:
     has_sinks: bool = False
     dtype: torch.dtype = torch.float32
     value_dim: int | None = None  # leading numbers of a key that are its value
-    is_int8: bool = False
+    kv_dtype: torch.dtype | None = None  # None: `dtype`
 
     @property
     def num_tensors(self) -> int:
         return 2 if self.value_dim is None else 1
 
-    def stored(self, keys_values: Tensor) -> Tensor:
+    def stored(self, keys_values: Tensor, scales: Tensor | None = None) -> Tensor:
         """Return the slots that the cache holds of keys or values, [.., head_dim]."""
-        return quantize(keys_values) if self.is_int8 else keys_values
+        return quantize(keys_values, self.kv_dtype or self.dtype, scales)
 
-    def read(self, stored: Tensor) -> Tensor:
-        return dequantize(stored, torch.float64) if self.is_int8 else stored.double()
+    def scales(self, layer: int) -> Tensor | None:
+        """Return the scales of FP8, [tensors, kv_heads], which no other dtype has."""
+        if self.kv_dtype is not torch.float8_e4m3fn:
+            return None
+        count = self.num_tensors * self.num_kv_heads
+        numbers = 0.37 + 0.25 * layer + 0.05 * torch.arange(count)
+        return numbers.view(self.num_tensors, self.num_kv_heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +90,9 @@ class World:
         self.queries = self.queries.to(shape.dtype)
         self.sinks = 2 * self._random(shape.num_layers, shape.num_heads)
         # As the cache holds them: [tensors, layers, kv_heads, tokens, ..].
-        self._slots = [shape.stored(each.transpose(-1, -2)) for each in self.keys_values]
+        self._slots = [
+            shape.stored(each.transpose(-1, -2), self._scales()) for each in self.keys_values
+        ]
         self.tables = self._tables()
         self.kv = self._cache()
 
@@ -133,7 +145,14 @@ class World:
 
     def _kept(self) -> list[Tensor]:
         """Return keys and values as the cache holds them, in float64."""
-        return [self.shape.read(each).transpose(-1, -2) for each in self._slots]
+        scales = self._scales()
+        return [dequantize(each, torch.float64, scales).transpose(-1, -2) for each in self._slots]
+
+    def _scales(self) -> Tensor | None:
+        """Return the scales of FP8, [tensors, layers, kv_heads, 1, 1]."""
+        scales = [self.shape.scales(layer) for layer in range(self.shape.num_layers)]
+        present = [each for each in scales if each is not None]
+        return torch.stack(present, dim=1)[..., None, None] if present else None
 
     def attention(self, layer: int) -> LayerAttention:
         shape = self.shape
@@ -147,6 +166,7 @@ class World:
             sinks,
             index_in_block=layer,
             value_dim=shape.value_dim,
+            kv_scales=shape.scales(layer),
         )
 
     def _naive(self, layer: int, query: Tensor, keys_values: Tensor, position: int) -> Tensor:

@@ -40,9 +40,16 @@ def no_block_hashes(_: Tensor) -> BlockHashes | None:
 class KvBlocks:
     """On the CPU the KV worker reads the blocks itself, and only converts others into them."""
 
-    def __init__(self, kv: Tensor, device: Device, hashes: BlockHashes | None = None) -> None:
-        """Without `hashes`, blocks are copied to the host to be hashed."""
+    def __init__(
+        self,
+        kv: Tensor,
+        device: Device,
+        hashes: BlockHashes | None = None,
+        scales: Tensor | None = None,
+    ) -> None:
+        """Without `hashes`, blocks are copied to the host to be hashed. See `write_converted`."""
         self.kv = kv
+        self._scales = scales
         self._device = device
         self._hashes = hashes
         self._copies_by_parts: dict[int, BlockCopies] = {}
@@ -127,7 +134,7 @@ class KvBlocks:
         self._inputs.begin()
         targets = self._inputs.put(np.array(staged.block_ids, dtype=np.int64))
         self._inputs.send()
-        write_converted(blocks, self.kv, targets, staged.first_token)
+        write_converted(blocks, self.kv, targets, staged.first_token, self._scales)
         return self._device.record()
 
     def _hash_copies(self, block_ids: Sequence[BlockId]) -> Iterator[bytes]:

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from baton.engine.runner.attention.int8_kv import quantize
-from baton.engine.runner.attention.kv_tensor import scale_bytes
+from baton.engine.runner.attention.byte_kv import NUMBERS, quantize, scale_bytes
 from baton.kv_transfer.layout import KvLayout, KvPacking
 
 # Tokens whose numbers are converted at a time, so that temporary tensors stay small.
@@ -22,11 +21,10 @@ COLUMNS = 16  # of a tile
 
 def view_blocks(memory: Tensor, layout: KvLayout) -> Tensor:
     """Return bytes as blocks, [blocks, layers, tensors, kv_heads, tokens, slot]."""
-    is_int8 = layout.packing is KvPacking.INT8
-    numbers = memory.view(torch.int8 if is_int8 else getattr(torch, layout.dtype))
+    numbers = memory.view(NUMBERS.get(layout.packing) or getattr(torch, layout.dtype))
     layers, heads = layout.num_layers, layout.num_kv_heads
     size, dim = layout.block_size, layout.head_dim
-    if layout.packing in (KvPacking.PLAIN, KvPacking.INT8):
+    if layout.packing in (KvPacking.PLAIN, *NUMBERS):
         slot = dim + scale_bytes(numbers.dtype)
         return numbers.view(-1, layers, layout.num_tensors, heads, size, slot)
     if layout.packing is KvPacking.VLLM:
@@ -63,11 +61,13 @@ UNPACK: Mapping[KvPacking, tuple[Unpack, Unpack]] = {
 }
 
 
-def write_converted(staged: Tensor, kv: Tensor, block_ids: Tensor, first_token: int) -> None:
+def write_converted(
+    staged: Tensor, kv: Tensor, block_ids: Tensor, first_token: int, scales: Tensor | None = None
+) -> None:
     """Write the tokens of `staged` from `first_token` on into blocks of `kv`, in order.
 
     Both are [blocks, layers, tensors, kv_heads, block_size, slot]. The last block is filled as far
-    as there are tokens.
+    as there are tokens. `scales` are those of FP8, [layers, tensors, kv_heads, 1].
     """
     size, staged_size = kv.shape[4], staged.shape[4]
     at_once = max(1, MAX_TOKENS_AT_ONCE // size)
@@ -79,8 +79,8 @@ def write_converted(staged: Tensor, kv: Tensor, block_ids: Tensor, first_token: 
         skipped = begin % staged_size
         by_token = some.permute(0, 4, 1, 2, 3, 5).flatten(0, 1)
         tokens = by_token[skipped : skipped + end - begin]
-        if kv.dtype is torch.int8 and staged.dtype is not torch.int8:
-            tokens = quantize(tokens)
+        if staged.dtype != kv.dtype:
+            tokens = quantize(tokens, kv.dtype, scales)
         _write(tokens, kv, targets)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from baton.core.errors import InvalidConfig
 from baton.engine.kv_cache.groups import CacheLayout, KvGroup, KvHeads, places_per_block
-from baton.engine.runner.attention.int8_kv import SCALE_BYTES
+from baton.engine.runner.attention.byte_kv import packing_of, scale_bytes
 from baton.engine.runner.device.host_memory import huge_page_memory
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model_info import KvMemory
@@ -35,7 +35,7 @@ class KvShape:
     num_kv_heads: int
     block_size: int
     head_dim: int
-    dtype: torch.dtype  # int8: with scales
+    dtype: torch.dtype  # see `byte_kv`
     num_tensors: int = 2  # per layer
 
     @classmethod
@@ -88,15 +88,10 @@ def view_layer(kv: Tensor, place: int, heads: KvHeads | None) -> Tensor:
     return own.view(len(kv), *shape)
 
 
-def scale_bytes(dtype: torch.dtype) -> int:
-    """Return the bytes of scale that follow the numbers of a token and KV head."""
-    return SCALE_BYTES if dtype is torch.int8 else 0
-
-
 def describe(kv: Tensor, layout: CacheLayout, dtype: str = "bfloat16") -> KvMemory:
     """Describe a KV tensor of a model that computes in `dtype`."""
     num_blocks, num_places, num_tensors, num_kv_heads, block_size, slot_size = kv.shape
-    num_bytes, is_int8 = kv.numel() * kv.element_size(), kv.dtype is torch.int8
+    num_bytes, packing = kv.numel() * kv.element_size(), packing_of(kv.dtype)
     return KvMemory(
         address=kv.data_ptr(),
         num_bytes=num_bytes,
@@ -104,13 +99,13 @@ def describe(kv: Tensor, layout: CacheLayout, dtype: str = "bfloat16") -> KvMemo
         num_blocks=num_blocks,
         block_bytes=num_bytes // num_blocks,
         blocks=KvLayout(
-            dtype if is_int8 else str(kv.dtype).removeprefix("torch."),
+            str(kv.dtype).removeprefix("torch.") if packing is KvPacking.PLAIN else dtype,
             block_size,
             num_places,
             num_kv_heads,
             head_dim=slot_size - scale_bytes(kv.dtype),
             num_tensors=num_tensors,
-            packing=KvPacking.INT8 if is_int8 else KvPacking.PLAIN,
+            packing=packing,
             kinds=layout.kinds,
         ),
         layout=layout,

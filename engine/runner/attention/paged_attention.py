@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.engine.kv_cache.groups import KvHeads
-from baton.engine.runner.attention.int8_kv import dequantize, quantize
+from baton.engine.runner.attention.byte_kv import dequantize, quantize
 from baton.engine.runner.attention.kv_tensor import view_layer
 from baton.engine.runner.device.step_inputs import SHARED_INPUTS, Array, StepInputs
 from baton.engine.runner.model.mixers import AttentionPass
@@ -42,11 +42,31 @@ class LayerAttention:
     value_dim: int | None = None  # leading numbers of a key that are its value; None: stored apart
     kv_heads: KvHeads | None = None  # if the model has layers of unlike sizes
     own_heads: range = range(0)  # of keys and values, if others compute the others; empty: all
+    # Scales of FP8 keys and values, [tensors, kv_heads] in float32, of all heads. None: 1.
+    kv_scales: Tensor | None = None
 
     def view(self, kv: Tensor) -> Tensor:
         """Return the keys and values, [blocks, tensors, kv_heads, block_size, slot]."""
-        layer = view_layer(kv, self.index_in_block, self.kv_heads)
-        return layer[:, :, self.own_heads.start : self.own_heads.stop or None]
+        return self._own(view_layer(kv, self.index_in_block, self.kv_heads), 2)
+
+    @property
+    def own_scales(self) -> Tensor | None:
+        """Return the scales of FP8 of the layer's own heads."""
+        return None if self.kv_scales is None else self._own(self.kv_scales, 1)
+
+    def _own(self, all_heads: Tensor, dim: int) -> Tensor:
+        heads = self.own_heads
+        return all_heads.narrow(dim, heads.start, len(heads)) if heads else all_heads
+
+
+def scales_by_place(layers: Iterable[LayerAttention], *shape: int) -> Tensor:
+    """Return the scales of FP8 keys and values of a KV group, [places, tensors, kv_heads]."""
+    scales = torch.ones(shape)
+    for layer in layers:
+        own = layer.own_scales
+        if own is not None:
+            scales[layer.index_in_block] = own
+    return scales
 
 
 class TorchPagedAttention:
@@ -107,7 +127,7 @@ class _Group(NamedTuple):
 def _place_group(
     group: _PlannedGroup, attended: _Range, tensors: Sequence[Tensor], dtype: torch.dtype
 ) -> _Group:
-    """Take the tensors of the group's arrays, and build its mask for a KV tensor of this dtype."""
+    """Take the tensors of the group's arrays, and build its mask for queries of this dtype."""
     block_table, padded_blocks, padding, queries, slots, *ends = tensors
     mask = None
     if not group.is_causal:
@@ -117,7 +137,6 @@ def _place_group(
             hidden = hidden | (slot <= query - attended.window)
         if attended.chunk is not None:
             hidden = hidden | (slot < query // attended.chunk * attended.chunk)
-        dtype = torch.float32 if dtype is torch.int8 else dtype
         mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
         mask.masked_fill_(hidden, float("-inf"))
     padding = padding[:, :, None]
@@ -142,26 +161,25 @@ class _TorchPass:
     def _write(self, layer: int, tensor: int, numbers: Tensor) -> None:
         own = self.layers[layer]
         blocks = self.write_blocks[own.kv_group]
-        view = self.views[layer]
-        slots = quantize(numbers) if view.dtype is torch.int8 else numbers
-        view[blocks, tensor, :, self.write_offsets] = slots
+        view, scales = self.views[layer], own.own_scales
+        scales = None if scales is None else scales[tensor, :, None]
+        view[blocks, tensor, :, self.write_offsets] = quantize(numbers, view.dtype, scales)
 
     def attend(self, layer: int, query: Tensor) -> Tensor:
         output = query.new_empty(*query.shape[:2], self.layers[layer].value_dim or query.shape[2])
-        for group in self._groups(self.ranges[layer]):
+        for group in self._groups(self.ranges[layer], query.dtype):
             keys, values = self._gather(layer, group, query.dtype)
             attend = _attend_decodes if group.num_queries == 1 else _attend_chunk
-            mask = None if group.mask is None else group.mask.to(query.dtype)
             output[group.tokens] = attend(
-                query[group.tokens], keys, values, mask, self.layers[layer]
+                query[group.tokens], keys, values, group.mask, self.layers[layer]
             )
         return output
 
-    def _groups(self, attended: _Range) -> list[_Group]:
+    def _groups(self, attended: _Range, dtype: torch.dtype) -> list[_Group]:
         """Return the groups of a range. They are placed when the first layer attends."""
         if attended not in self._placed:
             self._placed[attended] = [
-                _place_group(group, attended, tensors, self.views[0].dtype)
+                _place_group(group, attended, tensors, dtype)
                 for group, tensors in self.planned[attended]
             ]
         return self._placed[attended]
@@ -171,8 +189,9 @@ class _TorchPass:
         num_sequences, num_blocks = group.block_table.shape
         by_head = self.views[layer].permute(1, 2, 0, 3, 4)
         blocks = by_head.index_select(2, group.block_table.flatten())
-        if blocks.dtype is torch.int8:
-            blocks = dequantize(blocks, dtype)
+        scales = self.layers[layer].own_scales
+        scales = None if scales is None else scales[..., None, None, None]
+        blocks = dequantize(blocks, dtype, scales)
         num_tensors, num_kv_heads, _, block_size, head_dim = blocks.shape
         if group.padded_blocks.numel():
             # Zero the padding: zero times NaN is NaN, so a weight of zero does not hide a NaN.

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from baton.engine.runner.attention.kv_tensor import scale_bytes
-from baton.engine.runner.attention.paged_attention import LayerAttention
+from baton.engine.runner.attention.byte_kv import scale_bytes
+from baton.engine.runner.attention.paged_attention import LayerAttention, scales_by_place
 from baton.engine.runner.device.step_inputs import SHARED_INPUTS, StepInputs
 from baton.engine.runner.kernels.abi import AttentionParams, BatchLayout, PagedKv, Struct
 from baton.engine.runner.kernels.calls import Kernels, PassArrays
@@ -21,7 +21,11 @@ UNIT_BYTES = 2  # of strides
 
 
 def paged_kv(
-    kv: Tensor, layer: Tensor, value_dim: int | None = None, first_head: int = 0
+    kv: Tensor,
+    layer: Tensor,
+    value_dim: int | None = None,
+    first_head: int = 0,
+    scales: Tensor | None = None,
 ) -> Struct:
     """Return the description of a KV tensor for the layers with the shape of `layer`, a view.
 
@@ -31,6 +35,7 @@ def paged_kv(
     head_dim, unit = slot_size - scale_bytes(kv.dtype), UNIT_BYTES // kv.element_size()
     return PagedKv(
         blocks=kv.data_ptr() + first_head * layer.stride(2) * kv.element_size(),
+        scales=None if scales is None else scales.data_ptr(),
         block_stride=kv.stride(0) // unit,
         place_stride=kv.stride(1) // unit,
         tensor_stride=layer.stride(1) // unit,
@@ -52,14 +57,19 @@ class NativePagedAttention:
         self.layers = tuple(layers)  # keep the sinks alive
         num_groups = 1 + max(layer.kv_group for layer in layers)
         self.params = [_params_of_group(layers, group) for group in range(num_groups)]
-        by_group = {layer.kv_group: layer for layer in layers}
-        self.kv = [  # by KV group
-            paged_kv(kv, layer.view(kv), layer.value_dim, layer.own_heads.start)
-            for _, layer in sorted(by_group.items())
-        ]
+        self._scales: dict[int, Tensor] = {}  # of FP8, by KV group
+        self.kv = [self._paged_kv(group) for group in range(num_groups)]
 
     def begin(self, layout: PassLayout, inputs: StepInputs = SHARED_INPUTS) -> AttentionPass:
         return NativePass(self, layout)
+
+    def _paged_kv(self, group: int) -> Struct:
+        kv, own = self._tensor, [layer for layer in self.layers if layer.kv_group == group]
+        layer, view = own[0], own[0].view(kv)
+        if kv.dtype is torch.float8_e4m3fn:
+            self._scales[group] = scales_by_place(own, kv.shape[1], *view.shape[1:3])
+        first_head, scales = layer.own_heads.start, self._scales.get(group)
+        return paged_kv(kv, view, layer.value_dim, first_head, scales)
 
 
 def _params_of_group(layers: Sequence[LayerAttention], group: int) -> Params:

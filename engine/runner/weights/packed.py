@@ -33,8 +33,10 @@ MARKERS = {
     Packing.MXFP4: "_blocks",
 }
 OPTIONAL = ("g_idx", "weight_shape", "weight_zero_point", "weight_g_idx")
-# Scales of activations and KV cache, which are not quantized here with fixed scales.
-UNUSED = (".input_scale", ".activation_scale", ".k_scale", ".v_scale", ".output_scale")
+# Scales of activations, which are not quantized here with fixed scales.
+UNUSED = (".input_scale", ".activation_scale", ".output_scale")
+# Scales of attention, also in checkpoints whose matrices are not quantized. See `kv_scales`.
+ATTENTION_SCALES = (".q_scale", ".k_scale", ".v_scale", ".kv_scale")
 SCALES = (*FLOATS, "F8_E8M0")
 BYTES = ("U8",)
 SMALLEST_SCALE = 0x00400000  # bits of 2^-127

@@ -23,6 +23,7 @@ from baton.engine.runner.model.config import (
 from baton.engine.runner.model.quantization import Packing
 from baton.engine.runner.model.recurrent.table import RULES
 from baton.engine.runner.weights.packed import (
+    ATTENTION_SCALES,
     UNUSED,
     PackedPart,
     is_packed,
@@ -116,6 +117,8 @@ class TensorMap:
     def is_ignored(self, name: str) -> bool:
         """Return whether text needs no such tensor: tied heads, rotary buffers, images, MTP."""
         if name == f"{self.head}.weight" or name.endswith("rotary_emb.inv_freq"):
+            return True
+        if name.endswith(ATTENTION_SCALES):
             return True
         if self.config.quantization is not None and name.endswith(UNUSED):
             return True

@@ -16,10 +16,11 @@ using Bf16 = std::uint16_t;  // bit pattern
 // from its place on. The tensors are keys and values, or keys alone: then the leading value_dim
 // numbers of a key are its value. Layers of other KV groups can have other heads.
 //
-// Numbers are bf16, or int8 with a scale: then a slot has head_dim bytes and a bf16 scale, and
-// head_dim is even.
+// Numbers are bf16, or have a byte each, and then head_dim is even: int8, followed by the bf16
+// scale of the slot, or FP8 (e4m3), which has scales by layer.
 struct PagedKv {
     Bf16* blocks;
+    const float* scales;  // of FP8, [places, tensors, kv_heads]; null for others
     // In units of two bytes. Between keys and values: that of all heads of the model, of which the
     // heads here can be a part.
     std::int64_t block_stride, place_stride, tensor_stride;
@@ -27,8 +28,16 @@ struct PagedKv {
     std::int64_t value_dim;  // head_dim if there are values
     std::int64_t is_int8;
 
+    bool has_bytes() const { return is_int8 || scales != nullptr; }
+
     // Distance between slots, in units of two bytes.
-    std::int64_t slot_size() const { return is_int8 ? head_dim / 2 + 1 : head_dim; }
+    std::int64_t slot_size() const { return has_bytes() ? head_dim / 2 + is_int8 : head_dim; }
+
+    // Scale of FP8.
+    float scale(std::int64_t place, int key_or_value, std::int64_t head) const {
+        const int tensor = num_tensors == 1 ? 0 : key_or_value;
+        return scales[(place * num_tensors + tensor) * num_kv_heads + head];
+    }
 
     // Slots of a head in one block: keys (key_or_value = 0) or values (1).
     Bf16* slots(std::int64_t block, std::int64_t place, int key_or_value, std::int64_t head) const {

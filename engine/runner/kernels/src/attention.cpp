@@ -158,9 +158,19 @@ void attend_chunk(const AttentionArgs& args, std::int64_t sequence) {
     });
 }
 
-void write_slot(const PagedKv& kv, const Bf16* numbers, Bf16* slot) {
-    if (kv.is_int8) return quantize(numbers, kv.head_dim, slot);
-    std::memcpy(slot, numbers, kv.head_dim * sizeof(Bf16));
+// Writes the key (key_or_value = 0) or the value (1) of a token and head.
+void write_slot(const WriteKvArgs& args, std::int64_t token, int key_or_value, std::int64_t head) {
+    const PagedKv& kv = args.kv;
+    const Bf16* const numbers =
+        head * kv.head_dim + (key_or_value == 0 ? args.keys + token * args.key_stride
+                                                : args.values + token * args.value_stride);
+    Bf16* const slot = kv.slots(args.batch.write_blocks[token], args.layer, key_or_value, head) +
+                       args.batch.write_offsets[token] * kv.slot_size();
+    if (kv.is_int8) return quantize_int8(numbers, kv.head_dim, slot);
+    if (kv.scales == nullptr)
+        std::memcpy(slot, numbers, kv.head_dim * sizeof(Bf16));
+    else
+        quantize_fp8(numbers, kv.head_dim, kv.scale(args.layer, key_or_value, head), slot);
 }
 
 }  // namespace
@@ -169,21 +179,14 @@ extern "C" {
 
 void baton_write_kv(const WriteKvArgs* args) {
     const PagedKv& kv = args->kv;
-    const BatchLayout& batch = args->batch;
     const auto write = [&](std::int64_t token, std::int64_t end) {
         for (; token < end; ++token)
-            for (std::int64_t head = 0; head < kv.num_kv_heads; ++head) {
-                const std::int64_t block = batch.write_blocks[token];
-                const std::int64_t at = batch.write_offsets[token] * kv.slot_size();
-                write_slot(kv, args->keys + token * args->key_stride + head * kv.head_dim,
-                           kv.slots(block, args->layer, 0, head) + at);
-                if (kv.num_tensors == 1) continue;
-                write_slot(kv, args->values + token * args->value_stride + head * kv.head_dim,
-                           kv.slots(block, args->layer, 1, head) + at);
-            }
+            for (std::int64_t head = 0; head < kv.num_kv_heads; ++head)
+                for (int tensor = 0; tensor < kv.num_tensors; ++tensor)
+                    write_slot(*args, token, tensor, head);
     };
     const std::int64_t numbers = 2 * kv.num_kv_heads * kv.head_dim;
-    parallel_for(batch.num_tokens, numbers, args->num_threads, write);
+    parallel_for(args->batch.num_tokens, numbers, args->num_threads, write);
 }
 
 void baton_attention(const AttentionArgs* args) {

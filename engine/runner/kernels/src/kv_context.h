@@ -2,7 +2,7 @@
 #pragma once
 
 #include "abi.h"
-#include "int8_kv.h"
+#include "byte_kv.h"
 #include "panels.h"
 
 #include <algorithm>
@@ -52,55 +52,101 @@ struct SlotPointers {
         for (std::int64_t i = count; i < kScoreTileSlots; ++i) at[i] = at[count - 1];
     }
 
-    // Replaces slots of int8 by their numbers as bf16 in `widened`, [kScoreTileSlots, size].
-    void widen(std::int64_t size, AlignedVector<Bf16>& widened) {
-        widened.resize(kScoreTileSlots * size);
+    // Replaces slots of bytes by their numbers as bf16 in `widened`, [kScoreTileSlots, head_dim].
+    void widen(const PagedKv& kv, AlignedVector<Bf16>& widened) {
+        widened.resize(kScoreTileSlots * kv.head_dim);
         for (std::int64_t i = 0; i < count; ++i) {
-            baton::widen(at[i], size, widened.data() + i * size);
-            at[i] = widened.data() + i * size;
+            baton::widen(kv, at[i], widened.data() + i * kv.head_dim);
+            at[i] = widened.data() + i * kv.head_dim;
         }
         for (std::int64_t i = count; i < kScoreTileSlots; ++i) at[i] = at[count - 1];
     }
 };
 
-// Scales of int8 keys and values of a head. Keys are multiplied with queries, and weights with
-// values, as whole numbers: the scales multiply scores and weights.
+// Scales of the keys and values of a head. Keys are multiplied with queries, and weights with
+// values, as the numbers that are stored: the scales multiply scores and weights.
 struct SlotScales {
     alignas(64) float keys[kScoreTileSlots], values[kScoreTileSlots];
 
-    // `offset`: of the head, in units of two bytes.
-    static void read(float* scales, const SlotPointers& slots, std::int64_t size,
-                     std::int64_t offset = 0) {
+    // `slots` of the key (0) or the value (1) begin `offset` units of two bytes after their
+    // address.
+    void read(const PagedKv& kv, std::int64_t place, const SlotPointers& slots, int key_or_value,
+              std::int64_t head, std::int64_t offset = 0) {
+        float* const scales = key_or_value == 0 ? keys : values;
         for (std::int64_t i = 0; i < kScoreTileSlots; ++i)
-            scales[i] = scale_of(slots.at[i] + offset, size);
+            scales[i] = kv.is_int8 ? int8_scale(slots.at[i] + offset, kv.head_dim)
+                                   : kv.scale(place, key_or_value, head);
     }
 };
 
-// Slots that are read in place for all heads, and those after them, which are prefetched.
+// Slots that are read in place for all heads, and those after them, which are prefetched. FP8, and
+// int8 if WIDENS_INT8, is read as bf16.
+template <bool WIDENS_INT8>
 class UnpackedSlotsBase {
   public:
+    static constexpr int kStepSlots = 16;
+
     void load(const KvContext& context, std::int64_t first, std::int64_t end) {
-        size_ = context.kv.head_dim;
-        head_ = context.kv.block_size * context.kv.slot_size();
-        is_int8_ = context.kv.is_int8;
+        kv_ = context.kv, place_ = context.layer;
+        size_ = kv_.head_dim;
+        head_ = kv_.block_size * kv_.slot_size();
         keys_.find(context, 0, 0, first, end);
         values_.find(context, 0, 1, first, end);
         const std::int64_t next = first + keys_.count;
         next_keys_.find(context, 0, 0, next < end ? next : first, end);  // at the end: unused
+        is_widened_ = kv_.scales != nullptr || (WIDENS_INT8 && kv_.is_int8);
+        if (!is_widened_) return;
+        widened_.resize(kStepSlots * size_);
+        widened_from_ = nullptr;
+        for (int i = 0; i < kStepSlots; ++i) widened_at_[i] = widened_.data() + i * size_;
     }
 
     // Reads the scales of a head into `scales`. Returns null if there are none.
     const SlotScales* scales(std::int64_t head, SlotScales& scales) const {
-        if (!is_int8_) return nullptr;
-        SlotScales::read(scales.keys, keys_, size_, head * head_);
-        SlotScales::read(scales.values, values_, size_, head * head_);
+        if (!kv_.has_bytes()) return nullptr;
+        scales.read(kv_, place_, keys_, 0, head, head * head_);
+        scales.read(kv_, place_, values_, 1, head, head * head_);
         return &scales;
     }
 
   protected:
-    bool is_int8_;
-    std::int64_t size_, head_;                // numbers per slot; numbers per head in a block
+    // Keys or values of a head in a step, as bf16. A slot begins `offset` numbers after its
+    // address.
+    struct Slots {
+        const Bf16* const* at;
+        std::int64_t offset, count;
+        const Bf16* ahead;  // is prefetched
+    };
+
+    // `after_last` is prefetched in the last step. Bytes are converted into a buffer that stays in
+    // L1, which all runs of a head share.
+    Slots slots_at(const SlotPointers& all, std::int64_t step, std::int64_t head,
+                   const Bf16* after_last) const {
+        const std::int64_t slot = step * kStepSlots, offset = head * head_;
+        const std::int64_t count = std::min<std::int64_t>(kStepSlots, all.count - slot);
+        const bool is_last = slot + kStepSlots >= all.count;
+        const Bf16* const ahead = (is_last ? after_last : all.at[slot + kStepSlots]) + offset;
+        if (!is_widened_) return {all.at + slot, offset, count, ahead};
+        const Slots widened{widened_at_, 0, count, widened_.data()};
+        if (widened_from_ == all.at[slot] + offset && widened_slot_ == slot) return widened;
+        widened_from_ = all.at[slot] + offset, widened_slot_ = slot;
+        for (std::int64_t at = 0; at < kStepSlots * kv_.slot_size(); at += 32)
+            __builtin_prefetch(ahead + at, 0, 2);
+        for (int i = 0; i < kStepSlots; ++i)
+            widen(kv_, all.at[slot + i] + offset, widened_.data() + i * size_);
+        return widened;
+    }
+
+    PagedKv kv_;
+    std::int64_t place_, size_, head_;        // numbers per slot; distance of heads in a block
     SlotPointers keys_, values_, next_keys_;  // of head 0
+
+  private:
+    bool is_widened_;
+    mutable AlignedVector<Bf16> widened_;  // numbers of the slots of a step
+    mutable const Bf16* widened_from_ = nullptr;
+    mutable std::int64_t widened_slot_ = 0;
+    const Bf16* widened_at_[kStepSlots];
 };
 
 }  // namespace baton

@@ -21,11 +21,11 @@ class PackedSlots {
             values_.resize(num_parts() * kPartLines);
         }
         SlotPointers slots;
-        is_int8_ = context.kv.is_int8;
+        has_scales_ = context.kv.has_bytes();
         find(slots, context, head, 0, first, end);
         count_ = slots.count;
         if (context.kv.num_tensors == 1) return pack_latents(slots);
-        next_ = is_int8_ ? 0 : context.kv.block_size * size_;
+        next_ = has_scales_ ? 0 : context.kv.block_size * size_;
         for (int slot = 0; slot < count_; slot += 8)
             pack_keys(slots.at + slot, slots.at + slot, slot);
         find(slots, context, head, 1, first, end);
@@ -33,7 +33,7 @@ class PackedSlots {
     }
 
     // Scales of the slots, or null if they have none.
-    const SlotScales* scales() const { return is_int8_ ? &scales_ : nullptr; }
+    const SlotScales* scales() const { return has_scales_ ? &scales_ : nullptr; }
 
     // scores = queries * keys, for panels in [panel, end).
     void score(TileConfig& tile_config, float* scores, const Bf16* queries, int count,
@@ -76,19 +76,19 @@ class PackedSlots {
         return (count_ + slots - 1) / slots * kPairsPerTile;
     }
 
-    // Finds slots, and reads scales and numbers of int8.
+    // Finds slots, and reads scales and numbers of bytes.
     void find(SlotPointers& slots, const KvContext& context, std::int64_t head, int key_or_value,
               std::int64_t first, std::int64_t end) {
         slots.find(context, head, key_or_value, first, end);
-        if (!is_int8_) return;
-        SlotScales::read(key_or_value == 0 ? scales_.keys : scales_.values, slots, size_);
-        slots.widen(size_, widened_);
+        if (!has_scales_) return;
+        scales_.read(context.kv, context.layer, slots, key_or_value, head);
+        slots.widen(context.kv, widened_);
     }
 
     // Packs slots whose keys contain their values. Meanwhile it prefetches the slots after them.
     void pack_latents(const SlotPointers& slots) {
         next_ = 0;
-        if (is_int8_) std::copy_n(scales_.keys, kScoreTileSlots, scales_.values);
+        if (has_scales_) std::copy_n(scales_.keys, kScoreTileSlots, scales_.values);
         for (int slot = 0; slot < 2 * slot_pairs(); slot += 8) {
             const int ahead = std::min<int>(slot + 8, kScoreTileSlots - 8);
             if (slot < count_) pack_keys(slots.at + slot, slots.at + ahead, slot);
@@ -145,7 +145,7 @@ class PackedSlots {
     std::int64_t size_, value_size_, count_ = 0;  // of keys and values; slots
     std::int64_t next_ = 0;                       // distance to the next head
     std::vector<CacheLine> keys_, values_;
-    bool is_int8_ = false;
+    bool has_scales_ = false;
     SlotScales scales_;
     AlignedVector<Bf16> widened_;
 };

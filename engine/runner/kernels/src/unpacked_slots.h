@@ -8,24 +8,14 @@
 
 namespace baton {
 
-class UnpackedSlots : public UnpackedSlotsBase {
+class UnpackedSlots : public UnpackedSlotsBase<true> {
   public:
-    static constexpr int kStepSlots = 16;
-
     // With more rows, slots are packed.
     static std::int64_t max_query_rows(const PagedKv& kv) {
         return kv.num_tensors == 2 && kv.head_dim % (2 * kLanes) == 0 ? 2 * kRunRows : 0;
     }
 
     static void pack_queries(AlignedVector<Bf16>&, int) {}  // queries need no packing
-
-    void load(const KvContext& context, std::int64_t first, std::int64_t end) {
-        UnpackedSlotsBase::load(context, first, end);
-        if (!is_int8_) return;
-        widened_.resize(kStepSlots * size_);
-        widened_from_ = nullptr;
-        for (int i = 0; i < kStepSlots; ++i) widened_at_[i] = widened_.data() + i * size_;
-    }
 
     std::int64_t num_steps() const { return (keys_.count + kStepSlots - 1) / kStepSlots; }
 
@@ -43,11 +33,8 @@ class UnpackedSlots : public UnpackedSlotsBase {
             &UnpackedSlots::score_rows<6>,
 #endif
         };
-        const std::int64_t slot = step * kStepSlots;
-        const bool is_last = slot + kStepSlots >= keys_.count;
-        const Bf16* ahead = is_last ? values_.at[0] : keys_.at[slot + kStepSlots];
-        const Slots slots = slots_at(keys_, slot, head * head_, ahead);
-        (this->*kScore[count])(scores + slot, queries, slots);
+        (this->*kScore[count])(scores + step * kStepSlots, queries,
+                               slots_at(keys_, step, head, values_.at[0]));
     }
 
     // sums += weights * values of a step.
@@ -64,39 +51,13 @@ class UnpackedSlots : public UnpackedSlotsBase {
             &UnpackedSlots::add_rows<6>,
 #endif
         };
-        const std::int64_t slot = step * kStepSlots;
-        const bool is_last = slot + kStepSlots >= values_.count;
-        const Bf16* ahead = is_last ? next_keys_.at[0] : values_.at[slot + kStepSlots];
-        const Slots slots = slots_at(values_, slot, head * head_, ahead);
-        (this->*kAdd[count])(sums, sum_stride, weights + slot, slots);
+        (this->*kAdd[count])(sums, sum_stride, weights + step * kStepSlots,
+                             slots_at(values_, step, head, next_keys_.at[0]));
     }
 
   private:
-    // Keys or values of a head in a step. A slot begins `offset` numbers after its address.
-    struct Slots {
-        const Bf16* const* at;
-        std::int64_t offset, count;
-        const Bf16* ahead;  // is prefetched
-    };
     using Score = void (UnpackedSlots::*)(float*, const Bf16*, const Slots&) const;
     using Add = void (UnpackedSlots::*)(float*, std::int64_t, const Bf16*, const Slots&) const;
-
-    // Converts int8 into a buffer that stays in L1, and prefetches the next step's. All runs of a
-    // head share the buffer.
-    Slots slots_at(const SlotPointers& all, std::int64_t slot, std::int64_t offset,
-                   const Bf16* ahead) const {
-        const std::int64_t count = std::min<std::int64_t>(kStepSlots, all.count - slot);
-        if (!is_int8_) return {all.at + slot, offset, count, ahead + offset};
-        const Slots widened{widened_at_, 0, count, widened_.data()};
-        if (widened_from_ == all.at[slot] + offset && widened_slot_ == slot) return widened;
-        widened_from_ = all.at[slot] + offset, widened_slot_ = slot;
-        const std::int64_t slot_size = size_ / 2 + 1;
-        for (std::int64_t at = 0; at < kStepSlots * slot_size; at += 32)
-            __builtin_prefetch(ahead + offset + at, 0, 2);
-        for (int i = 0; i < kStepSlots; ++i)
-            widen(all.at[slot + i] + offset, size_, widened_.data() + i * size_);
-        return widened;
-    }
 
     static std::uint32_t pair_at(const Bf16* numbers) {
         std::uint32_t pair;
@@ -171,11 +132,6 @@ class UnpackedSlots : public UnpackedSlotsBase {
             std::memcpy(sums + row * sum_stride, acc[row], sizeof acc[row]);
         }
     }
-
-    mutable AlignedVector<Bf16> widened_;  // numbers of the slots of a step, if they are int8
-    mutable const Bf16* widened_from_ = nullptr;
-    mutable std::int64_t widened_slot_ = 0;
-    const Bf16* widened_at_[kStepSlots];
 };
 
 }  // namespace baton

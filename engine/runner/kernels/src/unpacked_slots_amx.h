@@ -12,14 +12,14 @@
 
 namespace baton {
 
-class UnpackedSlots : public UnpackedSlotsBase {
+class UnpackedSlots : public UnpackedSlotsBase<false> {
   public:
     static constexpr int kStepSlots = 2 * kPairsPerTile;
     static constexpr int kMaxQueryRows = 8;
 
     // With more rows, slots are packed.
     static std::int64_t max_query_rows(const PagedKv& kv) {
-        const bool is_supported = !kv.is_int8 && kv.num_tensors == 2 &&
+        const bool is_supported = !kv.has_bytes() && kv.num_tensors == 2 &&
                                   kv.head_dim % (2 * kLanes) == 0 && kv.block_size % kTileRows == 0;
         return is_supported ? kMaxQueryRows : 0;
     }

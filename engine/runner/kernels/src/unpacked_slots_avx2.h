@@ -1,6 +1,6 @@
 // Reads keys and values in place with AVX2, for a few query rows. bf16 and int8 become float32 in
-// registers, and queries once, so that products only broadcast their numbers. The result has the
-// same bits as that of `packed_slots.h`.
+// registers, and queries once, so that products only broadcast their numbers; FP8 becomes bf16
+// before. The result has the same bits as that of `packed_slots.h`.
 #pragma once
 
 #include "kv_context.h"
@@ -30,14 +30,12 @@ struct EightScores<0> {
     BATON_INLINE void store(float*) const {}
 };
 
-class UnpackedSlots : public UnpackedSlotsBase {
+class UnpackedSlots : public UnpackedSlotsBase<false> {
   public:
-    static constexpr int kStepSlots = 16;
-
     // With more rows, slots are packed. For bf16, that is cheaper than two runs.
     static std::int64_t max_query_rows(const PagedKv& kv) {
         const bool is_supported = kv.num_tensors == 2 && kv.head_dim % (2 * kLanes) == 0;
-        return is_supported ? (kv.is_int8 ? 2 * kRunRows : kRunRows) : 0;
+        return is_supported ? (kv.has_bytes() ? 2 * kRunRows : kRunRows) : 0;
     }
 
     // Converts the queries to float32.
@@ -73,31 +71,15 @@ class UnpackedSlots : public UnpackedSlotsBase {
     }
 
   private:
-    // Keys or values of a head in a step. A slot begins `offset` bytes after its address.
-    struct Slots {
-        const Bf16* const* at;
-        std::int64_t offset;
-        const char* ahead;  // is prefetched
-
-        const char* bytes(std::int64_t slot) const {
-            return reinterpret_cast<const char*>(at[slot]) + offset;
-        }
-    };
-
-    Slots slots_at(const SlotPointers& all, std::int64_t step, std::int64_t head,
-                   const Bf16* after_last) const {
-        const std::int64_t slot = step * kStepSlots, offset = head * head_;
-        const bool is_last = slot + kStepSlots >= all.count;
-        const Bf16* const ahead = is_last ? after_last : all.at[slot + kStepSlots];
-        return {all.at + slot, offset * std::int64_t(sizeof(Bf16)),
-                reinterpret_cast<const char*>(ahead + offset)};
+    static const char* bytes_of(const Slots& slots, std::int64_t slot) {
+        return reinterpret_cast<const char*>(slots.at[slot] + slots.offset);
     }
 
     // Calls `act` with the number of rows, and with whether slots are int8, as constants.
     template <int MOST = kRunRows, typename Act>
     void with_constants(int count, Act act) const {
         const std::integral_constant<int, MOST> rows;
-        if (count == MOST && is_int8_) return act(rows, std::true_type{});
+        if (count == MOST && kv_.is_int8) return act(rows, std::true_type{});
         if (count == MOST) return act(rows, std::false_type{});
         if constexpr (MOST > 1) with_constants<MOST - 1>(count, act);
     }
@@ -114,13 +96,14 @@ class UnpackedSlots : public UnpackedSlotsBase {
     [[gnu::noinline]] static void score_rows(float* scores, const float* queries, std::int64_t size,
                                              const Slots& keys) {
         constexpr std::int64_t kItemSize = IS_INT8 ? 1 : 2, kNumbers = 32 / kItemSize;
-        const char* ahead = keys.ahead;
+        const char* ahead = reinterpret_cast<const char*>(keys.ahead);
         for (int eight = 0; eight < kStepSlots; eight += 8) {
             EightScores<ROWS> acc;
             for (std::int64_t at = 0; at < size; at += kNumbers) {
                 U32x8 words[8];
                 for (int i = 0; i < 8; ++i)
-                    std::memcpy(&words[i], keys.bytes(eight + i) + at * kItemSize, sizeof words[i]);
+                    std::memcpy(&words[i], bytes_of(keys, eight + i) + at * kItemSize,
+                                sizeof words[i]);
                 for (int line = 0; line < 4; ++line, ahead += 64) __builtin_prefetch(ahead, 0, 2);
                 transpose(words);
                 const float* numbers = queries + at;
@@ -153,12 +136,12 @@ class UnpackedSlots : public UnpackedSlotsBase {
                                            const float* weights, std::int64_t size,
                                            const Slots& values) {
         constexpr std::int64_t kItemSize = IS_INT8 ? 1 : 2;
-        const char* ahead = values.ahead;
+        const char* ahead = reinterpret_cast<const char*>(values.ahead);
         for (std::int64_t at = 0; at < size; at += kLanes) {
             FloatSums<ROWS> acc;
             acc.load(sums + at, sum_stride);
             for (int slot = 0; slot < kStepSlots; ++slot) {
-                const char* const bytes = values.bytes(slot) + at * kItemSize;
+                const char* const bytes = bytes_of(values, slot) + at * kItemSize;
                 acc.add(weights + slot, eight_at<IS_INT8>(bytes),
                         eight_at<IS_INT8>(bytes + 8 * kItemSize));
                 if (slot % (4 / kItemSize) == 0) __builtin_prefetch(ahead, 0, 2), ahead += 64;

@@ -21,7 +21,7 @@ def round_to_even(numbers):
 def quantize_row(wide):
     """Return a row as int8 in float32, and the 16 bits of its scale.
 
-    Divisions, which Triton approximates otherwise, are those of `int8_kv.quantize`.
+    Divisions, which Triton approximates otherwise, are those of `byte_kv.quantize`.
     """
     sizes = tl.abs(wide)
     has_non_finite = tl.min((sizes < float("inf")).to(tl.int32), axis=0) == 0

@@ -25,7 +25,7 @@ FULL = KvLayout("bfloat16", 16, 2, 2, 8, kinds=(MemoryKind((0, 1)),))
 WINDOWED = replace(FULL, kinds=(MemoryKind((0,)), MemoryKind((1,), window=24)))
 RECURRENT = replace(FULL, kinds=(MemoryKind((0, 1)), MemoryKind(state="of a layer")))
 UNLIKE = replace(FULL, kinds=(MemoryKind((0, 1), num_kv_heads=1, head_dim=16),))
-INT8 = KvPacking.INT8
+INT8, FP8 = KvPacking.INT8, KvPacking.FP8
 LINK = LinkId(1)
 PEER = Peer(NodeId("p"), "p:1")
 
@@ -57,6 +57,12 @@ def order(first_block: int, num_blocks: int, num_tokens: int, number: int = 0) -
         (FULL, replace(FULL, packing=INT8, block_size=1), True),
         (replace(FULL, packing=INT8), replace(FULL, packing=INT8, block_size=1), True),
         (WINDOWED, replace(WINDOWED, packing=INT8), True),
+        (FULL, replace(FULL, packing=FP8, block_size=32), True),
+        (replace(FULL, packing=FP8), replace(FULL, packing=FP8, block_size=32), True),
+        (WINDOWED, replace(WINDOWED, packing=FP8), False),
+        (replace(FULL, packing=FP8), FULL, False),
+        (replace(FULL, packing=FP8), replace(FULL, packing=INT8), False),
+        (replace(FULL, packing=INT8), replace(FULL, packing=FP8), False),
         (WINDOWED, replace(WINDOWED, block_size=32), False),
         (RECURRENT, replace(RECURRENT, packing=INT8), False),
         (UNLIKE, replace(UNLIKE, packing=INT8), False),
