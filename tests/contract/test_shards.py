@@ -32,11 +32,12 @@ from baton.engine.runner.model.rope import Ropes
 from baton.engine.runner.ranks.links import RankLinks, links_bytes
 from baton.engine.runner.ranks.sharded_source import sharded_source
 from baton.engine.runner.weights.open_weights import OpenWeights
-from baton.engine.runner.weights.shards import shard_config
+from baton.engine.runner.weights.shards import ShardedTensors, shard_config
 from baton.engine.runner.weights.tensor_loading import LoadTarget
 from tests.support.families import FAMILY_VARIANTS, RECURRENT
 from tests.support.kernels import kernels_by_variant
 from tests.support.models import VARIANTS, make_model_folder
+from tests.support.packed_folders import EVERY_FORMAT, write_quantized
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
@@ -207,6 +208,13 @@ def layout_of(start: int, size: int, num_groups: int) -> PassLayout:
         ("phi3", 4),  # stacked matrices
         # Experts with a gate of the shared ones, with biases, with stacked matrices, in groups.
         *EXPERTS,
+        # Layers of unlike heads, with inputs of their own, and experts that are normed.
+        ("gemma4", 2),
+        ("gemma4-k-eq-v", 4),
+        ("gemma4-moe", 2),
+        # Latent attention.
+        ("deepseek-v2-lite", 2),
+        ("deepseek-v3", 4),
     ],
 )
 def test_ranks_together_compute_the_logits_of_the_whole_model(
@@ -233,10 +241,66 @@ def check_ranks(found: Sequence[Computed], expected: Computed) -> None:
         assert torch.equal(each.logits, found[0].logits)
 
 
+@pytest.mark.parametrize(
+    ("name", "written", "has_whole_experts"),
+    [
+        ("phi3", "gptq", False),
+        ("qwen3-moe", "awq", False),
+        ("llama", "packed-with-zeros", False),
+        ("llama", "bytes", False),
+        ("llama", "float8-blocks", False),
+        ("qwen3-moe", "float8-rows", True),
+        ("gpt-oss", "mxfp4", False),
+        ("gpt-oss", "mxfp4", True),
+    ],
+)
+def test_ranks_divide_quantized_weights(
+    name: str, written: str, has_whole_experts: bool, tmp_path: Path
+) -> None:
+    folder = write_packed(name, written, tmp_path)
+
+    found = in_ranks(folder, 2, has_whole_experts=has_whole_experts)
+
+    check_ranks(found, in_one_process(folder))
+
+
+def write_packed(name: str, written: str, folder: Path) -> Path:
+    variant = ALL_VARIANTS[name]
+    settings = {**variant.settings, "intermediate_size": 64}  # groups for two ranks
+    plain = make_model_folder(folder / "source", replace(variant, settings=settings))
+    packed, _ = write_quantized(plain, folder, EVERY_FORMAT[written])
+    return packed
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "num_ranks", "fault"),
+    [
+        ("llama", "gptq-8-bits", 4, "32 numbers that belong together"),
+        ("llama", "fp8", 2, "24 numbers that belong together"),
+        ("llama", "gptq-v2-ordered", 2, "in the order of activations"),
+    ],
+)
+def test_groups_that_would_be_divided_are_refused(
+    name: str, written: str, num_ranks: int, fault: str, tmp_path: Path
+) -> None:
+    folder = write_packed(name, written, tmp_path)
+    config = read_model_config(SafetensorsFolder(folder))
+
+    with WeightFiles(folder) as files, pytest.raises(InvalidConfig, match=fault):
+        ShardedTensors.of(config, files, Shard(0, num_ranks))
+
+
 @pytest.mark.skipif(not kernels_by_variant(), reason="no C++ compiler here")
 @pytest.mark.parametrize(
     ("name", "has_whole_experts"),
-    [("qwen3", False), ("olmo2", False), ("gpt-oss", False), ("qwen2-moe", True)],
+    [
+        ("qwen3", False),
+        ("olmo2", False),
+        ("gpt-oss", False),
+        ("qwen2-moe", True),
+        ("gemma4", False),
+        ("deepseek-v3", False),
+    ],
 )
 def test_native_ranks_give_the_same_bits_in_each_run(
     name: str, has_whole_experts: bool, tmp_path: Path

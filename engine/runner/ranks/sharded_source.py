@@ -28,10 +28,11 @@ def sharded_source(group: RankGroup, on_loaded: Callable[[], None]) -> DecoderSo
         model = tensors.map.config
         target = replace(weights.target, group=group, vocab_size=whole.vocab_size)
         decoder = load_decoder(model, tensors, target, on_progress, tensors=tensors.map)
-        own_heads = shard.part_of(whole.num_kv_heads)
         attention = [
-            replace(layer, own_heads=own_heads)
-            for layer in attention_of(model, tensors, target.device)
+            replace(layer, own_heads=shard.part_of(whole.of_layer(index).num_kv_heads))
+            for index, layer in zip(
+                whole.attention_layers, attention_of(whole, tensors, target.device), strict=True
+            )
         ]
         on_loaded()
         return LoadedDecoder(decoder, attention)

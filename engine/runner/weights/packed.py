@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +46,13 @@ CHUNK_NUMBERS = 1 << 19  # FP8 numbers at a time, so that float32 intermediates 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
+class PartAxis(NamedTuple):
+    """Axis of a stored tensor: each of its numbers stands for `unit` numbers of the matrix."""
+
+    of: int | None  # axis of the matrix; None: it has `unit` numbers for any matrix
+    unit: int = 1
+
+
 @dataclass(frozen=True, slots=True)
 class PackedPart:
     """One of the stored tensors of a quantized matrix."""
@@ -52,6 +60,13 @@ class PackedPart:
     name: str
     shape: Shape
     dtypes: tuple[str, ...]
+    axes: tuple[PartAxis, ...]
+
+    @classmethod
+    def of(cls, name: str, matrix: Shape, dtypes: tuple[str, ...], *axes: PartAxis) -> PackedPart:
+        """Return the part of a matrix of this shape."""
+        shape = (unit if of is None else -(-matrix[of] // unit) for of, unit in axes)
+        return cls(name, tuple(shape), dtypes, axes)
 
 
 def is_packed(name: str, names: Collection[str], how: Quantization) -> bool:
@@ -63,30 +78,32 @@ def packed_parts(
     name: str, shape: Shape, names: Collection[str], how: Quantization
 ) -> Iterator[PackedPart]:
     """Yield the tensors that store a matrix of `shape`; optional ones only if they are present."""
+    rows, columns = PartAxis(0), PartAxis(1)
     if how.is_float8:
-        yield PackedPart(f"{name}.weight", shape, ("F8_E4M3",))
-        yield PackedPart(f"{name}{MARKERS[how.packing]}", _scale_shape(shape, how), SCALES)
+        yield PackedPart.of(f"{name}.weight", shape, ("F8_E4M3",), rows, columns)
+        scale = f"{name}{MARKERS[how.packing]}"
+        yield PackedPart.of(scale, shape, SCALES, *_scale_axes(shape, how))
         return
-    rows, columns = shape
-    groups, per_word = num_groups(columns, how), 32 // how.bits
-    zeros = (groups, rows // per_word)
-    by_packing: dict[Packing, dict[str, Shape]] = {
+    per_word = 32 // how.bits
+    groups = PartAxis(1, how.group or shape[1])
+    row_words, column_words = PartAxis(0, per_word), PartAxis(1, per_word)
+    by_packing: dict[Packing, dict[str, tuple[PartAxis, ...]]] = {
         Packing.GPTQ: {
-            "qweight": (columns // per_word, rows),
-            "qzeros": zeros,
+            "qweight": (column_words, rows),
+            "qzeros": (groups, row_words),
             "scales": (groups, rows),
             "g_idx": (columns,),
         },
         Packing.AWQ: {
-            "qweight": (columns, rows // per_word),
-            "qzeros": zeros,
+            "qweight": (columns, row_words),
+            "qzeros": (groups, row_words),
             "scales": (groups, rows),
         },
         Packing.PACKED: {
-            "weight_packed": (rows, columns // per_word),
+            "weight_packed": (rows, column_words),
             "weight_scale": (rows, groups),
-            "weight_shape": (2,),
-            "weight_zero_point": (rows // per_word, groups),
+            "weight_shape": (PartAxis(None, 2),),
+            "weight_zero_point": (row_words, groups),
             "weight_g_idx": (columns,),
         },
         Packing.BYTES: {
@@ -95,11 +112,11 @@ def packed_parts(
             "weight_zero_point": (rows, groups),
         },
     }
-    for suffix, size in by_packing[how.packing].items():
+    for suffix, axes in by_packing[how.packing].items():
         part = f"{name}.{suffix}"
         if part in names or suffix not in OPTIONAL:
             is_scale = suffix in ("scales", "weight_scale")
-            yield PackedPart(part, size, FLOATS if is_scale else WHOLE)
+            yield PackedPart.of(part, shape, FLOATS if is_scale else WHOLE, *axes)
 
 
 def read_packed(
@@ -118,10 +135,6 @@ def read_packed(
     matrix = Quantized(numbers, scales, zeros, how.bits, group, dtype)
     groups = tensors.get("g_idx", tensors.get("weight_g_idx"))
     return matrix if groups is None else _sort_columns(name, matrix, groups)
-
-
-def num_groups(columns: int, how: Quantization) -> int:
-    return 1 if how.group is None else -(-columns // how.group)
 
 
 Tensors = Mapping[str, Tensor]
@@ -195,13 +208,12 @@ def _sort_columns(name: str, matrix: Quantized, groups: Tensor) -> Quantized:
     return replace(matrix, numbers=matrix.numbers[:, order], order=order)
 
 
-def _scale_shape(shape: tuple[int, ...], how: Quantization) -> tuple[int, ...]:
-    """Return the shape of the scales of a matrix of `shape`."""
+def _scale_axes(shape: Shape, how: Quantization) -> tuple[PartAxis, ...]:
+    """Return the axes of the scales of a matrix of `shape`."""
     if how.block is None:
-        return (1,) if how.packing is Packing.FLOAT8 else ()
-    rows, columns = shape
-    block_rows, block_columns = how.block
-    return -(-rows // block_rows), -(-columns // (block_columns or columns))
+        return (PartAxis(None),) if how.packing is Packing.FLOAT8 else ()
+    rows, columns = how.block
+    return PartAxis(0, rows), PartAxis(1, columns or shape[1])
 
 
 def dequantize_float8(
@@ -219,12 +231,12 @@ def dequantize_float8(
         destination[first : first + step] = wide.mul_(scales)
 
 
-def mxfp4_parts(name: str, shape: tuple[int, int, int]) -> Iterator[PackedPart]:
-    """Yield the tensors that store the experts of `shape`, [experts, rows, columns]."""
-    experts, rows, columns = shape
-    groups = columns // MXFP4_GROUP
-    yield PackedPart(f"{name}_blocks", (experts, rows, groups, MXFP4_GROUP // 2), BYTES)
-    yield PackedPart(f"{name}_scales", (experts, rows, groups), BYTES)
+def mxfp4_parts(name: str, shape: Shape, *, is_transposed: bool) -> Iterator[PackedPart]:
+    """Yield the tensors that store experts of `shape`, [experts, rows, columns] or transposed."""
+    rows, columns = (2, 1) if is_transposed else (1, 2)
+    groups = PartAxis(0), PartAxis(rows), PartAxis(columns, MXFP4_GROUP)
+    yield PackedPart.of(f"{name}_blocks", shape, BYTES, *groups, PartAxis(None, MXFP4_GROUP // 2))
+    yield PackedPart.of(f"{name}_scales", shape, BYTES, *groups)
 
 
 def read_mxfp4(blocks: Tensor, exponents: Tensor, dtype: torch.dtype) -> Quantized:

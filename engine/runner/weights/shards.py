@@ -13,29 +13,22 @@ from baton.checkpoint.checkpoint import Expected, Shape, Tensors
 from baton.checkpoint.quantized import Quantized
 from baton.checkpoint.weight_digests import FileIdentity
 from baton.core.errors import InvalidConfig
-from baton.engine.runner.model.config import ModelConfig, MoeConfig
+from baton.engine.runner.model.config import LayerConfig, ModelConfig, MoeConfig
 from baton.engine.runner.model.rank_group import Shard
-from baton.engine.runner.weights.tensor_names import TensorMap, check_tensors
+from baton.engine.runner.weights.packed import PartAxis
+from baton.engine.runner.weights.tensor_names import TensorMap, check_tensors, stored_parts
 
 
 def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     """Return the model as a rank computes it. Raises InvalidConfig if it cannot be divided."""
-    undivided = {
-        "latent attention": config.latent,
-        "recurrent layers": config.recurrent,
-        "weights quantized in the folder": config.quantization,
-        "inputs of each layer": config.per_layer,
-        "layers of unlike heads": any(layer.kv_heads for layer in config.layers),
-        "an output gate": config.has_output_gate,
-        "a classifier": config.num_labels,
-    }
+    undivided = {"recurrent layers": config.recurrent, "a classifier": config.num_labels}
     found = [name for name, has_it in undivided.items() if has_it]
     if found:
         raise InvalidConfig(
             f"{config.architecture}: models with {' and '.join(found)} cannot be divided among "
             "ranks yet: leave out --tensor-parallel-size"
         )
-    size, kv_heads, moe = shard.size, config.num_kv_heads, config.moe
+    size, moe = shard.size, config.moe
     if shard.has_whole_experts and moe is None:
         raise InvalidConfig(f"--enable-expert-parallel: {config.architecture} has no experts")
     parts = {
@@ -43,16 +36,14 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
         "numbers of an MLP": {layer.mlp_size for layer in config.layers},
     }
     if moe is not None:
+        whole, divided = {"experts": {moe.num_experts}}, {"numbers of an expert": {moe.expert_size}}
+        parts |= whole if shard.has_whole_experts else divided
         parts["numbers of shared experts"] = {moe.shared_size}
-        divided = {"experts": {moe.num_experts}}
-        if not shard.has_whole_experts:
-            divided = {"numbers of an expert": {moe.expert_size}}
-        parts |= divided
     faults = [
         f"{count} {name}" for name, counts in parts.items() for count in counts if count % size
     ]
-    if kv_heads % min(size, kv_heads) or size % min(size, kv_heads):
-        faults.append(f"{kv_heads} KV heads")
+    all_kv_heads = {config.of_layer(i).num_kv_heads for i in config.attention_layers}
+    faults += [f"{heads} KV heads" for heads in all_kv_heads if heads % size and size % heads]
     if faults:
         raise InvalidConfig(
             f"{' and '.join(faults)} cannot be divided by --tensor-parallel-size {size}"
@@ -61,10 +52,18 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
         config,
         vocab_size=len(shard.rows_of(config.vocab_size)),
         num_heads=config.num_heads // size,
-        num_kv_heads=len(shard.part_of(kv_heads)),
-        layers=tuple(replace(layer, mlp_size=layer.mlp_size // size) for layer in config.layers),
+        num_kv_heads=len(shard.part_of(config.num_kv_heads)),
+        layers=tuple(_shard_layer(layer, shard) for layer in config.layers),
+        cache_places=config.kv_places(),
         moe=None if moe is None else _shard_experts(moe, shard),
     )
+
+
+def _shard_layer(layer: LayerConfig, shard: Shard) -> LayerConfig:
+    heads = layer.kv_heads
+    if heads is not None:
+        heads = heads._replace(num=len(shard.part_of(heads.num)))
+    return replace(layer, mlp_size=layer.mlp_size // shard.size, kv_heads=heads)
 
 
 def _shard_experts(moe: MoeConfig, shard: Shard) -> MoeConfig:
@@ -74,6 +73,7 @@ def _shard_experts(moe: MoeConfig, shard: Shard) -> MoeConfig:
     return replace(moe, expert_size=moe.expert_size // shard.size)
 
 
+COLUMN_GROUPS = "g_idx"  # end of the names of tensors with the group of each column
 Ranges = Sequence[range]  # the rank's numbers along an axis
 
 
@@ -91,7 +91,7 @@ class ShardedTensors:
         check_tensors(config, whole)
         tensors = TensorMap(config, whole.shapes())
         shard_map, sizes = tensors.of_shard(shard_config(config, shard)), tensors.parts()
-        own: dict[str, Sequence[Ranges]] = {
+        own = {
             name: [_own_ranges(shard, *axis) for axis in zip(axes, sizes[name], strict=True)]
             for name, axes in shard_map.parts().items()
         }
@@ -100,7 +100,14 @@ class ShardedTensors:
                 [shard.rows_of(config.vocab_size)],
                 [range(config.hidden_size)],
             ]
-        return cls(whole, shard_map, own)
+        stored = {
+            part.name: [_of_stored(part.name, axis, own[name], sizes[name]) for axis in part.axes]
+            for name, parts in stored_parts(tensors, whole.names()).items()
+            for part in parts
+            if name in own
+        }
+        _check_order(whole, stored)
+        return cls(whole, shard_map, stored)
 
     def names(self) -> list[str]:
         return self.whole.names()
@@ -112,7 +119,10 @@ class ShardedTensors:
         """Do nothing: the whole tensors are checked."""
 
     def tensor(self, name: str) -> Tensor:
-        return _narrow(self.whole.tensor(name), self.own.get(name, ()))
+        whole = self.whole.tensor(name)
+        own = _narrow(whole, self.own.get(name, ()))
+        # Groups of columns count from the first own one.
+        return own - own[0] if name.endswith(COLUMN_GROUPS) and len(own) < len(whole) else own
 
     def part(self, name: str, index: int) -> Tensor:
         first, others = self._of_element(name)
@@ -166,6 +176,35 @@ def _own_ranges(shard: Shard, own: Sequence[int], whole: Sequence[int]) -> Range
         [part] = shard.part_of(of // size)  # with fewer parts than ranks, some share one
         found.append(range(start + part * size, start + (part + 1) * size))
     return found
+
+
+def _of_stored(
+    name: str, axis: PartAxis, own: Sequence[Ranges], sizes: Sequence[Sequence[int]]
+) -> Ranges:
+    """Return the own numbers along an axis of a stored part of a quantized matrix."""
+    if axis.of is None:
+        return [range(axis.unit)]
+    ranges, unit, count = own[axis.of], axis.unit, sum(sizes[axis.of])
+    if unit >= count > 1:  # one for all
+        return [range(1)]
+    if any(each.start % unit or (each.stop % unit and each.stop != count) for each in ranges):
+        raise InvalidConfig(
+            f"{name}: {unit} numbers that belong together would be divided among ranks; use a "
+            "smaller --tensor-parallel-size, or weights in bfloat16"
+        )
+    return [range(each.start // unit, -(-each.stop // unit)) for each in ranges]
+
+
+def _check_order(whole: Tensors, own: Mapping[str, Sequence[Ranges]]) -> None:
+    """Raise InvalidConfig if columns that are divided have an order of their own (act-order)."""
+    for name, axes in own.items():
+        if name.endswith(COLUMN_GROUPS) and len(axes[0][0]) < whole.shapes()[name][0]:
+            groups = whole.tensor(name)
+            if not torch.equal(groups, groups.sort().values):
+                raise InvalidConfig(
+                    f"{name}: columns in the order of activations cannot be divided among ranks: "
+                    "leave out --tensor-parallel-size"
+                )
 
 
 def _narrow(tensor: Tensor, axes: Sequence[Ranges]) -> Tensor:

@@ -26,6 +26,7 @@ from baton.engine.runner.weights.packed import (
     ATTENTION_SCALES,
     UNUSED,
     PackedPart,
+    PartAxis,
     is_packed,
     mxfp4_parts,
     packed_parts,
@@ -276,7 +277,12 @@ class TensorMap:
 def check_tensors(config: ModelConfig, files: Tensors) -> None:
     """Raise ModelError unless the files hold every tensor in its shape, and no other."""
     tensors = TensorMap(config, files.shapes())
-    files.check(_stored_tensors(tensors, files.names()), tensors.is_ignored)
+    stored = {
+        part.name: Expected(part.shape, part.dtypes)
+        for parts in stored_parts(tensors, files.names()).values()
+        for part in parts
+    }
+    files.check(stored, tensors.is_ignored)
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
@@ -284,17 +290,17 @@ def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
     return TensorMap(config).shapes()
 
 
-def _stored_tensors(tensors: TensorMap, names: Collection[str]) -> dict[str, Expected]:
-    """Return the tensors as stored: a quantized matrix consists of several parts."""
-    stored: dict[str, Expected] = {}
+def stored_parts(tensors: TensorMap, names: Collection[str]) -> dict[str, Sequence[PackedPart]]:
+    """Return each tensor as it is stored: a quantized matrix consists of several parts."""
     names = frozenset(names)
-    for name, shape in tensors.shapes().items():
-        parts = list(_parts(tensors, name, shape, names)) or [PackedPart(name, shape, FLOATS)]
-        stored |= {part.name: Expected(part.shape, part.dtypes) for part in parts}
-    return stored
+    return {
+        name: list(_packed_parts(tensors, name, shape, names))
+        or [PackedPart.of(name, shape, FLOATS, *map(PartAxis, range(len(shape))))]
+        for name, shape in tensors.shapes().items()
+    }
 
 
-def _parts(
+def _packed_parts(
     tensors: TensorMap, name: str, shape: Shape, names: Collection[str]
 ) -> Iterator[PackedPart]:
     """Yield the tensors that store a quantized matrix, or nothing if `name` is not quantized."""
@@ -306,9 +312,7 @@ def _parts(
     elif len(shape) == 3 and how.packing is Packing.MXFP4:
         experts = tensors.names.experts
         is_transposed = experts is not None and experts.is_transposed
-        count, rows, columns = shape
-        rows, columns = (columns, rows) if is_transposed else (rows, columns)
-        yield from mxfp4_parts(linear, (count, rows, columns))
+        yield from mxfp4_parts(linear, shape, is_transposed=is_transposed)
     else:
         raise ModelError(f"{name} of {how.packing.value} is not supported")
 
