@@ -488,6 +488,7 @@ void recur(std::int64_t value_dim, int threads) {
     delta.decay_bias = bias.data();
     delta.decay_rate = rates.data();
     delta.norm = {weight, 1e-6f, false};
+    delta.strength_scale = 1.0f;
     MambaArgs mamba{};
     const std::vector<float> conv_bias =
         wide_numbers(2 * kKeyHeads * kKeyDim + kValueHeads * value_dim);

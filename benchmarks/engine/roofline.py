@@ -259,9 +259,15 @@ def _mixer_numbers(config: ModelConfig, layer: LayerConfig) -> tuple[int, int, i
     if recurrent is None or not layer.has_state:
         return keys, other, unquantized
     inputs = recurrent.num_channels + recurrent.num_values
+    other += (inputs + recurrent.num_values) * hidden
     _, gate_rows = RULES[recurrent.rule].stored_rows(recurrent)
     gates = len(gate_rows) * hidden + recurrent.num_channels * recurrent.conv_size
-    return keys, other + (inputs + recurrent.num_values) * hidden, unquantized + gates
+    if recurrent.rule is Recurrence.KIMI_DELTA:  # output gates and decays by two matrices in turn
+        rank, heads = recurrent.value_dim, recurrent.num_value_heads
+        other += rank * (hidden + recurrent.num_values) - recurrent.num_values * hidden
+        num_decays = heads * recurrent.num_decays
+        gates += rank * (hidden + num_decays) - num_decays * hidden
+    return keys, other, unquantized + gates
 
 
 def _is_mamba(config: ModelConfig) -> bool:

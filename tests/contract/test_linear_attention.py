@@ -25,6 +25,7 @@ from baton.engine.runner.model.config import Recurrence, RecurrentConfig
 from baton.engine.runner.model.ops import Norm
 from baton.engine.runner.model.pass_layout import TokenRun
 from baton.engine.runner.model.recurrent.gated_delta import GatedDelta
+from baton.engine.runner.model.recurrent.kimi_delta import KimiDelta
 from baton.engine.runner.model.recurrent.mamba2 import Mamba2
 from baton.engine.runner.model.recurrent.matrix_rule import MatrixRule
 from baton.engine.runner.model.recurrent.rule import RecurrentRule
@@ -64,12 +65,13 @@ def random_weights(
     conv = drawn(config.conv_size, config.num_channels).bfloat16().float()
     if config.rule is Recurrence.SHORT_CONV:
         return ShortConv(gates, conv)
-    decay_bias, decay_rate = drawn(num_heads), drawn(num_heads).exp()
-    is_delta = config.rule is Recurrence.GATED_DELTA
+    decay_bias, decay_rate = drawn(num_heads * config.num_decays), drawn(num_heads).exp()
+    is_delta = config.rule in (Recurrence.GATED_DELTA, Recurrence.KIMI_DELTA)
     norm_size = config.value_dim if is_delta else config.num_values
     norm = Norm((1 + 0.2 * drawn(norm_size)).to(dtype), 1e-6)
     if is_delta:
-        return GatedDelta(gates, conv, decay_rate, norm, decay_bias, config.strength_scale)
+        rule = KimiDelta if config.rule is Recurrence.KIMI_DELTA else GatedDelta
+        return rule(gates, conv, decay_rate, norm, decay_bias, config.strength_scale)
     conv_bias, skip = drawn(config.num_channels), drawn(num_heads)
     own_norm = norm if config.has_norm else None
     return Mamba2(gates, conv, decay_rate, own_norm, conv_bias, decay_bias, skip)

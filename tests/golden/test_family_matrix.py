@@ -33,6 +33,7 @@ MIXTURES = (
         "qwen3.5-moe",
         "granite-4-moe",
         "lfm2-moe",
+        "kimi-linear",
         "nemotron-3",
     ),
 )

@@ -26,6 +26,7 @@ VARIANTS = {**FAMILY_VARIANTS, **STATE_VARIANTS, **UNKNOWN}
 FAMILIES = (
     *("gemma2", "gemma3", "gpt-oss", "glm4-moe", "llama4", "qwen3-moe", "deepseek-v3"),
     *("qwen3-next", "qwen3.5", "qwen3.5-moe", "granite-4-moe", "falcon-h1", "olmo-hybrid"),
+    "kimi-linear",
     *("lfm2", "nemotron-3", "starcoder2"),
 )
 PROMPT = prompt_of(70)  # longer than windows and chunks

@@ -421,6 +421,26 @@ RECURRENT: Mapping[str, Variant] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": None},
         },
     ),
+    "kimi-linear": Variant(
+        "KimiLinear",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": DELTA["layer_types"],
+            "mlp_layer_types": ["dense", *["sparse"] * 3],
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 40,
+            "qk_nope_head_dim": 24,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 20,
+            "linear_num_heads": 4,
+            "linear_head_dim": 20,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "n_group": 4,
+            "topk_group": 2,
+        },
+    ),
     "lfm2": Variant(
         "Lfm2",
         {

@@ -61,12 +61,13 @@ class HeadRows:
 def find_targets(config: ModelConfig) -> Mapping[tuple[int, str], Target]:
     """Return the matrices by layer and name. A stacked one is found as that of each expert.
 
-    There are none in a model whose folder numbers blocks instead of layers, or whose layers have
-    attention and a state.
+    There are none in a model whose folder numbers blocks instead of layers, whose layers have
+    attention and a state, or whose recurrent layers have matrices that are multiplied in turn.
     """
     if any(layer.block is not None or layer.has_parallel_state for layer in config.layers):
         return {}
-    return dict(_Targets(TensorMap(config)).all())
+    tensors = TensorMap(config)
+    return {} if tensors.names.recurrent.low_rank else dict(_Targets(tensors).all())
 
 
 def expert_name(module: str, parameter: str, expert: int) -> str:

@@ -191,6 +191,19 @@ DEEPSEEK_V3: Mapping[str, object] = {
     "routed_scaling_factor": 2.5,
     "topk_group": 4,
 }
+KIMI_LINEAR: Mapping[str, object] = {
+    **DEEPSEEK_LATENT,
+    "q_lora_rank": None,
+    "rms_norm_eps": 1e-5,
+    "moe_intermediate_size": 1024,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "routed_scaling_factor": 2.446,
+    "linear_conv_kernel_dim": 4,
+    "linear_head_dim": 128,
+    "linear_num_heads": 32,
+}
 GLM4_LITE: Mapping[str, object] = {
     "q_lora_rank": 768,
     "kv_lora_rank": 512,

@@ -85,6 +85,8 @@ class RecurrentNames:
     # A single matrix has its rows in the order of the rule's `stored_rows`.
     projections: tuple[str, ...] = ("mamba.in_proj",)
     gates: tuple[str, ...] = ()  # none: their rows are in the projection
+    # Pairs of matrices that are multiplied in turn: of output gates, and of decays after `gates`.
+    low_rank: tuple[tuple[str, str], ...] = ()
     last_projection: str = "out_proj"  # in the module
     # Tensors that the module has by other names than the rule, or in several parts.
     others: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -34,6 +34,11 @@ MIXTRAL_EXPERTS = ExpertNames(
 MINIMAX_EXPERTS = replace(
     MIXTRAL_EXPERTS, correction_bias="block_sparse_moe.e_score_correction_bias"
 )
+KIMI_EXPERTS = replace(
+    MIXTRAL_EXPERTS,
+    correction_bias="block_sparse_moe.gate.e_score_correction_bias",
+    shared="block_sparse_moe.shared_experts",
+)
 LFM2_EXPERTS = ExpertNames(
     router="feed_forward.gate",
     gate_up=("feed_forward.experts.{expert}.w1", "feed_forward.experts.{expert}.w3"),

@@ -6,10 +6,11 @@ The multipliers of Falcon-H1 become scales of attention, of embeddings and logit
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from baton.checkpoint.json_fields import JsonFields
+from baton.engine.runner.families.family import FULL, LINEAR
 from baton.engine.runner.model.config import (
     LayerConfig,
     ModelConfig,
@@ -29,6 +30,17 @@ DELTA_FIELDS = frozenset(
         "attn_output_gate",
     }
 )
+# Fields of Kimi Linear by the names that other families have for them.
+KIMI_NAMES = {
+    "model_max_length": "max_position_embeddings",
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_experts": "n_routed_experts",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+}
+# Fields that change the computation, with the value that Baton computes, which is the default.
+KIMI_FIXED: Mapping[str, object] = {"mla_use_nope": True, "moe_router_activation_func": "sigmoid"}
 MAMBA_FIELDS = frozenset(
     {
         "mamba_n_heads",
@@ -63,6 +75,35 @@ def delta_rule(raw: JsonFields) -> RecurrentConfig:
 def olmo_delta_rule(raw: JsonFields) -> RecurrentConfig:
     scale = 2.0 if raw.flag("linear_allow_neg_eigval", True) else 1.0
     return replace(delta_rule(raw), norm_epsilon=1e-5, strength_scale=scale)
+
+
+def kimi_fields(raw: JsonFields) -> JsonFields:
+    """Return the fields of Kimi Linear with the names and values that other families have."""
+    for name, value in KIMI_FIXED.items():
+        if raw.has(name) and raw.get(name) != value:
+            raise raw.wrong(name, f"must be {value!r}")
+    fields: dict[str, object] = {
+        new: raw.get(old) for old, new in KIMI_NAMES.items() if raw.has(old)
+    }
+    if raw.has("linear_attn_config"):
+        linear = raw.inner("linear_attn_config")
+        kda = linear.numbers("kda_layers")  # counted from 1
+        layers = range(1, raw.positive_int("num_hidden_layers") + 1)
+        fields |= {
+            "linear_head_dim": linear.positive_int("head_dim"),
+            "linear_num_heads": linear.positive_int("num_heads"),
+            "linear_conv_kernel_dim": linear.positive_int("short_conv_kernel_size"),
+            "layer_types": [LINEAR if layer in kda else FULL for layer in layers],
+        }
+    return raw.with_fields(fields)
+
+
+def kimi_delta(raw: JsonFields) -> RecurrentConfig:
+    num_heads, dim = raw.positive_int("linear_num_heads"), raw.positive_int("linear_head_dim")
+    conv_size = raw.positive_int("linear_conv_kernel_dim")
+    if conv_size < 2:
+        raise raw.wrong("linear_conv_kernel_dim", "must be at least 2")
+    return RecurrentConfig(num_heads, num_heads, dim, dim, conv_size, Recurrence.KIMI_DELTA)
 
 
 def mamba2(raw: JsonFields) -> RecurrentConfig:

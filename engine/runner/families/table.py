@@ -31,6 +31,7 @@ from baton.engine.runner.families.defaults import (
     GLM4_LITE,
     GPT_OSS,
     GRANITE_HYBRID,
+    KIMI_LINEAR,
     LFM2,
     LFM2_MOE,
     LLAMA,
@@ -74,6 +75,7 @@ from baton.engine.runner.families.mixtures import (
     GEMMA4_EXPERTS,
     GRANITE_EXPERTS,
     GRANITE_SHARED_EXPERTS,
+    KIMI_EXPERTS,
     LFM2_EXPERTS,
     LLAMA4_EXPERTS,
     MINIMAX_EXPERTS,
@@ -111,6 +113,8 @@ from baton.engine.runner.families.recurrent import (
     delta_rule,
     falcon_h1_fields,
     falcon_h1_scales,
+    kimi_delta,
+    kimi_fields,
     mamba2,
     olmo_delta_rule,
     parallel_everywhere,
@@ -653,6 +657,40 @@ FAMILIES: Mapping[str, Family] = {
         dense_layers=dense_at_first,
     ),
     "DeepseekV3ForCausalLM": DEEPSEEK_V3_FAMILY,
+    "KimiLinearForCausalLM": Family(
+        names=TensorNames(
+            experts=KIMI_EXPERTS,
+            recurrent=RecurrentNames(
+                "self_attn",
+                tuple(f"self_attn.{part}_proj" for part in "qkv"),
+                ("self_attn.b_proj",),
+                (
+                    ("self_attn.g_a_proj", "self_attn.g_b_proj"),
+                    ("self_attn.f_a_proj", "self_attn.f_b_proj"),
+                ),
+                last_projection="o_proj",
+                others={
+                    "conv1d.weight": tuple(f"{part}_conv1d.weight" for part in "qkv"),
+                    "norm.weight": ("o_norm.weight",),
+                },
+            ),
+            spellings={  # of transformers 5
+                f"mlp.{part}_proj": f"block_sparse_moe.{part}_proj"
+                for part in ("gate", "up", "down")
+            },
+        ),
+        fields=EXPERTS | GLM_EXPERTS | {"kv_lora_rank", "linear_conv_kernel_dim"},
+        defaults=KIMI_LINEAR,
+        rename=kimi_fields,
+        layer_types=linear_where_listed,
+        lacks_rope=no_rope,
+        has_qkv_bias=False,
+        has_output_bias=False,
+        has_latent=True,
+        recurrent=kimi_delta,
+        moe=glm4_moe,
+        dense_layers=dense_where_listed,
+    ),
     "Glm4MoeLiteForCausalLM": replace(
         DEEPSEEK_V3_FAMILY, defaults=GLM4_LITE, dense_layers=dense_where_listed
     ),

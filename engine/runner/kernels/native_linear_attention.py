@@ -40,7 +40,7 @@ class _NativePass:
         self._buffer_sizes = (
             2 * num_kept * config.num_channels,
             4 * num_tokens * config.num_channels,
-            8 * num_tokens * config.num_value_heads,
+            4 * num_tokens * config.num_value_heads * (1 + config.num_decays),
             4 * num_tokens * config.num_values,
         )
         self._arrays = arrays = PassArrays()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from baton.engine.runner.kernels.native_linear import native_experts, native_matrix
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.layer_weights import Layer, ParallelMoe
-from baton.engine.runner.model.linear import Linear, Mlp, SplitLinear
+from baton.engine.runner.model.linear import Linear, Mlp, parts_of
 from baton.engine.runner.model.rank_group import own_part
 
 EMBEDDING_SCALE = "scale of the embeddings"
@@ -40,11 +40,13 @@ def torch_parts(config: ModelConfig, layers: Sequence[Layer]) -> list[str]:
 
 
 def _linears(layer: Layer) -> Iterator[Linear]:
-    output = own_part(layer.output)
-    yield from (output.first, output.second) if isinstance(output, SplitLinear) else (output,)
-    yield from (layer.qkv, *(() if layer.state_inputs is None else (layer.state_inputs,)))
+    linears = [layer.qkv, own_part(layer.output)]
+    if layer.state_inputs is not None:
+        linears.append(layer.state_inputs)
     if layer.recurrent is not None:
-        yield layer.recurrent.gates
+        linears.append(layer.recurrent.gates)
+    for linear in linears:
+        yield from parts_of(linear)
     if layer.latent is not None and layer.latent.query is not None:
         yield layer.latent.query
     mlps = [*(() if layer.mixture is None else layer.mixture.experts)]

@@ -153,6 +153,7 @@ class Recurrence(Enum):
     """Rule by which a token changes the state of a recurrent layer."""
 
     GATED_DELTA = "gated delta rule"
+    KIMI_DELTA = "Kimi delta attention"
     MAMBA2 = "Mamba2"
     SHORT_CONV = "short convolution"
 
@@ -176,6 +177,11 @@ class RecurrentConfig:
     has_norm: bool = True  # for the output; False: Mamba2 has its gates alone
     norm_epsilon: float | None = None  # None: that of the model's norms
     strength_scale: float = 1.0  # of the write strengths of the delta rule
+
+    @property
+    def num_decays(self) -> int:
+        """Return the decays of a value head: one for each key channel, or one for all."""
+        return self.key_dim if self.rule is Recurrence.KIMI_DELTA else 1
 
     @property
     def num_keys(self) -> int:

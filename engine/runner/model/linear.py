@@ -47,6 +47,30 @@ class SplitLinear:
 
 
 @dataclass(frozen=True, slots=True)
+class ExtendedLinear:
+    """Implements `Linear` by the rows of a layer, then those of two layers in turn."""
+
+    plain: Linear
+    down: Linear
+    up: Linear
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        return torch.cat((self.plain(hidden_states), self.up(self.down(hidden_states))), dim=1)
+
+    def rows(self, row_ids: Tensor) -> Tensor:
+        raise TypeError("only the rows of an embedding are looked up")
+
+
+def parts_of(linear: Linear) -> Sequence[Linear]:
+    """Return the layers that a layer consists of, or itself."""
+    if isinstance(linear, SplitLinear):
+        return linear.first, linear.second
+    return (
+        (linear.plain, linear.down, linear.up) if isinstance(linear, ExtendedLinear) else [linear]
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Mlp:
     gate_up: Linear  # rows of the gate, then of up
     down: Linear

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.runner.model.config import RecurrentConfig
-from baton.engine.runner.model.linear import Linear
+from baton.engine.runner.model.linear import ExtendedLinear, Linear
 from baton.engine.runner.model.ops import Norm
 from baton.engine.runner.model.recurrent.rule import RecurrentRule
 from baton.engine.runner.model.recurrent.table import RULES
@@ -31,6 +31,11 @@ def load_recurrent(
         gates = loader.linear(gate_names, False, gate_order, keeps_dtype=True)
     else:
         projection, gates = loader.split_linear(projections[0], *rule.stored_rows(config))
+    if names.low_rank:
+        outputs, decays = (tensors.in_layers(index, pair) for pair in names.low_rank)
+        projection = ExtendedLinear(projection, *(loader.linear([each], False) for each in outputs))
+        plain = (loader.linear([each], False, keeps_dtype=True) for each in decays)
+        gates = ExtendedLinear(gates, *plain)
     own = _LayerTensors(config, tensors, loader, index)
     return projection, rule.load(config, gates, own), names.output
 

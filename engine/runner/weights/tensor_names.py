@@ -182,12 +182,12 @@ class TensorMap:
 
     def _attention_shapes(self, index: int) -> Shapes:
         config, names = self.config.of_layer(index), self.names
-        if config.latent is not None:
-            yield from self._latent_shapes(config.latent)
-            return
         if config.recurrent is not None and config.layers[index].has_state:
             yield from self._recurrent_shapes(config.recurrent)
         if config.layers[index].is_recurrent:
+            return
+        if config.latent is not None:
+            yield from self._latent_shapes(config.latent)
             return
         hidden, heads = config.hidden_size, (config.num_heads, config.num_kv_heads)
         queries, keys = (count * config.head_dim for count in heads)
@@ -217,6 +217,12 @@ class TensorMap:
         elif len(names.projections) == 1:
             rows = [num_rows + (0 if names.gates else num_gates)]
         gates = [num_gates // len(names.gates) for _ in names.gates]
+        if names.low_rank:
+            rows, gates = parts, [recurrent.num_value_heads]
+            rank, num_decays = recurrent.value_dim, recurrent.num_value_heads * recurrent.num_decays
+            for (down, up), count in zip(names.low_rank, (values, num_decays), strict=True):
+                yield f"{down}.weight", (rank, hidden)
+                yield f"{up}.weight", (count, rank)
         for name, count in zip((*names.projections, *names.gates), (*rows, *gates), strict=True):
             yield f"{name}.weight", (count, hidden)
         for name, shape in rule.shapes(recurrent).items():

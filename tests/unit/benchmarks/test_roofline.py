@@ -31,6 +31,7 @@ from tests.support.models import VARIANTS, make_model_folder
 from tests.support.random_folders import small_config, small_folder
 from tools.make_model import make_model
 
+DELTA_FAMILIES = ("qwen3-next", "qwen3.5", "olmo-hybrid", "kimi-linear")
 DEMO = Path(__file__).resolve().parents[3] / "models" / "demo"
 
 LAYER = LayerWork(LayerConfig(), kv_numbers=40, other_numbers=60, expert_numbers=0, top_k=0)
@@ -147,7 +148,7 @@ def test_the_state_traffic_of_a_recurrent_layer_is_independent_of_the_context() 
 
 
 @pytest.mark.slow  # imports transformers
-@pytest.mark.parametrize("name", [*FAMILY_VARIANTS, "falcon-h1", "olmo-hybrid"])
+@pytest.mark.parametrize("name", [*FAMILY_VARIANTS, "falcon-h1", "olmo-hybrid", "kimi-linear"])
 def test_each_matrix_of_a_family_counts_once(name: str, tmp_path: Path) -> None:
     variant = {**FAMILY_VARIANTS, **RECURRENT}[name]
     config = read_model_config(SafetensorsFolder(make_model_folder(tmp_path, variant)))
@@ -164,13 +165,13 @@ def test_each_matrix_of_a_family_counts_once(name: str, tmp_path: Path) -> None:
     matrices = {
         name: torch.Size(shape).numel()
         for name, shape in expected_tensors(config).items()
-        if len(shape) > 1 and "embed_tokens" not in name and not name.endswith("_bias")
+        if len(shape) > 1 and "embed_tokens" not in name and not name.endswith(("_bias", "A_log"))
     }
     head = config.vocab_size * config.hidden_size if config.ties_embeddings else 0
     assert counted == sum(matrices.values()) + head
     products = {layer.state_products for layer in work.layers if layer.state_numbers}
     expected = {"granite-4-moe": {2}, "falcon-h1": {2}}
-    expected |= {key: {3} for key in ("qwen3-next", "qwen3.5", "olmo-hybrid")}
+    expected |= {key: {3} for key in DELTA_FAMILIES}
     assert products == expected.get(name, set())
 
 

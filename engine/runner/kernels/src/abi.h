@@ -443,18 +443,20 @@ struct DeltaArgs {
     StateRows states;
     StateRuns runs;
     const Bf16* projected;  // [tokens, ..]: queries, keys, values and output gates
-    const Bf16* gates;      // [tokens, ..]: write strengths and decays of the value heads
+    const Bf16* gates;      // [tokens, ..]: write strengths, then decays, of the value heads
     const float* conv;      // [conv_size, channels], the oldest token first
-    const float *decay_bias, *decay_rate;  // [value heads]
+    const float *decay_bias, *decay_rate;  // [decays], [value heads]
     NormParams norm;                       // of a head's output
     Bf16* dst;                             // [tokens, values]
     // Buffers: [sequences, conv_size - 1, channels]; [channels, tokens] and [value heads, tokens,
-    // 2], by head; [tokens, values].
+    // decays and a strength], by head; [tokens, values].
     Bf16* inputs_buf;
     float *mixed_buf, *gates_buf, *outputs_buf;
     std::int64_t first_row;  // of the layer
     std::int64_t num_key_heads, num_value_heads, key_dim, value_dim, conv_size;
     float strength_scale;
+    // A head has a decay for each key channel, and sigmoids as output gates (Kimi).
+    std::int32_t decays_channels;
     std::int32_t num_threads;
 };
 

@@ -15,7 +15,9 @@ class Delta : RecurrentPass<DeltaArgs> {
     using RecurrentPass::RecurrentPass;
 
     void run() const {
-        compute_states([this](auto... at) { mix(at...); }, [this](auto... at) { apply(at...); });
+        compute_states(
+            [this](auto... at) { mix(at...); },
+            [this](auto... at) { args_.decays_channels ? apply_by_channel(at...) : apply(at...); });
         each(runs_.num_tokens * args_.num_value_heads, 4 * args_.value_dim,
              [this](std::int64_t at) { norm(at); });
     }
@@ -46,14 +48,24 @@ class Delta : RecurrentPass<DeltaArgs> {
             store_some(head + i, load_some(head + i, size - i) * factor * length, size - i);
     }
 
-    // Decay and write strength of a head.
+    std::int64_t num_decays() const { return args_.decays_channels ? args_.key_dim : 1; }
+
+    // Decays of a head, then its write strength.
+    float* factors(std::int64_t token, std::int64_t head) const {
+        return args_.gates_buf + (head * runs_.num_tokens + token) * (num_decays() + 1);
+    }
+
     void compute_gates(std::int64_t token, std::int64_t head) const {
-        const Bf16* const src = args_.gates + token * 2 * args_.num_value_heads;
-        float* const dst = gates(token, head);
-        const float x = bf16_to_f32(src[args_.num_value_heads + head]) + args_.decay_bias[head];
-        const float softplus = x > 20.0f ? x : std::log1p(std::exp(x));
-        dst[0] = std::exp(-args_.decay_rate[head] * softplus);
-        dst[1] = args_.strength_scale / (1.0f + std::exp(-bf16_to_f32(src[head])));
+        const std::int64_t num_heads = args_.num_value_heads, count = num_decays();
+        const Bf16* const src = args_.gates + token * num_heads * (1 + count);
+        float* const dst = factors(token, head);
+        for (std::int64_t i = 0; i < count; ++i) {
+            const std::int64_t at = head * count + i;
+            const float x = bf16_to_f32(src[num_heads + at]) + args_.decay_bias[at];
+            const float softplus = x > 20.0f ? x : std::log1p(std::exp(x));
+            dst[i] = std::exp(-args_.decay_rate[head] * softplus);
+        }
+        dst[count] = args_.strength_scale / (1.0f + std::exp(-bf16_to_f32(src[head])));
     }
 
     // Computes one token with a slice of a head's state.
@@ -65,7 +77,7 @@ class Delta : RecurrentPass<DeltaArgs> {
         const std::int64_t key_head = head / (args_.num_value_heads / args_.num_key_heads);
         const float* const query = mixed(token, key_head * key_dim, key_dim);
         const float* const key = mixed(token, num_keys_ + key_head * key_dim, key_dim);
-        const float decay = gates(token, head)[0], strength = gates(token, head)[1];
+        const float decay = factors(token, head)[0], strength = factors(token, head)[1];
         RegSlice recalled{}, output{}, value{};
         for (std::int64_t i = 0; i < key_dim; ++i) {
             const float* const row = slice + i * kSliceColumns;
@@ -94,6 +106,45 @@ class Delta : RecurrentPass<DeltaArgs> {
                      reinterpret_cast<const float*>(output), left);
     }
 
+    // The same with a decay of each key channel.
+    void apply_by_channel(float* slice, std::int64_t token, std::int64_t head,
+                          std::int64_t column) const {
+        const std::int64_t key_dim = args_.key_dim, value_dim = args_.value_dim;
+        const std::int64_t left = value_dim - column;
+        const std::int64_t key_head = head / (args_.num_value_heads / args_.num_key_heads);
+        const float* const query = mixed(token, key_head * key_dim, key_dim);
+        const float* const key = mixed(token, num_keys_ + key_head * key_dim, key_dim);
+        const float* const decays = factors(token, head);
+        const float strength = decays[key_dim];
+        RegSlice recalled{}, output{}, value{};
+        for (std::int64_t i = 0; i < key_dim; ++i) {
+            float* const row = slice + i * kSliceColumns;
+            const float decay = decays[i], key_number = key[i], query_number = query[i];
+            for (int r = 0; r < kSliceRegs; ++r) {
+                const F32Reg state = load_reg(row + r * kRegLanes) * decay;
+                store_reg(row + r * kRegLanes, state);
+                recalled[r] += state * key_number;
+                output[r] += state * query_number;
+            }
+        }
+        copy_columns(reinterpret_cast<float*>(value),
+                     mixed(token, 2 * num_keys_ + head * value_dim, value_dim) + column, left);
+        const float key_query = dot(key, query, key_dim);
+        for (int r = 0; r < kSliceRegs; ++r) {
+            value[r] = (value[r] - recalled[r]) * strength;
+            output[r] += value[r] * key_query;
+        }
+        for (std::int64_t i = 0; i < key_dim; ++i) {
+            float* const row = slice + i * kSliceColumns;
+            const float key_number = key[i];
+            for (int r = 0; r < kSliceRegs; ++r)
+                store_reg(row + r * kRegLanes,
+                          load_reg(row + r * kRegLanes) + value[r] * key_number);
+        }
+        copy_columns(args_.outputs_buf + token * num_values_ + head * value_dim + column,
+                     reinterpret_cast<const float*>(output), left);
+    }
+
     static float dot(const float* a, const float* b, std::int64_t size) {
         F32x16 products{};
         for (std::int64_t i = 0; i < size; i += kLanes)
@@ -101,7 +152,7 @@ class Delta : RecurrentPass<DeltaArgs> {
         return sum(products);
     }
 
-    // RMS norm of a head's output, times SiLU of its gate.
+    // RMS norm of a head's output, times SiLU or sigmoid of its gate.
     void norm(std::int64_t at) const {
         const std::int64_t token = at / args_.num_value_heads, head = at % args_.num_value_heads;
         const std::int64_t size = args_.value_dim;
@@ -120,7 +171,8 @@ class Delta : RecurrentPass<DeltaArgs> {
             const F32x16 normed = load_some(numbers + i, count) * factor;
             const F32x16 weighted = normed * load_some(weights + i, count);
             const F32x16 gate = load_some(gates + i, count);
-            store_some(dst + i, weighted * multiply_sigmoid(gate, gate), count);
+            const F32x16 factor_of_gate = args_.decays_channels ? splat(1.0f) : gate;
+            store_some(dst + i, weighted * multiply_sigmoid(factor_of_gate, gate), count);
         }
     }
 };

@@ -30,7 +30,13 @@ class GatedDelta(MatrixRule):
 
     kernel: ClassVar[str] = "baton_delta"
     has_triton_kernels: ClassVar[bool] = True
-    kernel_fields: ClassVar[tuple[str, ...]] = ("decay_bias", "decay_rate", "strength_scale")
+    kernel_fields: ClassVar[tuple[str, ...]] = (
+        "decay_bias",
+        "decay_rate",
+        "strength_scale",
+        "decays_channels",
+    )
+    decays_channels: ClassVar[bool] = False  # each one by itself
 
     norm: Norm
     decay_bias: Tensor  # [value heads] in float32
@@ -56,7 +62,7 @@ class GatedDelta(MatrixRule):
             gates=gates,
             conv=cls.load_conv(tensors),
             decay_bias=tensors.vector("dt_bias"),
-            decay_rate=tensors.vector("A_log").exp(),
+            decay_rate=tensors.vector("A_log").flatten().exp(),
             norm=tensors.gated_norm(),
             strength_scale=config.strength_scale,
         )
@@ -72,8 +78,8 @@ class GatedDelta(MatrixRule):
     def write(
         self, key: Tensor, value: Tensor, strength: Tensor, decays: Decays, state: Tensor
     ) -> Tensor:
-        system = strength * (key @ key.mT) * decays.between
-        wanted = strength * (value - decays.from_state * (key @ state))
+        system = strength * decays.products(key, key)
+        wanted = strength * (value - (decays.from_state * key) @ state)
         written: Tensor = torch.linalg.solve_triangular(
             system, wanted, upper=False, unitriangular=True
         )

@@ -159,6 +159,13 @@ EXPECTED: Mapping[str, Mapping[str, Any]] = {
         "attention_layers": tuple(range(36)),
         "recurrent_layers": tuple(range(36)),
     },
+    "Kimi-Linear-48B-A3B": {
+        "ropes": (NO_ROPE,),
+        "latent": LatentConfig(None, 512, 128, 64, 128),
+        "recurrent": RecurrentConfig(32, 32, 128, 128, 4, Recurrence.KIMI_DELTA),
+        "attention_layers": (3, 7, 11, 15, 19, 23, 26),
+        "max_position_embeddings": 1 << 20,
+    },
     "LFM2-1.2B": {"ties_embeddings": True, "head_dim": 64},
     "Olmo-Hybrid-7B": {
         "ropes": (NO_ROPE,),
@@ -306,6 +313,7 @@ def test_expert_settings_are_those_of_the_model(tmp_path: Path) -> None:
         "ERNIE-4.5-21B-A3B": (64, 6, 1536, 3072, True),
         "MiniMax-M2": (256, 8, 1536, 0, True),
         "LFM2-8B-A1B": (32, 4, 1792, 0, True),
+        "Kimi-Linear-48B-A3B": (256, 8, 1024, 1024, True),
         "Nemotron-3-Nano-30B-A3B": (128, 6, 1856, 3712, True),
         "GLM-4.7-Flash": (64, 4, 1536, 1536, True),
         "GLM-4.5-Air": (128, 8, 1408, 1408, True),
@@ -378,6 +386,7 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "mup_scale": (LLAMA, {"mup_scale": 2.0}),
     "conv_bias": (HUB_CONFIGS["LFM2-1.2B"], {"conv_bias": True}),
     "block_ffn_dim_multiplier": (HUB_CONFIGS["LFM2-1.2B"], {"block_ffn_dim_multiplier": 1e9}),
+    "mla_use_nope": (HUB_CONFIGS["Kimi-Linear-48B-A3B"], {"mla_use_nope": False}),
     "n_shared_experts": (NEMOTRON, {"n_shared_experts": 2}),
     "mlp_hidden_act": (NEMOTRON, {"mlp_hidden_act": "silu"}),
     "mamba_norm_before_gate": (
