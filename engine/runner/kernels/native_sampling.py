@@ -1,4 +1,4 @@
-"""Native grammar masks and draws of tokens on the CPU."""
+"""Native grammar masks, draws and logprobs of tokens on the CPU."""
 
 from __future__ import annotations
 
@@ -6,28 +6,62 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from baton.core.sampling import SamplingParams
 from baton.engine.runner.device.step_inputs import StepInputs
+from baton.engine.runner.device.step_memory import NEW_MEMORY, Memory
 from baton.engine.runner.kernels.calls import Kernels
+from baton.engine.runner.sampling.logprobs import LogprobTensors
 from baton.engine.runner.sampling.randomness import draw_keys
 from baton.engine.runner.sampling.sampling import SampledRows, SamplingPass
 from baton.engine.runner.sampling.torch_sampling import (
     MIN_TEMPERATURE,
-    TorchSampling,
     UndrawnPass,
 )
 
 
-class NativeSampling(TorchSampling):
-    """Implements `SamplingBackend`: masks and draws are native, all else is torch's."""
+class NativeSampling:
+    """Implements `SamplingBackend`. Bans, biases and penalties are torch's."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
 
     def begin(self, rows: SampledRows, inputs: StepInputs) -> SamplingPass:
         return NativeSamplingPass(rows, inputs, self._kernels)
+
+    def compute_logprobs(
+        self,
+        logits: Tensor,
+        token_ids: Tensor,
+        num_tops: int,
+        rows: Tensor | None = None,
+        memory: Memory = NEW_MEMORY,
+    ) -> LogprobTensors:
+        if rows is None:
+            rows = torch.arange(len(logits))
+        else:
+            token_ids = token_ids[rows]
+        logits, count = logits.contiguous(), len(rows)
+        num_tops = min(num_tops, logits.shape[1])
+        chosen, top = torch.empty(count), torch.empty(count, num_tops)
+        ranks = torch.empty(count, dtype=torch.int64)
+        top_ids = torch.empty(count, num_tops, dtype=torch.int64)
+        self._kernels.call(
+            "baton_logprobs",
+            logits=logits,
+            rows=rows,
+            token_ids=token_ids,
+            chosen=chosen,
+            top=top,
+            ranks=ranks,
+            top_ids=top_ids,
+            num_rows=count,
+            size=logits.shape[1],
+            num_tops=num_tops,
+        )
+        return LogprobTensors(token_ids, chosen, ranks, top_ids, top)
 
 
 class NativeSamplingPass(UndrawnPass):

@@ -306,6 +306,17 @@ struct MaskArgs {
     std::int32_t num_threads;
 };
 
+// Logprobs of chosen and top tokens. Arrays are by measured row unless noted.
+struct LogprobArgs {
+    const float* logits;            // [rows, size]
+    const std::int64_t* rows;       // which are measured
+    const std::int64_t* token_ids;  // chosen
+    float *chosen, *top;            // logprobs; those of top tokens: [measured, tops]
+    std::int64_t *ranks, *top_ids;  // of chosen tokens; [measured, tops], the likeliest first
+    std::int64_t num_rows, size, num_tops;  // num_rows: measured
+    std::int32_t num_threads;
+};
+
 struct WriteKvArgs {
     PagedKv kv;
     BatchLayout batch;
@@ -579,6 +590,10 @@ void baton_mask(const baton::MaskArgs* args);
 
 // Draws tokens by their probabilities. Those of rows that are not finite are undefined.
 void baton_draw(const baton::DrawArgs* args);
+
+// Logprobs of chosen and top tokens, and one plus the number of tokens with a higher logprob. Of
+// equal logits, the lowest ids come first.
+void baton_logprobs(const baton::LogprobArgs* args);
 
 // dst += src * scale. The product is rounded.
 void baton_add(baton::Bf16* dst, const baton::Bf16* src, std::int64_t count, float scale,

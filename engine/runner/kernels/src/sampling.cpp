@@ -1,4 +1,5 @@
-// Random draws of tokens: temperature, min-p, top-k, top-p and the Gumbel-max trick, row by row.
+// Grammar masks, logprobs and random draws of tokens: temperature, min-p, top-k, top-p and the
+// Gumbel-max trick. Row by row.
 //
 // Without top-k and top-p, a draw is one pass over the row: a bound of a token's ratio, which needs
 // no logarithm, rules out nearly all of them. Otherwise the likeliest tokens are collected first.
@@ -219,6 +220,47 @@ std::int64_t draw(const Row& row, std::int64_t top_k, float top_p, std::int64_t 
     }
 }
 
+float largest_of(const float* numbers, std::int64_t size) {
+    F32x16 largest = splat(kNever);
+    std::int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) {
+        F32x16 some;
+        std::memcpy(&some, numbers + i, sizeof some);
+        largest = lane_max(largest, some);
+    }
+    float found = kNever;
+    for (int lane = 0; lane < kLanes; ++lane) found = std::max(found, largest[lane]);
+    for (; i < size; ++i) found = std::max(found, numbers[i]);
+    return found;
+}
+
+std::int64_t count_above(const Row& row, float logprob, float whole) {
+    I32x16 counts{};
+    for_each_vector(row, [&](std::int64_t, F32x16 numbers) {
+        counts -= (I32x16)less_mask(splat(logprob), numbers - whole);
+    });
+    std::int64_t count = 0;
+    for (int lane = 0; lane < kLanes; ++lane) count += counts[lane];
+    return count;
+}
+
+void measure_row(const LogprobArgs& args, std::int64_t index) {
+    const float* const logits = args.logits + args.rows[index] * args.size;
+    const Row row{logits, args.size, 0, 1.0f, largest_of(logits, args.size), kNever};
+    const float whole = float(std::log(whole_mass(row)));
+    const float chosen = row.scaled(args.token_ids[index]) - whole;
+    args.chosen[index] = chosen;
+    args.ranks[index] = 1 + count_above(row, chosen, whole);
+    if (args.num_tops == 0) return;
+    std::vector<Token> tops = collect(row, smallest_of_top(row, args.num_tops));
+    for (std::int64_t id = 0; id < args.size && std::int64_t(tops.size()) < args.num_tops; ++id)
+        if (!(row.scaled(id) > kNever)) tops.push_back({kNever, id});  // too few can be drawn
+    for (std::int64_t i = 0; i < args.num_tops; ++i) {
+        args.top_ids[index * args.num_tops + i] = tops[i].id;
+        args.top[index * args.num_tops + i] = tops[i].scaled - whole;
+    }
+}
+
 void mask_row(const std::uint32_t* bits, float* scores, std::int64_t size) {
     const U32x16 lanes{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     for (std::int64_t token = 0; token < size; token += kLanes) {
@@ -250,6 +292,13 @@ void baton_mask(const MaskArgs* args) {
                      args->scores + args->rows[index] * args->size, args->size);
     };
     parallel_for(args->num_masks, args->size, args->num_threads, mask_rows);
+}
+
+void baton_logprobs(const LogprobArgs* args) {
+    const auto measure = [&](std::int64_t index, std::int64_t end) {
+        for (; index < end; ++index) measure_row(*args, index);
+    };
+    parallel_for(args->num_rows, args->size, args->num_threads, measure);
 }
 
 void baton_draw(const DrawArgs* args) {
