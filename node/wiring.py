@@ -137,7 +137,7 @@ class NodeComponents:
         engine = EngineThread(core, name=name, compiler=self.compiler, inbox=self._inbox)
         groups = self.scheduler.cache_config.layout.groups
         runner.hook = KvPassHook(self.worker, groups, engine.beat, core.post_from_pass)
-        runner.on_lost = lambda error: engine.post(partial(_end, error))
+        runner.when_lost(lambda error: engine.post(partial(_end, error)))
         return engine
 
     def _drivers(self) -> list[KvDriver]:

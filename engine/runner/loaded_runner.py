@@ -25,11 +25,14 @@ class LoadedRunner(Runner, Protocol):
     speculation: Speculation | None
     processors: Processors
     hook: PassHook | None
-    on_lost: Callable[[Exception], None]  # called by any thread once the runner can run nothing
 
     @property
     def kv_memory(self) -> KvMemory | None:
         """Return the KV cache; None: the model computes whole texts and keeps nothing of them."""
+        ...
+
+    def when_lost(self, call: Callable[[Exception], None]) -> None:
+        """Have any thread call this once the runner can run nothing any more."""
         ...
 
     def __enter__(self) -> Self: ...

@@ -77,11 +77,12 @@ class Ranks(Protocol):
         """Return the KV cache, which all processes share, once all have loaded their weights."""
         ...
 
-    def lead(self, passes: ForwardPasses, on_lost: Callable[[Exception], None]) -> ForwardPasses:
-        """Return passes that all processes compute together. They raise RunnerLost.
+    def lead(self, passes: ForwardPasses) -> ForwardPasses:
+        """Return passes that all processes compute together. They raise RunnerLost."""
+        ...
 
-        A thread calls `on_lost` when another process ends by itself.
-        """
+    def when_lost(self, call: Callable[[Exception], None]) -> None:
+        """Have a thread call this when another process ends by itself, or has ended."""
         ...
 
     def close(self) -> None:
@@ -125,7 +126,6 @@ class TorchRunner:
         self.kv_memory: KvMemory = describe(kv[:num_blocks], parts.layout, info.dtype)
         self.speculation, self.processors = parts.speculation, parts.processors
         self.hook: PassHook | None = None
-        self.on_lost: Callable[[Exception], None] = lambda _: None
         self.graphs: DecodeGraphs[HiddenStates] | None = None
         self.num_passes: Counter[GraphSize | EagerCause] = Counter()  # by graph, or why eager
         self.adapters, self._ranks = parts.adapters, parts.ranks
@@ -134,7 +134,7 @@ class TorchRunner:
         self._inputs = make_inputs(self.device)
         self._batch = parts.batch
         attention = kernels.make_attention(kv, parts.attention)
-        self._passes = _make_passes(parts, kv, attention, self._tell_lost)
+        self._passes = _make_passes(parts, kv, attention)
         make_sampler = partial(
             Sampler,
             info.eos_token_ids,
@@ -166,7 +166,7 @@ class TorchRunner:
         self.blocks.close()
         # A reference to the runner that outlives the block must not keep the memory alive.
         del self.decoder, self.blocks, self._passes, self._batch, self._heads
-        del self._prompt_head
+        del self._prompt_head, self._ranks
         del self._encodings, self.sampler, self._inputs, self.graphs, self._open, self._gatherer
 
     def capture_graphs(self, pool: GraphPool, sizes: Sequence[GraphSize]) -> None:
@@ -190,8 +190,9 @@ class TorchRunner:
         self.graphs = graphs
         self.num_passes.clear()
 
-    def _tell_lost(self, error: Exception) -> None:
-        self.on_lost(error)
+    def when_lost(self, call: Callable[[Exception], None]) -> None:
+        if self._ranks is not None:
+            self._ranks.when_lost(call)
 
     def _encode(self, orders: MediaOrders) -> dict[RequestId, float]:
         """Carry out orders about encodings. Returns what `Encodings.apply` does."""
@@ -378,12 +379,7 @@ def _allocate(parts: RunnerParts, num_blocks: int) -> Tensor:
     return parts.ranks.allocate(parts.kv, num_blocks)
 
 
-def _make_passes(
-    parts: RunnerParts,
-    kv: Tensor,
-    attention: PagedAttention,
-    on_lost: Callable[[Exception], None],
-) -> ForwardPasses:
+def _make_passes(parts: RunnerParts, kv: Tensor, attention: PagedAttention) -> ForwardPasses:
     decoder, state = parts.decoder, parts.state
     passes = ForwardPasses(
         decoder,
@@ -393,7 +389,7 @@ def _make_passes(
         parts.info.max_model_len,
         parts.adapters,
     )
-    return passes if parts.ranks is None else parts.ranks.lead(passes, on_lost)
+    return passes if parts.ranks is None else parts.ranks.lead(passes)
 
 
 def _make_drafting(

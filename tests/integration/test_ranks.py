@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -17,26 +18,19 @@ from baton.client import Client, Generation
 from baton.cluster import ClusterOptions, LocalCluster
 from baton.core.errors import InvalidConfig
 from baton.core.sampling import SamplingParams
-from baton.engine.errors import RunnerLost
+from baton.engine.errors import EngineStopped, RunnerLost
+from baton.engine.runner.ranks import leading
 from baton.llm import LLM
 from tests.support.families import FAMILY_VARIANTS, RECURRENT
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
+from tests.support.rank_processes import is_running, ranks_of
 from tests.support.scaled_kv import grown_folder
+from tests.support.waits import await_value
 
 LOGPROBS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=3)
 # Sums of float32 in another order.
 TOLERANCE = 1e-4
 PATIENCE_S = 60.0
-
-
-def ranks_of(process_id: int) -> list[int]:
-    """Return the processes of further ranks that a process has started."""
-    children = Path(f"/proc/{process_id}/task/{process_id}/children").read_text(encoding="ascii")
-    return [
-        int(child)
-        for child in children.split()
-        if b"ranks.following" in Path(f"/proc/{child}/cmdline").read_bytes()
-    ]
 
 
 @pytest.fixture
@@ -92,9 +86,11 @@ def test_ranks_generate_what_one_process_does_until_one_is_killed(
 
 
 @pytest.mark.parametrize(("name", "has_whole_experts"), [("qwen3", False), ("qwen2-moe", True)])
-def test_native_ranks_give_the_same_bits_in_any_batch(
+def test_native_ranks_give_the_same_bits_in_any_batch_and_leave_nothing(
     open_llm: Callable[..., LLM], name: str, has_whole_experts: bool
 ) -> None:
+    gc.collect()  # what other tests have left
+    before = num_descriptors_and_maps()
     prompts = [prompt_of(length, seed=length) for length in (3, 40, 61)]
     experts = {"enable_expert_parallel": has_whole_experts}
     llm = open_llm(name, 2, "bfloat16", kernels="native", **experts)
@@ -104,6 +100,31 @@ def test_native_ranks_give_the_same_bits_in_any_batch(
 
     assert [each.token_ids for each in alone] == [each.token_ids for each in together]
     assert [each.logprobs for each in alone] == [each.logprobs for each in together]
+    llm.close()
+    gc.collect()
+    assert num_descriptors_and_maps() <= before
+
+
+def test_a_rank_that_hangs_ends_the_engine(
+    open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leading, "PATIENCE_S", 0.5)
+    llm = open_llm("llama", 2)
+    [rank] = ranks_of(os.getpid())
+
+    os.kill(rank, signal.SIGSTOP)
+
+    with pytest.raises(RunnerLost, match="rank 1 of this node hangs"):
+        llm.generate([prompt_of(20)], LOGPROBS)
+    with pytest.raises(EngineStopped):
+        llm.generate([prompt_of(20)], LOGPROBS)
+    llm.close()
+    assert ranks_of(os.getpid()) == []
+
+
+def num_descriptors_and_maps() -> tuple[int, int]:
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+    return len(os.listdir("/proc/self/fd")), maps.count("memfd:baton")
 
 
 @pytest.mark.parametrize(("kernels", "dtype"), [("torch", "float32"), ("native", "bfloat16")])
@@ -158,7 +179,9 @@ def test_kv_is_handed_off_between_nodes_of_unlike_numbers_of_ranks(
             assert answer.finish is not None
             assert answer.finish.served.is_prefill_remote
         [prefill], [decode] = cluster.prefills, cluster.decodes
-        [rank] = ranks_of(prefill.process.pid)
+        [rank], ranks = (ranks_of(node.process.pid) for node in (prefill, decode))
+        assert len(ranks) == 3
         os.kill(rank, signal.SIGKILL)
         assert prefill.process.wait(PATIENCE_S) != 0
-        assert len(ranks_of(decode.process.pid)) == 3
+        decode.process.kill()
+        await_value(lambda: not any(map(is_running, ranks)))

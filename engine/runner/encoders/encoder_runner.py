@@ -40,7 +40,6 @@ class EncoderRunner:
         self.speculation: Speculation | None = None
         self.processors: Processors = NO_PROCESSORS
         self.hook: PassHook | None = None
-        self.on_lost: Callable[[Exception], None] = lambda _: None
         self.encoder = encoder
         self._rows: dict[RequestId, PlanRow] = {}
 
@@ -50,6 +49,9 @@ class EncoderRunner:
     def __exit__(self, *error: object) -> None:
         # A reference to the runner that outlives the block must not keep the memory alive.
         del self.encoder
+
+    def when_lost(self, call: Callable[[Exception], None]) -> None:
+        """Do nothing: it is this process alone."""
 
     def launch(self, plan: Plan) -> Pending:
         """Compute the texts that the plan schedules."""

@@ -1,18 +1,13 @@
-"""Process of a rank that computes what the first one tells it: `following FD`, a socket's."""
+"""Process of a rank that computes what the first one sends."""
 
 from __future__ import annotations
 
 import logging
 import os
-import pickle
-import signal
-import socket
 import sys
-import threading
 
 import torch
 
-from baton.core.errors import InvalidConfig, ModelError
 from baton.engine.errors import RunnerLost
 from baton.engine.runner.device.cuda import open_device
 from baton.engine.runner.device.step_inputs import make_inputs
@@ -30,43 +25,25 @@ from baton.engine.runner.load import (
 from baton.engine.runner.model.decoder import Decoder
 from baton.engine.runner.model.rope import Ropes
 from baton.engine.runner.passes.forward_passes import ForwardPasses
+from baton.engine.runner.ranks.first_rank import FirstRank
 from baton.engine.runner.ranks.links import RankLinks, links_bytes
 from baton.engine.runner.ranks.messages import ComputePass, MultiplyHead
-from baton.engine.runner.ranks.processes import Begin, Ready, Setup, receive, shard_of
-from baton.engine.runner.ranks.sharded_source import sharded_source
+from baton.engine.runner.ranks.processes import Setup
+from baton.engine.runner.ranks.sharded_source import shard_of, sharded_source
 from baton.engine.runner.ranks.shared_memory import map_shared_memory
+
+log = logging.getLogger(__name__)
 
 
 def main() -> None:
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    setup, links_fd = receive(connection)
-    assert isinstance(setup, Setup)
-    name = f"rank {setup.rank}"
-    logging.basicConfig(level=logging.WARNING, format=f"%(levelname)s {name}: %(message)s")
-    # Ctrl-C in a terminal reaches all processes: the first rank ends the others.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
+    first = FirstRank.of_command_line()
+    setup, links_fd = first.receive_setup()
+    with first.carrying_out():
         follower = _load(setup, links_fd)
-    except (ModelError, InvalidConfig) as error:
-        _answer(connection, Ready(f"{name}: {error}", isinstance(error, InvalidConfig)))
-        return
-    _answer(connection, Ready())
-    begin, kv_fd = receive(connection)
-    assert isinstance(begin, Begin)
-    follower.begin(begin.num_blocks, kv_fd)
-    _answer(connection, Ready())
-    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+    begin, kv_fd = first.receive_begin()
+    with first.carrying_out():
+        follower.begin(begin.num_blocks, kv_fd)
     follower.run()
-
-
-def _answer(connection: socket.socket, ready: Ready) -> None:
-    connection.send(pickle.dumps(ready))
-
-
-def _end_with(connection: socket.socket) -> None:
-    """End this process with the first rank, however that ends."""
-    connection.recv(1)
-    os._exit(0)
 
 
 class Follower:
@@ -101,6 +78,9 @@ class Follower:
                     self._compute(self._links.receive())
                 except RunnerLost:
                     return
+                except Exception:
+                    log.exception("a pass failed")
+                    sys.exit(1)
 
     def _compute(self, message: object) -> None:
         decoder, passes = self._weights.decoder, self._passes

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from mmap import mmap
 
 import torch
 from torch import Tensor
@@ -32,19 +33,17 @@ from baton.engine.runner.load import load_runner
 from baton.engine.runner.model.adapters import Selection
 from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.pass_layout import Ints
-from baton.engine.runner.model_info import LoadProgressCallback
+from baton.engine.runner.model_info import LoadProgress, LoadProgressCallback
 from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.runner.passes.forward_passes import ForwardPasses, PassStep
-from baton.engine.runner.ranks.links import RankLinks, links_bytes
+from baton.engine.runner.ranks.links import PATIENCE_S, RankLinks, links_bytes
 from baton.engine.runner.ranks.messages import ComputePass, MultiplyHead, SentStep
-from baton.engine.runner.ranks.processes import RankProcesses, shard_of
-from baton.engine.runner.ranks.sharded_source import sharded_source
+from baton.engine.runner.ranks.processes import RankProcesses
+from baton.engine.runner.ranks.sharded_source import shard_of, sharded_source
 from baton.engine.runner.ranks.shared_memory import make_shared_memory
 from baton.engine.runner.sampling.output_heads import HiddenStates
 from baton.engine.runner.weights.shards import shard_config
 from baton.engine.spec_decode.config import AUTO
-
-log = logging.getLogger(__name__)
 
 
 def load_in_ranks(
@@ -64,10 +63,16 @@ def load_in_ranks(
     memory, fd = make_shared_memory("baton ranks", links_bytes(kernels, shard.size))
     links = LeadingLinks(kernels, memory, shard)
     processes = RankProcesses(config, fd, links.end)
+
+    def report(progress: LoadProgress) -> None:
+        processes.check()
+        if on_progress is not None:
+            on_progress(progress)
+
     try:
         return load_runner(
             config,
-            on_progress,
+            report,
             source=sharded_source(links, processes.wait_until_loaded),
             ranks=LeadingRank(links, processes),
         )
@@ -99,15 +104,39 @@ def _kernels(num_threads: int) -> Kernels:
 
 
 class LeadingLinks(RankLinks):
-    """Links of the first rank, which has the others multiply with it."""
+    """Links of the first rank, which has the others multiply with it.
+
+    It alone loses patience: it ends the others.
+    """
+
+    def __init__(self, kernels: Kernels, memory: mmap, shard: Shard) -> None:
+        super().__init__(kernels, memory, shard, PATIENCE_S)
+        self._owner = os.getpid()
 
     def multiply(self, part: Linear, hidden_states: Tensor, num_rows: int) -> Tensor:
         self.send(MultiplyHead(len(hidden_states)))
-        hidden_states = self.broadcast(hidden_states)
-        products = self._padded(part(hidden_states), num_rows)
-        gathered = torch.empty(self.shard.size, *products.shape, dtype=products.dtype)
-        self.gather(products, gathered)
-        return gathered.transpose(0, 1).flatten(1)[:, :num_rows]
+        with in_step():
+            hidden_states = self.broadcast(hidden_states)
+            products = self._padded(part(hidden_states), num_rows)
+            gathered = torch.empty(self.shard.size, *products.shape, dtype=products.dtype)
+            self.gather(products, gathered)
+            return gathered.transpose(0, 1).flatten(1)[:, :num_rows]
+
+    def send(self, message: object) -> None:
+        if os.getpid() != self._owner:
+            raise RunnerLost("a fork cannot use the ranks of the process that it was forked from")
+        super().send(message)
+
+
+@contextmanager
+def in_step() -> Iterator[None]:
+    """Raise any exception of the block as RunnerLost: other ranks wait in the middle of it."""
+    try:
+        yield
+    except RunnerLost:
+        raise
+    except Exception as error:
+        raise RunnerLost(f"a pass failed in the first rank: {error!r}") from error
 
 
 class LeadingRank:
@@ -125,9 +154,11 @@ class LeadingRank:
             os.close(fd)
         return kv.over(memory)
 
-    def lead(self, passes: ForwardPasses, on_lost: Callable[[Exception], None]) -> ForwardPasses:
-        self._processes.when_lost = on_lost
+    def lead(self, passes: ForwardPasses) -> ForwardPasses:
         return LedPasses(passes, self._links)
+
+    def when_lost(self, call: Callable[[Exception], None]) -> None:
+        self._processes.when_lost(call)
 
     def close(self) -> None:
         self._processes.close()
@@ -160,12 +191,8 @@ class LedPasses(ForwardPasses):
 
         def launch_all() -> HiddenStates:
             self._links.send(message)
-            try:
+            with in_step():
                 hidden_states = launch()
-            except RunnerLost:
-                raise
-            except Exception as error:  # the other ranks wait in the middle of the pass
-                raise RunnerLost(f"a pass failed in the first rank: {error!r}") from error
             self._links.meet()
             if late is not None:
                 late.report()

@@ -19,8 +19,9 @@ from baton.engine.runner.model.rank_group import Shard
 BUFFER_BYTES = 1 << 18  # of a step: larger tensors take several
 MESSAGE_BYTES = 1 << 13  # of a message's first step
 HEADER_BYTES = 8
-# Ranks compute the same: one waits for another as long as a step of the pass takes longer there.
-PATIENCE_S = 120.0
+# Ranks compute the same, so one waits for another as long as a part of a layer takes longer there.
+# With a difference of this time in each, a pass would take a quarter of an hour.
+PATIENCE_S = 30.0
 FOR_EVER = -1
 
 
@@ -35,8 +36,12 @@ class RankLinks:
     Implements `RankGroup` for a rank that follows the first one: it is told what to multiply.
     """
 
-    def __init__(self, kernels: Kernels, memory: mmap.mmap, shard: Shard) -> None:
+    def __init__(
+        self, kernels: Kernels, memory: mmap.mmap, shard: Shard, patience_s: float | None = None
+    ) -> None:
+        """`patience_s` limits the wait for another rank that has not ended; None: nothing does."""
         self.shard = shard
+        self._patience_s = patience_s
         self._kernels = kernels
         self._memory = memory  # owns what the struct points to
         self._struct = LinksStruct(
@@ -44,7 +49,7 @@ class RankLinks:
             rank=shard.rank,
             size=shard.size,
             buffer_bytes=BUFFER_BYTES,
-            patience_ms=int(1000 * PATIENCE_S),
+            patience_ms=FOR_EVER if patience_s is None else int(1000 * patience_s),
         )
 
     @property
@@ -94,11 +99,9 @@ class RankLinks:
         self._broadcast(buffer, MESSAGE_BYTES, size)
 
     def receive(self) -> object:
-        """Wait for the next message of the first rank, however long it takes."""
+        """Wait for the next message of the first rank."""
         buffer = bytearray(MESSAGE_BYTES)
-        patience_ms, self._struct.patience_ms = self._struct.patience_ms, FOR_EVER
         self._broadcast(buffer, 0, MESSAGE_BYTES)
-        self._struct.patience_ms = patience_ms
         size = HEADER_BYTES + int.from_bytes(buffer[:HEADER_BYTES], "little")
         if size > MESSAGE_BYTES:
             buffer.extend(bytes(size - MESSAGE_BYTES))
@@ -112,10 +115,9 @@ class RankLinks:
     def check(self) -> None:
         """Raise RunnerLost if another rank has ended or not come in time."""
         if self._struct.missing:
-            raise RunnerLost(
-                f"rank {self._struct.missing - 1} of this node has ended, or has not come for "
-                f"{PATIENCE_S:g} s"
-            )
+            rank, hangs = self._struct.missing - 1, f"hangs: nothing for {self._patience_s} s"
+            has_ended = self._kernels.library.baton_rank_has_ended(self._struct.shared, rank)
+            raise RunnerLost(f"rank {rank} of this node {'has ended' if has_ended else hangs}")
 
     def end(self, rank: int) -> None:
         """Let all that wait for a rank, or will, know that it has ended. For any thread."""

@@ -1,4 +1,4 @@
-"""Processes of the ranks that follow the first one: their start, orders and end."""
+"""Processes of the ranks that follow the first one: their start, orders, logs and end."""
 
 from __future__ import annotations
 
@@ -10,28 +10,31 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
-from baton.core.errors import InvalidConfig, ModelError
+from baton.core.errors import InvalidConfig
 from baton.engine.errors import RunnerLost
 from baton.engine.runner.config import RunnerConfig
-from baton.engine.runner.model.rank_group import Shard
 
 log = logging.getLogger(__name__)
 
-END_PATIENCE_S = 5.0
+PROGRAM = "baton.engine.runner.ranks.following"
+LOG_EVERY_S = 10.0  # what the start waits for
 MAX_MESSAGE_BYTES = 1 << 20
 OnEnd = Callable[[int], None]  # takes the rank
+WhenLost = Callable[[Exception], None]
 
 
 class Setup(NamedTuple):
-    """First message to a rank. File descriptors of the links come with it."""
+    """First message to a rank. The descriptor of the links' memory comes with it."""
 
     config: RunnerConfig
     rank: int
+    log_level: int
 
 
 class Begin(NamedTuple):
@@ -41,120 +44,201 @@ class Begin(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """Message of a rank that has done what it was told; or why it cannot."""
+    """Message of a rank that has carried out a message, or why it cannot."""
 
-    fault: str = ""
-    is_setting: bool = False  # which is at fault: else it is the model
-
-
-@dataclass(slots=True, eq=False)
-class _Rank:
-    number: int
-    process: subprocess.Popen[bytes]
-    connection: socket.socket
-    is_loaded: bool = False
+    fault: Exception | None = None
 
 
-def shard_of(config: RunnerConfig, rank: int) -> Shard:
-    """Return the part of the weights that a rank computes."""
-    return Shard(rank, config.tensor_parallel_size, config.enable_expert_parallel)
+class _Answer(NamedTuple):
+    rank: int
+    fault: Exception | None
 
 
 class RankProcesses:
     """Other ranks of a node. They end with this process, however it ends."""
 
-    def __init__(self, config: RunnerConfig, links_fd: int, on_end: OnEnd) -> None:
-        """`on_end` is called by a thread when a rank ends, and for rank 0 when all are to end."""
+    def __init__(
+        self, config: RunnerConfig, links_fd: int, on_end: OnEnd, program: str = PROGRAM
+    ) -> None:
+        """`on_end` is called by a thread when a rank ends. Raises InvalidConfig."""
         self._on_end = on_end
+        self._owner = os.getpid()
         self._is_closing = False
-        self.when_lost: Callable[[Exception], None] = lambda _: None  # a rank ended by itself
+        self._lock = threading.Lock()  # of the next two
+        self._lost: RunnerLost | None = None
+        self._when_lost: WhenLost = lambda _: None
+        self._answers = SimpleQueue[_Answer]()
         self._ranks: list[_Rank] = []
+        self._awaited: set[int] = set()
         try:
-            for rank in range(1, config.tensor_parallel_size):
-                self._ranks.append(_start(rank, config, links_fd))
+            for number in range(1, config.tensor_parallel_size):
+                self._ranks.append(_Rank(number, self._answers.put, self._note_end))
+                self._ranks[-1].start(program)
+            for rank in self._ranks:
+                rank.send(Setup(config, rank.number, log.getEffectiveLevel()), links_fd)
+                self._awaited.add(rank.number)
         except BaseException:
             self.close()
             raise
         finally:
             os.close(links_fd)
-        for each in self._ranks:
-            name = f"rank {each.number}"
-            threading.Thread(target=self._watch, args=(each,), name=name, daemon=True).start()
+
+    def check(self) -> None:
+        """Raise the fault of a rank, if one has failed by now. For calls during the start."""
+        with suppress(Empty):
+            while True:
+                self._take(self._answers.get_nowait())
 
     def wait_until_loaded(self) -> None:
         """Wait for the weights of all ranks. Raises ModelError, InvalidConfig and RunnerLost."""
-        for rank in self._ranks:
-            if not rank.is_loaded:
-                log.info("waiting for the weights of rank %d", rank.number)
-                _receive_ready(rank)
-                rank.is_loaded = True
+        self._wait_for("the weights")
 
     def begin(self, num_blocks: int, kv_fd: int) -> None:
-        """Have all ranks wait for passes over a KV cache of this size."""
+        """Have all ranks wait for passes over a KV cache of this size. Raises RunnerLost."""
         for rank in self._ranks:
-            _send(rank.connection, Begin(num_blocks), kv_fd)
-        for rank in self._ranks:
-            _receive_ready(rank)
+            rank.send(Begin(num_blocks), kv_fd)
+            self._awaited.add(rank.number)
+        self._wait_for("the KV cache")
+
+    def when_lost(self, call: WhenLost) -> None:
+        """Have a thread call this when a rank ends by itself, or do so now if one has ended."""
+        with self._lock:
+            self._when_lost, lost = call, self._lost
+        if lost is not None:
+            call(lost)
 
     def close(self) -> None:
-        """End all ranks, and wait for that."""
+        """End all ranks, and wait for that. Does nothing in a fork of the first rank."""
+        if os.getpid() != self._owner:
+            return
         self._is_closing = True
-        self._on_end(0)
         for rank in self._ranks:
-            rank.connection.close()
+            rank.kill()
         for rank in self._ranks:
+            rank.join()
+
+    def _wait_for(self, what: str) -> None:
+        while self._awaited:
             try:
-                rank.process.wait(END_PATIENCE_S)
-            except subprocess.TimeoutExpired:
-                rank.process.kill()
-                rank.process.wait()
+                self._take(self._answers.get(timeout=LOG_EVERY_S))
+            except Empty:
+                log.info("waiting for %s of %s", what, _names(self._awaited))
 
-    def _watch(self, rank: _Rank) -> None:
-        code = rank.process.wait()
-        self._on_end(rank.number)
-        if not self._is_closing:
-            lost = RunnerLost(f"rank {rank.number} of this node {_how(code)}")
+    def _take(self, answer: _Answer) -> None:
+        if answer.fault is not None:
+            raise answer.fault
+        self._awaited.remove(answer.rank)
+
+    def _note_end(self, rank: int, code: int) -> RunnerLost:
+        self._on_end(rank)
+        lost = RunnerLost(f"rank {rank} of this node {_how(code)}")
+        with self._lock:
+            is_first = self._lost is None and not self._is_closing
+            if is_first:  # the others end because of it
+                self._lost = lost
+            when_lost = self._when_lost
+        if is_first:
             log.error("%s: the node cannot go on", lost)
-            self.when_lost(lost)
+            when_lost(lost)
+        return lost
 
 
-def _start(rank: int, config: RunnerConfig, links_fd: int) -> _Rank:
+class _Rank:
+    """Process of a rank, with a thread that starts it and reads what it sends until it ends."""
+
+    def __init__(
+        self,
+        number: int,
+        on_answer: Callable[[_Answer], None],
+        note_end: Callable[[int, int], RunnerLost],
+    ) -> None:
+        self.number = number
+        self._on_answer = on_answer
+        self._note_end = note_end
+        self._connection: socket.socket
+        self._thread = threading.Thread(target=self._run, name=f"rank {number}", daemon=True)
+        self._started: Future[subprocess.Popen[bytes]] = Future()
+        self._program = ""
+
+    def start(self, program: str) -> None:
+        """Start the process. Raises InvalidConfig.
+
+        The thread does, since the kernel ends the process with the thread that has started it: so
+        it ends with this process, whatever this thread does.
+        """
+        self._program = program
+        self._thread.start()
+        self._started.result()
+
+    def send(self, message: NamedTuple, fd: int) -> None:
+        with suppress(OSError):  # of a rank that has ended, which is reported
+            socket.send_fds(self._connection, [pickle.dumps(message)], [fd])
+
+    def kill(self) -> None:
+        """End the process, which keeps nothing, even if it is stopped."""
+        with suppress(InvalidConfig):  # it has not started
+            if self._thread.ident is not None:
+                self._started.result().kill()
+
+    def join(self) -> None:
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._connection, process = _start_process(self._program)
+        except OSError as error:
+            fault = f"--tensor-parallel-size: rank {self.number} cannot be started: {error}"
+            self._started.set_exception(InvalidConfig(fault))
+            return
+        self._started.set_result(process)
+        with self._connection:
+            self._read()
+            lost = self._note_end(self.number, process.wait())
+        self._on_answer(_Answer(self.number, lost))
+
+    def _read(self) -> None:
+        with suppress(ConnectionError):
+            while written := self._connection.recv(MAX_MESSAGE_BYTES):
+                message = pickle.loads(written)
+                if isinstance(message, Ready):
+                    self._on_answer(_Answer(self.number, message.fault))
+                else:
+                    _log_record(message)
+
+
+def _start_process(program: str) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Start a program in a session of its own: Ctrl-C in a terminal reaches the first rank alone.
+
+    Returns the connection to it, too.
+    """
     own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with other:
-        command = [sys.executable, "-m", "baton.engine.runner.ranks.following", str(other.fileno())]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(other.fileno(),))
-    started = _Rank(rank, process, own)
-    _send(own, Setup(config, rank), links_fd)
-    return started
+        fd = other.fileno()
+        command = [sys.executable, "-m", program, str(fd), str(os.getpid())]
+        try:
+            return own, subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=[fd], start_new_session=True
+            )
+        except BaseException:
+            own.close()
+            raise
 
 
-def _send(connection: socket.socket, message: NamedTuple, fd: int) -> None:
-    with suppress(OSError):  # of a rank that has ended: the answer is missing, too
-        socket.send_fds(connection, [pickle.dumps(message)], [fd])
+def _log_record(record: logging.LogRecord) -> None:
+    """Log what a rank has logged, in the format of this process."""
+    logger = logging.getLogger(record.name)
+    if logger.isEnabledFor(record.levelno):
+        logger.handle(record)
 
 
-def receive(connection: socket.socket) -> tuple[object, int]:
-    """Return a message to a rank, and the descriptor that comes with it. Raises EOFError."""
-    written, fds, *_ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 1)
-    if not written:
-        raise EOFError
-    return pickle.loads(written), fds[0]
-
-
-def _receive_ready(rank: _Rank) -> None:
-    try:
-        written = rank.connection.recv(MAX_MESSAGE_BYTES)
-    except OSError:
-        written = b""
-    if not written:
-        code = rank.process.wait()
-        raise RunnerLost(f"rank {rank.number} {_how(code)} before it was ready")
-    ready: Ready = pickle.loads(written)
-    if ready.fault:
-        raise (InvalidConfig if ready.is_setting else ModelError)(ready.fault)
+def _names(ranks: Iterable[int]) -> str:
+    return ", ".join(f"rank {rank}" for rank in sorted(ranks))
 
 
 def _how(code: int) -> str:
+    if code == -signal.SIGKILL:
+        return "was ended by SIGKILL, as by the kernel when memory runs out"
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
     return f"has ended with exit code {code}"

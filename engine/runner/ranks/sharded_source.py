@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.load import DecoderSource, LoadedDecoder
 from baton.engine.runner.model.config import ModelConfig
@@ -13,6 +14,11 @@ from baton.engine.runner.model_info import LoadProgressCallback
 from baton.engine.runner.weights.decoder_loading import AdaptLayers, attention_of, load_decoder
 from baton.engine.runner.weights.open_weights import OpenWeights
 from baton.engine.runner.weights.shards import ShardedTensors
+
+
+def shard_of(config: RunnerConfig, rank: int) -> Shard:
+    """Return the part of the weights that a rank computes."""
+    return Shard(rank, config.tensor_parallel_size, config.enable_expert_parallel)
 
 
 def sharded_source(group: RankGroup, on_loaded: Callable[[], None]) -> DecoderSource:

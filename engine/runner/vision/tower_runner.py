@@ -64,7 +64,6 @@ class TowerRunner:
         self.speculation: Speculation | None = None
         self.processors: Processors = NO_PROCESSORS
         self.hook: PassHook | None = None
-        self.on_lost: Callable[[Exception], None] = lambda _: None
         self._device = device
         self._group = group
         self._stored = stored
@@ -78,6 +77,9 @@ class TowerRunner:
         self.blocks.close()
         # A reference to the runner that outlives the block must not keep the memory alive.
         del self.blocks, self._stored, self._encodings
+
+    def when_lost(self, call: Callable[[Exception], None]) -> None:
+        """Do nothing: it is this process alone."""
 
     def launch(self, plan: Plan) -> Pending:
         """Encode the pictures that the plan orders, and store what it schedules."""

@@ -662,6 +662,9 @@ std::int64_t baton_broadcast(baton::RankLinks* links, void* bytes, std::int64_t 
 // Lets all ranks that wait or will call know that a rank has ended.
 void baton_end_rank(void* shared, std::int64_t rank);
 
+// Returns 1 if it was called for the rank.
+std::int64_t baton_rank_has_ended(const void* shared, std::int64_t rank);
+
 // Reads all memory once, to measure the bandwidth. `memory` has num_vectors * 64 bytes.
 std::uint32_t baton_read_memory(const void* memory, std::int64_t num_vectors,
                                 std::int32_t num_threads);

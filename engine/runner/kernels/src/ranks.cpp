@@ -72,15 +72,19 @@ bool wait_for(const RankLinks& links, std::int64_t rank, std::uint32_t step) {
     const auto has_come = [&] { return std::int32_t(other.step.load() - step) >= 0; };
     for (int i = 0; i < kMaxSpins; ++i, pause())
         if (has_come()) return true;
-    const auto began = std::chrono::steady_clock::now();
+    // Of a nap that takes longer, this process was stopped, as the other may have been.
+    constexpr std::chrono::nanoseconds most = std::chrono::milliseconds(2 * kNapMs);
+    std::chrono::nanoseconds waited{0};
     for (;;) {
+        const auto began = std::chrono::steady_clock::now();
         other.sleepers.fetch_add(1);
         const std::uint32_t seen = other.step.load();
         if (!has_come()) nap(other.step, seen);
         other.sleepers.fetch_sub(1);
         if (has_come()) return true;
         if (other.has_ended.load()) return false;
-        const auto waited = std::chrono::steady_clock::now() - began;
+        waited +=
+            std::min<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - began, most);
         if (links.patience_ms >= 0 && waited > std::chrono::milliseconds(links.patience_ms))
             return false;
     }
@@ -194,6 +198,10 @@ void baton_end_rank(void* shared, std::int64_t rank) {
     Announced& ended = static_cast<Announced*>(shared)[rank];
     ended.has_ended.store(1);
     wake(ended.step);
+}
+
+std::int64_t baton_rank_has_ended(const void* shared, std::int64_t rank) {
+    return static_cast<const Announced*>(shared)[rank].has_ended.load();
 }
 
 }  // extern "C"
