@@ -28,7 +28,13 @@ from benchmarks.chaos.report import Attempts, Report, report
 from benchmarks.chaos.second_turns import loads_rows, skipped_loads
 from benchmarks.chaos.sending import ChaosRequest, Router
 from benchmarks.chaos.tier_load import TierLoad
-from benchmarks.chaos.workload import KnownAnswer, draw_requests, reference_answers
+from benchmarks.chaos.workload import (
+    KINDS,
+    WITHOUT_ADAPTERS,
+    KnownAnswer,
+    draw_requests,
+    reference_answers,
+)
 
 LOOK_EVERY_S = 0.2
 WARM_UP_SHARE = 0.4  # of a run: memory is measured of processes that have started by then
@@ -88,11 +94,12 @@ async def run(bench: ChaosBench, stop: asyncio.Event, on_progress: OnProgress) -
 
 async def _draw_requests(bench: ChaosBench, router: Router) -> list[ChaosRequest]:
     seed, count = bench.script.seed, bench.num_requests
+    kinds = KINDS if bench.setting.has_adapters else WITHOUT_ADAPTERS
     if not bench.images_share:
-        return await draw_requests(router, seed, count)
+        return await draw_requests(router, seed, count, kinds=kinds)
     from benchmarks.chaos.pictures import PICTURE_KINDS
 
-    return await draw_requests(router, seed, count, PICTURE_KINDS, bench.images_share)
+    return await draw_requests(router, seed, count, PICTURE_KINDS, bench.images_share, kinds)
 
 
 async def _unless(
@@ -226,6 +233,7 @@ class ChaosRun:
                 for child in self._cluster.children
                 for leak in await self._leaks_of(child)
             ]
+            leaks += [f"rank {rank} of a node that has ended" for rank in self._cluster.strays()]
             if not leaks or time.monotonic() >= end_s:
                 return leaks
             await asyncio.sleep(LOOK_EVERY_S)

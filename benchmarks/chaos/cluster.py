@@ -39,6 +39,7 @@ from benchmarks.chaos.leaks import (
 )
 from benchmarks.chaos.preloading import preload
 from benchmarks.chaos.proxy import NodeProxy
+from benchmarks.chaos.ranks import is_running, ranks_of
 from benchmarks.chaos.sending import EMBEDDER, Router
 from benchmarks.chaos.tier_storage import TierStorage, tier_storage
 from benchmarks.chaos.vllm_servers import VllmServers
@@ -56,6 +57,7 @@ class ChaosCluster:
         self._proxy_by_name: dict[str, NodeProxy] = {}
         self._metrics_by_pid: dict[int, str] = {}
         self._killed_pids: set[int] = set()
+        self._ended_ranks: set[int] = set()  # of nodes that faults have ended
         self._lifetime = AsyncExitStack()
         self._folder = Path(self._lifetime.enter_context(TemporaryDirectory()))
         self._clocks = clock.build(self._folder) if setting.clocks_jump else None
@@ -186,8 +188,31 @@ class ChaosCluster:
             self._clocks.shift(child.process.pid, by_s)
 
     def kill(self, child: Child) -> None:
-        self._killed_pids.add(child.process.pid)
+        self._expect_end(child)
         child.process.kill()
+
+    def strike_rank(self, child: Child, number: signal.Signals) -> int | None:
+        """Send a signal to the last rank of a node, and return it; None: the node has ended."""
+        ranks = ranks_of(child.process.pid)
+        if not ranks:
+            return None
+        if number is signal.SIGKILL:
+            self._expect_end(child)
+        os.kill(ranks[-1], number)
+        return ranks[-1]
+
+    async def wait_for_end(self, child: Child) -> None:
+        """Wait until a node has ended, because of one of its ranks."""
+        self._expect_end(child)
+        await asyncio.to_thread(child.process.wait)
+
+    def strays(self) -> list[int]:
+        """Return the ranks that run without the first one of their node."""
+        return [rank for rank in self._ended_ranks if is_running(rank)]
+
+    def _expect_end(self, child: Child) -> None:
+        self._killed_pids.add(child.process.pid)
+        self._ended_ranks |= {*ranks_of(child.process.pid)}
 
     async def restart(self, dead: Child) -> Child:
         """Start a new process in place of a dead one. Raises ClusterFailed."""

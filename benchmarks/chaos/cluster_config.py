@@ -46,6 +46,11 @@ class ChaosClusterConfig:
     prefill_has_tiers: bool = True  # without, second turns are loaded by decode nodes
     block_size: int = 16
     disk_slows: bool = False  # build and preload the library of the slow disk
+    num_ranks: tuple[int, int] = (1, 1)  # of each prefill and decode node
+
+    @property
+    def has_adapters(self) -> bool:
+        return self.num_ranks == (1, 1)  # they cannot be used with more yet
 
     @property
     def num_by_role(self) -> dict[TargetRole, int]:
@@ -73,6 +78,7 @@ def cluster_options(
     times = (f"--kv-lease-s={setting.lease_s}", f"--kv-silence-s={setting.silence_s}")
     every_node = (*times, *ANY_PORT, *UNTRACED, *operators)
     http = ("--http-port", "0")
+    ranks = [(f"--tensor-parallel-size={size}",) if size > 1 else () for size in setting.num_ranks]
     options = ClusterOptions(
         model=setting.model,
         num_prefill=setting.num_prefill,
@@ -85,11 +91,11 @@ def cluster_options(
             f"--pooling={POOLING}",
             f"--block-size={setting.block_size}",
             *_kv_event_arguments(setting, folder),
-            *make_adapters(setting.model, folder / ADAPTERS),
+            *(make_adapters(setting.model, folder / ADAPTERS) if setting.has_adapters else ()),
             *setting.node_arguments,
         ),
-        prefill_arguments=tiers if setting.prefill_has_tiers else (),
-        decode_arguments=(*tiers, *vllm_servers.node_arguments),
+        prefill_arguments=(*(tiers if setting.prefill_has_tiers else ()), *ranks[0]),
+        decode_arguments=(*tiers, *ranks[1], *vllm_servers.node_arguments),
         embedders=(FurtherModel(str(folder / EMBEDDER), EMBEDDER),) * setting.num_embed,
         embedder_arguments=(*every_node, "--threads=1"),
         router_arguments=(

@@ -36,6 +36,9 @@ class FaultKind(Enum):
     LOADS = "loads"  # second turns, whose KV must be loaded from the tiers
     TENANTS = "tenants"  # a tenant stores much more than its quota, next to second turns of others
     SLOW_DISK = "slow-disk"  # host memory fills with blocks that a slow disk lacks
+    KILL_RANK = "kill-rank"  # SIGKILL of a further rank of a node, which ends and is restarted
+    STOP_RANK = "stop-rank"  # SIGSTOP, then SIGCONT after a while
+    HANG_RANK = "hang-rank"  # SIGSTOP, until the node ends because of it
     LEND = "lend"  # a node offers the other kind of leg for a while
     ADAPTERS = "adapters"  # an adapter is loaded, replaced and unloaded while requests use it
 
@@ -89,6 +92,9 @@ ROLES_BY_FAULT_KIND = {
     FaultKind.LOADS: (TargetRole.ROUTER,),
     FaultKind.TENANTS: (TargetRole.ROUTER,),
     FaultKind.SLOW_DISK: (TargetRole.ROUTER,),
+    FaultKind.KILL_RANK: (TargetRole.PREFILL, TargetRole.DECODE),
+    FaultKind.STOP_RANK: (TargetRole.PREFILL, TargetRole.DECODE),
+    FaultKind.HANG_RANK: (TargetRole.PREFILL, TargetRole.DECODE),
     FaultKind.LEND: (TargetRole.PREFILL, TargetRole.DECODE),
     FaultKind.ADAPTERS: (TargetRole.ROUTER,),
 }
@@ -96,6 +102,8 @@ ROLES_BY_FAULT_KIND = {
 TRANSFER_FAULTS = frozenset(
     {FaultKind.DROP, FaultKind.LATE, FaultKind.DOUBLE, FaultKind.SWAP, FaultKind.CORRUPT}
 )
+# Faults of further ranks of a node.
+RANK_FAULTS = frozenset({FaultKind.KILL_RANK, FaultKind.STOP_RANK, FaultKind.HANG_RANK})
 # Faults of what nodes store outside their memory.
 STORAGE_FAULTS = frozenset({
     FaultKind.SPOIL, FaultKind.TRUNCATE, FaultKind.EMPTY,

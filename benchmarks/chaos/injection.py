@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from benchmarks.chaos.cluster_config import OPERATOR_TOKEN
 from benchmarks.chaos.faults import (
     FAULTS_WITHOUT_VICTIM,
     PROBES,
+    RANK_FAULTS,
     SHARED_FAULTS,
     STORAGE_FAULTS,
     TIER_LOAD,
@@ -142,6 +144,8 @@ class FaultInjector:
         try:
             if fault.kind in SHARED_FAULTS:
                 await self._strike_all(injected)
+            elif fault.kind in RANK_FAULTS:
+                await self._strike_rank(victim, injected)
             else:
                 await self._strike(injected, victim)
         finally:
@@ -231,6 +235,21 @@ class FaultInjector:
             await asyncio.to_thread(await_serving, child.address, READY_WITHIN_S)
         else:
             await self._until_ready(child.name)
+
+    async def _strike_rank(self, victim: Child, injected: InjectedFault) -> None:
+        kind, began_s = injected.fault.kind, time.monotonic()
+        number = signal.SIGKILL if kind is FaultKind.KILL_RANK else signal.SIGSTOP
+        rank = self._cluster.strike_rank(victim, number)
+        if rank is None:
+            return
+        if kind is FaultKind.STOP_RANK:
+            await asyncio.sleep(injected.fault.lasts_s)
+            with suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGCONT)
+            return
+        await self._cluster.wait_for_end(victim)
+        injected.evidence = {"seconds until the node ended": time.monotonic() - began_s}
+        await self._kill(victim, injected)
 
     async def _count_attempts(self, router: Child) -> None:
         with suppress(OSError):  # it may be stopped

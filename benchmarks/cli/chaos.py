@@ -37,12 +37,13 @@ def chaos(
         str,
         typer.Option(
             help="kill, stop, freeze, slow, pause, cut, stall, overload, drop, late, double, swap, "
-            "corrupt, jump, hostile, spoil, truncate, empty, block, down, silent, reset, loads, "
-            "tenants, slow-disk, adapters; comma-separated. hostile: a client sends the most "
-            "expensive requests that the limits allow, while the latency of other clients is "
-            "measured. From spoil on: faults of files and objects of the tiers, and resets; second "
-            "turns, whose KV must be loaded, alone and next to a tenant beyond its quota; and a "
-            "slow disk. adapters: an adapter is loaded, replaced and unloaded while in use."
+            "kill-rank, stop-rank, hang-rank, corrupt, jump, hostile, spoil, truncate, empty, "
+            "block, down, silent, reset, loads, tenants, slow-disk, adapters; comma-separated. "
+            "hostile: a client sends the most expensive requests that the limits allow, while the "
+            "latency of other clients is measured. From spoil on: faults of files and objects of "
+            "the tiers, and resets; second turns, whose KV must be loaded, alone and next to a "
+            "tenant beyond its quota; and a slow disk. adapters: an adapter is loaded, replaced "
+            "and unloaded while in use."
         ),
     ] = EVERYTHING,
     roles: Annotated[
@@ -67,6 +68,14 @@ def chaos(
     decode: Annotated[int, typer.Option(min=2, help="Decode nodes.")] = 2,
     embed: Annotated[int, typer.Option(min=2, help="Nodes of an embedder, a further model.")] = 2,
     encode: Annotated[int, typer.Option(min=0, help="Nodes that encode pictures.")] = 0,
+    ranks: Annotated[
+        str,
+        typer.Option(
+            help="Processes of each prefill and decode node, such as 2, or 1,2 for prefill nodes "
+            "of one and decode nodes of two. With more than one, nodes have no adapters; unlike "
+            "numbers need --dtype float32."
+        ),
+    ] = "1",
     vllm: Annotated[
         int,
         typer.Option(
@@ -112,6 +121,7 @@ def chaos(
             help="Use float32 without a C++ compiler: rounding may change tokens otherwise."
         ),
     ] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto or int8, of all nodes.")] = "auto",
     speculative: Annotated[
         str, typer.Option(help="Speculative decoding of all nodes, such as suffix:4.")
     ] = "",
@@ -143,11 +153,22 @@ def chaos(
     """
     from benchmarks.chaos.benchmark import ChaosBench
     from benchmarks.chaos.cluster_config import ChaosClusterConfig
-    from benchmarks.chaos.faults import STORAGE_FAULTS, TIER_LOAD, FaultKind, Script, TargetRole
+    from benchmarks.chaos.faults import (
+        RANK_FAULTS,
+        STORAGE_FAULTS,
+        TIER_LOAD,
+        FaultKind,
+        Script,
+        TargetRole,
+    )
     from benchmarks.chaos.hostile.requests import Attack
     from benchmarks.chaos.preloading import has_compiler
 
     chosen = _named(FaultKind, kinds, "--kinds")
+    num_ranks = parse_num_ranks(ranks)
+    if kinds == EVERYTHING:
+        unable = RANK_FAULTS if num_ranks == (1, 1) else {FaultKind.ADAPTERS}
+        chosen = tuple(kind for kind in chosen if kind not in unable)
     preloading = (FaultKind.JUMP, FaultKind.SLOW_DISK)
     if kinds == EVERYTHING and not has_compiler():
         console(stderr=True).print("no C compiler found: this run has no jump and slow-disk faults")
@@ -170,6 +191,7 @@ def chaos(
                 f"--kv-cache-memory={kv_cache_memory}",
                 "--threads=1",
                 f"--dtype={dtype}",
+                f"--kv-cache-dtype={kv_cache_dtype}",
                 f"--kv-transport={transport}",
                 f"--kv-tls={kv_tls}",
                 *((ENCODER_CACHE,) if images else ()),
@@ -182,6 +204,7 @@ def chaos(
             kv_host_memory=kv_host_memory,
             kv_folder_size=kv_folder_size,
             block_size=block_size,
+            num_ranks=num_ranks,
             disk_slows=FaultKind.SLOW_DISK in chosen
             or (FaultKind.TENANTS in chosen and has_compiler()),
         ),
@@ -198,6 +221,17 @@ def chaos(
     reports = _run_all(bench, json_file, real_blocks=real_blocks, each_method=each_method)
     if not all(report.is_good for report in reports):
         raise typer.Exit(1)
+
+
+def parse_num_ranks(text: str) -> tuple[int, int]:
+    """Return the numbers of processes of a prefill and a decode node. Raises InvalidConfig."""
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        sizes = []
+    if len(sizes) not in (1, 2) or min(sizes) < 1:
+        raise InvalidConfig(f"--ranks {text!r}: write one number, or two as in 1,2")
+    return sizes[0], sizes[-1]
 
 
 def _named(enum: type[Enum], text: str, option: str) -> tuple[Any, ...]:

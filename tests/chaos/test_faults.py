@@ -23,6 +23,7 @@ from benchmarks.chaos.benchmark import ONCE, ChaosProgress, ChaosRun
 from benchmarks.chaos.cluster import ChaosCluster
 from benchmarks.chaos.cluster_config import ChaosClusterConfig
 from benchmarks.chaos.faults import (
+    RANK_FAULTS,
     ROLES_BY_FAULT_KIND,
     TIER_FAULTS,
     TRANSFER_FAULTS,
@@ -52,6 +53,7 @@ OWN_TESTS = {
     *(FaultKind.FREEZE, FaultKind.CORRUPT, FaultKind.OVERLOAD, FaultKind.HOSTILE),
     FaultKind.ADAPTERS,
     *TIER_FAULTS,
+    *RANK_FAULTS,
 }
 FAULTS: list[tuple[FaultKind, TargetRole]] = [
     (kind, role)

@@ -17,8 +17,9 @@ import pytest
 from baton.core.errors import InvalidConfig, ModelError
 from baton.engine.errors import RunnerLost
 from baton.engine.runner.ranks.processes import RankProcesses
+from benchmarks.chaos.ranks import is_running, ranks_of
 from tests.support.child_programs import running_program
-from tests.support.rank_processes import is_running, ranks_of, start_ranks
+from tests.support.rank_processes import PROGRAM, start_ranks
 from tests.support.waits import await_value
 
 Start = Callable[..., RankProcesses]
@@ -37,8 +38,12 @@ def start() -> Iterator[Start]:
     yield make
     for processes in started:
         processes.close()
-    assert ranks_of(os.getpid()) == []
+    assert own_ranks() == []
     assert num_open_files() == open_files
+
+
+def own_ranks() -> list[int]:
+    return ranks_of(os.getpid(), PROGRAM)
 
 
 def num_open_files() -> int:
@@ -59,7 +64,7 @@ def test_ranks_start_and_end_with_the_first_one(start: Start) -> None:
     begin(processes)
     processes.check()
 
-    ranks = ranks_of(os.getpid())
+    ranks = own_ranks()
     assert len(ranks) == 2
     processes.close()
     processes.close()
@@ -70,7 +75,7 @@ def test_a_rank_killed_while_it_loads_ends_the_start(start: Start) -> None:
     ended = SimpleQueue[int]()
     processes = start("slow", num_ranks=3, on_end=ended.put)
 
-    os.kill(ranks_of(os.getpid())[1], signal.SIGKILL)
+    os.kill(own_ranks()[1], signal.SIGKILL)
 
     with pytest.raises(RunnerLost, match="rank 2 of this node was ended by SIGKILL"):
         processes.wait_until_loaded()  # for the first one, which goes on
@@ -94,7 +99,7 @@ def test_a_rank_killed_before_it_gets_the_kv_cache_ends_the_start(start: Start) 
     processes = start("good")
     processes.wait_until_loaded()
 
-    os.kill(ranks_of(os.getpid())[0], signal.SIGKILL)
+    os.kill(own_ranks()[0], signal.SIGKILL)
 
     with pytest.raises(RunnerLost, match="rank 1"):
         begin(processes)
@@ -109,7 +114,7 @@ def test_a_loss_is_reported_once_also_to_who_asks_later(
     lost: Future[Exception] = Future()
     processes.when_lost(lost.set_result)  # raises in the thread if it is called twice
 
-    for rank in ranks_of(os.getpid()):
+    for rank in own_ranks():
         os.kill(rank, signal.SIGKILL)
 
     reported = lost.result()
@@ -157,7 +162,7 @@ def test_a_program_that_cannot_run_is_a_named_error(
 def test_signals_for_all_processes_of_a_node_are_left_to_the_first_rank(start: Start) -> None:
     processes = start("good")
     processes.wait_until_loaded()
-    [rank] = ranks_of(os.getpid())
+    [rank] = own_ranks()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         os.kill(rank, number)
@@ -169,7 +174,7 @@ def test_signals_for_all_processes_of_a_node_are_left_to_the_first_rank(start: S
 def test_a_stopped_rank_is_ended(start: Start) -> None:
     processes = start("good")
     processes.wait_until_loaded()
-    [rank] = ranks_of(os.getpid())
+    [rank] = own_ranks()
 
     os.kill(rank, signal.SIGSTOP)
     processes.close()
@@ -220,7 +225,7 @@ def test_no_rank_survives_the_first_one(model: str, is_stopped: bool) -> None:
     with running_program(command, is_forked=False) as first:
         assert first.stdout is not None
         assert first.stdout.readline() == "started\n"
-        [rank] = ranks_of(first.pid)
+        [rank] = ranks_of(first.pid, PROGRAM)
         if is_stopped:
             os.kill(rank, signal.SIGSTOP)
 
@@ -247,7 +252,7 @@ def test_a_start_that_waits_for_a_rank_can_be_ended(number: signal.Signals) -> N
     with running_program([sys.executable, "-c", WAITS], is_forked=False) as first:
         assert first.stdout is not None
         assert first.stdout.readline() == "started\n"
-        [rank] = ranks_of(first.pid)
+        [rank] = ranks_of(first.pid, PROGRAM)
 
         first.send_signal(number)
 

@@ -21,9 +21,9 @@ from baton.core.sampling import SamplingParams
 from baton.engine.errors import EngineStopped, RunnerLost
 from baton.engine.runner.ranks import leading
 from baton.llm import LLM
+from benchmarks.chaos.ranks import is_running, ranks_of
 from tests.support.families import FAMILY_VARIANTS, RECURRENT
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
-from tests.support.rank_processes import is_running, ranks_of
 from tests.support.scaled_kv import grown_folder
 from tests.support.waits import await_value
 

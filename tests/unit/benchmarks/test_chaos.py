@@ -53,6 +53,7 @@ from benchmarks.chaos.pooled_text import Embeddings, Ranking
 from benchmarks.chaos.report import Attempts, Report, report
 from benchmarks.chaos.sending import ChaosRequest, Router
 from benchmarks.chaos.workload import KINDS, Drawing, draw_requests
+from benchmarks.cli.chaos import parse_num_ranks
 
 NUM_BY_ROLE = {TargetRole.ROUTER: 1, TargetRole.PREFILL: 2, TargetRole.DECODE: 2}
 SERVED = Served("p", "d", True, "", 1, 1, "nixl", 0, 0, 1)
@@ -78,6 +79,14 @@ def test_each_fault_kind_hits_its_possible_roles_equally_often() -> None:
     assert max(times.values()) - min(times.values()) <= 1
     assert {fault.place for fault in drawn if fault.role is TargetRole.DECODE} == {0, 1}
     assert {fault.phase for fault in drawn} == set(Phase)
+
+
+def test_the_numbers_of_processes_of_nodes_are_one_or_two() -> None:
+    assert parse_num_ranks("2") == (2, 2)
+    assert parse_num_ranks("1,2") == (1, 2)
+    for wrong in ("", "1,2,3", "two", "0", "1,0"):
+        with pytest.raises(InvalidConfig, match="--ranks"):
+            parse_num_ranks(wrong)
 
 
 def test_faults_without_a_possible_target_are_refused() -> None:
