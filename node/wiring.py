@@ -70,8 +70,8 @@ class NodeComponents:
         block_bytes = 0 if memory is None else memory.block_bytes
         self.role = role.value
         self.options = options
-        self.num_passes = runner.num_passes
-        self.tracing = _build_tracing(role, options, identity, tracer, block_bytes)
+        self.num_passes, self.read_collectives_s = runner.num_passes, runner.read_collectives_s
+        self.tracing = _build_tracing(role, options, identity, tracer, block_bytes, runner)
         self.metrics = (
             NodeMetrics(role.value, self.tracing.handoff_context)
             if options.telemetry.counts
@@ -226,6 +226,7 @@ def _build_card(
         logprobs_mode=options.runner.logprobs_mode,
         kernels=runner.info.kernels,
         max_loras=scheduler.config.max_loras,
+        num_ranks=options.runner.tensor_parallel_size,
     )
 
 
@@ -238,7 +239,12 @@ def _legs_of(role: LegKind, runner: LoadedRunner) -> Legs:
 
 
 def _build_tracing(
-    role: LegKind, options: NodeOptions, identity: Identity, tracer: Tracer, block_bytes: int
+    role: LegKind,
+    options: NodeOptions,
+    identity: Identity,
+    tracer: Tracer,
+    block_bytes: int,
+    runner: LoadedRunner,
 ) -> NodeTracing:
     facts = NodeFacts(
         role=role.value,
@@ -247,7 +253,7 @@ def _build_tracing(
         verifies_kv=options.kv_worker.verify,
         block_bytes=block_bytes,
     )
-    return NodeTracing(tracer, facts, options.trace_step_ratio)
+    return NodeTracing(tracer, facts, options.trace_step_ratio, runner.read_collectives_s)
 
 
 def _build_kv_events(

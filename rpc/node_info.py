@@ -54,6 +54,7 @@ class NodeCard:
     encoding_row_bytes: int = 0  # of a picture's encoding; 0: its KV cache can store none
     follows_predictions: bool = False  # of clients, by speculative decoding
     kernels: str = ""  # that compute the model, such as avx512bf16 or torch; empty: not reported
+    num_ranks: int = 1  # processes, each with a part of the model
 
     @property
     def max_sequence_length(self) -> int:
@@ -170,6 +171,7 @@ class NodeStatus:
     max_loras: int = 0
     reason: str = ""  # why a vLLM server is not used, or not with all decode nodes
     kernels: str = ""
+    num_ranks: int = 1
 
 
 CARD = Mapper(NodeCard, node_pb2.GetNodeResponse, unmapped=("api_version",))

@@ -74,7 +74,10 @@ def numa_finding(root: Path) -> Finding:
     if len(nodes) < 2:
         return ok("NUMA", "one memory node")
     lists = ", ".join(f"{node.name} {_text(node / 'cpulist')}" for node in nodes)
-    advice = "keep each node on one memory node with --cpus"
+    advice = (
+        "keep each node on one memory node with --cpus, or give it a process on each with "
+        f"--tensor-parallel-size {len(nodes)}"
+    )
     return warn("NUMA", f"{len(nodes)} memory nodes: {lists}", advice)
 
 

@@ -85,6 +85,10 @@ class Ranks(Protocol):
         """Have a thread call this when another process ends by itself, or has ended."""
         ...
 
+    def read_collectives_s(self) -> float:
+        """Return how long passes have exchanged numbers, or waited for them."""
+        ...
+
     def close(self) -> None:
         """End the other processes."""
         ...
@@ -166,7 +170,8 @@ class TorchRunner:
         self.blocks.close()
         # A reference to the runner that outlives the block must not keep the memory alive.
         del self.decoder, self.blocks, self._passes, self._batch, self._heads
-        del self._prompt_head, self._ranks
+        self._ranks = None
+        del self._prompt_head
         del self._encodings, self.sampler, self._inputs, self.graphs, self._open, self._gatherer
 
     def capture_graphs(self, pool: GraphPool, sizes: Sequence[GraphSize]) -> None:
@@ -193,6 +198,9 @@ class TorchRunner:
     def when_lost(self, call: Callable[[Exception], None]) -> None:
         if self._ranks is not None:
             self._ranks.when_lost(call)
+
+    def read_collectives_s(self) -> float:
+        return 0.0 if self._ranks is None else self._ranks.read_collectives_s()
 
     def _encode(self, orders: MediaOrders) -> dict[RequestId, float]:
         """Carry out orders about encodings. Returns what `Encodings.apply` does."""

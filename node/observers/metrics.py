@@ -34,7 +34,10 @@ def export_node_metrics(process: Process, node: NodeComponents) -> Iterator[None
     if metrics is None:
         yield
         return
-    facts = {counted.TRANSPORT: {node.options.kv_transport: 1.0}}
+    facts: Reading = {
+        counted.TRANSPORT: {node.options.kv_transport: 1.0},
+        counted.RANKS: node.options.runner.tensor_parallel_size,
+    }
     read_on_engine = OwnerThreadReader(
         node.engine.post,
         lambda: {
@@ -47,7 +50,11 @@ def export_node_metrics(process: Process, node: NodeComponents) -> Iterator[None
     def read() -> Reading:
         """Gauges that need no engine are current even while the engine is busy."""
         silence = {counted.SILENCE: node.engine.seconds_since_heartbeat()}
-        others = {counted.TRACES_LOST: node.tracing.num_lost, **adapter_gauges(node.adapters)}
+        others = {
+            counted.TRACES_LOST: node.tracing.num_lost,
+            counted.COLLECTIVES: node.read_collectives_s(),
+            **adapter_gauges(node.adapters),
+        }
         return {**facts, **silence, **others, **read_on_engine()}
 
     metrics.registry.register(

@@ -43,13 +43,32 @@ MAX_LINKS = 128  # default limit of links per span in OpenTelemetry's SDKs
 ContextOf = Callable[[RequestId], TraceContext | None]
 
 
+class Stopwatch:
+    """Measures how much a sum of durations grows."""
+
+    def __init__(self, read_s: Callable[[], float]) -> None:
+        self._read_s = read_s
+        self._last_s = 0.0
+
+    def lap_s(self) -> float:
+        """Return the growth since the last call."""
+        last_s, self._last_s = self._last_s, self._read_s()
+        return self._last_s - last_s
+
+
 class StepTracing(StepObserver):
     """Records the work of a sample of the engine's steps, and the times of their phases."""
 
     def __init__(
-        self, tracer: Tracer, facts: NodeFacts, ratio: float, context_of: ContextOf
+        self,
+        tracer: Tracer,
+        facts: NodeFacts,
+        ratio: float,
+        context_of: ContextOf,
+        collectives_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._tracer = tracer
+        self._collectives = Stopwatch(collectives_s)
         self._facts = facts
         self._ratio = ratio
         self._context_of = context_of
@@ -63,6 +82,7 @@ class StepTracing(StepObserver):
             # Contexts are read before the pass: a request that ends during it loses its context.
             found = [self._context_of(request_id) for request_id in plan.num_scheduled_tokens]
             self._requests = [context for context in found if context is not None]
+            self._collectives.lap_s()
 
     def note_end(self, step: StepRecord) -> None:
         if self._requests is not None:
@@ -80,14 +100,24 @@ class StepTracing(StepObserver):
             num_decode_tokens=sum(plan.num_scheduled_tokens.values()) - plan.num_prompt_tokens,
             requests=tuple(requests[:MAX_LINKS]),
             num_links_left_out=max(0, len(requests) - MAX_LINKS),
+            collectives_s=self._collectives.lap_s(),
         )
 
 
 class NodeTracing(StepObserver):
     """Records the timelines of a node's calls from its servicers and its engine."""
 
-    def __init__(self, tracer: Tracer, facts: NodeFacts, step_ratio: float = 0.0) -> None:
+    def __init__(
+        self,
+        tracer: Tracer,
+        facts: NodeFacts,
+        step_ratio: float = 0.0,
+        collectives_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """`collectives_s` returns how long passes have exchanged numbers between processes."""
         self._tracer = tracer
+        self._collectives_s = collectives_s
+        self._collectives = Stopwatch(collectives_s)
         self._facts = facts
         self._step_ratio = step_ratio
         self.num_steps = 0
@@ -107,7 +137,10 @@ class NodeTracing(StepObserver):
             return ()
         if not self._step_ratio:
             return (self,)
-        return self, StepTracing(self._tracer, self._facts, self._step_ratio, self.context_of)
+        steps = StepTracing(
+            self._tracer, self._facts, self._step_ratio, self.context_of, self._collectives_s
+        )
+        return self, steps
 
     def context_of(self, request_id: RequestId) -> TraceContext | None:
         """Return the trace context of a request in flight, or None if it is not traced."""
@@ -183,11 +216,12 @@ class NodeTracing(StepObserver):
                 timeline.encodings.append(Encoding(began_s, began_s + duration_s, digests))
 
     def note_pass(self, plan: Plan, began_s: float, ended_s: float) -> None:
-        if not self._computing:
-            return
+        collectives_s = self._collectives.lap_s()
         for request_id, timeline in list(self._computing.items()):
             num_tokens = plan.num_scheduled_tokens.get(request_id)
-            if num_tokens and timeline.note_chunk(PrefillChunk(began_s, ended_s, num_tokens)):
+            if not num_tokens:
+                continue
+            if timeline.note_chunk(PrefillChunk(began_s, ended_s, num_tokens, collectives_s)):
                 del self._computing[request_id]
 
     def note_end(self, step: StepRecord) -> None:

@@ -41,6 +41,7 @@ def _status(table: NodeTable, node: Node) -> NodeStatus:
         adapters=table.adapters.at(node.address).reported,
         max_loras=card.max_loras,
         kernels=card.kernels,
+        num_ranks=card.num_ranks,
     )
 
 

@@ -143,6 +143,12 @@ TRACES_LOST = _counter(
 STEP = _histogram("baton.step", "Time that the model ran in a step.", "s", STEP_BUCKETS)
 BATCH = _histogram("baton.step.requests", "Number of requests in a step.", "", BATCH_BUCKETS)
 SILENCE = _gauge("baton.engine.silence", "Time since the last progress of the engine.", unit="s")
+RANKS = _gauge("baton.ranks", "Processes of the node, each with a part of the model.")
+COLLECTIVES = _counter(
+    "baton.collectives",
+    "Time in which passes exchanged numbers between processes of the node, or waited for them.",
+    unit="s",
+)
 PROMPT_TOKENS_COMPUTED = _counter(
     "baton.prompt_tokens.computed",
     "Prompt tokens computed by the model; about 0 on decode nodes.",

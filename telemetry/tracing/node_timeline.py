@@ -57,6 +57,7 @@ class PrefillChunk:
     began_s: float
     ended_s: float
     num_tokens: int
+    collectives_s: float = 0.0  # 0: the node is one process
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +241,7 @@ class _NodeSpans:
             names.TOKENS: sum(chunk.num_tokens for chunk in chunks),
             names.CACHED_TOKENS: start.num_cached_tokens,
             names.STEPS: len(chunks),
+            names.COLLECTIVES_S: sum(chunk.collectives_s for chunk in chunks) or None,
             names.PREEMPTIONS: len(timeline.preempted_s),
             **self._pictures_from(start.num_cached_tokens),
         }

@@ -29,6 +29,7 @@ class StepTimeline:
     num_decode_tokens: int
     requests: tuple[TraceContext, ...]  # traced requests in the step, up to the limit of links
     num_links_left_out: int = 0
+    collectives_s: float = 0.0  # of its pass; 0: the node is one process
 
     def spans(self, to_unix_ns: ToUnixNs) -> list[Span]:
         """Return the span of an ended step."""
@@ -52,6 +53,7 @@ class StepTimeline:
             names.STEP_PREFILL_TOKENS: self.num_prefill_tokens,
             names.STEP_DECODE_TOKENS: self.num_decode_tokens,
             names.STEP_LINKS_LEFT_OUT: self.num_links_left_out or None,
+            names.COLLECTIVES_S: self.collectives_s or None,
             **dict(zip(names.STEP_PARTS, self._parts_s(), strict=True)),
         }
 

@@ -61,6 +61,15 @@ def test_sums_are_the_same_in_all_ranks(dtype: torch.dtype) -> None:
         assert all(torch.equal(first, other) for other in others)
 
 
+def test_the_time_of_calls_is_added_up() -> None:
+    links = links_of(2)
+    assert [each.spent_s for each in links] == [0.0, 0.0]
+
+    in_all(links, RankLinks.meet)
+
+    assert all(each.spent_s > 0 for each in links)
+
+
 def test_messages_of_any_size_reach_all_ranks() -> None:
     message = [b"0" * size for size in (0, 1, 3 * BUFFER_BYTES)]
 

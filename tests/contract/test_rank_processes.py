@@ -171,6 +171,13 @@ def test_signals_for_all_processes_of_a_node_are_left_to_the_first_rank(start: S
     assert os.getsid(rank) == rank  # Ctrl-C in a terminal does not reach it
 
 
+def test_a_rank_runs_on_its_cpus_alone(start: Start) -> None:
+    one = max(os.sched_getaffinity(0))
+    start("good", cpus=[None, frozenset({one})]).wait_until_loaded()
+
+    assert os.sched_getaffinity(own_ranks()[0]) == {one}
+
+
 def test_a_stopped_rank_is_ended(start: Start) -> None:
     processes = start("good")
     processes.wait_until_loaded()

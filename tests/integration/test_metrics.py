@@ -28,6 +28,7 @@ ROUTER_METRICS = (
     metrics.TRACES_LOST, metrics.READINGS_AGE,
 )  # fmt: skip
 NODE_METRICS = (
+    metrics.RANKS, metrics.COLLECTIVES,
     metrics.STEP, metrics.BATCH, metrics.SILENCE, metrics.PROMPT_TOKENS_COMPUTED,
     metrics.SAMPLED_TOKENS, metrics.PASSES, metrics.SPECULATED_TOKENS, metrics.HANDOFFS,
     metrics.PICTURES, metrics.ENCODER_ROWS,

@@ -126,6 +126,7 @@ def doctor(
 
 
 def _checks(options: DoctorOptions) -> Iterator[Finding]:
+    from baton.doctor.collectives import check_collectives
     from baton.doctor.folders import check_folders
     from baton.doctor.machine import check_machine
     from baton.doctor.model import NO_ADAPTERS, AdapterRoom, check_model_folder, kv_shape_of
@@ -135,6 +136,7 @@ def _checks(options: DoctorOptions) -> Iterator[Finding]:
 
     yield from check_machine()
     yield from check_software()
+    yield from check_collectives()
     yield from check_folders(options.trace_dir)
     yield from port_findings(options.host, options.ports)
     yield from check_transfer_rate(options.transports, options.patience_s)

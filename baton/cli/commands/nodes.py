@@ -209,7 +209,7 @@ def table_of_nodes(seen: Snapshot, rates: Mapping[str, NodeRates]) -> Table:
 def unlike_kernels(nodes: Sequence[NodeStatus]) -> Iterator[str]:
     """Yield a note for each model that nodes compute with different kernels."""
     for model in sorted({node.model for node in nodes}):
-        kernels = sorted({node.kernels for node in nodes if node.model == model} - {""})
+        kernels = sorted({_kernels(node) for node in nodes if node.model == model} - {""})
         if len(kernels) > 1:
             yield f"{model}: tokens can differ between nodes with kernels {' and '.join(kernels)}"
 
@@ -261,10 +261,15 @@ def _adapters(node: NodeStatus) -> str:
     return f"{len(in_memory)}/{num_known} (batch: {node.max_loras})"
 
 
+def _kernels(node: NodeStatus) -> str:
+    """Return which kernels compute the model, and in how many processes if these are several."""
+    return f"{node.kernels} in {node.num_ranks} processes" if node.num_ranks > 1 else node.kernels
+
+
 COLUMNS_IF_ANY: Mapping[str, Callable[[NodeStatus], str]] = {
     "adapters": _adapters,
     "encoder rows": _encoder_rows,
-    "kernels": lambda node: node.kernels,
+    "kernels": _kernels,
     "reason": lambda node: node.reason,
 }
 

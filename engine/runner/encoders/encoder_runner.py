@@ -53,6 +53,9 @@ class EncoderRunner:
     def when_lost(self, call: Callable[[Exception], None]) -> None:
         """Do nothing: it is this process alone."""
 
+    def read_collectives_s(self) -> float:
+        return 0.0
+
     def launch(self, plan: Plan) -> Pending:
         """Compute the texts that the plan schedules."""
         for request_id in plan.dropped:

@@ -43,6 +43,8 @@ class FirstRank:
         setup, links_fd = self._receive()
         assert isinstance(setup, Setup)
         self._name = f"rank {setup.rank}"
+        if setup.cpus is not None:  # for all threads that start from now on
+            os.sched_setaffinity(0, setup.cpus)
         root = logging.getLogger()
         root.addHandler(_RecordSender(self._connection, self._name))
         root.setLevel(setup.log_level)

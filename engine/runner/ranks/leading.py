@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,10 +34,12 @@ from baton.engine.runner.load import load_runner
 from baton.engine.runner.model.adapters import Selection
 from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.pass_layout import Ints
+from baton.engine.runner.model.rank_group import Shard
 from baton.engine.runner.model_info import LoadProgress, LoadProgressCallback
 from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.runner.passes.forward_passes import ForwardPasses, PassStep
 from baton.engine.runner.ranks.links import PATIENCE_S, RankLinks, links_bytes
+from baton.engine.runner.ranks.memory_nodes import cpus_by_rank
 from baton.engine.runner.ranks.messages import ComputePass, MultiplyHead, SentStep
 from baton.engine.runner.ranks.processes import RankProcesses
 from baton.engine.runner.ranks.sharded_source import shard_of, sharded_source
@@ -44,6 +47,8 @@ from baton.engine.runner.ranks.shared_memory import make_shared_memory
 from baton.engine.runner.sampling.output_heads import HiddenStates
 from baton.engine.runner.weights.shards import shard_config
 from baton.engine.spec_decode.config import AUTO
+
+log = logging.getLogger(__name__)
 
 
 def load_in_ranks(
@@ -57,12 +62,14 @@ def load_in_ranks(
     shard = shard_of(config, 0)
     # Before processes are started and weights are read, which take long.
     shard_config(read_model_config(open_checkpoint(config.model)), shard)
-    threads = config.num_threads or max(1, len(os.sched_getaffinity(0)) // shard.size)
+    allowed = os.sched_getaffinity(0)
+    cpus = cpus_by_rank(shard.size, allowed)
+    threads = config.num_threads or max(1, len(allowed) // shard.size)
     config = replace(config, num_threads=threads)
     kernels = _kernels(threads)
     memory, fd = make_shared_memory("baton ranks", links_bytes(kernels, shard.size))
     links = LeadingLinks(kernels, memory, shard)
-    processes = RankProcesses(config, fd, links.end)
+    processes = RankProcesses(config, fd, links.end, cpus=cpus)
 
     def report(progress: LoadProgress) -> None:
         processes.check()
@@ -70,14 +77,20 @@ def load_in_ranks(
             on_progress(progress)
 
     try:
+        if cpus[0] is not None:
+            listed = "; ".join(str(sorted(own or ())) for own in cpus)
+            log.info("CPUs of each rank, by memory nodes: %s", listed)
+            os.sched_setaffinity(0, cpus[0])
         return load_runner(
             config,
             report,
             source=sharded_source(links, processes.wait_until_loaded),
-            ranks=LeadingRank(links, processes),
+            ranks=LeadingRank(links, processes, None if cpus[0] is None else allowed),
         )
     except BaseException:
         processes.close()
+        if cpus[0] is not None:
+            os.sched_setaffinity(0, allowed)
         raise
 
 
@@ -142,7 +155,11 @@ def in_step() -> Iterator[None]:
 class LeadingRank:
     """Implements `Ranks`."""
 
-    def __init__(self, links: LeadingLinks, processes: RankProcesses) -> None:
+    def __init__(
+        self, links: LeadingLinks, processes: RankProcesses, allowed_cpus: set[int] | None
+    ) -> None:
+        """`allowed_cpus` are given back to the thread that closes this; None: all are in use."""
+        self._allowed_cpus = allowed_cpus
         self._links = links
         self._processes = processes
 
@@ -160,8 +177,13 @@ class LeadingRank:
     def when_lost(self, call: Callable[[Exception], None]) -> None:
         self._processes.when_lost(call)
 
+    def read_collectives_s(self) -> float:
+        return self._links.spent_s
+
     def close(self) -> None:
         self._processes.close()
+        if self._allowed_cpus is not None:
+            os.sched_setaffinity(0, self._allowed_cpus)
 
 
 class LedPasses(ForwardPasses):

@@ -56,6 +56,11 @@ class RankLinks:
     def address(self) -> int:
         return ctypes.addressof(self._struct)
 
+    @property
+    def spent_s(self) -> float:
+        """Return how long all calls have taken so far."""
+        return float(self._struct.spent_ns / 1e9)
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         tensor = tensor.contiguous()
         is_float32 = tensor.dtype is torch.float32

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -35,6 +35,7 @@ class Setup(NamedTuple):
     config: RunnerConfig
     rank: int
     log_level: int
+    cpus: frozenset[int] | None  # to run on; None: all
 
 
 class Begin(NamedTuple):
@@ -58,9 +59,18 @@ class RankProcesses:
     """Other ranks of a node. They end with this process, however it ends."""
 
     def __init__(
-        self, config: RunnerConfig, links_fd: int, on_end: OnEnd, program: str = PROGRAM
+        self,
+        config: RunnerConfig,
+        links_fd: int,
+        on_end: OnEnd,
+        program: str = PROGRAM,
+        cpus: Sequence[frozenset[int] | None] | None = None,
     ) -> None:
-        """`on_end` is called by a thread when a rank ends. Raises InvalidConfig."""
+        """`on_end` is called by a thread when a rank ends. Raises InvalidConfig.
+
+        `cpus` has those of each rank, the first one included; None: all can use all.
+        """
+        cpus = cpus or [None] * config.tensor_parallel_size
         self._on_end = on_end
         self._owner = os.getpid()
         self._is_closing = False
@@ -75,7 +85,8 @@ class RankProcesses:
                 self._ranks.append(_Rank(number, self._answers.put, self._note_end))
                 self._ranks[-1].start(program)
             for rank in self._ranks:
-                rank.send(Setup(config, rank.number, log.getEffectiveLevel()), links_fd)
+                number, level = rank.number, log.getEffectiveLevel()
+                rank.send(Setup(config, number, level, cpus[number]), links_fd)
                 self._awaited.add(rank.number)
         except BaseException:
             self.close()

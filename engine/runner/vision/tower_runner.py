@@ -81,6 +81,9 @@ class TowerRunner:
     def when_lost(self, call: Callable[[Exception], None]) -> None:
         """Do nothing: it is this process alone."""
 
+    def read_collectives_s(self) -> float:
+        return 0.0
+
     def launch(self, plan: Plan) -> Pending:
         """Encode the pictures that the plan orders, and store what it schedules."""
         hook = None

@@ -12,6 +12,7 @@ import torch
 from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.core.units import format_bytes
 from baton.demo_model import demo_model
+from baton.doctor.collectives import check_collectives, collectives_finding
 from baton.doctor.findings import Finding, Status
 from baton.doctor.folders import folder_finding
 from baton.doctor.machine import (
@@ -45,6 +46,7 @@ from baton.doctor.tiers import KvShapeFacts, check_tiers, rate_finding
 from baton.doctor.wire import MeasuredPath, failure_finding, speed_finding
 from baton.engine.runner.adapters.places import AdapterPlaces
 from baton.engine.runner.families.read_config import read_model_config
+from baton.engine.runner.kernels.build import best_variant, cpu_features, library
 from tests.support.gguf_files import write_gguf
 from tests.support.random_folders import small_folder
 
@@ -132,6 +134,23 @@ def test_numa_nodes_are_reported_with_their_cores(tmp_path: Path) -> None:
 
     assert finding.found == "2 memory nodes: node0 0-3, node1 4-7"
     assert "--cpus" in finding.advice
+    assert "--tensor-parallel-size 2" in finding.advice
+
+
+def test_slow_sums_between_processes_are_a_warning() -> None:
+    assert collectives_finding(3.1e-6).status is Status.OK
+    slow = collectives_finding(4e-4)
+
+    assert slow.found == "two processes add up 4096 bytes in 400.0 µs (median)"
+    assert slow.status is Status.WARN
+    assert "--tensor-parallel-size" in slow.advice
+
+
+def test_sums_between_processes_are_measured() -> None:
+    library(best_variant(cpu_features()))  # built, as in a node
+    [finding] = check_collectives()
+
+    assert finding.status is not Status.FAIL
 
 
 def test_low_limits_are_warnings_only_if_a_component_needs_more(tmp_path: Path) -> None:

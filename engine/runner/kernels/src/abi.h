@@ -379,6 +379,7 @@ struct RankLinks {
     std::int64_t rank, size, buffer_bytes;
     std::int64_t patience_ms;  // that a call waits for another rank; negative: for ever
     std::int64_t calls;        // steps of calls so far
+    std::int64_t spent_ns;     // in calls so far
     std::int64_t missing;      // 1 + the rank that did not come in time or has ended; 0: none
 };
 

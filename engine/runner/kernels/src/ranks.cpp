@@ -35,6 +35,19 @@ struct alignas(kLine) Announced {
     std::atomic<std::uint32_t> has_ended;
 };
 
+using Clock = std::chrono::steady_clock;
+
+// Adds the time of a call.
+class Timer {
+  public:
+    explicit Timer(RankLinks& links) : links_(links), began_(Clock::now()) {}
+    ~Timer() { links_.spent_ns += std::chrono::nanoseconds(Clock::now() - began_).count(); }
+
+  private:
+    RankLinks& links_;
+    const Clock::time_point began_;
+};
+
 Announced& announced(const RankLinks& links, std::int64_t rank) {
     return static_cast<Announced*>(links.shared)[rank];
 }
@@ -76,15 +89,14 @@ bool wait_for(const RankLinks& links, std::int64_t rank, std::uint32_t step) {
     constexpr std::chrono::nanoseconds most = std::chrono::milliseconds(2 * kNapMs);
     std::chrono::nanoseconds waited{0};
     for (;;) {
-        const auto began = std::chrono::steady_clock::now();
+        const auto began = Clock::now();
         other.sleepers.fetch_add(1);
         const std::uint32_t seen = other.step.load();
         if (!has_come()) nap(other.step, seen);
         other.sleepers.fetch_sub(1);
         if (has_come()) return true;
         if (other.has_ended.load()) return false;
-        waited +=
-            std::min<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - began, most);
+        waited += std::min<std::chrono::nanoseconds>(Clock::now() - began, most);
         if (links.patience_ms >= 0 && waited > std::chrono::milliseconds(links.patience_ms))
             return false;
     }
@@ -160,6 +172,7 @@ std::int64_t baton_rank_bytes(std::int64_t size, std::int64_t buffer_bytes) {
 std::int64_t baton_all_reduce(RankLinks* links, void* numbers, std::int64_t count,
                               std::int32_t is_float32, std::int32_t num_threads) {
     if (links->missing) return links->missing;
+    const Timer timer(*links);
     if (is_float32)
         all_reduce(*links, static_cast<float*>(numbers), count, num_threads);
     else
@@ -169,6 +182,7 @@ std::int64_t baton_all_reduce(RankLinks* links, void* numbers, std::int64_t coun
 
 std::int64_t baton_all_gather(RankLinks* links, const void* src, void* dst,
                               std::int64_t num_bytes) {
+    const Timer timer(*links);
     const char* const own = static_cast<const char*>(src);
     for (std::int64_t at = 0; at < num_bytes && !links->missing; at += links->buffer_bytes) {
         const std::int64_t size = std::min(links->buffer_bytes, num_bytes - at);
@@ -183,6 +197,7 @@ std::int64_t baton_all_gather(RankLinks* links, const void* src, void* dst,
 }
 
 std::int64_t baton_broadcast(RankLinks* links, void* bytes, std::int64_t num_bytes) {
+    const Timer timer(*links);
     char* const own = static_cast<char*>(bytes);
     for (std::int64_t at = 0; at < num_bytes && !links->missing; at += links->buffer_bytes) {
         const std::int64_t size = std::min(links->buffer_bytes, num_bytes - at);

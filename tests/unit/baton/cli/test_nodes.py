@@ -140,6 +140,16 @@ def test_nodes_of_a_model_with_different_kernels_are_noted() -> None:
     assert alike.caption is None
 
 
+def test_nodes_of_several_processes_are_noted() -> None:
+    first = replace(a_status(NodeTotals()), model="tiny", kernels="avx2")
+    second = replace(first, address="m:1", num_ranks=2)
+
+    (mixed,) = tables_of(Snapshot(1.0, (first, second)), {})
+
+    assert mixed.caption is not None
+    assert "kernels avx2 and avx2 in 2 processes" in mixed.caption
+
+
 def test_adapters_are_listed_once_for_all_nodes() -> None:
     sql, chat = AdapterRef("sql", "1" * 64, "a/sql"), AdapterRef("chat", "2" * 64, "a/chat")
     first = NodeAdapters((NameOrder("chat", 1, chat), NameOrder("sql", 2, sql)), (LOADED,))

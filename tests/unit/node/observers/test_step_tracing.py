@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -72,10 +73,16 @@ class World:
     runner: SlowRunner
 
 
-def a_world(*, ratio: float = 1.0, traced: tuple[str, ...] = (), most_tokens: int = 64) -> World:
+def a_world(
+    *,
+    ratio: float = 1.0,
+    traced: tuple[str, ...] = (),
+    most_tokens: int = 64,
+    collectives_s: Callable[[], float] = lambda: 0.0,
+) -> World:
     tracer = Taking()
     contexts = {RequestId(name): TraceContext(place, 7) for place, name in enumerate(traced, 1)}
-    steps = StepTracing(tracer, FACTS, ratio, contexts.get)
+    steps = StepTracing(tracer, FACTS, ratio, contexts.get, collectives_s)
     config = SchedulerConfig(
         max_num_seqs=min(300, most_tokens),
         max_num_batched_tokens=most_tokens,
@@ -102,6 +109,20 @@ def test_a_step_span_has_its_requests_and_computed_tokens() -> None:
     assert [(link.trace_id, link.span_id) for link in second.links] == [(1, 7)]
     assert second.attributes[names.STEP_NUMBER] == 2
     assert second.attributes[names.NODE] == "d0"
+
+
+def test_a_step_of_several_processes_has_the_time_that_they_exchanged_numbers() -> None:
+    spent_s = iter([1.0, 1.5, 9.0, 9.25])  # before and after each step
+    world = a_world(collectives_s=lambda: next(spent_s))
+    world.core.scheduler.add(an_engine_request("a", max_tokens=2))
+    for _ in range(2):
+        world.core.step()
+
+    assert [span.attributes[names.COLLECTIVES_S] for span in world.tracer.spans] == [0.5, 0.25]
+    alone = a_world()
+    alone.core.scheduler.add(an_engine_request("a"))
+    alone.core.step()
+    assert names.COLLECTIVES_S not in alone.tracer.spans[0].attributes
 
 
 def test_the_last_chunk_of_a_prompt_is_not_counted_as_an_output_token() -> None:

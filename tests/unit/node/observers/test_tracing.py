@@ -68,6 +68,23 @@ def test_a_pass_repeated_in_parts_is_a_chunk_of_the_successful_requests(
     assert tracing.num_steps == 1
 
 
+def test_a_chunk_has_the_time_in_collectives_of_its_pass() -> None:
+    spent_s = [0.0]
+    tracing = NodeTracing(
+        TakingTracer(), NodeFacts("prefill", "p0", "1"), collectives_s=lambda: spent_s[0]
+    )
+    name = RequestId("a#1")
+    row = PlanRow(name, (1,) * 20, 20, 0, ((),), SamplingParams(), seed=0)
+    with a_call(tracing, "a") as timeline:
+        tracing.note_plan(Plan(started=(row,)), 1.0)
+        for spent_s[0] in (0.25, 0.75):
+            tracing.note_pass(Plan(num_scheduled_tokens={name: 10}), 1.0, 2.0)
+
+    assert [chunk.collectives_s for chunk in timeline.chunks] == [0.25, 0.5]
+    [compute] = [each for each in timeline.spans(to_unix_ns) if each.name == names.PREFILL_COMPUTE]
+    assert compute.attributes[names.COLLECTIVES_S] == 0.75
+
+
 def test_a_pass_that_ends_the_engine_records_the_start_of_its_requests(
     tracing: NodeTracing,
 ) -> None:
