@@ -54,6 +54,17 @@ def with_tls() -> dict[str, dict[str, Any]]:
     }
 
 
+def with_ranks() -> dict[str, dict[str, Any]]:
+    """Merge deploy/compose.ranks.yaml into the services that it names, as Compose does."""
+    text = with_defaults((ROOT / "deploy/compose.ranks.yaml").read_text())
+    [document] = parse_yaml(text)
+    return {
+        name: services()[name]
+        | {"environment": services()[name]["environment"] | added["environment"]}
+        for name, added in document["services"].items()
+    }
+
+
 def of_baton() -> dict[str, dict[str, Any]]:
     return {name: one for name, one in services().items() if one["image"].startswith("baton")}
 
@@ -79,6 +90,14 @@ def test_with_tls_every_process_and_its_probe_use_the_certificates(name: str) ->
     assert {file.name for file in files} == {f"{owner}.crt", f"{owner}.key", "ca.crt"}
     asks_for_certificates = f"BATON_SERVE_{role.upper()}_TLS_CLIENT_CA" in service["environment"]
     assert asks_for_certificates == (role != "router")
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_nodes_can_have_several_processes(role: str) -> None:
+    service = with_ranks()[role]
+
+    assert not complaint_about(service["command"], service["environment"])
+    assert service["environment"][f"BATON_SERVE_{role.upper()}_TENSOR_PARALLEL_SIZE"] == "2"
 
 
 @pytest.mark.parametrize("name", of_baton())

@@ -287,3 +287,14 @@ def test_kustomizations_use_known_kinds() -> None:
     kinds = {read_yaml(path)["kind"] for path in manifests.kustomizations()}
 
     assert kinds == {"Kustomization", "Component"}
+
+
+def test_nodes_can_have_several_processes(tmp_path: Path) -> None:
+    found = render_with(tmp_path, "cpu-demo", "ranks")
+    workloads = [one for one in found if one["kind"] in ("StatefulSet", "Deployment")]
+
+    assert workloads
+    for one in workloads:
+        [runs] = one["spec"]["template"]["spec"]["containers"]
+        is_node = one["kind"] == "StatefulSet"
+        assert ("--tensor-parallel-size=2" in runs["args"]) is is_node
