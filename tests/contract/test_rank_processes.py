@@ -46,6 +46,11 @@ def own_ranks() -> list[int]:
     return ranks_of(os.getpid(), PROGRAM)
 
 
+def started_ranks(first: int, count: int = 1) -> list[int]:
+    """Return the ranks of a process. A program that has just started has no name yet."""
+    return await_value(lambda: ranks_of(first, PROGRAM), lambda found: len(found) == count)
+
+
 def num_open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
@@ -64,8 +69,7 @@ def test_ranks_start_and_end_with_the_first_one(start: Start) -> None:
     begin(processes)
     processes.check()
 
-    ranks = own_ranks()
-    assert len(ranks) == 2
+    ranks = started_ranks(os.getpid(), 2)
     processes.close()
     processes.close()
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)  # no zombies, too
@@ -75,7 +79,7 @@ def test_a_rank_killed_while_it_loads_ends_the_start(start: Start) -> None:
     ended = SimpleQueue[int]()
     processes = start("slow", num_ranks=3, on_end=ended.put)
 
-    os.kill(own_ranks()[1], signal.SIGKILL)
+    os.kill(started_ranks(os.getpid(), 2)[1], signal.SIGKILL)
 
     with pytest.raises(RunnerLost, match="rank 2 of this node was ended by SIGKILL"):
         processes.wait_until_loaded()  # for the first one, which goes on
@@ -99,7 +103,7 @@ def test_a_rank_killed_before_it_gets_the_kv_cache_ends_the_start(start: Start) 
     processes = start("good")
     processes.wait_until_loaded()
 
-    os.kill(own_ranks()[0], signal.SIGKILL)
+    os.kill(started_ranks(os.getpid())[0], signal.SIGKILL)
 
     with pytest.raises(RunnerLost, match="rank 1"):
         begin(processes)
@@ -114,7 +118,7 @@ def test_a_loss_is_reported_once_also_to_who_asks_later(
     lost: Future[Exception] = Future()
     processes.when_lost(lost.set_result)  # raises in the thread if it is called twice
 
-    for rank in own_ranks():
+    for rank in started_ranks(os.getpid(), 2):
         os.kill(rank, signal.SIGKILL)
 
     reported = lost.result()
@@ -162,7 +166,7 @@ def test_a_program_that_cannot_run_is_a_named_error(
 def test_signals_for_all_processes_of_a_node_are_left_to_the_first_rank(start: Start) -> None:
     processes = start("good")
     processes.wait_until_loaded()
-    [rank] = own_ranks()
+    [rank] = started_ranks(os.getpid())
 
     for number in (signal.SIGTERM, signal.SIGINT):
         os.kill(rank, number)
@@ -175,13 +179,13 @@ def test_a_rank_runs_on_its_cpus_alone(start: Start) -> None:
     one = max(os.sched_getaffinity(0))
     start("good", cpus=[None, frozenset({one})]).wait_until_loaded()
 
-    assert os.sched_getaffinity(own_ranks()[0]) == {one}
+    assert os.sched_getaffinity(started_ranks(os.getpid())[0]) == {one}
 
 
 def test_a_stopped_rank_is_ended(start: Start) -> None:
     processes = start("good")
     processes.wait_until_loaded()
-    [rank] = own_ranks()
+    [rank] = started_ranks(os.getpid())
 
     os.kill(rank, signal.SIGSTOP)
     processes.close()
@@ -214,13 +218,14 @@ def test_a_fork_does_not_end_ranks(start: Start) -> None:
 
 
 STARTS = """
+import signal
 import sys
 from tests.support.rank_processes import start_ranks
 processes = start_ranks(sys.argv[1])
 if sys.argv[1] != "slow":
     processes.wait_until_loaded()
 print("started", flush=True)
-sys.stdin.read()
+signal.pause()
 """
 
 
@@ -232,7 +237,7 @@ def test_no_rank_survives_the_first_one(model: str, is_stopped: bool) -> None:
     with running_program(command, is_forked=False) as first:
         assert first.stdout is not None
         assert first.stdout.readline() == "started\n"
-        [rank] = ranks_of(first.pid, PROGRAM)
+        [rank] = started_ranks(first.pid)
         if is_stopped:
             os.kill(rank, signal.SIGSTOP)
 
@@ -259,7 +264,7 @@ def test_a_start_that_waits_for_a_rank_can_be_ended(number: signal.Signals) -> N
     with running_program([sys.executable, "-c", WAITS], is_forked=False) as first:
         assert first.stdout is not None
         assert first.stdout.readline() == "started\n"
-        [rank] = ranks_of(first.pid, PROGRAM)
+        [rank] = started_ranks(first.pid)
 
         first.send_signal(number)
 
