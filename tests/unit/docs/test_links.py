@@ -22,6 +22,12 @@ def test_every_relative_link_refers_to_an_existing_file(page: Path) -> None:
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
+def test_every_page_is_in_the_table_of_contents() -> None:
+    listed = (ROOT / "docs/index.md").read_text(encoding="utf-8").splitlines()
+
+    assert {page.stem for page in ROOT.glob("docs/*.md")} - {"index", *listed} == set()
+
+
 # A file of Python in backticks, with as much of its path as the page gives.
 NAMED_FILE = re.compile(r"`((?:[a-z_0-9]+/)*[a-z_0-9]+\.py)`")
 NOT_IN_ROOMS = ("/setup.py", "/text.py")  # the latter is a user's own, in an example
