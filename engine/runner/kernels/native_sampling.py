@@ -13,6 +13,7 @@ from baton.core.sampling import SamplingParams
 from baton.engine.runner.device.step_inputs import StepInputs
 from baton.engine.runner.device.step_memory import NEW_MEMORY, Memory
 from baton.engine.runner.kernels.calls import Kernels
+from baton.engine.runner.sampling.constraints import Constraints
 from baton.engine.runner.sampling.logprobs import LogprobTensors
 from baton.engine.runner.sampling.randomness import draw_keys
 from baton.engine.runner.sampling.sampling import SampledRows, SamplingPass
@@ -68,8 +69,9 @@ class NativeSamplingPass(UndrawnPass):
     """Implements `SamplingPass`."""
 
     def __init__(self, rows: SampledRows, inputs: StepInputs, kernels: Kernels) -> None:
-        super().__init__(rows, inputs, self._mask)
-        self._kernels = kernels
+        constraints = Constraints(rows, inputs, self._mask, self._copy)
+        super().__init__(constraints, rows.find_peaks)
+        self._kernels, self._memory = kernels, rows.memory
         drawn = [index for index, run in enumerate(rows.runs) if not run.row.sampling.is_greedy]
         self._num_drawn = len(drawn)
         if not drawn:
@@ -88,6 +90,11 @@ class NativeSamplingPass(UndrawnPass):
             "top_p": numbers(lambda each: each.top_p),
             "top_k": np.array([each.top_k for each in params], dtype=np.int64),
         }
+
+    def _copy(self, logits: Tensor) -> Tensor:
+        """Copy into the memory of the step before: pages of new memory would cost more."""
+        scores = self._memory.take("scores", logits, logits.shape, logits.dtype)
+        return scores.copy_(logits)
 
     def _mask(self, scores: Tensor, rows: Tensor, bits: Tensor) -> None:
         num_masks, num_words = bits.shape

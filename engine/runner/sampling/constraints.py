@@ -31,12 +31,17 @@ MaskRows = Callable[[Tensor, Tensor, Tensor], None]  # of scores, by bits: see `
 class Constraints:
     """Constraints of a step's rows. They are applied once the inputs have been sent."""
 
-    def __init__(self, rows: SampledRows, inputs: StepInputs, mask: MaskRows = mask_rows) -> None:
+    def __init__(
+        self,
+        rows: SampledRows,
+        inputs: StepInputs,
+        mask: MaskRows = mask_rows,
+        copy: Callable[[Tensor], Tensor] = torch.clone,
+    ) -> None:
         runs, eos_token_ids = rows.runs, rows.eos_token_ids
         masked = [index for index, run in enumerate(runs) if run.allowed is not None]
         self._grammar_mask = _GrammarMask.of(runs, masked, inputs) if masked else None
-        self._mask = mask
-        self._memory = rows.memory
+        self._mask, self._copy = mask, copy
         self._edits = [
             (index, _RowEdits.of(run, eos_token_ids, inputs))
             for index, run in enumerate(runs)
@@ -47,7 +52,7 @@ class Constraints:
         """Return a modified copy if any row has constraints, else the logits themselves."""
         if not (self._grammar_mask or self._edits):
             return logits
-        scores = self._memory.take("scores", logits, logits.shape, logits.dtype).copy_(logits)
+        scores = self._copy(logits)
         if self._grammar_mask is not None:
             self._mask(scores, *self._grammar_mask)
         for index, edits in self._edits:

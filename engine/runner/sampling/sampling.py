@@ -15,6 +15,8 @@ from baton.engine.runner.model.pass_layout import TokenRun
 from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.sampling.logprobs import LogprobTensors
 
+FindPeaks = Callable[[Tensor], Peaks]
+
 
 class SampledRows(NamedTuple):
     """Rows of a step. Each row of logits belongs to one run."""
@@ -23,7 +25,7 @@ class SampledRows(NamedTuple):
     eos_token_ids: tuple[int, ...]
     vocab_size: int
     device: torch.device
-    find_peaks: Callable[[Tensor], Peaks] = TorchOps().find_peaks
+    find_peaks: FindPeaks = TorchOps().find_peaks
     memory: Memory = NEW_MEMORY  # of results
 
 

@@ -17,11 +17,16 @@ from baton.core.sampling import SamplingParams
 from baton.engine.runner.device.step_inputs import StepInputs
 from baton.engine.runner.device.step_memory import NEW_MEMORY, Memory
 from baton.engine.runner.model.pass_layout import TokenRun
-from baton.engine.runner.sampling.constraints import Constraints, MaskRows, mask_rows
+from baton.engine.runner.sampling.constraints import Constraints
 from baton.engine.runner.sampling.logits_processors import NEVER
 from baton.engine.runner.sampling.logprobs import LogprobTensors, gather_logprobs
 from baton.engine.runner.sampling.randomness import draw_keys, exponential_numbers
-from baton.engine.runner.sampling.sampling import BestTokens, SampledRows, SamplingPass
+from baton.engine.runner.sampling.sampling import (
+    BestTokens,
+    FindPeaks,
+    SampledRows,
+    SamplingPass,
+)
 
 # Candidates that top-p considers before it sorts the whole vocabulary.
 TOP_P_CANDIDATES = 1024
@@ -54,9 +59,9 @@ class TorchSampling:
 class UndrawnPass:
     """Implements `SamplingPass` but for the draws."""
 
-    def __init__(self, rows: SampledRows, inputs: StepInputs, mask: MaskRows = mask_rows) -> None:
-        self._constraints = Constraints(rows, inputs, mask)
-        self._find_peaks = rows.find_peaks
+    def __init__(self, constraints: Constraints, find_peaks: FindPeaks) -> None:
+        self._constraints = constraints
+        self._find_peaks = find_peaks
 
     def constrain(self, logits: Tensor) -> Tensor:
         return self._constraints.apply(logits)
@@ -71,7 +76,7 @@ class TorchSamplingPass(UndrawnPass):
     """Implements `SamplingPass`. Rows with the same number of candidates are drawn together."""
 
     def __init__(self, rows: SampledRows, inputs: StepInputs) -> None:
-        super().__init__(rows, inputs)
+        super().__init__(Constraints(rows, inputs), rows.find_peaks)
         runs = rows.runs
         is_on_cpu = rows.device.type == "cpu"
         by_count: dict[int, list[int]] = {}
