@@ -97,7 +97,7 @@ class RunnerConfig:
         Option(
             "With --tensor-parallel-size: each process has some of the experts of a mixture, not a "
             "part of each.",
-            MACHINE,
+            MODEL,
         ),
     ] = False
     kernels: Annotated[

@@ -22,7 +22,7 @@ from baton.node.cpus import parse_cpus
 from baton.node.options import NodeOptions
 from baton.router.__main__ import node_discovery
 from baton.router.discovery.sources import DnsName, FixedNode, parse_sources
-from baton.router.model_options import ModelOptions, parse_models
+from baton.router.model_options import ByName, ModelOptions, parse_models
 from baton.router.options import RouterOptions
 from baton.rpc.server import parse_announcement
 from baton.telemetry.options import TRACE_DIR_VARIABLE, TelemetryOptions
@@ -168,13 +168,16 @@ def test_up_divides_cores_among_nodes_and_their_processes(monkeypatch: pytest.Mo
     @app.command()
     @inherit_options(UpOptions, NodeOptions, RouterOptions, without=GIVEN)
     def command(context: typer.Context, **given: Any) -> None:
-        options = cluster_options(context, "m", ClusterSize(), without=GIVEN)
+        embedders = [ByName("folder", "embedder")]
+        options = cluster_options(context, "m", ClusterSize(), embedders, without=GIVEN)
         passed.append(options)
 
-    for arguments in ([], ["--tensor-parallel-size", "2"]):
+    for arguments in ([], ["--tensor-parallel-size=2", "--enable-expert-parallel"]):
         app(arguments, standalone_mode=False)
 
-    assert [options.node_arguments[0] for options in passed] == ["--threads=8", "--threads=4"]
+    assert [options.node_arguments[0] for options in passed] == ["--threads=5", "--threads=2"]
+    assert "--enable-expert-parallel" in passed[1].node_arguments
+    assert not [each for each in passed[1].embedder_arguments if "parallel" in each]
 
 
 def test_lease_and_timeout_options_reach_the_kv_worker() -> None:
