@@ -17,10 +17,7 @@ from baton.engine.runner.sampling.constraints import Constraints
 from baton.engine.runner.sampling.logprobs import LogprobTensors
 from baton.engine.runner.sampling.randomness import draw_keys
 from baton.engine.runner.sampling.sampling import SampledRows, SamplingPass
-from baton.engine.runner.sampling.torch_sampling import (
-    MIN_TEMPERATURE,
-    UndrawnPass,
-)
+from baton.engine.runner.sampling.torch_sampling import MIN_TEMPERATURE, UndrawnPass
 
 
 class NativeSampling:

@@ -62,7 +62,7 @@ class SummedLinear:
         return self.group.all_reduce(self.part(hidden_states))
 
     def rows(self, row_ids: Tensor) -> Tensor:
-        raise NotImplementedError("no rank has whole rows")
+        raise TypeError("only the rows of an embedding are looked up")
 
 
 @dataclass(frozen=True, slots=True)

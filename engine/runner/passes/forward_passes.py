@@ -30,7 +30,7 @@ from baton.engine.runner.state.state_tables import StateLayout
 
 
 class PassStep(Protocol):
-    """What a pass needs of a step: see `Step`."""
+    """Step as a forward pass reads it: see `Step`."""
 
     @property
     def token_ids(self) -> Ints: ...

@@ -13,7 +13,7 @@ from baton.engine.runner.state.state_tables import StateLayout
 
 @dataclass(frozen=True, slots=True)
 class SentStep:
-    """What `ForwardPasses.prepare` reads of a step."""
+    """Implements `PassStep` by values that can be sent."""
 
     token_ids: Ints
     layout: PassLayout
