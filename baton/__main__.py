@@ -2,7 +2,7 @@
 
 import sys
 
-from baton.imports import uncollected
+from baton.imports import quick_imports
 
 INTERRUPTED = 130
 
@@ -10,7 +10,7 @@ INTERRUPTED = 130
 def main() -> None:
     """Run the command. Ctrl-C ends it without a traceback, even during imports."""
     try:
-        with uncollected():
+        with quick_imports():
             from baton.cli import main as run
 
         run()

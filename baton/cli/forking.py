@@ -22,7 +22,7 @@ from pathlib import Path
 
 from baton.cli import app
 from baton.cli.program import command_of, prepare
-from baton.imports import uncollected
+from baton.imports import quick_imports
 
 OF_NODES = ("baton.node.run", "baton.engine.runner.load")
 MAX_ORDER_BYTES = 1 << 17
@@ -73,7 +73,7 @@ def parse_command_lines() -> None:
 
 
 def _import_for_nodes() -> None:
-    with uncollected(), suppress(ImportError):  # it fails again in the node, which reports it
+    with quick_imports(), suppress(ImportError):  # it fails again in the node, which reports it
         for module in OF_NODES:
             import_module(module)
 

@@ -24,7 +24,7 @@ from baton.core.options import KV_CACHE, Option
 from baton.core.units import format_bytes
 from baton.demo_model import demo_model
 from baton.encoding import reject_invalid_text
-from baton.imports import uncollected
+from baton.imports import quick_imports
 
 if TYPE_CHECKING:
     from baton.completion import Completion
@@ -63,7 +63,7 @@ def run(
     with reject_invalid_text():
         "".join(texts).encode()
     # Slow imports, after the checks.
-    with uncollected():
+    with quick_imports():
         from baton.checkpoint.hub import open_checkpoint
         from baton.engine.runner.families.read_config import read_model_config
         from baton.engine.runner.open_runner import kind_of

@@ -15,7 +15,7 @@ from baton.cli.command import CommandGroup
 from baton.cli.signatures import inherit_options
 from baton.core.legs import LegKind
 from baton.core.options import OUTPUT, Config, Option, build_config
-from baton.imports import uncollected
+from baton.imports import quick_imports
 from baton.node.cpus import pin_to_cpus
 from baton.node.options import NodeOptions
 from baton.router.options import RouterOptions
@@ -68,14 +68,14 @@ def _command(role: str, config: type[Config], run: Callable[[Config], None]) -> 
 
 
 def _run_node(kind: LegKind, options: NodeOptions) -> None:
-    with uncollected():
+    with quick_imports():
         from baton.node.run import run
 
     run(kind, options)
 
 
 def _run_router(options: RouterOptions) -> None:
-    with uncollected():
+    with quick_imports():
         from baton.router.__main__ import main
 
     main(options)

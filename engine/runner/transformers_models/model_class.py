@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 import transformers
+
+# Commands of Baton leave it out until a name in it is read, as here (`baton/imports.py`).
+from torch._meta_registrations import register_meta  # noqa: F401 - shapes of empty models
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from baton.engine.runner.transformers_models.outline import ModelOutline
