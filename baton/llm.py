@@ -29,7 +29,7 @@ from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams, fit_max_tokens
 from baton.core.stop_strings import StopRule
 from baton.core.structured_outputs import StructuredOutputs
-from baton.core.task import EMBED, UNSAMPLED
+from baton.core.task import EMBED, TOKEN_EMBED, UNSAMPLED, EmbedTask, TaskOutput
 from baton.core.units import AUTO, parse_kv_memory
 from baton.core.vectors import Floats, check_dimensions, scaled, shorten
 from baton.engine.config import EngineOptions
@@ -203,10 +203,34 @@ class LLM:
         Raises InvalidRequest, before anything runs, if the model does not embed or a text is too
         long, and EmbeddingFailed if the model computed no finite numbers.
         """
-        check_dimensions(dimensions, self.info.hidden_size)
+        return self._embed(texts, EMBED, dimensions, truncate_prompt_tokens, lora)
+
+    def embed_tokens(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+        lora: str | Sequence[str] = "",
+    ) -> list[Floats]:
+        """Return a matrix for each text, in order, with a vector of each of its tokens.
+
+        Arguments and errors are those of `embed`.
+        """
+        return self._embed(texts, TOKEN_EMBED, dimensions, truncate_prompt_tokens, lora)
+
+    def _embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        task: EmbedTask,
+        dimensions: int | None,
+        truncate_prompt_tokens: int | None,
+        lora: str | Sequence[str],
+    ) -> list[Floats]:
+        check_dimensions(dimensions, self.info.vector_size or self.info.hidden_size)
         encoder = self._text_encoder(truncate_prompt_tokens)
         encoded = [encoder.text(text) for text in _as_list(texts)]
-        return [shorten(vector, dimensions) for vector in self._pool(encoded, lora)]
+        return [shorten(vector, dimensions) for vector in self._pool(encoded, lora, task)]
 
     def score(
         self,
@@ -237,12 +261,14 @@ class LLM:
     def _text_encoder(self, truncate_prompt_tokens: int | None) -> TextEncoder:
         return TextEncoder(self.tokenizer, self.info.max_model_len, truncate_prompt_tokens)
 
-    def _pool(self, texts: Sequence[EncodedText], lora: str | Sequence[str] = "") -> list[Floats]:
-        """Return the vectors of texts."""
+    def _pool(
+        self, texts: Sequence[EncodedText], lora: str | Sequence[str] = "", task: EmbedTask = EMBED
+    ) -> list[Floats]:
+        """Return the vectors of texts, or a matrix of those of its tokens for each."""
         plain = [
             replace(
                 self._make_request(text.token_ids, UNSAMPLED),
-                task=replace(EMBED, second_text_start=text.second_start),
+                task=replace(task, second_text_start=text.second_start),
             )
             for text in texts
         ]
@@ -252,7 +278,11 @@ class LLM:
                 self.engine.scheduler.validate(request)
         builders = {request.request_id: VectorBuilder() for request in requests}
         self._batches.run(requests, builders, {})
-        return [builder.finish(index) for index, builder in enumerate(builders.values())]
+        vectors = [builder.finish(index) for index, builder in enumerate(builders.values())]
+        if task.output is TaskOutput.VECTOR:
+            return vectors
+        num_tokens = [len(text.token_ids) for text in texts]
+        return [each.reshape(count, -1) for each, count in zip(vectors, num_tokens, strict=True)]
 
     def _load_adapter(self, folder: str) -> str:
         """Load an adapter and return its id."""

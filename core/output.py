@@ -65,4 +65,4 @@ class Output(NamedTuple):
     failure: Failure | None = None  # set together with FinishReason.ERROR
     served: RequestStats | None = None  # set together with finish_reason
     first_prompt_index: int = 0  # index of prompt_logprobs[0] in the prompt's tokens
-    vector: bytes = b""  # of a pooled request: float32 in little-endian order
+    vector: bytes = b""  # or vectors of a pooled request: float32 in little-endian order

@@ -1,4 +1,4 @@
-"""Pooling: how a model turns the hidden states of a text into one vector. Pure."""
+"""Pooling: how a model turns the hidden states of a text into vectors. Pure."""
 
 from __future__ import annotations
 
@@ -7,11 +7,23 @@ from enum import StrEnum
 
 
 class PoolingKind(StrEnum):
-    """Tokens whose hidden states become the vector."""
+    """Tokens whose hidden states become vectors."""
 
     LAST = "last"
     MEAN = "mean"  # of all tokens
     CLS = "cls"  # the first token
+    TOKENS = "tokens"  # each token has a vector, and the text has none
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLayer:
+    """Linear layer that pooled hidden states pass. Its tensors are in a folder of their own."""
+
+    folder: str  # in the model's folder; empty: that one
+    num_inputs: int
+    num_outputs: int
+    has_bias: bool = False
+    has_tanh: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +34,7 @@ class Pooling:
     normalizes: bool = True  # vectors have length one
     num_labels: int = 0  # the vector has a score for each label; 0: it is an embedding
     gives_logits: bool = False  # scores are logits instead of probabilities
+    dense: tuple[DenseLayer, ...] = ()
 
     @property
     def needs_all_tokens(self) -> bool:

@@ -16,6 +16,7 @@ class TaskOutput(Enum):
     TOKENS = "tokens"
     KV = "kv"  # in the KV cache of its node; no token is computed
     VECTOR = "vector"  # pooled from the hidden states of the prompt
+    VECTORS = "vectors"  # one for each token of the prompt
     ENCODING = "encoding"  # of a picture, in the KV cache of its node
 
 
@@ -47,6 +48,7 @@ UNSAMPLED = SamplingParams(max_tokens=1)
 PREFETCH = Task("prefetch", TaskOutput.KV, has_decode_leg=False, sampling=UNSAMPLED)
 ENCODE = Task("encode", TaskOutput.ENCODING, has_decode_leg=False, sampling=UNSAMPLED)
 EMBED = EmbedTask("embed", TaskOutput.VECTOR, has_decode_leg=False, sampling=UNSAMPLED)
+TOKEN_EMBED = EmbedTask("token_embed", TaskOutput.VECTORS, has_decode_leg=False, sampling=UNSAMPLED)
 
 
 def task_of(hints: KvHints) -> Task:

@@ -24,17 +24,17 @@ def check_dimensions(num_dimensions: int | None, size: int) -> None:
 
 
 def shorten(vector: Floats, num_dimensions: int | None) -> Floats:
-    """Return the first dimensions of an embedding, scaled to length one; None: all as they are.
+    """Return the first dimensions of embeddings, scaled to length one; None: all as they are.
 
-    Raises InvalidRequest if it has fewer.
+    Raises InvalidRequest if they have fewer.
     """
     if num_dimensions is None:
         return vector
-    check_dimensions(num_dimensions, len(vector))
-    return scaled(vector[:num_dimensions])
+    check_dimensions(num_dimensions, vector.shape[-1])
+    return scaled(vector[..., :num_dimensions])
 
 
 def scaled(vector: Floats) -> Floats:
-    """Return the vector of length one in the same direction; zeros stay zeros."""
-    length = np.linalg.norm(vector)
-    return vector / length if length else vector
+    """Return vectors of length one in the same directions; zeros stay zeros."""
+    lengths = np.linalg.norm(vector, axis=-1, keepdims=True)
+    return (vector / np.where(lengths, lengths, 1)).astype(np.float32)

@@ -27,12 +27,14 @@ from baton.client.messages import (
     embeddings_from,
     model_from,
     request_from,
+    token_vectors_from,
     tokenize_request_from,
 )
 from baton.client.retries import DEFAULT_RETRIES, Access, Retries, Tries
 from baton.core.ids import AdapterRef
 from baton.core.legs import LegKind, Legs
 from baton.core.pause_mode import PauseMode
+from baton.core.vectors import Floats
 from baton.rpc.adapters import ADAPTER
 from baton.rpc.channel import open_channel
 from baton.rpc.messages.calls import KIND, PAUSE_MODE
@@ -136,6 +138,25 @@ class AsyncClient:
         """
         request = embed_request_from(texts, model, dimensions, truncate_prompt_tokens, cache_salt)
         return embeddings_from(await self._unary(self._stub.Embed, request, timeout_s=timeout_s))
+
+    async def embed_tokens(
+        self,
+        texts: Sequence[str | Sequence[int]],
+        *,
+        model: str = "",
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+        cache_salt: str = "",
+        timeout_s: float | None = None,
+    ) -> list[Floats]:
+        """Return a matrix for each text, in order, with a vector of each of its tokens.
+
+        The arguments are those of `embed`.
+        """
+        request = embed_request_from(
+            texts, model, dimensions, truncate_prompt_tokens, cache_salt, per_token=True
+        )
+        return token_vectors_from(await self._unary(self._stub.Embed, request, timeout_s=timeout_s))
 
     async def tokenize(self, prompt: str | Sequence[Message], *, model: str = "") -> list[int]:
         """Return the token ids that Generate would use for a text or a chat."""

@@ -28,9 +28,11 @@ from baton.client.messages import (
     embeddings_from,
     model_from,
     request_from,
+    token_vectors_from,
     tokenize_request_from,
 )
 from baton.client.retries import DEFAULT_RETRIES, Access, Retries
+from baton.core.vectors import Floats
 from baton.rpc.channel import open_blocking_channel
 from baton.rpc.router_address import router_target
 from baton.rpc.security.tls import PLAIN, TlsConfig
@@ -140,6 +142,25 @@ class Client:
         """
         request = embed_request_from(texts, model, dimensions, truncate_prompt_tokens, cache_salt)
         return embeddings_from(self._unary(self._stub.Embed, request, timeout_s=timeout_s))
+
+    def embed_tokens(
+        self,
+        texts: Sequence[str | Sequence[int]],
+        *,
+        model: str = "",
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+        cache_salt: str = "",
+        timeout_s: float | None = None,
+    ) -> list[Floats]:
+        """Return a matrix for each text, in order, with a vector of each of its tokens.
+
+        The arguments are those of `embed`.
+        """
+        request = embed_request_from(
+            texts, model, dimensions, truncate_prompt_tokens, cache_salt, per_token=True
+        )
+        return token_vectors_from(self._unary(self._stub.Embed, request, timeout_s=timeout_s))
 
     def tokenize(self, prompt: str | Sequence[Message], *, model: str = "") -> list[int]:
         """Return the token ids that Generate would use for a text or a chat."""

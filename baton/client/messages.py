@@ -10,6 +10,7 @@ from baton.core.errors import InvalidRequest
 from baton.core.extra_args import parse_argument
 from baton.core.sampling import SamplingParams
 from baton.core.structured_outputs import parse_structured_outputs
+from baton.core.vectors import Floats, decode_vector
 from baton.encoding import reject_invalid_text
 from baton.rpc.messages.conversion import (
     LOGPROBS,
@@ -95,6 +96,8 @@ def embed_request_from(
     dimensions: int | None,
     truncate_prompt_tokens: int | None,
     cache_salt: str,
+    *,
+    per_token: bool = False,
 ) -> inference_pb2.EmbedRequest:
     with reject_invalid_text():
         inputs = [
@@ -109,11 +112,19 @@ def embed_request_from(
         dimensions=dimensions,
         truncate_prompt_tokens=truncate_prompt_tokens,
         cache_salt=cache_salt,
+        per_token=per_token,
     )
 
 
 def embeddings_from(response: inference_pb2.EmbedResponse) -> list[list[float]]:
     return [list(each.values) for each in response.embeddings]
+
+
+def token_vectors_from(response: inference_pb2.EmbedResponse) -> list[Floats]:
+    return [
+        decode_vector(each.token_vectors).reshape(each.prompt_tokens, -1)
+        for each in response.embeddings
+    ]
 
 
 def _chat(messages: Sequence[Message]) -> inference_pb2.Chat:

@@ -269,7 +269,8 @@ class RunnerConfig:
         str,
         Option(
             "Tokens of a text whose hidden states become its embedding: auto, as the model's "
-            "folder says (modules.json); last, mean or cls for any model; none: do not embed.",
+            "folder says (modules.json); last, mean or cls for any model; tokens: each has its "
+            "own; none: do not embed.",
             MODEL,
             choices=POOLING_NAMES,
         ),

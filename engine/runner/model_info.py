@@ -52,10 +52,11 @@ class ModelInfo:
 
     @property
     def vector_size(self) -> int:
-        """Return the numbers of a pooled text; 0: the model does not pool."""
+        """Return the numbers of a vector of a pooled text; 0: the model does not pool."""
         if self.pooling is None:
             return 0
-        return self.pooling.num_labels or self.hidden_size
+        dense = self.pooling.dense
+        return self.pooling.num_labels or (dense[-1].num_outputs if dense else self.hidden_size)
 
     @property
     def has_labels(self) -> bool:

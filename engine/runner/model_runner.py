@@ -52,6 +52,7 @@ from baton.engine.runner.model_info import KvMemory, ModelInfo, PassHook
 from baton.engine.runner.passes.decode_graphs import DecodeBatch, DecodeGraphs
 from baton.engine.runner.passes.forward_passes import ForwardPasses
 from baton.engine.runner.passes.pending_pass import DrainedPass, PendingPass
+from baton.engine.runner.pooling.dense import load_dense
 from baton.engine.runner.pooling.pooling_head import PoolingHead
 from baton.engine.runner.sampling.logits_processors import Processors
 from baton.engine.runner.sampling.output_heads import (
@@ -147,7 +148,7 @@ class TorchRunner:
             device=self.device,
         )
         self.sampler = make_sampler(self.processors, logprobs_mode=parts.logprobs_mode)
-        pooling = info.pooling and PoolingHead(info.pooling, decoder.classifier, self.device)
+        pooling = _make_pooling(parts)
         sampling = SamplingHead(decoder, self.sampler, info.vocab_size, self.device)
         drafting: Drafting = None, None
         if self.speculation is not None:
@@ -425,6 +426,14 @@ def _make_blocks(parts: RunnerParts, kv: Tensor, num_blocks: int) -> KvBlocks:
     ]
     scales = scales_by_place(alike, *kv.shape[1:4])[..., None]
     return KvBlocks(kv[:num_blocks], parts.device, parts.kernels.make_block_hashes(kv), scales)
+
+
+def _make_pooling(parts: RunnerParts) -> PoolingHead | None:
+    info, device = parts.info, parts.device
+    if info.pooling is None:
+        return None
+    dense = load_dense(info, device.place)
+    return PoolingHead(info.pooling, parts.decoder.classifier, device, dense)
 
 
 def _make_encodings(parts: RunnerParts, kv: Tensor) -> Encodings | None:

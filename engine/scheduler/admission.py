@@ -94,6 +94,7 @@ class AdmissionRules:
         self._ways = {
             TaskOutput.TOKENS: compute,
             TaskOutput.VECTOR: compute,
+            TaskOutput.VECTORS: compute,
             TaskOutput.ENCODING: compute,
             TaskOutput.KV: prefetch,
         }

@@ -13,6 +13,7 @@ from baton.core.extra_args import Check, reject_extra_args
 from baton.core.media import PictureRows, StoredRows
 from baton.core.options import BATCHING, KV_CACHE, Option, check_options
 from baton.core.pooling import Pooling
+from baton.core.task import Task, TaskOutput
 from baton.engine.runner.config import MaxNumBatchedTokens, MaxNumSeqs
 
 DEFAULT_LONG_PREFILL_THRESHOLD = 512
@@ -226,6 +227,11 @@ class SchedulerConfig:
     @property
     def pooling_needs_all_tokens(self) -> bool:
         return self.pooling is not None and self.pooling.needs_all_tokens
+
+    def needs_all_tokens(self, task: Task) -> bool:
+        """Return whether the result needs hidden states of more than the last token."""
+        needs_all = self.pooling_needs_all_tokens or task.output is TaskOutput.VECTORS
+        return task.is_pooling and needs_all
 
     def without_chunks(self) -> SchedulerConfig:
         """Return these settings for a model that computes each prompt in one step."""

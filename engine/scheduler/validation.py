@@ -7,6 +7,7 @@ from itertools import chain
 
 from baton.core.errors import ContextLengthExceeded, InvalidRequest
 from baton.core.media import PICTURE_SALT, Picture, PictureRows, encoding_rows
+from baton.core.pooling import PoolingKind
 from baton.core.request import EngineRequest
 from baton.core.structured_outputs import FIELD
 from baton.core.task import EmbedTask, TaskOutput
@@ -131,7 +132,15 @@ def _check_embed(request: EngineRequest, task: EmbedTask, config: SchedulerConfi
     if config.pooling is None:
         raise InvalidRequest(
             "this model does not embed: its folder has no pooling (modules.json); start its nodes "
-            "with --pooling last, mean or cls to embed with it all the same"
+            "with --pooling last, mean, cls or tokens to embed with it all the same"
+        )
+    gives_vectors = task.output is TaskOutput.VECTORS
+    if gives_vectors and config.pooling.num_labels:
+        raise InvalidRequest("this model scores texts: it has no vectors of their tokens")
+    if not gives_vectors and config.pooling.kind is PoolingKind.TOKENS:
+        raise InvalidRequest(
+            "this model has a vector for each token of a text, and none for the text: request the "
+            "task token_embed, or start its nodes with --pooling last, mean or cls"
         )
     if request.send_to is not None or request.receive_from is not None:
         raise InvalidRequest("an embedding takes no part in a hand-off")

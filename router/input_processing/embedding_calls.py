@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from baton.core.errors import InvalidRequest
 from baton.core.ids import ModelVariant
-from baton.core.task import EMBED, UNSAMPLED
+from baton.core.task import EMBED, UNSAMPLED, EmbedTask
 from baton.router.input_processing.limits import check_count, check_texts
 from baton.router.values import GenerateCall, Prompt
 
@@ -22,6 +22,7 @@ def calls_for_texts(
     max_tokens: int | None = None,
     priority: int = 0,
     cache_salt: str = "",
+    task: EmbedTask = EMBED,
 ) -> list[GenerateCall]:
     """Return a call for each text. All APIs create their calls here. Raises InvalidRequest.
 
@@ -41,7 +42,7 @@ def calls_for_texts(
         model=model,
         priority=priority,
         cache_salt=cache_salt,
-        task=EMBED,
+        task=task,
         max_prompt_tokens=max_tokens,
     )
     if len(texts) == 1:

@@ -9,11 +9,15 @@ from functools import lru_cache, partial
 from baton.core.errors import ContextLengthExceeded, InvalidRequest
 from baton.core.ids import ANY_MODEL, ModelVariant
 from baton.core.sampling import fit_max_tokens
-from baton.core.task import EmbedTask
+from baton.core.task import EmbedTask, TaskOutput
 from baton.router.context import RequestContext
 from baton.router.input_processing.form_checks import FormChecks
 from baton.router.input_processing.large_texts import LargeTexts
-from baton.router.input_processing.limits import LogprobBudget, check_prompt_logprobs_fit
+from baton.router.input_processing.limits import (
+    LogprobBudget,
+    check_prompt_logprobs_fit,
+    check_token_vectors_fit,
+)
 from baton.router.input_processing.model_profiles import ModelProfiles
 from baton.router.input_processing.tokenization import TextBoundary
 from baton.router.routing.node_table import NodeTable
@@ -86,8 +90,8 @@ class InputProcessor:
         served, name = self._table.served_model(call.model), call.model.name
         if call.task.is_pooling and not served.vector_size:
             raise InvalidRequest(
-                f"model {name!r} does not embed: its nodes need --pooling last, mean or cls, or a "
-                "model folder with modules.json",
+                f"model {name!r} does not embed: its nodes need --pooling last, mean, cls or "
+                "tokens, or a model folder with modules.json",
                 "model",
             )
         if not call.task.is_pooling and not served.generates:
@@ -153,6 +157,9 @@ class InputProcessor:
         if call.task.is_pooling:
             if max_model_len is not None and num_prompt_tokens > max_model_len:
                 raise ContextLengthExceeded.of_text(num_prompt_tokens, max_model_len, "input")
+            if call.task.output is TaskOutput.VECTORS:
+                size = self._table.served_model(call.model).vector_size
+                check_token_vectors_fit(num_prompt_tokens, size)
         elif max_model_len is not None and num_prompt_tokens >= max_model_len:
             field = "messages" if isinstance(call.prompt, ChatPrompt) else "prompt"
             raise ContextLengthExceeded.of_prompt(num_prompt_tokens, max_model_len, field)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from baton.core.errors import ContextLengthExceeded, InvalidRequest
 from baton.core.kv_hints import KvHints
 from baton.core.sampling import SamplingParams
-from baton.rpc.messages.limits import MAX_MESSAGE_BYTES
+from baton.rpc.messages.limits import MAX_MESSAGE_BYTES, MAX_VECTORS_BYTES
 
 MAX_NAME_CHARACTERS = 256  # of request ids, models and cache salts: logs and metrics hold them
 MAX_ANSWERS = 128  # `n` of one request; each answer is a sequence of its own
@@ -174,6 +174,17 @@ class LogprobBudget:
 def max_tokens_with_logprobs(logprobs: int, num_answers: int) -> int:
     """Return the largest `max_tokens` with which the logprobs of all answers fit one HTTP body."""
     return max(1, MAX_LOGPROBS_PER_REQUEST // ((logprobs + 1) * num_answers))
+
+
+def check_token_vectors_fit(num_tokens: int, vector_size: int) -> None:
+    """Raise InvalidRequest if the vectors of so many tokens are too many for one request."""
+    if 4 * num_tokens * vector_size > MAX_VECTORS_BYTES:
+        raise InvalidRequest(
+            f"{num_tokens} tokens have a vector of {vector_size} numbers each: more than a request "
+            f"may return ({MAX_VECTORS_BYTES >> 20} MiB, {MAX_VECTORS_BYTES // (4 * vector_size)} "
+            "tokens); send fewer or shorter texts, or set truncate_prompt_tokens",
+            "input",
+        )
 
 
 def check_prompt_logprobs_fit(num_prompt_tokens: int, prompt_logprobs: int | None) -> None:

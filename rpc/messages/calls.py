@@ -12,7 +12,7 @@ from baton.core.legs import LegKind
 from baton.core.output import Output
 from baton.core.pause_mode import PauseMode
 from baton.core.request import EngineRequest, ReceiveKv
-from baton.core.task import EMBED, ENCODE, EmbedTask, Task, task_of
+from baton.core.task import EMBED, ENCODE, TOKEN_EMBED, EmbedTask, Task, TaskOutput, task_of
 from baton.rpc.errors import UnsupportedInput
 from baton.rpc.messages.conversion import HANDOFF, KV_HINTS, PEER, SAMPLING, output_to
 from baton.rpc.messages.mapper import Converter, Mapper, enum_converter
@@ -88,14 +88,17 @@ def engine_request(order: node_pb2.LegOrder, now: float) -> EngineRequest:
 
 def _task_from(sequence: node_pb2.Sequence, kind: LegKind, hints: KvHints) -> Task:
     if sequence.HasField("embed"):
-        return replace(EMBED, second_text_start=sequence.embed.second_text_start)
+        task = TOKEN_EMBED if sequence.embed.per_token else EMBED
+        return replace(task, second_text_start=sequence.embed.second_text_start)
     return ENCODE if kind is LegKind.ENCODE else task_of(hints)
 
 
 def _embed_to(task: Task) -> node_pb2.Embed | None:
     if not isinstance(task, EmbedTask):
         return None
-    return node_pb2.Embed(second_text_start=task.second_text_start)
+    return node_pb2.Embed(
+        second_text_start=task.second_text_start, per_token=task.output is TaskOutput.VECTORS
+    )
 
 
 def _check_sequence(sequence: node_pb2.Sequence, handoff_id: HandoffId) -> None:

@@ -10,3 +10,5 @@ MAX_REQUEST_BYTES = 8 << 20
 # A message batches events of many calls. A full batch plus one event fits MAX_MESSAGE_BYTES.
 MAX_BATCH_BYTES = 1 << 20
 MAX_EVENT_BYTES = MAX_MESSAGE_BYTES - 2 * MAX_BATCH_BYTES
+# Vectors of the tokens of a text, and of all texts of a client's request.
+MAX_VECTORS_BYTES = 32 << 20

@@ -203,7 +203,93 @@ def test_classifiers_score_pairs_together(text: TextBoundary) -> None:
     assert len(nodes.received) == 2
 
 
+def by_token(token_ids: Any) -> Any:
+    """Return the vectors of the tokens of a text."""
+    return np.stack([vector_of([token_id]) for token_id in token_ids])
+
+
+def test_pooling_returns_a_vector_of_each_token(text: TextBoundary) -> None:
+    nodes = FakeNodeCalls()
+
+    async def check(client: AsyncOpenAI, router: HttpRouter) -> None:
+        token_ids = [text.token_ids(TextPrompt(each)) for each in TEXTS]
+        for task in ({"task": "token_embed"}, {}):
+            found = await post(client, router, "/pooling", {"input": TEXTS, **task})
+            for index, each in enumerate(found["data"]):
+                assert (each["object"], each["index"]) == ("pooling", index)
+                assert np.allclose(each["data"], by_token(token_ids[index]))
+            assert found["id"].startswith("pool-")
+            assert found["usage"]["prompt_tokens"] == sum(map(len, token_ids))
+        body = {"input": [3, 4, 5], "encoding_format": "base64", "dimensions": 2}
+        [short] = (await post(client, router, "/pooling", body))["data"]
+        wanted = by_token([3, 4, 5])[:, :2]
+        wanted /= np.linalg.norm(wanted, axis=1, keepdims=True)
+        assert np.allclose(_decoded(short["data"]).reshape(3, 2), wanted)
+        [pooled] = (await post(client, router, "/pooling", {"input": [3], "task": "embed"}))["data"]
+        assert np.allclose(pooled["data"], vector_of([3]))
+
+    run(check, text, nodes=nodes)
+
+
+def test_pooling_of_classifiers() -> None:
+    async def check(client: AsyncOpenAI, router: HttpRouter) -> None:
+        for body in ({"input": [3]}, {"input": [3], "task": "classify"}):
+            [scores] = (await post(client, router, "/pooling", body))["data"]
+            assert np.allclose(scores["data"], vector_of([3]))
+        body = {"input": [3], "task": "token_embed"}
+        status, message = await error_of(client, router, "/pooling", body)
+        assert (status, "it must be classify" in message) == (400, True)
+
+    run(check, table=embedders(has_labels=True, generates=False))
+
+
+def test_too_many_vectors_of_tokens_are_refused_before_they_are_computed() -> None:
+    nodes = FakeNodeCalls()
+
+    async def check(client: AsyncOpenAI, router: HttpRouter) -> None:
+        body = {"input": [3] * 9}
+        status, message = await error_of(client, router, "/pooling", body)
+        assert (status, "32 MiB, 8 tokens" in message) == (400, True)
+        assert "truncate_prompt_tokens" in message
+        assert not nodes.received
+        body["truncate_prompt_tokens"] = 8  # type: ignore[assignment]
+        assert await post(client, router, "/pooling", body)
+
+    run(check, nodes=nodes, table=embedders(size=1 << 20, generates=False))
+
+
+def test_vectors_of_all_texts_of_a_request_have_a_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("baton.router.input_processing.limits.MAX_VECTORS_BYTES", 4 * SIZE * 10)
+
+    async def check(client: AsyncOpenAI, router: HttpRouter) -> None:
+        assert await post(client, router, "/pooling", {"input": [[3] * 5, [3] * 5]})
+        body = {"input": [[3] * 5, [3] * 6]}
+        status, message = await error_of(client, router, "/pooling", body)
+        assert (status, "11 tokens have a vector of 4 numbers" in message) == (400, True)
+
+    run(check)
+
+
+def test_vectors_of_tokens_count_in_the_budget_of_bytes() -> None:
+    async def check(client: AsyncOpenAI, router: HttpRouter) -> None:
+        with router.pipeline.byte_budget.lease() as others:
+            others.grow_to(router.pipeline.byte_budget.max_bytes - 100)
+            status, message = await error_of(client, router, "/pooling", {"input": [3] * 5})
+            assert (status, "send this one later" in message) == (429, True)
+        assert router.pipeline.byte_budget.num_held == 0
+        assert await post(client, router, "/pooling", {"input": [3] * 5})
+
+    run(check)
+
+
 ERRORS: list[tuple[str, Body, str]] = [
+    ("/pooling", {"input": "a", "task": "token_classify"}, "task"),
+    ("/pooling", {"input": "a", "task": "classify"}, "it must be embed or token_embed"),
+    ("/pooling", {"input": "a", "encoding_format": "bytes"}, "encoding_format"),
+    ("/pooling", {"messages": []}, "input"),
+    ("/pooling", {"input": "a", "dimensions": 5}, "embeddings have 4"),
     ("/v1/embeddings", {"input": []}, "input is an empty list"),
     ("/v1/embeddings", {"input": ["a"] * 2049}, "at most 2048"),
     ("/v1/embeddings", {"input": {"a": 1}}, "input must be a text"),
@@ -370,6 +456,10 @@ def test_grpc() -> None:
             assert np.allclose(found.embeddings[0].values, first / np.linalg.norm(first))
             assert [each.prompt_tokens for each in found.embeddings] == [3, 1]
             assert found.model == "tiny"
+            found = await stub.Embed(inference_pb2.EmbedRequest(inputs=inputs, per_token=True))
+            vectors = np.frombuffer(found.embeddings[0].token_vectors, "<f4")
+            assert np.allclose(vectors.reshape(3, SIZE), by_token([3, 4, 5]))
+            assert not found.embeddings[0].values
             for request, reason in (
                 (inference_pb2.EmbedRequest(), "input is empty"),
                 (inference_pb2.EmbedRequest(inputs=[inference_pb2.EmbedInput()]), "set one of"),

@@ -6,6 +6,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx2
 import numpy as np
 import pytest
 import torch
@@ -38,6 +39,34 @@ def test_embeddings_equal_those_of_transformers(client: Client, model_folder: Pa
         wanted = expected(model_folder, text)
         assert np.abs(np.array(vector) - wanted).max() < 1e-4
         assert np.abs(np.array(first) - wanted[:8] / np.linalg.norm(wanted[:8])).max() < 1e-4
+
+
+def test_vectors_of_tokens_equal_those_of_transformers(
+    client: Client, cluster: LocalCluster, model_folder: Path
+) -> None:
+    """As gRPC and HTTP return them, and the similarity that ColBERT computes of them."""
+    found = client.embed_tokens(TEXTS)
+    body = {"input": TEXTS, "task": "token_embed"}
+    answer = httpx2.post(f"http://{cluster.router.http_address}/pooling", json=body, timeout=60)
+    rows = [each["data"] for each in answer.raise_for_status().json()["data"]]
+
+    for text, matrix, lists in zip(TEXTS, found, rows, strict=True):
+        with torch.no_grad():
+            states = reference(model_folder).model(torch.tensor([text])).last_hidden_state[0]
+        wanted = torch.nn.functional.normalize(states, dim=-1).numpy()
+        assert matrix.shape == wanted.shape
+        assert np.abs(matrix - wanted).max() < 1e-4
+        assert np.abs(np.array(lists) - matrix).max() < 1e-5
+    query, *documents = found
+    similarities = [float((query @ each.T).max(axis=1).sum()) for each in (*documents, query)]
+    assert max(similarities) == pytest.approx(similarities[-1]) == pytest.approx(len(query))
+
+
+def test_the_command_prints_vectors_of_tokens(cluster: LocalCluster, client: Client) -> None:
+    run = run_baton("embed", "the quick", "--per-token", "--address", cluster.router.address)
+
+    [matrix] = client.embed_tokens(["the quick"])
+    assert np.abs(np.array(json.loads(run.stdout)) - matrix).max() < 1e-5
 
 
 def test_embeddings_beside_answers(client: Client) -> None:
@@ -74,6 +103,8 @@ def test_errors_reach_the_client(client: Client) -> None:
         client.embed(["a"], dimensions=100)
     with pytest.raises(BatonError, match="truncate_prompt_tokens"):
         client.embed([prompt_of(600)])
+    with pytest.raises(BatonError, match="embeddings have 64"):
+        client.embed_tokens(["a"], dimensions=100)
     [cut] = client.embed([prompt_of(600)], truncate_prompt_tokens=100)
     assert np.allclose(cut, client.embed([prompt_of(600)[:100]])[0], atol=1e-6)
 

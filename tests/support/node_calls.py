@@ -14,7 +14,7 @@ from baton.core.legs import GENERATING, LegKind
 from baton.core.logprobs import TokenLogprobs
 from baton.core.output import FinishReason, Output
 from baton.core.request import EngineRequest
-from baton.core.task import PREFETCH
+from baton.core.task import PREFETCH, TaskOutput
 from baton.core.vectors import Floats
 from baton.engine.kv_cache.block_hashes import PrefixNaming
 from baton.kv_transfer.layout import KvLayout, MemoryKind
@@ -247,6 +247,9 @@ def vector_of(token_ids: Sequence[int]) -> Floats:
 
 def _pooled(request: EngineRequest) -> Output:
     vector = vector_of(request.prompt_token_ids).astype("<f4").tobytes()
+    if request.task.output is TaskOutput.VECTORS:
+        vectors = [vector_of([token_id]).astype("<f4") for token_id in request.prompt_token_ids]
+        vector = np.stack(vectors).tobytes()
     return Output(request.request_id, 0, finish_reason=FinishReason.STOP, vector=vector)
 
 

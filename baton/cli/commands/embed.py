@@ -29,17 +29,21 @@ def embed(
         int | None,
         Option("Use at most N tokens of each text; longer ones are refused otherwise.", at_least=1),
     ] = None,
+    per_token: Annotated[
+        bool, Option("Print a list of vectors for each text, one for each of its tokens.", MODEL)
+    ] = False,
     **given: Any,
 ) -> None:
     """Embed texts on a running cluster, or score them if its model is a classifier."""
     from baton.cli.event_loop import run_interruptibly
 
-    async def run() -> list[list[float]]:
+    async def run() -> list[Any]:
         async with make(connect, given) as client:
-            vectors: list[list[float]] = await client.embed(
+            embed = client.embed_tokens if per_token else client.embed
+            found = await embed(
                 _texts(texts), model=model, dimensions=dimensions, truncate_prompt_tokens=truncate
             )
-            return vectors
+            return [matrix.tolist() for matrix in found] if per_token else found
 
     for vector in run_interruptibly(run()):
         print(json.dumps(vector))

@@ -1,19 +1,21 @@
 """Runner of an encoder: turns plans into vectors. Owns the weights.
 
-A text is computed in one pass, whole, and its vector does not depend on the other texts of the
+A text is computed in one pass, whole, and its vectors do not depend on the other texts of the
 pass. No keys and values are kept.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from baton.core.ids import RequestId
 from baton.core.pooling import Pooling, PoolingKind
+from baton.core.task import TaskOutput
 from baton.engine.errors import OutOfOrder
 from baton.engine.plan import FinishedPass, Pending, Plan, PlanRow, RunResult
 from baton.engine.runner.adapters.adapters import AdapterTable
@@ -23,6 +25,7 @@ from baton.engine.runner.device.graphs import EagerCause, GraphSize
 from baton.engine.runner.encoders.encoder import Encoder
 from baton.engine.runner.encoders.packed_texts import PackedTexts, pack_texts
 from baton.engine.runner.model_info import ModelInfo, PassHook
+from baton.engine.runner.pooling.dense import LoadedDense, apply_dense
 from baton.engine.runner.pooling.pooling_head import add_vectors, finish
 from baton.engine.runner.sampling.logits_processors import NO_PROCESSORS, Processors
 from baton.engine.spec_decode.config import Speculation
@@ -33,7 +36,9 @@ class EncoderRunner:
 
     kv_memory = None
 
-    def __init__(self, info: ModelInfo, encoder: Encoder) -> None:
+    def __init__(
+        self, info: ModelInfo, encoder: Encoder, dense: Sequence[LoadedDense] = ()
+    ) -> None:
         self.info = info
         self.adapters: AdapterTable | None = None
         self.num_passes: Counter[GraphSize | EagerCause] = Counter()
@@ -41,6 +46,7 @@ class EncoderRunner:
         self.processors: Processors = NO_PROCESSORS
         self.hook: PassHook | None = None
         self.encoder = encoder
+        self._dense = dense
         self._rows: dict[RequestId, PlanRow] = {}
 
     def __enter__(self) -> EncoderRunner:
@@ -83,12 +89,32 @@ class EncoderRunner:
             # As in a retry, layers are progress only: nothing is sent.
             hook = FencedHook(self.hook, CPU, is_retry=True)
         layer_done = None if hook is None else hook.layer_done
-        vectors = _pool(self.encoder.forward(texts, layer_done), texts, pooling.kind)
+        vectors, counts = _vectors(self.encoder.forward(texts, layer_done), texts, pooling.kind)
         logits = self.encoder.classify(vectors)
-        request_ids = [row.request_id for row in texts.rows]
-        add_vectors(request_ids, finish(vectors, pooling, logits).numpy(), result)
+        vectors = finish(apply_dense(vectors, self._dense), pooling, logits)
+        num_by_request = {
+            row.request_id: count for row, count in zip(texts.rows, counts, strict=True)
+        }
+        add_vectors(num_by_request, vectors.numpy(), result)
         if hook is not None:
             hook.pass_done()
+
+
+def _vectors(
+    hidden_states: Tensor, texts: PackedTexts, kind: PoolingKind
+) -> tuple[Tensor, list[int]]:
+    """Return the vectors of all texts, [vectors, hidden_size] in float32, and those of each."""
+    are_pooled = [row.task.output is not TaskOutput.VECTORS for row in texts.rows]
+    if all(are_pooled):
+        return _pool(hidden_states, texts, kind), [1] * len(are_pooled)
+    by_text = list(hidden_states.float().split(np.diff(texts.starts).tolist()))
+    if any(are_pooled):
+        pooled = _pool(hidden_states, texts, kind).split(1)
+        by_text = [
+            one if is_pooled else rows
+            for one, rows, is_pooled in zip(pooled, by_text, are_pooled, strict=True)
+        ]
+    return torch.cat(by_text), list(map(len, by_text))
 
 
 def _pool(hidden_states: Tensor, texts: PackedTexts, kind: PoolingKind) -> Tensor:

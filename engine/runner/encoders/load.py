@@ -27,6 +27,7 @@ from baton.engine.runner.kernels.choose import choose_parts, encoder_kernels
 from baton.engine.runner.load import DTYPES, choose_max_model_len
 from baton.engine.runner.model.rope import Rope
 from baton.engine.runner.model_info import LoadProgressCallback, ModelInfo
+from baton.engine.runner.pooling.dense import load_dense
 from baton.engine.runner.pooling.pooling_head import choose_pooling
 from baton.engine.runner.sampling.logits_processors import versions
 from baton.engine.runner.weights.open_weights import open_weights
@@ -80,7 +81,7 @@ def load_encoder(
         ops, weights = NativeEncoderOps(kernels), with_packed_layers(weights, kernels)
         layers = native_layers(model, weights, kernels)
     encoder = Encoder(model, ops, weights, layers, tuple(ropes))
-    return EncoderRunner(info, encoder)
+    return EncoderRunner(info, encoder, load_dense(info))
 
 
 def _check_settings(config: RunnerConfig, model: EncoderConfig) -> None:

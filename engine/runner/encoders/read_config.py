@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from baton.checkpoint.checkpoint import Checkpoint
 from baton.checkpoint.json_fields import JsonFields
+from baton.checkpoint.pooling_files import COLBERT
 from baton.core.pooling import PoolingKind
 from baton.engine.runner.encoders.config import (
     ClassifierConfig,
@@ -100,6 +101,8 @@ def architecture_family(architecture: str) -> EncoderFamily:
 def _find_architecture(raw: JsonFields) -> _Architecture | None:
     names = raw.get("architectures")
     name = str(names[0]) if isinstance(names, list) and len(names) == 1 else ""
+    if name == COLBERT and raw.get("model_type") == "bert":
+        name = "BertModel"
     for ending in ENDINGS:
         family = ENCODERS.get(name.removesuffix(ending))
         if name.endswith(ending) and family is not None:

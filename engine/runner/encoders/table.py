@@ -34,7 +34,7 @@ class EncoderNames:
     dense_norm: str = ""
     labels: str = "classifier"
     # Beginnings of names, after the prefix, of tensors that are not needed.
-    ignored: tuple[str, ...] = ("pooler.", "cls.", "embeddings.position_ids")
+    ignored: tuple[str, ...] = ("pooler.", "cls.", "embeddings.position_ids", "linear.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""Output head that turns the hidden states of a text into one vector."""
+"""Output head that turns the hidden states of a text into one vector, or one for each token."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from baton.checkpoint.checkpoint import Checkpoint
 from baton.core.ids import RequestId
 from baton.core.output import Failure
 from baton.core.pooling import Pooling, PoolingKind
+from baton.core.task import TaskOutput
 from baton.engine.errors import OutOfOrder
 from baton.engine.plan import Plan, RunResult
 from baton.engine.runner.batch.input_batch import Step
@@ -21,6 +22,7 @@ from baton.engine.runner.device.device import CPU, Device
 from baton.engine.runner.device.step_inputs import Array, StepInputs
 from baton.engine.runner.device.step_outputs import Received, make_outputs
 from baton.engine.runner.model.pass_layout import TokenRun
+from baton.engine.runner.pooling.dense import LoadedDense, apply_dense
 from baton.engine.runner.sampling.output_heads import HeadPass, HiddenStates
 from baton.engine.runner.sampling.sampler import NOT_FINITE
 
@@ -28,17 +30,22 @@ from baton.engine.runner.sampling.sampler import NOT_FINITE
 class PoolingHead:
     """Implements `OutputHead` for pooled rows.
 
-    A text can be computed in several chunks: the sum of its hidden states, or the one of its first
-    token, is carried from one to the next.
+    A text can be computed in several chunks: the sum of its hidden states, the one of its first
+    token, or all of them are carried from one to the next.
     """
 
     def __init__(
-        self, pooling: Pooling, classifier: Tensor | None = None, device: Device = CPU
+        self,
+        pooling: Pooling,
+        classifier: Tensor | None = None,
+        device: Device = CPU,
+        dense: Sequence[LoadedDense] = (),
     ) -> None:
         self.pooling = pooling
         self.outputs = make_outputs(device)
         self.carried: dict[RequestId, Tensor] = {}
         self._classifier = classifier
+        self._dense = dense
 
     def drop_rows(self, plan: Plan) -> None:
         if plan.is_retry:
@@ -47,7 +54,9 @@ class PoolingHead:
             self.carried.pop(request_id, None)
 
     def needs_all_tokens(self, step: Step) -> bool:
-        return self.pooling.needs_all_tokens and any(run.row.task.is_pooling for run in step.runs)
+        needs_all = self.pooling.needs_all_tokens
+        tasks = [run.row.task for run in step.runs if run.row.task.is_pooling]
+        return any(needs_all or task.output is TaskOutput.VECTORS for task in tasks)
 
     def begin(self, step: Step, inputs: StepInputs) -> HeadPass | None:
         texts = list(_texts(step))
@@ -55,7 +64,7 @@ class PoolingHead:
 
     def finish(self, vectors: Tensor) -> Tensor:
         logits = None if self._classifier is None else vectors @ self._classifier.T
-        return finish(vectors, self.pooling, logits)
+        return finish(apply_dense(vectors, self._dense), self.pooling, logits)
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +73,8 @@ class _PooledPass:
 
     head: PoolingHead
     texts: Sequence[_Text]
-    ended: list[_Text] = field(default_factory=list)
+    # Texts that end in this pass, with the number of their vectors.
+    ended: dict[RequestId, int] = field(default_factory=dict)
     received: Received | None = None
     carried: dict[RequestId, Tensor] = field(default_factory=dict)  # out of this pass
 
@@ -73,47 +83,45 @@ class _PooledPass:
         """Return None: what this pass carries over is kept when it is collected."""
 
     def launch(self, hidden_states: HiddenStates) -> None:
-        vectors = [
-            vector
-            for text in self.texts
-            if (vector := self._reduce(text, hidden_states)) is not None
-        ]
+        reduced = {text.request_id: self._reduce(text, hidden_states) for text in self.texts}
+        vectors = {key: rows for key, rows in reduced.items() if rows is not None}
+        self.ended = {key: len(rows) for key, rows in vectors.items()}
         if vectors:
-            finished = self.head.finish(torch.stack(vectors).float())
+            finished = self.head.finish(torch.cat(list(vectors.values())).float())
             self.received = self.head.outputs.send([finished])
 
     def collect(self, result: RunResult) -> None:
         if self.received is None:
             return
         [array] = self.received.read()
-        add_vectors([text.request_id for text in self.ended], array, result)
+        add_vectors(self.ended, array, result)
 
     def commit(self) -> None:
-        for text in self.ended:
-            self.head.carried.pop(text.request_id, None)
+        for request_id in self.ended:
+            self.head.carried.pop(request_id, None)
         self.head.carried |= self.carried
 
     def _reduce(self, text: _Text, hidden_states: HiddenStates) -> Tensor | None:
-        """Return the vector of a text that ends in this pass; carry over that of another one."""
-        kind = self.head.pooling.kind
-        if text.sampled is not None:
-            self.ended.append(text)
+        """Return the vectors of a text that ends in this pass; carry over those of another one."""
+        kind = self.head.pooling.kind if text.is_pooled else PoolingKind.TOKENS
         if kind is PoolingKind.LAST:
-            return None if text.sampled is None else hidden_states.sampled[text.sampled]
+            return None if text.sampled is None else hidden_states.sampled[text.sampled][None]
         if hidden_states.by_token is None:
             raise OutOfOrder("a pass with texts to pool has no hidden states of all tokens")
         rows = hidden_states.by_token[text.first : text.first + text.run.num_tokens]
-        reduced = self._reduce_chunk(text, rows)
+        reduced = self._reduce_chunk(text, rows, kind)
         if text.sampled is None:
             self.carried[text.request_id] = reduced
             return None
         return reduced / text.run.end if kind is PoolingKind.MEAN else reduced
 
-    def _reduce_chunk(self, text: _Text, rows: Tensor) -> Tensor:
+    def _reduce_chunk(self, text: _Text, rows: Tensor, kind: PoolingKind) -> Tensor:
         carried = self.head.carried.get(text.request_id)
-        if self.head.pooling.kind is PoolingKind.CLS:
-            return rows[0] if carried is None else carried
-        total = rows.sum(0, dtype=torch.float32)
+        if kind is PoolingKind.TOKENS:
+            return torch.cat([rows] if carried is None else [carried, rows])
+        if kind is PoolingKind.CLS:
+            return rows[:1] if carried is None else carried
+        total = rows.sum(0, keepdim=True, dtype=torch.float32)
         return total if carried is None else carried + total
 
 
@@ -126,9 +134,11 @@ def finish(vectors: Tensor, pooling: Pooling, logits: Tensor | None) -> Tensor:
     return torch.nn.functional.normalize(vectors, dim=-1) if pooling.normalizes else vectors
 
 
-def add_vectors(request_ids: Sequence[RequestId], vectors: Array, result: RunResult) -> None:
+def add_vectors(num_by_request: Mapping[RequestId, int], vectors: Array, result: RunResult) -> None:
     """Add finite vectors to a result, and failures for the others."""
-    for request_id, vector in zip(request_ids, vectors, strict=True):
+    end = 0
+    for request_id, num_vectors in num_by_request.items():
+        vector, end = vectors[end : end + num_vectors], end + num_vectors
         if np.isfinite(vector).all():
             result.vectors[request_id] = vector.astype("<f4").tobytes()
         else:
@@ -145,6 +155,10 @@ class _Text(NamedTuple):
     @property
     def request_id(self) -> RequestId:
         return self.run.row.request_id
+
+    @property
+    def is_pooled(self) -> bool:
+        return self.run.row.task.output is not TaskOutput.VECTORS
 
 
 def _texts(step: Step) -> Iterator[_Text]:

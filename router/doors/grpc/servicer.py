@@ -12,7 +12,7 @@ from grpc import aio
 from baton.core.ids import ModelVariant
 from baton.core.legs import LegKind
 from baton.core.task import EMBED
-from baton.core.vectors import check_dimensions, shorten
+from baton.core.vectors import check_dimensions
 from baton.router.answers import generate_answers
 from baton.router.byte_budget import Lease
 from baton.router.doors.grpc.translate import (
@@ -21,6 +21,7 @@ from baton.router.doors.grpc.translate import (
     check_chat,
     check_request,
     embed_calls_from,
+    embedding_to,
     tokenize_input_from,
 )
 from baton.router.embeddings import embed_texts
@@ -77,13 +78,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 num_dimensions = request.dimensions if request.HasField("dimensions") else None
                 check_dimensions(num_dimensions, self._table.served_model(model).vector_size)
             with scope.within_limits():
-                texts = await embed_texts(self._pipeline, scope, calls)
-        embeddings = [
-            inference_pb2.Embedding(
-                values=shorten(text.vector, num_dimensions).tolist(), prompt_tokens=text.num_tokens
-            )
-            for text in texts
-        ]
+                hold = self._lease_during(context).add
+                texts = await embed_texts(self._pipeline, scope, calls, hold)
+        embeddings = [embedding_to(text, num_dimensions) for text in texts]
         name = model.name or next(iter(self._table.served.names), "")
         return inference_pb2.EmbedResponse(request_id=request_id, embeddings=embeddings, model=name)
 

@@ -23,7 +23,9 @@ from baton.core.sampling import (
 )
 from baton.core.stop_strings import StopRule
 from baton.core.structured_outputs import MAX_CHOICES
-from baton.core.task import task_of
+from baton.core.task import EMBED, TOKEN_EMBED, task_of
+from baton.core.vectors import shorten
+from baton.router.embeddings import EmbeddedText
 from baton.router.input_processing.answer_calls import calls_for_answers
 from baton.router.input_processing.embedding_calls import MAX_INPUTS, calls_for_texts
 from baton.router.input_processing.limits import (
@@ -119,6 +121,7 @@ def embed_calls_from(
         max_tokens=message.truncate_prompt_tokens if is_cut else None,
         priority=message.priority,
         cache_salt=message.cache_salt,
+        task=TOKEN_EMBED if message.per_token else EMBED,
     )
 
 
@@ -129,6 +132,16 @@ def _embed_input_from(message: inference_pb2.EmbedInput) -> Prompt:
         case "token_ids":
             return TokenPrompt(tuple(message.token_ids.ids))
     raise EmptyPrompt("an input is empty: set one of text and token_ids")
+
+
+def embedding_to(text: EmbeddedText, num_dimensions: int | None) -> inference_pb2.Embedding:
+    vector = shorten(text.vector, num_dimensions)
+    message = inference_pb2.Embedding(prompt_tokens=text.num_tokens)
+    if vector.ndim == 2:
+        message.token_vectors = vector.astype("<f4").tobytes()
+    else:
+        message.values.extend(vector.tolist())
+    return message
 
 
 def tokenize_input_from(message: inference_pb2.TokenizeRequest) -> Prompt:

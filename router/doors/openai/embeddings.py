@@ -1,4 +1,4 @@
-"""Embeddings, scores and reranking: OpenAI's API, with those of vLLM and Cohere."""
+"""Embeddings, pooling, scores and reranking: OpenAI's API, with those of vLLM and Cohere."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 
 from baton.core.errors import InvalidRequest
 from baton.core.ids import ModelVariant
-from baton.core.task import EMBED
+from baton.core.task import EMBED, TOKEN_EMBED, EmbedTask
 from baton.core.vectors import Floats, check_dimensions, shorten
 from baton.router.doors.openai.request.bodies import openai_body
 from baton.router.doors.openai.request.embedding_bodies import (
     EmbeddingBody,
+    PoolBody,
     PoolingBody,
     RerankBody,
     ScoreBody,
@@ -33,6 +34,7 @@ from baton.rpc.errors import NoNodes
 
 Item = TypeVar("Item")
 WHOLE_CONTEXT = -1  # value of truncate_prompt_tokens
+NUMBER_BYTES = 24  # of a number of a vector and of its JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,23 +45,37 @@ class Vectors:
     embed_truncate: bool  # longer texts than a model takes that generates none
 
     async def embed(self, request: ReceivedRequest, reply: Reply) -> None:
+        await self._embed(request, reply, EmbeddingBody)
+
+    async def pool(self, request: ReceivedRequest, reply: Reply) -> None:
+        """Return a vector of each token of texts, or what `embed` returns, in vLLM's format."""
+        await self._embed(request, reply, PoolBody)
+
+    async def _embed(
+        self, request: ReceivedRequest, reply: Reply, kind: type[EmbeddingBody]
+    ) -> None:
         with request.scope.ending_on_error():
             fields = await request.body.fields()
-            body = await request.body.run(partial(openai_body, fields, EmbeddingBody))
+            body = await request.body.run(partial(openai_body, fields, kind))
             texts = await request.body.run(partial(_texts_of, body))
             model = self._model(body)
             self._check_dimensions(body, model)
-        found = await self._run(request, body, model, texts)
+            task = self._task(body, model)
+        found = await self._run(request, body, model, texts, task)
         encode = _encode_base64 if body.encoding_format == "base64" else _encode_numbers
+        name, prefix, field = ("embedding", "embd", "embedding")
+        if isinstance(body, PoolBody):
+            name, prefix, field = ("pooling", "pool", "data")
         data = (
             {
-                "object": "embedding",
+                "object": name,
                 "index": index,
-                "embedding": encode(shorten(text.vector, body.dimensions)),
+                field: encode(shorten(text.vector, body.dimensions)),
             }
             for index, text in enumerate(found)
         )
-        await self._send(reply, request, body, model, "embd", {"data": LazyArray(data)}, found)
+        result = {"data": LazyArray(data, has_long_items=task is TOKEN_EMBED)}
+        await self._send(reply, request, body, model, prefix, result, found)
 
     async def score(self, request: ReceivedRequest, reply: Reply) -> None:
         """Score pairs of texts, in order; a single first text is paired with all second ones."""
@@ -131,6 +147,7 @@ class Vectors:
         body: PoolingBody,
         model: ModelVariant,
         texts: Sequence[Prompt],
+        task: EmbedTask = EMBED,
     ) -> list[EmbeddedText]:
         with request.scope.ending_on_error():
             calls = calls_for_texts(
@@ -140,8 +157,25 @@ class Vectors:
                 max_tokens=self._max_tokens(body, model),
                 priority=body.priority,
                 cache_salt=body.cache_salt,
+                task=task,
             )
-        return await embed_texts(self.pipeline, request.scope, calls)
+
+        def hold(num_bytes: int) -> None:
+            request.body.lease.add(NUMBER_BYTES * num_bytes // 4)
+
+        return await embed_texts(self.pipeline, request.scope, calls, hold)
+
+    def _task(self, body: EmbeddingBody, model: ModelVariant) -> EmbedTask:
+        """Return the task of a body. Raises InvalidRequest if the model cannot do it."""
+        if not isinstance(body, PoolBody):
+            return EMBED
+        has_labels = self.pipeline.table.served_model(model).has_labels
+        if body.task is not None and has_labels != (body.task == "classify"):
+            expected = "classify" if has_labels else "embed or token_embed"
+            raise InvalidRequest(
+                f"task is {body.task!r}; with this model it must be {expected}", "task"
+            )
+        return EMBED if has_labels or body.task == "embed" else TOKEN_EMBED
 
     def _max_tokens(self, body: PoolingBody, model: ModelVariant) -> int | None:
         """Return the length to which texts are cut, or None if longer ones are refused."""
@@ -229,7 +263,9 @@ def _cosine(one: Floats, other: Floats) -> float:
     return float(one @ other) / lengths if lengths else 0.0
 
 
-def _encode_numbers(vector: Floats) -> list[float]:
+def _encode_numbers(vector: Floats) -> list[float] | LazyArray:
+    if vector.ndim == 2:
+        return LazyArray(map(_encode_numbers, vector))
     numbers: list[float] = vector.tolist()
     return numbers
 

@@ -21,6 +21,7 @@ from baton.router.doors.openai.request.bodies import (
 )
 from baton.router.doors.openai.request.embedding_bodies import (
     EmbeddingBody,
+    PoolBody,
     RerankBody,
     ScoreBody,
 )
@@ -41,6 +42,7 @@ DESCRIPTIONS: Mapping[str, Described] = {
     "/v1/completions": Described("Continue a prompt", (CompletionBody,)),
     "/v1/chat/completions": Described("Answer a chat", (ChatBody,)),
     "/v1/embeddings": Described("Embed texts", (EmbeddingBody,)),
+    "/pooling": Described("Return vectors of the tokens of texts, or of texts", (PoolBody,)),
     **dict.fromkeys(SCORE_PATHS, SCORE),
     **dict.fromkeys(RERANK_PATHS, RERANK),
     "/v1/models": Described("List models and adapters"),
@@ -81,6 +83,7 @@ def openai_routes(
         _post("/v1/completions", generation(completion_from)),
         _post("/v1/chat/completions", generation(chat_completion_from)),
         _post("/v1/embeddings", endpoint(vectors.embed)),
+        _post("/pooling", endpoint(vectors.pool)),
         *(_post(path, endpoint(vectors.score)) for path in SCORE_PATHS),
         *(_post(path, endpoint(vectors.rerank)) for path in RERANK_PATHS),
         Route("/v1/models", models.list_all),

@@ -13,7 +13,7 @@ from baton.checkpoint.gguf.gguf_file import GgufFile
 from baton.checkpoint.gguf.header import Header
 from baton.checkpoint.pooling_files import read_pooling
 from baton.core.errors import ModelError
-from baton.core.pooling import Pooling, PoolingKind
+from baton.core.pooling import DenseLayer, Pooling, PoolingKind
 
 TRANSFORMER = {"type": "sentence_transformers.models.Transformer", "path": ""}
 POOLING = {"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}
@@ -56,7 +56,7 @@ MEAN = {"pooling_mode_mean_tokens": True}
         ({"0": TRANSFORMER}, MEAN, "not a JSON list"),
         ([1], MEAN, "not a JSON list"),
         ([TRANSFORMER], MEAN, "no module of the type Pooling"),
-        ([TRANSFORMER, POOLING, {"type": "a.Dense", "path": "2"}], MEAN, "Dense"),
+        ([TRANSFORMER, POOLING, {"type": "a.LSTM", "path": "2"}], MEAN, "LSTM"),
         ([{**POOLING, "path": "../1_Pooling"}], MEAN, "path"),
         ([{**POOLING, "path": ""}], MEAN, "path"),
         ([{**POOLING, "path": "none"}], MEAN, "missing"),
@@ -72,6 +72,60 @@ MEAN = {"pooling_mode_mean_tokens": True}
 def test_faulty_folders(tmp_path: Path, modules: object, config: object, expected: str) -> None:
     with pytest.raises(ModelError, match=expected):
         read_pooling(write(tmp_path, modules, config))
+
+
+DENSE = {"type": "pylate.models.Dense.Dense", "path": "2_Dense"}
+IDENTITY = "torch.nn.modules.linear.Identity"
+PROJECTION = {"in_features": 8, "out_features": 4, "activation_function": IDENTITY}
+
+
+def with_dense(folder: Path, modules: object, config: object) -> Path:
+    (folder / "2_Dense").mkdir()
+    (folder / "2_Dense" / "config.json").write_text(json.dumps(config))
+    return write(folder, modules, MEAN)
+
+
+def test_dense_layers(tmp_path: Path) -> None:
+    plain, tanh = tmp_path / "plain", tmp_path / "tanh"
+    plain.mkdir()
+    tanh.mkdir()
+
+    found = read_pooling(with_dense(plain, [TRANSFORMER, DENSE], {**PROJECTION, "bias": False}))
+    other = read_pooling(
+        with_dense(tanh, [TRANSFORMER, POOLING, DENSE], {"in_features": 8, "out_features": 8})
+    )
+
+    assert found == Pooling(PoolingKind.TOKENS, dense=(DenseLayer("2_Dense", 8, 4),))
+    layer = DenseLayer("2_Dense", 8, 8, has_bias=True, has_tanh=True)
+    assert other == Pooling(PoolingKind.MEAN, normalizes=False, dense=(layer,))
+
+
+@pytest.mark.parametrize(
+    ("module", "config", "expected"),
+    [
+        ({**DENSE, "path": "../2_Dense"}, PROJECTION, "path"),
+        ({**DENSE, "path": "other"}, PROJECTION, "other/config.json is missing"),
+        (DENSE, [], "not a JSON object"),
+        (DENSE, {"in_features": 8}, "out_features"),
+        (DENSE, {**PROJECTION, "in_features": 1 << 40}, "in_features"),
+        (DENSE, {**PROJECTION, "bias": "no"}, "bias"),
+        (DENSE, {**PROJECTION, "activation_function": "torch.nn.ReLU"}, "activation_function"),
+        (DENSE, {**PROJECTION, "use_residual": True}, "use_residual"),
+    ],
+)
+def test_faulty_dense_layers(tmp_path: Path, module: object, config: object, expected: str) -> None:
+    with pytest.raises(ModelError, match=expected):
+        read_pooling(with_dense(tmp_path, [TRANSFORMER, module], config))
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 64, None])
+def test_faulty_folders_of_colbert(tmp_path: Path, content: bytes | None) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["HF_ColBERT"]}))
+    if content is not None:
+        (tmp_path / "model.safetensors").write_bytes(content)
+
+    with pytest.raises(ModelError, match=r"has no matrix linear\.weight"):
+        read_pooling(tmp_path)
 
 
 @pytest.mark.parametrize(("number", "kind"), [(1, "mean"), (2, "cls"), (3, "last")])

@@ -1,4 +1,4 @@
-"""Pydantic models of the bodies of embeddings, scores and reranking. Pure."""
+"""Pydantic models of the bodies of embeddings, pooling, scores and reranking. Pure."""
 
 from __future__ import annotations
 
@@ -31,6 +31,11 @@ class EmbeddingBody(PoolingBody):
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Positive | None = None
     add_special_tokens: bool = True
+
+
+class PoolBody(EmbeddingBody):
+    # Without it: token_embed, or classify of a classifier.
+    task: Literal["embed", "token_embed", "classify"] | None = None
 
 
 class ScoreBody(PoolingBody):

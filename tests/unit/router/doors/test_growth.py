@@ -24,7 +24,12 @@ from baton.router.doors.openai.request.bodies import (
     openai_body,
 )
 from baton.router.doors.openai.request.closed_schemas import ClosingWork, close_objects
-from baton.router.doors.openai.request.embedding_bodies import EmbeddingBody, RerankBody, ScoreBody
+from baton.router.doors.openai.request.embedding_bodies import (
+    EmbeddingBody,
+    PoolBody,
+    RerankBody,
+    ScoreBody,
+)
 from baton.router.doors.openai.request.parsed_request import (
     ModelContext,
     ParsedRequest,
@@ -191,6 +196,10 @@ DOORS: Mapping[str, tuple[Callable[[Fields], object], list[MakeFields]]] = {
     ),
     "/v1/embeddings": (
         lambda fields: parse_prompts(openai_body(fields, EmbeddingBody).input, max_prompts=2048),
+        named("input"),
+    ),
+    "/pooling": (
+        lambda fields: parse_prompts(openai_body(fields, PoolBody).input, max_prompts=2048),
         named("input"),
     ),
     **dict.fromkeys(

@@ -20,7 +20,7 @@ from baton.core.output import Failure, FinishReason, Output
 from baton.core.request import EngineRequest, PrefixSource, ReceiveKv
 from baton.core.sampling import MAX_BANNED_SEQUENCES, SamplingDefaults, SamplingParams
 from baton.core.structured_outputs import StructuredOutputs
-from baton.core.task import EMBED, PREFETCH
+from baton.core.task import EMBED, PREFETCH, TOKEN_EMBED
 from baton.engine.kv_cache.block_hashes import PrefixNaming
 from baton.kv_transfer.errors import InvalidMessage, PeerUnreachable
 from baton.kv_transfer.protocol.messages import (
@@ -278,7 +278,7 @@ def test_a_node_gets_the_sequence_it_was_sent() -> None:
     assert engine_request(leg_order(LegKind.DECODE, alone), 1.5) == _arrived(alone)
     prefetch = replace(alone, task=PREFETCH, kv_hints=KvHints(prefetch=True))
     assert engine_request(leg_order(LegKind.PREFILL, prefetch), 1.5) == _arrived(prefetch)
-    for task in (EMBED, replace(EMBED, second_text_start=1)):
+    for task in (EMBED, replace(EMBED, second_text_start=1), TOKEN_EMBED):
         embed = replace(alone, task=task)
         assert engine_request(leg_order(LegKind.PREFILL, embed), 1.5) == _arrived(embed)
 
