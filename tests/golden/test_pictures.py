@@ -22,6 +22,10 @@ from transformers import PreTrainedTokenizerFast
 from transformers.image_utils import SizeDict
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.gemma4.image_processing_pil_gemma4 import (
+    Gemma4ImageProcessorPil,
+    convert_image_to_patches,
+)
 from transformers.models.idefics3.image_processing_pil_idefics3 import (
     Idefics3ImageProcessorPil,
     get_resize_output_image_size,
@@ -125,6 +129,26 @@ def gemma3() -> Family:
     )
 
 
+def gemma4(max_tokens: int) -> Family:
+    processor = Gemma4ImageProcessorPil(max_soft_tokens=max_tokens)
+
+    def expand(outputs: Any) -> str:
+        [num_tokens] = outputs["num_soft_tokens_per_image"]
+        return f"<|image>{'<|image|>' * num_tokens}<image|>"
+
+    def pixels_of(outputs: Any) -> Sequence[Pixels]:
+        is_seen = (outputs["image_position_ids"][0] >= 0).all(axis=1)
+        return [outputs["pixel_values"][0][is_seen]]
+
+    return Family(
+        config={"model_type": "gemma4", "vision_config": {}},
+        processor=processor,
+        expand=expand,
+        pixels_of=pixels_of,
+        patches_of=lambda pixels: convert_image_to_patches(pixels, processor.patch_size),
+    )
+
+
 def qwen(model_type: str, patch: int, least: int, most: int) -> Family:
     processor = Qwen2VLImageProcessorPil(
         size={"shortest_edge": least, "longest_edge": most}, patch_size=patch
@@ -148,6 +172,8 @@ FAMILIES: dict[str, Callable[[], Family]] = {
     "Idefics3 above the limit": lambda: replace(idefics3(True, 5000, 1024), sizes=[(333, 200)]),
     "Pixtral": pixtral,
     "Gemma 3": gemma3,
+    "Gemma 4": lambda: gemma4(280),
+    "Gemma 4 with few tokens": lambda: gemma4(70),
     "Qwen2.5-VL": lambda: qwen("qwen2_5_vl", 14, 56 * 56, 28 * 28 * 320),
     "Qwen3-VL": lambda: qwen("qwen3_vl", 16, 256 * 256, 1 << 20),
 }
@@ -225,6 +251,14 @@ def test_low_detail_of_idefics3_is_that_without_tiles() -> None:
 
     assert low[0].plan == whole[0].plan
     assert low[0].pictures[0].rgb == whole[0].pictures[0].rgb
+
+
+def test_low_detail_of_gemma4_takes_few_tokens() -> None:
+    files = [image_file(333, 200)]
+    [low] = prepare(gemma4(280).pictures, files, Detail.LOW)
+    [few] = prepare(gemma4(70).pictures, files)
+    assert low.plan == few.plan
+    assert low.pictures[0].rgb == few.pictures[0].rgb
 
 
 def blank(size: Size) -> NDArray[np.uint8]:

@@ -89,6 +89,8 @@ def test_pictures_of_wrong_sizes_are_refused(folder_of: FolderOf) -> None:
         open_tower(folder_of("mistral3")).encode([a_picture(28, 30)])
     with pytest.raises(ValueError, match="128x64 pixels instead of 64x64"):
         open_tower(folder_of("gemma3")).encode([a_picture(64, 128)])
+    with pytest.raises(ValueError, match="176x16 pixels: at most 160 along a side"):
+        open_tower(folder_of("gemma4")).encode([a_picture(16, 176)])
 
 
 def test_tensors_of_a_tower_are_checked(folder_of: FolderOf, tmp_path: Path) -> None:
@@ -141,6 +143,7 @@ def test_a_model_of_text_has_no_tower(tmp_path: Path) -> None:
         ("mistral3", "", {"vision_feature_layer": -2}, "vision_feature_layer.*must be -1"),
         ("smolvlm", "vision_config", {"hidden_act": "relu"}, "hidden_act.*gelu"),
         ("smolvlm", "vision_config", {"num_channels": 4}, "num_channels.*must be 3"),
+        ("gemma4", "vision_config", {"num_key_value_heads": 1}, "num_key_value_heads.*must be 2"),
         ("qwen3-vl", "vision_config", {"out_hidden_size": 32}, "text model \\(64\\)"),
         ("qwen3-vl", "vision_config", {"deepstack_visual_indexes": [2, 0]}, "in order"),
     ],

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch.nn import functional
 from baton.core.media import Picture
 from baton.core.request import EngineRequest
 from tests.support.families import (
+    DENSE,
     QWEN_VISION,
     RECURRENT_WRAPPED,
     VISION,
@@ -33,6 +35,15 @@ from tests.support.models import (
 
 SMALL = {**VISION, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3}
 SIGLIP = {**SMALL, "image_size": 64, "patch_size": 8}
+GEMMA4 = {
+    **SMALL,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "patch_size": 8,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 20,
+}
 QWEN = {**QWEN_VISION, "hidden_size": 32, "intermediate_size": 40, "depth": 4}
 GRID = {"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2]}
 VISION_VARIANTS: Mapping[str, Variant] = {
@@ -52,6 +63,21 @@ VISION_VARIANTS: Mapping[str, Variant] = {
         },
         vision=SIGLIP,
     ),
+    "gemma4": Variant(
+        "Gemma4",
+        WRAPPED["gemma4-vision"].settings,
+        vision={**GEMMA4, "use_clipped_linears": True},
+    ),
+    # As in the larger models, a picture's tokens see each other in layers with windows.
+    "gemma4-large": Variant(
+        "Gemma4",
+        {
+            **DENSE["gemma4-k-eq-v"].settings,
+            "use_bidirectional_attention": "vision",
+            "sliding_window": 10,
+        },
+        vision={**GEMMA4, "standardize": True},
+    ),
     "qwen2.5-vl": Variant(
         "Qwen2_5_VL",
         WRAPPED["qwen2.5-vl"].settings,
@@ -70,6 +96,8 @@ PICTURE_SIZES: Mapping[str, tuple[tuple[int, int], ...]] = {
     "idefics3": ((64, 64), (80, 80)),
     "mistral3": ((28, 56), (56, 140), (196, 28), (28, 56)),
     "gemma3": ((64, 64), (64, 64)),
+    "gemma4": ((64, 64), (32, 112), (160, 16), (64, 64)),
+    "gemma4-large": ((64, 64), (48, 80)),
     "qwen2-vl": ((56, 56), (84, 196)),
     "qwen2.5-vl": ((56, 56), (84, 196), (196, 28), (112, 168)),
     "qwen3-vl": ((64, 64), (32, 160), (224, 96), (64, 64)),
@@ -84,11 +112,12 @@ def make_vision_folder(folder: Path, name: str) -> Path:
     _make_all_numbers_count(folder / "model.safetensors")
     if name == "gemma3":
         _edit_config(folder, mm_tokens_per_image=16)
-    _write_processor(folder, {})
+    _write_processor(folder, {"do_normalize": not name.startswith("gemma4")})
     return folder
 
 
 TOWERS = ("visual.", "vision_", "connector.", "projector.")
+BOUNDS = ("_min", "_max")  # of the numbers that linear layers take and give
 MEAN, DEVIATION = [0.4, 0.5, 0.45], [0.3, 0.25, 0.28]
 
 
@@ -97,7 +126,9 @@ def _make_all_numbers_count(path: Path) -> None:
     generator = torch.Generator().manual_seed(3)
     tensors = load_file(path)
     for name, tensor in tensors.items():
-        if any(part in name for part in TOWERS):
+        if name.endswith(BOUNDS):
+            tensor.copy_((0.4 + 0.4 * torch.rand((), generator=generator)).copysign(tensor))
+        elif any(part in name for part in TOWERS):
             tensor += 0.1 * torch.randn(tensor.shape, generator=generator)
     save_file(tensors, path, {"format": "pt"})
 
@@ -126,6 +157,8 @@ def reference_encoding(folder: Path, picture: Picture) -> Tensor:
         inputs["pixel_values"] = pixels[None, None]
     elif kind == "mistral3":
         inputs["image_sizes"] = torch.tensor([[picture.height, picture.width]])
+    elif kind == "gemma4":
+        inputs = _gemma4_inputs(model.config.vision_config, picture)
     elif kind.startswith("qwen"):
         inputs = _qwen_inputs(model.config.vision_config, pixels)
     with torch.inference_mode():
@@ -141,6 +174,19 @@ def _scaled_pixels(picture: Picture) -> Tensor:
     pixels = np.frombuffer(picture.rgb, np.uint8).reshape(picture.height, picture.width, 3)
     scaled = transforms.rescale(pixels.transpose(2, 0, 1), 1 / 255)
     return torch.from_numpy(transforms.normalize(scaled, MEAN, DEVIATION))
+
+
+def _gemma4_inputs(config: Any, picture: Picture) -> dict[str, Any]:
+    """Return the patches, whose pixels are from 0 to 1, and the column and row of each."""
+    size = config.patch_size
+    rows, columns = picture.height // size, picture.width // size
+    pixels = np.frombuffer(picture.rgb, np.uint8).reshape(rows, size, columns, size, 3)
+    patches = torch.from_numpy(pixels.copy()).permute(0, 2, 1, 3, 4).reshape(rows * columns, -1)
+    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    return {
+        "pixel_values": patches[None] / 255,
+        "image_position_ids": torch.stack((column, row), dim=-1).flatten(0, 1)[None],
+    }
 
 
 def _qwen_inputs(config: Any, pixels: Tensor) -> dict[str, Any]:
@@ -166,6 +212,10 @@ def generated_with_pictures(folder: Path, request: EngineRequest) -> list[int]:
     by_digest = {picture.digest: picture for picture in request.pictures}
     token_ids, num_tokens = torch.tensor([request.prompt_token_ids]), request.sampling.max_tokens
     levels: list[Sequence[Tensor]] = []
+    if model.config.model_type == "gemma4":  # whose layers have inputs of the tokens, too
+        pictures = [by_digest[segment.digest] for segment in request.media]
+        encodings = [reference_encoding(folder, picture) for picture in pictures]
+        return _generated_from_ids(model, request, encodings)
     with torch.inference_mode():
         embeddings = model.get_input_embeddings()(token_ids)
         for segment in request.media:
@@ -195,6 +245,25 @@ def _kinds(request: EngineRequest) -> Tensor:
     for segment in request.media:
         kinds[0, segment.start : segment.start + segment.num_tokens] = 1
     return kinds
+
+
+def _generated_from_ids(
+    model: Any, request: EngineRequest, encodings: Sequence[Tensor]
+) -> list[int]:
+    """Return greedy tokens, from the ids of all tokens and the encodings of the pictures."""
+    answer, kinds = list[int](), _kinds(request)
+    prompt = torch.tensor([request.prompt_token_ids])
+    token_ids = torch.where(kinds == 1, model.config.image_token_id, prompt)
+    encoded = {"image": SimpleNamespace(pooler_output=encodings)}
+    with torch.inference_mode():
+        for _ in range(request.sampling.max_tokens):
+            logits = model(
+                token_ids, mm_token_type_ids=kinds, mm_encoder_outputs=encoded, use_cache=False
+            ).logits
+            answer.append(int(logits[0, -1].argmax()))
+            token_ids = functional.pad(token_ids, (0, 1), value=answer[-1])
+            kinds = functional.pad(kinds, (0, 1))
+    return answer
 
 
 def _generated_in_sight(model: Any, embeddings: Tensor, request: EngineRequest) -> list[int]:

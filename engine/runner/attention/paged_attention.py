@@ -44,6 +44,7 @@ class LayerAttention:
     own_heads: range = range(0)  # of keys and values, if others compute the others; empty: all
     # Scales of FP8 keys and values, [tensors, kv_heads] in float32, of all heads. None: 1.
     kv_scales: Tensor | None = None
+    sees_whole_pictures: bool = True  # tokens attend to what `seen_ends` has, not up to themselves
 
     def view(self, kv: Tensor) -> Tensor:
         """Return the keys and values, [blocks, tensors, kv_heads, block_size, slot]."""
@@ -78,7 +79,7 @@ class TorchPagedAttention:
         self._views = [layer.view(kv) for layer in layers]
 
     def begin(self, layout: PassLayout, inputs: StepInputs = SHARED_INPUTS) -> AttentionPass:
-        ranges = [_Range(layer.kv_group, layer.window, layer.chunk) for layer in self._layers]
+        ranges = [_range_of(layer) for layer in self._layers]
         planned = {
             each: [
                 (group, [inputs.put(array) for array in group.arrays])
@@ -96,6 +97,11 @@ class _Range(NamedTuple):
     kv_group: int
     window: int | None
     chunk: int | None
+    sees_whole_pictures: bool
+
+
+def _range_of(layer: LayerAttention) -> _Range:
+    return _Range(layer.kv_group, layer.window, layer.chunk, layer.sees_whole_pictures)
 
 
 class _PlannedGroup(NamedTuple):
@@ -301,7 +307,7 @@ def _plan_group(layout: PassLayout, rows: Ints, attended: _Range, block_size: in
     queries = first_query[:, None] + np.arange(num_queries)
     is_whole_prompt = num_queries > 1 and queries[0, 0] == 0 and slots[0, 0] == 0
     tokens = slice(first_token, first_token + num_queries * len(rows))
-    ends = _ends_beyond(layout, tokens, queries)
+    ends = _ends_beyond(layout, tokens, queries) if attended.sees_whole_pictures else ()
     return _PlannedGroup(
         tokens=tokens,
         num_queries=num_queries,

@@ -122,7 +122,6 @@ def _read(name: str, family: Family, fields: JsonFields, raw: JsonFields) -> Mod
         quantization=read_quantization(raw if raw.has("quantization_config") else fields),
         recurrent=_read_recurrent(family, fields, layers),
         has_output_gate=family.has_output_gate,
-        sees_whole_pictures=family.sees_whole_pictures,
         norms_values=family.norms_values,
         per_layer=_read_per_layer(family, fields),
         has_layer_scale=family.has_layer_scale,
@@ -184,6 +183,7 @@ def _read_layers(
                 qk_norm=_read_qk_norm(family, fields, kind, has_rope=ropes.has_rope(index)),
                 mlp_size=size if index in dense else 0,
                 is_recurrent=kind == LINEAR,
+                sees_whole_pictures=family.sees_whole_pictures,
             )
         )
     if family.unlike_layers is not None:
@@ -198,7 +198,10 @@ def _read_per_layer(family: Family, fields: JsonFields) -> PerLayerConfig | None
     own = fields.positive_int("vocab_size_per_layer_input", vocab_size)
     if own < vocab_size:
         raise fields.wrong("vocab_size_per_layer_input", f"must be at least {vocab_size}")
-    return PerLayerConfig(fields.positive_int(PER_LAYER_SIZE), own)
+    placeholder_id = fields.number("pad_token_id", 0)
+    if placeholder_id not in range(vocab_size):
+        raise fields.wrong("pad_token_id", f"must be a token id below {vocab_size}")
+    return PerLayerConfig(fields.positive_int(PER_LAYER_SIZE), own, int(placeholder_id))
 
 
 class _Ropes:

@@ -34,7 +34,8 @@ def gemma4_layers(
     fields: JsonFields, types: Sequence[str], layers: Sequence[LayerConfig]
 ) -> tuple[LayerConfig, ...]:
     """Give layers their own heads, and the last ones the keys and values of earlier layers."""
-    if fields.get("use_bidirectional_attention") not in (None, False, "vision"):
+    sight = fields.get("use_bidirectional_attention")
+    if sight not in (None, False, "vision"):
         raise fields.wrong("use_bidirectional_attention", "must be null or 'vision'")
     are_values_keys = fields.flag("attention_k_eq_v", False)
     heads = _read_heads(fields, types, has_full_heads=are_values_keys)
@@ -48,6 +49,7 @@ def gemma4_layers(
             kv_layer=sources[index],
             has_value_projection=not (are_values_keys and types[index] == FULL),
             has_parallel_experts=has_experts,
+            sees_whole_pictures=sight == "vision" and types[index] != FULL,
             mlp_size=layer.mlp_size * (1 if sources[index] is None else mlp_scale),
         )
         for index, layer in enumerate(layers)

@@ -82,6 +82,7 @@ def _params_of_group(layers: Sequence[LayerAttention], group: int) -> Params:
             chunk=layer.chunk or 0,
             scale=layer.scale,
             softcap=layer.softcap or 0.0,
+            is_causal=not layer.sees_whole_pictures,
         )
     return params
 

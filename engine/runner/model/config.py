@@ -214,6 +214,7 @@ class LayerConfig:
     kv_layer: int | None = None  # whose keys and values it reads; None: its own, which it writes
     has_value_projection: bool = True  # False: values are the keys before norm and RoPE
     has_parallel_experts: bool = False  # beside the dense MLP
+    sees_whole_pictures: bool = False  # a picture's tokens attend to all tokens of the picture
     has_mlp: bool = True  # dense or of experts; False: the mixer is all of the layer
     # In a folder that numbers mixers and MLPs as blocks: that of the mixer. The MLP's is the next.
     block: int | None = None
@@ -248,6 +249,7 @@ class PerLayerConfig:
 
     size: int  # of the input of one layer
     vocab_size: int
+    placeholder_id: int  # whose inputs the tokens of pictures have
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +293,6 @@ class ModelConfig:
     can_generate: bool = True  # it has a head for tokens
     num_labels: int = 0  # of a classifier of texts
     label_tokens: tuple[int, int] | None = None  # whose rows of the head give the only label
-    sees_whole_pictures: bool = False  # a picture's tokens attend to all tokens of the picture
     norms_values: bool = False  # RMS norm of the values of each head, without weights
     per_layer: PerLayerConfig | None = None
     has_layer_scale: bool = False  # the output of a layer is multiplied by a number of its own
@@ -300,6 +301,11 @@ class ModelConfig:
     # many layers with attention are before them. Without places, the cache is the model's own.
     cache_places: tuple[LayerPlace, ...] = ()
     num_before: int = 0
+
+    @property
+    def sees_whole_pictures(self) -> bool:
+        """Return whether the tokens of a picture must be computed in one pass."""
+        return any(layer.sees_whole_pictures for layer in self.layers)
 
     @property
     def attention_layers(self) -> tuple[int, ...]:

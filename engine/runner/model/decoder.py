@@ -91,7 +91,9 @@ class Decoder:
         if given is not None:
             embeddings[given.tokens] = given.rows.to(embeddings.dtype)
         if self.per_layer_inputs is not None:
-            forward_pass.per_layer_inputs = self.per_layer_inputs.compute(token_ids, embeddings)
+            forward_pass.per_layer_inputs = self.per_layer_inputs.compute(
+                token_ids, embeddings, None if given is None else given.tokens
+            )
         if given is not None and given.levels:
             hidden_states = self._forward_levels(embeddings, forward_pass, hook, ends, given)
         else:

@@ -31,9 +31,16 @@ class PerLayerInputs:
     embedding: Linear  # the rows of a token are those of all layers, one after the other
     projection: Linear  # of a token's embedding, likewise
     norm: Norm  # of the projection, layer by layer
+    placeholder_id: int
 
-    def compute(self, token_ids: Tensor, embeddings: Tensor) -> Tensor:
-        """Return [tokens, layers, size]."""
+    def compute(self, token_ids: Tensor, embeddings: Tensor, given: Tensor | None) -> Tensor:
+        """Return [tokens, layers, size].
+
+        The placeholder is looked up for the tokens at the indices `given`, whose embeddings are
+        those of pictures.
+        """
+        if given is not None:
+            token_ids = token_ids.index_fill(0, given, self.placeholder_id)
         projected = self.projection(embeddings) * embeddings.shape[1] ** -0.5
         by_layer = projected.view(len(token_ids) * self.num_layers, -1)
         normed = self.ops.rms_norm(by_layer, self.norm)

@@ -19,15 +19,17 @@ class NormKind(Enum):
     LAYER = "layer norm"
     RMS = "RMS norm"
     OFFSET_RMS = "RMS norm whose weight is stored without its 1"
+    WIDE_RMS = "RMS norm that is rounded after its weight"
 
 
 class Positions(Enum):
-    """Learned positions that are added to the patches. They form a square grid."""
+    """Learned positions that are added to the patches. Most form a square grid."""
 
     NONE = "none"
     FIXED = "fixed"  # one for each patch of a picture, which has one size
     BUCKETS = "buckets"  # the picture is stretched over the grid; a patch takes the one it is in
     INTERPOLATED = "interpolated"  # bilinear, from corner to corner
+    AXES = "axes"  # the sum of those of a patch's column and row
 
 
 class Merge(Enum):
@@ -75,16 +77,19 @@ class VisionConfig:
     picture_size: int | None  # pixels along each side of all pictures; None: any
     scaling: PixelScaling
     positions: Positions
-    position_side: int  # of the grid of learned positions
+    position_side: int  # of the grid of learned positions; of the axes
     rope_theta: float | None  # of RoPE over rows and columns; None: no RoPE
     is_rope_alternating: bool  # columns have frequencies between those of rows
     norm: NormKind
     norm_epsilon: float
     has_input_norm: bool
     has_final_norm: bool
+    is_clipped: bool  # inputs and outputs of the linear layers in attention and MLPs have bounds
     activation: Activation
     is_gated: bool
     merge: Merge
+    token_scale: float  # of merged tokens
+    is_standardized: bool  # tokens have a bias and a scale by feature then
     projector: ProjectorConfig
     window_size: int | None  # tokens along a side of the window that patches attend to
     full_layers: frozenset[int]  # whose patches attend to the whole picture in spite of windows
@@ -131,6 +136,11 @@ class VisionConfig:
         if self.picture_size not in (None, height) or self.picture_size not in (None, width):
             size = self.picture_size
             raise ValueError(f"a picture of {width}x{height} pixels instead of {size}x{size}")
+        if self.positions is Positions.AXES and max(height, width) > self.position_side * patch:
+            longest = self.position_side * patch
+            raise ValueError(
+                f"a picture of {width}x{height} pixels: at most {longest} along a side"
+            )
         return height // side, width // side
 
     def num_tokens(self, height: int, width: int) -> int:

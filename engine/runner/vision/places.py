@@ -13,6 +13,8 @@ from baton.engine.runner.vision.patches import PatchLayout
 def learned_positions(config: VisionConfig, table: Tensor, layout: PatchLayout) -> Tensor:
     """Return the position of each patch, [patches, size]. The table has a row for each place."""
     side = config.position_side
+    if config.positions is Positions.AXES:
+        return table[0][layout.columns] + table[1][layout.rows]
     if config.positions is Positions.FIXED:
         return table[layout.rows * side + layout.columns]
     num_rows, num_columns = layout.grid

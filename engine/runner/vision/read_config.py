@@ -72,9 +72,13 @@ class _Reader:
             norm_epsilon=self._epsilon(family.norm_epsilon),
             has_input_norm=bool(family.names.input_norm),
             has_final_norm=bool(family.names.final_norm),
-            activation=self._activation(fields, "hidden_act"),
+            is_clipped=bool(family.names.clipped_end) and fields.flag("use_clipped_linears", False),
+            activation=self._activation(fields, family.fields.activation),
             is_gated=family.is_gated,
             merge=family.merge,
+            token_scale=math.sqrt(self._hidden_size()) if family.scales_tokens else 1.0,
+            is_standardized=bool(family.names.standardization)
+            and fields.flag("standardize", False),
             projector=self._projector(family.names.projector, norms_merged=family.norms_merged),
             window_size=self._window_size(merge_size) if family.has_windows else None,
             full_layers=frozenset(self._layer_list("fullatt_block_indexes", num_layers)),
@@ -121,6 +125,8 @@ class _Reader:
         head_dim = hidden_size // num_heads
         if self.fields.positive_int("head_dim", head_dim) != head_dim:
             raise self.fields.wrong("head_dim", f"must be {head_dim}")
+        if self.fields.positive_int("num_key_value_heads", num_heads) != num_heads:
+            raise self.fields.wrong("num_key_value_heads", f"must be {num_heads}")
         return num_heads
 
     def _picture_size(self) -> int | None:
@@ -131,6 +137,8 @@ class _Reader:
         fields = self.fields
         if self.family.positions is Positions.NONE:
             return 0
+        if self.family.fields.position_side:
+            return fields.positive_int(self.family.fields.position_side)
         if self.family.positions is Positions.INTERPOLATED:
             return math.isqrt(fields.positive_int("num_position_embeddings"))
         return fields.positive_int("image_size") // fields.positive_int("patch_size")
@@ -205,10 +213,13 @@ def _read_scaling(family: VisionFamily, fields: JsonFields | None) -> PixelScali
         mean = _three_numbers(fields, "image_mean")
     if fields.has("image_std"):
         deviation = _three_numbers(fields, "image_std")
-    if not fields.flag("do_normalize", True):
+    if not fields.flag("do_normalize", not family.centres_pixels):
         mean, deviation = (0.0,) * NUM_CHANNELS, (1.0,) * NUM_CHANNELS
     if 0 in deviation:
         raise fields.wrong("image_std", "must not have a 0")
+    if family.centres_pixels:
+        mean = tuple(each + own / 2 for each, own in zip(mean, deviation, strict=True))
+        deviation = tuple(own / 2 for own in deviation)
     return PixelScaling(factor, mean, deviation)
 
 

@@ -19,7 +19,7 @@ class ProjectorNames:
     """Names of a projector's tensors, after its prefix. `{level}`: the level of DeepStack."""
 
     linears: tuple[str, ...]
-    norm: str = ""
+    norm: str = ""  # "": its norm, if the family has one, has no weight
     is_transposed: bool = False  # the last matrix is stored as [columns, rows], without a suffix
     # The columns of the first matrix are those of a feature in all patches, then of the next one.
     is_by_feature: bool = False
@@ -44,6 +44,12 @@ class TowerNames:
     positions: str = ""
     input_norm: str = ""
     final_norm: str = ""
+    head_norms: tuple[str, ...] = ()  # of queries and keys; values have one without a weight
+    output_norm: str = ""
+    down_norm: str = ""
+    standardization: tuple[str, ...] = ()  # bias and scale
+    # What replaces the end of a linear layer's name in those of its bounds; "": it has none.
+    clipped_end: str = ""
     ignored: tuple[str, ...] = ()  # beginnings of tensors that are not needed
 
 
@@ -56,6 +62,8 @@ class SizeFields:
     hidden_size: str = "hidden_size"
     output_size: str = ""  # must be the size of the decoder's hidden states
     mlp_ratio: str = ""  # size of the MLP by the hidden size; "": `intermediate_size` has it
+    activation: str = "hidden_act"
+    position_side: str = ""  # "": `image_size` and `patch_size` have it
 
 
 MergeSize = Callable[[JsonFields, JsonFields], int]  # from the outer and the vision fields
@@ -71,17 +79,22 @@ class VisionFamily:
     defaults: Mapping[str, object] = field(default_factory=dict)  # for missing fields
     mean: tuple[float, ...] = HALF
     deviation: tuple[float, ...] = HALF
+    centres_pixels: bool = False  # from 0 to 1 they become numbers from -1 to 1, in the model
     positions: Positions = Positions.NONE
     has_rope: bool = False
     is_rope_alternating: bool = False
+    is_rope_split: bool = False  # columns rotate the first half of a head, rows the second
     norm: NormKind = NormKind.LAYER
     norm_epsilon: float | str = 1e-6  # or the field that has it
     has_patch_bias: bool = True
+    has_flat_patches: bool = False  # stored as rows of pixels, whose channels adjoin
     is_folded_in_time: bool = False  # the patches of videos have two frames
     has_attention_bias: bool = True
+    is_attention_scaled: bool = True  # by the size of a head
     is_gated: bool = False
     has_mlp_bias: bool = True
     merge: Merge = Merge.JOIN
+    scales_tokens: bool = False  # by the root of their size
     projector_norm: NormKind | None = None
     projector_epsilon: float | str = 1e-6  # or the field of the vision fields; "": of the decoder
     norms_merged: bool = False
@@ -100,6 +113,10 @@ def _merge_of_gemma(outer: JsonFields, vision: JsonFields) -> int:
     if side % tokens or tokens**2 != outer.positive_int("mm_tokens_per_image", 256):
         raise outer.wrong("mm_tokens_per_image", f"must be the square of a divisor of {side}")
     return side // tokens
+
+
+def _merge_of_gemma4(_: JsonFields, vision: JsonFields) -> int:
+    return vision.positive_int("pooling_kernel_size", 3)
 
 
 def _merge_of_qwen(_: JsonFields, vision: JsonFields) -> int:
@@ -164,6 +181,57 @@ _GEMMA3 = replace(
     merge=Merge.MEAN,
     projector_norm=NormKind.OFFSET_RMS,
     projector_epsilon="layer_norm_eps",
+    norms_merged=True,
+)
+_GEMMA4 = VisionFamily(
+    names=TowerNames(
+        towers=("model.vision_tower.", "vision_tower."),
+        projectors=("model.embed_vision.", "embed_vision."),
+        patches="patch_embedder.input_proj",
+        positions="patch_embedder.position_embedding_table",
+        layers="encoder.layers",
+        qkv=("self_attn.q_proj.linear", "self_attn.k_proj.linear", "self_attn.v_proj.linear"),
+        head_norms=("self_attn.q_norm", "self_attn.k_norm"),
+        output="self_attn.o_proj.linear",
+        attention_norm="input_layernorm",
+        output_norm="post_attention_layernorm",
+        mlp_norm="pre_feedforward_layernorm",
+        up=("mlp.gate_proj.linear", "mlp.up_proj.linear"),
+        down="mlp.down_proj.linear",
+        down_norm="post_feedforward_layernorm",
+        standardization=("std_bias", "std_scale"),
+        clipped_end=".linear",
+        projector=ProjectorNames(("embedding_projection",)),
+    ),
+    merge_size=_merge_of_gemma4,
+    fields=SizeFields(activation="hidden_activation", position_side="position_embedding_size"),
+    defaults={
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 12,
+        "patch_size": 16,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "position_embedding_size": 10_240,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 100.0,
+    },
+    centres_pixels=True,
+    positions=Positions.AXES,
+    has_rope=True,
+    is_rope_split=True,
+    norm=NormKind.WIDE_RMS,
+    norm_epsilon="rms_norm_eps",
+    has_patch_bias=False,
+    has_flat_patches=True,
+    has_attention_bias=False,
+    is_attention_scaled=False,
+    is_gated=True,
+    has_mlp_bias=False,
+    merge=Merge.MEAN,
+    scales_tokens=True,
+    projector_norm=NormKind.WIDE_RMS,
+    projector_epsilon="rms_norm_eps",
     norms_merged=True,
 )
 _MISTRAL3 = VisionFamily(
@@ -310,6 +378,7 @@ VISION_FAMILIES: Mapping[str, VisionFamily] = {
     "SmolVLMForConditionalGeneration": _IDEFICS3,
     "Mistral3ForConditionalGeneration": _MISTRAL3,
     "Gemma3ForConditionalGeneration": _GEMMA3,
+    "Gemma4ForConditionalGeneration": _GEMMA4,
     "Qwen2VLForConditionalGeneration": _QWEN2,
     "Qwen2_5_VLForConditionalGeneration": _QWEN2_5,
     "Qwen3VLForConditionalGeneration": _QWEN3,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from baton.checkpoint.checkpoint import Expected, Shape, Tensors
 from baton.checkpoint.weight_files import FLOATS
 from baton.core.media import NUM_CHANNELS
-from baton.engine.runner.vision.config import NormKind, ProjectorConfig, VisionConfig
+from baton.engine.runner.vision.config import NormKind, Positions, ProjectorConfig, VisionConfig
 from baton.engine.runner.vision.table import VISION_FAMILIES, ProjectorNames
 
 FRAMES = 2  # in which a patch of a video is stored
+BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 
 Shapes = Iterator[tuple[str, Shape]]
 
@@ -41,18 +43,26 @@ class TowerTensors:
             return True
         return not name.startswith((self._tower, self._projector))
 
+    def bounds_of(self, linear: str) -> tuple[str, ...]:
+        """Return the names of a clipped layer's least and largest input, then output."""
+        prefix = linear.removesuffix(self.names.clipped_end)
+        return tuple(f"{prefix}.{end}" for end in BOUNDS)
+
     def shapes(self) -> dict[str, Shape]:
         return dict(self._shapes())
 
     def _shapes(self) -> Shapes:
         config, names = self.config, self.names
-        frames = (FRAMES,) if self.family.is_folded_in_time else ()
-        patch = (config.hidden_size, NUM_CHANNELS, *frames, config.patch_size, config.patch_size)
-        yield from _affine(self.in_tower(names.patches), patch, self.family.has_patch_bias)
+        yield from self._patch_shapes()
         if names.positions:
-            yield self.in_tower(names.positions), (config.position_side**2, config.hidden_size)
+            is_by_axis = config.positions is Positions.AXES
+            places = (2, config.position_side) if is_by_axis else (config.position_side**2,)
+            yield self.in_tower(names.positions), (*places, config.hidden_size)
         for norm in filter(None, (names.input_norm, names.final_norm)):
             yield from _norm(self.in_tower(norm), config.norm, config.hidden_size)
+        if config.is_standardized:
+            for name in names.standardization:
+                yield self.in_tower(name), (config.hidden_size,)
         for index in range(config.num_layers):
             for name, shape in self._layer_shapes():
                 yield self.in_layer(index, name), shape
@@ -62,10 +72,26 @@ class TowerTensors:
                 own, how = names.level_projector, config.level_projector
                 yield from self._projector_shapes(own, how, level)
 
+    def _patch_shapes(self) -> Shapes:
+        config, family = self.config, self.family
+        frames = (FRAMES,) if family.is_folded_in_time else ()
+        pixels: Shape = (NUM_CHANNELS, *frames, config.patch_size, config.patch_size)
+        if family.has_flat_patches:
+            pixels = (math.prod(pixels),)
+        name = self.in_tower(self.names.patches)
+        yield from _affine(name, (config.hidden_size, *pixels), family.has_patch_bias)
+
     def _layer_shapes(self) -> Shapes:
         config, names, hidden = self.config, self.names, self.config.hidden_size
-        for norm in (names.attention_norm, names.mlp_norm):
+        post_norms = filter(None, (names.output_norm, names.down_norm))
+        for norm in (names.attention_norm, names.mlp_norm, *post_norms):
             yield from _norm(norm, config.norm, hidden)
+        for norm in names.head_norms:
+            yield from _norm(norm, config.norm, config.head_dim)
+        if config.is_clipped:
+            for linear in (*names.qkv, names.output, *names.up, names.down):
+                for bound in self.bounds_of(linear):
+                    yield bound, ()
         for name in names.qkv:
             shape = (3 * hidden // len(names.qkv), hidden)
             yield from _affine(name, shape, self.family.has_attention_bias)
@@ -78,7 +104,7 @@ class TowerTensors:
         self, names: ProjectorNames, config: ProjectorConfig, level: int | None
     ) -> Shapes:
         hidden, merged = self.config.hidden_size, self.config.merged_size
-        if config.norm is not None:
+        if config.norm is not None and names.norm:
             size = merged if config.norms_merged else hidden
             yield from _norm(self.in_projector(names.norm, level), config.norm, size)
         columns = merged

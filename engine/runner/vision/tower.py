@@ -15,7 +15,12 @@ from baton.engine.runner.vision.config import Merge, ProjectorConfig, VisionConf
 from baton.engine.runner.vision.ops import TorchVisionOps
 from baton.engine.runner.vision.patches import PatchLayout, layout_patches, patch_pixels
 from baton.engine.runner.vision.places import learned_positions, rotary_angles
-from baton.engine.runner.vision.weights import ProjectorWeights, TowerLayer, TowerWeights
+from baton.engine.runner.vision.weights import (
+    AnyNorm,
+    ProjectorWeights,
+    TowerLayer,
+    TowerWeights,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +73,26 @@ class VisionTower:
     ) -> Tensor:
         config, ops = self.config, self.ops
         qkv = layer.qkv(ops.norm(hidden_states, layer.attention_norm))
-        mixed = ops.attend(qkv, config.num_heads, lens, angles)
-        hidden_states = ops.add(hidden_states, layer.output(mixed))
+        if layer.head_norms:
+            qkv = self._norm_heads(qkv, layer.head_norms)
+        output = layer.output(ops.attend(qkv, config.num_heads, lens, angles))
+        if layer.output_norm is not None:
+            output = ops.norm(output, layer.output_norm)
+        hidden_states = ops.add(hidden_states, output)
         inputs = layer.up(ops.norm(hidden_states, layer.mlp_norm))
         inner = ops.activate(inputs, config.activation, is_gated=config.is_gated)
-        return ops.add(hidden_states, layer.down(inner))
+        output = layer.down(inner)
+        if layer.down_norm is not None:
+            output = ops.norm(output, layer.down_norm)
+        return ops.add(hidden_states, output)
+
+    def _norm_heads(self, qkv: Tensor, norms: Sequence[AnyNorm]) -> Tensor:
+        parts = qkv.unflatten(1, (3, -1, self.config.head_dim)).unbind(1)
+        normed = [
+            self.ops.norm(part.flatten(0, 1), norm).view(part.shape)
+            for part, norm in zip(parts, norms, strict=True)
+        ]
+        return torch.stack(normed, dim=1).flatten(1)
 
     def _project(
         self, hidden_states: Tensor, config: ProjectorConfig, weights: ProjectorWeights
@@ -81,7 +101,7 @@ class VisionTower:
             hidden_states = self.ops.norm(hidden_states, weights.norm)
         squares = hidden_states.unflatten(0, (-1, self.config.merge_size**2))
         is_mean = self.config.merge is Merge.MEAN
-        tokens = squares.mean(1) if is_mean else squares.flatten(1)
+        tokens = self._scale(squares.mean(1) if is_mean else squares.flatten(1))
         if weights.norm is not None and config.norms_merged:
             tokens = self.ops.norm(tokens, weights.norm)
         *linears, last = weights.linears
@@ -90,3 +110,13 @@ class VisionTower:
         if linears:
             tokens = self.ops.activate(tokens, config.activation, is_gated=False)
         return last(tokens)
+
+    def _scale(self, tokens: Tensor) -> Tensor:
+        """Scale and standardise tokens. In float32, as products can exceed the range of others."""
+        config, standard = self.config, self.weights.standardization
+        if config.token_scale == 1.0 and standard is None:
+            return tokens
+        scaled = tokens.float() * config.token_scale
+        if standard is not None:
+            scaled = (scaled - standard.bias) * standard.scale
+        return scaled.to(tokens.dtype)

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import zip_longest
 
+import torch
 from torch import Tensor
 
 from baton.checkpoint.checkpoint import Shape, Tensors
+from baton.core.media import NUM_CHANNELS
 from baton.engine.runner.model.layer_norm import LayerNorm
 from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.ops import Norm
+from baton.engine.runner.model.rope import repeat_order
 from baton.engine.runner.model_info import LoadProgressCallback
 from baton.engine.runner.vision.config import NormKind
 from baton.engine.runner.vision.table import ProjectorNames
 from baton.engine.runner.vision.tensor_names import TowerTensors, check_tower_tensors
 from baton.engine.runner.vision.weights import (
     AnyNorm,
+    ClippedLinears,
     ProjectorWeights,
+    Standardization,
     TowerLayer,
     TowerWeights,
 )
@@ -63,6 +71,7 @@ class _WeightLoader:
             input_norm=self._optional_norm(names.input_norm),
             layers=[self._layer(index) for index in range(config.num_layers)],
             final_norm=self._optional_norm(names.final_norm),
+            standardization=self._standardization(),
             projector=self._projector(names.projector),
             level_projectors=[
                 self._projector(names.level_projector, level)
@@ -75,36 +84,105 @@ class _WeightLoader:
         """Load the convolution over patches. A picture is a video whose frames are the same."""
         weight = self._loader.vector(f"{name}.weight")
         weight = weight.sum(2) if weight.ndim == 5 else weight
+        if self._tensors.family.has_flat_patches:
+            size = self._config.patch_size
+            weight = weight.unflatten(1, (size, size, NUM_CHANNELS)).permute(0, 3, 1, 2)
         return self._linear_of(weight.flatten(1), name)
 
     def _layer(self, index: int) -> TowerLayer:
-        names = self._names
+        names, order = self._names, self._head_order()
 
         def full(name: str) -> str:
             return self._tensors.in_layer(index, name)
 
-        def linear(*parts: str) -> Linear:
+        def linear(*parts: str, orders: Sequence[Sequence[int]] = ()) -> Linear:
+            if self._config.is_clipped:
+                return self._clipped(index, parts, orders)
             stored = list(map(full, parts))
-            return self._loader.linear(stored, f"{stored[0]}.bias" in self._shapes)
+            first = [row for at, own in enumerate(orders) for row in _shifted(own, at * len(own))]
+            return self._loader.linear(stored, self._has_bias(stored[0]), first or None)
 
+        def norm(name: str) -> AnyNorm:
+            return self._norm(full(name), self._config.norm)
+
+        rows = [] if order is None else 2 * [repeat_order(order, self._config.num_heads)]
         return TowerLayer(
-            attention_norm=self._norm(full(names.attention_norm), self._config.norm),
-            qkv=linear(*names.qkv),
+            attention_norm=norm(names.attention_norm),
+            qkv=linear(*names.qkv, orders=rows),
+            head_norms=self._head_norms(list(map(full, names.head_norms)), order),
             output=linear(names.output),
-            mlp_norm=self._norm(full(names.mlp_norm), self._config.norm),
+            output_norm=norm(names.output_norm) if names.output_norm else None,
+            mlp_norm=norm(names.mlp_norm),
             up=linear(*names.up),
             down=linear(names.down),
+            down_norm=norm(names.down_norm) if names.down_norm else None,
         )
+
+    def _clipped(
+        self, index: int, parts: Sequence[str], orders: Sequence[Sequence[int]]
+    ) -> ClippedLinears:
+        in_layer = self._tensors.in_layer
+        linears, inputs, outputs = [], [], []
+        for part, order in zip_longest(parts, orders):
+            name = in_layer(index, part)
+            linears.append(self._loader.linear([name], self._has_bias(name), order))
+            bounds = [
+                self._loader.vector(in_layer(index, bound))
+                for bound in self._tensors.bounds_of(part)
+            ]
+            inputs.append(bounds[:2])
+            outputs.append(bounds[2:])
+        return ClippedLinears(linears, inputs, outputs)
+
+    def _head_order(self) -> list[int] | None:
+        """Return the stored dimension of each of a head; None: they are the same.
+
+        Rotation takes pairs from the halves of a head: those of rows, then those of columns.
+        """
+        if not self._tensors.family.is_rope_split:
+            return None
+        by_column, by_row = (
+            torch.arange(self._config.head_dim).view(2, 2, -1).transpose(0, 1).unbind(1)
+        )
+        return torch.cat((by_row, by_column), dim=1).flatten().tolist()
+
+    def _head_norms(self, names: Sequence[str], order: Sequence[int] | None) -> list[AnyNorm]:
+        """Return those of queries, keys and values. Queries undo the scale of attention."""
+        if not names:
+            return []
+        config, is_scaled = self._config, self._tensors.family.is_attention_scaled
+        factors = (1.0 if is_scaled else math.sqrt(config.head_dim), 1.0)
+        weights = [
+            self._loader.vector(f"{name}.weight") * factor
+            for name, factor in zip(names, factors, strict=True)
+        ]
+        if order is not None:
+            weights = [weight[order] for weight in weights]
+        weights.append(torch.ones_like(weights[0]))
+        return [Norm(weight, config.norm_epsilon, rounds_once=True) for weight in weights]
+
+    def _standardization(self) -> Standardization | None:
+        if not self._config.is_standardized:
+            return None
+        names = map(self._tensors.in_tower, self._names.standardization)
+        return Standardization(*map(self._loader.vector, names))
 
     def _projector(self, names: ProjectorNames, level: int | None = None) -> ProjectorWeights:
         config = self._config.projector
         stored = [self._tensors.in_projector(name, level) for name in names.linears]
         norm = None
         if config.norm is not None:
-            name = self._tensors.in_projector(names.norm, level)
-            norm = self._norm(name, config.norm, config.norm_epsilon)
+            norm = self._projector_norm(names, level, config.norm, config.norm_epsilon)
         linears = [self._loader.linear([name], self._has_bias(name)) for name in stored[1:]]
         return ProjectorWeights(norm, [self._first_linear(names, stored[0]), *linears])
+
+    def _projector_norm(
+        self, names: ProjectorNames, level: int | None, kind: NormKind, epsilon: float
+    ) -> AnyNorm:
+        if names.norm:
+            return self._norm(self._tensors.in_projector(names.norm, level), kind, epsilon)
+        weight = torch.ones(self._config.merged_size, device=self._target.device)
+        return Norm(weight, epsilon, rounds_once=True)
 
     def _first_linear(self, names: ProjectorNames, name: str) -> Linear:
         if names.is_transposed:
@@ -135,4 +213,10 @@ class _WeightLoader:
             return LayerNorm(weight, self._loader.vector(f"{name}.bias"), epsilon)
         if kind is NormKind.OFFSET_RMS:
             return Norm(weight + 1, epsilon, rounds_once=True)
+        if kind is NormKind.WIDE_RMS:
+            return Norm(weight, epsilon, rounds_once=True)
         return Norm(weight.to(self._target.dtype), epsilon)
+
+
+def _shifted(order: Sequence[int], by: int) -> list[int]:
+    return [row + by for row in order]

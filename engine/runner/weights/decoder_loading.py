@@ -110,6 +110,7 @@ def _load_per_layer_inputs(
         loader.rows(embedding),
         loader.linear([projection], has_bias=False),
         loader.norm(norm),
+        config.per_layer.placeholder_id,
     )
 
 
@@ -146,6 +147,7 @@ def layer_attention(config: ModelConfig, index: int, place: LayerPlace) -> Layer
         place.place,
         value_dim=None if config.latent is None else config.latent.rank,
         kv_heads=layer.kv_heads,
+        sees_whole_pictures=layer.sees_whole_pictures,
     )
 
 

@@ -8,6 +8,7 @@ from baton.checkpoint.checkpoint import Checkpoint
 from baton.checkpoint.json_fields import JsonFields
 from baton.core.errors import ModelError
 from baton.router.pictures.families.gemma3 import read_gemma3
+from baton.router.pictures.families.gemma4 import read_gemma4
 from baton.router.pictures.families.idefics3 import read_idefics3
 from baton.router.pictures.families.pixtral import read_pixtral
 from baton.router.pictures.families.qwen_vl import read_qwen_vl
@@ -15,6 +16,7 @@ from baton.router.pictures.plan import PictureFormat
 
 FORMATS: Mapping[str, Callable[[JsonFields, JsonFields], PictureFormat]] = {
     "gemma3": read_gemma3,
+    "gemma4": read_gemma4,
     "idefics3": read_idefics3,
     "mistral3": read_pixtral,
     "qwen2_vl": read_qwen_vl,

@@ -333,6 +333,7 @@ struct AttentionParams {
     std::int64_t window, chunk;  // slots that a token attends to: see baton_attention. 0 for none
     float scale;                 // of the scores
     float softcap;               // scores become softcap * tanh(score / softcap); 0 for none
+    std::int64_t is_causal;      // a token attends up to itself, whatever `seen_ends` has
 };
 
 struct AttentionArgs {

@@ -38,7 +38,7 @@ struct Chunk {
           dst(args.dst + first * args.kv.value_dim), num_tokens(num_tokens),
           window(args.params.window), chunk(args.params.chunk),
           gqa_group_size(args.num_heads / args.kv.num_kv_heads),
-          seen_ends(args.batch.seen_ends == nullptr
+          seen_ends(args.params.is_causal || args.batch.seen_ends == nullptr
                         ? nullptr
                         : args.batch.seen_ends + first / args.num_heads),
           sinks(args.params.sinks),

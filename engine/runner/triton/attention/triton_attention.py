@@ -150,21 +150,21 @@ class TritonPass:
         own, query = self.layers[layer], query.contiguous()
         num_tokens, num_heads, head_dim = query.shape
         tile = attention_tile(head_dim, num_heads // self.views[layer].shape[2], self.kv.dtype)
-        sizes = self._sizes(layer, tile, query)
+        sizes, seen_ends = self._sizes(layer, tile, query), self._seen_ends(own)
         call = _AttentionCall(
             query,
             query if own.sinks is None else own.sinks,
             Batch(
                 *self._sequences(own),
                 self.block_tables.stride(1),
-                self.context_lens if self.seen_ends is None else self.seen_ends,
+                self.context_lens if seen_ends is None else seen_ends,
             ),
             self._cache(layer),
             Scores(own.scale, own.softcap or 0.0, own.window or UNLIMITED, own.chunk or UNLIMITED),
             sizes,
             tile,
         )
-        limits = (own.window, own.chunk) if self.seen_ends is None else (None, None)
+        limits = (own.window, own.chunk) if seen_ends is None else (None, None)
         split = split_context(
             math.prod(call.grid),
             count_segments(self.max_context, *limits, sizes.tile_tokens),
@@ -177,6 +177,9 @@ class TritonPass:
         else:
             call.attend_in_parts(output, split)
         return output
+
+    def _seen_ends(self, layer: LayerAttention) -> Tensor | None:
+        return self.seen_ends if layer.sees_whole_pictures else None
 
     def _sequences(self, layer: LayerAttention) -> tuple[Tensor, Tensor, Tensor, int]:
         """Return block table, bounds of the tokens, context lengths and number of sequences."""
@@ -209,7 +212,7 @@ class TritonPass:
             has_sinks=own.sinks is not None,
             is_int8=self.kv.dtype is torch.int8,
             is_latent=own.value_dim is not None,
-            has_seen_ends=self.seen_ends is not None,
+            has_seen_ends=self._seen_ends(own) is not None,
         )
 
     def _place(self, layer: int, tensor: int) -> int:
