@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from baton.checkpoint.gguf.file_choice import order_projectors
 from baton.checkpoint.gguf.gguf_file import GgufFile
-from baton.checkpoint.gguf.hub_tensors import UNCHANGED, HubTensor, Source, join_rows
+from baton.checkpoint.gguf.hub_tensors import UNCHANGED, Change, HubTensor, Source, join_rows
 from baton.checkpoint.gguf.projector_table import (
     PROJECTORS,
     ProjectorFamily,
@@ -24,7 +24,9 @@ from baton.core.errors import ModelError
 
 log = logging.getLogger(__name__)
 
-IN_LAYER = re.compile(r"v\.blk\.(\d{1,9})\.(\w+)\.(weight|bias)")
+IN_LAYER = re.compile(r"v\.blk\.(\d{1,9})\.(\w+)\.(weight|bias|(?:in|out)put_m(?:in|ax))")
+BOUNDS = ("input", "output")  # of a linear layer's numbers
+NUMBER = Change(shape=lambda _: ())
 IN_LEVEL = re.compile(r"v\.deepstack\.(\d{1,9})\.(\w+)\.(weight|bias)")
 
 
@@ -99,7 +101,11 @@ class GgufProjector:
         found: dict[str, list[tuple[int, str, HubTensor]]] = {}
         for name, entry in self.file.tensors.items():
             match = IN_LAYER.fullmatch(name)
+            if name.startswith(self.family.ignored):
+                continue
             change = changes.get(name, changes.get(name.rpartition(".")[0], UNCHANGED))
+            if match is not None and match[3].startswith(BOUNDS):
+                change = NUMBER
             place = 0 if match is None else places.get(match[2], 0)
             tensor = HubTensor((Source(entry),), change)
             found.setdefault(self._hub_name(name, layer_names), []).append((place, name, tensor))
@@ -112,7 +118,9 @@ class GgufProjector:
         family, match = self.family, IN_LAYER.fullmatch(name)
         if match is not None and match[2] in layer_names:
             layer = f"{family.tower}{family.layers}.{match[1]}"
-            return f"{layer}.{layer_names[match[2]]}.{match[3]}"
+            stem = layer_names[match[2]]
+            stem = stem.removesuffix(".linear") if match[3].startswith(BOUNDS) else stem
+            return f"{layer}.{stem}.{match[3]}"
         match, levels = IN_LEVEL.fullmatch(name), level_layers(self.file)
         if match is not None and match[2] in family.level_names and int(match[1]) in levels:
             level = f"{family.tower}deepstack_merger_list.{levels.index(int(match[1]))}"

@@ -40,6 +40,28 @@ SIGLIP_LAYER = {
     "ffn_up": "mlp.fc1",
     "ffn_down": "mlp.fc2",
 }
+GEMMA4 = {
+    "v.patch_embd": "patch_embedder.input_proj",
+    "v.position_embd.weight": "patch_embedder.position_embedding_table",
+    "v.std_bias": "std_bias",
+    "v.std_scale": "std_scale",
+}
+# Bounds have the names of linear layers without their end.
+GEMMA4_LAYER = {
+    "ln1": "input_layernorm",
+    "attn_q": "self_attn.q_proj.linear",
+    "attn_k": "self_attn.k_proj.linear",
+    "attn_v": "self_attn.v_proj.linear",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_out": "self_attn.o_proj.linear",
+    "attn_post_norm": "post_attention_layernorm",
+    "ln2": "pre_feedforward_layernorm",
+    "ffn_gate": "mlp.gate_proj.linear",
+    "ffn_up": "mlp.up_proj.linear",
+    "ffn_down": "mlp.down_proj.linear",
+    "ffn_post_norm": "post_feedforward_layernorm",
+}
 QWEN = {
     "v.patch_embd.weight": "patch_embed.proj.weight",  # of the first frame
     "v.patch_embd.weight.1": "patch_embed.proj.weight",  # of the second
@@ -101,6 +123,7 @@ class ProjectorFamily:
     projector: Mapping[str, str] = field(default_factory=dict)  # names with another prefix
     level_names: Mapping[str, str] = field(default_factory=dict)  # of levels of DeepStack
     changes: Mapping[str, Change] = field(default_factory=dict)  # by names as those of `names`
+    ignored: tuple[str, ...] = ()  # beginnings of names of tensors that pictures do not need
 
 
 def positive(file: GgufFile, name: str) -> int:
@@ -128,6 +151,26 @@ def _gemma3(file: GgufFile, _: GgufFile) -> Fields:
 def _gemma3_processor(file: GgufFile) -> Fields:
     edge = positive(file, "image_size")
     return {"size": {"height": edge, "width": edge}}
+
+
+def _gemma4(file: GgufFile) -> Fields:
+    positions = file.tensors.get("v.position_embd.weight")
+    return {
+        "pooling_kernel_size": _scale(file, 3),
+        "position_embedding_size": 0 if positions is None else positions.shape[1],
+        "rms_norm_eps": file.require("clip.vision.attention.layer_norm_epsilon", float),
+        "use_clipped_linears": "v.blk.0.attn_q.input_max" in file.tensors,
+        "standardize": "v.std_bias" in file.tensors,
+    }
+
+
+def _gemma4_sight(_: GgufFile, text: GgufFile) -> Fields:
+    """Return whether a picture's tokens see each other, as in models without inputs per layer.
+
+    The files do not say it.
+    """
+    is_causal = "per_layer_token_embd.weight" in text.tensors
+    return {"use_bidirectional_attention": None if is_causal else "vision"}
 
 
 def _idefics3(file: GgufFile, _: GgufFile) -> Fields:
@@ -245,6 +288,21 @@ PROJECTORS: Mapping[str, ProjectorFamily] = {
             "mm.soft_emb_norm": "model.multi_modal_projector.mm_soft_emb_norm",
         },
         changes={"mm.soft_emb_norm": Change(offset=1.0)},
+    ),
+    "gemma4v": ProjectorFamily(
+        text="gemma4",
+        hub_name="Gemma4ForConditionalGeneration",
+        model_type="gemma4",
+        tower="model.vision_tower.",
+        layers="encoder.layers",
+        names=GEMMA4,
+        layer_names=GEMMA4_LAYER,
+        sizes={name: key for name, key in SIGLIP_SIZES.items() if name != "image_size"},
+        vision=_gemma4,
+        outer=_gemma4_sight,
+        processor=lambda _: {},
+        projector={"mm.input_projection": "model.embed_vision.embedding_projection"},
+        ignored=("a.", "mm.a."),
     ),
     "idefics3": _IDEFICS3,
     "qwen2vl_merger": _QWEN2,

@@ -25,10 +25,11 @@ from baton.router.pictures.families.table import read_format
 from tests.support.gguf_towers import TYPES, finish, write_gguf_with_tower, write_tower_fields
 from tests.support.vision import PICTURE_SIZES, a_picture, make_vision_folder
 
-NAMES = ("smolvlm", "gemma3", "qwen2-vl", "qwen2.5-vl", "qwen3-vl")
+NAMES = ("smolvlm", "gemma3", "gemma4", "qwen2-vl", "qwen2.5-vl", "qwen3-vl")
 SIZES: Mapping[str, Mapping[str, object]] = {
     "smolvlm": {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 64}},
     "gemma3": {"size": {"height": 64, "width": 64}},
+    "gemma4": {},
     "qwen2-vl": {"min_pixels": 28 * 28, "max_pixels": 100 * 28 * 28},
     "qwen2.5-vl": {"min_pixels": 28 * 28, "max_pixels": 100 * 28 * 28},
     "qwen3-vl": {"min_pixels": 32 * 32, "max_pixels": 100 * 32 * 32},
@@ -118,8 +119,8 @@ def test_tensors_and_types_that_are_not_known_are_refused_by_name(
     path = write_gguf_with_tower(folder, tmp_path)
     tower = next(tmp_path.glob("mmproj*"))
     content = tower.read_bytes()
-    tower.write_bytes(content.replace(b"v.post_ln.weight", b"v.past_ln.weight"))
-    with pytest.raises(ModelError, match=r"v\.past_ln\.weight"):
+    tower.write_bytes(content.replace(b"v.patch_embd.weight", b"v.pitch_embd.weight"))
+    with pytest.raises(ModelError, match=r"v\.pitch_embd\.weight"):
         open_checkpoint(str(path)).open_tensors()
 
     kind = TYPES[json.loads((folder / "config.json").read_text())["model_type"]]
@@ -127,7 +128,7 @@ def test_tensors_and_types_that_are_not_known_are_refused_by_name(
     with caplog.at_level(logging.WARNING):
         assert read_format(open_checkpoint(str(path))) is None
     assert (
-        "which Baton does not read from GGUF; it reads gemma3, idefics3, qwen2vl_merger"
+        "which Baton does not read from GGUF; it reads gemma3, gemma4v, idefics3, qwen2vl_merger"
         in caplog.text
     )
 

@@ -236,7 +236,10 @@ def test_a_node_without_tower_takes_encodings_from_an_encode_node(
     assert answer.token_ids == expected
 
 
-@pytest.mark.parametrize("name", ["smolvlm", "gemma3", "qwen2-vl", "qwen2.5-vl", "qwen3-vl"])
+@pytest.mark.parametrize(
+    "name",
+    ["smolvlm", "gemma3", "gemma4", "gemma4-large", "qwen2-vl", "qwen2.5-vl", "qwen3-vl"],
+)
 def test_files_of_llama_cpp_give_the_answers_of_the_folder(
     name: str, folder_of: FolderOf, runner_of: Callable[..., TorchRunner], tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ Config = Mapping[str, Any]
 TEXTS = {
     "smolvlm": "LlamaForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "gemma4": "Gemma4ForCausalLM",
     "qwen2_vl": "Qwen2VLForCausalLM",
     "qwen2_5_vl": "Qwen2VLForCausalLM",
     "qwen3_vl": "Qwen3VLForCausalLM",
@@ -26,6 +27,7 @@ TEXTS = {
 TYPES = {
     "smolvlm": "idefics3",
     "gemma3": "gemma3",
+    "gemma4": "gemma4v",
     "qwen2_vl": "qwen2vl_merger",
     "qwen2_5_vl": "qwen2.5vl_merger",
     "qwen3_vl": "qwen3vl_merger",
@@ -89,6 +91,9 @@ def _tower_tensors(config: Config, tensors: Mapping[str, Tensor]) -> Iterator[tu
     vision = config["vision_config"]
     num_layers = vision.get("num_hidden_layers") or vision["depth"]
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, num_layers)
+    if config["model_type"] == "gemma4":
+        yield from _gemma4_tensors(names, tensors)
+        return
     for name, tensor in sorted(tensors.items()):
         if not any(part in name for part in IN_TOWER) or ".head." in name:
             continue
@@ -104,6 +109,27 @@ def _tower_tensors(config: Config, tensors: Mapping[str, Tensor]) -> Iterator[tu
             yield f"{_stored(names, hub_name)}.1", tensor[:, :, 1]
         else:
             yield _qwen3_name(vision, hub_name) or _stored(names, hub_name), tensor + offset
+
+
+def _gemma4_tensors(
+    names: gguf.TensorNameMap, tensors: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    ends = (".weight", *(f".{way}_{end}" for way in ("input", "output") for end in ("min", "max")))
+    for name, tensor in sorted(tensors.items()):
+        if not any(part in name for part in IN_TOWER):
+            continue
+        hub_name = name.replace("model.vision_tower.encoder.", "vision_model.model.")
+        hub_name = hub_name.replace(".linear.weight", ".weight")
+        if name.endswith("position_embedding_table"):
+            hub_name += ".weight"
+        stored = tensor[None] if tensor.ndim == 0 else tensor
+        if name.endswith("input_proj.weight"):
+            side = int((tensor.shape[1] // 3) ** 0.5)
+            stored = tensor.unflatten(1, (side, side, 3)).permute(0, 3, 1, 2)
+        found = names.get_name(hub_name, ends)
+        assert found is not None, hub_name
+        yield str(found), stored
+    yield "a.blk.0.attn_q.weight", next(iter(tensors.values()))  # of an audio encoder
 
 
 def _qwen3_name(vision: Config, name: str) -> str:
@@ -128,11 +154,15 @@ def _stored(names: gguf.TensorNameMap, hub_name: str) -> str:
 def write_tower_fields(writer: gguf.GGUFWriter, config: Config, processor: Config) -> None:
     vision, kind = config["vision_config"], config["model_type"]
     writer.add_clip_has_vision_encoder(True)
-    writer.add_clip_projector_type(TYPES[kind])
+    if kind == "gemma4":  # whose file can have an audio encoder, too
+        writer.add_clip_vision_projector_type(TYPES[kind])
+    else:
+        writer.add_clip_projector_type(TYPES[kind])
     writer.add_vision_projection_dim(config["text_config"]["hidden_size"])
     writer.add_vision_patch_size(vision["patch_size"])
-    writer.add_vision_image_mean(processor["image_mean"])
-    writer.add_vision_image_std(processor["image_std"])
+    is_normalized = processor.get("do_normalize", True)
+    writer.add_vision_image_mean(processor["image_mean"] if is_normalized else [0.0] * 3)
+    writer.add_vision_image_std(processor["image_std"] if is_normalized else [1.0] * 3)
     writer.add_vision_attention_layernorm_eps(vision.get("layer_norm_eps", 1e-6))
     writer.add_vision_block_count(vision.get("num_hidden_layers") or vision["depth"])
     writer.add_vision_head_count(vision.get("num_attention_heads") or vision["num_heads"])
@@ -141,6 +171,10 @@ def write_tower_fields(writer: gguf.GGUFWriter, config: Config, processor: Confi
     writer.add_vision_feed_forward_length(vision.get("intermediate_size", vision["hidden_size"]))
     if kind.startswith("qwen"):
         _write_qwen_fields(writer, kind, vision, processor)
+        return
+    if kind == "gemma4":
+        writer.add_vision_image_size(224)
+        writer.add_vision_projector_scale_factor(vision["pooling_kernel_size"])
         return
     writer.add_vision_image_size(vision["image_size"])
     writer.add_vision_use_gelu(True)

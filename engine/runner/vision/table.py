@@ -87,7 +87,8 @@ class VisionFamily:
     norm: NormKind = NormKind.LAYER
     norm_epsilon: float | str = 1e-6  # or the field that has it
     has_patch_bias: bool = True
-    has_flat_patches: bool = False  # stored as rows of pixels, whose channels adjoin
+    # Folders have the weights of patches as rows of pixels, whose channels adjoin.
+    has_flat_patches: bool = False
     is_folded_in_time: bool = False  # the patches of videos have two frames
     has_attention_bias: bool = True
     is_attention_scaled: bool = True  # by the size of a head

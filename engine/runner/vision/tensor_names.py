@@ -12,6 +12,7 @@ from baton.engine.runner.vision.config import NormKind, Positions, ProjectorConf
 from baton.engine.runner.vision.table import VISION_FAMILIES, ProjectorNames
 
 FRAMES = 2  # in which a patch of a video is stored
+FLAT_DIMS = 2
 BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 
 Shapes = Iterator[tuple[str, Shape]]
@@ -22,6 +23,7 @@ class TowerTensors:
 
     def __init__(self, config: VisionConfig, found: Mapping[str, Shape]) -> None:
         self.config = config
+        self._found = found
         self.family = VISION_FAMILIES[config.architecture]
         self.names = names = self.family.names
         self._tower = _prefix(names.towers, names.patches, found)
@@ -76,9 +78,9 @@ class TowerTensors:
         config, family = self.config, self.family
         frames = (FRAMES,) if family.is_folded_in_time else ()
         pixels: Shape = (NUM_CHANNELS, *frames, config.patch_size, config.patch_size)
-        if family.has_flat_patches:
-            pixels = (math.prod(pixels),)
         name = self.in_tower(self.names.patches)
+        if family.has_flat_patches and len(self._found.get(f"{name}.weight", ())) == FLAT_DIMS:
+            pixels = (math.prod(pixels),)
         yield from _affine(name, (config.hidden_size, *pixels), family.has_patch_bias)
 
     def _layer_shapes(self) -> Shapes:

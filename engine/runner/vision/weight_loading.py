@@ -19,7 +19,11 @@ from baton.engine.runner.model.rope import repeat_order
 from baton.engine.runner.model_info import LoadProgressCallback
 from baton.engine.runner.vision.config import NormKind
 from baton.engine.runner.vision.table import ProjectorNames
-from baton.engine.runner.vision.tensor_names import TowerTensors, check_tower_tensors
+from baton.engine.runner.vision.tensor_names import (
+    FLAT_DIMS,
+    TowerTensors,
+    check_tower_tensors,
+)
 from baton.engine.runner.vision.weights import (
     AnyNorm,
     ClippedLinears,
@@ -84,7 +88,7 @@ class _WeightLoader:
         """Load the convolution over patches. A picture is a video whose frames are the same."""
         weight = self._loader.vector(f"{name}.weight")
         weight = weight.sum(2) if weight.ndim == 5 else weight
-        if self._tensors.family.has_flat_patches:
+        if weight.ndim == FLAT_DIMS:
             size = self._config.patch_size
             weight = weight.unflatten(1, (size, size, NUM_CHANNELS)).permute(0, 3, 1, 2)
         return self._linear_of(weight.flatten(1), name)
