@@ -1,4 +1,7 @@
-"""Nodes of several processes: real ranks with real weights, and how they end."""
+"""Nodes of several processes: real ranks with real weights, and how they end.
+
+The ranks of engines in this process are forks. Those of nodes are started as everywhere.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ from baton.engine.runner.ranks import leading
 from baton.llm import LLM
 from benchmarks.chaos.ranks import is_running, ranks_of
 from tests.support.families import FAMILY_VARIANTS, RECURRENT
+from tests.support.forked_ranks import fork_ranks
 from tests.support.models import VARIANTS, make_model_folder, prompt_of
 from tests.support.scaled_kv import grown_folder
 from tests.support.waits import await_value
@@ -31,6 +35,11 @@ LOGPROBS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logpr
 # Sums of float32 in another order.
 TOLERANCE = 1e-4
 PATIENCE_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def _forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_ranks(monkeypatch.setattr)
 
 
 @pytest.fixture

@@ -143,9 +143,11 @@ class ForkedProcess(subprocess.Popen[str]):
         super().__init__(command, text=True, **settings)
 
     def _execute_child(self, *settings: Any) -> None:
-        command, environment, pipes = settings[0], settings[6], settings[10:16]
+        command, more_fds, environment = settings[0], settings[4], settings[6]
+        pipes = settings[10:16]
         stdin, _, _, stdout, _, stderr = pipes
         fds = [given if given != -1 else own for own, given in enumerate((stdin, stdout, stderr))]
+        fds += more_fds
         try:
             self.pid = self._servers.fork(command, environment or dict(os.environ), fds)
             self._child_created = True
