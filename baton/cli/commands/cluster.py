@@ -189,7 +189,14 @@ def cluster_options(
     from baton.cluster import ClusterOptions, FurtherModel
 
     path = context.meta.get(FILE)
-    num_nodes = size.prefill + size.decode + size.encode + len(embedders)
+    num_generating = size.prefill + size.decode + size.encode
+    num_ranks = context.params.get("tensor_parallel_size", 1)
+    shares = partial(
+        _shares,
+        context,
+        num_nodes=num_generating + len(embedders),
+        num_processes=num_generating * num_ranks + len(embedders),
+    )
     of_embedders = {
         name for name, one in options_of(NodeOptions).items() if one.option.panel in OF_ANY_MODEL
     }
@@ -203,12 +210,12 @@ def cluster_options(
         is_colocated=size.colocated,
         program_arguments=() if path is None else (f"--config={path}",),
         node_arguments=(
-            *_shares(context, num_nodes, context.meta.get(SETTINGS, {}).get("serve", {})),
+            *shares(tables=context.meta.get(SETTINGS, {}).get("serve", {})),
             *forwarded_arguments(context, NodeOptions, without=own),
         ),
         embedders=tuple(FurtherModel(one.value, one.name) for one in embedders),
         embedder_arguments=(
-            *_shares(context, num_nodes),
+            *shares(tables=NO_TABLES),
             *forwarded_arguments(context, NodeOptions, without={*without, *of_others}),
         ),
         router_arguments=forwarded_arguments(context, RouterOptions, without=without),
@@ -216,14 +223,13 @@ def cluster_options(
 
 
 def _shares(
-    context: typer.Context, num_nodes: int, tables: Mapping[str, Any] = NO_TABLES
+    context: typer.Context, *, num_nodes: int, num_processes: int, tables: Mapping[str, Any]
 ) -> Iterator[str]:
     """Divide cores and memory among the nodes: by default, each would use all of them.
 
     `tables` of the settings file, by role, may set shares of their own.
     """
-    num_ranks = context.params.get("tensor_parallel_size", 1)
-    num_threads = max(1, len(os.sched_getaffinity(0)) // (num_nodes * num_ranks))
+    num_threads = max(1, len(os.sched_getaffinity(0)) // num_processes)
     for name, share in (("threads", num_threads), ("nodes_per_machine", num_nodes)):
         in_file = any(name in tables.get(role, {}) for role in ("prefill", "decode", "encode"))
         if not in_file and not is_set(context, name):

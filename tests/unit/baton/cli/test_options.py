@@ -175,7 +175,7 @@ def test_up_divides_cores_among_nodes_and_their_processes(monkeypatch: pytest.Mo
     for arguments in ([], ["--tensor-parallel-size=2", "--enable-expert-parallel"]):
         app(arguments, standalone_mode=False)
 
-    assert [options.node_arguments[0] for options in passed] == ["--threads=5", "--threads=2"]
+    assert [options.node_arguments[0] for options in passed] == ["--threads=5", "--threads=3"]
     assert "--enable-expert-parallel" in passed[1].node_arguments
     assert not [each for each in passed[1].embedder_arguments if "parallel" in each]
 
