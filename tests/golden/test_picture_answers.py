@@ -46,13 +46,14 @@ NAMES = (
     "gemma3",
     "gemma4",
     "gemma4-large",
+    "gemma4-unified",
     "qwen2-vl",
     "qwen2.5-vl",
     "qwen3-vl",
     "qwen3.5-vl",
 )
 # Tokens of a step, where pictures must not be cut: the last is a picture of 16, and a decode.
-CHUNKS_OF = dict.fromkeys(("gemma3", "gemma4-large"), (1 << 10, 36, 20, 17))
+CHUNKS_OF = dict.fromkeys(("gemma3", "gemma4-large", "gemma4-unified"), (1 << 10, 36, 20, 17))
 NUM_TOKENS = 8
 BLOCK_SIZE = 4
 PLACEHOLDER = 7

@@ -313,6 +313,21 @@ WRAPPED: Mapping[str, Variant] = {
         DENSE["gemma4"].settings,
         vision={**VISION, "num_hidden_layers": 1, "num_key_value_heads": 2, "head_dim": 8},
     ),
+    "gemma4-unified": Variant(
+        "Gemma4Unified",
+        {
+            name: value
+            for name, value in DENSE["gemma4-k-eq-v"].settings.items()
+            if name != "hidden_size_per_layer_input"
+        },
+        vision={
+            "patch_size": 4,
+            "pooling_kernel_size": 2,
+            "mm_embed_dim": 48,
+            "output_proj_dims": 48,
+            "mm_posemb_size": 20,
+        },
+    ),
     "mistral3": Variant(
         "Mistral3",
         {"model_type": "mistral", "head_dim": 32, "sliding_window": None},

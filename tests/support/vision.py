@@ -78,6 +78,7 @@ VISION_VARIANTS: Mapping[str, Variant] = {
         },
         vision={**GEMMA4, "standardize": True},
     ),
+    "gemma4-unified": WRAPPED["gemma4-unified"],
     "qwen2.5-vl": Variant(
         "Qwen2_5_VL",
         WRAPPED["qwen2.5-vl"].settings,
@@ -98,6 +99,7 @@ PICTURE_SIZES: Mapping[str, tuple[tuple[int, int], ...]] = {
     "gemma3": ((64, 64), (64, 64)),
     "gemma4": ((64, 64), (32, 112), (160, 16), (64, 64)),
     "gemma4-large": ((64, 64), (48, 80)),
+    "gemma4-unified": ((32, 32), (16, 56), (128, 8)),
     "qwen2-vl": ((56, 56), (84, 196)),
     "qwen2.5-vl": ((56, 56), (84, 196), (196, 28), (112, 168)),
     "qwen3-vl": ((64, 64), (32, 160), (224, 96), (64, 64)),
@@ -157,7 +159,7 @@ def reference_encoding(folder: Path, picture: Picture) -> Tensor:
         inputs["pixel_values"] = pixels[None, None]
     elif kind == "mistral3":
         inputs["image_sizes"] = torch.tensor([[picture.height, picture.width]])
-    elif kind == "gemma4":
+    elif kind.startswith("gemma4"):
         inputs = _gemma4_inputs(model.config.vision_config, picture)
     elif kind.startswith("qwen"):
         inputs = _qwen_inputs(model.config.vision_config, pixels)
@@ -178,7 +180,7 @@ def _scaled_pixels(picture: Picture) -> Tensor:
 
 def _gemma4_inputs(config: Any, picture: Picture) -> dict[str, Any]:
     """Return the patches, whose pixels are from 0 to 1, and the column and row of each."""
-    size = config.patch_size
+    size = getattr(config, "model_patch_size", config.patch_size)
     rows, columns = picture.height // size, picture.width // size
     pixels = np.frombuffer(picture.rgb, np.uint8).reshape(rows, size, columns, size, 3)
     patches = torch.from_numpy(pixels.copy()).permute(0, 2, 1, 3, 4).reshape(rows * columns, -1)
@@ -212,7 +214,7 @@ def generated_with_pictures(folder: Path, request: EngineRequest) -> list[int]:
     by_digest = {picture.digest: picture for picture in request.pictures}
     token_ids, num_tokens = torch.tensor([request.prompt_token_ids]), request.sampling.max_tokens
     levels: list[Sequence[Tensor]] = []
-    if model.config.model_type == "gemma4":  # whose layers have inputs of the tokens, too
+    if model.config.model_type.startswith("gemma4"):  # whose layers have inputs of the tokens, too
         pictures = [by_digest[segment.digest] for segment in request.media]
         encodings = [reference_encoding(folder, picture) for picture in pictures]
         return _generated_from_ids(model, request, encodings)

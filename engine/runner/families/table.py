@@ -199,6 +199,17 @@ GEMMA4_FAMILY = Family(
     moe=gemma4_moe,
     dense_layers=dense_everywhere,
 )
+GEMMA4_UNIFIED_FAMILY = replace(
+    GEMMA4_FAMILY,
+    defaults={
+        **GEMMA4,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "sliding_window": 1024,
+        "max_position_embeddings": 262_144,
+        "use_bidirectional_attention": "vision",
+    },
+)
 LLAMA_FAMILY = Family(fields=BIAS | {"mlp_bias"})
 QWEN2_FAMILY = Family(
     layer_types=window_from_layer,
@@ -330,6 +341,7 @@ def _with_images(family: Family, defaults: Mapping[str, object] | None = None) -
         "model.multi_modal_projector.",
         "model.vision_model.",
         "model.connector.",
+        "model.vision_embedder.",
         "model.embed_vision.",
         "model.audio_tower.",
         "model.embed_audio.",
@@ -382,6 +394,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "Gemma4ForCausalLM": GEMMA4_FAMILY,
     "Gemma4ForConditionalGeneration": _with_images(GEMMA4_FAMILY),
+    "Gemma4UnifiedForConditionalGeneration": _with_images(GEMMA4_UNIFIED_FAMILY),
     "Phi3ForCausalLM": Family(
         names=replace(FUSED_MLP, qkv=("self_attn.qkv_proj",)),
         fields=PARTIAL,

@@ -60,7 +60,7 @@ class _Reader:
             hidden_size=self._hidden_size(),
             num_heads=self._num_heads(),
             mlp_size=self._mlp_size(),
-            patch_size=fields.positive_int("patch_size"),
+            patch_size=self._patch_size(),
             merge_size=merge_size,
             picture_size=self._picture_size(),
             scaling=scaling,
@@ -102,7 +102,14 @@ class _Reader:
     def _hidden_size(self) -> int:
         return self.fields.positive_int(self.family.fields.hidden_size)
 
+    def _patch_size(self) -> int:
+        factor = self.family.fields.patch_edges
+        size = self.fields.positive_int("patch_size")
+        return size * self.fields.positive_int(factor) if factor else size
+
     def _mlp_size(self) -> int:
+        if not self.family.fields.num_layers:
+            return 0
         ratio = self.family.fields.mlp_ratio
         if ratio:
             return int(self._hidden_size() * self.fields.number(ratio, above=0))
@@ -110,12 +117,16 @@ class _Reader:
 
     def _num_layers(self) -> int:
         name = self.family.fields.num_layers
+        if not name:
+            return 0
         num_layers = self.fields.positive_int(name)
         if num_layers > MAX_LAYERS:
             raise self.fields.wrong(name, f"must be at most {MAX_LAYERS}")
         return num_layers
 
     def _num_heads(self) -> int:
+        if not self.family.fields.num_layers:
+            return 1
         name, hidden_size = self.family.fields.num_heads, self._hidden_size()
         num_heads = self.fields.positive_int(name)
         # RoPE rotates pairs of two dimensions by rows, and as many by columns.

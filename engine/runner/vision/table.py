@@ -42,6 +42,8 @@ class TowerNames:
     projector: ProjectorNames
     level_projector: ProjectorNames | None = None
     positions: str = ""
+    pixel_norm: str = ""  # of the pixels of a patch
+    patch_norm: str = ""  # of the patches before their positions
     input_norm: str = ""
     final_norm: str = ""
     head_norms: tuple[str, ...] = ()  # of queries and keys; values have one without a weight
@@ -57,12 +59,13 @@ class TowerNames:
 class SizeFields:
     """Names of config fields."""
 
-    num_layers: str = "num_hidden_layers"
+    num_layers: str = "num_hidden_layers"  # "": a tower without layers
     num_heads: str = "num_attention_heads"
     hidden_size: str = "hidden_size"
     output_size: str = ""  # must be the size of the decoder's hidden states
     mlp_ratio: str = ""  # size of the MLP by the hidden size; "": `intermediate_size` has it
     activation: str = "hidden_act"
+    patch_edges: str = ""  # field of what `patch_size` is to be multiplied by
     position_side: str = ""  # "": `image_size` and `patch_size` have it
 
 
@@ -89,6 +92,7 @@ class VisionFamily:
     has_patch_bias: bool = True
     # Folders have the weights of patches as rows of pixels, whose channels adjoin.
     has_flat_patches: bool = False
+    has_positions_by_place: bool = False  # those of columns and rows adjoin
     is_folded_in_time: bool = False  # the patches of videos have two frames
     has_attention_bias: bool = True
     is_attention_scaled: bool = True  # by the size of a head
@@ -118,6 +122,10 @@ def _merge_of_gemma(outer: JsonFields, vision: JsonFields) -> int:
 
 def _merge_of_gemma4(_: JsonFields, vision: JsonFields) -> int:
     return vision.positive_int("pooling_kernel_size", 3)
+
+
+def _no_merge(_: JsonFields, __: JsonFields) -> int:
+    return 1
 
 
 def _merge_of_qwen(_: JsonFields, vision: JsonFields) -> int:
@@ -234,6 +242,47 @@ _GEMMA4 = VisionFamily(
     projector_norm=NormKind.WIDE_RMS,
     projector_epsilon="rms_norm_eps",
     norms_merged=True,
+)
+_GEMMA4_UNIFIED = VisionFamily(  # patches become tokens without layers between
+    names=TowerNames(
+        towers=("model.vision_embedder.", "vision_embedder."),
+        projectors=("model.embed_vision.", "embed_vision."),
+        pixel_norm="patch_ln1",
+        patches="patch_dense",
+        patch_norm="patch_ln2",
+        positions="pos_embedding",
+        input_norm="pos_norm",
+        layers="",
+        qkv=(),
+        output="",
+        attention_norm="",
+        mlp_norm="",
+        up=(),
+        down="",
+        projector=ProjectorNames(("embedding_projection",)),
+    ),
+    merge_size=_no_merge,
+    fields=SizeFields(
+        num_layers="",
+        hidden_size="mm_embed_dim",
+        patch_edges="pooling_kernel_size",
+        position_side="mm_posemb_size",
+    ),
+    defaults={
+        "mm_embed_dim": 3840,
+        "mm_posemb_size": 1120,
+        "patch_size": 16,
+        "pooling_kernel_size": 3,
+        "rms_norm_eps": 1e-6,
+    },
+    mean=(0.0, 0.0, 0.0),
+    deviation=(1.0, 1.0, 1.0),
+    positions=Positions.AXES,
+    norm_epsilon=1e-5,
+    has_flat_patches=True,
+    has_positions_by_place=True,
+    projector_norm=NormKind.WIDE_RMS,
+    projector_epsilon="rms_norm_eps",
 )
 _MISTRAL3 = VisionFamily(
     names=TowerNames(
@@ -380,6 +429,7 @@ VISION_FAMILIES: Mapping[str, VisionFamily] = {
     "Mistral3ForConditionalGeneration": _MISTRAL3,
     "Gemma3ForConditionalGeneration": _GEMMA3,
     "Gemma4ForConditionalGeneration": _GEMMA4,
+    "Gemma4UnifiedForConditionalGeneration": _GEMMA4_UNIFIED,
     "Qwen2VLForConditionalGeneration": _QWEN2,
     "Qwen2_5_VLForConditionalGeneration": _QWEN2_5,
     "Qwen3VLForConditionalGeneration": _QWEN3,

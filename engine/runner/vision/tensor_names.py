@@ -59,8 +59,9 @@ class TowerTensors:
         if names.positions:
             is_by_axis = config.positions is Positions.AXES
             places = (2, config.position_side) if is_by_axis else (config.position_side**2,)
+            places = places[::-1] if self.family.has_positions_by_place else places
             yield self.in_tower(names.positions), (*places, config.hidden_size)
-        for norm in filter(None, (names.input_norm, names.final_norm)):
+        for norm in filter(None, (names.patch_norm, names.input_norm, names.final_norm)):
             yield from _norm(self.in_tower(norm), config.norm, config.hidden_size)
         if config.is_standardized:
             for name in names.standardization:
@@ -82,6 +83,8 @@ class TowerTensors:
         if family.has_flat_patches and len(self._found.get(f"{name}.weight", ())) == FLAT_DIMS:
             pixels = (math.prod(pixels),)
         yield from _affine(name, (config.hidden_size, *pixels), family.has_patch_bias)
+        if self.names.pixel_norm:
+            yield from _norm(self.in_tower(self.names.pixel_norm), config.norm, math.prod(pixels))
 
     def _layer_shapes(self) -> Shapes:
         config, names, hidden = self.config, self.names, self.config.hidden_size

@@ -60,8 +60,12 @@ class VisionTower:
         return layout.in_order(torch.cat((tokens, *levels), dim=1))
 
     def _embed(self, picture: Picture, layout: PatchLayout) -> Tensor:
-        pixels = patch_pixels(self.config, picture, layout)
-        hidden_states = self.weights.patches(pixels.to(self.dtype))
+        weights, pixels = self.weights, patch_pixels(self.config, picture, layout).to(self.dtype)
+        if weights.pixel_norm is not None:
+            pixels = self.ops.norm(pixels, weights.pixel_norm)
+        hidden_states = weights.patches(pixels)
+        if weights.patch_norm is not None:
+            hidden_states = self.ops.norm(hidden_states, weights.patch_norm)
         if self.weights.positions is not None:
             positions = learned_positions(self.config, self.weights.positions, layout)
             hidden_states = hidden_states + positions.to(self.dtype)

@@ -70,8 +70,10 @@ class _WeightLoader:
         config, names, in_tower = self._config, self._names, self._tensors.in_tower
         levels = range(len(config.level_layers)) if names.level_projector else range(0)
         return TowerWeights(
+            pixel_norm=self._pixel_norm(),
             patches=self._patches(in_tower(names.patches)),
-            positions=self._loader.vector(in_tower(names.positions)) if names.positions else None,
+            patch_norm=self._optional_norm(names.patch_norm),
+            positions=self._positions(),
             input_norm=self._optional_norm(names.input_norm),
             layers=[self._layer(index) for index in range(config.num_layers)],
             final_norm=self._optional_norm(names.final_norm),
@@ -88,10 +90,29 @@ class _WeightLoader:
         """Load the convolution over patches. A picture is a video whose frames are the same."""
         weight = self._loader.vector(f"{name}.weight")
         weight = weight.sum(2) if weight.ndim == 5 else weight
-        if weight.ndim == FLAT_DIMS:
-            size = self._config.patch_size
-            weight = weight.unflatten(1, (size, size, NUM_CHANNELS)).permute(0, 3, 1, 2)
-        return self._linear_of(weight.flatten(1), name)
+        weight = self._by_channel(weight) if weight.ndim == FLAT_DIMS else weight.flatten(1)
+        return self._linear_of(weight, name)
+
+    def _pixel_norm(self) -> AnyNorm | None:
+        norm = self._optional_norm(self._names.pixel_norm)
+        if norm is None:
+            return None
+        assert isinstance(norm, LayerNorm)
+        assert norm.bias is not None
+        weight, bias = self._by_channel(torch.stack((norm.weight, norm.bias)))
+        return LayerNorm(weight, bias, norm.epsilon)
+
+    def _by_channel(self, numbers: Tensor) -> Tensor:
+        """Return rows of numbers for each pixel, channel by channel, that are stored by pixel."""
+        size = self._config.patch_size
+        pixels: Tensor = numbers.unflatten(1, (size, size, NUM_CHANNELS))
+        return pixels.permute(0, 3, 1, 2).flatten(1)
+
+    def _positions(self) -> Tensor | None:
+        if not self._names.positions:
+            return None
+        table = self._loader.vector(self._tensors.in_tower(self._names.positions))
+        return table.transpose(0, 1) if self._tensors.family.has_positions_by_place else table
 
     def _layer(self, index: int) -> TowerLayer:
         names, order = self._names, self._head_order()

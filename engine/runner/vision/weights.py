@@ -66,7 +66,9 @@ class Standardization:
 
 @dataclass(frozen=True, slots=True)
 class TowerWeights:
+    pixel_norm: AnyNorm | None
     patches: Linear  # columns are the pixels of a patch: channels, then rows
+    patch_norm: AnyNorm | None
     positions: Tensor | None
     input_norm: AnyNorm | None
     layers: Sequence[TowerLayer]

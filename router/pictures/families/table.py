@@ -17,6 +17,7 @@ from baton.router.pictures.plan import PictureFormat
 FORMATS: Mapping[str, Callable[[JsonFields, JsonFields], PictureFormat]] = {
     "gemma3": read_gemma3,
     "gemma4": read_gemma4,
+    "gemma4_unified": read_gemma4,
     "idefics3": read_idefics3,
     "mistral3": read_pixtral,
     "qwen2_vl": read_qwen_vl,
