@@ -10,6 +10,7 @@ from baton.core.errors import InvalidRequest
 
 DIGEST_BYTES = 32
 NUM_CHANNELS = 3  # red, green, blue
+NUMBER_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 # Before the salt of a prompt that stores an encoding. The salt of a client begins with its owner,
 # or with a colon.
 PICTURE_SALT = "picture!"
@@ -22,16 +23,22 @@ PictureRows = Callable[[int, int], int]
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Pixels as a vision tower takes them: those of a whole image, or of a tile of one."""
+    """Pixels as a vision tower takes them: those of a whole image, or of a tile of one.
+
+    With `dtype`, embeddings of a client instead: `height` rows of `width` numbers.
+    """
 
     digest: bytes  # of the image's file, of how it was prepared, and of which tile it is
     height: int
     width: int
-    rgb: bytes = field(repr=False)  # rows of pixels of three bytes
+    rgb: bytes = field(repr=False)  # rows of pixels of three bytes, or of numbers
+    dtype: str = ""
 
     def __post_init__(self) -> None:
         _check_digest(self.digest)
-        size = self.height * self.width * NUM_CHANNELS
+        if self.dtype and self.dtype not in NUMBER_BYTES:
+            raise InvalidRequest(f"embeddings of {self.dtype}: one of {', '.join(NUMBER_BYTES)}")
+        size = self.height * self.width * NUMBER_BYTES.get(self.dtype, NUM_CHANNELS)
         if self.height < 1 or self.width < 1 or len(self.rgb) != size:
             raise InvalidRequest(
                 f"a picture of {self.width}x{self.height} pixels has {len(self.rgb)} bytes"

@@ -84,6 +84,7 @@ def _scheduling_for(runner: LoadedRunner, config: SchedulerConfig) -> SchedulerC
         eos_token_ids=frozenset(runner.info.eos_token_ids),
         picture_rows=runner.info.picture_rows,
         whole_pictures=runner.info.sees_whole_pictures and runner.info.has_decoder,
+        takes_prompt_embeds=runner.info.takes_prompt_embeds,
         stored_rows=stored_rows(runner),
         pooling=runner.info.pooling,
         max_loras=0 if runner.adapters is None else runner.adapters.max_loras,

@@ -227,6 +227,7 @@ def _build_card(
         kernels=runner.info.kernels,
         max_loras=scheduler.config.max_loras,
         num_ranks=options.runner.tensor_parallel_size,
+        prompt_embeds_size=runner.info.hidden_size if runner.info.takes_prompt_embeds else 0,
     )
 
 

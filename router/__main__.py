@@ -141,6 +141,7 @@ class RouterComponents:
             forms=FormChecks(self.compiler),
             foreign_prefills=self.foreign_prefills,
             image_source=_image_source(options.image_hosts),
+            takes_prompt_embeds=options.enable_prompt_embeds,
         )
         # None: neither exported nor served over HTTP
         is_counted = options.telemetry.counts or options.http_port is not None

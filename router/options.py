@@ -92,6 +92,14 @@ class RouterOptions:
             is_setting=True,
         ),
     ] = True
+    enable_prompt_embeds: Annotated[
+        bool,
+        Option(
+            "Take prompt_embeds in completions, embeddings in place of a prompt's tokens, for "
+            "nodes with --enable-prompt-embeds.",
+            MODEL,
+        ),
+    ] = False
     smg: Annotated[
         bool,
         Option(

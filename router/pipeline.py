@@ -46,8 +46,10 @@ class Pipeline:
         forms: FormChecks | None = None,
         foreign_prefills: Sequence[ForeignPrefills] = (),
         image_source: ImageSource | None = None,
+        takes_prompt_embeds: bool = False,
     ) -> None:
         self.table = table
+        self.takes_prompt_embeds = takes_prompt_embeds
         self.byte_budget = ByteBudget()
         self.profiles = profiles
         self.inputs = InputProcessor(table, profiles, forms)

@@ -55,6 +55,7 @@ class NodeCard:
     follows_predictions: bool = False  # of clients, by speculative decoding
     kernels: str = ""  # that compute the model, such as avx512bf16 or torch; empty: not reported
     num_ranks: int = 1  # processes, each with a part of the model
+    prompt_embeds_size: int = 0  # of embeddings in place of tokens; 0: it takes none
 
     @property
     def max_sequence_length(self) -> int:

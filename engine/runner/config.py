@@ -75,6 +75,14 @@ class RunnerConfig:
             is_setting=True,
         ),
     ] = True
+    enable_prompt_embeds: Annotated[
+        bool,
+        Option(
+            "Take embeddings in place of a prompt's tokens (prompt_embeds of completions); for "
+            "models of text, on prefill nodes.",
+            MODEL,
+        ),
+    ] = False
     loads_decoder: bool = True  # False: the tower alone, to encode pictures for other nodes
     num_threads: Annotated[  # torch threads of the whole process
         int | None,

@@ -44,6 +44,7 @@ from baton.engine.runner.model.recurrent.table import RULES
 from baton.engine.runner.model_info import LoadProgressCallback, ModelInfo
 from baton.engine.runner.model_runner import Ranks, RunnerParts, TorchRunner
 from baton.engine.runner.pooling.pooling_head import choose_pooling
+from baton.engine.runner.prompt_embeds import prompt_embeds_tower
 from baton.engine.runner.sampling.logits_processors import ModelView, load_processors, versions
 from baton.engine.runner.state.state_shape import StateShape, cache_layout, state_shape
 from baton.engine.runner.towers import UnloadedTower, read_tower
@@ -233,6 +234,8 @@ def open_model(
         batch_invariant=config.batch_invariant,
     )
     tower = _read_tower(config, checkpoint)
+    if config.enable_prompt_embeds:
+        tower = prompt_embeds_tower(model, has_tower=tower is not None)
     if config.has_fp8_kv:
         check_kv_scheme(checkpoint)
     head = open_head(config, checkpoint, model)
@@ -335,6 +338,7 @@ def _describe(
         can_generate=model.can_generate,
         picture_rows=None if found is None or tower is None else found.num_rows,
         encoding_row_bytes=0 if found is None else found.encoding_size * dtype.itemsize,
+        takes_prompt_embeds=config.enable_prompt_embeds and tower is not None,
         sees_whole_pictures=model.sees_whole_pictures,
         pooling=choose_pooling(config.pooling, checkpoint, own_pooling),
         numerics=kernels.numerics,

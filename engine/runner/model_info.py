@@ -35,6 +35,7 @@ class ModelInfo:
     # Rows of the encoding of a picture. None: no tower is loaded.
     picture_rows: PictureRows | None = None
     encoding_row_bytes: int = 0  # of an encoding; 0: the model takes no pictures
+    takes_prompt_embeds: bool = False  # instead of pictures
     sees_whole_pictures: bool = False  # a picture's tokens must be computed in one pass
     # Names an option of the kernels that changes the bits of KV, but not its meaning: nodes hand
     # requests over, and find no cached blocks of each other.

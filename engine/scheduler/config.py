@@ -188,6 +188,7 @@ class SchedulerConfig:
     ] = 16_384
     picture_rows: PictureRows | None = None  # of its encodings; None: no vision tower is loaded
     stored_rows: StoredRows | None = None  # encodings in its KV cache; None: it takes no pictures
+    takes_prompt_embeds: bool = False  # instead of pictures
     whole_pictures: bool = False  # all tokens of a picture are computed in one step
     pooling: Pooling | None = None  # of the model; None: it embeds nothing
     can_generate: bool = True

@@ -65,6 +65,9 @@ def _check_media(request: EngineRequest, config: SchedulerConfig) -> None:
     if is_computed and media.lacking(0) and config.stored_rows is None:
         raise InvalidRequest("a picture of the prompt has no pixels")
     for picture in request.pictures:
+        if bool(picture.dtype) is not config.takes_prompt_embeds:
+            what = "embeddings" if picture.dtype else "pictures"
+            raise InvalidRequest(f"this node takes no {what} in prompts")
         _check_picture(picture, media.num_rows.get(picture.digest, 0), config.picture_rows)
     largest = max(media.num_rows.values())
     if is_computed and largest > config.num_encoder_rows:

@@ -27,6 +27,7 @@ class ServedModel:
     # Now or before. A decoder that only embeds has prefill nodes alone.
     has_decode_nodes: bool = False
     follows_predictions: bool = False  # on some decode node
+    prompt_embeds_size: int = 0  # of embeddings in place of tokens; 0: no node takes them
 
     def can(self, task: Task) -> bool:
         """Return whether the model embeds, or generates text."""
@@ -153,4 +154,5 @@ def _served_model(cards: Sequence[NodeCard], *, has_decode_nodes: bool) -> Serve
         has_labels=any(card.has_labels for card in cards),
         has_decode_nodes=has_decode_nodes,
         follows_predictions=any(card.follows_predictions for card in limiting),
+        prompt_embeds_size=max((card.prompt_embeds_size for card in cards), default=0),
     )

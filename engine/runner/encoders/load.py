@@ -87,6 +87,7 @@ def load_encoder(
 def _check_settings(config: RunnerConfig, model: EncoderConfig) -> None:
     cause = f"{model.architecture} is an encoder"
     check(config.device == "cpu", f"{cause}: --device must be cpu with it, not {config.device!r}")
+    check(not config.enable_prompt_embeds, f"{cause}: it takes no --enable-prompt-embeds")
     check(config.kernels != "triton", f"{cause}: it has no kernels in Triton")
     is_open = config.speculation is None or config.speculation.method == AUTO
     check(is_open, f"{cause}: it generates nothing that could be speculated")

@@ -61,6 +61,7 @@ def _check_settings(config: RunnerConfig, architecture: str) -> None:
     check_exclusions({Feature.ADAPTERS: config.max_loras, Feature.NO_ADAPTABLE_LAYERS: True})
     method = None if config.speculation is None else config.speculation.method
     check(method not in HEADS, f"{cause}: use --speculative suffix:K with it, not {method}")
+    check(not config.enable_prompt_embeds, f"{cause}: they take no --enable-prompt-embeds")
     check(not config.batch_invariant, f"{cause}: torch computes parts of it by the size of a batch")
     check(not config.quantize_importance, f"{cause}: it has no names for --quantize-importance")
 

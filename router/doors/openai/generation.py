@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from baton.router.answers import generate_answers
@@ -23,7 +24,7 @@ from baton.router.doors.openai.response.choices import EchoedPrompt
 from baton.router.http.exchange import ReceivedRequest, Reply
 from baton.router.http.json_encoding import encode_in_slices
 from baton.router.pipeline import Pipeline
-from baton.router.values import GenerateCall, TextPrompt
+from baton.router.values import GenerateCall, TextPrompt, TokenPrompt
 
 Read = Callable[[Mapping[str, Any], str, ModelContext], ParsedRequest]
 
@@ -44,6 +45,9 @@ class AnswerHandler:
         fields = with_session(await request.body.fields(), request.session_id)
         context = model_context(self.pipeline, fields)
         parsed = await request.body.run(partial(self.read, fields, request.id, context))
+        prompts = {id(call.prompt): call.prompt for call in parsed.calls}.values()
+        pictures = (each.pictures for each in prompts if isinstance(each, TokenPrompt))
+        request.body.hold_more(sum(len(each.rgb) for each in chain.from_iterable(pictures)))
         return await read_files(parsed, self.pipeline, request)
 
     async def _repeated_prompts(self, parsed: ParsedRequest, client: str) -> list[EchoedPrompt]:
@@ -91,7 +95,8 @@ def model_context(pipeline: Pipeline, fields: Mapping[str, Any]) -> ModelContext
     name = fields.get("model")
     model = pipeline.table.find_model(name if isinstance(name, str) else "")
     served, parsing = pipeline.table.served_model(model), pipeline.profiles.of(model).parsing
-    return ModelContext(served.sampling_defaults, served.max_model_len, parsing, model)
+    embeds_size = served.prompt_embeds_size if pipeline.takes_prompt_embeds else None
+    return ModelContext(served.sampling_defaults, served.max_model_len, parsing, model, embeds_size)
 
 
 def served_name(pipeline: Pipeline, call: GenerateCall) -> str:

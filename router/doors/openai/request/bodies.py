@@ -143,7 +143,8 @@ class GenerationBody(Body):
 
 
 class CompletionBody(GenerationBody):
-    prompt: Any
+    prompt: Any = None
+    prompt_embeds: Any = None  # instead of prompt
     echo: bool = False
     logprobs: Count | None = None
     best_of: int | None = None

@@ -38,9 +38,10 @@ from baton.router.input_processing.limits import (
     check_texts,
     max_tokens_with_logprobs,
 )
+from baton.router.prompt_embeds import FIELD, prompt_of_embeds
 from baton.router.text_events.parsing import PLAIN_TEXT, Constraint, TextFormat, ToolCallMode
 from baton.router.values import NO_PARSING, ChatMessage, GenerateCall, Parsing, Prompt
-from baton.rpc.errors import UnsupportedInput
+from baton.rpc.errors import EmptyPrompt, UnsupportedInput
 
 MAX_TOP_LOGPROBS = 20
 MODEL_DEFAULTED_FIELDS = ("temperature", "top_p", "min_p", "repetition_penalty")
@@ -91,6 +92,8 @@ class ModelContext:
     max_model_len: int | None  # None while no decode node is known
     parsing: Parsing = NO_PARSING
     variant: ModelVariant = ANY_MODEL
+    # Of embeddings in place of tokens; 0: no node takes them, None: this router does not.
+    prompt_embeds_size: int | None = None
 
 
 def completion_from(
@@ -98,11 +101,7 @@ def completion_from(
 ) -> ParsedRequest:
     """Parse a completion. Raises InvalidRequest, UnsupportedInput and EmptyPrompt."""
     body = openai_body(fields, CompletionBody)
-    prompts = parse_prompts(
-        body.prompt,
-        add_special_tokens=body.add_special_tokens,
-        max_model_len=context.max_model_len,
-    )
+    prompts = _prompts_from(body, context)
     best_of = _best_of(body)
     overrides: dict[str, Any] = {}
     if body.max_tokens is not None:
@@ -123,6 +122,30 @@ def completion_from(
         num_logprobs=body.logprobs,
         output_format=output_format_from(body),
     )
+
+
+def _prompts_from(body: CompletionBody, context: ModelContext) -> Sequence[Prompt]:
+    if body.prompt_embeds is None:
+        return parse_prompts(
+            body.prompt,
+            add_special_tokens=body.add_special_tokens,
+            max_model_len=context.max_model_len,
+        )
+    size = context.prompt_embeds_size
+    if not size:
+        what = "this router is" if size is None else "the model's prefill nodes are"
+        raise UnsupportedInput(f"{FIELD} needs --enable-prompt-embeds, without which {what}", FIELD)
+    if body.prompt:
+        raise InvalidRequest(f"send either prompt or {FIELD}", FIELD)
+    if body.echo or body.return_token_ids or body.prompt_logprobs is not None:
+        raise UnsupportedInput(
+            f"{FIELD} has no tokens for echo, return_token_ids or prompt_logprobs", FIELD
+        )
+    given = body.prompt_embeds if isinstance(body.prompt_embeds, list) else [body.prompt_embeds]
+    check_count(FIELD, len(given), MAX_ANSWERS)
+    if not given:
+        raise EmptyPrompt(f"{FIELD} is an empty list")
+    return [prompt_of_embeds(each, size, context.max_model_len) for each in given]
 
 
 def _returns_prompt_only(body: GenerationBody) -> bool:
