@@ -325,7 +325,7 @@ WRAPPED: Mapping[str, Variant] = {
             "pooling_kernel_size": 2,
             "mm_embed_dim": 48,
             "output_proj_dims": 48,
-            "mm_posemb_size": 20,
+            "mm_posemb_size": 100,
         },
     ),
     "mistral3": Variant(

@@ -42,7 +42,7 @@ GEMMA4 = {
     "head_dim": 16,
     "patch_size": 8,
     "pooling_kernel_size": 2,
-    "position_embedding_size": 20,
+    "position_embedding_size": 100,
 }
 QWEN = {**QWEN_VISION, "hidden_size": 32, "intermediate_size": 40, "depth": 4}
 GRID = {"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2]}

@@ -75,7 +75,11 @@ def test_a_model_of_text_alone_has_no_format(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "processor", "problem"),
     [
-        ({"model_type": "blip", "vision_config": {}}, {}, "'blip'; it must be one of gemma3, ide"),
+        (
+            {"model_type": "blip", "vision_config": {}},
+            {},
+            "'blip'; it must be one of gemma3, gemma4, ",
+        ),
         (QWEN, {"resample": 9}, "'resample' is 9; it must be a filter of Pillow, 0 to 5"),
         (QWEN, {"do_resize": False}, "'do_resize' is False; it must be true"),
         (

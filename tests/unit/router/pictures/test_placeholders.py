@@ -18,6 +18,7 @@ PROCESSORS: dict[str, dict[str, object]] = {
     "smolvlm": {"size": {"longest_edge": 192}, "max_image_size": {"longest_edge": 64}},
     "mistral3": {"size": {"longest_edge": 280}},
     "gemma3": {"size": {"height": 64, "width": 64}},
+    **{name: {"max_soft_tokens": 70} for name in ("gemma4", "gemma4-large", "gemma4-unified")},
 }
 OF_QWEN = {"size": {"shortest_edge": 64 * 64, "longest_edge": 1 << 17}}
 
