@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 from collections.abc import Generator, Iterator
@@ -108,6 +109,18 @@ def _trace_dir(
 def _rare_collections() -> None:
     """Collect garbage less often than Python does, which takes a tenth of the unit tests' time."""
     gc.set_threshold(GC_THRESHOLD)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _propagating_loggers() -> None:
+    """Have torch's fifty loggers propagate.
+
+    To those that do not, pytest adds its handlers six times in each test, which takes longer than
+    most unit tests.
+    """
+    for name, logger in logging.getLogger().manager.loggerDict.items():
+        if name.partition(".")[0] == "torch" and isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 @pytest.fixture(scope="session", autouse=True)
