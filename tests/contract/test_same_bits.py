@@ -302,7 +302,7 @@ def drives() -> list[Drive]:
             prompt_of(length, seed=i),
             sampling=SEEDED if i % 2 else GREEDY,
             seed=i,
-            num_tokens=40,
+            num_tokens=24,
         )
         for i, length in enumerate(PROMPT_LENGTHS)
     ]
@@ -312,7 +312,9 @@ def test_tokens_and_logprobs_are_the_same_for_any_chunks_any_batch_and_when_reco
     runner: TorchRunner,
 ) -> None:
     alone, together = drives(), drives()
-    restless = RandomChunkDriver(runner, num_blocks=NUM_BLOCKS, block_size=16, seed=1)
+    restless = RandomChunkDriver(
+        runner, num_blocks=NUM_BLOCKS, block_size=16, seed=1, preempted_share=0.05
+    )
 
     for drive in alone:
         Driver(runner, num_blocks=NUM_BLOCKS, block_size=16).run(drive)

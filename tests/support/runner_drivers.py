@@ -215,14 +215,23 @@ class Driver:
 class RandomChunkDriver(Driver):
     """Driver with random chunk sizes and random preemptions."""
 
-    def __init__(self, runner: TorchRunner, *, num_blocks: int, block_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        runner: TorchRunner,
+        *,
+        num_blocks: int,
+        block_size: int,
+        seed: int,
+        preempted_share: float = 0.03,  # of the requests in a batch, by step
+    ) -> None:
         super().__init__(runner, num_blocks=num_blocks, block_size=block_size, shuffle_seed=seed)
         self._random = random.Random(seed)
+        self._preempted_share = preempted_share
         self.num_preempted = 0
 
     def step(self) -> RunResult:
         for drive in self._drives.values():
-            if drive.is_in_batch and self._random.random() < 0.03:
+            if drive.is_in_batch and self._random.random() < self._preempted_share:
                 self.preempt(drive.request_id)
                 self.num_preempted += 1
         return super().step()
