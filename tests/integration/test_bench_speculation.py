@@ -10,7 +10,7 @@ from tests.support.baton_command import run_benchmark
 
 def test_both_modes_are_timed_and_yield_the_same_tokens(model_folder: Path, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    size = ["--prompt", "40", "--answer", "20", "--runs", "1", "--batches", "1,3"]
+    size = ["--prompt", "40", "--answer", "8", "--runs", "1", "--batches", "1,3"]
     size += ["--texts", "source,prediction,edits,noise"]
     output = ["--json", str(figures)]
 
