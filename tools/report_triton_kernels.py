@@ -24,13 +24,12 @@ from baton.engine.runner.attention.byte_kv import scale_bytes
 from baton.engine.runner.attention.paged_attention import LayerAttention
 from baton.engine.runner.device.step_inputs import SHARED_INPUTS
 from baton.engine.runner.model.config import Activation, Recurrence, RecurrentConfig
-from baton.engine.runner.model.ops import MlpGate, Norm
+from baton.engine.runner.model.ops import MlpGate, Norm, Ops
 from baton.engine.runner.model.pass_layout import PassLayout, TokenRun
 from baton.engine.runner.model.recurrent.gated_delta import GatedDelta
 from baton.engine.runner.model.recurrent.mamba2 import Mamba2
 from baton.engine.runner.model.recurrent.rule import RecurrentRule
 from baton.engine.runner.model.recurrent.table import RULES
-from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.sampling.sampling import SampledRows
 from baton.engine.runner.state.state_shape import StateShape
 from baton.engine.runner.state.state_tables import StateLayout
@@ -243,7 +242,7 @@ def recurrent_launches(config: RecurrentConfig, dtype: torch.dtype) -> Iterator[
 def recurrent_weights(config: RecurrentConfig, dtype: torch.dtype) -> RecurrentRule:
     by_head, conv = torch.zeros(config.num_value_heads), torch.zeros(4, config.num_channels)
     norm = Norm(torch.zeros(config.num_values, dtype=dtype), 1e-6)
-    gates = TorchOps().linear(torch.zeros(1, 1), None)
+    gates = Ops().linear(torch.zeros(1, 1), None)
     if config.rule is Recurrence.GATED_DELTA:
         return GatedDelta(gates, conv, by_head, norm, by_head)
     return Mamba2(gates, conv, by_head, norm, conv[0], by_head, by_head)

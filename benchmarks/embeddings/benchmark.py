@@ -17,7 +17,7 @@ import torch
 from baton.core.vectors import Floats
 from baton.engine.runner.encoders.native_encoder import pack_linear
 from baton.engine.runner.kernels.choose import encoder_kernels
-from baton.engine.runner.model.torch_ops import TorchLinear
+from baton.engine.runner.model.linear import TorchLinear
 from benchmarks.embeddings.engines import BATON, DTYPES, Embed, engines
 from benchmarks.embeddings.work import products_of
 from tools.make_model import make_model

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from baton.engine.runner.kernels.native import NativeOps
 from baton.engine.runner.model.linear import ExpertChoice, Router
-from baton.engine.runner.model.torch_ops import TorchOps
+from baton.engine.runner.model.ops import Ops
 
 Route = Callable[[Any, Tensor, Router], ExpertChoice]
-IMPLEMENTATIONS: tuple[Any, ...] = (NativeOps, TorchOps)
+IMPLEMENTATIONS: tuple[Any, ...] = (NativeOps, Ops)
 
 
 class RoutingMeter:

@@ -32,7 +32,7 @@ from baton.engine.runner.kernels.build import (
 )
 from baton.engine.runner.kernels.calls import Kernels
 from baton.engine.runner.model.layer_norm import LayerNorm
-from baton.engine.runner.model.torch_ops import TorchLinear
+from baton.engine.runner.model.linear import TorchLinear
 from tests.support.encoders import a_layer_norm
 
 GROUPS = (EqualTexts(0, 3, 1), EqualTexts(3, 2, 7), EqualTexts(17, 1, 16), EqualTexts(33, 2, 41))

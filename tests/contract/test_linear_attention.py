@@ -22,7 +22,7 @@ from baton.engine.runner.kernels.calls import Kernels
 from baton.engine.runner.kernels.native import NativeOps
 from baton.engine.runner.kernels.native_linear_attention import NativeLinearAttention
 from baton.engine.runner.model.config import Recurrence, RecurrentConfig
-from baton.engine.runner.model.ops import Norm
+from baton.engine.runner.model.ops import Norm, Ops
 from baton.engine.runner.model.pass_layout import TokenRun
 from baton.engine.runner.model.recurrent.gated_delta import GatedDelta
 from baton.engine.runner.model.recurrent.kimi_delta import KimiDelta
@@ -31,7 +31,6 @@ from baton.engine.runner.model.recurrent.matrix_rule import MatrixRule
 from baton.engine.runner.model.recurrent.rule import RecurrentRule
 from baton.engine.runner.model.recurrent.short_conv import ShortConv
 from baton.engine.runner.model.recurrent.table import RULES
-from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.state.linear_attention import LinearAttention, TorchLinearAttention
 from baton.engine.runner.state.state_shape import StateShape
 from baton.engine.runner.state.state_tables import StateTables
@@ -61,7 +60,7 @@ class Outcome(NamedTuple):
 def random_weights(
     config: RecurrentConfig, dtype: torch.dtype, drawn: Callable[..., Tensor]
 ) -> RecurrentRule:
-    gates, num_heads = TorchOps().linear(drawn(2, 2), None), config.num_value_heads
+    gates, num_heads = Ops().linear(drawn(2, 2), None), config.num_value_heads
     conv = drawn(config.conv_size, config.num_channels).bfloat16().float()
     if config.rule is Recurrence.SHORT_CONV:
         return ShortConv(gates, conv)
@@ -381,7 +380,7 @@ def test_sigmoid_gates_equal_those_of_torch(
     wider = torch.randn(num_tokens, size + 3, generator=generator).bfloat16()
     gates = wider[:, :1] if has_one_gate else wider[:, 2 : size + 2]
 
-    expected = TorchOps().multiply_sigmoid(numbers, gates).float()
+    expected = Ops().multiply_sigmoid(numbers, gates).float()
     found = NativeOps(kernels).multiply_sigmoid(numbers.clone(), gates).float()
 
     # The last bit of a sigmoid can differ.

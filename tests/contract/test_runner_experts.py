@@ -25,7 +25,6 @@ from baton.engine.runner.model.adapters import ROUTER, Adapter, Group, Part, Pla
 from baton.engine.runner.model.config import Activation, MoeConfig, Scoring
 from baton.engine.runner.model.linear import ExpertChoice, Mlp, Moe, Router
 from baton.engine.runner.model.ops import MlpGate, Ops
-from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.weights.quantize import Quantize, to_int4, to_int8
 from tests.support.hypothesis_profiles import num_examples
 from tests.support.kernels import kernels_by_variant
@@ -37,7 +36,7 @@ from tests.support.triton_parts import (
     triton_ops,
 )
 
-REFERENCE = TorchOps()
+REFERENCE = Ops()
 HIDDEN_SIZE, EXPERT_SIZE = 70, 50
 GATES = (
     MlpGate(),

@@ -29,7 +29,6 @@ from baton.engine.runner.kernels.choose import TORCH, choose_parts
 from baton.engine.runner.kernels.native import NativeOps
 from baton.engine.runner.model.config import Activation
 from baton.engine.runner.model.ops import MlpGate, Norm, Ops
-from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.weights.quantize import Quantize, select_rows, to_int4, to_int8
 from tests.support.hypothesis_profiles import num_examples
 from tests.support.kernels import kernels_by_variant
@@ -38,7 +37,7 @@ from tests.support.random_quantized import random_quantized, to_int4_zeros, with
 from tests.support.triton_parts import batch_invariant_ops, triton_ops
 
 EPSILON = 1e-6
-REFERENCE = TorchOps()
+REFERENCE = Ops()
 CPU = torch.device("cpu")
 
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

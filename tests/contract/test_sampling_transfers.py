@@ -17,8 +17,8 @@ from baton.engine.plan import Plan, PlanRow, RunResult
 from baton.engine.runner.batch.input_batch import PersistentBatch
 from baton.engine.runner.device.device import CPU, Device
 from baton.engine.runner.device.step_inputs import PackedInputs, make_inputs
+from baton.engine.runner.model.ops import Ops
 from baton.engine.runner.model.pass_layout import TokenRun
-from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.sampling.output_heads import HiddenStates
 from baton.engine.runner.sampling.packed_peaks import PackedPeaks
 from baton.engine.runner.sampling.prompt_logprobs import LOGITS_CHUNK_ROWS, PromptLogprobs
@@ -163,7 +163,7 @@ def test_sampling_behind_a_graph_allocates_nothing(name: str, *, has_grammar: bo
         sampler, inputs = Sampler(EOS, sampling=sampling, device=device), PackedInputs(device)
         on_device = logits.to(device.place)
         for _ in range(3):  # the first steps allocate the buffers
-            peaks = PackedPeaks.of(TorchOps().find_peaks(on_device))
+            peaks = PackedPeaks.of(Ops().find_peaks(on_device))
             device.counts = Counts()
             inputs.begin()
             step = sampler.begin(runs, VOCAB_SIZE, inputs)

@@ -12,7 +12,6 @@ from torch import Tensor
 from baton.engine.runner.adapters.low_rank import ActiveAdapters, ExpertPass, LowRankProducts
 from baton.engine.runner.model.adapters import Adapter, Group, Part, Place
 from baton.engine.runner.model.linear import ExpertChoice, Linear, Mlp, Moe, Router
-from baton.engine.runner.model.mlp import mix_experts
 from baton.engine.runner.model.ops import MlpGate, Ops
 
 
@@ -53,7 +52,7 @@ class AdaptedExperts:
             is_plain[tokens] = False
             experts = _ExpertsWith(self.moe.experts, self.layer, self.active.products, adapter)
             moe, choice = replace(self.moe, experts=experts), _choice_of(routing, tokens)
-            output[tokens] = mix_experts(self.ops, moe, self.gate, inputs[tokens], choice)
+            output[tokens] = self.ops.mix_one_by_one(moe, self.gate, inputs[tokens], choice)
         plain = is_plain.nonzero()[:, 0]
         if len(plain):
             choice = _choice_of(routing, plain)

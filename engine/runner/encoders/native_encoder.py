@@ -17,9 +17,8 @@ from baton.engine.runner.encoders.weights import EncoderLayer, EncoderWeights
 from baton.engine.runner.kernels.abi import LayerNormF32, PackedF32, Struct
 from baton.engine.runner.kernels.calls import Kernels, Workspace
 from baton.engine.runner.model.layer_norm import LayerNorm
-from baton.engine.runner.model.linear import Linear
+from baton.engine.runner.model.linear import Linear, TorchLinear
 from baton.engine.runner.model.rope import Angles
-from baton.engine.runner.model.torch_ops import TorchLinear
 
 _MATRICES = ("qkv", "output", "up", "down")
 

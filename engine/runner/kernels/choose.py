@@ -34,9 +34,8 @@ from baton.engine.runner.kernels.native_sampling import NativeSampling
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.layer_weights import Layer
 from baton.engine.runner.model.layers import DecoderLayer, unfused_layers
-from baton.engine.runner.model.linear import Moe
+from baton.engine.runner.model.linear import Moe, TorchLinear
 from baton.engine.runner.model.ops import Ops
-from baton.engine.runner.model.torch_ops import TorchLinear, TorchOps
 from baton.engine.runner.sampling.sampling import SamplingBackend
 from baton.engine.runner.sampling.torch_sampling import TORCH_SAMPLING
 from baton.engine.runner.state.linear_attention import LinearAttention, TorchLinearAttention
@@ -72,7 +71,7 @@ class Parts:
     numerics: str = ""
 
 
-_TORCH_OPS = TorchOps()
+_TORCH_OPS = Ops()
 TORCH = Parts("torch", _TORCH_OPS, TorchPagedAttention, partial(unfused_layers, _TORCH_OPS))
 
 

@@ -23,8 +23,7 @@ from baton.engine.runner.kernels.native_linear import (
 from baton.engine.runner.kernels.quantized_format import ROUNDED_BITS, quantized_format
 from baton.engine.runner.model.config import Scoring
 from baton.engine.runner.model.linear import ExpertChoice, Moe, Router
-from baton.engine.runner.model.mlp import mix_experts
-from baton.engine.runner.model.ops import MlpGate, Norm, Peaks
+from baton.engine.runner.model.ops import MlpGate, Norm, Ops, Peaks
 from baton.engine.runner.model.rope import Angles
 from baton.engine.runner.weights.packed_weight import PackedWeight
 
@@ -41,8 +40,8 @@ def _log_rounding() -> None:
     )
 
 
-class NativeOps:
-    """Implements `Ops` and `Packer`."""
+class NativeOps(Ops):
+    """Operations with kernels. Implements `Packer`."""
 
     copies_weights = True
     keeps_quantized = True
@@ -136,12 +135,6 @@ class NativeOps:
         )
         return output
 
-    def apply_ropes(
-        self, heads: tuple[Tensor, Tensor], norms: tuple[Norm | None, Norm | None], angles: Angles
-    ) -> tuple[Tensor, Tensor]:
-        (query, key), (q_norm, k_norm) = heads, norms
-        return self.apply_rope(query, q_norm, angles), self.apply_rope(key, k_norm, angles)
-
     def apply_gate(self, gate_up: Tensor, gate: MlpGate) -> Tensor:
         gate_up = gate_up.contiguous()
         num_tokens, size = gate_up.shape
@@ -185,12 +178,6 @@ class NativeOps:
         )
         return hidden_states
 
-    def add_and_norm(
-        self, hidden_states: Tensor, output: Tensor, scale: float, norm: Norm
-    ) -> tuple[Tensor, Tensor]:
-        hidden_states = self.add(hidden_states, output, scale)
-        return hidden_states, self.rms_norm(hidden_states, norm)
-
     def route(self, hidden_states: Tensor, router: Router) -> ExpertChoice:
         hidden_states = hidden_states.contiguous()
         config, num_tokens = router.config, len(hidden_states)
@@ -222,7 +209,7 @@ class NativeOps:
     ) -> Tensor:
         experts = self.join_experts(moe)
         if experts is None:
-            return mix_experts(self, moe, gate, hidden_states, routing)
+            return self.mix_one_by_one(moe, gate, hidden_states, routing)
         return self.experts.mix(experts, moe, gate, hidden_states, routing)
 
     def join_experts(self, moe: Moe) -> Experts | None:

@@ -12,7 +12,7 @@ from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.layer_weights import Layer, ParallelMoe
 from baton.engine.runner.model.linear import Moe
 from baton.engine.runner.model.mixers import Ends, ForwardPass, Mixer, make_mixer
-from baton.engine.runner.model.mlp import compute_mlp, compute_moe, compute_parallel
+from baton.engine.runner.model.mlp import compute_moe, compute_parallel
 from baton.engine.runner.model.ops import MlpGate, Norm, Ops
 
 
@@ -148,7 +148,7 @@ def compute_output(config: ModelConfig, ops: Ops, layer: Layer, mlp_input: Tenso
         output = compute_parallel(ops, layer.mlp, gate, mlp_input)
     else:
         assert layer.mlp is not None
-        output = compute_mlp(ops, layer.mlp, gate, mlp_input)
+        output = ops.compute_mlp(layer.mlp, gate, mlp_input)
     return _apply_norm(ops, output, layer.mlp_output_norm)
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from baton.engine.runner.model.config import MoeConfig
 
@@ -26,6 +27,28 @@ class Linear(Protocol):
     def rows(self, row_ids: Tensor) -> Tensor:
         """Return rows of the weight, dequantized, as an embedding lookup does."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class TorchLinear:
+    """Implements `Linear` in plain torch."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        return functional.linear(hidden_states, self.weight, self.bias)
+
+    def rows(self, row_ids: Tensor) -> Tensor:
+        return functional.embedding(row_ids, self.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchHeadLinears:
+    weights: Tensor  # [heads, rows, columns]
+
+    def __call__(self, heads: Tensor) -> Tensor:
+        return torch.bmm(heads.transpose(0, 1), self.weights.mT).transpose(0, 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,32 +6,8 @@ import torch
 from torch import Tensor
 
 from baton.engine.runner.model.layer_weights import ParallelMoe
-from baton.engine.runner.model.linear import ExpertChoice, Mlp, Moe
+from baton.engine.runner.model.linear import Moe
 from baton.engine.runner.model.ops import MlpGate, Ops
-
-
-def mix_experts(
-    ops: Ops, moe: Moe, gate: MlpGate, hidden_states: Tensor, routing: ExpertChoice
-) -> Tensor:
-    """Return the weighted sum of the chosen experts' outputs: the torch reference."""
-    dtype, output = hidden_states.dtype, torch.zeros_like(hidden_states)
-    weights, loaded = routing.weights.to(dtype), moe.config.loaded_experts
-    for expert_id in routing.expert_ids.unique().tolist():
-        if expert_id not in loaded:
-            continue
-        expert = moe.experts[expert_id - loaded.start]
-        tokens, ranks = torch.where(routing.expert_ids == expert_id)
-        inputs, scales = hidden_states[tokens], weights[tokens, ranks, None]
-        if moe.config.scales_input:
-            output.index_add_(0, tokens, compute_mlp(ops, expert, gate, inputs * scales))
-        else:
-            outputs = compute_mlp(ops, expert, gate, inputs) * scales
-            output.index_add_(0, tokens, outputs)
-    return output
-
-
-def compute_mlp(ops: Ops, mlp: Mlp, gate: MlpGate, hidden_states: Tensor) -> Tensor:
-    return mlp.down(ops.apply_gate(mlp.gate_up(hidden_states), gate))
 
 
 def compute_moe(ops: Ops, moe: Moe, gate: MlpGate, hidden_states: Tensor) -> Tensor:
@@ -45,7 +21,7 @@ def compute_moe(ops: Ops, moe: Moe, gate: MlpGate, hidden_states: Tensor) -> Ten
         if moe.latent is not None:
             output = moe.latent[1](output)
     if moe.shared is not None:
-        shared = compute_mlp(ops, moe.shared, gate, hidden_states)
+        shared = ops.compute_mlp(moe.shared, gate, hidden_states)
         if moe.shared_gate is not None:
             shared = ops.multiply_sigmoid(shared, moe.shared_gate(hidden_states))
         output = ops.add(output, shared, 1.0)
@@ -54,7 +30,7 @@ def compute_moe(ops: Ops, moe: Moe, gate: MlpGate, hidden_states: Tensor) -> Ten
 
 def compute_parallel(ops: Ops, both: ParallelMoe, gate: MlpGate, hidden_states: Tensor) -> Tensor:
     """Return the sum of the outputs of MLP and experts. The input is not normed."""
-    dense = compute_mlp(ops, both.dense, gate, ops.rms_norm(hidden_states, both.dense_norm))
+    dense = ops.compute_mlp(both.dense, gate, ops.rms_norm(hidden_states, both.dense_norm))
     routing = ops.route(ops.rms_norm(hidden_states, both.router_norm), both.experts.router)
     scales = both.expert_scales[routing.expert_ids]
     routing = routing._replace(weights=routing.weights * scales)

@@ -23,9 +23,8 @@ from baton.engine.runner.device.device import CPU, Device
 from baton.engine.runner.device.step_inputs import Array, StepInputs
 from baton.engine.runner.device.step_memory import Memory, StepMemory
 from baton.engine.runner.device.step_outputs import Received, make_outputs
-from baton.engine.runner.model.ops import Peaks
+from baton.engine.runner.model.ops import Ops, Peaks
 from baton.engine.runner.model.pass_layout import TokenRun
-from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.sampling.logits_processors import NEVER, NO_PROCESSORS, Processors
 from baton.engine.runner.sampling.logprobs import read_logprobs
 from baton.engine.runner.sampling.packed_peaks import PackedPeaks
@@ -33,7 +32,7 @@ from baton.engine.runner.sampling.processed_logits import ProcessedLogits
 from baton.engine.runner.sampling.sampling import SampledRows, SamplingBackend, SamplingPass
 from baton.engine.runner.sampling.torch_sampling import TORCH_SAMPLING
 
-TORCH = TorchOps()
+TORCH = Ops()
 ALL_TOKENS_FORBIDDEN = "no token may be chosen: the allowed, banned and stop tokens leave none"
 GRAMMAR_TOKENS_FORBIDDEN = (
     "no token may be chosen: all tokens that the grammar allows are banned or not allowed"

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from baton.engine.runner.device.step_inputs import StepInputs
 from baton.engine.runner.device.step_memory import NEW_MEMORY, Memory
-from baton.engine.runner.model.ops import Peaks
+from baton.engine.runner.model.ops import Ops, Peaks
 from baton.engine.runner.model.pass_layout import TokenRun
-from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.sampling.logprobs import LogprobTensors
 
 FindPeaks = Callable[[Tensor], Peaks]
@@ -25,7 +24,7 @@ class SampledRows(NamedTuple):
     eos_token_ids: tuple[int, ...]
     vocab_size: int
     device: torch.device
-    find_peaks: FindPeaks = TorchOps().find_peaks
+    find_peaks: FindPeaks = Ops().find_peaks
     memory: Memory = NEW_MEMORY  # of results
 
 

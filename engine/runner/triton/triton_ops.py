@@ -10,10 +10,8 @@ from torch import Tensor
 
 from baton.checkpoint.quantized import Quantized
 from baton.engine.runner.model.linear import ExpertChoice, HeadLinears, Linear, Moe, Router
-from baton.engine.runner.model.mlp import mix_experts
-from baton.engine.runner.model.ops import MlpGate, Norm, Peaks
+from baton.engine.runner.model.ops import MlpGate, Norm, Ops, Peaks
 from baton.engine.runner.model.rope import Angles
-from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.triton.elementwise_kernels import (
     add_and_norm_kernel,
     add_kernel,
@@ -42,8 +40,8 @@ THREAD_COLUMNS = 32  # of a row that one program computes, per thread
 MAX_ROPE_NUMBERS = 2048  # of half the heads in a program
 
 
-class TritonOps(TorchOps):
-    """Implements `Ops`. Torch multiplies plain matrices, with the library of the GPU's vendor."""
+class TritonOps(Ops):
+    """Operations with kernels. Torch multiplies plain matrices, by the GPU vendor's library."""
 
     keeps_quantized = True
 
@@ -173,7 +171,7 @@ class TritonOps(TorchOps):
     ) -> Tensor:
         experts = self.join_experts(moe) if gate.activation.is_gated else None
         if experts is None:
-            return mix_experts(self, moe, gate, hidden_states, routing)
+            return self.mix_one_by_one(moe, gate, hidden_states, routing)
         return self.mix_joined_experts(experts, moe, gate, hidden_states, routing)
 
     def mix_joined_experts(
@@ -227,7 +225,7 @@ class TritonOps(TorchOps):
 
 
 class BatchInvariantOps(TritonOps):
-    """Implements `Ops` with products whose bits do not depend on the other tokens."""
+    """Operations with products whose bits do not depend on the other tokens."""
 
     def linear(self, weight: Tensor | Quantized, bias: Tensor | None) -> Linear:
         if isinstance(weight, Tensor):

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.engine.runner.model.layer_norm import LayerNorm
+from baton.engine.runner.model.ops import Ops
 from baton.engine.runner.model.rope import Angles, rotate
-from baton.engine.runner.model.torch_ops import TorchOps
 from baton.engine.runner.vision.config import Activation
 from baton.engine.runner.vision.weights import AnyNorm
 
@@ -23,7 +23,7 @@ class TorchVisionOps:
         """Norm of [patches, size]."""
         if isinstance(norm, LayerNorm):
             return norm(hidden_states)
-        return TorchOps().rms_norm(hidden_states, norm)
+        return Ops().rms_norm(hidden_states, norm)
 
     def activate(self, inputs: Tensor, activation: Activation, *, is_gated: bool) -> Tensor:
         """Return a function of the inputs: of their first half, times the second, if gated.

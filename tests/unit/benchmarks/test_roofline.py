@@ -13,7 +13,7 @@ from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.model.config import LayerConfig, MoeConfig
 from baton.engine.runner.model.linear import Router
-from baton.engine.runner.model.torch_ops import TorchOps
+from baton.engine.runner.model.ops import Ops
 from baton.engine.runner.weights.tensor_names import expected_tensors
 from benchmarks.engine.roofline import (
     LayerWork,
@@ -125,16 +125,16 @@ def test_only_chosen_experts_count_as_read() -> None:
     moe = MoeConfig(num_experts=3, top_k=1, expert_size=1)
     router = Router(moe, torch.eye(3), None, None)
     meter = RoutingMeter(lambda _: 7.0)
-    route = TorchOps.route
+    route = Ops.route
 
     with meter.count():
-        TorchOps().route(torch.eye(3)[[0, 0, 2]], router)
-        TorchOps().route(torch.eye(3)[[1, 1, 1]], router)
-    TorchOps().route(torch.eye(3), router)
+        Ops().route(torch.eye(3)[[0, 0, 2]], router)
+        Ops().route(torch.eye(3)[[1, 1, 1]], router)
+    Ops().route(torch.eye(3), router)
 
     assert meter.num_experts(3) == (2 + 1) / 2
     assert meter.num_experts(4) == 7.0
-    assert TorchOps.route is route
+    assert Ops.route is route
 
 
 def test_the_state_traffic_of_a_recurrent_layer_is_independent_of_the_context() -> None:

@@ -19,11 +19,11 @@ from baton.engine.runner.device.step_inputs import SHARED_INPUTS, StepInputs
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.kernels.choose import Parts
 from baton.engine.runner.model.layers import unfused_layers
+from baton.engine.runner.model.linear import TorchLinear
 from baton.engine.runner.model.mixers import AttentionPass, Ends, ForwardPass
-from baton.engine.runner.model.ops import MlpGate, Norm, Peaks
+from baton.engine.runner.model.ops import MlpGate, Norm, Ops, Peaks
 from baton.engine.runner.model.pass_layout import PassLayout
 from baton.engine.runner.model.rope import Angles, Ropes
-from baton.engine.runner.model.torch_ops import TorchLinear, TorchOps
 from baton.engine.runner.weights.decoder_loading import load_decoder
 from baton.engine.runner.weights.tensor_loading import LoadTarget
 from tests.support.random_folders import small_folder
@@ -186,12 +186,12 @@ def run_decoder(folder: Path, num_tokens: int, counted: Counter[str]) -> None:
         decoder.ops.find_peaks(decoder.logits(hidden_states))
 
 
-class CountingOps(TorchOps):
+class CountingOps(Ops):
     """Operations of torch that count their calls."""
 
     def __init__(self, counted: Counter[str]) -> None:
         self._counted = counted
-        self._ops = TorchOps()
+        self._ops = Ops()
 
     def linear(self, weight: Tensor | Quantized, bias: Tensor | None) -> CountingLinear:
         linear = self._ops.linear(weight, bias)

@@ -10,8 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from baton.engine.runner.model.linear import ExpertChoice, Linear, Mlp, Router
-from baton.engine.runner.model.torch_ops import TorchLinear
+from baton.engine.runner.model.linear import ExpertChoice, Linear, Mlp, Router, TorchLinear
 from baton.engine.runner.triton.launching import PIECE_COLUMNS, launch, pieces, row_contiguous
 from baton.engine.runner.triton.products.matrix_layout import MatrixLayout, plain_layout
 from baton.engine.runner.triton.products.plain_linear import PlainLinear

@@ -11,8 +11,7 @@ import triton
 from torch import Tensor
 
 from baton.checkpoint.quantized import Quantized
-from baton.engine.runner.model.linear import Linear
-from baton.engine.runner.model.torch_ops import TorchLinear
+from baton.engine.runner.model.linear import Linear, TorchLinear
 from baton.engine.runner.triton.launching import launch, row_contiguous
 from baton.engine.runner.triton.products.matrix_layout import (
     Kind,
