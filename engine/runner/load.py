@@ -47,6 +47,7 @@ from baton.engine.runner.pooling.pooling_head import choose_pooling
 from baton.engine.runner.prompt_embeds import prompt_embeds_tower
 from baton.engine.runner.sampling.logits_processors import ModelView, load_processors, versions
 from baton.engine.runner.state.state_shape import StateShape, cache_layout, state_shape
+from baton.engine.runner.tower_runner import TowerRunner
 from baton.engine.runner.towers import UnloadedTower, read_tower
 from baton.engine.runner.weights.decoder_loading import AdaptLayers, attention_of, load_decoder
 from baton.engine.runner.weights.kv_scales import check_kv_scheme, with_kv_scales
@@ -195,7 +196,7 @@ def load_tower_runner(
     stored = EncodingBlocks(kv, info.encoding_row_bytes, dtype)
     info = replace(info, has_decoder=False, pooling=None)
     memory = describe(kv, layout, info.dtype)
-    return opened.tower.make_runner(info, tower, stored, memory, blocks, device)
+    return TowerRunner(info, tower, stored, memory, blocks, device)
 
 
 class OpenedModel(NamedTuple):

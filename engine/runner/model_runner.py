@@ -10,7 +10,6 @@ no more than rounding: almost never in float32, occasionally in half precision.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,7 +35,6 @@ from baton.engine.runner.batch.encoding_blocks import EncodingBlocks
 from baton.engine.runner.batch.encodings import Encodings, LayerDone, PictureEncoder
 from baton.engine.runner.batch.input_batch import NO_DRAFTS, PersistentBatch, Step
 from baton.engine.runner.batch.unknown_tokens import TokenGatherer, UnknownTokens
-from baton.engine.runner.device.block_copies import BlockCopies
 from baton.engine.runner.device.device import Device, GraphPool
 from baton.engine.runner.device.fenced_hook import FencedHook
 from baton.engine.runner.device.graphs import EagerCause, GraphSize, StepShape
@@ -45,10 +43,11 @@ from baton.engine.runner.drafting.draft_head import DraftHead
 from baton.engine.runner.drafting.drafter import DrafterParts, MakeDrafter, PassDrafter
 from baton.engine.runner.drafting.spec_decoder import SpecDecoder
 from baton.engine.runner.kernels.choose import Parts
+from baton.engine.runner.loaded_runner import CachingRunner
 from baton.engine.runner.model.decoder import CausalLm
 from baton.engine.runner.model.pass_layout import empty_layout
 from baton.engine.runner.model.rope import Ropes
-from baton.engine.runner.model_info import KvMemory, ModelInfo, PassHook
+from baton.engine.runner.model_info import ModelInfo
 from baton.engine.runner.passes.decode_graphs import DecodeBatch, DecodeGraphs
 from baton.engine.runner.passes.forward_passes import ForwardPasses
 from baton.engine.runner.passes.pending_pass import DrainedPass, PendingPass
@@ -120,19 +119,18 @@ class RunnerParts:
     ranks: Ranks | None = None
 
 
-class TorchRunner:
-    """Implements the `Runner` Protocol. Releases its memory when the `with` block ends."""
+class TorchRunner(CachingRunner):
+    """Runner of a decoder."""
 
     def __init__(self, parts: RunnerParts, num_blocks: int) -> None:
         info, decoder, kernels = parts.info, parts.decoder, parts.kernels
-        self.info, self.decoder, self.device = info, decoder, parts.device
+        super().__init__(info)
+        self.decoder, self.device = decoder, parts.device
         # Padding rows of graphs write into one block more, which belongs to no request.
         kv = _allocate(parts, num_blocks + parts.has_graphs)
-        self.kv_memory: KvMemory = describe(kv[:num_blocks], parts.layout, info.dtype)
+        self.kv_memory = describe(kv[:num_blocks], parts.layout, info.dtype)
         self.speculation, self.processors = parts.speculation, parts.processors
-        self.hook: PassHook | None = None
         self.graphs: DecodeGraphs[HiddenStates] | None = None
-        self.num_passes: Counter[GraphSize | EagerCause] = Counter()  # by graph, or why eager
         self.adapters, self._ranks = parts.adapters, parts.ranks
         self.blocks = _make_blocks(parts, kv, num_blocks)
         self._encodings = _make_encodings(parts, kv[:num_blocks])
@@ -161,9 +159,6 @@ class TorchRunner:
         self._gatherer = TokenGatherer(self.device.place)
         # Rows that have ended with the last pass, which a plan made before its end contains.
         self._ended: frozenset[RequestId] = frozenset()
-
-    def __enter__(self) -> TorchRunner:
-        return self
 
     def __exit__(self, *error: object) -> None:
         if self._ranks is not None:
@@ -245,11 +240,6 @@ class TorchRunner:
         if launched.can_be_followed:
             self._open = launched
         return launched
-
-    def make_block_copies(self) -> BlockCopies | None:
-        """Return copies between the KV cache and pinned memory; None if the CPU can access it."""
-        stream = self.device.make_copy_stream()
-        return None if stream is None else BlockCopies(self.blocks.kv, stream, self.device.record)
 
     def _draft(self, plan: Plan) -> Drafts:
         if self._spec_decoder is None:

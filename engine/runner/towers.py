@@ -6,12 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from baton.checkpoint.checkpoint import Checkpoint, Tensors
-from baton.engine.runner.attention.kv_blocks import KvBlocks
-from baton.engine.runner.batch.encoding_blocks import EncodingBlocks
 from baton.engine.runner.batch.encodings import PictureEncoder
-from baton.engine.runner.device.device import Device
-from baton.engine.runner.loaded_runner import CachingRunner
-from baton.engine.runner.model_info import KvMemory, ModelInfo
 from baton.engine.runner.vision.unloaded_tower import read_vision_tower
 from baton.engine.runner.weights.tensor_loading import LoadTarget
 
@@ -35,18 +30,6 @@ class UnloadedTower(Protocol):
 
     def load(self, files: Tensors, target: LoadTarget) -> PictureEncoder | None:
         """Return the tower; None if the files have none. Raises ModelError."""
-        ...
-
-    def make_runner(
-        self,
-        info: ModelInfo,
-        tower: PictureEncoder,
-        stored: EncodingBlocks,
-        memory: KvMemory,
-        blocks: KvBlocks,
-        device: Device,
-    ) -> CachingRunner:
-        """Return a runner of the tower alone, which writes encodings into blocks."""
         ...
 
 

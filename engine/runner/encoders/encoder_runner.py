@@ -6,8 +6,7 @@ pass. No keys and values are kept.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -18,49 +17,30 @@ from baton.core.pooling import Pooling, PoolingKind
 from baton.core.task import TaskOutput
 from baton.engine.errors import OutOfOrder
 from baton.engine.plan import FinishedPass, Pending, Plan, PlanRow, RunResult
-from baton.engine.runner.adapters.adapters import AdapterTable
 from baton.engine.runner.device.device import CPU
 from baton.engine.runner.device.fenced_hook import FencedHook
-from baton.engine.runner.device.graphs import EagerCause, GraphSize
 from baton.engine.runner.encoders.encoder import Encoder
 from baton.engine.runner.encoders.packed_texts import PackedTexts, pack_texts
-from baton.engine.runner.model_info import ModelInfo, PassHook
+from baton.engine.runner.loaded_runner import LoadedRunner
+from baton.engine.runner.model_info import ModelInfo
 from baton.engine.runner.pooling.dense import LoadedDense, apply_dense
 from baton.engine.runner.pooling.pooling_head import add_vectors, finish
-from baton.engine.runner.sampling.logits_processors import NO_PROCESSORS, Processors
-from baton.engine.spec_decode.config import Speculation
 
 
-class EncoderRunner:
-    """Implements `LoadedRunner`, without a KV cache."""
-
-    kv_memory = None
+class EncoderRunner(LoadedRunner):
+    """Runner without a KV cache."""
 
     def __init__(
         self, info: ModelInfo, encoder: Encoder, dense: Sequence[LoadedDense] = ()
     ) -> None:
-        self.info = info
-        self.adapters: AdapterTable | None = None
-        self.num_passes: Counter[GraphSize | EagerCause] = Counter()
-        self.speculation: Speculation | None = None
-        self.processors: Processors = NO_PROCESSORS
-        self.hook: PassHook | None = None
+        super().__init__(info)
         self.encoder = encoder
         self._dense = dense
         self._rows: dict[RequestId, PlanRow] = {}
 
-    def __enter__(self) -> EncoderRunner:
-        return self
-
     def __exit__(self, *error: object) -> None:
         # A reference to the runner that outlives the block must not keep the memory alive.
         del self.encoder
-
-    def when_lost(self, call: Callable[[Exception], None]) -> None:
-        """Do nothing: it is this process alone."""
-
-    def read_collectives_s(self) -> float:
-        return 0.0
 
     def launch(self, plan: Plan) -> Pending:
         """Compute the texts that the plan schedules."""

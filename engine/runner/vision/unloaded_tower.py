@@ -6,19 +6,14 @@ import logging
 from dataclasses import dataclass
 
 from baton.checkpoint.checkpoint import Checkpoint, Tensors
-from baton.engine.runner.attention.kv_blocks import KvBlocks
-from baton.engine.runner.batch.encoding_blocks import EncodingBlocks
-from baton.engine.runner.batch.encodings import PictureEncoder
-from baton.engine.runner.device.device import Device
 from baton.engine.runner.kernels.native import NativeOps
-from baton.engine.runner.model_info import KvMemory, LoadProgressCallback, ModelInfo
+from baton.engine.runner.model_info import LoadProgressCallback
 from baton.engine.runner.vision.config import VisionConfig
 from baton.engine.runner.vision.native_ops import NativeVisionOps
 from baton.engine.runner.vision.ops import TorchVisionOps
 from baton.engine.runner.vision.read_config import read_vision_config
 from baton.engine.runner.vision.tensor_names import TowerTensors
 from baton.engine.runner.vision.tower import VisionTower
-from baton.engine.runner.vision.tower_runner import TowerRunner
 from baton.engine.runner.vision.weight_loading import load_tower_weights
 from baton.engine.runner.weights.tensor_loading import LoadTarget
 
@@ -44,17 +39,6 @@ class UnloadedVisionTower:
 
     def load(self, files: Tensors, target: LoadTarget) -> VisionTower | None:
         return load_tower(self.config, files, target)
-
-    def make_runner(
-        self,
-        info: ModelInfo,
-        tower: PictureEncoder,
-        stored: EncodingBlocks,
-        memory: KvMemory,
-        blocks: KvBlocks,
-        device: Device,
-    ) -> TowerRunner:
-        return TowerRunner(info, tower, stored, memory, blocks, device)
 
 
 def read_vision_tower(checkpoint: Checkpoint) -> UnloadedVisionTower | None:

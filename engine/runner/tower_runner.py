@@ -6,8 +6,6 @@ bytes of blocks. A request ends with one token that means nothing, like any othe
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -15,17 +13,13 @@ import torch
 from baton.core.ids import RequestId
 from baton.engine.errors import OutOfOrder
 from baton.engine.plan import FinishedPass, Pending, Plan, PlanRow, RunResult
-from baton.engine.runner.adapters.adapters import AdapterTable
 from baton.engine.runner.attention.kv_blocks import KvBlocks
 from baton.engine.runner.batch.encoding_blocks import EncodingBlocks
 from baton.engine.runner.batch.encodings import Encodings, PictureEncoder
-from baton.engine.runner.device.block_copies import BlockCopies
 from baton.engine.runner.device.device import Device
 from baton.engine.runner.device.fenced_hook import FencedHook
-from baton.engine.runner.device.graphs import EagerCause, GraphSize
-from baton.engine.runner.model_info import KvMemory, ModelInfo, PassHook
-from baton.engine.runner.sampling.logits_processors import NO_PROCESSORS, Processors
-from baton.engine.spec_decode.config import Speculation
+from baton.engine.runner.loaded_runner import CachingRunner
+from baton.engine.runner.model_info import KvMemory, ModelInfo
 
 END = 0  # token that a request ends with
 
@@ -41,8 +35,8 @@ class _Row:
         self.num_computed = self.row.num_computed_tokens
 
 
-class TowerRunner:
-    """Implements `CachingRunner`."""
+class TowerRunner(CachingRunner):
+    """Runner of a tower without its decoder."""
 
     def __init__(
         self,
@@ -56,52 +50,34 @@ class TowerRunner:
         group = memory.layout.lasting_group
         if group is None:
             raise ValueError("a KV cache that forgets all tokens stores no encodings")
-        self.info = info
+        super().__init__(info)
         self.kv_memory = memory
         self.blocks = blocks
-        self.adapters: AdapterTable | None = None
-        self.num_passes: Counter[GraphSize | EagerCause] = Counter()
-        self.speculation: Speculation | None = None
-        self.processors: Processors = NO_PROCESSORS
-        self.hook: PassHook | None = None
-        self._device = device
+        self.device = device
         self._group = group
         self._stored = stored
         self._encodings = Encodings(tower, stored)
         self._rows: dict[RequestId, _Row] = {}
-
-    def __enter__(self) -> TowerRunner:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.blocks.close()
         # A reference to the runner that outlives the block must not keep the memory alive.
         del self.blocks, self._stored, self._encodings
 
-    def when_lost(self, call: Callable[[Exception], None]) -> None:
-        """Do nothing: it is this process alone."""
-
-    def read_collectives_s(self) -> float:
-        return 0.0
-
     def launch(self, plan: Plan) -> Pending:
         """Encode the pictures that the plan orders, and store what it schedules."""
         hook = None
         if self.hook is not None:
             # As in a retry, layers are progress only: nothing is sent.
-            hook = FencedHook(self.hook, self._device, is_retry=True)
+            hook = FencedHook(self.hook, self.device, is_retry=True)
         with torch.inference_mode():
             layer_done = None if hook is None else hook.layer_done
             encode_s = self._encodings.apply(plan.media, layer_done)
             result = self._store(plan, encode_s)
         if hook is not None and plan.num_scheduled_tokens:
             hook.pass_done()
-        self._device.record().wait()
+        self.device.record().wait()
         return FinishedPass(result)
-
-    def make_block_copies(self) -> BlockCopies | None:
-        stream = self._device.make_copy_stream()
-        return None if stream is None else BlockCopies(self.blocks.kv, stream, self._device.record)
 
     def _store(self, plan: Plan, encode_s: dict[RequestId, float]) -> RunResult:
         for request_id in plan.dropped:
