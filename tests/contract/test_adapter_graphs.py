@@ -15,7 +15,6 @@ from baton.core.ids import RequestId
 from baton.engine.runner.adapters.low_rank import (
     TORCH_LOW_RANK,
     LowRankProducts,
-    TorchLowRankProducts,
 )
 from baton.engine.runner.device.graphs import EagerCause, GraphSize
 from baton.engine.runner.load import load_runner
@@ -128,7 +127,7 @@ def test_steps_without_adapters_replay_graphs_without_launches_for_them(
     assert "captured 3 graphs of decode steps:" in caplog.text
 
 
-class WaitingProducts(TorchLowRankProducts):
+class WaitingProducts(LowRankProducts):
     """Products that claim that a graph can capture them."""
 
     has_static_launches = True

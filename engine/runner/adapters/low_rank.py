@@ -1,10 +1,10 @@
-"""Products of adapters: their Protocol and the torch reference."""
+"""Products of adapters, and their torch reference."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -43,18 +43,15 @@ class ExpertPass(NamedTuple):
     routing: ExpertChoice
 
 
-class LowRankProducts(Protocol):
-    """Adds the products of adapters to the outputs of linear layers."""
+class LowRankProducts:
+    """Adds the products of adapters to the outputs of linear layers.
 
-    @property
-    def merges_routers(self) -> bool:
-        """Return whether an adapter's router is a matrix of its own, rather than a product."""
-        ...
+    This base, from which others are derived, does so in torch in the dtype of the model: adapter by
+    adapter, and heads and experts one by one.
+    """
 
-    @property
-    def has_static_launches(self) -> bool:
-        """Return whether `put` with sizes makes launches that a graph can capture."""
-        ...
+    merges_routers = True  # an adapter's router is a matrix of its own, rather than a product
+    has_static_launches = False  # `put` with sizes makes launches that a graph can capture
 
     def put(
         self,
@@ -67,56 +64,47 @@ class LowRankProducts(Protocol):
         With the largest sizes of adapters by place, launches depend on these and on the number of
         tokens only, if they can be static. Places have no numbers.
         """
-        ...
-
-    def prepare(
-        self, parts: Mapping[Place, Sequence[Part]], like: Tensor, num_layers: int
-    ) -> Adapter:
-        """Return an adapter as `add` needs it, of a model that computes in the dtype of `like`."""
-        ...
-
-    def add(self, place: Place, groups: Sequence[Group], inputs: Tensor, outputs: Tensor) -> None:
-        """Add to the outputs of each group's tokens what its adapter has for this place."""
-        ...
-
-    def add_to_heads(
-        self, layer: int, name: str, groups: Sequence[Group], inputs: Tensor, outputs: Tensor
-    ) -> Tensor:
-        """Return [tokens, heads, rows] with the products of the places of all heads."""
-        ...
-
-    def route(
-        self, ops: Ops, router: Router, layer: int, inputs: Tensor, groups: Sequence[Group]
-    ) -> ExpertChoice | None:
-        """Return the experts of each token. None: routers are merged, and `Ops` routes."""
-        ...
-
-    def mix_experts(self, pass_: ExpertPass, groups: Sequence[Group]) -> Tensor | None:
-        """Return the output of experts with adapters. None: these products do not compute it."""
-        ...
-
-
-class ProductsByAdapter:
-    """Part of `LowRankProducts` that takes the tokens of each adapter, and merged routers."""
-
-    merges_routers = True
-    has_static_launches = False
-
-    def put(
-        self,
-        selection: Selection,
-        inputs: StepInputs,
-        sizes: Mapping[Place, PlaceSize] | None = None,
-    ) -> Sequence[Group]:
         return [
             Group(adapter, inputs.put(np.flatnonzero(selection.indices == index)))
             for index, adapter in enumerate(selection.adapters)
         ]
 
+    def prepare(
+        self, parts: Mapping[Place, Sequence[Part]], like: Tensor, num_layers: int
+    ) -> Adapter:
+        """Return an adapter as `add` needs it, of a model that computes in the dtype of `like`."""
+        return Adapter(convert_parts(parts, like))
+
+    def add(self, place: Place, groups: Sequence[Group], inputs: Tensor, outputs: Tensor) -> None:
+        """Add to the outputs of each group's tokens what its adapter has for this place."""
+        for adapter, tokens in groups:
+            for part in adapter.parts.get(place, ()):
+                added = inputs[tokens] @ part.down.T @ part.up
+                end = part.first_row + part.up.shape[1]
+                outputs[tokens, part.first_row : end] += added
+
+    def add_to_heads(
+        self, layer: int, name: str, groups: Sequence[Group], inputs: Tensor, outputs: Tensor
+    ) -> Tensor:
+        """Return [tokens, heads, rows] with the products of the places of all heads."""
+        for head in range(inputs.shape[1]):
+            own = outputs[:, head].contiguous()
+            self.add(Place(layer, name, head), groups, inputs[:, head].contiguous(), own)
+            outputs[:, head] = own
+        return outputs
+
     def route(
         self, ops: Ops, router: Router, layer: int, inputs: Tensor, groups: Sequence[Group]
     ) -> ExpertChoice | None:
+        """Return the experts of each token. None: routers are merged, and `Ops` routes."""
         return None
+
+    def mix_experts(self, pass_: ExpertPass, groups: Sequence[Group]) -> Tensor | None:
+        """Return the output of experts with adapters. None: these products do not compute it."""
+        return None
+
+
+TORCH_LOW_RANK = LowRankProducts()
 
 
 @dataclass(slots=True)
@@ -130,34 +118,3 @@ class ActiveAdapters:
     def add(self, place: Place, inputs: Tensor, outputs: Tensor) -> Tensor:
         self.products.add(place, self.groups, inputs, outputs)
         return outputs
-
-
-class TorchLowRankProducts(ProductsByAdapter):
-    """Implements `LowRankProducts` in the dtype of the model: heads and experts one by one."""
-
-    def prepare(
-        self, parts: Mapping[Place, Sequence[Part]], like: Tensor, num_layers: int
-    ) -> Adapter:
-        return Adapter(convert_parts(parts, like))
-
-    def add(self, place: Place, groups: Sequence[Group], inputs: Tensor, outputs: Tensor) -> None:
-        for adapter, tokens in groups:
-            for part in adapter.parts.get(place, ()):
-                added = inputs[tokens] @ part.down.T @ part.up
-                end = part.first_row + part.up.shape[1]
-                outputs[tokens, part.first_row : end] += added
-
-    def add_to_heads(
-        self, layer: int, name: str, groups: Sequence[Group], inputs: Tensor, outputs: Tensor
-    ) -> Tensor:
-        for head in range(inputs.shape[1]):
-            own = outputs[:, head].contiguous()
-            self.add(Place(layer, name, head), groups, inputs[:, head].contiguous(), own)
-            outputs[:, head] = own
-        return outputs
-
-    def mix_experts(self, pass_: ExpertPass, groups: Sequence[Group]) -> Tensor | None:
-        return None
-
-
-TORCH_LOW_RANK = TorchLowRankProducts()

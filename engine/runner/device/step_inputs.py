@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,15 +18,14 @@ ALIGNMENT = 16  # bytes: kernels are specialised for aligned arrays
 FIRST_BYTES = 1 << 20  # of a buffer, before it has to grow
 
 
-class StepInputs(Protocol):
-    """Arrays of a step.
+class StepInputs:
+    """Arrays of a step. On the CPU, tensors share their memory.
 
     The parts of a model put their arrays before the step is launched, and take the tensors at once.
     """
 
     def begin(self) -> None:
         """Begin a step, without arrays of an earlier one that was not sent."""
-        ...
 
     def put(self, array: Array, dtype: type[np.generic] | None = None) -> Tensor:
         """Return the array's tensor on the device, which has the array's numbers after `send`.
@@ -34,31 +33,17 @@ class StepInputs(Protocol):
         They are converted to the dtype, which must be able to hold them. The tensor keeps them
         until the arrays of the next step are sent, in the order of launches.
         """
-        ...
-
-    def send(self) -> None:
-        """Copy the arrays. Launches that read them come after it."""
-        ...
-
-
-class SharedInputs:
-    """Implements `StepInputs` on the CPU: tensors share the memory of their arrays."""
-
-    def begin(self) -> None:
-        """Do nothing: no array is kept."""
-
-    def put(self, array: Array, dtype: type[np.generic] | None = None) -> Tensor:
         return torch.from_numpy(array if dtype is None else array.astype(dtype, order="C"))
 
     def send(self) -> None:
-        """Do nothing: there is no copy."""
+        """Copy the arrays. Launches that read them come after it."""
 
 
-SHARED_INPUTS = SharedInputs()
+SHARED_INPUTS = StepInputs()
 
 
-class PackedInputs:
-    """Implements `StepInputs` by one copy from a pinned buffer to one on the device.
+class PackedInputs(StepInputs):
+    """Inputs of another device, by one copy from a pinned buffer to one on the device.
 
     There are two pinned buffers, because the next step is packed while this one is copied. Equal
     shapes, put in the same order, have the same memory on the device in each step.

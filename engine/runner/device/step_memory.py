@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 
-class Memory(Protocol):
+class Memory:
+    """Memory that is new each time."""
+
     def take(self, name: str, like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return memory on the device of `like`. What it holds is undefined."""
-        ...
-
-
-class NewMemory:
-    """Implements `Memory`: all of it is new."""
-
-    def take(self, name: str, like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return like.new_empty(shape, dtype=dtype)
 
 
-NEW_MEMORY = NewMemory()
+NEW_MEMORY = Memory()
 
 
-class StepMemory:
-    """Implements `Memory`: each step gets that of the one before, by name, if it is large enough.
+class StepMemory(Memory):
+    """Memory of a step: each gets that of the one before, by name, if it is large enough.
 
     The name belongs to one dtype. Work that reads the memory is launched before the next step.
     """

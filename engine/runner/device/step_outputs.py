@@ -21,18 +21,11 @@ class Received(Protocol):
         ...
 
 
-class StepOutputs(Protocol):
-    """Takes results to the host."""
+class StepOutputs:
+    """Takes results to the host. On the CPU, arrays share the memory of their tensors."""
 
     def send(self, tensors: Sequence[Tensor]) -> Received:
         """Start to copy results, which are valid until the step after the next one is sent."""
-        ...
-
-
-class SharedOutputs:
-    """Implements `StepOutputs` on the CPU: arrays share the memory of their tensors."""
-
-    def send(self, tensors: Sequence[Tensor]) -> Received:
         return _SharedResults(tensors)
 
 
@@ -43,11 +36,11 @@ class _SharedResults(NamedTuple):
         return [tensor.numpy() for tensor in self.tensors]
 
 
-SHARED_OUTPUTS = SharedOutputs()
+SHARED_OUTPUTS = StepOutputs()
 
 
-class PackedOutputs:
-    """Implements `StepOutputs` by one copy to a pinned buffer.
+class PackedOutputs(StepOutputs):
+    """Outputs of another device, by one copy to a pinned buffer.
 
     There are two pinned buffers, because a step can be launched before the last one is read.
     """

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from baton.engine.runner.adapters.low_rank import ExpertPass, ProductsByAdapter, convert_parts
+from baton.engine.runner.adapters.low_rank import ExpertPass, LowRankProducts, convert_parts
 from baton.engine.runner.device.host_memory import huge_page_memory
 from baton.engine.runner.kernels.abi import (
     LowRankAdapter,
@@ -62,8 +62,8 @@ def first_place(layer: int) -> int:
     return len(FUSED) * layer
 
 
-class NativeLowRankProducts(ProductsByAdapter):
-    """Implements `LowRankProducts`."""
+class NativeLowRankProducts(LowRankProducts):
+    """Products with kernels."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels

@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from baton.engine.runner.adapters.low_rank import ExpertPass, convert_parts
+from baton.engine.runner.adapters.low_rank import ExpertPass, LowRankProducts, convert_parts
 from baton.engine.runner.device.step_inputs import StepInputs
 from baton.engine.runner.model.adapters import (
     ROUTER,
@@ -53,8 +53,8 @@ class _Rows(NamedTuple):
     scales: Tensor | None = None  # of inputs, by row id
 
 
-class TritonLowRankProducts:
-    """Implements `LowRankProducts`. One thread adds, while another one can prepare."""
+class TritonLowRankProducts(LowRankProducts):
+    """Products with kernels. One thread adds, while another one can prepare."""
 
     merges_routers = False
     has_static_launches = True
