@@ -19,7 +19,7 @@ from baton.core.sampling import SamplingParams
 from baton.engine.plan import Plan, PlanRow
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.device.cuda import CudaFence
-from baton.engine.runner.device.device import CpuDevice
+from baton.engine.runner.device.device import Device
 from baton.engine.runner.load import load_runner
 from baton.engine.runner.model_info import KvMemory
 from baton.engine.runner.model_runner import TorchRunner
@@ -199,7 +199,7 @@ class SnapshotFence:
         self.is_passed = True
 
 
-class SnapshotDevice(CpuDevice):
+class SnapshotDevice(Device):
     """CPU whose fences are not passed when they are recorded."""
 
     def __init__(self, runner: TorchRunner, block: int) -> None:
@@ -298,4 +298,4 @@ def test_a_cuda_fence_queries_and_synchronizes_its_event() -> None:
     fence.wait()
 
     assert (before, fence.is_passed) == (False, True)
-    assert CpuDevice().record() is PASSED
+    assert Device().record() is PASSED

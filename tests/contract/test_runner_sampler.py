@@ -31,8 +31,12 @@ from baton.engine.runner.sampling.sampler import (
     Choice,
     Sampler,
 )
-from baton.engine.runner.sampling.sampling import SampledRows, SamplingBackend
-from baton.engine.runner.sampling.torch_sampling import TOP_P_CANDIDATES, TORCH_SAMPLING
+from baton.engine.runner.sampling.sampling import SampledRows
+from baton.engine.runner.sampling.torch_sampling import (
+    TOP_P_CANDIDATES,
+    TORCH_SAMPLING,
+    SamplingBackend,
+)
 from baton.engine.structured_output.grammar import num_words
 from tests.support.hypothesis_profiles import num_examples
 from tests.support.kernels import kernels_by_variant

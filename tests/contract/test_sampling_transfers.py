@@ -23,8 +23,7 @@ from baton.engine.runner.sampling.output_heads import HiddenStates
 from baton.engine.runner.sampling.packed_peaks import PackedPeaks
 from baton.engine.runner.sampling.prompt_logprobs import LOGITS_CHUNK_ROWS, PromptLogprobs
 from baton.engine.runner.sampling.sampler import NOT_FINITE, Sampler, Samples
-from baton.engine.runner.sampling.sampling import SamplingBackend
-from baton.engine.runner.sampling.torch_sampling import TORCH_SAMPLING
+from baton.engine.runner.sampling.torch_sampling import TORCH_SAMPLING, SamplingBackend
 from tests.support.fake_device import Counts, FakeDevice
 from tests.support.token_runs import allow_only, make_run, sample
 from tests.support.triton_parts import kernels_on, require_triton, triton_sampling

@@ -14,7 +14,7 @@ from baton.core.ids import BlockId
 from baton.engine.runner.attention.byte_kv import dequantize
 from baton.engine.runner.attention.kv_blocks import KvBlocks
 from baton.engine.runner.attention.kv_conversion import view_blocks
-from baton.engine.runner.device.device import CpuDevice
+from baton.engine.runner.device.device import Device
 from baton.engine.runner.device.host_memory import huge_page_memory
 from baton.kv_transfer.foreign.metadata import ForeignBlocks
 from baton.kv_transfer.foreign.runs import Bay, RunRead, min_run_blocks
@@ -75,7 +75,7 @@ def test_blocks_of_another_size_enter_the_kv_cache(size: int, dtype: torch.dtype
     source = ForeignKv("h", 1, "e", "r", tuple(range(NUM_BLOCKS)), NUM_TOKENS)
     pull = ForeignPull(ForeignPullId(1), source, 0.0, tuple(range(num_places)), target_ids)
     memory = huge_page_memory(2 * NUM_BLOCKS * foreign.layout.block_bytes)
-    recorded, blocks = (RECORDED / "vec.bin").read_bytes(), KvBlocks(kv, CpuDevice())
+    recorded, blocks = (RECORDED / "vec.bin").read_bytes(), KvBlocks(kv, Device())
     is_int8 = dtype is torch.int8
     target = replace(
         LAYOUT, block_size=size, packing=KvPacking.INT8 if is_int8 else KvPacking.PLAIN

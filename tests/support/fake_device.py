@@ -21,7 +21,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from baton.engine.runner.device.device import Graph, GraphPool, MemoryProfile
+from baton.engine.runner.device.device import Device, Graph, GraphPool, MemoryProfile
 from baton.kv_transfer.fence import Fence
 from tests.support.device_operations import CAPTURING, DeviceOperations, caller
 from tests.support.device_tensors import PLACE, Allocation, DeviceTensor, fill_with_garbage
@@ -55,8 +55,8 @@ class Recorded(NamedTuple):
     reads: tuple[weakref.ref[Allocation], ...]  # memory from outside of the graph's pool
 
 
-class FakeDevice:
-    """Implements `Device`. Computes inside of its `with` block, on one thread.
+class FakeDevice(Device):
+    """Computes inside of its `with` block, on one thread.
 
     Other threads may use its fences and its streams of copies.
     """

@@ -17,7 +17,7 @@ from torch import Tensor
 from baton.engine.runner.attention.paged_attention import LayerAttention, PagedAttention
 from baton.engine.runner.kernels.choose import Parts, triton_parts
 from baton.engine.runner.model.ops import Ops
-from baton.engine.runner.sampling.sampling import SamplingBackend
+from baton.engine.runner.sampling.torch_sampling import SamplingBackend
 from baton.engine.runner.state.linear_attention import LinearAttention
 from baton.engine.runner.state.state_shape import StateShape
 from baton.engine.runner.triton.availability import uses_interpreter

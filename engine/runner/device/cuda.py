@@ -32,8 +32,8 @@ class CudaFence:
         self._event.synchronize()
 
 
-class CudaDevice:
-    """Implements `Device` by the current stream, on which the runner launches everything."""
+class CudaDevice(Device):
+    """A GPU, by the current stream, on which the runner launches everything."""
 
     shares_host_memory = False
 

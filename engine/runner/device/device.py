@@ -1,7 +1,7 @@
-"""The runner's device: the Protocol of what differs between kinds of devices, and the CPU.
+"""The runner's device: what differs between kinds of devices, as the CPU does it.
 
 torch computes on any device; this covers the rest: memory that the device copies from, fences,
-graphs, streams of copies and free memory. Another kind of device is another class here.
+graphs, streams of copies and free memory. Another kind of device is derived from it.
 """
 
 from __future__ import annotations
@@ -72,78 +72,47 @@ class MemoryProfile(NamedTuple):
     run_bytes: int  # taken in addition while it ran
 
 
-class Device(Protocol):
-    """A device that the runner computes on. Work is done in the order of its launch."""
+class Device:
+    """The CPU, and base of other devices that the runner computes on.
 
-    @property
-    def place(self) -> torch.device: ...
+    Work is done in the order of its launch; on the CPU, when its call returns.
+    """
 
-    @property
-    def shares_host_memory(self) -> bool:
-        """Return whether the device computes on arrays of the CPU without a copy."""
-        ...
+    place = torch.device("cpu")
+    shares_host_memory = True  # the device computes on arrays of the CPU without a copy
 
     def pin(self, num_bytes: int) -> Tensor:
         """Allocate host memory from which the device copies while the CPU goes on."""
-        ...
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
     def record(self) -> Fence:
         """Record a fence after all work launched so far."""
-        ...
+        return PASSED
 
     def drain(self) -> None:
         """Wait until all work launched so far is done."""
-        ...
 
     def free_bytes(self) -> int:
         """Return the free memory, on the CPU within the container's limits."""
-        ...
+        return free_host_bytes()
 
     def profile(self, run: Callable[[], None]) -> MemoryProfile | None:
         """Run it and return the memory that it takes, or None, without running it, on a CPU.
 
         Memory of a CPU is taken when it is first written.
         """
-        ...
+        return None
 
     def make_graph_pool(self) -> GraphPool | None:
         """Return an empty pool, or None if the device has no graphs."""
-        ...
+        return None
 
     def make_copy_stream(self) -> CopyStream | None:
         """Return a stream of its own, or None on the CPU, which needs no copies."""
-        ...
-
-
-class CpuDevice:
-    """Implements `Device`: an operation is done when its call returns."""
-
-    place = torch.device("cpu")
-    shares_host_memory = True
-
-    def pin(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    def record(self) -> Fence:
-        return PASSED
-
-    def drain(self) -> None:
-        """Return at once: all work is already done."""
-
-    def free_bytes(self) -> int:
-        return free_host_bytes()
-
-    def profile(self, run: Callable[[], None]) -> MemoryProfile | None:
-        return None
-
-    def make_graph_pool(self) -> GraphPool | None:
-        return None
-
-    def make_copy_stream(self) -> CopyStream | None:
         return None
 
 
-CPU = CpuDevice()
+CPU = Device()
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:

@@ -36,8 +36,7 @@ from baton.engine.runner.model.layer_weights import Layer
 from baton.engine.runner.model.layers import DecoderLayer, unfused_layers
 from baton.engine.runner.model.linear import Moe, TorchLinear
 from baton.engine.runner.model.ops import Ops
-from baton.engine.runner.sampling.sampling import SamplingBackend
-from baton.engine.runner.sampling.torch_sampling import TORCH_SAMPLING
+from baton.engine.runner.sampling.torch_sampling import TORCH_SAMPLING, SamplingBackend
 from baton.engine.runner.state.linear_attention import LinearAttention, TorchLinearAttention
 from baton.engine.runner.state.state_shape import StateShape
 from baton.engine.runner.triton.availability import require_triton, uses_interpreter

@@ -17,11 +17,15 @@ from baton.engine.runner.sampling.constraints import Constraints
 from baton.engine.runner.sampling.logprobs import LogprobTensors
 from baton.engine.runner.sampling.randomness import draw_keys
 from baton.engine.runner.sampling.sampling import SampledRows, SamplingPass
-from baton.engine.runner.sampling.torch_sampling import MIN_TEMPERATURE, UndrawnPass
+from baton.engine.runner.sampling.torch_sampling import (
+    MIN_TEMPERATURE,
+    SamplingBackend,
+    UndrawnPass,
+)
 
 
-class NativeSampling:
-    """Implements `SamplingBackend`. Bans, biases and penalties are torch's."""
+class NativeSampling(SamplingBackend):
+    """Sampling with kernels. Bans, biases and penalties are torch's."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels

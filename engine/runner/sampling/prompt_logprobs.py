@@ -22,8 +22,7 @@ from baton.engine.runner.model.pass_layout import Ints
 from baton.engine.runner.sampling.logprobs import LogprobTensors, read_logprobs
 from baton.engine.runner.sampling.output_heads import HeadPass, HiddenStates
 from baton.engine.runner.sampling.sampler import NOT_FINITE
-from baton.engine.runner.sampling.sampling import SamplingBackend
-from baton.engine.runner.sampling.torch_sampling import TORCH_SAMPLING
+from baton.engine.runner.sampling.torch_sampling import TORCH_SAMPLING, SamplingBackend
 
 # Rows of logits that are in memory at once, whatever the chunk's length.
 LOGITS_CHUNK_ROWS = 128

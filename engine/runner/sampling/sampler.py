@@ -29,8 +29,8 @@ from baton.engine.runner.sampling.logits_processors import NEVER, NO_PROCESSORS,
 from baton.engine.runner.sampling.logprobs import read_logprobs
 from baton.engine.runner.sampling.packed_peaks import PackedPeaks
 from baton.engine.runner.sampling.processed_logits import ProcessedLogits
-from baton.engine.runner.sampling.sampling import SampledRows, SamplingBackend, SamplingPass
-from baton.engine.runner.sampling.torch_sampling import TORCH_SAMPLING
+from baton.engine.runner.sampling.sampling import SampledRows, SamplingPass
+from baton.engine.runner.sampling.torch_sampling import TORCH_SAMPLING, SamplingBackend
 
 TORCH = Ops()
 ALL_TOKENS_FORBIDDEN = "no token may be chosen: the allowed, banned and stop tokens leave none"

@@ -1,4 +1,4 @@
-"""Constraints, random draws and logprobs: the Protocols of their implementations."""
+"""Constraints and random draws of a step: their input, and the Protocol of implementations."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from baton.engine.runner.device.step_inputs import StepInputs
 from baton.engine.runner.device.step_memory import NEW_MEMORY, Memory
 from baton.engine.runner.model.ops import Ops, Peaks
 from baton.engine.runner.model.pass_layout import TokenRun
-from baton.engine.runner.sampling.logprobs import LogprobTensors
 
 FindPeaks = Callable[[Tensor], Peaks]
 
@@ -53,26 +51,5 @@ class SamplingPass(Protocol):
         """Replace the argmax of each random row by a draw. `scores`: constrained logits.
 
         The token of a row that is not finite, or forbids all tokens, is undefined.
-        """
-        ...
-
-
-class SamplingBackend(Protocol):
-    def begin(self, rows: SampledRows, inputs: StepInputs) -> SamplingPass:
-        """Put the arrays of a step. The pass can be used once the inputs have been sent."""
-        ...
-
-    def compute_logprobs(
-        self,
-        logits: Tensor,
-        token_ids: Tensor,
-        num_tops: int,
-        rows: Tensor | None = None,
-        memory: Memory = NEW_MEMORY,
-    ) -> LogprobTensors:
-        """Compute logprobs of these and of the top tokens from [rows, vocab_size] in float32.
-
-        With `rows`, only those of these rows. The rank of a token is one plus the number of tokens
-        with a higher logprob. Results can be in `memory`.
         """
         ...

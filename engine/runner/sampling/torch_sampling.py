@@ -35,10 +35,11 @@ DRAW_CHUNK_CANDIDATES = 1 << 17
 MIN_TEMPERATURE = 1e-30  # smaller ones can underflow to zero in float32
 
 
-class TorchSampling:
-    """Implements `SamplingBackend`."""
+class SamplingBackend:
+    """Constraints, random draws and logprobs in torch, from which other backends are derived."""
 
     def begin(self, rows: SampledRows, inputs: StepInputs) -> SamplingPass:
+        """Put the arrays of a step. The pass can be used once the inputs have been sent."""
         return TorchSamplingPass(rows, inputs)
 
     def compute_logprobs(
@@ -49,6 +50,11 @@ class TorchSampling:
         rows: Tensor | None = None,
         memory: Memory = NEW_MEMORY,
     ) -> LogprobTensors:
+        """Compute logprobs of these and of the top tokens from [rows, vocab_size] in float32.
+
+        With `rows`, only those of these rows. The rank of a token is one plus the number of tokens
+        with a higher logprob. Results can be in `memory`.
+        """
         if rows is not None:
             logits, token_ids = logits[rows], token_ids[rows]
         logprobs = logits.log_softmax(dim=-1)
@@ -271,4 +277,4 @@ def _gumbel_max(values: Tensor, token_ids: Tensor, keys: Tensor) -> Tensor:
     return torch.cat(winners).squeeze(1)
 
 
-TORCH_SAMPLING = TorchSampling()
+TORCH_SAMPLING = SamplingBackend()

@@ -32,13 +32,8 @@ class KernelLinear(nn.Module):
         return self.linear(rows).view(*hidden_states.shape[:-1], -1)
 
 
-class KernelEmbedding(nn.Module):
+class KernelEmbedding(KernelLinear):
     """Embedding table that shares its matrix with the head."""
-
-    def __init__(self, linear: Linear, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.linear = linear
-        self.weight = torch.empty(0, dtype=dtype)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         return self.linear.rows(token_ids.reshape(-1)).view(*token_ids.shape, -1)

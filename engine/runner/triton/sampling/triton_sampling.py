@@ -19,7 +19,7 @@ from baton.engine.runner.sampling.constraints import (
 from baton.engine.runner.sampling.logprobs import LogprobTensors
 from baton.engine.runner.sampling.randomness import draw_keys
 from baton.engine.runner.sampling.sampling import BestTokens, SampledRows, SamplingPass
-from baton.engine.runner.sampling.torch_sampling import MIN_TEMPERATURE
+from baton.engine.runner.sampling.torch_sampling import MIN_TEMPERATURE, SamplingBackend
 from baton.engine.runner.triton.launching import launch, row_contiguous
 from baton.engine.runner.triton.sampling.sampling_kernels import (
     constrain_kernel,
@@ -38,8 +38,8 @@ from baton.engine.structured_output.grammar import Bits, num_words
 PIECE_COLUMNS = 1024  # of a row or a list, that one program computes
 
 
-class TritonSampling:
-    """Implements `SamplingBackend`."""
+class TritonSampling(SamplingBackend):
+    """Sampling with kernels."""
 
     def begin(self, rows: SampledRows, inputs: StepInputs) -> SamplingPass:
         return TritonSamplingPass(rows, inputs)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from baton.engine.runner.device.device import CpuDevice
+from baton.engine.runner.device.device import Device
 from baton.engine.runner.device.step_inputs import (
     ALIGNMENT,
     FIRST_BYTES,
@@ -49,7 +49,7 @@ def test_arrays_are_copied_in_one_piece(device: FakeDevice) -> None:
 
 def test_an_array_is_converted_as_it_is_packed(device: FakeDevice) -> None:
     array = np.arange(12).reshape(2, 6)[:, ::2]
-    packed, shared = PackedInputs(device), make_inputs(CpuDevice())
+    packed, shared = PackedInputs(device), make_inputs(Device())
 
     tensors = [inputs.put(array, np.int32) for inputs in (packed, shared)]
     packed.send()
@@ -151,7 +151,7 @@ def test_fixed_arrays_stay_at_their_place_when_others_take_a_copy_apart(
 
 
 def test_arrays_on_the_cpu_are_not_copied() -> None:
-    inputs, array = make_inputs(CpuDevice()), np.arange(4)
+    inputs, array = make_inputs(Device()), np.arange(4)
 
     inputs.begin()
     tensor = inputs.put(array)
