@@ -21,6 +21,9 @@ from tests.support.hypothesis_profiles import num_examples
 from tests.support.kernels import kernels_by_variant
 from tests.support.triton_parts import triton_attention
 
+# Of torch. The kernels have two.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ALL_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 

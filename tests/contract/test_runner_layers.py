@@ -40,7 +40,10 @@ from tests.support.families import FAMILY_VARIANTS, RECURRENT
 from tests.support.kernels import kernels_by_variant
 from tests.support.models import VARIANTS, make_model_folder
 
-pytestmark = pytest.mark.skipif(not kernels_by_variant(), reason="no C++ compiler here")
+pytestmark = [
+    pytest.mark.skipif(not kernels_by_variant(), reason="no C++ compiler here"),
+    pytest.mark.usefixtures("one_thread"),  # of torch; the kernels have two
+]
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_BLOCKS = 16, 32
