@@ -25,7 +25,7 @@ from baton.engine.runner.vision.weights import (
 
 @dataclass(frozen=True, slots=True)
 class VisionTower:
-    """Patches, layers with a norm before attention and MLP, and a projector."""
+    """Patches, layers with norms before attention and MLP, or after them, too, and a projector."""
 
     config: VisionConfig
     ops: TorchVisionOps
@@ -116,7 +116,7 @@ class VisionTower:
         return last(tokens)
 
     def _scale(self, tokens: Tensor) -> Tensor:
-        """Scale and standardise tokens. In float32, as products can exceed the range of others."""
+        """Scale and standardise tokens, in float32: they can exceed the range of float16."""
         config, standard = self.config, self.weights.standardization
         if config.token_scale == 1.0 and standard is None:
             return tokens
