@@ -17,7 +17,6 @@ from safetensors import SafetensorError, deserialize
 from baton.core.errors import InvalidRequest
 from baton.core.media import MediaSegment, Picture
 from baton.router.values import TokenPrompt
-from baton.rpc.messages.limits import MAX_VECTORS_BYTES
 
 FIELD = "prompt_embeds"
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -60,8 +59,6 @@ def _read(text: object, size: int) -> tuple[bytes, str, int]:
         raise _wrong(f"is {tensor['dtype']}; it must be one of {', '.join(DTYPES)}")
     if len(shape) != 2 or shape[1] != size or not shape[0]:
         raise _wrong(f"has the shape {shape}; this model takes [tokens, {size}]")
-    if len(data) > MAX_VECTORS_BYTES:
-        raise _wrong(f"has {len(data)} bytes; the limit is {MAX_VECTORS_BYTES >> 20} MiB")
     if not _are_finite(data, dtype):
         raise _wrong("has a number that is not finite")
     return data, dtype, shape[0]
