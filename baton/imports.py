@@ -6,15 +6,34 @@ import gc
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
-# torch imports them with itself, for compilers and for tensors without memory alone, in a quarter
-# of its time.
-SELDOM_USED = frozenset({"torch._meta_registrations", "torch.export"})
+from baton.method_cache import open_method_cache
+
+# torch imports them with itself, for compilers, training and GPUs alone.
+SELDOM_USED = frozenset(
+    {
+        "cuda.bindings.driver",
+        "cuda.bindings.runtime",
+        "pynvml",
+        "torch._meta_registrations",
+        "torch.ao.nn",
+        "torch.distributions",
+        "torch.export",
+        "torch.masked",
+        "torch.nested",
+        "torch.optim",
+        "torch.profiler",
+        "torch.testing",
+        "torch.utils.data",
+        "torchgen.model",
+    }
+)
 _LOCK = threading.RLock()
+_METHODS = open_method_cache()
 
 
 @contextmanager
@@ -27,7 +46,8 @@ def quick_imports() -> Iterator[None]:
     gc.disable()
     sys.meta_path.insert(0, _FINDER)
     try:
-        yield
+        with nullcontext() if _METHODS is None else _METHODS.in_use():
+            yield
     finally:
         sys.meta_path.remove(_FINDER)
         gc.freeze()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
 from typing import Annotated
 
 import typer
@@ -14,28 +18,51 @@ from baton.cli.command import (
     unwrap,
     use_command_class,
 )
-from baton.cli.commands.adapters import adapters
-from baton.cli.commands.bench import bench
-from baton.cli.commands.chat import chat
-from baton.cli.commands.cluster import demo, up
-from baton.cli.commands.doctor import doctor
-from baton.cli.commands.embed import embed
-from baton.cli.commands.generate import generate
-from baton.cli.commands.health import health
-from baton.cli.commands.nodes import nodes
-from baton.cli.commands.reset_prefix_cache import reset_prefix_cache
-from baton.cli.commands.run import run
-from baton.cli.commands.serve import serve
-from baton.cli.commands.trace import trace
 from baton.cli.examples import examples
 from baton.cli.program import prepare, run_program
+from baton.imports import quick_imports
 
-app = typer.Typer(
-    name="baton",
-    cls=CommandGroup,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+# The module of each command or group, below `commands`, in the order of the help page.
+MODULES = {
+    "up": "cluster",
+    "demo": "cluster",
+    "generate": "generate",
+    "chat": "chat",
+    "embed": "embed",
+    "run": "run",
+    "health": "health",
+    "doctor": "doctor",
+    "reset-prefix-cache": "reset_prefix_cache",
+    "serve": "serve",
+    "trace": "trace",
+    "bench": "bench",
+    "adapters": "adapters",
+    "nodes": "nodes",
+}
+
+
+@cache
+def make_app(names: tuple[str, ...] = tuple(MODULES)) -> typer.Typer:
+    """Return the program with some of its commands. Those left out are not imported."""
+    app = typer.Typer(
+        name="baton",
+        cls=CommandGroup,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        callback=_baton,
+        help=HELP,
+        epilog=examples("baton up --model models/demo", 'baton generate "import os"'),
+    )
+    for name in names:
+        found = getattr(
+            import_module(f"baton.cli.commands.{MODULES[name]}"), name.replace("-", "_")
+        )
+        if isinstance(found, typer.Typer):
+            app.add_typer(found, name=name)
+        else:
+            app.command()(found)
+    use_command_class(app)
+    return app
 
 
 def _show_version(is_wanted: bool) -> None:
@@ -46,15 +73,14 @@ def _show_version(is_wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(
-    help=unwrap("""
-    Prefill/decode-disaggregated LLM inference.
+HELP = unwrap("""
+Prefill/decode-disaggregated LLM inference.
 
-    Options are read from a file (--config), the environment (BATON_UP_PORT is --port of
-    `baton up`) and the command line; each source overrides the ones before it.
-    """),
-    epilog=examples("baton up --model models/demo", 'baton generate "import os"'),
-)
+Options are read from a file (--config), the environment (BATON_UP_PORT is --port of
+`baton up`) and the command line; each source overrides the ones before it.
+""")
+
+
 def _baton(
     config: ConfigFile = None,
     version: Annotated[
@@ -64,17 +90,17 @@ def _baton(
 ) -> None: ...
 
 
-for command in (up, demo, generate, chat, embed, run, health, doctor, reset_prefix_cache):
-    app.command()(command)
-app.add_typer(serve, name="serve")
-app.add_typer(trace, name="trace")
-app.add_typer(bench, name="bench")
-app.add_typer(adapters, name="adapters")
-app.add_typer(nodes, name="nodes")
-use_command_class(app)
+def names_of(arguments: Sequence[str]) -> tuple[str, ...]:
+    """Return the commands that a command line needs: one, or all to check a settings file."""
+    variables = (name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX))
+    reads_settings = any("config" in text.lower() for text in (*arguments, *variables))
+    is_known = bool(arguments) and arguments[0] in MODULES
+    return (arguments[0],) if is_known and not reads_settings else tuple(MODULES)
 
 
 def main() -> None:
     """Run the command line. A named error prints one line; a bug keeps its traceback."""
     prepare()
+    with quick_imports():
+        app = make_app(names_of(sys.argv[1:]))
     sys.exit(run_program(app, "baton", ENVIRONMENT_PREFIX))

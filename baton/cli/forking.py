@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from baton.cli import app
+from baton.cli import make_app
 from baton.cli.program import command_of, prepare
 from baton.imports import quick_imports
 
@@ -68,6 +68,8 @@ def _serve(connection: socket.socket) -> StartOrder | None:
 
 def parse_command_lines() -> None:
     """Build the commands of the roles with their options, which takes a process 0.1 s."""
+    with quick_imports():
+        app = make_app(("serve",))
     for command in command_of(app).commands["serve"].commands.values():
         command.make_context(command.name, [], resilient_parsing=True)
 

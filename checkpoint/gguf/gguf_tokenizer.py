@@ -104,7 +104,7 @@ def _merges(file: GgufFile) -> list[list[str]]:
     if not merges:
         raise ModelError(f"{file.path} lacks the metadata field '{PREFIX}.merges'; fetch it again")
     pairs = [merge.split(" ") for merge in merges]
-    if any(len(pair) != 2 for pair in pairs):
+    if set(map(len, pairs)) != {2}:
         raise ModelError(f"{file.path}: '{PREFIX}.merges' must hold pairs of tokens")
     return pairs
 

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import typer.testing
 from typer.testing import CliRunner, Result
 
-from baton.cli import app
+from baton.cli import make_app
 from baton.cli.command import ENVIRONMENT_PREFIX
 from baton.cli.program import command_of
 
@@ -23,7 +23,10 @@ def invoke(app: typer.Typer, arguments: Sequence[str], **options: Any) -> Result
 def complaint_about(arguments: Sequence[str], environment: Mapping[str, str] = {}) -> str:
     """Return the error message for these arguments; empty if they are valid."""
     ended = invoke(
-        app, [*arguments, "--show-config"], auto_envvar_prefix=ENVIRONMENT_PREFIX, env=environment
+        make_app(),
+        [*arguments, "--show-config"],
+        auto_envvar_prefix=ENVIRONMENT_PREFIX,
+        env=environment,
     )
     is_warned = "warning" in ended.output
     return ended.output or repr(ended.exception) if ended.exit_code or is_warned else ""

@@ -65,6 +65,7 @@ def run(
     # Slow imports, after the checks.
     with quick_imports():
         from baton.checkpoint.hub import open_checkpoint
+        from baton.engine.runner import load  # noqa: F401 - for LLM, which imports it later
         from baton.engine.runner.families.read_config import read_model_config
         from baton.engine.runner.open_runner import kind_of
         from baton.llm import LLM  # imports torch

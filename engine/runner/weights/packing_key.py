@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache
+from glob import glob
 from pathlib import Path
 
 import torch
@@ -54,7 +55,7 @@ def _digest_sources() -> str:
     digest = hashlib.sha256()
     for package in (baton.checkpoint, baton.engine.runner):
         folder = Path(str(package.__file__)).parent
-        for source in sorted(folder.rglob("*.py")):
-            digest.update(f"{source.relative_to(folder)}\n".encode())
-            digest.update(source.read_bytes())
+        for source in sorted(glob("**/*.py", root_dir=folder, recursive=True)):
+            digest.update(f"{source}\n".encode())
+            digest.update((folder / source).read_bytes())
     return digest.hexdigest()

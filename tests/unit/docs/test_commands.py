@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from baton.cli import app
+from baton.cli import make_app
 from baton.cli.command import DEFAULT_COMMAND, DefaultGroup
 from baton.cli.program import command_of
 
@@ -40,7 +40,7 @@ def unknown_in(arguments: str) -> list[str]:
         words = shlex.split(arguments, comments=True)
     except ValueError:
         return []  # a sentence with an apostrophe
-    command: Any = command_of(app)
+    command: Any = command_of(make_app())
     for word in words:
         if word in END:
             break

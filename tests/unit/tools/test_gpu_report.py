@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli import app as baton_app
+from baton.cli import make_app
 from benchmarks.cli import app as benchmarks_app
 from tests.support.command_lines import invoke
 from tools.gpu_report import MAX_SHOWN_LINES, Check, checks, report, run, vllm_outcome
@@ -58,7 +58,7 @@ def test_each_check_names_the_device_and_the_model_where_it_can() -> None:
 
 
 def test_the_commands_of_baton_and_its_benchmarks_exist_with_their_options() -> None:
-    apps = {"baton": baton_app, "benchmarks": benchmarks_app}
+    apps = {"baton": make_app(), "benchmarks": benchmarks_app}
     found = []
     for check in checks("cuda:1", "some/model"):
         name = check.command[2] if check.command[1:2] == ("-m",) else ""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from baton.cli import app
+from baton.cli import make_app, names_of
 from baton.cli.help_page import ALWAYS, FIRST_OPTIONS
 from baton.cli.program import command_of
 from benchmarks.cli import app as benchmarks_app
@@ -25,7 +27,7 @@ def commands(group: Any, *path: str) -> Iterator[tuple[str, Any]]:
 
 COMMANDS = {
     f"{program} {name}": command
-    for program, one in (("baton", app), ("python -m benchmarks", benchmarks_app))
+    for program, one in (("baton", make_app()), ("python -m benchmarks", benchmarks_app))
     for name, command in commands(command_of(one))
 }
 
@@ -91,3 +93,32 @@ def test_help_without_a_terminal_is_plain_text() -> None:
 
     assert "\x1b" not in page
     assert "Examples" in page
+
+
+def test_a_command_line_imports_its_command_alone() -> None:
+    script = """
+import sys
+from baton.cli import make_app, names_of
+make_app(names_of(["run", "Hello", "--max-tokens", "4"]))
+print(*sorted(name for name in sys.modules if name.startswith("baton.cli.commands.")))
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, text=True)
+
+    assert run.stdout.split() == ["baton.cli.commands.run"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(), ("--help",), ("runn",), ("--config", "run"), ("run", "--config=a.toml")],
+)
+def test_other_command_lines_have_all_commands(arguments: tuple[str, ...]) -> None:
+    assert names_of(arguments) == names_of(())
+    assert {"up", "run", "nodes", "reset-prefix-cache"} <= {*names_of(())}
+
+
+def test_a_settings_file_of_the_environment_is_checked_against_all_commands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("BATON_RUN_CONFIG", "a.toml")
+
+    assert names_of(("run",)) == names_of(())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import typer
 
-from baton.cli import app
+from baton.cli import make_app
 from baton.cli.commands.cluster import GIVEN, ClusterSize, UpOptions, cluster_options, up
 from baton.cli.signatures import forwarded_arguments, inherit_options, parameters_of
 from baton.cluster import ClusterOptions
@@ -63,7 +63,7 @@ def test_malformed_cpu_lists_are_refused(written: str) -> None:
 def test_the_output_path_is_checked_before_the_benchmark(
     arguments: list[str], path: str, complaint: str, tmp_path: Path
 ) -> None:
-    ended = invoke(app, [*arguments, str(tmp_path / path)], env={"COLUMNS": "1000"})
+    ended = invoke(make_app(), [*arguments, str(tmp_path / path)], env={"COLUMNS": "1000"})
 
     assert ended.exit_code == 2
     assert complaint in ended.output
@@ -71,7 +71,7 @@ def test_the_output_path_is_checked_before_the_benchmark(
 
 def test_up_and_run_default_to_the_demo_model() -> None:
     for command in ("up", "run"):
-        ended = invoke(app, [command, "--show-config"], env={"COLUMNS": "200"})
+        ended = invoke(make_app(), [command, "--show-config"], env={"COLUMNS": "200"})
         assert ended.exit_code == 0, ended.output
 
     assert (Path(demo_model()) / "config.json").exists()
@@ -86,7 +86,7 @@ def test_up_serves_http_on_loopback_by_default() -> None:
 @pytest.mark.parametrize("flag", ["--address", "--router"])
 def test_bench_accepts_the_common_and_the_former_router_option(flag: str) -> None:
     load = ["bench", "serve", flag, "http://127.0.0.1:1", "--requests", "1"]
-    ended = invoke(app, load)
+    ended = invoke(make_app(), load)
 
     assert isinstance(ended.exception, InvalidConfig)
     assert "is a URL" in str(ended.exception)
@@ -97,7 +97,7 @@ def test_tracing_is_disabled_by_off_and_by_none(written: str) -> None:
     assert build_config(TelemetryOptions, {"trace_dir": written}).trace_dir is None
     assert build_config(TelemetryOptions, {"trace_dir": "./none"}).trace_dir == Path("none")
 
-    ended = invoke(app, ["trace", "list", "--trace-dir", written])
+    ended = invoke(make_app(), ["trace", "list", "--trace-dir", written])
 
     assert isinstance(ended.exception, InvalidConfig)
     assert "keeps no traces" in str(ended.exception)
@@ -107,7 +107,7 @@ def test_the_plot_folder_is_checked_before_the_load(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in ("file", "file/below"):
         load = ["bench", "serve", "--router", "127.0.0.1:1", "--plots", str(tmp_path / folder)]
-        ended = invoke(app, load, env={"COLUMNS": "1000"})
+        ended = invoke(make_app(), load, env={"COLUMNS": "1000"})
 
         assert ended.exit_code == 2
         assert f"{tmp_path / 'file'} is not a folder" in ended.output
@@ -115,7 +115,7 @@ def test_the_plot_folder_is_checked_before_the_load(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("written", ["x", "99999", "-1", "1,,70000"])
 def test_the_doctor_refuses_invalid_ports(written: str) -> None:
-    ended = invoke(app, ["doctor", "--ports", written])
+    ended = invoke(make_app(), ["doctor", "--ports", written])
 
     assert isinstance(ended.exception, InvalidConfig)
     assert "write it like 50051,50061" in str(ended.exception)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from baton.cli import app
+from baton.cli import make_app
 from baton.cli.program import command_of
 from baton.cli.settings_file import CommandOptions, FileOption, GroupOptions, Node, read_settings
 from baton.core.errors import InvalidConfig
@@ -201,7 +201,7 @@ def test_every_setting_is_documented() -> None:
     page = (ROOT / "docs/configuration.md").read_text("utf-8").partition("## Table of settings")[2]
 
     documented = re.findall(r"^\| `([a-z-]+)` \|", page, re.MULTILINE)
-    assert sorted(documented) == sorted(settings_of(command_of(app)))
+    assert sorted(documented) == sorted(settings_of(command_of(make_app())))
 
 
 def settings_of(command: Any) -> dict[str, None]:
