@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from baton.cluster.fork_server import ClusterFailed, ForkServer
+from baton.fork_server import ClusterFailed, ForkServer
 from baton.rpc.server import parse_announcement
 
 MAX_LOG_LINES = 40

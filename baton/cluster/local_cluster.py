@@ -16,9 +16,9 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.cluster.child import Child, ChildOptions
-from baton.cluster.fork_server import ClusterFailed, ForkServer
 from baton.cluster.node_list import NodeList
 from baton.core.options import options_of
+from baton.fork_server import ClusterFailed, ForkServer
 from baton.rpc.channel import open_blocking_channel
 from baton.rpc.security.tls import PLAIN, TlsConfig
 from baton.rpc.security.tls_trouble import connection_trouble
@@ -71,11 +71,11 @@ class ClusterOptions(ChildOptions):
 class LocalCluster:
     """Cluster that starts at `with` and drains at the end of the block, router first."""
 
-    def __init__(self, options: ClusterOptions) -> None:
+    def __init__(self, options: ClusterOptions, forks: ForkServer | None = None) -> None:
         self._options = options
         self._lifetime = ExitStack()
         self._router_lifetime = ExitStack()  # ends first
-        self._forks = ForkServer(options.environment)
+        self._forks = forks or ForkServer(options.environment)
         self._numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self._spawned: list[Child] = []
         self._lists: dict[str, NodeList] = {}  # of each role, for the router

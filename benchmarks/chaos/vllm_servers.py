@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 
 from baton.cluster.child import Child, ChildOptions
-from baton.cluster.fork_server import ForkServer
+from baton.fork_server import ForkServer
 
 PROGRAM = "tests.support.vllm_program"
 REFUSED_LENGTHS = ("40", "80")  # of prompts: many of a run's, but not those of checks

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from baton.cluster import ClusterFailed
-from baton.cluster.fork_server import ForkServer
+from baton.fork_server import ForkServer
 
 # Modules that the fork servers of the tests do not know: the real one forks them.
 IDLE = "tests.support.idle_program"

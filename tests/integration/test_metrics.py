@@ -13,8 +13,8 @@ import pytest
 
 from baton.client import BatonError, Client, Finish, Generation
 from baton.cluster import Child, ClusterOptions, LocalCluster
-from baton.cluster.fork_server import ForkServer
 from baton.core.sampling import SamplingParams
+from baton.fork_server import ForkServer
 from baton.telemetry.metrics import names as metrics
 from tests.support.llm_d_metrics import EndpointMetrics, extract
 from tests.support.models import prompt_of

@@ -12,8 +12,8 @@ import pytest
 
 from baton.client import BatonError, Client, Generation, Served
 from baton.cluster import Child, ClusterOptions, LocalCluster
-from baton.cluster.fork_server import ForkServer
 from baton.core.sampling import SamplingParams
+from baton.fork_server import ForkServer
 from baton.rpc.status import remote_error
 from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from tests.support.health import health_of

@@ -11,8 +11,8 @@ from openai import OpenAI
 
 from baton.cluster import ClusterOptions, LocalCluster
 from baton.cluster.child import Child
-from baton.cluster.fork_server import ForkServer
 from baton.cluster.local_cluster import await_serving
+from baton.fork_server import ForkServer
 from tests.support.scripted_agent import THOUGHT
 
 MAX_S = 60

@@ -31,7 +31,7 @@ from typing import Any, Protocol
 
 from baton.cli.forking import fork_child_of, parse_command_lines
 from baton.cli.program import prepare
-from baton.cluster.fork_server import ChildProcess, ForkServer, adopting_orphans
+from baton.fork_server import ChildProcess, ForkServer, adopting_orphans
 
 NODES = "tests.support.preloaded_nodes"
 PRELOADED = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +18,8 @@ from baton.core.errors import InvalidConfig
 from baton.core.options import MACHINE, MODEL, NETWORK, SECURITY, TELEMETRY, Option, options_of
 from baton.demo_model import demo_model
 from baton.engine.runner.config import RunnerConfig
+from baton.fork_server import ForkServer
+from baton.imports import quick_imports
 from baton.node.options import NodeOptions
 from baton.router.model_options import ByName, parse_models
 from baton.router.options import RouterOptions
@@ -121,8 +124,6 @@ def up(context: typer.Context, **given: Any) -> None:
     Options of nodes and router are passed on to these processes. --embed adds models that embed
     or score texts.
     """
-    from baton.cli.commands.up import run_cluster
-
     if given.get("metrics_port"):
         raise InvalidConfig(
             f"--metrics-port {given['metrics_port']} cannot be shared by several processes; 0 "
@@ -144,27 +145,32 @@ def up(context: typer.Context, **given: Any) -> None:
     check_port(host, options.port)
     if http_port is not None:
         check_port(router.http_host or host, http_port, "--http-port", zero="none")
-    cluster = cluster_options(context, given["model"], size, options.embedders, without=GIVEN)
-    http = () if http_port is None else ("--http-port", str(http_port))
-    cluster = replace(
-        cluster,
-        router_arguments=(*cluster.router_arguments, *http),
-        model_name=nodes.model_name,
-        host=host,
-        port=options.port,
-        tls=make(TlsConfig, given),
-        start_timeout_s=options.start_timeout_s,
-        drain_timeout_s=options.drain_timeout_s,
-        show_logs=True,
-    )
-    embedders = [RunnerConfig(one.value, pooling=pooling) for one in options.embedders]
-    run_cluster(
-        cluster,
-        nodes.runner,
-        embedders,
-        restarts=options.restart,
-        token_file=given["token_file"],
-    )
+    with closing(ForkServer()) as forks:
+        forks.open()  # it imports at the same time as this process
+        with quick_imports():
+            from baton.cli.commands.up import run_cluster
+
+        cluster = cluster_options(context, given["model"], size, options.embedders, without=GIVEN)
+        http = () if http_port is None else ("--http-port", str(http_port))
+        cluster = replace(
+            cluster,
+            router_arguments=(*cluster.router_arguments, *http),
+            model_name=nodes.model_name,
+            host=host,
+            port=options.port,
+            tls=make(TlsConfig, given),
+            start_timeout_s=options.start_timeout_s,
+            drain_timeout_s=options.drain_timeout_s,
+            show_logs=True,
+        )
+        run_cluster(
+            cluster,
+            nodes.runner,
+            [RunnerConfig(one.value, pooling=pooling) for one in options.embedders],
+            forks=forks,
+            restarts=options.restart,
+            token_file=given["token_file"],
+        )
 
 
 def _http_port(context: typer.Context, port: int) -> int | None:

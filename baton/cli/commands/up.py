@@ -24,6 +24,7 @@ from baton.core.errors import ModelError
 from baton.core.units import format_bytes
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.open_runner import read_any_config
+from baton.fork_server import ForkServer
 from baton.interrupts import get_interruptibly
 from baton.kernels import build_missing_kernels
 from baton.rpc.channel import open_blocking_channel
@@ -43,6 +44,7 @@ def run_cluster(
     model: RunnerConfig,
     embedders: Sequence[RunnerConfig] = (),
     *,
+    forks: ForkServer,
     restarts: bool,
     token_file: Path | None,
 ) -> None:
@@ -53,6 +55,7 @@ def run_cluster(
         _prepare(each, must_embed=True)
     runner = ClusterRunner(
         options,
+        forks,
         restarts=restarts,
         example_for=partial(
             curl_example,
@@ -97,13 +100,18 @@ class ClusterRunner:
     """One cluster from start to end, with its signal handlers."""
 
     def __init__(
-        self, options: ClusterOptions, *, restarts: bool, example_for: Callable[[str], str]
+        self,
+        options: ClusterOptions,
+        forks: ForkServer,
+        *,
+        restarts: bool,
+        example_for: Callable[[str], str],
     ) -> None:
         """`example_for` returns a first request to an address of HTTP, for a shell."""
         self._options = replace(
             options, on_up=self._note_up, on_end=self._note_end, on_line=self._note_line
         )
-        self._cluster = LocalCluster(self._options)
+        self._cluster = LocalCluster(self._options, forks)
         self._example_for = example_for
         self._num_processes = options.num_nodes + 1
         self._num_up = 0

@@ -71,7 +71,7 @@ class ChildProcess:
 
 
 class ForkServer:
-    """Starts with the first process. Thread-safe."""
+    """Opened by the first process at the latest. Thread-safe."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         """`environment` adds to the variables of this process."""
@@ -79,6 +79,11 @@ class ForkServer:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
+
+    def open(self) -> None:
+        """Start the server, which then imports what all processes need."""
+        with self._lock:
+            self._connection = self._connection or self._open()
 
     def start(self, command: Sequence[str]) -> ChildProcess:
         """Fork a process that runs a module with arguments. Both of its outputs are one pipe.
@@ -90,9 +95,9 @@ class ForkServer:
         stdout = open(output)  # noqa: SIM115 - closed by its reader
         try:
             with self._lock, adopting_orphans():
-                connection = self._connection or self._open()
-                socket.send_fds(connection, [order], [theirs])
-                pid = int(connection.recv(MAX_REPLY_BYTES))
+                self._connection = self._connection or self._open()
+                socket.send_fds(self._connection, [order], [theirs])
+                pid = int(self._connection.recv(MAX_REPLY_BYTES))
         except (ConnectionError, ValueError):
             stdout.close()
             raise ClusterFailed("the server that forks processes has ended") from None
@@ -123,7 +128,6 @@ class ForkServer:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        self._connection = ours
         return ours
 
 
