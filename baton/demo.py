@@ -33,7 +33,7 @@ def run(model: str, trace_dir: Path) -> None:
     """Run the demo to its end. Raises NamedError."""
     console = Console()
     model = model or demo_model()
-    build_missing_kernels(RunnerConfig(model), open_checkpoint(model), console)
+    build_missing_kernels(RunnerConfig(model), open_checkpoint(model), lambda: console)
     finishes = _serve(console, model, trace_dir)
     _show_trace(console, trace_dir, finishes[-1].served.trace_id)
     console.print(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-
-from rich.console import Console
+from typing import TYPE_CHECKING
 
 from baton.checkpoint.checkpoint import Checkpoint
 from baton.core.errors import ModelError
@@ -20,9 +19,14 @@ from baton.engine.runner.kernels.build import (
 )
 from baton.engine.runner.open_runner import read_any_config
 
+if TYPE_CHECKING:
+    from rich.console import Console
 
-def build_missing_kernels(config: RunnerConfig, checkpoint: Checkpoint, screen: Console) -> None:
-    """Build the kernels that the model needs, if they were not built yet.
+
+def build_missing_kernels(
+    config: RunnerConfig, checkpoint: Checkpoint, open_screen: Callable[[], Console]
+) -> None:
+    """Build the kernels that the model needs, if they were not built yet, and show that.
 
     What is wrong with the model or the compiler is left to be reported by the load of the model.
     """
@@ -31,7 +35,7 @@ def build_missing_kernels(config: RunnerConfig, checkpoint: Checkpoint, screen: 
             return
         variant = best_variant(cpu_features())
         if built(variant) is None:
-            with _reporting(screen) as report:
+            with _reporting(open_screen()) as report:
                 library(variant, report)
 
 

@@ -12,8 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-
-from rich.console import Console
+from typing import TYPE_CHECKING
 
 from baton import openmp  # before what imports torch
 from baton.batch_runner import BatchRunner
@@ -42,9 +41,13 @@ from baton.engine.spec_decode.config import parse_speculation
 from baton.engine.structured_output.grammar import Grammar
 from baton.kernels import build_missing_kernels
 from baton.progress import loading_bar
-from baton.prompt_images import AnyImage, ImagePrompts
 from baton.router.pictures.formats import find_format
 from baton.text_encoder import TextEncoder
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from baton.prompt_images import AnyImage, ImagePrompts
 
 Prompt = str | Sequence[int]
 
@@ -132,8 +135,7 @@ class LLM:
             openmp.warn_if_threads_spin()
         checkpoint = open_checkpoint(model, mmproj=mmproj)
         self.tokenizer = tokenizer or checkpoint.load_tokenizer()  # before what takes longer
-        screen = Console(stderr=True, quiet=not self._shows_progress)
-        build_missing_kernels(config, checkpoint, screen)
+        build_missing_kernels(config, checkpoint, self._open_screen)
         with loading_bar(self._shows_progress) as on_progress:
             runner = self._lifetime.enter_context(open_runner(config, on_progress))
         self._runner = runner
@@ -143,6 +145,11 @@ class LLM:
         self._batches = BatchRunner(self.engine, shows_progress=self._shows_progress)
         self._grammars = build_grammars(runner)
         self._adapters = {name: self._load_adapter(folder) for name, folder in (lora or {}).items()}
+
+    def _open_screen(self) -> Console:
+        from rich.console import Console
+
+        return Console(stderr=True, quiet=not self._shows_progress)
 
     def __enter__(self) -> LLM:
         return self
@@ -365,6 +372,8 @@ class LLM:
 
     @cached_property
     def _image_prompts(self) -> ImagePrompts | None:
+        from baton.prompt_images import ImagePrompts  # imports readers of pictures
+
         images_as = find_format(self.info.checkpoint) if self.info.encodes_pictures else None
         return None if images_as is None else ImagePrompts(self.tokenizer, images_as)
 

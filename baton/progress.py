@@ -1,12 +1,9 @@
-"""Progress bars on standard error."""
+"""Progress bars on standard error. Only those that are shown import rich."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from baton.engine.runner.model_info import LoadProgress
 
@@ -16,6 +13,9 @@ def loading_bar(is_shown: bool) -> Iterator[Callable[[LoadProgress], None] | Non
     if not is_shown:
         yield None
         return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
     columns = (TextColumn("loading weights"), BarColumn(), DownloadColumn(binary_units=True))
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=None)
@@ -28,6 +28,9 @@ def generation_bar(num_prompts: int, is_shown: bool) -> Iterator[Callable[[int, 
     if not is_shown:
         yield lambda _num_ended, _num_tokens: None
         return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = (
         TextColumn("prompts"),
         BarColumn(),

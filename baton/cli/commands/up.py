@@ -88,7 +88,7 @@ def _prepare(model: RunnerConfig, *, must_embed: bool) -> FirstRequest:
             f"--embed {model.model}: the folder names no pooling; give --pooling last, mean or "
             "cls, or a folder of sentence-transformers (modules.json) or of a classifier"
         )
-    build_missing_kernels(model, checkpoint, console(stderr=True))
+    build_missing_kernels(model, checkpoint, partial(console, stderr=True))
     return first_request(
         generates=config.can_generate,
         num_labels=config.num_labels,

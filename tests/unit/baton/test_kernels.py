@@ -21,7 +21,7 @@ def shown(folder: Path, kernels: str = "auto", *, is_terminal: bool = False) -> 
     printed = io.StringIO()
     screen = Console(file=printed, force_terminal=is_terminal, width=100)
     build_missing_kernels(
-        RunnerConfig(str(folder), kernels=kernels), SafetensorsFolder(folder), screen
+        RunnerConfig(str(folder), kernels=kernels), SafetensorsFolder(folder), lambda: screen
     )
     return printed.getvalue()
 
