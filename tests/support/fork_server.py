@@ -29,8 +29,9 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, Protocol
 
+from baton.cli import MODULES, make_app
 from baton.cli.forking import fork_child_of, parse_command_lines
-from baton.cli.program import prepare
+from baton.cli.program import command_of, prepare
 from baton.fork_server import ChildProcess, ForkServer, adopting_orphans
 
 NODES = "tests.support.preloaded_nodes"
@@ -173,6 +174,7 @@ def use_servers(set_attribute: Callable[[object, str, object], object]) -> None:
         return ChildProcess(pid, open(output))
 
     set_attribute(ForkServer, "start", start_here)
+    set_attribute(ForkServer, "open", lambda _own: None)
 
 
 def can_fork(command: Sequence[str]) -> bool:
@@ -340,6 +342,8 @@ def preload() -> None:
     for name in (*PRELOADED, *PROGRAMS.values()):
         import_module(name)
     parse_command_lines()
+    for name in MODULES:
+        command_of(make_app((name,)))
 
 
 if __name__ == "__main__":
