@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from functools import cache
 from typing import Any
 
 import typer
 
 from baton.cli.command import hide_variables
-from baton.cli.errors import print_named_error, print_no_space, print_usage_error
+from baton.cli.errors import (
+    FAILED,
+    print_error,
+    print_named_error,
+    print_no_space,
+    print_usage_error,
+)
 from baton.core.errors import NamedError
 from baton.encoding import defer_stdin_errors
+
+STANDARD_INPUT, STANDARD_ERROR = 0, 2
 
 
 def prepare() -> None:
@@ -25,7 +34,26 @@ def prepare() -> None:
     os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client")
     # gRPC writes each failed handshake to standard error; Baton logs them itself.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    _check_standard_streams()
     defer_stdin_errors()
+
+
+def _check_standard_streams() -> None:
+    """Open what is closed of standard input and error, and exit if standard output is closed.
+
+    A file or connection that got the number of a closed stream would receive its texts.
+    """
+    is_closed = sys.stdin is None, sys.stdout is None, sys.stderr is None
+    if not any(is_closed):
+        return
+    while (unused := os.open(os.devnull, os.O_RDWR)) <= STANDARD_ERROR:
+        pass
+    os.close(unused)
+    sys.stdin = sys.stdin or open(STANDARD_INPUT)  # noqa: SIM115 - for the process's whole life
+    sys.stderr = sys.stderr or open(STANDARD_ERROR, "w")  # noqa: SIM115
+    if sys.stdout is None:
+        print_error("standard output is closed; redirect it, such as to /dev/null")
+        sys.exit(FAILED)
 
 
 @cache
