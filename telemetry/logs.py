@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TextIO
 
 from baton.core.errors import InvalidConfig
@@ -151,3 +152,26 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False, default=str)
+
+
+@cache
+def exporter_log() -> ExporterLog:
+    return ExporterLog()
+
+
+class ExporterLog(logging.Handler):
+    """Keeps the last log line of the SDK's exporters, which return no reason of a failure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._text = ""
+        logger = logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter")
+        logger.addHandler(self)
+        logger.propagate = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._text = record.getMessage()
+
+    @property
+    def reason(self) -> str:
+        return self._text.partition("error details: ")[2] or self._text

@@ -31,10 +31,12 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.samples import Sample
 
 from baton.telemetry import names
+from baton.telemetry.logs import exporter_log
 from baton.telemetry.metrics.names import BY_PROMETHEUS_NAME, Metric, MetricKind
 from baton.telemetry.tracing.outlet import ExportFailed
 from baton.telemetry.tracing.spans import Attributes
 
+LOG = exporter_log()
 TIMEOUT_S = 3
 CUMULATIVE = AggregationTemporality.CUMULATIVE
 NO_SPAN = 0  # a placeholder: without a span id, the encoder omits the trace id, too
@@ -58,7 +60,7 @@ class OtlpMetrics:
     def send(self) -> None:
         """Raises ExportFailed."""
         if self._exporter.export(self._read_metrics()) is not MetricExportResult.SUCCESS:
-            raise ExportFailed("the collector did not accept the metrics")
+            raise ExportFailed(f"the collector did not accept the metrics: {LOG.reason}")
 
     def close(self) -> None:
         self._exporter.shutdown(timeout_millis=TIMEOUT_S * 1000)

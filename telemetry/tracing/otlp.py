@@ -14,11 +14,13 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from baton.core.errors import NamedError
+from baton.telemetry.logs import exporter_log
 from baton.telemetry.names import SCOPE
 from baton.telemetry.tracing import spans as ours
 from baton.telemetry.tracing.otlp_json import ExportedSpan
 from baton.telemetry.tracing.outlet import ExportFailed
 
+LOG = exporter_log()
 TIMEOUT_S = 10
 MAX_BATCH = 512
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)
@@ -42,7 +44,7 @@ class OtlpExport:
         """Raises ExportFailed."""
         batch = tuple(_readable(span, resource) for span in spans)
         if self._exporter.export(batch) is not SpanExportResult.SUCCESS:
-            raise ExportFailed("the collector did not accept the spans")
+            raise ExportFailed(f"the collector did not accept the spans: {LOG.reason}")
 
     def close(self) -> None:
         self._exporter.shutdown()

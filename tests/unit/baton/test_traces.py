@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from baton.cli import main
 from baton.telemetry import names
 from baton.telemetry.options import MIB
 from baton.telemetry.resource import Process
+from baton.telemetry.tracing import otlp
 from baton.telemetry.tracing.spans import Span
 from baton.telemetry.tracing.store import TraceWriter
 from baton.telemetry.tracing.traces import Trace, find_trace, note_of, traces_of
@@ -296,3 +298,18 @@ def test_the_waterfall_shows_the_tier_load_of_a_wait(width: int) -> None:
     show_waterfall(Console(file=reported, width=width), a_trace())
 
     assert "loaded 1 block from host in 4.0 ms, 4 KiB" in reported.getvalue()
+
+
+def test_export_names_the_reason_of_a_failure_in_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    monkeypatch.setattr(otlp, "TIMEOUT_S", 1)
+
+    code = baton(monkeypatch, "trace", "export", "--otlp-endpoint", endpoint)
+
+    [line] = capsys.readouterr().err.splitlines()
+    assert code == 1
+    assert line.startswith(f"baton: error: {endpoint}: the collector did not accept the spans: ")
+    assert "refused" in line
