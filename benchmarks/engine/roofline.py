@@ -8,13 +8,14 @@ absorbed form. Norms, biases, embedding look-ups and the scales of quantized wei
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.checkpoint.checkpoint import Checkpoint
 from baton.engine.runner.attention.byte_kv import scale_bytes
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.load import KV_DTYPES
 from baton.engine.runner.model.config import (
+    AltUpConfig,
     LayerConfig,
     ModelConfig,
     MoeConfig,
@@ -142,10 +143,11 @@ def work_of(checkpoint: Checkpoint, quantize: str, kv_cache_dtype: str = "auto")
     """Return the work of a model. `quantize` applies to plain matrices of the checkpoint."""
     config = read_model_config(checkpoint)
     stored = _StoredBytes(config, checkpoint, BYTES_OF_NUMBER[quantize])
+    layers = [
+        _layer_work(config.of_layer(index), layer) for index, layer in enumerate(config.layers)
+    ]
     return Work(
-        layers=[
-            _layer_work(config.of_layer(index), layer) for index, layer in enumerate(config.layers)
-        ],
+        layers=layers if config.altup is None else _with_streams(config, config.altup, layers),
         moe=config.moe,
         head_numbers=config.vocab_size * config.hidden_size,
         number_bytes=stored.of_attention(),
@@ -155,6 +157,18 @@ def work_of(checkpoint: Checkpoint, quantize: str, kv_cache_dtype: str = "auto")
         pair_products=_pair_products(config),
         kv_number_bytes=_kv_number_bytes(kv_cache_dtype, config.head_dim),
     )
+
+
+def _with_streams(
+    config: ModelConfig, altup: AltUpConfig, layers: Sequence[LayerWork]
+) -> list[LayerWork]:
+    """Add the projections into streams to the first layer, those out of them to the last one."""
+    numbers = (altup.num_streams - 1) * config.hidden_size**2
+    first, last = (
+        replace(layer, other_numbers=layer.other_numbers + numbers)
+        for layer in (layers[0], layers[-1])
+    )
+    return [first, *layers[1:-1], last]
 
 
 def _kv_number_bytes(kv_cache_dtype: str, head_dim: int) -> float:
@@ -222,6 +236,10 @@ def _layer_work(config: ModelConfig, layer: LayerConfig) -> LayerWork:
     other += matrices * layer.mlp_size * hidden
     if config.per_layer is not None:
         other += 3 * config.per_layer.size * hidden
+    if config.altup is not None:
+        count = config.altup.num_streams
+        other += 2 * config.altup.laurel_rank * hidden
+        unquantized += count * (hidden + count + count**2)
     if moe is not None:
         shared_gate = hidden if moe.has_shared_gate else 0
         other += (moe.num_experts + matrices * moe.shared_size) * hidden + shared_gate

@@ -15,6 +15,7 @@ from baton.checkpoint.gguf.family_fields import (
     falcon_h1,
     gemma,
     gemma3,
+    gemma3n,
     gemma4,
     glm,
     glm4,
@@ -241,12 +242,26 @@ SANDWICH_NAMES = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-GEMMA4_NAMES = {
+PER_LAYER_NAMES = {
     **SANDWICH_NAMES,
-    "layer_output_scale.weight": "layer_scalar",
     "inp_gate": "per_layer_input_gate",
     "proj": "per_layer_projection",
     "post_norm": "post_per_layer_input_norm",
+}
+GEMMA3N_NAMES = {
+    **PER_LAYER_NAMES,
+    "altup_router": "altup.modality_router",
+    "altup_router_norm": "altup.router_norm",
+    "altup_predict_coef": "altup.prediction_coefs",
+    "altup_correct_coef": "altup.correction_coefs",
+    "altup_correct_scale.weight": "altup.correct_output_scale",
+    "laurel_l": "laurel.linear_left",
+    "laurel_r": "laurel.linear_right",
+    "laurel_post_norm": "laurel.post_laurel_norm",
+}
+GEMMA4_NAMES = {
+    **PER_LAYER_NAMES,
+    "layer_output_scale.weight": "layer_scalar",
     "post_ffw_norm_1": "post_feedforward_layernorm_1",
     "post_ffw_norm_2": "post_feedforward_layernorm_2",
     "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
@@ -468,6 +483,26 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         gemma3,
         layer_names=SANDWICH_NAMES,
         norm_offset=1.0,
+    ),
+    "gemma3n": GgufArchitecture(
+        "Gemma3nForCausalLM",
+        {
+            **WINDOW,
+            "num_kv_shared_layers": "attention.shared_kv_layers",
+            "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+            "altup_num_inputs": "altup.num_inputs",
+            "altup_active_idx": "altup.active_idx",
+        },
+        SOFT_CAPS,
+        GEMMA_FIXED,
+        gemma3n,
+        layer_names=GEMMA3N_NAMES,
+        global_names={  # a matrix for each stream but the first one, stacked
+            **GLOBAL_NAMES,
+            "altup_proj": "model.altup_projections.{expert}",
+            "altup_unembd_proj": "model.altup_unembed_projections.{expert}",
+        },
+        by_layer=frozenset({"intermediate_size"}),
     ),
     "gemma4": GgufArchitecture(
         "Gemma4ForCausalLM",

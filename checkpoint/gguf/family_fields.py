@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import NormalDist
+
 from baton.checkpoint.gguf.gguf_file import GgufFile
 from baton.checkpoint.gguf.metadata_fields import (
     Fields,
@@ -19,6 +21,7 @@ DEEPSEEK_GROUPS = {160: (8, 3), 256: (8, 4)}
 LLAMA4_CHUNK = 8192
 NEVER_ROTATES = 1e20  # divisor of frequencies
 MAVERICK_EXPERTS = 128
+MAX_DEVIATIONS = 8
 
 
 def qkv_bias(file: GgufFile) -> Fields:
@@ -44,6 +47,32 @@ def gemma(file: GgufFile) -> Fields:
 def gemma3(file: GgufFile) -> Fields:
     local = file.get("gemma3.rope.freq_base_swa", float, 10_000.0)
     return {**gemma(file), "rope_local_base_freq": local}
+
+
+def gemma3n(file: GgufFile) -> Fields:
+    """Return what differs by layer, and sizes that only tensors have."""
+    # Standard deviations between the mean of a layer's gates and zero: -inf is none.
+    name = "gemma3n.activation_sparsity_scale"
+    deviations = file.list_of(name, float)
+    if any(each != each or each > MAX_DEVIATIONS for each in deviations):
+        raise file.wrong(name, f"must have numbers of at most {MAX_DEVIATIONS}")
+    rows = {
+        field: file.tensors[tensor].shape[0]
+        for field, tensor in (
+            ("vocab_size_per_layer_input", "per_layer_token_embd.weight"),
+            ("laurel_rank", "blk.0.laurel_l.weight"),
+        )
+        if tensor in file.tensors
+    }
+    shares = [NormalDist().cdf(each) for each in deviations]
+    sizes = "gemma3n.feed_forward_length"
+    has_one = type(file.metadata.get(sizes)) is int
+    return {
+        "rope_local_base_freq": file.get("gemma3n.rope.freq_base_swa", float, 10_000.0),
+        "intermediate_size": file.require(sizes, int) if has_one else file.list_of(sizes, int),
+        **({"activation_sparsity_pattern": shares} if shares else {}),
+        **rows,
+    }
 
 
 def gemma4(file: GgufFile) -> Fields:

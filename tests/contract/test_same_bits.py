@@ -275,6 +275,7 @@ MODELS: tuple[tuple[str, dict[str, str]], ...] = (
     ("gemma3", {"kv_cache_dtype": "fp8"}),
     ("qwen3.5", {"kv_cache_dtype": "fp8"}),
     ("gemma4", {}),
+    ("gemma3n", {"quantize": "int8"}),
     ("deepseek-v3", {"kv_cache_dtype": "int8"}),
 )
 

@@ -210,6 +210,7 @@ def layout_of(start: int, size: int, num_groups: int) -> PassLayout:
         *EXPERTS,
         # Layers of unlike heads, with inputs of their own, and experts that are normed.
         ("gemma4", 2),
+        ("gemma3n", 2),  # means of gates over all ranks
         ("gemma4-k-eq-v", 4),
         ("gemma4-moe", 2),
         # Latent attention.
@@ -299,6 +300,7 @@ def test_groups_that_would_be_divided_are_refused(
         ("gpt-oss", False),
         ("qwen2-moe", True),
         ("gemma4", False),
+        ("gemma3n", False),
         ("deepseek-v3", False),
     ],
 )

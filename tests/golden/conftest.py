@@ -11,7 +11,7 @@ import torch
 
 from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.engine.runner.model_runner import TorchRunner
-from tests.support.families import FAMILY_VARIANTS, STATE_VARIANTS, WRAPPED_PLAIN
+from tests.support.families import FAMILY_VARIANTS, STATE_VARIANTS, WRAPPED_PLAIN, WRAPPED_TEXT
 from tests.support.models import VARIANTS, make_model_folder
 
 BLOCK_SIZE = 16
@@ -20,6 +20,9 @@ KV_CACHE_BYTES = 4 << 20
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-models-page", action="store_true", help="update its matrix")
+
+
+EVERY_VARIANT = {**FAMILY_VARIANTS, **WRAPPED_PLAIN, **WRAPPED_TEXT, **STATE_VARIANTS}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -69,7 +72,7 @@ def family_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
 
     def make(name: str) -> Path:
         if name not in made:
-            variant = {**FAMILY_VARIANTS, **WRAPPED_PLAIN, **STATE_VARIANTS}[name]
+            variant = EVERY_VARIANT[name]
             made[name] = make_model_folder(tmp_path_factory.mktemp(name), variant)
         return made[name]
 

@@ -82,7 +82,7 @@ def test_greedy_answers_start_like_those_with_unquantized_kv(
 each_family = pytest.mark.parametrize(
     "family",
     [
-        *("gemma3", "gemma4-k-eq-v", "gpt-oss", "deepseek-v3", "llama4"),
+        *("gemma3", "gemma3n", "gemma4-k-eq-v", "gpt-oss", "deepseek-v3", "llama4"),
         *("qwen3-next", "granite-4-moe", "falcon-h1"),
     ],
 )

@@ -397,6 +397,14 @@ def test_an_eagle_head_that_does_not_fit_is_refused(
         load_runner(eagle_config_of(model, head))
 
 
+def test_heads_of_models_with_streams_are_refused(tmp_path: Path) -> None:
+    model = make_model_folder(tmp_path / "model", FAMILY_VARIANTS["gemma3n"])
+    head = make_head_folder(tmp_path / "head", model, {TAPS: [0, 2, 5]})
+
+    with pytest.raises(ModelError, match="heads for models with AltUp are unsupported"):
+        load_runner(config_of(model, head))
+
+
 def change_config(folder: Path, fields: Mapping[str, Any]) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))

@@ -8,6 +8,7 @@ close.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,11 +22,12 @@ from baton.engine.core import EngineCore
 from baton.engine.factory import build_engine
 from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.scheduler.config import SchedulerConfig
-from tests.support.families import FAMILY_VARIANTS, RECURRENT
+from tests.support.families import FAMILY_VARIANTS, RECURRENT, WRAPPED_TEXT
 from tests.support.kernels import kernels_by_variant
 from tests.support.local_handoffs import LocalHandoffs
 from tests.support.models import (
     half_reference_logprobs,
+    make_model_folder,
     prompt_of,
     reference_choices,
     reference_logprobs,
@@ -111,6 +113,17 @@ def test_logprobs_equal_those_of_transformers(
     for found, row in zip(drive.logprobs, expected, strict=False):
         assert found.logprob == pytest.approx(float(row[found.token_id]), abs=TOLERANCE)
         assert [token for token, _ in found.top] == row.topk(3).indices.tolist()
+
+
+def test_a_text_model_between_towers_gives_the_tokens_of_the_text_model(
+    family_runner: LoadRunner, tmp_path: Path
+) -> None:
+    name = "gemma3n-towers"
+    folder = make_model_folder(tmp_path, replace(WRAPPED_TEXT[name], towers=None))
+
+    [tokens] = driver(family_runner(name), chunk=CHUNK).run(*drives_of([PROMPT], num_tokens=16))
+
+    assert tokens == reference_choices(folder, PROMPT, tokens, 16)
 
 
 def test_a_long_prompt_uses_the_long_factors_of_longrope(

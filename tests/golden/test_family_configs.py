@@ -23,6 +23,7 @@ NESTED = [name for name, raw in HUB_CONFIGS.items() if "text_config" in raw]
 # Without them, others of their sizes are wrong.
 NEEDED = {
     "gemma-3-27b": ("num_attention_heads",),
+    "gemma-3n-E2B": ("num_hidden_layers",),
     "gemma-4-E4B": ("num_hidden_layers",),
     "gemma-4-12B": ("num_hidden_layers",),
     "SmolVLM-256M": ("num_attention_heads", "hidden_size"),

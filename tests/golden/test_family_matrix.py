@@ -19,7 +19,13 @@ from baton.core.ids import RequestId
 from baton.engine.runner.families.table import FAMILIES
 from baton.engine.runner.kernels import torch_parts
 from baton.engine.runner.load import RunnerConfig, load_runner
-from tests.support.families import EXPERTS, FAMILY_VARIANTS, STATE_VARIANTS, WRAPPED_PLAIN
+from tests.support.families import (
+    EXPERTS,
+    FAMILY_VARIANTS,
+    STATE_VARIANTS,
+    WRAPPED_PLAIN,
+    WRAPPED_TEXT,
+)
 from tests.support.kernels import kernels_by_variant
 from tests.support.models import VARIANTS, prompt_of
 from tests.support.packed_folders import EVERY_FORMAT, FORMATS_BY_FAMILY, write_quantized
@@ -40,20 +46,38 @@ MIXTURES = (
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- matrix: begin -->\n", "<!-- matrix: end -->\n"
 PLAIN = {name: VARIANTS[name] for name in ("llama", "mistral", "qwen2", "qwen3")}
-EVERY_VARIANT = {**PLAIN, **FAMILY_VARIANTS, **WRAPPED_PLAIN, **STATE_VARIANTS}
+EVERY_VARIANT = {
+    **PLAIN,
+    **FAMILY_VARIANTS,
+    **WRAPPED_PLAIN,
+    **WRAPPED_TEXT,
+    **STATE_VARIANTS,
+}
 LENGTH = 40
 # Operations that compute nothing new: memory, indices, comparisons.
 MOVES = frozenset(
     {
-        *("arange", "cat", "clone", "contiguous", "detach", "detach_", "empty", "empty_like"),
+        *(
+            "arange",
+            "cat",
+            "clone",
+            "contiguous",
+            "copy_",
+            "detach",
+            "detach_",
+            "empty",
+            "empty_like",
+        ),
         *("eq", "flatten", "gather", "gt", "index", "index_select", "isneginf", "item"),
-        *("lift_fresh", "max", "new_ones", "randint", "reshape", "resolve_conj"),
+        *("lift_fresh", "lt", "max", "new_ones", "randint", "reshape", "resolve_conj"),
         *(
             "resolve_neg",
             "select",
+            "slice",
             "split_with_sizes",
             "to",
             "transpose",
+            "unbind",
             "unsqueeze",
             "view",
             "where",
@@ -69,6 +93,13 @@ ARITHMETIC: Mapping[str, frozenset[str]] = {
     torch_parts.COLUMN_ORDER: frozenset(),
     torch_parts.EXPERT_SCALES: frozenset({"mul"}),
     torch_parts.PER_LAYER_INPUTS: frozenset({"add", "mul"}),
+    torch_parts.STREAMS: frozenset(
+        {
+            *("add", "add_", "addcmul_", "clamp", "div", "mean", "mul", "sqrt", "square", "sub"),
+            *("sum", "tanh"),
+        }
+    ),
+    torch_parts.SPARSE_GATES: frozenset({"div", "mul", "relu_", "sqrt", "square", "sub", "sum"}),
     torch_parts.LAYER_SCALE: frozenset({"mul"}),
     torch_parts.EXPERT_SUM: frozenset({"_unique2", "index_add_", "mul"}),
 }

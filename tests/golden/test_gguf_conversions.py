@@ -60,6 +60,7 @@ VARIANTS = {
     for name, variant in {**FAMILY_VARIANTS, **STATE_VARIANTS}.items()
 }
 NAMES = (
+    "gemma3n",
     "gpt-oss",
     "deepseek-v2-lite",
     "deepseek-v2",
@@ -125,6 +126,7 @@ def test_quantized_tensors_have_the_order_of_the_folder(folder: Path) -> None:
 @pytest.mark.parametrize(
     "folder",
     [
+        "gemma3n",
         "deepseek-v3",
         "falcon-h1",
         "granite-moe",

@@ -52,6 +52,10 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
             "rank_pattern": {"up_proj": 3},
         },
     ),
+    "sparse gates beside streams of hidden states": (
+        "gemma3n",
+        {"r": 4, "target_modules": [*ATTENTION, "gate_proj", "up_proj", "down_proj"]},
+    ),
     "some layers": (
         "olmo2",
         {"r": 3, "target_modules": ["o_proj", "up_proj"], "layers_to_transform": [1]},

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from tests.support.models import Variant
+from tests.support.models import Towers, Variant
 
 MULTIPLIERS = {
     "embedding_multiplier": 6.0,
@@ -73,6 +73,30 @@ DENSE: Mapping[str, Variant] = {
             },
         },
         model_class="Gemma3ForCausalLM",
+    ),
+    # Streams of AltUp, sparse gates, MLPs of unlike sizes; the last three layers read the keys and
+    # values of earlier ones. The last tokens have no input per layer of their own.
+    "gemma3n": Variant(
+        "Gemma3nText",
+        {
+            **UNTIED,
+            "head_dim": 32,
+            "sliding_window": 24,
+            "num_hidden_layers": 7,
+            "layer_types": [
+                *["sliding_attention"] * 2,
+                *["full_attention", "sliding_attention"] * 2,
+                "full_attention",
+            ],
+            "num_kv_shared_layers": 3,
+            "intermediate_size": [96, 64, *[96] * 5],
+            "activation_sparsity_pattern": [0.8, 0.6, 0.9, *[0.0] * 4],
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": 300,
+            "laurel_rank": 12,
+            "final_logit_softcapping": 30.0,
+        },
+        model_class="Gemma3nForCausalLM",
     ),
     # Layers of unlike heads; the last three read the keys and values of earlier ones.
     "gemma4": Variant(
@@ -356,6 +380,34 @@ WRAPPED: Mapping[str, Variant] = {
     ),
     "llama4-vision": Variant(
         "Llama4", EXPERTS["llama4"].settings, vision={**VISION, **IMAGES, **PROJECTED}
+    ),
+}
+# Text models within others, whose towers transformers builds with timm.
+WRAPPED_TEXT: Mapping[str, Variant] = {
+    "gemma3n-towers": Variant(
+        "Gemma3nText",
+        {
+            **DENSE["gemma3n"].settings,
+            "num_kv_shared_layers": 0,
+            "altup_num_inputs": 3,
+            "altup_active_idx": 1,
+            "altup_correct_scale": False,
+        },
+        model_class="Gemma3nForCausalLM",
+        towers=Towers(
+            {
+                "architectures": ["Gemma3nForConditionalGeneration"],
+                "model_type": "gemma3n",
+                "vision_config": {"architecture": "mobilenetv5_300m_enc"},
+                "audio_config": {},
+            },
+            (
+                "model.vision_tower.timm_model.conv_stem.conv.weight",
+                "model.audio_tower.conformer.0.norm.weight",
+                "model.embed_vision.embedding.weight",
+                "model.embed_audio.embedding.weight",
+            ),
+        ),
     ),
 }
 # Plain families under another prefix.

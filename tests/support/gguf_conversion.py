@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +55,9 @@ PREDICTOR_NAMES = {
 F32_NAMES = (
     *("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight"),
     *("ssm_conv1d.weight", "shortconv.conv.weight"),
+    *("altup_predict_coef.weight", "altup_correct_coef.weight"),
 )
+F16_NAMES = ("altup_router.weight", "laurel_l.weight", "laurel_r.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,8 @@ def convert(
     if "layers_block_type" in config:
         plain = {"rope_type": "default", "rope_theta": 10_000.0}
         config |= {"num_hidden_layers": len(config["layers_block_type"]), "rope_parameters": plain}
+    ropes = config["rope_parameters"]
+    config |= {"rope_parameters": ropes.get("full_attention", ropes), "stacked": defaultdict(dict)}
     tensors = with_stacked_experts(_with_predictor(config, folder_tensors(folder)))
     first = f"model.layers.{config['num_hidden_layers']}."
     predictor = {name for name in tensors if name.startswith(first)}
@@ -137,7 +142,7 @@ def quantize(name: str, tensor: Tensor, kind: str) -> tuple[np.ndarray, str]:
     is_small = numbers.ndim < 2 or name.endswith(("_norm.weight", *F32_NAMES))
     if is_small or not name.endswith(".weight"):
         kind = "F32"
-    elif kind != "F32" and numbers.shape[-1] % 32:
+    elif kind != "F32" and (numbers.shape[-1] % 32 or name.endswith(F16_NAMES)):
         kind = "F16"
     return gguf.quants.quantize(numbers, gguf.GGMLQuantizationType[kind]), kind
 
@@ -501,6 +506,31 @@ def _text_alone(_: Config, name: str, tensor: Tensor) -> Named:
         yield name, tensor
 
 
+def _gemma3n(config: Config, name: str, tensor: Tensor) -> Named:
+    """The projections of all streams are stacked: they come with the last one."""
+    kind, _, number = name.removesuffix(".weight").rpartition(".")
+    if kind in ("model.altup_projections", "model.altup_unembed_projections"):
+        stacked = config["stacked"][kind]
+        stacked[int(number)] = tensor
+        if len(stacked) == config["altup_num_inputs"] - 1:
+            yield f"{kind}.weight", torch.stack([stacked[each] for each in sorted(stacked)])
+    else:
+        yield f"{name}.weight" if name.endswith("_scale") else name, tensor
+
+
+def _write_gemma3n(writer: gguf.GGUFWriter, config: Config) -> None:
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    writer.add_altup_active_idx(config["altup_active_idx"])
+    writer.add_altup_num_inputs(config["altup_num_inputs"])
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    shares = torch.tensor(config["activation_sparsity_pattern"])
+    writer.add_activation_sparsity_scale(torch.distributions.Normal(0, 1).icdf(shares).tolist())
+    types = config["layer_types"]
+    writer.add_sliding_window_pattern([each == "sliding_attention" for each in types])
+
+
 def _write_vision(writer: gguf.GGUFWriter, config: Config) -> None:
     if "moe_intermediate_size" in config:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
@@ -582,6 +612,7 @@ def _write_qwen3_linear(writer: gguf.GGUFWriter, config: Config) -> None:
 
 
 FAMILIES: Mapping[str, Family] = {
+    "Gemma3nForCausalLM": Family("gemma3n", _gemma3n, _write_gemma3n),
     "GptOssForCausalLM": Family("gpt-oss", _gpt_oss, _write_gpt_oss),
     "DeepseekV2ForCausalLM": Family("deepseek2", _deepseek, _write_deepseek),
     "DeepseekV3ForCausalLM": Family("deepseek2", _deepseek, _write_deepseek),

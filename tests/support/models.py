@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 VOCAB_SIZE = 320
@@ -24,6 +26,14 @@ CHAT_TEMPLATE = (
 
 
 @dataclass(frozen=True, slots=True)
+class Towers:
+    """What a folder has around a text model: other fields, and tensors that text does not need."""
+
+    fields: Mapping[str, Any]
+    tensors: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
 class Variant:
     """One small model: its family and the settings that differ from SMALL."""
 
@@ -33,6 +43,7 @@ class Variant:
     dtype: str = "float32"
     model_class: str = ""  # by default {family}ForCausalLM
     vision: Mapping[str, Any] | None = None  # of a model that also takes images
+    towers: Towers | None = None  # of one that transformers builds with another package
 
 
 SMALL: Mapping[str, Any] = {
@@ -101,6 +112,9 @@ VARIANTS: Mapping[str, Variant] = {
 
 def make_model_folder(folder: Path, variant: Variant, *, seed: int = 7) -> Path:
     """Write weights, configuration and tokenizer with `save_pretrained`."""
+    if variant.towers is not None:
+        text = replace(variant, towers=None)
+        return _wrap_text_model(make_model_folder(folder, text, seed=seed), variant.towers)
     model = _new_model(variant, seed)
     shard_size = "60KB" if variant.is_sharded else "1GB"
     model.save_pretrained(folder, max_shard_size=shard_size)
@@ -123,6 +137,22 @@ def save_tokenizer(folder: Path, special_tokens: Sequence[str] = ()) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_tokenizer_config(folder)
+
+
+def _wrap_text_model(folder: Path, towers: Towers) -> Path:
+    """Write the folder of a text model as that of a model with towers."""
+    text = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    names = ("dtype", "tie_word_embeddings")
+    outer = {name: text[name] for name in names} | {**towers.fields, "text_config": text}
+    (folder / "config.json").write_text(json.dumps(outer), encoding="utf-8")
+    tensors = load_file(folder / "model.safetensors")
+    wrapped = {
+        re.sub(r"^model\.", "model.language_model.", name): tensor
+        for name, tensor in tensors.items()
+    }
+    wrapped |= {name: torch.zeros(2, 2) for name in towers.tensors}
+    save_file(wrapped, folder / "model.safetensors")
+    return folder
 
 
 @cache
@@ -248,11 +278,13 @@ def _make_all_parameters_count(model: Any) -> None:
                 parameter.copy_(torch.randn_like(parameter) * 0.3)
             if (".experts." in name and parameter.ndim == 3) or name.endswith("router.weight"):
                 parameter.copy_(torch.randn_like(parameter) * 0.25)
+            if name.endswith("modality_router.weight"):  # of inputs as small as 1 / hidden_size
+                parameter.copy_(torch.randn_like(parameter) * 2)
             if name.endswith(("A_log", "mamba.D")):
                 parameter.copy_(torch.randn_like(parameter))
             if name.endswith(("conv1d.weight", "conv.conv.weight")):
                 parameter.copy_(torch.randn_like(parameter) * 0.5)
-            if name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
+            if name.endswith(("layer_scalar", "router.scale", "per_expert_scale", "output_scale")):
                 parameter.copy_(torch.rand_like(parameter) + 0.5)
             if name.endswith("mlp.gate.weight"):
                 parameter.copy_(torch.randn_like(parameter) * 0.25)

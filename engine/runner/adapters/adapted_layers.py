@@ -14,7 +14,7 @@ from baton.engine.runner.model.adapters import Place
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.layer_weights import AnyMlp, LatentProjections, Layer, ParallelMoe
 from baton.engine.runner.model.layers import DecoderLayer, LayerInput, gate_of, unfused_layers
-from baton.engine.runner.model.linear import HeadLinears, Linear, Mlp, Moe
+from baton.engine.runner.model.linear import HeadLinears, Linear, Mlp, Moe, SparseGate
 from baton.engine.runner.model.mixers import Ends, ForwardPass
 from baton.engine.runner.model.ops import MlpGate, Ops
 
@@ -140,10 +140,12 @@ class _Adapting:
         )
 
     def _mlp(self, mlp: Mlp, index: int, prefix: str = "") -> Mlp:
-        return Mlp(
-            self._linear(mlp.gate_up, index, f"{prefix}gate_up"),
-            self._linear(mlp.down, index, f"{prefix}down"),
-        )
+        gate_up, name = mlp.gate_up, f"{prefix}gate_up"
+        if isinstance(gate_up, SparseGate):
+            gate_up = replace(gate_up, gate_up=self._linear(gate_up.gate_up, index, name))
+        else:
+            gate_up = self._linear(gate_up, index, name)
+        return Mlp(gate_up, self._linear(mlp.down, index, f"{prefix}down"))
 
     def _linear(self, linear: Linear, index: int, name: str) -> Linear:
         return AdaptedLinear(linear, Place(index, name), self.active)

@@ -156,3 +156,5 @@ def _check_fit(config: HeadConfig, target: ModelConfig, fields: JsonFields) -> N
             )
     if target.latent is not None:
         raise ModelError(f"{fields.where}: heads for models with latent attention are unsupported")
+    if target.altup is not None:
+        raise ModelError(f"{fields.where}: heads for models with AltUp are unsupported")

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from baton.checkpoint.json_fields import JsonFields
 from baton.engine.runner.model.config import (
     Activation,
+    AltUpConfig,
     LayerConfig,
     ModelConfig,
     MoeConfig,
@@ -114,6 +115,21 @@ class PerLayerNames:
 
 
 @dataclass(frozen=True, slots=True)
+class AltUpNames:
+    """Names of the tensors of AltUp and LAuReL, relative to the model, and to a layer."""
+
+    projections: str = "altup_projections"  # each stream but the first one has its own
+    unembed_projections: str = "altup_unembed_projections"
+    router: str = "altup.modality_router"
+    router_norm: str = "altup.router_norm"
+    prediction: str = "altup.prediction_coefs"
+    correction: str = "altup.correction_coefs"
+    output_scale: str = "altup.correct_output_scale"
+    laurel: tuple[str, str] = ("laurel.linear_left", "laurel.linear_right")
+    laurel_norm: str = "laurel.post_laurel_norm"
+
+
+@dataclass(frozen=True, slots=True)
 class ParallelNames:
     """Names of the tensors of experts beside a dense MLP, relative to their layer."""
 
@@ -151,6 +167,7 @@ class TensorNames:
     embedding: str = "embed_tokens"  # relative to the model
     norm: str = "norm"  # of the last layer's output, relative to the model
     per_layer: PerLayerNames = PerLayerNames()
+    altup: AltUpNames = AltUpNames()
     parallel: ParallelNames = ParallelNames()
     layer_scale: str = "layer_scalar"
     spellings: Mapping[str, str] = field(default_factory=dict)  # other ones of names in layers
@@ -196,6 +213,7 @@ class Family:
     attention_scale: float | None = None  # whatever the configuration has
     norms_values: bool = False
     has_layer_scale: bool = False
+    altup: Callable[[JsonFields], AltUpConfig] | None = None
     row_scales: Callable[[ModelConfig, JsonFields], Iterable[RowScale]] | None = None
     # Returns fields with the names that other families have.
     rename: Callable[[JsonFields], JsonFields] | None = None

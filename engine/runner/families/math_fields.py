@@ -66,6 +66,7 @@ MATH_FIELDS: Mapping[str, tuple[object, ...]] = {
     "moe_layers": ([],),
     "full_attention_interval": (1,),
     "hidden_size_per_layer_input": (0,),
+    "activation_sparsity_pattern": (),
     "attention_k_eq_v": (False,),
     "enable_moe_block": (False,),
     "use_double_wide_mlp": (False,),

@@ -125,6 +125,7 @@ def _read(name: str, family: Family, fields: JsonFields, raw: JsonFields) -> Mod
         norms_values=family.norms_values,
         per_layer=_read_per_layer(family, fields),
         has_layer_scale=family.has_layer_scale,
+        altup=None if family.altup is None else family.altup(fields),
     )
     if family.has_latent:
         config = with_latent(config, fields)
@@ -196,12 +197,14 @@ def _read_per_layer(family: Family, fields: JsonFields) -> PerLayerConfig | None
         return None
     vocab_size = fields.positive_int("vocab_size")
     own = fields.positive_int("vocab_size_per_layer_input", vocab_size)
-    if own < vocab_size:
+    has_every_token = own >= vocab_size
+    if not has_every_token and family.altup is None:
         raise fields.wrong("vocab_size_per_layer_input", f"must be at least {vocab_size}")
     placeholder_id = fields.number("pad_token_id", 0)
     if placeholder_id not in range(vocab_size):
         raise fields.wrong("pad_token_id", f"must be a token id below {vocab_size}")
-    return PerLayerConfig(fields.positive_int(PER_LAYER_SIZE), own, int(placeholder_id))
+    size = fields.positive_int(PER_LAYER_SIZE)
+    return PerLayerConfig(size, own, int(placeholder_id), has_every_token=has_every_token)
 
 
 class _Ropes:

@@ -46,6 +46,14 @@ from baton.engine.runner.families.defaults import (
     QWEN3_VL_MOE,
 )
 from baton.engine.runner.families.family import Family, NormNames, RecurrentNames, TensorNames
+from baton.engine.runner.families.gemma3n import (
+    GEMMA3N,
+    GEMMA3N_FIELDS,
+    LARGEST_MLP,
+    altup,
+    gemma3n_fields,
+    gemma3n_layers,
+)
 from baton.engine.runner.families.layer_types import (
     all_without_rope,
     all_without_theta,
@@ -182,6 +190,23 @@ GEMMA3_FAMILY = Family(
     activation=Activation.GELU_TANH,
     has_local_rope=True,
     scales_embedding=True,
+)
+GEMMA3N_FAMILY = Family(
+    names=SANDWICH,
+    fields=GEMMA_FIELDS | GEMMA3N_FIELDS,
+    defaults=GEMMA3N,
+    rename=gemma3n_fields,
+    layer_types=full_every(5),
+    dense_size=LARGEST_MLP,
+    qk_norm=QkNorm.HEAD,
+    norm_rounds_once=True,
+    activation=Activation.GELU_TANH,
+    has_local_rope=True,
+    scales_embedding=True,
+    unlike_layers=gemma3n_layers,
+    attention_scale=1.0,  # the norms of queries and keys have it
+    norms_values=True,
+    altup=altup,
 )
 GEMMA4_FAMILY = Family(
     names=replace(SANDWICH, experts=GEMMA4_EXPERTS),
@@ -392,6 +417,8 @@ FAMILIES: Mapping[str, Family] = {
     "Gemma3ForConditionalGeneration": replace(
         _with_images(GEMMA3_FAMILY), sees_whole_pictures=True
     ),
+    "Gemma3nForCausalLM": GEMMA3N_FAMILY,
+    "Gemma3nForConditionalGeneration": _with_images(GEMMA3N_FAMILY),
     "Gemma4ForCausalLM": GEMMA4_FAMILY,
     "Gemma4ForConditionalGeneration": _with_images(GEMMA4_FAMILY),
     "Gemma4UnifiedForConditionalGeneration": _with_images(GEMMA4_UNIFIED_FAMILY),

@@ -39,7 +39,7 @@ def gemma4_layers(
         raise fields.wrong("use_bidirectional_attention", "must be null or 'vision'")
     are_values_keys = fields.flag("attention_k_eq_v", False)
     heads = _read_heads(fields, types, has_full_heads=are_values_keys)
-    sources = _read_sources(fields, types)
+    sources = read_sources(fields, types)
     has_experts = fields.flag("enable_moe_block", False)
     mlp_scale = 2 if fields.flag("use_double_wide_mlp", False) else 1
     return tuple(
@@ -81,7 +81,7 @@ def _read_heads(
     return heads
 
 
-def _read_sources(fields: JsonFields, types: Sequence[str]) -> Sequence[int | None]:
+def read_sources(fields: JsonFields, types: Sequence[str]) -> Sequence[int | None]:
     """Return the layers whose keys and values the layers read: the last ones those of earlier."""
     number = fields.number("num_kv_shared_layers", 0)
     first = len(types) - int(number)

@@ -18,6 +18,8 @@ COLUMN_ORDER = "order of columns (GPTQ with act-order)"
 EXPERT_SUM = "sum over the experts"
 EXPERT_SCALES = "scales of the experts"
 PER_LAYER_INPUTS = "sums of the inputs per layer"
+STREAMS = "streams of AltUp"
+SPARSE_GATES = "choice of sparse gates"
 LAYER_SCALE = "scale of the layers"
 
 
@@ -33,6 +35,8 @@ def torch_parts(config: ModelConfig, layers: Sequence[Layer]) -> list[str]:
         COLUMN_ORDER: any(native_matrix(linear) is None for linear in linears),
         EXPERT_SCALES: any(isinstance(layer.mlp, ParallelMoe) for layer in layers),
         PER_LAYER_INPUTS: config.per_layer is not None,
+        STREAMS: config.altup is not None,
+        SPARSE_GATES: any(layer.gate_deviations is not None for layer in config.layers),
         LAYER_SCALE: config.has_layer_scale and bool(mixtures),
         EXPERT_SUM: any(native_experts(moe.experts) is None for moe in mixtures),
     }
@@ -55,4 +59,4 @@ def _linears(layer: Layer) -> Iterator[Linear]:
     elif isinstance(layer.mlp, ParallelMoe):
         mlps.append(layer.mlp.dense)
     for mlp in mlps:
-        yield from (mlp.gate_up, own_part(mlp.down))
+        yield from (*parts_of(mlp.gate_up), own_part(mlp.down))

@@ -211,6 +211,8 @@ class LayerConfig:
     has_parallel_state: bool = False  # a state beside keys and values: both mix the same inputs
     # Heads of keys and values, in a model whose layers have unlike ones; None: those of the model.
     kv_heads: KvHeads | None = None
+    # Gates below so many standard deviations above their mean are zero; this is taken from others.
+    gate_deviations: float | None = None
     kv_layer: int | None = None  # whose keys and values it reads; None: its own, which it writes
     has_value_projection: bool = True  # False: values are the keys before norm and RoPE
     has_parallel_experts: bool = False  # beside the dense MLP
@@ -250,6 +252,17 @@ class PerLayerConfig:
     size: int  # of the input of one layer
     vocab_size: int
     placeholder_id: int  # whose inputs the tokens of pictures have
+    has_every_token: bool = True  # False: tokens after the last row have the inputs of token 0
+
+
+@dataclass(frozen=True, slots=True)
+class AltUpConfig:
+    """Alternating updates: layers predict several streams of hidden states, and compute one."""
+
+    num_streams: int
+    active: int  # the stream that layers compute
+    has_output_scale: bool
+    laurel_rank: int  # of the learned residual beside attention (LAuReL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +309,7 @@ class ModelConfig:
     norms_values: bool = False  # RMS norm of the values of each head, without weights
     per_layer: PerLayerConfig | None = None
     has_layer_scale: bool = False  # the output of a layer is multiplied by a number of its own
+    altup: AltUpConfig | None = None
     row_scales: tuple[RowScale, ...] = ()
     # In a KV cache that layers of another model share: the places of those with attention, and how
     # many layers with attention are before them. Without places, the cache is the model's own.

@@ -34,6 +34,15 @@ class ParallelMoe:
     expert_scales: Tensor  # [experts] in float32, of the weights of chosen experts
 
 
+@dataclass(frozen=True, slots=True)
+class Laurel:
+    """Learned residual: a low-rank product of the layer's normed input, beside attention."""
+
+    left: Linear
+    right: Linear
+    norm: Norm
+
+
 AnyMlp = Mlp | Moe | ParallelMoe
 
 
@@ -70,6 +79,7 @@ class Layer:
     state_inputs: Linear | None = None
     v_norm: Norm | None = None
     per_layer: PerLayerWeights | None = None
+    laurel: Laurel | None = None
     scale: float = 1.0  # of the layer's output
 
     @property

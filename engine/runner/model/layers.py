@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
@@ -9,7 +10,7 @@ from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 from torch import Tensor
 
 from baton.engine.runner.model.config import ModelConfig
-from baton.engine.runner.model.layer_weights import Layer, ParallelMoe
+from baton.engine.runner.model.layer_weights import Laurel, Layer, ParallelMoe
 from baton.engine.runner.model.linear import Moe
 from baton.engine.runner.model.mixers import Ends, ForwardPass, Mixer, make_mixer
 from baton.engine.runner.model.mlp import compute_moe, compute_parallel
@@ -63,6 +64,9 @@ class CopiesInput(Protocol):
         ...
 
 
+LAUREL_SCALE = math.sqrt(0.5)  # of the sum of hidden states, output of attention and residual
+
+
 @dataclass(frozen=True, slots=True)
 class UnfusedLayer:
     """Reference implementation: one operation of `Ops` after the other."""
@@ -91,7 +95,12 @@ class UnfusedLayer:
         if layer.mlp is None:
             output = _apply_norm(self.ops, output, layer.attention_norm)
         else:
-            hidden_states, mlp_input = self._add_and_norm(hidden_states, output)
+            scale = self.config.residual_scale
+            if layer.laurel is not None:
+                normed = normed if ends is None else normed[ends.indices]
+                hidden_states = _add_laurel(self.ops, layer.laurel, hidden_states, normed)
+                scale = LAUREL_SCALE
+            hidden_states, mlp_input = self._add_and_norm(hidden_states, output, scale)
             output = compute_output(self.config, self.ops, layer, mlp_input)
         if self.next_norm is None:
             return LayerInput(self.ops.add(hidden_states, output, self.config.residual_scale))
@@ -101,14 +110,16 @@ class UnfusedLayer:
     def joined(self, after: DecoderLayer) -> None:
         return None
 
-    def _add_and_norm(self, hidden_states: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+    def _add_and_norm(
+        self, hidden_states: Tensor, output: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
         """Return `hidden_states` plus the output of the mixer, and the input of the MLP."""
-        layer, config, ops = self.layer, self.config, self.ops
+        layer, ops = self.layer, self.ops
         output = _apply_norm(ops, output, layer.attention_norm)
         if layer.mlp_norm is None:
-            added = ops.add(hidden_states, output, config.residual_scale)
+            added = ops.add(hidden_states, output, scale)
             return added, added
-        return ops.add_and_norm(hidden_states, output, config.residual_scale, layer.mlp_norm)
+        return ops.add_and_norm(hidden_states, output, scale, layer.mlp_norm)
 
 
 def unfused_layers(
@@ -150,6 +161,12 @@ def compute_output(config: ModelConfig, ops: Ops, layer: Layer, mlp_input: Tenso
         assert layer.mlp is not None
         output = ops.compute_mlp(layer.mlp, gate, mlp_input)
     return _apply_norm(ops, output, layer.mlp_output_norm)
+
+
+def _add_laurel(ops: Ops, laurel: Laurel, hidden_states: Tensor, normed: Tensor) -> Tensor:
+    """Return the sum of hidden states, normed input and learned residual, scaled."""
+    learned = ops.rms_norm(laurel.right(laurel.left(normed)), laurel.norm)
+    return (hidden_states + normed + learned) * LAUREL_SCALE
 
 
 def _apply_norm(ops: Ops, hidden_states: Tensor, norm: Norm | None) -> Tensor:

@@ -84,13 +84,42 @@ class ExtendedLinear:
         raise TypeError("only the rows of an embedding are looked up")
 
 
+@dataclass(frozen=True, slots=True)
+class SparseGate:
+    """Implements `Linear` by the rows of gates, then of up: only outstanding gates are above zero.
+
+    The mean of a token's gates and some standard deviations are taken from each.
+    """
+
+    gate_up: Linear
+    num_gates: int  # of all ranks
+    deviations: float
+    add_up: Callable[[Tensor], Tensor] | None  # sums of ranks; None: these gates are all
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        gate_up = self.gate_up(hidden_states)
+        gates = gate_up[:, : gate_up.shape[1] // 2]
+        above = gates.float()
+        above = above - self._mean(above)
+        above = above - self._mean(above.square()).sqrt() * self.deviations
+        gates.copy_(above.relu_())
+        return gate_up
+
+    def rows(self, row_ids: Tensor) -> Tensor:
+        raise TypeError("only the rows of an embedding are looked up")
+
+    def _mean(self, numbers: Tensor) -> Tensor:
+        total = numbers.sum(-1, keepdim=True)
+        return (total if self.add_up is None else self.add_up(total)) / self.num_gates
+
+
 def parts_of(linear: Linear) -> Sequence[Linear]:
     """Return the layers that a layer consists of, or itself."""
     if isinstance(linear, SplitLinear):
         return linear.first, linear.second
-    return (
-        (linear.plain, linear.down, linear.up) if isinstance(linear, ExtendedLinear) else [linear]
-    )
+    if isinstance(linear, ExtendedLinear):
+        return linear.plain, linear.down, linear.up
+    return [linear.gate_up if isinstance(linear, SparseGate) else linear]
 
 
 @dataclass(frozen=True, slots=True)

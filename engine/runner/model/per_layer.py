@@ -32,6 +32,7 @@ class PerLayerInputs:
     projection: Linear  # of a token's embedding, likewise
     norm: Norm  # of the projection, layer by layer
     placeholder_id: int
+    num_rows: int | None = None  # if tokens from this one on have the rows of token 0
 
     def compute(self, token_ids: Tensor, embeddings: Tensor, given: Tensor | None) -> Tensor:
         """Return [tokens, layers, size].
@@ -41,6 +42,8 @@ class PerLayerInputs:
         """
         if given is not None:
             token_ids = token_ids.index_fill(0, given, self.placeholder_id)
+        if self.num_rows is not None:
+            token_ids = token_ids.where(token_ids < self.num_rows, 0)
         projected = self.projection(embeddings) * embeddings.shape[1] ** -0.5
         by_layer = projected.view(len(token_ids) * self.num_layers, -1)
         normed = self.ops.rms_norm(by_layer, self.norm)
@@ -74,16 +77,20 @@ class ExtendedLayer:
             own = forward_pass.per_layer_inputs
             assert own is not None
             own = own[:, self.index] if ends is None else own[ends.indices, self.index]
-            added = self._gated(self.weights, hidden_states, own)
+            added = gate_own_input(self.ops, self.gate, self.weights, hidden_states, own)
             hidden_states = self.ops.add(hidden_states, added, 1.0)
         return LayerInput(hidden_states if self.scale == 1.0 else hidden_states * self.scale)
 
     def joined(self, after: DecoderLayer) -> None:
         return None
 
-    def _gated(self, weights: PerLayerWeights, hidden_states: Tensor, own: Tensor) -> Tensor:
-        gated = self.ops.apply_gate(torch.cat((weights.gate(hidden_states), own), dim=1), self.gate)
-        return self.ops.rms_norm(weights.projection(gated), weights.norm)
+
+def gate_own_input(
+    ops: Ops, gate: MlpGate, weights: PerLayerWeights, hidden_states: Tensor, own: Tensor
+) -> Tensor:
+    """Return what a layer adds to its output: its own input, gated by the hidden states."""
+    gated = ops.apply_gate(torch.cat((weights.gate(hidden_states), own), dim=1), gate)
+    return ops.rms_norm(weights.projection(gated), weights.norm)
 
 
 def extend_layers(
@@ -95,11 +102,11 @@ def extend_layers(
     return [
         own
         if own.extends_output
-        else ExtendedLayer(_alone(own), index, ops, gate_of(config), layer.per_layer, layer.scale)
+        else ExtendedLayer(alone(own), index, ops, gate_of(config), layer.per_layer, layer.scale)
         for index, (own, layer) in enumerate(zip(made, layers, strict=True))
     ]
 
 
-def _alone(layer: DecoderLayer) -> DecoderLayer:
+def alone(layer: DecoderLayer) -> DecoderLayer:
     """Return a layer that does not compute the norm of the next one: its output changes first."""
     return replace(layer, next_norm=None) if isinstance(layer, UnfusedLayer) else layer

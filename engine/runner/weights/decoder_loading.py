@@ -17,17 +17,19 @@ from baton.engine.runner.model.decoder import Decoder
 from baton.engine.runner.model.layer_weights import (
     AnyMlp,
     LatentProjections,
+    Laurel,
     Layer,
     ParallelMoe,
     PerLayerWeights,
 )
 from baton.engine.runner.model.layers import DecoderLayer
-from baton.engine.runner.model.linear import Linear, Mlp, Moe, Router
+from baton.engine.runner.model.linear import Linear, Mlp, Moe, Router, SparseGate
 from baton.engine.runner.model.ops import Norm, Ops
 from baton.engine.runner.model.per_layer import PerLayerInputs, extend_layers
 from baton.engine.runner.model.rank_group import DividedVocabulary, RankGroup, SummedLinear
 from baton.engine.runner.model.rope import head_order, repeat_order
 from baton.engine.runner.model_info import LoadProgressCallback
+from baton.engine.runner.weights.altup_loading import stream_layers
 from baton.engine.runner.weights.latent_loading import LatentLoader
 from baton.engine.runner.weights.recurrent_loading import load_recurrent
 from baton.engine.runner.weights.row_orders import joined_order
@@ -74,7 +76,10 @@ def load_decoder(
     made = parts.make_layers(config, layers)
     if adapt is not None:
         made = adapt(layers, made)
-    made = extend_layers(config, parts.ops, layers, made)
+    if config.altup is None:
+        made = extend_layers(config, parts.ops, layers, made)
+    else:
+        made = stream_layers(config.altup, tensors, loader, parts.ops, layers, made)
     waits = any(list(map(parts.waits_for_experts, mixtures)))  # of all: this joins the experts
     # The kernels of GPUs are those of experts with gates.
     waits = waits or (bool(mixtures) and not config.activation.is_gated)
@@ -111,6 +116,7 @@ def _load_per_layer_inputs(
         loader.linear([projection], has_bias=False),
         loader.norm(norm),
         config.per_layer.placeholder_id,
+        None if config.per_layer.has_every_token else config.per_layer.vocab_size,
     )
 
 
@@ -201,6 +207,7 @@ class _LayerLoader:
             recurrent=recurrent,
             v_norm=self._loader.unweighted_norm(config.head_dim) if config.norms_values else None,
             per_layer=self._per_layer(),
+            laurel=None if config.altup is None else self._laurel(),
             scale=self._scale(),
         )
         return self._with_state(whole) if layer.has_parallel_state else whole
@@ -225,6 +232,12 @@ class _LayerLoader:
         return PerLayerWeights(
             self._linear(gate, False), self._linear(projection, False), self._loader.norm(norm)
         )
+
+    def _laurel(self) -> Laurel:
+        names = self._names.altup
+        left, right = (self._linear([name], False) for name in names.laurel)
+        norm = self._tensors.in_layer(self._index, names.laurel_norm)
+        return Laurel(left, right, self._loader.norm(norm))
 
     def _scale(self) -> float:
         if not self._config.has_layer_scale:
@@ -273,7 +286,15 @@ class _LayerLoader:
     def _any_mlp(self, layer: LayerConfig) -> AnyMlp:
         if layer.has_parallel_experts:
             return self._parallel_moe()
-        return self._mlp(self._names.gate_up, self._names.down) if layer.mlp_size else self._moe()
+        if not layer.mlp_size:
+            return self._moe()
+        mlp, deviations = self._mlp(self._names.gate_up, self._names.down), layer.gate_deviations
+        if deviations is None:
+            return mlp
+        num_gates, add_up = layer.mlp_size, None
+        if self._group is not None:
+            num_gates, add_up = num_gates * self._group.shard.size, self._group.all_reduce
+        return replace(mlp, gate_up=SparseGate(mlp.gate_up, num_gates, deviations, add_up))
 
     def _parallel_moe(self) -> ParallelMoe:
         names, loader, moe = self._names.parallel, self._loader, self._moe()

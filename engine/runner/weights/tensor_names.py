@@ -13,6 +13,7 @@ from baton.core.errors import ModelError
 from baton.engine.runner.families.family import NEXT_BLOCK, ExpertNames, TensorNames
 from baton.engine.runner.families.table import FAMILIES
 from baton.engine.runner.model.config import (
+    AltUpConfig,
     LatentConfig,
     ModelConfig,
     MoeConfig,
@@ -92,6 +93,13 @@ class TensorMap:
             return names[:1]
         return names if layer.has_value_projection else names[:2]
 
+    def stream_projections(self) -> Sequence[str]:
+        """Return the names of the projections into streams, then of those out of them."""
+        names, altup = self.names.altup, self.config.altup
+        others = range(0 if altup is None else altup.num_streams - 1)
+        kinds = (names.projections, names.unembed_projections)
+        return [f"{self.prefix}{kind}.{number}" for kind in kinds for number in others]
+
     def shapes(self) -> dict[str, Shape]:
         """Return the shape of each tensor as if no matrix was quantized."""
         return {name: _shape(axes) for name, axes in self._shapes()}
@@ -154,6 +162,9 @@ class TensorMap:
             yield f"{self.prefix}{names.embedding}.weight", (config.per_layer.vocab_size, rows)
             yield f"{self.prefix}{names.projection}.weight", (rows, config.hidden_size)
             yield f"{self.prefix}{names.norm}.weight", (size,)
+        if config.altup is not None:
+            for name in self.stream_projections():
+                yield f"{name}.weight", (config.hidden_size, config.hidden_size)
         for index in range(config.num_layers):
             for name, shape in self._layer_shapes(index):
                 yield self.in_layer(index, name), shape
@@ -173,12 +184,26 @@ class TensorMap:
             yield from _linear(own.layer_gate, size, config.hidden_size, False)
             yield from _linear(own.layer_projection, config.hidden_size, size, False)
             yield f"{own.layer_norm}.weight", (config.hidden_size,)
+        if config.altup is not None:
+            yield from self._altup_shapes(config.altup)
         if layer.mlp_size:
             yield from self._mlp_shapes(names.gate_up, names.down, layer.mlp_size)
         if layer.has_experts and config.moe is not None and names.experts is not None:
             yield from self._moe_shapes(config.moe, names.experts)
             if layer.has_parallel_experts:
                 yield from self._parallel_shapes(config.moe)
+
+    def _altup_shapes(self, altup: AltUpConfig) -> Shapes:
+        hidden, names, count = self.config.hidden_size, self.names.altup, altup.num_streams
+        yield from _linear(names.router, count, hidden, False)
+        yield f"{names.router_norm}.weight", (hidden,)
+        yield from _linear(names.prediction, count * count, count, False)
+        yield from _linear(names.correction, count, count, False)
+        yield names.output_scale, (hidden,)
+        left, right = names.laurel
+        yield from _linear(left, altup.laurel_rank, hidden, False)
+        yield from _linear(right, hidden, altup.laurel_rank, False)
+        yield f"{names.laurel_norm}.weight", (hidden,)
 
     def _attention_shapes(self, index: int) -> Shapes:
         config, names = self.config.of_layer(index), self.names

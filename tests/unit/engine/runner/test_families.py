@@ -466,7 +466,7 @@ def test_each_architecture_but_plain_text_ones_has_a_published_example() -> None
     named = {raw["architectures"][0] for raw in HUB_CONFIGS.values()}
     text_alone = {
         *("Ministral3ForCausalLM", "MinistralForCausalLM", "Llama4ForCausalLM"),
-        "Gemma4ForCausalLM",
+        *("Gemma3nForCausalLM", "Gemma4ForCausalLM"),
         *("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
     }
     assert FAMILIES.keys() - named == text_alone

@@ -26,6 +26,10 @@ GEMMA4 = {
     **HUB_CONFIGS["gemma-4-E4B"]["text_config"],
 }
 
+GEMMA3N = {
+    "architectures": ["Gemma3nForCausalLM"],
+    **HUB_CONFIGS["gemma-3n-E2B"]["text_config"],
+}
 
 SHARED_ROPE = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
 ROPES = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
@@ -83,6 +87,22 @@ def read(folder: Path, raw: Mapping[str, Any]) -> ModelConfig:
         (GRANITE, {"layer_types": None}, "'layer_types' is missing; it must list 40 of"),
         (GRANITE, {"layer_types": ["mamba"] * 40}, "'layer_types'.*at least one layer with full"),
         (GRANITE, {"position_embedding_type": "alibi"}, "'position_embedding_type'.*'nope'"),
+        (
+            LLAMA,
+            {"activation_sparsity_pattern": [0.9]},
+            "'activation_spar.*changes the computation",
+        ),
+        (GEMMA3N, {"activation_sparsity_pattern": [0.9]}, "'activation_spars.*each of 30 layers"),
+        (GEMMA3N, {"activation_sparsity_pattern": [1.0] * 30}, "'activation_sparsity_.*below 1"),
+        (GEMMA3N, {"intermediate_size": [8192] * 29}, "'intermediate_size' is.*each of 30 layers"),
+        (GEMMA3N, {"intermediate_size": [0.5] * 30}, "'intermediate_size' is.*whole numbers"),
+        (GEMMA3N, {"intermediate_size": []}, "'intermediate_size' is \\[\\].*whole numbers"),
+        (GEMMA3N, {"num_hidden_layers": 10**9}, "'num_hidden_layers'.*at most"),
+        (GEMMA3N, {"altup_num_inputs": 1}, "'altup_num_inputs' is 1; it must be from 2 to 64"),
+        (GEMMA3N, {"altup_active_idx": 4}, "'altup_active_idx' is 4.*one of 4 inputs"),
+        (GEMMA3N, {"laurel_rank": 0}, "'laurel_rank' is 0.*above 0"),
+        (GEMMA3N, {"hidden_size_per_layer_input": 0}, "'hidden_size_per_layer_input' is 0.*above"),
+        (GEMMA3N, {"num_kv_shared_layers": 27}, "'num_kv_shared_layers' is 27.*a layer of each"),
         (GEMMA4, {"num_kv_shared_layers": 42}, "'num_kv_shared_layers' is 42.*a layer of each"),
         (GEMMA4, {"num_kv_shared_layers": 38}, "'num_kv_shared_layers' is 38.*a layer of each"),
         (GEMMA4, {"num_kv_shared_layers": -1}, "'num_kv_shared_layers' is -1.*a layer of each"),
