@@ -219,6 +219,7 @@ def _build_card(
         num_host_blocks=0 if tiers is None else tiers.host.memory.num_blocks,
         vector_size=runner.info.vector_size,
         has_labels=runner.info.has_labels,
+        pools_tokens=runner.info.pools_tokens,
         generates=runner.info.can_generate,
         encodes_pictures=runner.info.encodes_pictures,
         encoding_row_bytes=0 if rows is None else rows.row_bytes,

@@ -47,6 +47,7 @@ class NodeCard:
     num_host_blocks: int = 0  # that fit into its host memory tier
     vector_size: int = 0  # of a pooled prompt; 0: the model does not pool
     has_labels: bool = False  # the vector has scores of labels; otherwise it is an embedding
+    pools_tokens: bool = False  # only tokens have vectors, as in ColBERT's models
     generates: bool = True
     max_loras: int = 0  # different adapters in a batch; 0: it serves none
     logprobs_mode: str = RAW_LOGPROBS

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from baton.checkpoint.checkpoint import Checkpoint, GenerationDefaults
 from baton.core.media import PictureRows
-from baton.core.pooling import Pooling
+from baton.core.pooling import Pooling, PoolingKind
 from baton.engine.kv_cache.groups import CacheLayout
 from baton.kv_transfer.fence import Fence
 from baton.kv_transfer.layout import KvLayout
@@ -62,6 +62,10 @@ class ModelInfo:
     @property
     def has_labels(self) -> bool:
         return self.pooling is not None and self.pooling.num_labels > 0
+
+    @property
+    def pools_tokens(self) -> bool:
+        return self.pooling is not None and self.pooling.kind is PoolingKind.TOKENS
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ class ServedModel:
     generates: bool = True
     vector_size: int = 0  # of a pooled prompt; 0: the model does not pool
     has_labels: bool = False  # the vector has scores of labels
+    pools_tokens: bool = False  # only tokens have vectors
     # Now or before. A decoder that only embeds has prefill nodes alone.
     has_decode_nodes: bool = False
     follows_predictions: bool = False  # on some decode node
@@ -36,9 +37,13 @@ class ServedModel:
     @property
     def tasks(self) -> tuple[str, ...]:
         """Names of the tasks, as vLLM has them."""
-        pooling = ("classify" if self.has_labels else "embed",) if self.vector_size else ()
         generating = ("generate",) if self.generates and self.has_decode_nodes else ()
-        return (*generating, *pooling)
+        if not self.vector_size:
+            return generating
+        if self.has_labels:
+            return (*generating, "classify")
+        embedding = ("token_embed",) if self.pools_tokens else ("embed", "token_embed")
+        return (*generating, *embedding)
 
 
 MAX_LISTED = 20  # names
@@ -152,6 +157,7 @@ def _served_model(cards: Sequence[NodeCard], *, has_decode_nodes: bool) -> Serve
         generates=not cards or any(card.generates for card in cards),
         vector_size=max((card.vector_size for card in cards), default=0),
         has_labels=any(card.has_labels for card in cards),
+        pools_tokens=any(card.pools_tokens for card in cards),
         has_decode_nodes=has_decode_nodes,
         follows_predictions=any(card.follows_predictions for card in limiting),
         prompt_embeds_size=max((card.prompt_embeds_size for card in cards), default=0),

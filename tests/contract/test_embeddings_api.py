@@ -231,6 +231,29 @@ def test_pooling_returns_a_vector_of_each_token(text: TextBoundary) -> None:
     run(check, text, nodes=nodes)
 
 
+def test_models_with_vectors_of_tokens_alone_score_by_max_sim(text: TextBoundary) -> None:
+    query, *documents = (by_token(text.token_ids(TextPrompt(each))) for each in TEXTS)
+    wanted = [max_sim(query, each) for each in documents]
+
+    async def check(client: AsyncOpenAI, router: HttpRouter) -> None:
+        body: Body = {"text_1": TEXTS[0], "text_2": TEXTS[1:]}
+        found = await post(client, router, "/v1/score", body)
+        assert [each["score"] for each in found["data"]] == pytest.approx(wanted)
+        both = await post(client, router, "/v1/score", {"text_1": TEXTS, "text_2": TEXTS})
+        assert both["data"][0]["score"] == pytest.approx(max_sim(query, query))
+        body = {"query": TEXTS[0], "documents": TEXTS[1:], "top_n": 1}
+        [best] = (await post(client, router, "/v1/rerank", body))["results"]
+        assert best["relevance_score"] == pytest.approx(max(wanted))
+        listed = await client.models.list()
+        assert listed.data[0].model_dump()["tasks"] == ["token_embed"]
+
+    run(check, text, table=embedders(pools_tokens=True, generates=False))
+
+
+def max_sim(query: Any, document: Any) -> float:
+    return sum(max(float(own @ other) for other in document) for own in query)
+
+
 def test_pooling_of_classifiers() -> None:
     async def check(client: AsyncOpenAI, router: HttpRouter) -> None:
         for body in ({"input": [3]}, {"input": [3], "task": "classify"}):

@@ -194,7 +194,7 @@ def test_tokens_and_models_are_those_of_each_model(
         listed = {each.id: each.model_extra or {} for each in (await client.models.list()).data}
         assert {name: (each["tasks"], each["root"]) for name, each in listed.items()} == {
             "chat": (["generate"], "/models/chat"),
-            "embedder": (["embed"], "/models/embedder"),
+            "embedder": (["embed", "token_embed"], "/models/embedder"),
             "reranker": (["classify"], "/models/reranker"),
         }
 
@@ -210,7 +210,7 @@ def test_grpc_clients_name_the_model() -> None:
         ):
             assert (await client.model()).name == "chat"
             embedder = await client.model("embedder")
-            assert (embedder.name, embedder.tasks) == ("embedder", ("embed",))
+            assert (embedder.name, embedder.tasks) == ("embedder", ("embed", "token_embed"))
             assert len(await client.embed([[3, 4]], model="embedder")) == 1
             for request in (
                 client.model("other"),

@@ -111,7 +111,7 @@ def test_further_models_embed_on_nodes_of_their_own(
         with OpenAI(base_url=address[0], api_key="none", max_retries=0) as client:
             limits = {each.id: (each.model_extra or {}) for each in client.models.list().data}
             assert {name: each["tasks"] for name, each in limits.items()} == {
-                "vectors": ["embed"],
+                "vectors": ["embed", "token_embed"],
                 "writer": ["generate"],
             }
             assert limits["vectors"]["max_model_len"] > limits["writer"]["max_model_len"] == 64

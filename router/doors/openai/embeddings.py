@@ -122,7 +122,11 @@ class Vectors:
         firsts: Sequence[str],
         seconds: Sequence[str],
     ) -> tuple[list[float], list[EmbeddedText]]:
-        """Return a score of each pair: that of a classifier, or else the embeddings' cosine."""
+        """Return a score of each pair.
+
+        It is that of a classifier, the cosine of embeddings, or of models that give vectors of
+        tokens alone, MaxSim.
+        """
         with request.scope.ending_on_error():
             served = self._served(model)
         if served.has_labels:
@@ -136,10 +140,15 @@ class Vectors:
             found = await self._run(request, body, model, [PairPrompt(*pair) for pair in pairs])
             return [float(text.vector[0]) for text in found], found
         texts = [TextPrompt(text) for text in (*firsts, *seconds)]
-        found = await self._run(request, body, model, texts)
+        task, similarity = (TOKEN_EMBED, _max_sim) if served.pools_tokens else (EMBED, _cosine)
+        found = await self._run(request, body, model, texts, task)
         left, right = found[: len(firsts)], found[len(firsts) :]
-        vectors = zip(_repeated(left, len(right)), right, strict=True)
-        return [_cosine(one.vector, other.vector) for one, other in vectors], found
+        pairs_of_texts = zip(_repeated(left, len(right)), right, strict=True)
+
+        def score() -> list[float]:
+            return [similarity(one.vector, other.vector) for one, other in pairs_of_texts]
+
+        return await request.body.run(score), found
 
     async def _run(
         self,
@@ -261,6 +270,11 @@ def _text_of(document: str | dict[str, Any]) -> str:
 def _cosine(one: Floats, other: Floats) -> float:
     lengths = float((one @ one) * (other @ other)) ** 0.5
     return float(one @ other) / lengths if lengths else 0.0
+
+
+def _max_sim(query: Floats, document: Floats) -> float:
+    """Return the sum over the query's tokens of the largest similarity with a document's token."""
+    return float((query @ document.T).max(axis=1).sum())
 
 
 def _encode_numbers(vector: Floats) -> list[float] | LazyArray:

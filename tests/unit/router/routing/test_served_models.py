@@ -54,7 +54,7 @@ def test_a_decoder_on_prefill_nodes_alone_only_embeds() -> None:
 
     assert table.find_model("") == ModelVariant("chat")
     served = table.served_model(ModelVariant("decoder"))
-    assert (served.tasks, served.max_model_len) == (("embed",), 64)
+    assert (served.tasks, served.max_model_len) == (("embed", "token_embed"), 64)
 
     table.lose(decode.address)  # a request waits for its return instead of being refused
     assert table.find_model("") == ModelVariant("chat")
@@ -114,14 +114,16 @@ def test_a_request_that_must_name_a_model_is_refused_with_the_list(
 def test_tasks_of_models() -> None:
     labels = an_embedder("labels", has_labels=True)
     both = [that_embeds(node, vector_size=4) for node in a_pair_of("both")]
-    table = a_table(*a_pair_of("chat"), an_embedder(), labels, *both)
+    late = an_embedder("late", pools_tokens=True)
+    table = a_table(*a_pair_of("chat"), an_embedder(), labels, late, *both)
 
     tasks = {name: table.served_model(table.find_model(name)).tasks for name in table.models}
     assert tasks == {
         "chat": ("generate",),
-        "embedder": ("embed",),
+        "embedder": ("embed", "token_embed"),
         "labels": ("classify",),
-        "both": ("generate", "embed"),
+        "late": ("token_embed",),
+        "both": ("generate", "embed", "token_embed"),
     }
 
 
