@@ -131,6 +131,7 @@ class GgufTensors:
         rows, columns = tensor.row_order(), tensor.column_order()
         whole = whole if rows is None else whole[torch.tensor(rows)]
         whole = whole if columns is None else whole[..., torch.tensor(columns)]
+        whole = whole.transpose(0, 1) if change.swaps_dimensions else whole
         whole = whole.reshape(tensor.shape)
         if change.is_rate:
             return (-whole).log()

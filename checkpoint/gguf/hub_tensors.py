@@ -47,6 +47,7 @@ class Change:
     is_rate: bool = False  # llama.cpp has -exp() of the hub's numbers
     is_by_head: bool = False  # the hub has the rows of all tensors of a head one after another
     is_transposed: bool = False  # by head
+    swaps_dimensions: bool = False  # the first two, of three
 
     @property
     def is_of_numbers(self) -> bool:

@@ -46,6 +46,13 @@ GEMMA4 = {
     "v.std_bias": "std_bias",
     "v.std_scale": "std_scale",
 }
+GEMMA4_UNIFIED = {
+    "v.patch_norm.1": "patch_ln1",
+    "v.patch_embd": "patch_dense",
+    "v.patch_norm.2": "patch_ln2",
+    "v.position_embd.weight": "pos_embedding",
+    "v.patch_norm.3": "pos_norm",
+}
 # Bounds have the names of linear layers without their end.
 GEMMA4_LAYER = {
     "ln1": "input_layernorm",
@@ -164,6 +171,26 @@ def _gemma4(file: GgufFile) -> Fields:
     }
 
 
+def _gemma4_unified(file: GgufFile) -> Fields:
+    positions = file.tensors.get("v.position_embd.weight")
+    return {
+        "pooling_kernel_size": _scale(file, 3),
+        "mm_posemb_size": 0 if positions is None else positions.shape[1],
+        "rms_norm_eps": file.require("clip.vision.attention.layer_norm_epsilon", float),
+    }
+
+
+def _by_colour(count: int) -> list[int]:
+    """Return the place of each number of a patch where those of a colour follow each other."""
+    num_pixels = count // 3
+    return [colour * num_pixels + pixel for pixel in range(num_pixels) for colour in range(3)]
+
+
+def _swap(shape: Shape) -> Shape:
+    first, second, *others = (*shape, 1, 1)[: max(2, len(shape))]
+    return second, first, *others
+
+
 def _gemma4_sight(_: GgufFile, text: GgufFile) -> Fields:
     """Return whether a picture's tokens see each other, as in models without inputs per layer.
 
@@ -274,6 +301,21 @@ _QWEN2 = ProjectorFamily(
         "v.patch_embd.weight.1": Change(shape=_two_frames),
     },
 )
+_GEMMA4 = ProjectorFamily(
+    text="gemma4",
+    hub_name="Gemma4ForConditionalGeneration",
+    model_type="gemma4",
+    tower="model.vision_tower.",
+    layers="encoder.layers",
+    names=GEMMA4,
+    layer_names=GEMMA4_LAYER,
+    sizes={name: key for name, key in SIGLIP_SIZES.items() if name != "image_size"},
+    vision=_gemma4,
+    outer=_gemma4_sight,
+    processor=lambda _: {},
+    projector={"mm.input_projection": "model.embed_vision.embedding_projection"},
+    ignored=("a.", "mm.a."),
+)
 PROJECTORS: Mapping[str, ProjectorFamily] = {
     "gemma3": replace(
         _IDEFICS3,
@@ -289,21 +331,22 @@ PROJECTORS: Mapping[str, ProjectorFamily] = {
         },
         changes={"mm.soft_emb_norm": Change(offset=1.0)},
     ),
-    "gemma4v": ProjectorFamily(
-        text="gemma4",
-        hub_name="Gemma4ForConditionalGeneration",
-        model_type="gemma4",
-        tower="model.vision_tower.",
-        layers="encoder.layers",
-        names=GEMMA4,
-        layer_names=GEMMA4_LAYER,
-        sizes={name: key for name, key in SIGLIP_SIZES.items() if name != "image_size"},
-        vision=_gemma4,
-        outer=_gemma4_sight,
-        processor=lambda _: {},
-        projector={"mm.input_projection": "model.embed_vision.embedding_projection"},
-        ignored=("a.", "mm.a."),
+    "gemma4uv": replace(
+        _GEMMA4,
+        hub_name="Gemma4UnifiedForConditionalGeneration",
+        model_type="gemma4_unified",
+        tower="model.vision_embedder.",
+        names=GEMMA4_UNIFIED,
+        layer_names={},
+        sizes={"patch_size": "patch_size", "mm_embed_dim": "embedding_length"},
+        vision=_gemma4_unified,
+        changes={
+            "v.patch_embd.weight": Change(columns=_by_colour),
+            "v.patch_norm.1": Change(rows=_by_colour),
+            "v.position_embd.weight": Change(shape=_swap, swaps_dimensions=True),
+        },
     ),
+    "gemma4v": _GEMMA4,
     "idefics3": _IDEFICS3,
     "qwen2vl_merger": _QWEN2,
     "qwen2.5vl_merger": replace(

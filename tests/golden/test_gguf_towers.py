@@ -25,11 +25,12 @@ from baton.router.pictures.families.table import read_format
 from tests.support.gguf_towers import TYPES, finish, write_gguf_with_tower, write_tower_fields
 from tests.support.vision import PICTURE_SIZES, a_picture, make_vision_folder
 
-NAMES = ("smolvlm", "gemma3", "gemma4", "qwen2-vl", "qwen2.5-vl", "qwen3-vl")
+NAMES = ("smolvlm", "gemma3", "gemma4", "gemma4-unified", "qwen2-vl", "qwen2.5-vl", "qwen3-vl")
 SIZES: Mapping[str, Mapping[str, object]] = {
     "smolvlm": {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 64}},
     "gemma3": {"size": {"height": 64, "width": 64}},
     "gemma4": {},
+    "gemma4-unified": {},
     "qwen2-vl": {"min_pixels": 28 * 28, "max_pixels": 100 * 28 * 28},
     "qwen2.5-vl": {"min_pixels": 28 * 28, "max_pixels": 100 * 28 * 28},
     "qwen3-vl": {"min_pixels": 32 * 32, "max_pixels": 100 * 32 * 32},
@@ -127,10 +128,8 @@ def test_tensors_and_types_that_are_not_known_are_refused_by_name(
     tower.write_bytes(content.replace(kind.encode(), kind[:-1].encode() + b"9"))
     with caplog.at_level(logging.WARNING):
         assert read_format(open_checkpoint(str(path))) is None
-    assert (
-        "which Baton does not read from GGUF; it reads gemma3, gemma4v, idefics3, qwen2vl_merger"
-        in caplog.text
-    )
+    known = "gemma3, gemma4uv, gemma4v, idefics3, qwen2vl_merger"
+    assert f"which Baton does not read from GGUF; it reads {known}" in caplog.text
 
 
 def test_the_most_exact_of_the_usual_files_is_taken() -> None:

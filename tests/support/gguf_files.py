@@ -216,8 +216,8 @@ def _write_gemma4(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_shared_kv_layers(num_shared)
     wide = size * (2 if config["use_double_wide_mlp"] else 1)
     writer.add_feed_forward_length([size] * (num_layers - num_shared) + [wide] * num_shared)
-    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
-    if config["enable_moe_block"]:
+    writer.add_embedding_length_per_layer_input(config.get("hidden_size_per_layer_input") or 0)
+    if config.get("enable_moe_block"):
         writer.add_expert_used_count(config["top_k_experts"])
     ropes = config["rope_parameters"]
     writer.add_rope_dimension_count_swa(config["head_dim"])

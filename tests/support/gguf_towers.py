@@ -20,6 +20,7 @@ TEXTS = {
     "smolvlm": "LlamaForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "gemma4": "Gemma4ForCausalLM",
+    "gemma4_unified": "Gemma4ForCausalLM",
     "qwen2_vl": "Qwen2VLForCausalLM",
     "qwen2_5_vl": "Qwen2VLForCausalLM",
     "qwen3_vl": "Qwen3VLForCausalLM",
@@ -28,6 +29,7 @@ TYPES = {
     "smolvlm": "idefics3",
     "gemma3": "gemma3",
     "gemma4": "gemma4v",
+    "gemma4_unified": "gemma4uv",
     "qwen2_vl": "qwen2vl_merger",
     "qwen2_5_vl": "qwen2.5vl_merger",
     "qwen3_vl": "qwen3vl_merger",
@@ -89,6 +91,9 @@ def _text_tensors(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]
 def _tower_tensors(config: Config, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors as llama.cpp's converter writes them."""
     vision = config["vision_config"]
+    if config["model_type"] == "gemma4_unified":
+        yield from _gemma4_unified_tensors(tensors)
+        return
     num_layers = vision.get("num_hidden_layers") or vision["depth"]
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, num_layers)
     if config["model_type"] == "gemma4":
@@ -132,6 +137,26 @@ def _gemma4_tensors(
     yield "a.blk.0.attn_q.weight", next(iter(tensors.values()))  # of an audio encoder
 
 
+def _gemma4_unified_tensors(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    stems = {
+        "vision_embedder.patch_dense": "v.patch_embd",
+        "vision_embedder.patch_ln1": "v.patch_norm.1",
+        "vision_embedder.patch_ln2": "v.patch_norm.2",
+        "vision_embedder.pos_norm": "v.patch_norm.3",
+        "embed_vision.embedding_projection": "mm.input_projection",
+    }
+    for name, tensor in sorted(tensors.items()):
+        stem, _, end = name.removeprefix("model.").rpartition(".")
+        if name.endswith("pos_embedding"):
+            yield "v.position_embd.weight", tensor.permute(1, 0, 2)
+        elif stem in stems:
+            is_by_pixel = name.endswith("patch_dense.weight") or ".patch_ln1." in name
+            # Colours after each other, not pixels.
+            colours = tensor.unflatten(-1, (-1, 3)).transpose(-1, -2).flatten(-2)
+            yield f"{stems[stem]}.{end}", colours if is_by_pixel else tensor
+    yield "mm.a.input_projection.weight", next(iter(tensors.values()))  # of an audio encoder
+
+
 def _qwen3_name(vision: Config, name: str) -> str:
     """Return the name of a tensor for which the converter does not use the table."""
     level = re.fullmatch(r"visual\.deepstack_merger_list\.(\d)\.(?:linear_)?(\w+)\.(\w+)", name)
@@ -154,7 +179,7 @@ def _stored(names: gguf.TensorNameMap, hub_name: str) -> str:
 def write_tower_fields(writer: gguf.GGUFWriter, config: Config, processor: Config) -> None:
     vision, kind = config["vision_config"], config["model_type"]
     writer.add_clip_has_vision_encoder(True)
-    if kind == "gemma4":  # whose file can have an audio encoder, too
+    if kind.startswith("gemma4"):  # whose file can have an audio encoder, too
         writer.add_clip_vision_projector_type(TYPES[kind])
     else:
         writer.add_clip_projector_type(TYPES[kind])
@@ -164,15 +189,11 @@ def write_tower_fields(writer: gguf.GGUFWriter, config: Config, processor: Confi
     writer.add_vision_image_mean(processor["image_mean"] if is_normalized else [0.0] * 3)
     writer.add_vision_image_std(processor["image_std"] if is_normalized else [1.0] * 3)
     writer.add_vision_attention_layernorm_eps(vision.get("layer_norm_eps", 1e-6))
-    writer.add_vision_block_count(vision.get("num_hidden_layers") or vision["depth"])
-    writer.add_vision_head_count(vision.get("num_attention_heads") or vision["num_heads"])
-    writer.add_vision_embedding_length(vision.get("embed_dim") or vision["hidden_size"])
-    # The converter takes this field, although it is not the size of Qwen2-VL's MLP.
-    writer.add_vision_feed_forward_length(vision.get("intermediate_size", vision["hidden_size"]))
+    _write_sizes(writer, vision)
     if kind.startswith("qwen"):
         _write_qwen_fields(writer, kind, vision, processor)
         return
-    if kind == "gemma4":
+    if kind.startswith("gemma4"):
         writer.add_vision_image_size(224)
         writer.add_vision_projector_scale_factor(vision["pooling_kernel_size"])
         return
@@ -186,6 +207,20 @@ def write_tower_fields(writer: gguf.GGUFWriter, config: Config, processor: Confi
     writer.add_vision_projector_scale_factor(config["scale_factor"])
     edge = processor.get("size", {}).get("longest_edge", vision["image_size"])
     writer.add_vision_preproc_image_size(edge)
+
+
+def _write_sizes(writer: gguf.GGUFWriter, vision: Config) -> None:
+    if "mm_embed_dim" in vision:  # without layers
+        writer.add_vision_block_count(0)
+        writer.add_vision_head_count(0)
+        writer.add_vision_feed_forward_length(0)
+        writer.add_vision_embedding_length(vision["mm_embed_dim"])
+        return
+    writer.add_vision_block_count(vision.get("num_hidden_layers") or vision["depth"])
+    writer.add_vision_head_count(vision.get("num_attention_heads") or vision["num_heads"])
+    writer.add_vision_embedding_length(vision.get("embed_dim") or vision["hidden_size"])
+    # The converter takes this field, although it is not the size of Qwen2-VL's MLP.
+    writer.add_vision_feed_forward_length(vision.get("intermediate_size", vision["hidden_size"]))
 
 
 def _write_qwen_fields(
