@@ -12,6 +12,8 @@ import numpy as np
 from PIL import Image
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+ZLIB_HEADER = b"\x78\xda"
+ADLER_BASE = 65521
 
 
 def random_image(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.Image:
@@ -64,8 +66,13 @@ def png_header(width: int, height: int) -> tuple[bytes, bytes]:
 
 
 def png_bomb(width: int, height: int) -> bytes:
-    """Return a PNG of one colour, which its compression makes a thousandth of its pixels."""
-    compressor = zlib.compressobj(9)
-    row = bytes(1 + 3 * width)
-    pixels = b"".join(compressor.compress(row) for _ in range(height)) + compressor.flush()
+    """Return a black PNG, which its compression makes about a thousandth of its pixels.
+
+    Each row is compressed without the ones before it, so that only one is compressed here.
+    """
+    size = 1 + 3 * width
+    compressor = zlib.compressobj(9, wbits=-zlib.MAX_WBITS)
+    row = compressor.compress(bytes(size)) + compressor.flush(zlib.Z_FULL_FLUSH)
+    checksum = struct.pack(">HH", size * height % ADLER_BASE, 1)  # Adler-32 of zeros
+    pixels = ZLIB_HEADER + height * row + compressor.flush() + checksum
     return png_of(png_header(width, height), (b"IDAT", pixels), (b"IEND", b""))
