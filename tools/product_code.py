@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,19 +33,24 @@ def parse_module(path: Path, source: str, package: str = "") -> Module:
 
 def product_modules(root: Path) -> list[Module]:
     """Parse every tracked Python file that the wheel ships."""
-    return [each for each in _tracked_modules(root) if not str(each.path).startswith(NOT_PRODUCT)]
+    return _parse_all(root, [each for each in _tracked(root) if not each.startswith(NOT_PRODUCT)])
 
 
 def benchmark_modules(root: Path) -> list[Module]:
-    return [each for each in _tracked_modules(root) if str(each.path).startswith(BENCHMARKS)]
+    return _parse_all(root, [each for each in _tracked(root) if each.startswith(BENCHMARKS)])
 
 
-def _tracked_modules(root: Path) -> Iterator[Module]:
-    listed = subprocess.run(
+def _tracked(root: Path) -> list[str]:
+    return subprocess.run(
         ["git", "ls-files", "*.py"], cwd=root, capture_output=True, text=True, check=True
     ).stdout.split()
-    for name in listed:
+
+
+def _parse_all(root: Path, names: Sequence[str]) -> list[Module]:
+    modules = []
+    for name in names:
         path = Path(name)
         is_room = (root / PACKAGE / path.parts[0]).is_symlink()
         source = (root / name).read_text(encoding="utf-8")
-        yield parse_module(path, source, PACKAGE if is_room else "")
+        modules.append(parse_module(path, source, PACKAGE if is_room else ""))
+    return modules

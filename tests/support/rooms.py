@@ -83,17 +83,21 @@ def _remove_from(module: Module, room: Collection[str], removal: Removal) -> lis
 def _bound_by(module: Module, imported: Collection[str]) -> Iterator[tuple[ast.alias, str]]:
     """Yield what imports bind to these modules, or to definitions of them."""
     packages = {name.removesuffix(".__init__") for name in imported}
-    for node in _imports(module):
-        package = node.module if isinstance(node, ast.ImportFrom) else None
-        for alias in node.names:
-            full_name = f"{package}.{alias.name}" if package else alias.name
-            if package in packages or full_name in packages:
-                yield alias, alias.asname or alias.name
+    for alias, package, full_name in _imports(module):
+        if package in packages or full_name in packages:
+            yield alias, alias.asname or alias.name
 
 
 @cache
-def _imports(module: Module) -> Sequence[ast.Import | ast.ImportFrom]:
-    return [node for node in ast.walk(module.tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+def _imports(module: Module) -> Sequence[tuple[ast.alias, str | None, str]]:
+    """Return each import, with its package and its full name."""
+    return [
+        (alias, package, f"{package}.{alias.name}" if package else alias.name)
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for package in [node.module if isinstance(node, ast.ImportFrom) else None]
+        for alias in node.names
+    ]
 
 
 def _uses(tree: ast.Module, name: str) -> Iterator[ast.Name]:
