@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from functools import cache
 from typing import Any
 
 import pytest
@@ -120,4 +121,10 @@ def tokens_of(chance: random.Random, tokenizer: Tokenizer, text: str) -> list[in
     """Return tokens of a text, in half of all cases with marks that are spelled out."""
     size = len(text) if chance.random() < 0.5 else chance.randint(1, 4)
     parts = (text[begin : begin + size] for begin in range(0, len(text), max(size, 1)))
-    return [token for part in parts for token in tokenizer.encode(part, add_special_tokens=False)]
+    return [token for part in parts for token in encoded(tokenizer, part)]
+
+
+@cache
+def encoded(tokenizer: Tokenizer, part: str) -> list[int]:
+    """Return the tokens of a part. Most parts have a few characters and recur."""
+    return tokenizer.encode(part, add_special_tokens=False)
