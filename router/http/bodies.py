@@ -29,6 +29,7 @@ MAX_VALUES = 1 << 20
 NUM_VALUES_BY_MARK = {b",": 1, b"[": 4, b"{": 4, b":": 3}
 VALUE_BYTES = 32  # approximate memory of a parsed JSON value
 BODY_TIMEOUT_S = 60.0
+PRODUCTS_PER_BYTE = 64  # computed in the time in which a byte of JSON is parsed
 # A single thread: each additional one would delay the event loop further, because of the GIL.
 ONE_AT_A_TIME = LargeTextConfig(small_size=SMALL_BODY_BYTES, num_threads=1)
 
@@ -71,6 +72,10 @@ class ReceivedBody:
     async def run(self, work: Callable[[], Result]) -> Result:
         """Run `work`, whose time grows with the body. Raises what `work` raises, and QueueFull."""
         return await self.thread.run(self.size, work, self.client)
+
+    async def compute(self, num_products: int, work: Callable[[], Result]) -> Result:
+        """Run `work`, which multiplies so many numbers. Raises QueueFull."""
+        return await self.thread.run(num_products // PRODUCTS_PER_BYTE, work, self.client)
 
 
 class Bodies:

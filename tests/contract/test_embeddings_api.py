@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import tracemalloc
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tokenizers.processors import TemplateProcessing
 
 from baton.checkpoint.tokenizer_files import load_tokenizer
 from baton.core.legs import LegKind
+from baton.router.doors.openai.embeddings import MAX_SIMILARITIES
 from baton.router.embeddings import MAX_IN_PIPELINE
 from baton.router.input_processing.tokenization import ModelText, TextBoundary
 from baton.router.routing.node_table import NodeTable
@@ -248,6 +250,28 @@ def test_models_with_vectors_of_tokens_alone_score_by_max_sim(text: TextBoundary
         assert listed.data[0].model_dump()["tasks"] == ["token_embed"]
 
     run(check, text, table=embedders(pools_tokens=True, generates=False))
+
+
+def test_max_sim_of_long_texts_needs_little_memory(text: TextBoundary) -> None:
+    words = "the quick brown fox jumps over the lazy dog " * 600
+    table = embedders(pools_tokens=True, generates=False, max_model_len=1 << 14)
+    vectors = by_token(text.token_ids(TextPrompt(words)))
+    wanted = max_sim(vectors, vectors[:100])  # all of its different tokens
+    num_bytes = 4 * len(vectors) ** 2
+    assert num_bytes > 16 * MAX_SIMILARITIES
+
+    async def check(client: AsyncOpenAI, router: HttpRouter) -> None:
+        body = {"text_1": words, "text_2": words}
+        tracemalloc.start()
+        try:
+            [found] = (await post(client, router, "/v1/score", body))["data"]
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert found["score"] == pytest.approx(wanted)
+        assert peak < num_bytes
+
+    run(check, text, table=table)
 
 
 def max_sim(query: Any, document: Any) -> float:

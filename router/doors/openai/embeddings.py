@@ -23,6 +23,7 @@ from baton.router.doors.openai.request.embedding_bodies import (
 )
 from baton.router.doors.openai.request.prompts import parse_prompts
 from baton.router.embeddings import EmbeddedText, embed_texts
+from baton.router.http.bodies import ReceivedBody
 from baton.router.http.exchange import ReceivedRequest, Reply
 from baton.router.http.json_encoding import Json, LazyArray, encode_in_slices
 from baton.router.input_processing.embedding_calls import MAX_INPUTS, calls_for_texts
@@ -35,6 +36,7 @@ from baton.rpc.errors import NoNodes
 Item = TypeVar("Item")
 WHOLE_CONTEXT = -1  # value of truncate_prompt_tokens
 NUMBER_BYTES = 24  # of a number of a vector and of its JSON
+MAX_SIMILARITIES = 1 << 20  # of tokens, in memory at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,15 +142,14 @@ class Vectors:
             found = await self._run(request, body, model, [PairPrompt(*pair) for pair in pairs])
             return [float(text.vector[0]) for text in found], found
         texts = [TextPrompt(text) for text in (*firsts, *seconds)]
-        task, similarity = (TOKEN_EMBED, _max_sim) if served.pools_tokens else (EMBED, _cosine)
+        task = TOKEN_EMBED if served.pools_tokens else EMBED
         found = await self._run(request, body, model, texts, task)
         left, right = found[: len(firsts)], found[len(firsts) :]
-        pairs_of_texts = zip(_repeated(left, len(right)), right, strict=True)
-
-        def score() -> list[float]:
-            return [similarity(one.vector, other.vector) for one, other in pairs_of_texts]
-
-        return await request.body.run(score), found
+        scores = [
+            await _similarity(request.body, one.vector, other.vector)
+            for one, other in zip(_repeated(left, len(right)), right, strict=True)
+        ]
+        return scores, found
 
     async def _run(
         self,
@@ -265,6 +266,22 @@ def _text_of(document: str | dict[str, Any]) -> str:
     if not isinstance(text, str):
         raise InvalidRequest("documents must be texts, or objects with the field text", "documents")
     return text
+
+
+async def _similarity(body: ReceivedBody, one: Floats, other: Floats) -> float:
+    """Return the cosine of two embeddings, or MaxSim of two texts with vectors of their tokens.
+
+    The similarities of a large text's tokens are computed in parts, between which other clients
+    have turns. Raises QueueFull.
+    """
+    if one.ndim == 1:
+        return await body.compute(one.size, partial(_cosine, one, other))
+    num_rows = max(1, MAX_SIMILARITIES // len(other))
+    total = 0.0
+    for start in range(0, len(one), num_rows):
+        rows = one[start : start + num_rows]
+        total += await body.compute(rows.size * len(other), partial(_max_sim, rows, other))
+    return total
 
 
 def _cosine(one: Floats, other: Floats) -> float:

@@ -17,6 +17,7 @@ from baton.router.byte_budget import ByteBudget, Lease
 from baton.router.http.bodies import (
     MAX_VALUES,
     ONE_AT_A_TIME,
+    PRODUCTS_PER_BYTE,
     SMALL_BODY_BYTES,
     VALUE_BYTES,
     JsonGauge,
@@ -161,5 +162,15 @@ def test_large_bodies_are_parsed_outside_the_event_loop() -> None:
     body = ReceivedBody(b"x" * SMALL_BODY_BYTES, thread, lease)
     small = asyncio.run(body.run(threading.get_ident))
     large = asyncio.run(ReceivedBody(b"x" * LARGE, thread, lease).run(threading.get_ident))
+
+    assert small == threading.get_ident() != large
+
+
+def test_large_computations_run_outside_the_event_loop_even_for_small_bodies() -> None:
+    body = ReceivedBody(b"x", LargeTexts(ONE_AT_A_TIME), Lease(ByteBudget()))
+    num_products = PRODUCTS_PER_BYTE * SMALL_BODY_BYTES
+
+    small = asyncio.run(body.compute(num_products, threading.get_ident))
+    large = asyncio.run(body.compute(2 * num_products, threading.get_ident))
 
     assert small == threading.get_ident() != large
