@@ -11,6 +11,7 @@ import marshal
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from hashlib import sha256
 from importlib.util import MAGIC_NUMBER
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from baton.checkpoint.user_cache import user_cache_folder
 
 # Above it, methods that this process has not used are left out: those of old versions.
 MAX_METHODS = 10_000
+DIGEST_BYTES = 32  # in front of the code
 
 
 class MethodCache:
@@ -53,22 +55,31 @@ class MethodCache:
         self._code = self._code | self._used
         if len(self._code) > MAX_METHODS:
             self._code = self._used
+        content = marshal.dumps(self._code)
         part = self._path.with_suffix(f".{os.getpid()}")
         with suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_bytes(marshal.dumps(self._code))
-            part.rename(self._path)
+            try:
+                part.write_bytes(sha256(content).digest() + content)
+                part.rename(self._path)
+            except OSError:
+                part.unlink(missing_ok=True)
 
 
 def open_method_cache() -> MethodCache | None:
     """Return the cache of this user and this version of Python, or None without a home."""
     folder = user_cache_folder()
-    return None if folder is None else MethodCache(folder / f"methods-{MAGIC_NUMBER.hex()}")
+    return None if folder is None else MethodCache(folder / f"methods-2-{MAGIC_NUMBER.hex()}")
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """Return the code of a file whose digest is right: other code can end the interpreter."""
     try:
-        code = marshal.loads(path.read_bytes())
-    except (OSError, EOFError, ValueError, TypeError):
+        stored = path.read_bytes()
+    except OSError:
         return {}
-    return code if isinstance(code, dict) else {}
+    digest, content = stored[:DIGEST_BYTES], stored[DIGEST_BYTES:]
+    if sha256(content).digest() != digest:
+        return {}
+    code: dict[str, Any] = marshal.loads(content)
+    return code

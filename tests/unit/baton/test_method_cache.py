@@ -53,6 +53,26 @@ def test_a_damaged_file_is_written_again(tmp_path: Path, content: bytes) -> None
     assert path.read_bytes() != content
 
 
+def test_a_file_with_a_wrong_bit_is_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "methods"
+    with MethodCache(path).in_use():
+        make_point()
+    content = path.read_bytes()
+    for place in range(0, len(content), len(content) // 100):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        with MethodCache(path).in_use():
+            check_point(make_point())
+        assert path.read_bytes() == content
+
+
+def test_a_file_that_cannot_be_replaced_leaves_no_part(tmp_path: Path) -> None:
+    path = tmp_path / "methods"
+    path.mkdir()
+    with MethodCache(path).in_use():
+        check_point(make_point())
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_without_a_writable_folder_methods_are_compiled(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with MethodCache(tmp_path / "file" / "methods").in_use():
