@@ -75,7 +75,7 @@ def test_greedy_tokens_equal_those_of_transformers(
 
 
 @each_other_decoder
-@pytest.mark.parametrize(("chunk", "preempted_at"), [(1, (1, 45)), (1 << 20, (1, 6))])
+@pytest.mark.parametrize(("chunk", "preempted_at"), [(1, (1, 31)), (1 << 20, (1, 6))])
 def test_a_preempted_request_keeps_its_tokens(
     name: str,
     chunk: int,
@@ -83,7 +83,7 @@ def test_a_preempted_request_keeps_its_tokens(
     family_runner: LoadRunner,
     family_folder: FolderOf,
 ) -> None:
-    drive = Drive(RequestId("r"), prompt_of(40), num_tokens=12)
+    drive = Drive(RequestId("r"), prompt_of(27), num_tokens=10)
     running = driver(family_runner(name), chunk)
     running.add(drive)
 
@@ -93,7 +93,7 @@ def test_a_preempted_request_keeps_its_tokens(
         running.step()
     running.run()
 
-    assert drive.outputs == reference_choices(family_folder(name), drive.prompt, drive.outputs, 12)
+    assert drive.outputs == reference_choices(family_folder(name), drive.prompt, drive.outputs, 10)
 
 
 @each_other_family
@@ -145,8 +145,8 @@ def test_tensors_of_olmo_hybrid_have_either_of_two_names(
 def test_a_request_continues_from_each_of_its_snapshots(
     name: str, chunk: int, family_runner: LoadRunner, family_folder: FolderOf
 ) -> None:
-    drive = Drive(RequestId("r"), PROMPT, num_tokens=20)
-    neighbour = Drive(RequestId("other"), prompt_of(37, seed=3), num_tokens=40)
+    drive = Drive(RequestId("r"), PROMPT, num_tokens=18)
+    neighbour = Drive(RequestId("other"), prompt_of(37, seed=3), num_tokens=26)
     running = driver(family_runner(name), chunk, snapshot_every=BLOCK_SIZE)
     running.add(drive)
     running.add(neighbour)
@@ -160,8 +160,8 @@ def test_a_request_continues_from_each_of_its_snapshots(
     running.run()
 
     folder = family_folder(name)
-    assert drive.outputs == reference_choices(folder, PROMPT, drive.outputs, 20)
-    assert neighbour.outputs == reference_choices(folder, neighbour.prompt, neighbour.outputs, 40)
+    assert drive.outputs == reference_choices(folder, PROMPT, drive.outputs, 18)
+    assert neighbour.outputs == reference_choices(folder, neighbour.prompt, neighbour.outputs, 26)
 
 
 @each_other_decoder
