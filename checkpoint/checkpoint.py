@@ -25,11 +25,12 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """EOS tokens and default sampling parameters of a model's files."""
+    """Tokens that end or never are in an answer, and default sampling parameters, of the files."""
 
     eos_token_ids: tuple[int, ...] = ()
     sampling: SamplingDefaults = NO_SAMPLING_DEFAULTS
     is_sampling_assumed: bool = False  # the files recommend none
+    suppressed_token_ids: tuple[int, ...] = ()  # never sampled, such as marks of images
 
 
 @dataclass(frozen=True, slots=True)

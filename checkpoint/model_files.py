@@ -13,6 +13,9 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
+EOS = "eos_token_id"
+
+
 def read_generation_defaults(folder: Path) -> GenerationDefaults:
     """Read generation_config.json. Without its EOS tokens, those of config.json are used."""
     path = folder / "generation_config.json"
@@ -30,7 +33,11 @@ def read_generation_defaults(folder: Path) -> GenerationDefaults:
         defaults.params()
     except InvalidRequest as error:
         raise ModelError(f"{path}: {error}; correct it, or delete the file") from error
-    return GenerationDefaults(_eos_ids(raw) or _eos_ids_of_model(folder), defaults)
+    return GenerationDefaults(
+        _token_ids(raw, EOS) or _eos_ids_of_model(folder),
+        defaults,
+        suppressed_token_ids=_token_ids(raw, "suppress_tokens"),
+    )
 
 
 def read_tokenizer_config(folder: Path) -> JsonFields:
@@ -94,15 +101,15 @@ def is_plain_name(name: str) -> bool:
 
 def _eos_ids_of_model(folder: Path) -> tuple[int, ...]:
     raw = JsonFields.read(folder / "config.json")
-    is_within = raw.has("text_config") and not raw.has("eos_token_id")
-    return _eos_ids(raw.inner("text_config") if is_within else raw)
+    is_within = raw.has("text_config") and not raw.has(EOS)
+    return _token_ids(raw.inner("text_config") if is_within else raw, EOS)
 
 
-def _eos_ids(raw: JsonFields) -> tuple[int, ...]:
-    found = raw.get("eos_token_id")
+def _token_ids(raw: JsonFields, name: str) -> tuple[int, ...]:
+    found = raw.get(name)
     if found is None:
         return ()
     listed = found if isinstance(found, list) else [found]
     if not all(type(token_id) is int and abs(token_id) <= MAX_INT for token_id in listed):
-        raise raw.wrong("eos_token_id", "must be a token id or a list of them")
+        raise raw.wrong(name, "must be a token id or a list of them")
     return tuple(listed)

@@ -56,7 +56,8 @@ def read_generation_defaults(file: GgufFile) -> GenerationDefaults:
         raise ModelError(f"{file.path}: {SAMPLING}: {error}") from error
     is_assumed = not defaults.given
     sampling = ASSUMED_SAMPLING if is_assumed else defaults
-    return GenerationDefaults(_eos_ids(file), sampling, is_assumed)
+    suppressed = tuple(file.list_of("tokenizer.ggml.suppress_tokens", int))
+    return GenerationDefaults(_eos_ids(file), sampling, is_assumed, suppressed)
 
 
 def read_pooling(file: GgufFile) -> Pooling | None:

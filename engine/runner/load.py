@@ -224,7 +224,7 @@ def open_model(
     source: DecoderSource = FAMILIES,
 ) -> OpenedModel:
     checkpoint = open_checkpoint(config.model, mmproj=config.mmproj)
-    model = source.read_config(checkpoint)
+    model = _with_suppressed(source.read_config(checkpoint), checkpoint)
     config = choose_speculation(config, checkpoint, model)
     device, dtype = make_device(config.device), DTYPES[dtype_name(config, model)]
     kernels = make_parts(
@@ -245,6 +245,14 @@ def open_model(
         layers = head.extended.layers[: model.num_layers]
         model = replace(model, layers=layers, cache_places=places)
     return OpenedModel(config, checkpoint, model, dtype, device, kernels, tower, head)
+
+
+def _with_suppressed(model: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
+    """Return the model with the tokens that its files suppress."""
+    listed = checkpoint.read_generation_defaults().suppressed_token_ids
+    return replace(
+        model, suppressed_token_ids=tuple(each for each in listed if 0 <= each < model.vocab_size)
+    )
 
 
 def _make_adapters(opened: OpenedModel) -> AdapterTable | None:

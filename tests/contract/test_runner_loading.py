@@ -373,6 +373,7 @@ def test_sliding_windows_are_read_by_layer(
             GenerationDefaults((2,), SamplingDefaults(0.6, top_k=20)),
         ),
         ({"eos_token_id": 5}, GenerationDefaults((5,))),
+        ({"suppress_tokens": [7, 8]}, GenerationDefaults((2,), suppressed_token_ids=(7, 8))),
         (
             {"eos_token_id": [5, 6], "top_p": 0.9, "repetition_penalty": 1.1, "top_k": 0},
             GenerationDefaults((5, 6), SamplingDefaults(top_p=0.9, repetition_penalty=1.1)),

@@ -310,6 +310,7 @@ class ModelConfig:
     per_layer: PerLayerConfig | None = None
     has_layer_scale: bool = False  # the output of a layer is multiplied by a number of its own
     altup: AltUpConfig | None = None
+    suppressed_token_ids: tuple[int, ...] = ()  # never sampled
     row_scales: tuple[RowScale, ...] = ()
     # In a KV cache that layers of another model share: the places of those with attention, and how
     # many layers with attention are before them. Without places, the cache is the model's own.

@@ -18,6 +18,8 @@ from baton.engine.runner.model.mixers import Ends, ForwardPass
 from baton.engine.runner.model.ops import Norm, Ops
 from baton.engine.runner.model.per_layer import PerLayerInputs
 
+LOWEST_LOGIT = -1e30  # finite: rows with an infinite logit are failures
+
 
 class GivenRows(NamedTuple):
     """Rows that some tokens take in place of their embeddings, such as those of a picture."""
@@ -157,6 +159,8 @@ class Decoder:
         if softcap is not None:
             # softcap * tanh(logits / softcap), in a sixth of the time that torch takes for tanh.
             logits.mul_(2 / softcap).sigmoid_().mul_(2 * softcap).sub_(softcap)
+        for token_id in self.config.suppressed_token_ids:
+            logits[:, token_id] = LOWEST_LOGIT
         return logits
 
     def embed(self, token_ids: Tensor) -> Tensor:

@@ -29,6 +29,13 @@ def test_a_file_without_sampling_parameters_has_those_of_llama_cpp() -> None:
     assert defaults.sampling.params() == SamplingParams(temperature=0.8, top_p=0.95, min_p=0.05)
 
 
+def test_suppressed_tokens_are_read() -> None:
+    metadata: dict[str, Value] = {"tokenizer.ggml.suppress_tokens": [1, 0]}
+    file = GgufFile([Header(Path("model.gguf"), metadata, {})])
+
+    assert read_generation_defaults(file).suppressed_token_ids == (1, 0)
+
+
 def test_a_request_overrides_assumed_sampling_parameters() -> None:
     params = defaults_of().sampling.params(temperature=0.0, top_p=1.0, min_p=0.0)
 

@@ -12,7 +12,9 @@ INFINITY, NAN = float("inf"), float("nan")
 
 
 def capped(logits: torch.Tensor, softcap: float) -> torch.Tensor:
-    config = SimpleNamespace(logits_scale=1.0, logits_softcap=softcap, last_writer=0)
+    config = SimpleNamespace(
+        logits_scale=1.0, logits_softcap=softcap, last_writer=0, suppressed_token_ids=()
+    )
     unused = cast("Any", None)
     head = cast("Any", torch.nn.Identity())
     return Decoder(cast("Any", config), unused, unused, (), unused, head).logits(logits)
