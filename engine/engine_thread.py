@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Generic, TypeVar
 
-from baton.core.errors import InvalidRequest
+from baton.core.errors import InvalidRequest, NamedError
 from baton.core.ids import RequestId
 from baton.core.output import Failure, FailureCause, FinishReason, Output
 from baton.core.request import EngineRequest
@@ -176,10 +176,14 @@ class EngineThread:
             while not self._is_stopping:
                 self._run_once()
         except BaseException as failure:
-            log.exception("the engine stopped on an unexpected exception")
+            if isinstance(failure, NamedError):
+                reason = f"the engine stopped: {failure}"
+                log.error(reason)
+            else:
+                reason = f"the engine stopped: {failure!r}"
+                log.exception("the engine stopped on an unexpected exception")
             with self._submit_lock:
                 self._failure = failure
-            reason = f"the engine stopped: {failure!r}"
             self._fail_all(Failure(reason, FailureCause.ENGINE_STOPPED))
         finally:
             self._core.close()

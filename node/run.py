@@ -12,7 +12,7 @@ from functools import partial
 from typing import Protocol
 
 from baton.checkpoint.peft_folder import PeftFolder
-from baton.core.errors import InvalidRequest
+from baton.core.errors import InvalidRequest, NamedError
 from baton.core.ids import HandoffId
 from baton.core.legs import LegKind
 from baton.core.units import format_bytes
@@ -200,7 +200,10 @@ async def _serve_until_drained(
             for task in tasks:
                 task.cancel()
     if engine.failure is not None:
-        raise EngineStopped(f"the engine failed: {engine.failure!r}")
+        is_named = isinstance(engine.failure, NamedError)
+        raise EngineStopped(
+            f"the engine failed: {engine.failure if is_named else repr(engine.failure)}"
+        )
 
 
 class HasHeartbeat(Protocol):
