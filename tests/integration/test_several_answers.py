@@ -25,6 +25,11 @@ SEEDED = SamplingParams(max_tokens=24, temperature=0.9, seed=100, ignore_eos=Tru
 MakeOptions = Callable[..., ClusterOptions]
 
 
+@pytest.fixture(scope="module")
+def cluster(half_cluster: LocalCluster) -> LocalCluster:
+    return half_cluster
+
+
 def alone(client: Client, sampling: SamplingParams, count: int) -> list[list[int]]:
     """Return the answers of single requests with the seeds of each, without shared prefixes."""
     seeds = [(sampling.seed or 0) + index for index in range(count)]
@@ -140,8 +145,8 @@ def test_the_command_shows_each_answer(cluster: LocalCluster, client: Client) ->
 
 
 @pytest.fixture
-def two_decodes(cluster_options: MakeOptions) -> Iterator[LocalCluster]:
-    with LocalCluster(cluster_options(num_decode=2)) as running:
+def two_decodes(half_options: MakeOptions) -> Iterator[LocalCluster]:
+    with LocalCluster(half_options(num_decode=2)) as running:
         yield running
 
 
