@@ -16,7 +16,7 @@ from tests.support.client_load import ClientRequest, Load
 from tests.support.models import prompt_of, reference_choices
 from tests.support.nodes import legs_at, set_legs
 
-NUM_TOKENS = 60
+NUM_TOKENS = 30
 SAMPLING = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 
 
@@ -30,7 +30,7 @@ def test_a_decode_node_computes_prompts_for_a_while_and_loses_no_token(
     ]
     with LocalCluster(cluster_options(num_decode=2)) as cluster:
         node = cluster.decodes[0]
-        with Load(cluster.address, requests, num_clients=4) as load:
+        with Load(cluster.address, requests, num_clients=2) as load:
             for _ in range(2):
                 load.until(lambda answer: answer.finish.served.decode_node == node.name)
                 offered = set_legs(node.address, [LegKind.PREFILL], drain_timeout_s)
