@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from fnmatch import filter as filter_names
 from glob import escape
 from pathlib import Path
 
@@ -11,12 +12,13 @@ from baton.checkpoint.checkpoint import Checkpoint
 from baton.checkpoint.gguf.file_choice import choose_files, is_projector, order_projectors
 from baton.checkpoint.gguf.gguf_checkpoint import GgufCheckpoint
 from baton.checkpoint.gguf.gguf_file import is_later_part, list_parts
-from baton.checkpoint.model_files import INDEX, SINGLE, read_shard_names
+from baton.checkpoint.model_files import list_weight_files
 from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.core.errors import ModelError
 
 # Weights in other formats are not downloaded.
 WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+PICKLED_FILES = "pytorch_model*.bin"  # where there are no others
 CONNECT_TIMEOUT_S = 10
 GGUF_MAGIC = b"GGUF"
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")  # and a quantization of GGUF
@@ -129,9 +131,11 @@ def _list_files(folder: Path) -> list[str]:
 
 def _is_complete(snapshot: Path) -> bool:
     """Return whether a snapshot has its config and weights. Interrupted downloads lack some."""
-    index = snapshot / INDEX
-    weights = read_shard_names(index) if index.exists() else [SINGLE]
-    return all((snapshot / name).exists() for name in ("config.json", *weights))
+    try:
+        weights = list_weight_files(snapshot)
+    except ModelError:
+        return False
+    return all(path.exists() for path in (snapshot / "config.json", *weights))
 
 
 def _download(name: str, quantization: str, cache: Path | None) -> Path:
@@ -144,9 +148,12 @@ def _download(name: str, quantization: str, cache: Path | None) -> Path:
         # One request, without the retries of `list_repo_files`.
         about = HfApi().model_info(name, timeout=CONNECT_TIMEOUT_S)
         names = [each.rfilename for each in about.siblings or ()]
-        is_folder = not quantization and any(each.endswith(".safetensors") for each in names)
-        files = None if is_folder else choose_files(name, names, quantization)
         wanted = list(WANTED_FILES)
+        kinds = {Path(each).suffix for each in names}
+        if not kinds & {".safetensors", ".gguf"} and filter_names(names, PICKLED_FILES):
+            wanted.append(PICKLED_FILES)
+        is_folder = not quantization and (".safetensors" in kinds or PICKLED_FILES in wanted)
+        files = None if is_folder else choose_files(name, names, quantization)
         if files is not None:
             wanted = [escape(file) for file in (*files, *order_projectors(names)[:1])]
         found = Path(snapshot_download(name, cache_dir=cache, allow_patterns=wanted))

@@ -11,6 +11,8 @@ from baton.core.sampling import SamplingDefaults
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+# Of older models and draft heads, where the others are missing.
+PICKLED_INDEX, PICKLED = "pytorch_model.bin.index.json", "pytorch_model.bin"
 
 
 EOS = "eos_token_id"
@@ -74,6 +76,19 @@ def read_image_processor(folder: Path) -> JsonFields | None:
         return processor.inner("image_processor")
     path = folder / "preprocessor_config.json"
     return JsonFields.read(path) if path.exists() else None
+
+
+def list_weight_files(folder: Path) -> list[Path]:
+    """Return the files that should have the weights. Raises ModelError if there are none."""
+    for index, single in ((INDEX, SINGLE), (PICKLED_INDEX, PICKLED)):
+        if (folder / index).exists():
+            return [folder / name for name in read_shard_names(folder / index)]
+        if (folder / single).is_file():
+            return [folder / single]
+    raise ModelError(
+        f"{folder} has neither {SINGLE} nor {INDEX}, nor {PICKLED}; weights in other formats must "
+        "be saved as safetensors first"
+    )
 
 
 def read_shard_names(index: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Folder of config.json, tokenizer files and *.safetensors. Imports torch only for tensors."""
+"""Folder of config.json, tokenizer files and weights. Imports torch only for tensors."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from baton.checkpoint.checkpoint import GenerationDefaults, Tensors
 from baton.checkpoint.json_fields import JsonFields, read_model_text
 from baton.checkpoint.model_files import (
+    list_weight_files,
     read_chat_templates,
     read_generation_defaults,
     read_image_processor,
@@ -59,4 +60,4 @@ class SafetensorsFolder:
         return WeightFiles(self.path)
 
     def num_weight_bytes(self) -> int:
-        return sum(path.stat().st_size for path in self.path.glob("*.safetensors"))
+        return sum(path.stat().st_size for path in list_weight_files(self.path) if path.is_file())

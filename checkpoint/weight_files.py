@@ -1,4 +1,4 @@
-"""Reads tensors from safetensors files by name. Every error names the file or the tensor."""
+"""Reads tensors from files of a folder by name. Every error names the file or the tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from baton.checkpoint.checkpoint import Expected, Shape
-from baton.checkpoint.model_files import INDEX, SINGLE, read_shard_names
+from baton.checkpoint.model_files import list_weight_files
+from baton.checkpoint.pickled_file import PickledFile
 from baton.checkpoint.weight_digests import (
     DigestCache,
     FileIdentity,
@@ -112,17 +113,7 @@ class WeightFiles:
                 self._digests.keep(identity, digests_by_path.get(path, {}))
 
     def _paths(self) -> list[Path]:
-        if (self._folder / INDEX).exists():
-            return self._list_shards()
-        if (self._folder / SINGLE).is_file():
-            return [self._folder / SINGLE]
-        raise ModelError(
-            f"{self._folder} has neither {SINGLE} nor {INDEX}; "
-            "weights in other formats must be saved as safetensors first"
-        )
-
-    def _list_shards(self) -> list[Path]:
-        paths = [self._folder / name for name in read_shard_names(self._folder / INDEX)]
+        paths = list_weight_files(self._folder)
         missing = [path.name for path in paths if not path.is_file()]
         _refuse("lacks the weight file", missing, self._folder)
         return paths
@@ -130,7 +121,9 @@ class WeightFiles:
     def _open(self, path: Path) -> None:
         identity = _identity_of(path)
         try:
-            opened = self._stack.enter_context(safe_open(path, framework="pt"))
+            opened = self._stack.enter_context(
+                PickledFile(path) if path.suffix == ".bin" else safe_open(path, framework="pt")
+            )
             names = list(opened.keys())
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path} is corrupt or cut short ({error}); fetch it again") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -256,9 +257,83 @@ def test_a_weight_file_of_something_else_is_named(folder: Path) -> None:
 
 
 def test_a_folder_without_safetensors_is_refused_with_the_required_files(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    (folder / "model.safetensors").rename(folder / "model.h5")
 
     with pytest.raises(ModelError, match=r"neither model\.safetensors nor"):
+        load(folder)
+
+
+def pickle_weights(folder: Path, *, num_files: int = 1) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    files = {f"pytorch_model-{i}.bin": names[i::num_files] for i in range(num_files)}
+    if num_files == 1:
+        files = {"pytorch_model.bin": names}
+    for file, own in files.items():
+        torch.save({name: tensors[name] for name in own}, folder / file)
+    weight_map = {name: file for file, own in files.items() for name in own}
+    if num_files > 1:
+        index = json.dumps({"weight_map": weight_map})
+        (folder / "pytorch_model.bin.index.json").write_text(index)
+
+
+@pytest.mark.parametrize("num_files", [1, 3])
+def test_pickled_weights_are_those_of_safetensors(folder: Path, num_files: int) -> None:
+    with SafetensorsFolder(folder).open_tensors() as files:
+        expected = {name: files.tensor(name).clone() for name in files.names()}
+        digest = files.digest()
+    pickle_weights(folder, num_files=num_files)
+
+    with SafetensorsFolder(folder).open_tensors() as files:
+        assert files.names() == sorted(expected)
+        assert all(torch.equal(files.tensor(name), each) for name, each in expected.items())
+        assert files.digest() == digest  # so that nodes with either file are a pair
+    load(folder)
+
+
+class Runs:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch ran",)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"a": torch.zeros(2), "step": 3}, "'step' is no tensor"),
+        ({"state_dict": {"a": torch.zeros(2)}}, "'state_dict' is no tensor"),
+        ([torch.zeros(2)], "is no tensor"),
+        ({"a": Runs()}, "is no file of tensors"),
+    ],
+    ids=["number", "nested", "list", "code"],
+)
+def test_pickles_of_other_things_are_refused_by_name(
+    folder: Path, content: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "model.safetensors").unlink()
+    torch.save(content, folder / "pytorch_model.bin")
+
+    with pytest.raises(ModelError, match=message):
+        load(folder)
+    assert not (folder / "ran").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"PK", b"<html>not found</html>" * 100])
+def test_a_damaged_pickle_is_named(folder: Path, content: bytes) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(content)
+
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin"):
+        load(folder)
+
+
+def test_pickles_that_cannot_be_mapped_are_refused(folder: Path) -> None:
+    pickle_weights(folder)
+    path = folder / "pytorch_model.bin"
+    torch.save(torch.load(path), path, _use_new_zipfile_serialization=False)
+
+    with pytest.raises(ModelError, match="save it as safetensors"):
         load(folder)
 
 
