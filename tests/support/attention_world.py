@@ -136,12 +136,10 @@ class World:
     def expected(self, layer: int) -> Tensor:
         answers, first = [], 0
         for each, keys_values in zip(self.sequences, self._kept(), strict=True):
-            for place in range(each.queries):
-                query = self.queries[layer, first + place]
-                position, end = each.computed + place, each.seen_end(place)
-                answers.append(self._naive(layer, query, keys_values[..., :end], position))
+            queries = self.queries[layer, first : first + each.queries]
+            answers.append(self._naive(layer, each, queries, keys_values[:, layer]))
             first += each.queries
-        return torch.stack(answers)
+        return torch.cat(answers)
 
     def _kept(self) -> list[Tensor]:
         """Return keys and values as the cache holds them, in float64."""
@@ -169,22 +167,32 @@ class World:
             kv_scales=shape.scales(layer),
         )
 
-    def _naive(self, layer: int, query: Tensor, keys_values: Tensor, position: int) -> Tensor:
-        shape, window, chunk = self.shape, self.shape.windows[layer], self.shape.chunks[layer]
-        first = 0 if window is None else max(0, position - window + 1)
-        first = first if chunk is None else max(first, position // chunk * chunk)
-        seen = keys_values[:, layer, :, :, first:]
-        keys, values = seen[0], seen[-1, :, : shape.value_dim]
-        # By KV head: [kv_heads, heads of one, ..].
-        grouped = query.double().unflatten(0, (shape.num_kv_heads, -1))
-        scores = grouped @ keys / math.sqrt(shape.head_dim)
+    def _naive(self, layer: int, part: Part, queries: Tensor, keys_values: Tensor) -> Tensor:
+        """Compute the scores of all tokens in float64, and mask those that a query does not see."""
+        shape = self.shape
+        keys, values = keys_values[0], keys_values[-1, :, : shape.value_dim]
+        # By KV head: [kv_heads, heads of one, queries, ..].
+        grouped = queries.double().transpose(0, 1).unflatten(0, (shape.num_kv_heads, -1))
+        scores = grouped @ keys[:, None] / math.sqrt(shape.head_dim)
         if shape.softcap is not None:
             scores = shape.softcap * torch.tanh(scores / shape.softcap)
+        scores.masked_fill_(~self._seen(layer, part), -torch.inf)
         if shape.has_sinks:
-            sinks = self.sinks[layer].double().view(*scores.shape[:2], 1)
-            scores = torch.cat((scores, sinks), dim=-1)
+            sinks = self.sinks[layer].double().view(*scores.shape[:2], 1, 1)
+            scores = torch.cat((scores, sinks.expand(-1, -1, part.queries, 1)), dim=-1)
         weights = scores.softmax(dim=-1)[..., : keys.shape[-1]]
-        return torch.flatten(weights @ values.transpose(-1, -2), 0, 1)
+        return torch.flatten(weights @ values.transpose(-1, -2)[:, None], 0, 1).transpose(0, 1)
+
+    def _seen(self, layer: int, part: Part) -> Tensor:
+        """Return which tokens each query sees, [queries, tokens]."""
+        window, chunk = self.shape.windows[layer], self.shape.chunks[layer]
+        seen = torch.zeros(part.queries, part.length, dtype=torch.bool)
+        for query in range(part.queries):
+            position = part.computed + query
+            first = 0 if window is None else max(0, position - window + 1)
+            first = first if chunk is None else max(first, position // chunk * chunk)
+            seen[query, first : part.seen_end(query)] = True
+        return seen
 
     def fresh(self, layer: int) -> tuple[Tensor, Tensor | None]:
         """Return the keys of the pass's new tokens, and their values if stored, in flat order."""
