@@ -59,6 +59,9 @@ MODELS = Path(__file__).parents[2] / "models"
 ConfigWithHead = Callable[[Path], RunnerConfig]
 SPECULATION = Speculation(4, method="eagle3", max_rows=64, is_adaptive=False)
 WARM = replace(GREEDY, temperature=0.8)
+SEEDED = replace(
+    REQUESTED["seeded"], max_tokens=24
+)  # the answers begin in one block, and end in another
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "plain": {},
@@ -213,7 +216,7 @@ def test_drafts_of_a_layer_after_the_last_are_those_of_transformers(
 
     check_drafts(config, expected.draft)
 
-    requests = specs_of(REQUESTED["seeded"])
+    requests = specs_of(SEEDED)
     drafted = answers(config, requests)
     assert_alike(answers(replace(config, speculation=None), requests), drafted)
     assert sum(got.num_accepted for got in drafted) > 0
@@ -238,7 +241,7 @@ def test_the_layer_in_a_gguf_file_drafts_as_in_its_folder(
         in_files = replace(in_files, model=str(model), speculative_model=str(layer))
     else:
         in_files = replace(in_files, model=str(convert(folder, tmp_path / "model.gguf")))
-    requests = specs_of(REQUESTED["seeded"])
+    requests = specs_of(SEEDED)
 
     of_files = answers(in_files, requests)
 
@@ -257,7 +260,7 @@ def test_the_quantized_layer_of_a_gguf_file_drafts(tmp_path: Path) -> None:
     )
     path = convert(folder, tmp_path / "model.gguf", "Q8_0")
     config = replace(config_of(path, None), speculation=replace(SPECULATION, method="mtp"))
-    requests = specs_of(REQUESTED["seeded"])
+    requests = specs_of(SEEDED)
 
     drafted = answers(config, requests)
 
@@ -346,7 +349,7 @@ def test_answers_are_those_without_drafts(
 def test_with_native_kernels_logprobs_are_bitwise_equal(
     name: str, quantize: str, config_with_head: ConfigWithHead, model_folder: FolderOf
 ) -> None:
-    model, requests = model_folder(name), specs_of(REQUESTED["seeded"])
+    model, requests = model_folder(name), specs_of(SEEDED)
 
     drafted = answers(replace(config_with_head(model), quantize=quantize), requests)
 
@@ -449,7 +452,7 @@ def test_drafts_of_a_model_are_those_of_transformers(
 
     check_drafts(config, draft)
 
-    requests = specs_of(REQUESTED["seeded"])
+    requests = specs_of(SEEDED)
     assert_alike(
         answers(config_of(model_folder(target), None), requests), answers(config, requests)
     )
@@ -544,7 +547,7 @@ def test_a_head_that_fails_on_answers_costs_only_drafts(
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("the head fails")
 
-    model, requests = model_folder("llama"), specs_of(REQUESTED["seeded"])
+    model, requests = model_folder("llama"), specs_of(SEEDED)
     plain = answers(config_of(model, None), requests)
     monkeypatch.setattr(HeadDrafter, "catch_up", fail)
 
