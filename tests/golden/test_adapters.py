@@ -32,6 +32,10 @@ def folder_of(
     return lambda name: (model_folder if name in VARIANTS else family_folder)(name)
 
 
+# Each prompt and each adapter once, of all pairs of them.
+ALONE = (0, 4, 8)
+
+
 def open_llm(folder: Path, **settings: Any) -> LLM:
     settings = {"dtype": "float32", "max_num_seqs": 16, "max_num_batched_tokens": 24, **settings}
     return LLM(str(folder), show_progress=False, **settings)
@@ -49,16 +53,16 @@ def test_tokens_equal_those_of_merged_weights(
     prompts = [prompt for prompt in PROMPTS for _ in range(3)]
     with open_llm(base, lora={"first": str(first), "second": str(second)}) as llm:
         together = [each.token_ids for each in llm.generate(prompts, GREEDY, lora=names)]
-        alone = [
-            llm.generate(prompt, GREEDY, lora=each)[0].token_ids
-            for prompt, each in zip(prompts, names, strict=True)
-        ]
+        alone = {
+            place: llm.generate(prompts[place], GREEDY, lora=names[place])[0].token_ids
+            for place in ALONE
+        }
         llm.engine.scheduler.check()
 
     folders = {"": base, "first": merged[0], "second": merged[1]}
     for prompt, each, answer in zip(prompts, names, together, strict=True):
         assert answer == reference_choices(folders[each], prompt, answer, NUM_TOKENS)
-    assert alone == together
+    assert alone == {place: together[place] for place in ALONE}
     assert len({tuple(answer) for answer in together}) > 2 * len(PROMPTS)
 
 
