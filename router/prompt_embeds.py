@@ -23,6 +23,7 @@ DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 Tensors = list[tuple[str, dict[str, Any]]]  # with their names
 SEGMENT_ROWS = 128  # a multiple of usual block sizes
 PLACEHOLDER = 0  # token id of all rows
+MAX_QUOTED = 200  # characters of a client's own in an error
 HOW = "send safetensors in base64, with one tensor [tokens, hidden_size]"
 
 
@@ -50,7 +51,7 @@ def _read(text: object, size: int) -> tuple[bytes, str, int]:
     try:
         tensors: Tensors = deserialize(base64.b64decode(text, validate=True))  # type: ignore[no-untyped-call]
     except (binascii.Error, ValueError, SafetensorError) as error:
-        raise _wrong(f"cannot be read ({error}); {HOW}") from None
+        raise _wrong(f"cannot be read ({_cut(error)}); {HOW}") from None
     if len(tensors) != 1:
         raise _wrong(f"has {len(tensors)} tensors; {HOW}")
     [(_, tensor)] = tensors
@@ -58,7 +59,7 @@ def _read(text: object, size: int) -> tuple[bytes, str, int]:
     if dtype is None:
         raise _wrong(f"is {tensor['dtype']}; it must be one of {', '.join(DTYPES)}")
     if len(shape) != 2 or shape[1] != size or not shape[0]:
-        raise _wrong(f"has the shape {shape}; this model takes [tokens, {size}]")
+        raise _wrong(f"has the shape {_cut(shape)}; this model takes [tokens, {size}]")
     if not _are_finite(data, dtype):
         raise _wrong("has a number that is not finite")
     return data, dtype, shape[0]
@@ -68,6 +69,11 @@ def _are_finite(data: bytes, dtype: str) -> bool:
     if dtype == "bfloat16":
         return bool(((np.frombuffer(data, "<u2") & 0x7F80) != 0x7F80).all())
     return bool(np.isfinite(np.frombuffer(data, "<f4" if dtype == "float32" else "<f2")).all())
+
+
+def _cut(quoted: object) -> str:
+    text = str(quoted)
+    return text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]}..."
 
 
 def _wrong(fault: str) -> InvalidRequest:

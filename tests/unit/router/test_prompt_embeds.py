@@ -99,6 +99,15 @@ ROWS = torch.ones(3, SIZE)
             ),
             "cannot be read",
         ),
+        (
+            text_of(
+                header(
+                    {"a": {"dtype": "F32", "shape": [1] * 10_000, "data_offsets": [0, 4]}}, bytes(4)
+                )
+            ),
+            "this model takes",
+        ),
+        (text_of(header({"a": {"dtype": "X" * 10_000}})), "send safetensors"),
         (text_of((1 << 62).to_bytes(8, "little") + b"{}"), "cannot be read"),
     ],
 )
@@ -108,3 +117,4 @@ def test_hostile_embeddings_are_refused_by_name(given: object, message: str) -> 
 
     assert refused.value.field == "prompt_embeds"
     assert "prompt_embeds" in str(refused.value)
+    assert len(str(refused.value)) < 1000
