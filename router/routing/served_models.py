@@ -27,6 +27,7 @@ class ServedModel:
     pools_tokens: bool = False  # only tokens have vectors
     # Now or before. A decoder that only embeds has prefill nodes alone.
     has_decode_nodes: bool = False
+    has_prefill_nodes: bool = False  # now
     follows_predictions: bool = False  # on some decode node
     prompt_embeds_size: int = 0  # of embeddings in place of tokens; 0: no node takes them
 
@@ -159,6 +160,7 @@ def _served_model(cards: Sequence[NodeCard], *, has_decode_nodes: bool) -> Serve
         has_labels=any(card.has_labels for card in cards),
         pools_tokens=any(card.pools_tokens for card in cards),
         has_decode_nodes=has_decode_nodes,
+        has_prefill_nodes=any(LegKind.PREFILL in card.legs for card in cards),
         follows_predictions=any(card.follows_predictions for card in limiting),
         prompt_embeds_size=max((card.prompt_embeds_size for card in cards), default=0),
     )

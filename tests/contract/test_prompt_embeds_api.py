@@ -38,9 +38,11 @@ def ask(
     nodes: FakeNodeCalls | None = None,
     is_on: bool = True,
     able: bool = True,
+    has_prefill: bool = True,
 ) -> list[tuple[int, Any]]:
     prefill, decode = a_node(LegKind.PREFILL), a_node(LegKind.DECODE)
-    table = a_table(that_takes_embeds(prefill) if able else prefill, decode)
+    prefill = that_takes_embeds(prefill) if able else prefill
+    table = a_table(*([prefill] if has_prefill else []), decode)
 
     async def main() -> list[tuple[int, Any]]:
         async with (
@@ -123,3 +125,15 @@ def test_a_completion_without_any_prompt_is_refused() -> None:
     [(status, answer)] = ask({})
 
     assert (status, "prompt" in answer["error"]["message"]) == (400, True)
+
+
+def test_it_is_unavailable_while_no_prefill_node_is_known() -> None:
+    body = {"prompt_embeds": text_of(3)}
+
+    [(status, answer), (other_status, other)] = ask(
+        body, body | {"model": "other"}, has_prefill=False
+    )
+
+    assert (status, answer["error"]["code"]) == (503, "NO_NODES")
+    assert "try again later" in answer["error"]["message"]
+    assert (other_status, "'other' is not served" in other["error"]["message"]) == (404, True)

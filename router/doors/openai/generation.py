@@ -24,7 +24,9 @@ from baton.router.doors.openai.response.choices import EchoedPrompt
 from baton.router.http.exchange import ReceivedRequest, Reply
 from baton.router.http.json_encoding import encode_in_slices
 from baton.router.pipeline import Pipeline
+from baton.router.prompt_embeds import FIELD
 from baton.router.values import GenerateCall, TextPrompt, TokenPrompt
+from baton.rpc.errors import NoNodes
 
 Read = Callable[[Mapping[str, Any], str, ModelContext], ParsedRequest]
 
@@ -91,11 +93,20 @@ class AnswerHandler:
 
 
 def model_context(pipeline: Pipeline, fields: Mapping[str, Any]) -> ModelContext:
-    """Return what the router knows of the model that a body names. Raises UnknownModel."""
+    """Return what the router knows of the model that a body names.
+
+    Raises UnknownModel, and NoNodes if the body has embeddings that a missing node may take.
+    """
     name = fields.get("model")
     model = pipeline.table.find_model(name if isinstance(name, str) else "")
     served, parsing = pipeline.table.served_model(model), pipeline.profiles.of(model).parsing
     embeds_size = served.prompt_embeds_size if pipeline.takes_prompt_embeds else None
+    if FIELD in fields and embeds_size == 0 and not served.has_prefill_nodes:
+        pipeline.inputs.check_model(model)
+        raise NoNodes(
+            f"no node that takes {FIELD} is known at the moment; try again later, or start a "
+            "prefill node with --enable-prompt-embeds"
+        )
     return ModelContext(served.sampling_defaults, served.max_model_len, parsing, model, embeds_size)
 
 

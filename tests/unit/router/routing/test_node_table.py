@@ -19,18 +19,20 @@ def test_limits_and_defaults_of_a_model_follow_its_nodes() -> None:
     other = replace(card, model="other", max_model_len=200, max_sequence_len=20)
 
     table.join("p:1", replace(a_card(LegKind.PREFILL, "p"), sampling_defaults=cool))
-    assert table.served_model(tiny) == ServedModel(cool)
+    assert table.served_model(tiny) == ServedModel(cool, has_prefill_nodes=True)
 
     table.join("d:1", card)
     table.join("d:2", replace(card, max_model_len=90, max_sequence_len=40))
     table.join("o:1", other)
     assert set(table.models) == {"tiny", "other"}
     assert table.find_model("tiny") == tiny
-    assert table.served_model(tiny) == ServedModel(cool, 100, 40, has_decode_nodes=True)
+    assert table.served_model(tiny) == ServedModel(
+        cool, 100, 40, has_decode_nodes=True, has_prefill_nodes=True
+    )
     assert table.served_model(table.find_model("other")) == ServedModel(
         NO_SAMPLING_DEFAULTS, 200, 20, has_decode_nodes=True
     )
-    assert table.served_model() == ServedModel(cool, 200, 20)
+    assert table.served_model() == ServedModel(cool, 200, 20, has_prefill_nodes=True)
 
     table.lose("d:2")
     table.lose("p:1")
