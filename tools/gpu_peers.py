@@ -24,8 +24,9 @@ from baton.core.errors import NamedError
 from baton.engine.runner.families.read_config import read_model_config
 from benchmarks.engine.throughput import EngineBench, Rate, context_of
 from benchmarks.engine.throughput import run as run_engine
-from benchmarks.peers.peer import Comparison, PeerBench, PeerFailed
+from benchmarks.peers.peer import Comparison, PeerBench
 from benchmarks.peers.peer import run as run_peers
+from benchmarks.peers.peer_process import PeerFailed
 from tools.gpu_roofline import GPUS, make_rows
 from tools.step_work import Step
 

@@ -52,7 +52,8 @@ def peer(
     """
     from benchmarks.cli.lists import parse_numbers
     from benchmarks.engine.throughput import EngineBench
-    from benchmarks.peers.peer import Comparison, PeerBench, PeerFailed, run
+    from benchmarks.peers.peer import Comparison, PeerBench, run
+    from benchmarks.peers.peer_process import PeerFailed
 
     if not any((vllm_venv, llamacpp_venv, openvino_venv)):
         raise InvalidConfig("no peer: pass --vllm-venv, --llamacpp-venv or --openvino-venv")

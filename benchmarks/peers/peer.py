@@ -6,31 +6,22 @@ measures on request. The processes that do not measure are frozen.
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import statistics
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from baton.core.errors import InvalidConfig, NamedError
+from baton.core.errors import InvalidConfig
 from benchmarks.engine.throughput import EngineBench, engine_meter, longest
-from benchmarks.peers.settings import (
-    GPU_SHARE,
-    PATIENT,
-    clean_environment,
-    python_of,
-    vllm_settings,
-)
-from benchmarks.processes import external_process
+from benchmarks.peers.peer_process import PeerFailed, PeerProcess, start_peer
+from benchmarks.peers.settings import GPU_SHARE, PATIENT, vllm_settings
 
-ENDS = Path(__file__).resolve().parent / "workers"
-MARK = "BATON "
+WORKERS = Path(__file__).resolve().parent / "workers"
 # Types of llama.cpp's weights, with the quantization of Baton that has as many bits.
 LLAMACPP_WEIGHTS = {"bf16": "none", "q8_0": "int8", "q4_0": "int4", "q4_k_m": "int4"}
 
@@ -70,47 +61,12 @@ class PeerMeter(Protocol):
     def decode(self, batch_size: int) -> float: ...
 
 
-class PeerFailed(NamedError):
-    """A peer process ended before it answered: it cannot run the model, for example."""
-
-
-class _Peer:
-    """Peer process behind two pipes, frozen with its children between requests.
-
-    vLLM's workers spin for a second when idle, which would slow the measurement of others.
-    """
-
-    def __init__(self, name: str, process: subprocess.Popen[str], log: Path) -> None:
-        self._name = name
-        self._process = process
-        self._log = log
-        self._answer()  # wait until it is ready
-        os.killpg(process.pid, signal.SIGSTOP)
-
+class _Peer(PeerProcess):
     def prefill(self, prompt_len: int) -> float:
-        return self._request("prefill", prompt_len)
+        return float(self.request(phase="prefill", size=prompt_len))
 
     def decode(self, batch_size: int) -> float:
-        return self._request("decode", batch_size)
-
-    def _request(self, phase: str, size: int) -> float:
-        os.killpg(self._process.pid, signal.SIGCONT)
-        if self._process.stdin is not None:
-            request = json.dumps({"phase": phase, "size": size}) + "\n"
-            # `_answer` reports a process that has ended. A buffered write would fail later.
-            with suppress(BrokenPipeError):
-                os.write(self._process.stdin.fileno(), request.encode())
-        rate = float(self._answer())
-        os.killpg(self._process.pid, signal.SIGSTOP)
-        return rate
-
-    def _answer(self) -> str:
-        # Engines write their own lines to the same pipe.
-        for line in self._process.stdout or ():
-            if line.startswith(MARK):
-                return line.removeprefix(MARK).strip()
-        reason = _last_line(self._log)
-        raise PeerFailed(f"{self._name} ended with code {self._process.wait()}{reason}")
+        return float(self.request(phase="decode", size=batch_size))
 
 
 def run(
@@ -200,11 +156,20 @@ def _starts(bench: PeerBench) -> Iterator[tuple[str, StartPeer]]:
             "max_num_seqs": max(64, *bench.engine.batch_sizes),
             "gpu_share": None if is_on_cpu else GPU_SHARE,
         }
-        yield "vllm", partial(_started, bench.vllm_venv, "vllm_worker.py", settings, environment)
+        yield (
+            "vllm",
+            partial(start_peer, bench.vllm_venv, WORKERS / "vllm_worker.py", settings, environment),
+        )
     if bench.llamacpp_venv is not None:
-        yield "llamacpp", partial(_started, bench.llamacpp_venv, "llamacpp_worker.py", settings, {})
+        yield (
+            "llamacpp",
+            partial(start_peer, bench.llamacpp_venv, WORKERS / "llamacpp_worker.py", settings, {}),
+        )
     if bench.openvino_venv is not None:
-        yield "openvino", partial(_started, bench.openvino_venv, "openvino_worker.py", settings, {})
+        yield (
+            "openvino",
+            partial(start_peer, bench.openvino_venv, WORKERS / "openvino_worker.py", settings, {}),
+        )
 
 
 def _cpus(num_threads: int | None) -> Sequence[int]:
@@ -213,28 +178,3 @@ def _cpus(num_threads: int | None) -> Sequence[int]:
     if num_threads is not None and num_threads > len(cpus):
         raise InvalidConfig(f"{num_threads} threads need as many cores; there are {len(cpus)}")
     return cpus[:num_threads]
-
-
-@contextmanager
-def _started(
-    venv: Path, script: str, settings: dict[str, object], environment: dict[str, str], log: Path
-) -> Iterator[subprocess.Popen[str]]:
-    log.parent.mkdir(parents=True, exist_ok=True)
-    command = [str(python_of(venv)), str(ENDS / script), json.dumps(settings)]
-    with (
-        log.open("w", encoding="utf-8") as file,
-        external_process(
-            command,
-            clean_environment() | environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=file.fileno(),
-        ) as process,
-    ):
-        yield process
-
-
-def _last_line(log: Path) -> str:
-    """Return the last line of a log after a colon, or nothing."""
-    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-    return next((f": {line.strip()}" for line in reversed(lines) if line.strip()), "")

@@ -73,6 +73,18 @@ def test_a_tower_in_a_file_next_to_the_model_gives_the_encodings_of_the_folder(
     assert read_format(found) == read_format(expected)
 
 
+@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+def test_a_tower_in_fewer_bits_gives_similar_encodings(
+    name: str, folder: Path, tmp_path: Path, kind: str
+) -> None:
+    write_gguf_with_tower(folder, tmp_path, kind=kind)
+    found = encodings(open_checkpoint(str(tmp_path)), name).flatten()
+    expected = encodings(SafetensorsFolder(folder), name).flatten()
+
+    assert not torch.equal(found, expected)
+    assert torch.cosine_similarity(found, expected, dim=0) > 0.99
+
+
 def test_a_tower_can_be_in_another_folder(name: str, folder: Path, tmp_path: Path) -> None:
     path = write_gguf_with_tower(folder, tmp_path)
     (tmp_path / "other").mkdir()

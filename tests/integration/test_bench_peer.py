@@ -13,7 +13,8 @@ import pytest
 from baton.core.errors import InvalidConfig
 from benchmarks.cli.peer import peer
 from benchmarks.engine.throughput import EngineBench
-from benchmarks.peers.peer import Comparison, PeerBench, PeerFailed, run
+from benchmarks.peers.peer import Comparison, PeerBench, run
+from benchmarks.peers.peer_process import PeerFailed
 from benchmarks.plots.chart import read_peer
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "demo"

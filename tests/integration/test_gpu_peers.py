@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.engine.throughput import EngineBench, context_of
-from benchmarks.peers.peer import PeerFailed
+from benchmarks.peers.peer_process import PeerFailed
 from tests.support.models import VARIANTS, make_model_folder
 from tools.gpu_peers import Figure, find_gpu, limit_of, measure, row_of
 

@@ -270,6 +270,7 @@ def _optional(writer: gguf.GGUFWriter) -> Iterator[tuple[str, Callable[[Any], No
     )
     yield "attn_logit_softcapping", writer.add_attn_logit_softcapping
     yield "final_logit_softcapping", writer.add_final_logit_softcapping
+    yield "num_deepstack_layers", writer.add_num_deepstack_layers
     yield "num_experts", writer.add_expert_count
     yield "num_local_experts", writer.add_expert_count
     yield "moe_intermediate_size", writer.add_expert_feed_forward_length

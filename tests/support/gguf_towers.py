@@ -45,10 +45,13 @@ IN_TOWER = ("vision", "connector", "projector", "visual.")
 SWAPPED = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
 
 
-def write_gguf_with_tower(folder: Path, target: Path, *, swaps_mlp: bool = False) -> Path:
+def write_gguf_with_tower(
+    folder: Path, target: Path, *, swaps_mlp: bool = False, kind: str = "F32"
+) -> Path:
     """Write a folder as two files, and return that of the text.
 
-    With `swaps_mlp`, matrices of the tower have the names of llama.cpp's early files.
+    With `swaps_mlp`, matrices of the tower have the names of llama.cpp's early files. They are
+    stored in `kind`.
     """
     config = json.loads((folder / "config.json").read_text())
     text = target / "text"
@@ -56,20 +59,33 @@ def write_gguf_with_tower(folder: Path, target: Path, *, swaps_mlp: bool = False
     for file in folder.glob("tokenizer*.json"):
         shutil.copy(file, text)
     own = {**config["text_config"], "architectures": [TEXTS[config["model_type"]]]}
+    if "deepstack_visual_indexes" in config["vision_config"]:
+        own["num_deepstack_layers"] = len(config["vision_config"]["deepstack_visual_indexes"])
     (text / "config.json").write_text(json.dumps(own))
     tensors = folder_tensors(folder)
     save_file(dict(_text_tensors(tensors)), text / "model.safetensors", {"format": "pt"})
     written = write_gguf(text, target / "tiny.gguf")
     shutil.rmtree(text)
     processor = json.loads((folder / "preprocessor_config.json").read_text())
-    writer = gguf.GGUFWriter(target / "mmproj-tiny-F32.gguf", "clip")
+    writer = gguf.GGUFWriter(target / f"mmproj-tiny-{kind}.gguf", "clip")
     write_tower_fields(writer, config, processor)
     for name, tensor in _tower_tensors(config, tensors):
         parts = name.split(".")
         stored = ".".join(SWAPPED.get(part, part) for part in parts) if swaps_mlp else name
-        writer.add_tensor(stored, tensor.float().contiguous().numpy())
+        _add_tensor(writer, stored, tensor, kind)
     finish(writer)
     return written.path
+
+
+def _add_tensor(writer: gguf.GGUFWriter, name: str, tensor: Tensor, kind: str) -> None:
+    """Add a tensor in `kind` where llama.cpp's converter does, and else in float32."""
+    numbers = tensor.float().contiguous().numpy()
+    if tensor.ndim < 2 or "position" in name:
+        return writer.add_tensor(name, numbers)
+    is_whole = tensor.ndim == 2 and tensor.shape[1] % 32 == 0  # convolutions have 16 bits
+    stored_as = gguf.GGMLQuantizationType[kind if is_whole or kind == "F32" else "F16"]
+    quantized = gguf.quants.quantize(numbers, stored_as)
+    return writer.add_tensor(name, quantized, raw_dtype=stored_as)
 
 
 def finish(writer: gguf.GGUFWriter) -> None:
