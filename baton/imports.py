@@ -5,9 +5,12 @@ from __future__ import annotations
 import gc
 import inspect
 import sys
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from importlib._bootstrap import (  # type: ignore[attr-defined]
+    _DeadlockError,
+    _ModuleLockManager,
+)
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import FrameType, ModuleType
@@ -34,7 +37,6 @@ SELDOM_USED = frozenset(
         "unittest.mock",
     }
 )
-_LOCK = threading.RLock()
 _METHODS = open_method_cache()
 _REAL_GETMODULE = inspect.getmodule
 
@@ -72,13 +74,15 @@ def _getmodule(found: object, _filename: str | None = None) -> ModuleType | None
 class _LateModule(ModuleType):
     """Module that is executed when a name in it is read for the first time. Thread-safe.
 
-    `importlib.util.LazyLoader` executes it as soon as `from package import module` finds it.
+    `importlib.util.LazyLoader` executes it as soon as `from package import module` finds it. The
+    lock is that of the module's import: where threads wait for each other's imports, Python lets
+    one of them continue with what the module has so far.
     """
 
     def __getattr__(self, name: str) -> object:
         spec = self.__spec__
         assert spec is not None
-        with _LOCK:
+        with suppress(_DeadlockError), _ModuleLockManager(spec.name):
             if not name.startswith("__") and isinstance(spec.loader, _LateLoader):
                 spec.loader = spec.loader.real
                 spec.loader.exec_module(self)
