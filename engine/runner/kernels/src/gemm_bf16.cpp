@@ -48,6 +48,7 @@ void store_dst(const Gemm& p, const F32x16 (&acc)[kVectors], std::int64_t panel,
 
 #if defined(__AMX_BF16__)
 
+using Scratch = TileConfig;
 constexpr std::int64_t kRunTokens = 2 * kTileRows;
 
 // Tokens per pass over the weights: as many as fit into L2 together with two panels, split evenly.
@@ -99,8 +100,47 @@ void multiply_panel(const Gemm& p, TileConfig& tile_config, std::int64_t panel, 
 
 constexpr std::int64_t kPassTokens = 32 * kRunRows;
 
-// Tokens per pass over the weights. Their sums stay in L2.
-std::int64_t tokens_per_pass(std::int64_t, std::int64_t) { return kPassTokens; }
+// Tokens per pass over the weights: as many as stay in L2 as float32, if they are enough to make up
+// for reading the weights.
+std::int64_t tokens_per_pass(std::int64_t, std::int64_t num_columns) {
+    constexpr std::int64_t kBytes = 1 << 19, kMinTokens = 8 * kRunRows;
+    const std::int64_t runs = kBytes / (kRunRows * num_columns * std::int64_t(sizeof(float)));
+    return std::clamp(runs * kRunRows, kMinTokens, kPassTokens);
+}
+
+// Activations of the tokens of a pass as float32, converted once for all panels, so that products
+// only broadcast them: [blocks of columns, tokens, columns of a block].
+class Scratch {
+  public:
+    void load(const Gemm& p, std::int64_t first, std::int64_t end) {
+        const Bf16* src = p.activations + first * p.num_columns;
+        if (src == src_ && end - first == num_tokens_) return;
+        src_ = src, num_tokens_ = end - first;
+        thread_local AlignedVector<float> buffer;
+        const std::int64_t blocks = (p.num_columns + kStride - 1) / kStride;
+        if (const std::size_t size = blocks * num_tokens_ * kStride; buffer.size() < size)
+            buffer.resize(size);
+        numbers_ = buffer.data();
+        for (std::int64_t token = 0; token < num_tokens_; ++token, src += p.num_columns)
+            for (std::int64_t block = 0; block < blocks; ++block)
+                FloatBlock::load(src + block * kStride, numbers_ + offset(block, token),
+                                 std::min(kStride, p.num_columns - block * kStride));
+    }
+    const float* rows(std::int64_t block, std::int64_t token) const {
+        return numbers_ + offset(block, token);
+    }
+
+  private:
+    static constexpr std::int64_t kStride = FloatBlock::kStride;
+
+    std::int64_t offset(std::int64_t block, std::int64_t token) const {
+        return (block * num_tokens_ + token) * kStride;
+    }
+
+    const Bf16* src_ = nullptr;
+    std::int64_t num_tokens_ = 0;
+    float* numbers_ = nullptr;
+};
 
 // One token reads the panel as one stream, which the hardware prefetches.
 void multiply_token(const Gemm& p, std::int64_t panel, std::int64_t token) {
@@ -113,9 +153,10 @@ void multiply_token(const Gemm& p, std::int64_t panel, std::int64_t token) {
 
 // Multiplies all tokens by a block of the panel, then by the next block. The first run of tokens
 // prefetches the next block.
-void multiply_panel(const Gemm& p, TileConfig&, std::int64_t panel, const U32x16* next,
+void multiply_panel(const Gemm& p, Scratch& activations, std::int64_t panel, const U32x16* next,
                     std::int64_t first, std::int64_t end) {
     if (end - first == 1) return multiply_token(p, panel, first);
+    activations.load(p, first, end);
     const std::int64_t num_pairs = p.num_columns / 2;
     F32x16 sums[kPassTokens][kVectors];
     std::memset(sums, 0, sizeof sums[0] * (end - first));
@@ -126,8 +167,8 @@ void multiply_panel(const Gemm& p, TileConfig&, std::int64_t panel, const U32x16
         for (std::int64_t token = first, count; token < end; token += count, ahead = nullptr) {
             count = next_run(end - token);
             add_block(reinterpret_cast<float*>(sums[token - first]), kPanelRows,
-                      p.activations + token * p.num_columns + 2 * pair, p.num_columns, int(count),
-                      block, std::min<std::int64_t>(kBlockPairs, num_pairs - pair), ahead);
+                      activations.rows(pair / kBlockPairs, token - first), int(count), block,
+                      std::min<std::int64_t>(kBlockPairs, num_pairs - pair), ahead);
         }
     }
     for (std::int64_t token = first; token < end; ++token)
@@ -135,6 +176,8 @@ void multiply_panel(const Gemm& p, TileConfig&, std::int64_t panel, const U32x16
 }
 
 #else
+
+using Scratch = TileConfig;
 
 // Prefetches the cache lines of the output while it is computed.
 void prefetch_dst(const Gemm& p, std::int64_t panel, std::int64_t token) {
@@ -265,7 +308,7 @@ void linear(const GroupedLinear& args) {
     const std::int64_t num_units = args.num_matrices * panels;
     WorkQueue queue(num_units, num_passes(max_tokens, num_columns), args.num_threads);
     run_parallel(args.num_threads, [&](int i, int) {
-        TileConfig tile_config;
+        Scratch scratch;
         for (WorkQueue::Unit unit; queue.next(i, unit);) {
             const Gemm gemm = gemm_of(args, unit.index / panels, is_streamed);
             const std::int64_t pass_tokens = tokens_per_pass(gemm.num_tokens, num_columns);
@@ -274,7 +317,7 @@ void linear(const GroupedLinear& args) {
             const std::int64_t next = std::min(unit.index + 1, num_units - 1);
             const Gemm of_next = gemm_of(args, next / panels, is_streamed);
             if (first < end)
-                multiply_panel(gemm, tile_config, unit.index % panels, of_next.panel(next % panels),
+                multiply_panel(gemm, scratch, unit.index % panels, of_next.panel(next % panels),
                                first, end);
         }
         if (is_streamed) streaming_fence();

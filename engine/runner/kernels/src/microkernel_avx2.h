@@ -23,7 +23,6 @@ class FloatBlock {
     }
     const float* numbers() const { return numbers_[0]; }
 
-  private:
     static void load(const Bf16* from, float* to, std::int64_t count) {
         std::int64_t at = 0;
         for (; at + 8 <= count; at += 8) {
@@ -34,6 +33,7 @@ class FloatBlock {
         for (; at < count; ++at) to[at] = bf16_to_f32(from[at]);
     }
 
+  private:
     alignas(64) float numbers_[kMaxRows][kStride];
 };
 
@@ -116,16 +116,14 @@ constexpr AddSixteen kAddSixteen[] = {
     add_sixteen<6, IS_FETCHING>,
 };
 
-// sums += rows * a block of a panel. Prefetches the block at `ahead`, unless it is null: line by
-// line, since memory is read fastest in order.
-inline void add_block(float* sums, std::int64_t sum_stride, const Bf16* rows,
-                      std::int64_t row_stride, int count, const U32x16* panel, std::int64_t pairs,
-                      const U32x16* ahead = nullptr) {
-    const FloatBlock block(rows, row_stride, count, pairs);
+// sums += rows of a FloatBlock * a block of a panel. Prefetches the block at `ahead`, unless it is
+// null: line by line, since memory is read fastest in order.
+inline void add_block(float* sums, std::int64_t sum_stride, const float* numbers, int count,
+                      const U32x16* panel, std::int64_t pairs, const U32x16* ahead = nullptr) {
     const AddSixteen add = ahead == nullptr ? kAddSixteen<false>[count] : kAddSixteen<true>[count];
     if (ahead == nullptr) ahead = panel;
     for (int v = 0; v < kVectors; ++v)
-        add(sums + v * kLanes, sum_stride, block.numbers(), panel + v, pairs, ahead + v * pairs);
+        add(sums + v * kLanes, sum_stride, numbers, panel + v, pairs, ahead + v * pairs);
 }
 
 template <Init INIT>
@@ -134,9 +132,11 @@ inline void multiply_rows(TileConfig&, float* sums, std::int64_t sum_stride, con
                           std::int64_t pairs) {
     for (int row = 0; INIT == Init::kZero && row < count; ++row)
         std::memset(sums + row * sum_stride, 0, kPanelRows * sizeof(float));
-    for (std::int64_t pair = 0; pair < pairs; pair += kBlockPairs)
-        add_block(sums, sum_stride, rows + 2 * pair, row_stride, count, panel + pair * kVectors,
-                  std::min<std::int64_t>(kBlockPairs, pairs - pair));
+    for (std::int64_t pair = 0; pair < pairs; pair += kBlockPairs) {
+        const std::int64_t num_pairs = std::min<std::int64_t>(kBlockPairs, pairs - pair);
+        const FloatBlock block(rows + 2 * pair, row_stride, count, num_pairs);
+        add_block(sums, sum_stride, block.numbers(), count, panel + pair * kVectors, num_pairs);
+    }
 }
 
 }  // namespace baton

@@ -211,8 +211,8 @@ class QueryRows {
         const float shift = max_[row] == kMinusInf ? 0.0f : max_[row] * scale;
         F32x16 weight = weight_sum_[row];
         for (std::int64_t v = seen.first * kVectors; v < seen.end * kVectors; v += 2) {
-            const F32x16 low = exp2(scores[v] * scale - shift);
-            const F32x16 high = exp2(scores[v + 1] * scale - shift);
+            const F32x16 low = exp2(scores[v], scale, shift);
+            const F32x16 high = exp2(scores[v + 1], scale, shift);
             if (scales == nullptr)
                 store(rounded_weights + v * kLanes, low, high);
             else

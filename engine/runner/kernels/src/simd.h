@@ -52,6 +52,13 @@ inline void for_each_reg(Step step) {
     for (int index = 0; index < kLanes / kRegLanes; ++index) step(index);
 }
 
+// Applies a function to each register.
+template <typename Function>
+[[gnu::always_inline]] inline F32x16 map_regs(F32x16 numbers, Function function) {
+    for_each_reg([&](int i) { reg(numbers, i) = function(reg(numbers, i)); });
+    return numbers;
+}
+
 inline F32x16 splat(float number) {
     F32x16 numbers;
     for_each_reg([&](int i) { reg(numbers, i) = F32Reg{} + number; });
@@ -211,19 +218,27 @@ inline F32x16 f16_to_f32(const std::uint16_t* values) {
 #endif
 }
 
+#if !defined(__AVX512BF16__)
+// The rounded bf16 numbers, as 32 bits.
+inline U32Reg rounded_bits(F32Reg numbers) {
+    const U32Reg bits = (U32Reg)numbers, is_nan = (U32Reg)(numbers != numbers);
+    const U32Reg kept = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return (kept & ~is_nan) | ((bits >> 16 | 0x40) & is_nan);
+}
+#endif
+
 // Rounds as `f32_to_bf16` does, except that AVX-512-BF16 flushes numbers below 2^-126 to zero.
 inline void store(Bf16* target, F32x16 numbers) {
 #if defined(__AVX512BF16__)
     const __m256bh halves = _mm512_cvtneps_pbh((__m512)numbers);
+#elif defined(__AVX2__)
+    const auto low = (__m256i)rounded_bits(reg(numbers, 0));
+    const auto high = (__m256i)rounded_bits(reg(numbers, 1));
+    const __m256i halves = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);
 #else
-    const U32x16 bits = (U32x16)numbers;
-    const U32x16 kept = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    const U32x16 is_nan = nan_mask(numbers);
-    U32x16 rounded_bits = (kept & ~is_nan) | ((bits >> 16 | 0x40) & is_nan);
     U16x16 halves;
     for_each_reg([&](int i) {
-        const U32Reg value = reg(rounded_bits, i);
-        reg(halves, i) = __builtin_convertvector(value, U16Reg);
+        reg(halves, i) = __builtin_convertvector(rounded_bits(reg(numbers, i)), U16Reg);
     });
 #endif
     std::memcpy(target, &halves, sizeof halves);

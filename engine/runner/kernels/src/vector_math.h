@@ -84,63 +84,81 @@ inline U32x16 fp4_bytes(U32x16 codes) {
 #endif
 }
 
-// exp(x) within two units in the last place. A NaN stays a NaN; underflow becomes zero.
-inline F32x16 exp(F32x16 x) {
-    const F32x16 low = splat(-87.3f), high = splat(88.7f);
-    const U32x16 is_low = less_mask(x, low), is_high = less_mask(high, x);
-    x = blend(is_low, low, blend(is_high, high, x));
-    const F32x16 shifted = x * 1.44269504f + 12582912.0f;  // its low bits are the nearest integer
-    const F32x16 whole = shifted - 12582912.0f;
-    const F32x16 rest = x - whole * 0.693145752f - whole * 1.42860677e-6f;
-    F32x16 power = splat(1.0f / 5040);
+// Functions of one register: compilers keep wider vectors in memory between operations.
+namespace one_reg {
+
+inline F32Reg exp(F32Reg x) {
+    const F32Reg low = F32Reg{} - 87.3f, high = F32Reg{} + 88.7f;
+    const auto is_low = x < low;
+    x = is_low ? low : x;
+    x = high < x ? high : x;
+    const F32Reg shifted = x * 1.44269504f + 12582912.0f;  // its low bits are the nearest integer
+    const F32Reg whole = shifted - 12582912.0f;
+    const F32Reg rest = x - whole * 0.693145752f - whole * 1.42860677e-6f;
+    F32Reg power = F32Reg{} + 1.0f / 5040;
     for (const float factor : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
         power = power * rest + factor;
-    const U32x16 scale = ((U32x16)shifted + 127) << 23;
-    const F32x16 result = power * (F32x16)scale;
-    return (F32x16)((U32x16)result & ~is_low);
+    const U32Reg scale = ((U32Reg)shifted + 127) << 23;
+    const F32Reg result = power * (F32Reg)scale;
+    return (F32Reg)((U32Reg)result & ~(U32Reg)is_low);
 }
 
-// tanh(x), off by 2e-7 at most. A NaN stays a NaN.
-inline F32x16 tanh(F32x16 x) { return 1.0f - 2.0f / (1.0f + exp(2.0f * x)); }
+inline F32Reg tanh(F32Reg x) { return 1.0f - 2.0f / (1.0f + exp(2.0f * x)); }
 
-// erf(x), off by 2e-7 at most (Abramowitz and Stegun, 7.1.26). A NaN stays a NaN.
-inline F32x16 erf(F32x16 x) {
-    const U32x16 sign = (U32x16)x & 0x80000000u;
-    const F32x16 size = (F32x16)((U32x16)x & 0x7fffffffu);
-    const F32x16 t = 1.0f / (1.0f + 0.3275911f * size);
-    F32x16 power = splat(1.061405429f);
+inline F32Reg erf(F32Reg x) {
+    const U32Reg sign = (U32Reg)x & 0x80000000u;
+    const F32Reg size = (F32Reg)((U32Reg)x & 0x7fffffffu);
+    const F32Reg t = 1.0f / (1.0f + 0.3275911f * size);
+    F32Reg power = F32Reg{} + 1.061405429f;
     for (const float factor : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f})
         power = power * t + factor;
-    const F32x16 result = 1.0f - power * t * exp(-size * size);
-    return (F32x16)((U32x16)result | sign);
-}
-
-inline F32x16 gelu(F32x16 x, bool is_exact) {
-    if (is_exact) return 0.5f * x * (1.0f + erf(x * 0.707106781f));
-    return 0.5f * x * (1.0f + tanh(0.797884561f * (x + 0.044715f * x * x * x)));
+    const F32Reg result = 1.0f - power * t * exp(-size * size);
+    return (F32Reg)((U32Reg)result | sign);
 }
 
 // 2^rest for |rest| <= 0.5, exact enough to be rounded to bf16.
-inline F32x16 exp2_fraction(F32x16 rest) {
-    F32x16 power = splat(0.00961812911f);
+inline F32Reg exp2_fraction(F32Reg rest) {
+    F32Reg power = F32Reg{} + 0.00961812911f;
     for (const float factor : {0.0555041087f, 0.240226507f, 0.693147181f, 1.0f})
         power = power * rest + factor;
     return power;
 }
 
-// 2^x for x <= 0, exact enough to be rounded to bf16.
-inline F32x16 exp2(F32x16 x) {
+inline F32Reg exp2(F32Reg x) {
 #if defined(__AVX512BF16__)
     const __m512 whole = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT);
-    const F32x16 power = exp2_fraction(x - (F32x16)whole);
-    return (F32x16)_mm512_scalef_ps((__m512)power, whole);  // zero for minus infinity
+    const F32Reg power = exp2_fraction(x - (F32Reg)whole);
+    return (F32Reg)_mm512_scalef_ps((__m512)power, whole);  // zero for minus infinity
 #else
-    const U32x16 is_low = less_mask(x, splat(-126.0f));
-    const F32x16 shifted = x + 12582912.0f;  // its low bits are the nearest integer
-    const U32x16 scale = ((U32x16)shifted + 127) << 23;
-    const F32x16 power = exp2_fraction(x - (shifted - 12582912.0f)) * (F32x16)scale;
-    return (F32x16)((U32x16)power & ~is_low);
+    const auto is_low = x < F32Reg{} - 126.0f;
+    const F32Reg shifted = x + 12582912.0f;  // its low bits are the nearest integer
+    const U32Reg scale = ((U32Reg)shifted + 127) << 23;
+    const F32Reg power = exp2_fraction(x - (shifted - 12582912.0f)) * (F32Reg)scale;
+    return (F32Reg)((U32Reg)power & ~(U32Reg)is_low);
 #endif
+}
+
+}  // namespace one_reg
+
+// exp(x) within two units in the last place. A NaN stays a NaN; underflow becomes zero.
+inline F32x16 exp(F32x16 x) { return map_regs(x, one_reg::exp); }
+
+// tanh(x), off by 2e-7 at most. A NaN stays a NaN.
+inline F32x16 tanh(F32x16 x) { return map_regs(x, one_reg::tanh); }
+
+// GELU, with erf off by 2e-7 at most (Abramowitz and Stegun, 7.1.26). A NaN stays a NaN.
+inline F32x16 gelu(F32x16 x, bool is_exact) {
+    if (is_exact)
+        return map_regs(
+            x, [](F32Reg x) { return 0.5f * x * (1.0f + one_reg::erf(x * 0.707106781f)); });
+    return map_regs(x, [](F32Reg x) {
+        return 0.5f * x * (1.0f + one_reg::tanh(0.797884561f * (x + 0.044715f * x * x * x)));
+    });
+}
+
+// 2^(scale * x - shift) for results up to 1, exact enough to be rounded to bf16.
+[[gnu::always_inline]] inline F32x16 exp2(F32x16 x, float scale, float shift) {
+    return map_regs(x, [=](F32Reg x) { return one_reg::exp2(x * scale - shift); });
 }
 
 }  // namespace baton
