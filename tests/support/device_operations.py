@@ -62,6 +62,8 @@ class DeviceOperations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not torch.is_inference_mode_enabled() and not torch.is_grad_enabled():
+            return self._dispatch(func, args, kwargs)
         with torch.inference_mode(mode=False), torch.no_grad():
             return self._dispatch(func, args, kwargs)
 

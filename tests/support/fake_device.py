@@ -20,6 +20,8 @@ from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch._C import DisableTorchFunction
+from torch.utils._python_dispatch import _disable_current_modes
 
 from baton.engine.runner.device.device import Device, Graph, GraphPool, MemoryProfile
 from baton.kv_transfer.fence import Fence
@@ -124,8 +126,19 @@ class FakeDevice(Device):
 
     def advance(self, seconds: float) -> None:
         """Let time pass, and land the work that is done by then."""
-        with self._lock, torch.inference_mode(mode=False), torch.no_grad():
+        with self._lock:
             self.now_s += seconds
+            if min(map(_next_end_s, self._queues)) <= self.now_s:
+                self._land()
+
+    def _land(self) -> None:
+        """Land the work that is done, whose operations are on memory of the CPU."""
+        with (
+            torch.inference_mode(mode=False),
+            torch.no_grad(),
+            DisableTorchFunction(),
+            _disable_current_modes(),
+        ):
             while (first := min(self._queues, key=_next_end_s)).next_end_s <= self.now_s:
                 first.land()
 
