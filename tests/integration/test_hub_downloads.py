@@ -101,6 +101,18 @@ def test_a_folder_in_the_cache_needs_no_hub(hub: ModelHub, tmp_path: Path) -> No
     assert downloaded == cached
 
 
+def test_pickled_weights_are_downloaded_where_there_are_no_others(
+    hub: ModelHub, tmp_path: Path
+) -> None:
+    weights = {"config.json": b"{}", "pytorch_model.bin": bytes(100)}
+    hub.files = {"training_args.bin": b"no", **weights}
+
+    downloaded, cached = resolve(hub, tmp_path, REPOSITORY, f"-{REPOSITORY}")
+
+    assert sorted(path.name for path in Path(cached).iterdir()) == sorted(weights)
+    assert downloaded == cached
+
+
 def test_an_interrupted_download_is_no_model_and_goes_on(hub: ModelHub, tmp_path: Path) -> None:
     hub.held = PARTS[1]
     with start(hub, tmp_path, f"{REPOSITORY}:BF16") as process:
