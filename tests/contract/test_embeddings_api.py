@@ -486,6 +486,26 @@ def test_a_large_request_leaves_places_for_others() -> None:
     assert 1 < most <= MAX_IN_PIPELINE
 
 
+@pytest.mark.parametrize(("model", "code"), [("", "UNAVAILABLE"), ("other", "NOT_FOUND")])
+def test_grpc_checks_dimensions_once_the_model_is_known(model: str, code: str) -> None:
+    table = NodeTable() if not model else embedders(**ONLY_EMBEDDER)
+
+    async def main() -> None:
+        async with (
+            asyncio.timeout(LONGEST_S),
+            a_router(table=table) as (_, address),
+            aio.insecure_channel(address) as channel,
+        ):
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            inputs = [inference_pb2.EmbedInput(token_ids=sampling_pb2.TokenIds(ids=[3]))]
+            request = inference_pb2.EmbedRequest(inputs=inputs, dimensions=3, model=model)
+            with pytest.raises(aio.AioRpcError) as failed:
+                await stub.Embed(request)
+            assert failed.value.code().name == code, failed.value.details()
+
+    asyncio.run(main())
+
+
 def test_grpc() -> None:
     async def main() -> None:
         async with (

@@ -76,7 +76,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 model = self._table.find_model(request.model, EMBED)
                 calls = embed_calls_from(request, request_id, model)
                 num_dimensions = request.dimensions if request.HasField("dimensions") else None
-                check_dimensions(num_dimensions, self._table.served_model(model).vector_size)
+                if size := self._table.served_model(model).vector_size:
+                    check_dimensions(num_dimensions, size)
             with scope.within_limits():
                 hold = self._lease_during(context).add
                 texts = await embed_texts(self._pipeline, scope, calls, hold)
