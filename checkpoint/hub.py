@@ -131,11 +131,8 @@ def _list_files(folder: Path) -> list[str]:
 
 def _is_complete(snapshot: Path) -> bool:
     """Return whether a snapshot has its config and weights. Interrupted downloads lack some."""
-    try:
-        weights = list_weight_files(snapshot)
-    except ModelError:
-        return False
-    return all(path.exists() for path in (snapshot / "config.json", *weights))
+    weights = list_weight_files(snapshot)
+    return bool(weights) and all(path.exists() for path in (snapshot / "config.json", *weights))
 
 
 def _download(name: str, quantization: str, cache: Path | None) -> Path:

@@ -79,16 +79,13 @@ def read_image_processor(folder: Path) -> JsonFields | None:
 
 
 def list_weight_files(folder: Path) -> list[Path]:
-    """Return the files that should have the weights. Raises ModelError if there are none."""
+    """Return the files that should have the weights. Raises ModelError for a wrong index."""
     for index, single in ((INDEX, SINGLE), (PICKLED_INDEX, PICKLED)):
         if (folder / index).exists():
             return [folder / name for name in read_shard_names(folder / index)]
         if (folder / single).is_file():
             return [folder / single]
-    raise ModelError(
-        f"{folder} has neither {SINGLE} nor {INDEX}, nor {PICKLED}; weights in other formats must "
-        "be saved as safetensors first"
-    )
+    return []
 
 
 def read_shard_names(index: Path) -> list[str]:

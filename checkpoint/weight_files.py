@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from baton.checkpoint.checkpoint import Expected, Shape
-from baton.checkpoint.model_files import list_weight_files
+from baton.checkpoint.model_files import INDEX, PICKLED, SINGLE, list_weight_files
 from baton.checkpoint.pickled_file import PickledFile
 from baton.checkpoint.weight_digests import (
     DigestCache,
@@ -114,6 +114,11 @@ class WeightFiles:
 
     def _paths(self) -> list[Path]:
         paths = list_weight_files(self._folder)
+        if not paths:
+            raise ModelError(
+                f"{self._folder} has neither {SINGLE} nor {INDEX}, nor {PICKLED}; weights in other "
+                "formats must be saved as safetensors first"
+            )
         missing = [path.name for path in paths if not path.is_file()]
         _refuse("lacks the weight file", missing, self._folder)
         return paths
