@@ -146,6 +146,12 @@ def _scale(file: GgufFile, default: int) -> int:
     return positive(file, name) if file.has(f"clip.vision.{name}") else default
 
 
+def _num_positions(file: GgufFile) -> int:
+    """Return the rows of the table of positions, of each axis if it has several; 0: no table."""
+    entry = file.tensors.get("v.position_embd.weight")
+    return 0 if entry is None or len(entry.shape) < 2 else entry.shape[-2]
+
+
 def _siglip(file: GgufFile) -> Fields:
     return {"layer_norm_eps": file.require("clip.vision.attention.layer_norm_epsilon", float)}
 
@@ -161,10 +167,9 @@ def _gemma3_processor(file: GgufFile) -> Fields:
 
 
 def _gemma4(file: GgufFile) -> Fields:
-    positions = file.tensors.get("v.position_embd.weight")
     return {
         "pooling_kernel_size": _scale(file, 3),
-        "position_embedding_size": 0 if positions is None else positions.shape[1],
+        "position_embedding_size": _num_positions(file),
         "rms_norm_eps": file.require("clip.vision.attention.layer_norm_epsilon", float),
         "use_clipped_linears": "v.blk.0.attn_q.input_max" in file.tensors,
         "standardize": "v.std_bias" in file.tensors,
@@ -172,10 +177,9 @@ def _gemma4(file: GgufFile) -> Fields:
 
 
 def _gemma4_unified(file: GgufFile) -> Fields:
-    positions = file.tensors.get("v.position_embd.weight")
     return {
         "pooling_kernel_size": _scale(file, 3),
-        "mm_posemb_size": 0 if positions is None else positions.shape[1],
+        "mm_posemb_size": _num_positions(file),
         "rms_norm_eps": file.require("clip.vision.attention.layer_norm_epsilon", float),
     }
 
@@ -187,8 +191,8 @@ def _by_colour(count: int) -> list[int]:
 
 
 def _swap(shape: Shape) -> Shape:
-    first, second, *others = (*shape, 1, 1)[: max(2, len(shape))]
-    return second, first, *others
+    """Swap the first two dimensions. Other shapes than that of a table are refused later."""
+    return shape if len(shape) < 2 else (shape[1], shape[0], *shape[2:])
 
 
 def _gemma4_sight(_: GgufFile, text: GgufFile) -> Fields:
@@ -234,12 +238,11 @@ def _qwen2_5(file: GgufFile) -> Fields:
 
 
 def _qwen3(file: GgufFile) -> Fields:
-    positions = file.tensors.get("v.position_embd.weight")
     return {
         "hidden_size": positive(file, "embedding_length"),
         "intermediate_size": positive(file, "feed_forward_length"),
         "out_hidden_size": positive(file, "projection_dim"),
-        "num_position_embeddings": 0 if positions is None else positions.shape[0],
+        "num_position_embeddings": _num_positions(file),
         "deepstack_visual_indexes": level_layers(file),
     }
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 
@@ -26,6 +27,7 @@ from tests.support.gguf_towers import TYPES, finish, write_gguf_with_tower, writ
 from tests.support.vision import PICTURE_SIZES, a_picture, make_vision_folder
 
 NAMES = ("smolvlm", "gemma3", "gemma4", "gemma4-unified", "qwen2-vl", "qwen2.5-vl", "qwen3-vl")
+WITH_POSITIONS = ("smolvlm", "gemma3", "gemma4", "gemma4-unified", "qwen3-vl")
 SIZES: Mapping[str, Mapping[str, object]] = {
     "smolvlm": {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 64}},
     "gemma3": {"size": {"height": 64, "width": 64}},
@@ -142,6 +144,25 @@ def test_tensors_and_types_that_are_not_known_are_refused_by_name(
         assert read_format(open_checkpoint(str(path))) is None
     known = "gemma3, gemma4uv, gemma4v, idefics3, qwen2vl_merger"
     assert f"which Baton does not read from GGUF; it reads {known}" in caplog.text
+
+
+@pytest.mark.parametrize("name", WITH_POSITIONS, indirect=True)
+@pytest.mark.parametrize("shape", [(5,), (2, 5), (1, 2, 3, 5)])
+def test_a_table_of_positions_of_another_shape_is_refused_by_name(
+    name: str, folder: Path, tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    path = write_gguf_with_tower(folder, tmp_path)
+    tower = next(tmp_path.glob("mmproj*"))
+    config = json.loads((folder / "config.json").read_text())
+    processor = json.loads((folder / "preprocessor_config.json").read_text())
+    tower.unlink()
+    writer = gguf.GGUFWriter(tower, "clip")
+    write_tower_fields(writer, config, processor)
+    writer.add_tensor("v.position_embd.weight", np.zeros(shape, np.float32))
+    finish(writer)
+
+    with pytest.raises(ModelError):
+        encodings(open_checkpoint(str(path)), name)
 
 
 def test_the_most_exact_of_the_usual_files_is_taken() -> None:
