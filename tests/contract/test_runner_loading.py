@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
+import zipfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from baton.checkpoint.checkpoint import GenerationDefaults
 from baton.checkpoint.hub import resolve_model
 from baton.checkpoint.model_files import read_generation_defaults
+from baton.checkpoint.pickled_file import PickledFile
 from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.core.errors import InvalidConfig, ModelError
 from baton.core.sampling import SamplingDefaults
@@ -326,6 +330,30 @@ def test_a_damaged_pickle_is_named(folder: Path, content: bytes) -> None:
 
     with pytest.raises(ModelError, match=r"pytorch_model\.bin"):
         load(folder)
+
+
+def test_damaged_pickles_are_tensors_or_a_named_error(tmp_path: Path) -> None:
+    whole, path = io.BytesIO(), tmp_path / "pytorch_model.bin"
+    torch.save({"a": torch.zeros(4, 4), "b": torch.ones(3)}, whole)
+    with zipfile.ZipFile(whole) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    [pickled] = [name for name in files if name.endswith("data.pkl")]
+    random = Random(5)
+    num_refused = 0
+    for _ in range(200):
+        content = bytearray(files[pickled])
+        for _ in range(random.randint(1, 5)):
+            content[random.randrange(len(content))] = random.randrange(256)
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, own in {**files, pickled: bytes(content)}.items():
+                archive.writestr(name, own)
+        try:
+            with PickledFile(path) as found:
+                names = list(found.keys())
+                assert all(isinstance(found.get_tensor(name), torch.Tensor) for name in names)
+        except ModelError:
+            num_refused += 1
+    assert num_refused > 100
 
 
 def test_pickles_that_cannot_be_mapped_are_refused(folder: Path) -> None:
