@@ -13,8 +13,6 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # Of older models and draft heads, where the others are missing.
 PICKLED_INDEX, PICKLED = "pytorch_model.bin.index.json", "pytorch_model.bin"
-
-
 EOS = "eos_token_id"
 
 

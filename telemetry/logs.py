@@ -156,6 +156,7 @@ class JsonFormatter(logging.Formatter):
 
 @cache
 def exporter_log() -> ExporterLog:
+    """Return what keeps the exporters' log lines. From then on, they are not logged."""
     return ExporterLog()
 
 

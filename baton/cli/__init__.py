@@ -22,6 +22,12 @@ from baton.cli.examples import examples
 from baton.cli.program import prepare, run_program
 from baton.imports import quick_imports
 
+HELP = unwrap("""
+Prefill/decode-disaggregated LLM inference.
+
+Options are read from a file (--config), the environment (BATON_UP_PORT is --port of
+`baton up`) and the command line; each source overrides the ones before it.
+""")
 # The module of each command or group, below `commands`, in the order of the help page.
 MODULES = {
     "up": "cluster",
@@ -71,14 +77,6 @@ def _show_version(is_wanted: bool) -> None:
 
         print(f"baton {version('baton')}")
         raise typer.Exit
-
-
-HELP = unwrap("""
-Prefill/decode-disaggregated LLM inference.
-
-Options are read from a file (--config), the environment (BATON_UP_PORT is --port of
-`baton up`) and the command line; each source overrides the ones before it.
-""")
 
 
 def _baton(

@@ -27,7 +27,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class Towers:
-    """What a folder has around a text model: other fields, and tensors that text does not need."""
+    """Surroundings of a text model in a folder: other fields, and tensors that it does not need."""
 
     fields: Mapping[str, Any]
     tensors: Sequence[str]
