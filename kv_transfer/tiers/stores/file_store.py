@@ -105,8 +105,9 @@ class FileStore(BlockStore):
             # Journals are read one after the other: it may have been written again since.
             if sign == WRITTEN or not self._file(stem).exists():
                 self._apply_change(sign, stem)
-        self._journals.keep()
         self._others.list_some(self._clock())
+        with suppress(OSError):  # a folder that is full or read-only is still read
+            self._journals.keep()
         self._make_room(0, SHARED, self._clock())  # for what others have written
 
     def read(self, name: BlockName, memory: BlockMemory, block: int) -> bytes | None:

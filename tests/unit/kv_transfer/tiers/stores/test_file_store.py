@@ -7,7 +7,7 @@ import resource
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from errno import ENOSPC
+from errno import ENOSPC, EROFS
 from pathlib import Path
 from time import time
 from typing import Any
@@ -21,6 +21,7 @@ from baton.kv_transfer.tiers.stores import file_store, journal_files
 from baton.kv_transfer.tiers.stores.block_file import write_block
 from baton.kv_transfer.tiers.stores.block_store import BlockUnusable
 from baton.kv_transfer.tiers.stores.file_store import FileStore
+from baton.kv_transfer.tiers.stores.journal_files import BEAT_S
 from tests.support.block_stores import LIMIT, STORED_BYTES, FolderWorld
 from tests.support.tier_memory import BLOCK_BYTES, OwnedMemory, name_of
 
@@ -62,6 +63,27 @@ def files_limited_to(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture
+def make_read_only(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Function after which calls that write to a disk fail as on one that is read-only."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(EROFS, "Read-only file system")
+
+    def open_to_read(path: str, flags: int, *more: int) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            refuse()
+        return open_any(path, flags, *more)
+
+    def apply() -> None:
+        monkeypatch.setattr(os, "open", open_to_read)
+        for name in ("utime", "unlink", "rename", "replace"):
+            monkeypatch.setattr(os, name, refuse)
+
+    open_any = os.open
+    return apply
 
 
 @pytest.fixture
@@ -498,6 +520,27 @@ def test_journal_changes_that_fail_on_a_full_disk_are_written_later(tmp_path: Pa
     other.refresh()
 
     assert held(one, 1) == held(other, 1) == [False]
+
+
+def test_a_folder_that_becomes_read_only_is_still_read(
+    tmp_path: Path, make_read_only: Callable[[], None]
+) -> None:
+    """Neither the beat of the journal nor a change to publish ends reads."""
+    memory, now = OwnedMemory(4), time()
+    one = tier(tmp_path, clock=lambda: now)
+    write(one, memory, 1)
+    write(one, memory, 2)
+    with files_limited_to(0), pytest.raises(OSError, match="File too large"):
+        one.remove(name_of(2))
+    make_read_only()
+    now += 2 * BEAT_S
+
+    one.refresh()
+
+    assert held(one, 1, 2) == [True, False]
+    assert one.read(name_of(1), memory.blocks, 0) is not None
+    with pytest.raises(OSError, match="Read-only"):
+        write(one, memory, 3)
 
 
 def test_a_journal_deleted_while_reading_is_no_error(tmp_path: Path) -> None:
