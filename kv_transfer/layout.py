@@ -98,6 +98,7 @@ def is_convertible(source: KvLayout, target: KvLayout) -> bool:
     KV becomes int8 or FP8, but never again what it was. Block sizes can differ if all layers attend
     to all tokens: otherwise the two sides would not agree on the blocks that are needed. Only then
     it becomes FP8, too: a place of other blocks can belong to several layers, whose scales differ.
+    And only then one side can have the layers of a draft head, which follow those of the model.
     Blocks of unlike layers and of recurrent states are not converted.
     """
     are_plain = source.has_plain_blocks and target.has_plain_blocks
@@ -105,8 +106,18 @@ def is_convertible(source: KvLayout, target: KvLayout) -> bool:
     are_scaled = target.packing in (source.packing, KvPacking.INT8) or target.is_uniform
     are_sized = source.block_size == target.block_size or target.is_uniform
     unpacked = replace(source, packing=target.packing, block_size=target.block_size)
+    if _begin_alike(source, target):
+        unpacked = replace(unpacked, num_layers=target.num_layers, kinds=target.kinds)
     is_possible = is_packed and are_scaled and are_sized
     return source != target and is_possible and unpacked == target
+
+
+def _begin_alike(one: KvLayout, other: KvLayout) -> bool:
+    """Return whether both have the same first layers, and one may have more after these."""
+    fewer, more = sorted((one, other), key=lambda each: each.num_layers)
+    if not (fewer.is_uniform and more.is_uniform):
+        return False
+    return more.kinds[0].layers[: fewer.num_layers] == fewer.kinds[0].layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,10 +73,10 @@ class NodeOptions:
     kv_staging_bytes: Annotated[
         int,
         Option(
-            "Memory in which a decode node takes the KV of prefill nodes with another "
-            "block-size, or with --kv-cache-dtype auto where it has int8 or fp8, to convert it; 0: "
-            "such nodes are refused. A node on a GPU takes all KV there that cannot be written to "
-            "the GPU, and has 1 GiB by default.",
+            "Memory in which a decode node takes the KV of prefill nodes with another block- "
+            "size, with or without a draft head unlike it, or with --kv-cache-dtype auto where "
+            "it has int8 or fp8, to convert it; 0: such nodes are refused. A node on a GPU "
+            "takes all KV there that cannot be written to the GPU, and has 1 GiB by default.",
             KV_CACHE,
             name="kv_staging_memory",
             default="0",

@@ -210,6 +210,7 @@ class OpenedModel(NamedTuple):
     kernels: Parts
     tower: UnloadedTower | None  # if it has one that can be used here
     head: OpenHead | None  # which drafts
+    description: str  # of the model without a head
 
     @property
     def cached_layers(self) -> ModelConfig:
@@ -239,12 +240,12 @@ def open_model(
         tower = prompt_embeds_tower(model, has_tower=tower is not None)
     if config.has_fp8_kv:
         check_kv_scheme(checkpoint)
-    head = open_head(config, checkpoint, model)
+    head, description = open_head(config, checkpoint, model), str(model)
     if head is not None:
         places = head.extended.kv_places()[: len(model.attention_layers)]
         layers = head.extended.layers[: model.num_layers]
         model = replace(model, layers=layers, cache_places=places)
-    return OpenedModel(config, checkpoint, model, dtype, device, kernels, tower, head)
+    return OpenedModel(config, checkpoint, model, dtype, device, kernels, tower, head, description)
 
 
 def _with_suppressed(model: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
@@ -278,7 +279,7 @@ def load_weights(
     on_progress: LoadProgressCallback | None = None,
     active: ActiveAdapters | None = None,
 ) -> LoadedWeights:
-    config, checkpoint, model, dtype, device, kernels, _, opened_head = opened
+    config, checkpoint, model, dtype, device, kernels, _, opened_head, _ = opened
     with open_weights(
         config, checkpoint, model, dtype, device.place, kernels, on_progress, source.part
     ) as weights:
@@ -295,9 +296,10 @@ def load_weights(
 
 
 def _fingerprint(opened: OpenedModel, weights: OpenWeights) -> str:
-    """Return the fingerprint of the model, which is the same whatever parts of it are loaded."""
+    """Return the fingerprint of the model, whatever parts of it are loaded and whoever drafts."""
     tower = "" if opened.tower is None else opened.tower.settings
-    return weights.fingerprint(versions(opened.config.logits_processors), tower)
+    processors = versions(opened.config.logits_processors)
+    return weights.fingerprint(opened.description, processors, tower)
 
 
 def _load_tower(opened: OpenedModel, weights: OpenWeights) -> PictureEncoder | None:
@@ -330,7 +332,7 @@ def _describe(
     max_model_len: int,
     defaults: GenerationDefaults,
 ) -> ModelInfo:
-    config, checkpoint, model, dtype, _, kernels, found, _ = opened
+    config, checkpoint, model, dtype, _, kernels, found, *_ = opened
     own_pooling = None
     if model.num_labels:  # of the last token
         own_pooling = Pooling(PoolingKind.LAST, normalizes=False, num_labels=model.num_labels)

@@ -56,6 +56,8 @@ class Conversion:
             names.append(f"dtype {self.source.cache_dtype} to {self.target.cache_dtype}")
         if self.source.block_size != self.target.block_size:
             names.append(f"block_size {self.source.block_size} to {self.target.block_size}")
+        if self.source.num_layers != self.target.num_layers:
+            names.append(f"num_layers {self.source.num_layers} to {self.target.num_layers}")
         return ", ".join(names)
 
     def map(self, order: Receive) -> LayoutRun:

@@ -136,6 +136,36 @@ def test_drafts_go_on_after_a_hand_off_as_on_one_node(
     assert sum(each.tokens_accepted for each in served) == stats.total_accepted_tokens > 0
 
 
+@pytest.mark.parametrize(
+    ("drafting", "conversion"),
+    [(LegKind.DECODE, "num_layers 2 to 3"), (LegKind.PREFILL, "num_layers 3 to 2")],
+)
+def test_a_node_with_a_draft_head_and_one_without_are_a_pair(
+    drafting: LegKind,
+    conversion: str,
+    cluster: LocalCluster,
+    half_options: MakeOptions,
+    folders: Mapping[str, Path],
+) -> None:
+    head = ("--speculative", "eagle3:4:fixed", "--speculative-model", str(folders["eagle3"]))
+    is_decode = drafting is LegKind.DECODE
+    options = replace(
+        half_options(),
+        prefill_arguments=() if is_decode else head,
+        decode_arguments=("--kv-staging-memory", "1MiB", *(head if is_decode else ())),
+    )
+    plain = answer_all(cluster.address, requests())
+
+    with LocalCluster(options) as unlike:
+        found = answer_all(unlike.address, requests())
+
+    assert [one.token_ids for one in found] == [one.token_ids for one in plain]
+    served = [one.finish.served for one in found]
+    assert {one.kv_conversion for one in served if one.is_prefill_remote} == {conversion}
+    assert all(one.prompt_tokens_computed_on_decode == 0 for one in served)
+    assert (sum(one.tokens_accepted for one in served) > 0) is is_decode
+
+
 def constrained_requests() -> list[ClientRequest]:
     """Return constrained requests, half of which reason first until a likely token."""
     form = StructuredOutputs(regex="([ab]{2}-){9,12}c")

@@ -67,8 +67,14 @@ def write_converted(
     """Write the tokens of `staged` from `first_token` on into blocks of `kv`, in order.
 
     Both are [blocks, layers, tensors, kv_heads, block_size, slot]. The last block is filled as far
-    as there are tokens. `scales` are those of FP8, [layers, tensors, kv_heads, 1].
+    as there are tokens. `scales` are those of FP8, [layers, tensors, kv_heads, 1]. Of the layers of
+    a draft head, those that only `staged` has are left out, and those that only `kv` has are zero.
     """
+    num_layers = min(kv.shape[1], staged.shape[1])
+    if num_layers < kv.shape[1]:
+        kv[block_ids, num_layers:] = 0
+    staged, kv = staged[:, :num_layers], kv[:, :num_layers]
+    scales = None if scales is None else scales[:num_layers]
     size, staged_size = kv.shape[4], staged.shape[4]
     at_once = max(1, MAX_TOKENS_AT_ONCE // size)
     for first in range(0, len(block_ids), at_once):

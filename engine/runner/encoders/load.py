@@ -54,7 +54,7 @@ def load_encoder(
     max_model_len = choose_max_model_len(config, model.max_text_len)
     with open_weights(config, checkpoint, model, dtype, place, parts, on_progress) as opened:
         weights = load_encoder_weights(model, opened.tensors, opened.target, on_progress)
-        fingerprint = opened.fingerprint(versions(config.logits_processors))
+        fingerprint = opened.fingerprint(str(model), versions(config.logits_processors))
     info = ModelInfo(
         checkpoint=checkpoint,
         fingerprint=fingerprint,

@@ -29,16 +29,16 @@ class OpenWeights:
     model: Architecture
     quantize: Sequence[str]
 
-    def fingerprint(self, processor_versions: Sequence[str], tower: str = "") -> str:
+    def fingerprint(self, model: str, processor_versions: Sequence[str], tower: str = "") -> str:
         """Return the fingerprint of model and settings. Call it once all weights are loaded.
 
-        `tower` describes that of the model, whether it is loaded or not.
+        `model` describes the model, and `tower` its tower, whether it is loaded or not.
         """
         digest = self.tensors.digest()
         if self.target.cached is not None:
             self.target.cached.digest = digest
         settings = [*self.quantize, QUANTIZE_REVISION]
-        parts = [str(self.model), settings, digest, processor_versions]
+        parts = [model, settings, digest, processor_versions]
         if tower:
             parts.append(tower)
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

@@ -22,6 +22,7 @@ from baton.kv_transfer.protocol.receiver import Receiver
 from baton.kv_transfer.types import Receive
 
 FULL = KvLayout("bfloat16", 16, 2, 2, 8, kinds=(MemoryKind((0, 1)),))
+DRAFTING = replace(FULL, num_layers=3, kinds=(MemoryKind((0, 1, 2)),))
 WINDOWED = replace(FULL, kinds=(MemoryKind((0,)), MemoryKind((1,), window=24)))
 RECURRENT = replace(FULL, kinds=(MemoryKind((0, 1)), MemoryKind(state="of a layer")))
 UNLIKE = replace(FULL, kinds=(MemoryKind((0, 1), num_kv_heads=1, head_dim=16),))
@@ -71,6 +72,12 @@ def order(first_block: int, num_blocks: int, num_tokens: int, number: int = 0) -
         (FULL, replace(FULL, packing=INT8, first_head=2), False),
         (replace(FULL, packing=KvPacking.VLLM), replace(FULL, packing=INT8), False),
         (FULL, replace(WINDOWED, packing=INT8), False),
+        (FULL, DRAFTING, True),
+        (DRAFTING, FULL, True),
+        (FULL, replace(DRAFTING, packing=INT8, block_size=32), True),
+        (FULL, replace(DRAFTING, kinds=(MemoryKind((1, 2, 0)),)), False),
+        (FULL, replace(DRAFTING, kinds=(*FULL.kinds, MemoryKind((2,), window=24))), False),
+        (FULL, replace(DRAFTING, head_dim=4), False),
         (FULL, FULL, False),
     ],
 )
