@@ -22,7 +22,7 @@ from benchmarks.chaos.hostile.latencies import BystanderLatencies, bystander_lat
 from benchmarks.chaos.hostile.processes import HostileProcesses
 from benchmarks.chaos.hostile.requests import Attack
 from benchmarks.chaos.injection import MAX_DELAY_S, FaultInjector
-from benchmarks.chaos.leaks import grown, held, memory_growth, num_adapters, num_links
+from benchmarks.chaos.leaks import grown, held, memory_growth, named_memory, num_adapters, num_links
 from benchmarks.chaos.load import AnswerOutcome, ChaosLoad
 from benchmarks.chaos.report import Attempts, Report, report
 from benchmarks.chaos.second_turns import loads_rows, skipped_loads
@@ -234,6 +234,8 @@ class ChaosRun:
                 for leak in await self._leaks_of(child)
             ]
             leaks += [f"rank {rank} of a node that has ended" for rank in self._cluster.strays()]
+            left = named_memory() - self._cluster.named_memory_at_start
+            leaks += [f"shared memory {name}" for name in sorted(left)]
             if not leaks or time.monotonic() >= end_s:
                 return leaks
             await asyncio.sleep(LOOK_EVERY_S)

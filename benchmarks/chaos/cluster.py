@@ -32,6 +32,7 @@ from benchmarks.chaos.leaks import (
     Rss,
     Scrape,
     footprint,
+    named_memory,
     num_adapters,
     num_links,
     resident_bytes,
@@ -77,6 +78,7 @@ class ChaosCluster:
         self._cluster = LocalCluster(
             replace(options, on_line=self._handle_line, router_target_of=self._found_at)
         )
+        self.named_memory_at_start: set[str] = set()
         self.baseline: dict[str, Footprint] = {}  # by name
         self.num_links_at_start: dict[str, int] = {}
         self.num_adapters_at_start: dict[str, int] = {}
@@ -101,6 +103,7 @@ class ChaosCluster:
         ):
             for place in range(self.num_by_role[role]):
                 await self._until_linked(self.child(role, place), self.num_by_role[peers])
+        self.named_memory_at_start = named_memory()
         self.baseline = {child.name: self.footprint(child) for child in self.children}
         scrapes = {child.name: await self.scrape(child) for child in self.children}
         self.num_links_at_start = {name: num_links(each) for name, each in scrapes.items()}
@@ -191,15 +194,19 @@ class ChaosCluster:
         self._expect_end(child)
         child.process.kill()
 
-    def strike_rank(self, child: Child, number: signal.Signals) -> int | None:
-        """Send a signal to the last rank of a node, and return it; None: the node has ended."""
+    def strike_rank(self, child: Child, draw: int, number: signal.Signals) -> int | None:
+        """Send a signal to one of a node's further ranks, by a drawn number, and return it.
+
+        None: the node has ended.
+        """
         ranks = ranks_of(child.process.pid)
         if not ranks:
             return None
         if number is signal.SIGKILL:
             self._expect_end(child)
-        os.kill(ranks[-1], number)
-        return ranks[-1]
+        rank = ranks[draw % len(ranks)]
+        os.kill(rank, number)
+        return rank
 
     async def wait_for_end(self, child: Child) -> None:
         """Wait until a node has ended, because of one of its ranks."""

@@ -239,7 +239,7 @@ class FaultInjector:
     async def _strike_rank(self, victim: Child, injected: InjectedFault) -> None:
         kind, began_s = injected.fault.kind, time.monotonic()
         number = signal.SIGKILL if kind is FaultKind.KILL_RANK else signal.SIGSTOP
-        rank = self._cluster.strike_rank(victim, number)
+        rank = self._cluster.strike_rank(victim, injected.fault.number, number)
         if rank is None:
             return
         if kind is FaultKind.STOP_RANK:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 import urllib.request
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -11,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.kv_transfer.transports.dead_segments import MIN_AGE_S, SHARED_MEMORY
 from baton.telemetry.metrics import names
 from baton.telemetry.metrics.names import Metric
 
@@ -134,6 +136,17 @@ def held(found: Scrape) -> Iterator[str]:
         count = found.total(metric, label)
         if count:
             yield f"{count:.0f} {name}"
+
+
+def named_memory(folder: Path = SHARED_MEMORY) -> set[str]:
+    """Return the names of shared memory. UCX keeps a name for milliseconds: those are left out."""
+    found = set()
+    with suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):  # it was unlinked meanwhile
+                if time.time() - entry.stat().st_mtime > MIN_AGE_S:
+                    found.add(entry.name)
+    return found
 
 
 def num_links(found: Scrape) -> int:

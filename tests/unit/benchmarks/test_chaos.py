@@ -10,6 +10,7 @@ import subprocess
 from collections import Counter
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ from benchmarks.chaos.leaks import (
     grown,
     held,
     memory_growth,
+    named_memory,
     num_adapters,
     parse,
     resident_bytes,
@@ -244,6 +246,15 @@ def test_links_of_pulls_are_not_a_leak_and_further_descriptors_are() -> None:
     assert list(grown(before, after, num_new_links=2)) == [
         f"{spare + 1} more descriptors than the 20 at the start: {spare} socket:[N], 1 file"
     ]
+
+
+def test_shared_memory_that_has_had_a_name_for_a_while_is_named(tmp_path: Path) -> None:
+    for name in ("left", "of a link that opens"):
+        (tmp_path / name).touch()
+    os.utime(tmp_path / "left", (0, 0))
+
+    assert named_memory(tmp_path) == {"left"}
+    assert named_memory(tmp_path / "of another system") == set()
 
 
 def test_pooled_connections_are_left_out_of_a_footprint() -> None:
