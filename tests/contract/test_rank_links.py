@@ -19,6 +19,7 @@ from baton.engine.runner.model.rank_group import Shard
 from baton.engine.runner.ranks.leading import LeadingLinks
 from baton.engine.runner.ranks.links import BUFFER_BYTES, RankLinks, links_bytes
 from baton.engine.runner.ranks.shared_memory import make_shared_memory
+from tests.support.waits import await_value
 
 Result = TypeVar("Result")
 
@@ -81,6 +82,21 @@ def test_a_rank_that_hangs_is_not_waited_for_longer_than_that() -> None:
 
     with pytest.raises(RunnerLost, match=r"rank 1 of this node hangs: nothing for 0\.2 s"):
         first.meet()
+
+
+def test_a_rank_shows_that_it_waits() -> None:
+    first, other = links_of(2)
+
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(other.receive)
+        before = first.beats(1)
+        await_value(lambda: first.beats(1) > before)
+        first.send("anything")
+        waiting.result()
+
+    before = first.beats(1)
+    in_all([first, other], RankLinks.meet)
+    assert first.beats(1) > before
 
 
 def test_no_rank_waits_for_one_that_has_ended() -> None:

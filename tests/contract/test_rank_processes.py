@@ -16,7 +16,8 @@ import pytest
 
 from baton.core.errors import InvalidConfig, ModelError
 from baton.engine.errors import RunnerLost
-from baton.engine.runner.ranks.processes import RankProcesses
+from baton.engine.runner.ranks import processes as processes_module
+from baton.engine.runner.ranks.processes import RankProcesses, RankWatch
 from benchmarks.chaos.ranks import is_running, ranks_of
 from tests.support.child_programs import running_program
 from tests.support.rank_processes import PROGRAM, start_ranks
@@ -129,6 +130,30 @@ def test_a_loss_is_reported_once_also_to_who_asks_later(
     assert [record.getMessage() for record in caplog.records] == [
         f"{reported}: the node cannot go on"
     ]
+
+
+def test_a_rank_that_hangs_is_ended_once_it_has_been_silent_for_too_long(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes_module, "WATCH_EVERY_S", 0.01)
+    beats, heard = iter([None, 1, 2, 2, None, 2, *[2] * 6]), list[int | None]()
+
+    def beat(rank: int) -> int | None:
+        heard.append(next(beats))
+        return heard[-1]
+
+    ended: Future[int] = Future()
+    lost: Future[Exception] = Future()
+    processes = start("good", on_end=ended.set_result, watch=RankWatch(beat, 0.045))
+    processes.when_lost(lost.set_result)
+    [rank] = started_ranks(os.getpid())
+
+    os.kill(rank, signal.SIGSTOP)
+
+    assert str(lost.result()) == "rank 1 of this node hangs: no sign of life for 0.045 s"
+    assert ended.result() == 1
+    assert heard == [None, 1, 2, 2, None, 2, 2, 2, 2, 2, 2]
+    await_value(lambda: not is_running(rank))
 
 
 def test_a_bug_in_a_start_is_named_and_logged(

@@ -22,7 +22,7 @@ from baton.cluster import ClusterOptions, LocalCluster
 from baton.core.errors import InvalidConfig
 from baton.core.sampling import SamplingParams
 from baton.engine.errors import EngineStopped, RunnerLost
-from baton.engine.runner.ranks import leading
+from baton.engine.runner.ranks import leading, processes
 from baton.llm import LLM
 from benchmarks.chaos.ranks import is_running, ranks_of
 from tests.support.families import FAMILY_VARIANTS, RECURRENT
@@ -129,6 +129,23 @@ def test_a_rank_that_hangs_ends_the_engine(
         llm.generate([prompt_of(20)], LOGPROBS)
     llm.close()
     assert ranks_of(os.getpid()) == []
+
+
+def test_a_rank_that_hangs_while_its_engine_is_idle_is_found(
+    open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leading, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(processes, "WATCH_EVERY_S", 0.1)
+    llm = open_llm("llama", 2)
+    [rank] = ranks_of(os.getpid())
+    llm.generate([prompt_of(20)], LOGPROBS)
+
+    os.kill(rank, signal.SIGSTOP)
+
+    await_value(lambda: not is_running(rank))
+    with pytest.raises(RunnerLost, match="rank 1 of this node"):
+        llm.generate([prompt_of(20)], LOGPROBS)
+    llm.close()
 
 
 def num_descriptors_and_maps() -> tuple[int, int]:

@@ -41,7 +41,7 @@ from baton.engine.runner.passes.forward_passes import ForwardPasses, PassStep
 from baton.engine.runner.ranks.links import PATIENCE_S, RankLinks, links_bytes
 from baton.engine.runner.ranks.memory_nodes import cpus_by_rank
 from baton.engine.runner.ranks.messages import ComputePass, MultiplyHead, SentStep
-from baton.engine.runner.ranks.processes import RankProcesses
+from baton.engine.runner.ranks.processes import RankProcesses, RankWatch
 from baton.engine.runner.ranks.sharded_source import shard_of, sharded_source
 from baton.engine.runner.ranks.shared_memory import make_shared_memory
 from baton.engine.runner.sampling.output_heads import HiddenStates
@@ -69,7 +69,8 @@ def load_in_ranks(
     kernels = _kernels(threads)
     memory, fd = make_shared_memory("baton ranks", links_bytes(kernels, shard.size))
     links = LeadingLinks(kernels, memory, shard)
-    processes = RankProcesses(config, fd, links.end, cpus=cpus)
+    watch = RankWatch(links.idle_beats, PATIENCE_S)
+    processes = RankProcesses(config, fd, links.end, cpus=cpus, watch=watch)
 
     def report(progress: LoadProgress) -> None:
         processes.check()
@@ -125,10 +126,34 @@ class LeadingLinks(RankLinks):
     def __init__(self, kernels: Kernels, memory: mmap, shard: Shard) -> None:
         super().__init__(kernels, memory, shard, PATIENCE_S)
         self._owner = os.getpid()
+        self._is_idle = False
+
+    def idle_beats(self, rank: int) -> int | None:
+        """Return the beats of a rank that waits for messages; None: it has one. Any thread."""
+        return self.beats(rank) if self._is_idle else None
+
+    def begin(self) -> None:
+        """Expect all ranks to wait for messages from now on."""
+        self._is_idle = True
+
+    @contextmanager
+    def carrying_out(self, message: object) -> Iterator[None]:
+        """Have the other ranks carry out a message with the block, in which they wait.
+
+        Raises any exception of the block as RunnerLost.
+        """
+        self._is_idle = False
+        self.send(message)
+        try:
+            yield
+        except RunnerLost:
+            raise
+        except Exception as error:
+            raise RunnerLost(f"a pass failed in the first rank: {error!r}") from error
+        self._is_idle = True
 
     def multiply(self, part: Linear, hidden_states: Tensor, num_rows: int) -> Tensor:
-        self.send(MultiplyHead(len(hidden_states)))
-        with in_step():
+        with self.carrying_out(MultiplyHead(len(hidden_states))):
             hidden_states = self.broadcast(hidden_states)
             products = self._padded(part(hidden_states), num_rows)
             gathered = torch.empty(self.shard.size, *products.shape, dtype=products.dtype)
@@ -139,17 +164,6 @@ class LeadingLinks(RankLinks):
         if os.getpid() != self._owner:
             raise RunnerLost("a fork cannot use the ranks of the process that it was forked from")
         super().send(message)
-
-
-@contextmanager
-def in_step() -> Iterator[None]:
-    """Raise any exception of the block as RunnerLost: other ranks wait in the middle of it."""
-    try:
-        yield
-    except RunnerLost:
-        raise
-    except Exception as error:
-        raise RunnerLost(f"a pass failed in the first rank: {error!r}") from error
 
 
 class LeadingRank:
@@ -169,6 +183,7 @@ class LeadingRank:
             self._processes.begin(num_blocks, fd)
         finally:
             os.close(fd)
+        self._links.begin()
         return kv.over(memory)
 
     def lead(self, passes: ForwardPasses) -> ForwardPasses:
@@ -212,10 +227,9 @@ class LedPasses(ForwardPasses):
         message = ComputePass(SentStep.of(step), media, grid, needs_all)
 
         def launch_all() -> HiddenStates:
-            self._links.send(message)
-            with in_step():
+            with self._links.carrying_out(message):
                 hidden_states = launch()
-            self._links.meet()
+                self._links.meet()
             if late is not None:
                 late.report()
             return hidden_states

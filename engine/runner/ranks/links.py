@@ -128,6 +128,11 @@ class RankLinks:
         """Let all that wait for a rank, or will, know that it has ended. For any thread."""
         self._kernels.library.baton_end_rank(self._struct.shared, rank)
 
+    def beats(self, rank: int) -> int:
+        """Return a number that grows while ranks compute, and while this one waits. Any thread."""
+        waits = self._kernels.library.baton_rank_beats(self._struct.shared, rank)
+        return int(self._struct.calls + waits)
+
     def _padded(self, products: Tensor, num_rows: int) -> Tensor:
         """Return products of as many rows as each rank has of these, but for the last one."""
         missing = len(Shard(0, self.shard.size).rows_of(num_rows)) - products.shape[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 
 PROGRAM = "baton.engine.runner.ranks.following"
 LOG_EVERY_S = 10.0  # what the start waits for
+WATCH_EVERY_S = 2.0
 MAX_MESSAGE_BYTES = 1 << 20
 OnEnd = Callable[[int], None]  # takes the rank
 WhenLost = Callable[[Exception], None]
@@ -50,6 +52,16 @@ class Ready(NamedTuple):
     fault: Exception | None = None
 
 
+class RankWatch(NamedTuple):
+    """Signs of life of ranks that have nothing to compute."""
+
+    beats: Callable[[int], int | None]  # of a rank: they grow; None: it computes, or loads
+    patience_s: float
+
+
+UNWATCHED = RankWatch(lambda _: None, 0.0)
+
+
 class _Answer(NamedTuple):
     rank: int
     fault: Exception | None
@@ -65,8 +77,9 @@ class RankProcesses:
         on_end: OnEnd,
         program: str = PROGRAM,
         cpus: Sequence[frozenset[int] | None] | None = None,
+        watch: RankWatch = UNWATCHED,
     ) -> None:
-        """`on_end` is called by a thread when a rank ends. Raises InvalidConfig.
+        """`on_end` is called by a thread when a rank ends or hangs. Raises InvalidConfig.
 
         `cpus` has those of each rank, the first one included; None: all can use all.
         """
@@ -82,7 +95,7 @@ class RankProcesses:
         self._awaited: set[int] = set()
         try:
             for number in range(1, config.tensor_parallel_size):
-                self._ranks.append(_Rank(number, self._answers.put, self._note_end))
+                self._ranks.append(_Rank(number, self._answers.put, self._note_end, watch))
                 self._ranks[-1].start(program)
             for rank in self._ranks:
                 number, level = rank.number, log.getEffectiveLevel()
@@ -140,9 +153,9 @@ class RankProcesses:
             raise answer.fault
         self._awaited.remove(answer.rank)
 
-    def _note_end(self, rank: int, code: int) -> RunnerLost:
+    def _note_end(self, rank: int, how: str) -> RunnerLost:
         self._on_end(rank)
-        lost = RunnerLost(f"rank {rank} of this node {_how(code)}")
+        lost = RunnerLost(f"rank {rank} of this node {how}")
         with self._lock:
             is_first = self._lost is None and not self._is_closing
             if is_first:  # the others end because of it
@@ -161,9 +174,11 @@ class _Rank:
         self,
         number: int,
         on_answer: Callable[[_Answer], None],
-        note_end: Callable[[int, int], RunnerLost],
+        note_end: Callable[[int, str], RunnerLost],
+        watch: RankWatch,
     ) -> None:
         self.number = number
+        self._watch = watch
         self._on_answer = on_answer
         self._note_end = note_end
         self._connection: socket.socket
@@ -204,18 +219,62 @@ class _Rank:
             return
         self._started.set_result(process)
         with self._connection:
-            self._read()
-            lost = self._note_end(self.number, process.wait())
+            hangs = not self._read()
+            if hangs:
+                how = f"hangs: no sign of life for {self._watch.patience_s} s"
+            else:
+                how = _how(process.wait())
+            lost = self._note_end(self.number, how)
+            if hangs:
+                process.kill()
+                process.wait()
         self._on_answer(_Answer(self.number, lost))
 
-    def _read(self) -> None:
+    def _read(self) -> bool:
+        """Read what the process sends. Returns True at its end, and False once it hangs."""
+        written, silence = select.poll(), _Silence(self.number, self._watch)
+        written.register(self._connection, select.POLLIN)
         with suppress(ConnectionError):
-            while written := self._connection.recv(MAX_MESSAGE_BYTES):
-                message = pickle.loads(written)
-                if isinstance(message, Ready):
-                    self._on_answer(_Answer(self.number, message.fault))
-                else:
-                    _log_record(message)
+            while True:
+                if not written.poll(1000 * WATCH_EVERY_S):
+                    if silence.hangs():
+                        return False
+                elif not self._read_message():
+                    return True
+        return True
+
+    def _read_message(self) -> bool:
+        """Read a message. Returns False if there is none any more."""
+        written = self._connection.recv(MAX_MESSAGE_BYTES)
+        if not written:
+            return False
+        message = pickle.loads(written)
+        if isinstance(message, Ready):
+            self._on_answer(_Answer(self.number, message.fault))
+        else:
+            _log_record(message)
+        return True
+
+
+class _Silence:
+    """Time for which an idle rank has shown no sign of life.
+
+    It is counted in looks, not by a clock: those of a process that was stopped itself are missing.
+    """
+
+    def __init__(self, rank: int, watch: RankWatch) -> None:
+        self._rank = rank
+        self._watch = watch
+        self._last: int | None = None
+        self._num_looks = 0
+
+    def hangs(self) -> bool:
+        """Look again, `WATCH_EVERY_S` later. Returns whether the rank hangs."""
+        beats = self._watch.beats(self._rank)
+        is_silent = beats is not None and beats == self._last
+        self._num_looks = self._num_looks + 1 if is_silent else 0
+        self._last = beats
+        return self._num_looks * WATCH_EVERY_S > self._watch.patience_s
 
 
 def _start_process(program: str) -> tuple[socket.socket, subprocess.Popen[bytes]]:

@@ -667,6 +667,9 @@ void baton_end_rank(void* shared, std::int64_t rank);
 // Returns 1 if it was called for the rank.
 std::int64_t baton_rank_has_ended(const void* shared, std::int64_t rank);
 
+// Returns a number that grows while the rank waits for another one.
+std::int64_t baton_rank_beats(const void* shared, std::int64_t rank);
+
 // Reads all memory once, to measure the bandwidth. `memory` has num_vectors * 64 bytes.
 std::uint32_t baton_read_memory(const void* memory, std::int64_t num_vectors,
                                 std::int32_t num_threads);

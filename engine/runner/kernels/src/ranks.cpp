@@ -33,6 +33,7 @@ struct alignas(kLine) Announced {
     std::atomic<std::uint32_t> step;
     std::atomic<std::uint32_t> sleepers;  // that wait for the next step
     std::atomic<std::uint32_t> has_ended;
+    std::atomic<std::uint32_t> beats;  // naps of this rank, while it waits for another one
 };
 
 using Clock = std::chrono::steady_clock;
@@ -90,6 +91,7 @@ bool wait_for(const RankLinks& links, std::int64_t rank, std::uint32_t step) {
     std::chrono::nanoseconds waited{0};
     for (;;) {
         const auto began = Clock::now();
+        announced(links, links.rank).beats.fetch_add(1);
         other.sleepers.fetch_add(1);
         const std::uint32_t seen = other.step.load();
         if (!has_come()) nap(other.step, seen);
@@ -217,6 +219,10 @@ void baton_end_rank(void* shared, std::int64_t rank) {
 
 std::int64_t baton_rank_has_ended(const void* shared, std::int64_t rank) {
     return static_cast<const Announced*>(shared)[rank].has_ended.load();
+}
+
+std::int64_t baton_rank_beats(const void* shared, std::int64_t rank) {
+    return static_cast<const Announced*>(shared)[rank].beats.load();
 }
 
 }  // extern "C"
