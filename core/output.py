@@ -42,6 +42,7 @@ class FailureCause(Enum):
     PASS = "pass"  # every pass that contains the request fails
     KV_LOST = "kv_lost"  # the KV of the prompt did not arrive, or was lost while it was sent
     ENGINE_STOPPED = "engine_stopped"  # not the request: the engine has ended
+    ENGINE_KILLED = "engine_killed"  # the same, since a process that it needs was lost
 
 
 class Failure(NamedTuple):

@@ -19,7 +19,7 @@ from baton.core.request import EngineRequest
 from baton.core.structured_outputs import FIELD, StructuredOutputs
 from baton.engine.config import HEARTBEAT_S
 from baton.engine.core import EngineCore
-from baton.engine.errors import EngineGone
+from baton.engine.errors import EngineGone, ProcessLost
 from baton.engine.structured_output.compiler import GrammarCompiler
 from baton.engine.structured_output.grammar import Grammar
 
@@ -184,7 +184,9 @@ class EngineThread:
                 log.exception("the engine stopped on an unexpected exception")
             with self._submit_lock:
                 self._failure = failure
-            self._fail_all(Failure(reason, FailureCause.ENGINE_STOPPED))
+            is_killed = isinstance(failure, ProcessLost)
+            cause = FailureCause.ENGINE_KILLED if is_killed else FailureCause.ENGINE_STOPPED
+            self._fail_all(Failure(reason, cause))
         finally:
             self._core.close()
 

@@ -13,6 +13,10 @@ class EngineStopped(EngineError):
     """The engine has ended and accepts no requests."""
 
 
+class EngineKilled(EngineStopped):
+    """The engine has ended since a process that it needs was killed, crashed or hangs."""
+
+
 class EngineGone(EngineStopped):
     """The engine had ended before the request was submitted."""
 
@@ -31,6 +35,10 @@ class PassHookFailed(EngineError):
 
 class RunnerLost(EngineError):
     """The runner can run no pass any more: the engine ends."""
+
+
+class ProcessLost(RunnerLost):
+    """Another process of the runner was killed, crashed or hangs."""
 
 
 class PassSkipped(EngineError):

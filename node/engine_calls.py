@@ -13,7 +13,7 @@ from baton.core.ids import RequestId
 from baton.core.output import FailureCause, Output
 from baton.core.request import EngineRequest
 from baton.engine.engine_thread import EngineThread
-from baton.engine.errors import EngineStopped, PassFailed
+from baton.engine.errors import EngineKilled, EngineStopped, PassFailed
 from baton.rpc.errors import KvLoadFailed, RequestIdInUse
 
 # Errors of failed requests. A failure of the model is an output instead.
@@ -22,6 +22,7 @@ ERRORS: dict[FailureCause, type[NamedError]] = {
     FailureCause.PASS: PassFailed,
     FailureCause.KV_LOST: KvLoadFailed,
     FailureCause.ENGINE_STOPPED: EngineStopped,
+    FailureCause.ENGINE_KILLED: EngineKilled,
 }
 
 Result = TypeVar("Result")

@@ -103,7 +103,7 @@ class FailureKind(Enum):
     """Cause of a failed attempt, as needed to decide whether the request is at fault."""
 
     OTHER = "other"
-    VANISHED = "vanished"  # the connection broke: the node was killed, crashed or cut off
+    VANISHED = "vanished"  # a process of the node was killed or crashed, or the node is cut off
     ENGINE_FAILED = "engine failed"  # reported by the node, which will be restarted
     PASS_FAILED = "pass failed"  # of this request alone; the node keeps running
     KV_LOST = "kv lost"  # the KV of the prompt did not arrive at the node, or left it

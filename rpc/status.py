@@ -15,7 +15,7 @@ from grpc import StatusCode, aio
 from grpc_status import rpc_status
 
 from baton.core.errors import ContextLengthExceeded, InvalidRequest, NamedError
-from baton.engine.errors import EngineGone, EngineStopped, PassFailed
+from baton.engine.errors import EngineGone, EngineKilled, EngineStopped, PassFailed
 from baton.kv_transfer.errors import InvalidMessage, PeerUnreachable
 from baton.rpc.errors import (
     AdapterNotLoaded,
@@ -94,6 +94,7 @@ CODE_AND_REASON: dict[type[Exception], tuple[StatusCode, str]] = {
     PoisonedRequest: (StatusCode.INTERNAL, "POISONED_REQUEST"),
     Draining: (StatusCode.UNAVAILABLE, "DRAINING"),
     EngineStopped: (StatusCode.UNAVAILABLE, "ENGINE_STOPPED"),
+    EngineKilled: (StatusCode.UNAVAILABLE, "ENGINE_KILLED"),
     EngineGone: (StatusCode.UNAVAILABLE, "ENGINE_GONE"),
     PassFailed: (StatusCode.INTERNAL, "PASS_FAILED"),
     GenerationFailed: (StatusCode.INTERNAL, "GENERATION_FAILED"),

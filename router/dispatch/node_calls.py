@@ -12,7 +12,7 @@ from baton.core.ids import RequestId
 from baton.core.legs import role_of
 from baton.core.output import FinishReason, Output
 from baton.core.request import EngineRequest
-from baton.engine.errors import EngineGone, EngineStopped, PassFailed
+from baton.engine.errors import EngineGone, EngineKilled, EngineStopped, PassFailed
 from baton.router.dispatch.node_rpcs import Deliver, LegOutput
 from baton.router.dispatch.node_stream import NodeStream
 from baton.router.routing.nodes import Node
@@ -52,6 +52,7 @@ NOT_STARTED_REASONS = frozenset({reason_of(Draining), reason_of(EngineGone)})
 NOT_LOADED_REASONS = frozenset({reason_of(AdaptersBusy), reason_of(AdapterUnreadable)})
 KINDS = {
     reason_of(EngineStopped): FailureKind.ENGINE_FAILED,
+    reason_of(EngineKilled): FailureKind.VANISHED,
     reason_of(PassFailed): FailureKind.PASS_FAILED,
     reason_of(KvLoadFailed): FailureKind.KV_LOST,
 }

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.errors import RunnerLost
+from baton.engine.errors import ProcessLost, RunnerLost
 from baton.engine.runner.kernels.build import best_variant, cpu_features, library
 from baton.engine.runner.kernels.calls import Kernels
 from baton.engine.runner.model.linear import Linear
@@ -80,7 +80,7 @@ def test_messages_of_any_size_reach_all_ranks() -> None:
 def test_a_rank_that_hangs_is_not_waited_for_longer_than_that() -> None:
     first, _ = links_of(2, patience_s=0.2)
 
-    with pytest.raises(RunnerLost, match=r"rank 1 of this node hangs: nothing for 0\.2 s"):
+    with pytest.raises(ProcessLost, match=r"rank 1 of this node hangs: nothing for 0\.2 s"):
         first.meet()
 
 

@@ -15,7 +15,7 @@ from queue import SimpleQueue
 import pytest
 
 from baton.core.errors import InvalidConfig, ModelError
-from baton.engine.errors import RunnerLost
+from baton.engine.errors import ProcessLost, RunnerLost
 from baton.engine.runner.ranks import processes as processes_module
 from baton.engine.runner.ranks.processes import RankProcesses, RankWatch
 from benchmarks.chaos.ranks import is_running, ranks_of
@@ -82,7 +82,7 @@ def test_a_rank_killed_while_it_loads_ends_the_start(start: Start) -> None:
 
     os.kill(started_ranks(os.getpid(), 2)[1], signal.SIGKILL)
 
-    with pytest.raises(RunnerLost, match="rank 2 of this node was ended by SIGKILL"):
+    with pytest.raises(ProcessLost, match="rank 2 of this node was ended by SIGKILL"):
         processes.wait_until_loaded()  # for the first one, which goes on
     assert ended.get() == 2
 
@@ -150,6 +150,7 @@ def test_a_rank_that_hangs_is_ended_once_it_has_been_silent_for_too_long(
 
     os.kill(rank, signal.SIGSTOP)
 
+    assert isinstance(lost.result(), ProcessLost)
     assert str(lost.result()) == "rank 1 of this node hangs: no sign of life for 0.045 s"
     assert ended.result() == 1
     assert heard == [None, 1, 2, 2, None, 2, 2, 2, 2, 2, 2]

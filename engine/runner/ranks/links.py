@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.engine.errors import RunnerLost
+from baton.engine.errors import ProcessLost
 from baton.engine.runner.kernels.abi import RankLinks as LinksStruct
 from baton.engine.runner.kernels.calls import Kernels
 from baton.engine.runner.model.linear import Linear
@@ -118,11 +118,11 @@ class RankLinks:
         self.gather(torch.zeros(1, dtype=torch.uint8))
 
     def check(self) -> None:
-        """Raise RunnerLost if another rank has ended or not come in time."""
+        """Raise ProcessLost if another rank has ended or not come in time."""
         if self._struct.missing:
             rank, hangs = self._struct.missing - 1, f"hangs: nothing for {self._patience_s} s"
             has_ended = self._kernels.library.baton_rank_has_ended(self._struct.shared, rank)
-            raise RunnerLost(f"rank {rank} of this node {'has ended' if has_ended else hangs}")
+            raise ProcessLost(f"rank {rank} of this node {'has ended' if has_ended else hangs}")
 
     def end(self, rank: int) -> None:
         """Let all that wait for a rank, or will, know that it has ended. For any thread."""

@@ -18,7 +18,7 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from baton.core.errors import InvalidConfig
-from baton.engine.errors import RunnerLost
+from baton.engine.errors import ProcessLost
 from baton.engine.runner.config import RunnerConfig
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class RankProcesses:
         self._owner = os.getpid()
         self._is_closing = False
         self._lock = threading.Lock()  # of the next two
-        self._lost: RunnerLost | None = None
+        self._lost: ProcessLost | None = None
         self._when_lost: WhenLost = lambda _: None
         self._answers = SimpleQueue[_Answer]()
         self._ranks: list[_Rank] = []
@@ -114,11 +114,11 @@ class RankProcesses:
                 self._take(self._answers.get_nowait())
 
     def wait_until_loaded(self) -> None:
-        """Wait for the weights of all ranks. Raises ModelError, InvalidConfig and RunnerLost."""
+        """Wait for the weights of all ranks. Raises ModelError, InvalidConfig and ProcessLost."""
         self._wait_for("the weights")
 
     def begin(self, num_blocks: int, kv_fd: int) -> None:
-        """Have all ranks wait for passes over a KV cache of this size. Raises RunnerLost."""
+        """Have all ranks wait for passes over a KV cache of this size. Raises ProcessLost."""
         for rank in self._ranks:
             rank.send(Begin(num_blocks), kv_fd)
             self._awaited.add(rank.number)
@@ -153,9 +153,9 @@ class RankProcesses:
             raise answer.fault
         self._awaited.remove(answer.rank)
 
-    def _note_end(self, rank: int, how: str) -> RunnerLost:
+    def _note_end(self, rank: int, how: str) -> ProcessLost:
         self._on_end(rank)
-        lost = RunnerLost(f"rank {rank} of this node {how}")
+        lost = ProcessLost(f"rank {rank} of this node {how}")
         with self._lock:
             is_first = self._lost is None and not self._is_closing
             if is_first:  # the others end because of it
@@ -174,7 +174,7 @@ class _Rank:
         self,
         number: int,
         on_answer: Callable[[_Answer], None],
-        note_end: Callable[[int, str], RunnerLost],
+        note_end: Callable[[int, str], ProcessLost],
         watch: RankWatch,
     ) -> None:
         self.number = number

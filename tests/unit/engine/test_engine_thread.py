@@ -14,7 +14,7 @@ from baton.core.output import Failure, FailureCause, FinishReason, Output
 from baton.core.structured_outputs import StructuredOutputs
 from baton.engine.core import EngineCore
 from baton.engine.engine_thread import Compiler, EngineThread
-from baton.engine.errors import EngineStopped, RunnerLost
+from baton.engine.errors import EngineStopped, ProcessLost, RunnerLost
 from baton.engine.plan import Plan, RunResult
 from baton.engine.structured_output.compiler import GrammarCompiler
 from tests.support.engines import VOCAB_SIZE, an_engine, an_engine_request
@@ -139,20 +139,29 @@ def test_an_engine_exception_fails_all_requests_and_refuses_new_ones() -> None:
             loop.submit(an_engine_request("b"))
 
 
-def test_a_named_end_of_the_engine_is_logged_in_a_line(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("kind", "cause"),
+    [
+        (RunnerLost, FailureCause.ENGINE_STOPPED),
+        (ProcessLost, FailureCause.ENGINE_KILLED),  # its requests are not suspects at once
+    ],
+)
+def test_a_named_end_of_the_engine_is_logged_in_a_line(
+    kind: type[RunnerLost], cause: FailureCause, caplog: pytest.LogCaptureFixture
+) -> None:
     class LostRunner(SynchronousRunner):
         def run(self, plan: Plan) -> RunResult:
-            raise RunnerLost("rank 1 is gone")
+            raise kind("rank 1 is gone")
 
     with a_loop(an_engine(runner=LostRunner())) as (loop, client):
         loop.submit(an_engine_request("a"))
         reported = client.last_output()
         loop.join(PATIENCE_S)
 
-    assert reported.failure is not None
-    assert reported.failure.reason == "the engine stopped: rank 1 is gone"
+    reason = "the engine stopped: rank 1 is gone"
+    assert reported.failure == Failure(reason, cause)
     [record] = [each for each in caplog.records if each.name == "baton.engine.engine_thread"]
-    assert (record.getMessage(), record.exc_info) == (reported.failure.reason, None)
+    assert (record.getMessage(), record.exc_info) == (reason, None)
 
 
 def test_a_request_submitted_in_the_failing_step_gets_an_error() -> None:

@@ -14,6 +14,7 @@ from baton.rpc.status import RemoteError
     ("remote", "kind"),
     [
         (RemoteError(StatusCode.UNAVAILABLE, "x", "ENGINE_STOPPED"), FailureKind.ENGINE_FAILED),
+        (RemoteError(StatusCode.UNAVAILABLE, "x", "ENGINE_KILLED"), FailureKind.VANISHED),
         (RemoteError(StatusCode.UNAVAILABLE, "x", "ENGINE_GONE"), FailureKind.OTHER),
         (RemoteError(StatusCode.INTERNAL, "x", "PASS_FAILED"), FailureKind.PASS_FAILED),
         (RemoteError(StatusCode.RESOURCE_EXHAUSTED, "x", "QUEUE_FULL"), FailureKind.OTHER),
