@@ -27,6 +27,7 @@ from baton.engine.runner.kernels import choose
 from baton.engine.runner.kernels.build import VARIANTS as KERNEL_VARIANTS
 from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.engine.runner.model_info import LoadProgress
+from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.runner.weights import packing_key, weight_cache
 from baton.engine.runner.weights.tensor_loading import TensorLoader
 from tests.support.gguf_files import write_gguf
@@ -93,7 +94,12 @@ def cache(tmp_path: Path) -> Path:
 
 def answers(model: Path, cache: Path | None, quantize: str = "int4", **settings: Any) -> Answers:
     """Load a model, and return the tokens and logprobs of a prompt."""
-    config = RunnerConfig(
+    with load_runner(config_of(model, cache, quantize, **settings)) as runner:
+        return answer_of(runner)
+
+
+def config_of(model: Path, cache: Path | None, quantize: str, **settings: Any) -> RunnerConfig:
+    return RunnerConfig(
         str(model),
         dtype="bfloat16",
         quantize=quantize,
@@ -102,9 +108,11 @@ def answers(model: Path, cache: Path | None, quantize: str = "int4", **settings:
         weight_cache_dir=cache,
         **settings,
     )
+
+
+def answer_of(runner: TorchRunner) -> Answers:
     drive = drives_of([prompt_of(20)], num_tokens=NUM_TOKENS)[0]
-    with load_runner(config) as runner:
-        Driver(runner, num_blocks=runner.kv_memory.num_blocks, block_size=16).run(drive)
+    Driver(runner, num_blocks=runner.kv_memory.num_blocks, block_size=16).run(drive)
     return drive.outputs, drive.logprobs
 
 
@@ -156,6 +164,19 @@ def test_the_second_start_reads_no_matrix_and_computes_the_same_bits(
     with reads_no_matrix(monkeypatch):
         assert answers(models[name], cache, quantize) == expected
     assert entries(cache) == [entry]
+
+
+def test_a_running_node_maps_the_entry_which_can_be_deleted(
+    models: dict[str, Path], cache: Path
+) -> None:
+    expected = answers(models["gguf"], cache, "none")
+    [entry] = entries(cache)
+
+    with load_runner(config_of(models["gguf"], cache, "none")) as runner:
+        assert str(entry) in Path("/proc/self/maps").read_text("utf-8")
+        assert entry.stat().st_mode & 0o777 == 0o400  # nobody writes into a mapped file
+        entry.unlink()
+        assert answer_of(runner) == expected
 
 
 @pytest.mark.triton

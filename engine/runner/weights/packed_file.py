@@ -2,8 +2,8 @@
 
     matrix │ padding │ matrix │ … │ table (JSON) │ size of the table │ digest of the table
 
-The table has a digest of every piece of every matrix. They are checked in memory, after the read:
-a file that was cut short or changed on disk, and a wrong read, are found.
+The table has a digest of every piece of every matrix. They are checked before the file is mapped:
+one that was cut short or changed is found. Nodes of a machine share the mapped pages.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
-from baton.engine.runner.device.host_memory import huge_page_memory
+from baton.engine.runner.device.host_memory import map_file
 from baton.engine.runner.weights.packed_weight import PackedWeight
 
 PAGE = 4096
@@ -99,7 +100,7 @@ def write_packed(
 def read_packed(
     file: BinaryIO, digest: Callable[[], str], num_threads: int, report: Report
 ) -> dict[str, PackedWeight]:
-    """Read the matrices into huge pages. Raises DamagedFile.
+    """Map the matrices, once they are checked. Raises DamagedFile, and OSError.
 
     Only called for a whole table, `digest` returns the digest of the weights as they are now.
     """
@@ -112,9 +113,8 @@ def read_packed(
         at = regions[-1].next_page
     if at != end:
         raise DamagedFile(f"its matrices end at {at}, its table starts at {end}")
-    memory = huge_page_memory(max(at, PAGE))
-    _read_pieces(file, regions, table["pieces"], memoryview(memory), num_threads, report)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    _check_pieces(file, regions, table["pieces"], num_threads, report)
+    whole = torch.frombuffer(map_file(file), dtype=torch.uint8)
     tensors = iter([whole[region.first : region.end] for region in regions])
     return {
         name: PackedWeight(
@@ -147,16 +147,19 @@ def _read_table(file: BinaryIO) -> tuple[dict[str, Any], int]:
     return found, first
 
 
-def _read_pieces(
+def _check_pieces(
     file: BinaryIO,
     regions: Sequence[_Region],
     digests: Sequence[str],
-    memory: memoryview,
     num_threads: int,
     report: Report,
 ) -> None:
-    def read(piece: _Region, digest: str) -> int:
-        view = memory[piece.first : piece.end]
+    local = threading.local()
+
+    def check(piece: _Region, digest: str) -> int:
+        if not hasattr(local, "buffer"):
+            local.buffer = memoryview(bytearray(PIECE_BYTES))
+        view = local.buffer[: piece.num_bytes]
         if os.preadv(file.fileno(), [view], piece.first) != len(view):
             raise DamagedFile(f"it ends before byte {piece.end}")
         if xxh3_128_hexdigest(view) != digest:
@@ -166,6 +169,6 @@ def _read_pieces(
     pieces = [piece for region in regions for piece in region.pieces()]
     finished = 0
     with ThreadPoolExecutor(num_threads) as threads:
-        for num_bytes in threads.map(read, pieces, digests):
+        for num_bytes in threads.map(check, pieces, digests):
             finished += num_bytes
             report(finished, sum(region.num_bytes for region in regions))

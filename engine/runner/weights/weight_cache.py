@@ -49,9 +49,9 @@ class WeightCache:
     """Entries by key, of at most `max_bytes` together. An entry is written by one process.
 
     A key covers all that the bytes depend on, but for the weights themselves: an entry has their
-    digest. Entries appear by renaming, and a running process has its own copy of what it has read,
-    so that an entry can be deleted or replaced at any time. If the folder cannot be used, a warning
-    says so and weights are packed as without it.
+    digest. Entries appear by renaming, and a running process keeps the file that it has mapped, so
+    that an entry can be deleted or replaced at any time, but never written. If the folder cannot be
+    used, a warning says so and weights are packed as without it.
     """
 
     def __init__(self, folder: Path, max_bytes: int, num_threads: int) -> None:
@@ -126,6 +126,7 @@ class WeightCache:
             if shutil.disk_usage(self._folder).free < num_bytes + MIN_FREE_BYTES:
                 raise OSError(f"its disk has no room for {format_bytes(num_bytes)}")
             write_packed(part, digest, weights, self._num_threads)
+            os.fchmod(part.fileno(), 0o400)  # running nodes map it: it is replaced, never written
             path.with_suffix(_PART).rename(path)
             self._evict(self._max_bytes - path.stat().st_size, path)  # others may have written
         except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from baton.core.errors import InvalidConfig
 from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.runner.config import RunnerConfig
+from baton.engine.runner.device import host_memory
 from baton.engine.runner.device.device import MemoryProfile
 from baton.engine.runner.device.host_memory import free_host_bytes
 from baton.engine.runner.device.memory_profile import prompt_lengths
@@ -149,6 +151,27 @@ def machine(root: Path, group: str = "0::/\n", **files: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return root
+
+
+@pytest.fixture(autouse=True)
+def mapped(monkeypatch: pytest.MonkeyPatch) -> set[mmap.mmap]:
+    """Return what counts as the mapped files of this process, empty for now."""
+    files: set[mmap.mmap] = set()
+    monkeypatch.setattr(host_memory, "_mapped_files", files)
+    return files
+
+
+def test_mapped_files_count_as_used(tmp_path: Path, mapped: set[mmap.mmap]) -> None:
+    """They are page cache, which is active or not, and would count as free."""
+    mapped.add(mmap.mmap(-1, GIB))
+    stat = f"inactive_file {GIB // 2}\nactive_file {GIB // 2}\n"
+    limits = {"memory_dot_current": f"{3 * GIB}\n", "memory_dot_stat": stat}
+
+    small = machine(tmp_path / "small", memory_dot_max=f"{4 * GIB}\n", **limits)
+    large = machine(tmp_path / "large", memory_dot_max=f"{64 * GIB}\n", **limits)
+
+    assert free_host_bytes(small) == GIB
+    assert free_host_bytes(large) == 7 * GIB
 
 
 def test_without_a_cgroup_limit_free_memory_is_that_of_the_machine(tmp_path: Path) -> None:
