@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Collection, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -26,6 +26,7 @@ CLOSE_GRACE_S = 1
 KEEP_ALIVE_S = 75
 # Length of the kernel's accept queue, whose connections use no descriptors.
 BACKLOG = 1024
+DATE_INTERVAL_S = 1.0  # at which the header `date` is written again
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +34,24 @@ log = logging.getLogger(__name__)
 class HttpServer(uvicorn.Server):
     """uvicorn server without signal handlers: the router handles signals and drains."""
 
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._closing = asyncio.Event()
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def main_loop(self) -> None:
+        """Do what uvicorn does once in ten ticks. An idle router would wake up for each tick."""
+        while not await self.on_tick(0):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(DATE_INTERVAL_S):
+                    await self._closing.wait()
+
+    def close(self) -> None:
+        self.should_exit = True
+        self._closing.set()
 
 
 @asynccontextmanager
@@ -87,5 +103,5 @@ async def http_serving(
         accepting.cancel()
         await asyncio.wait([accepting])
         await acceptor.close(CLOSE_GRACE_S)
-        server.should_exit = True
+        server.close()
         await serving

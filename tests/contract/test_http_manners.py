@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import pytest
@@ -50,6 +52,15 @@ def test_every_response_has_the_clients_request_id_or_a_new_one() -> None:
         streamed = await client.post("/v1/completions", json=BODY, headers={"x-request-id": "mine"})
         assert streamed.headers.get_list("x-request-id") == ["mine"]
 
+    over_http(scenario)
+
+
+def test_responses_have_the_date() -> None:
+    async def scenario(_router: HttpRouter, client: Any) -> None:
+        date = parsedate_to_datetime((await client.get("/ping")).headers["date"]).timestamp()
+        assert int(began_s) <= date <= time.time()
+
+    began_s = time.time()
     over_http(scenario)
 
 
