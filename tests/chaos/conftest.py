@@ -1,4 +1,4 @@
-"""Fixture of a cluster that hostile and honest clients share."""
+"""Fixture of a cluster that hostile and honest clients share, until these tests have ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.honest_client import HONEST_REQUEST
 from tests.support.models import VARIANTS, make_model_folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     folder = make_model_folder(tmp_path_factory.mktemp("models") / "tiny", VARIANTS["llama"])
     arguments = ("--kv-cache-memory", "4MiB", "--threads", "1", "--kv-silence-s", "2")
@@ -21,7 +21,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def right_answer(cluster: LocalCluster) -> tuple[int, ...]:
     with Client(cluster.address, timeout_s=60) as client:
         return tuple(client.generate(HONEST_REQUEST.prompt, HONEST_REQUEST.generation).token_ids)

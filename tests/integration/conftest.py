@@ -1,4 +1,7 @@
-"""Fixtures of clusters of real processes, for tests that leave them intact."""
+"""Fixtures of clusters of real processes, for tests that leave them intact.
+
+They end with the last test of this folder: idle processes wake up a few times per second.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,7 @@ def half_options(
     return make
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def half_cluster(half_options: Callable[..., ClusterOptions]) -> Iterator[LocalCluster]:
     """Run what `cluster` does, with the model of `half_folder`."""
     with LocalCluster(half_options(router_arguments=("--http-port", "0"))) as running:
@@ -96,7 +99,7 @@ def cluster_options(model_folder: Path) -> Callable[..., ClusterOptions]:
     return make
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cluster(cluster_options: Callable[..., ClusterOptions]) -> Iterator[LocalCluster]:
     """Run one prefill node, one decode node and one router. Every process must exit with code 0."""
     options = cluster_options(router_arguments=("--http-port", "0", *SMG))
@@ -106,14 +109,14 @@ def cluster(cluster_options: Callable[..., ClusterOptions]) -> Iterator[LocalClu
     assert set(codes.values()) == {0}, codes
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def colocated(cluster_options: Callable[..., ClusterOptions]) -> Iterator[LocalCluster]:
     """Run two colocated nodes and one router."""
     with LocalCluster(cluster_options(is_colocated=True)) as running:
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     """Run a model that reasons, calls tools and reads their results by a script."""
     folder = make_agent_folder(tmp_path_factory.mktemp("models") / "agent")

@@ -28,7 +28,7 @@ def model_file() -> Path:
     return smollm2()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cluster(model_file: Path) -> Iterator[LocalCluster]:
     """Run one prefill node and two decode nodes, in bfloat16 with the file's four bits."""
     options = ClusterOptions(
