@@ -279,6 +279,24 @@ def load_weights(
     on_progress: LoadProgressCallback | None = None,
     active: ActiveAdapters | None = None,
 ) -> LoadedWeights:
+    """Load the weights. Those that this start packs into a file are then mapped from it.
+
+    So the nodes of a machine share their memory from the first start on.
+    """
+    loaded, is_packed = _load_weights(opened, source, on_progress, active)
+    if is_packed:
+        del loaded
+        loaded, _ = _load_weights(opened, source, None, active)
+    return loaded
+
+
+def _load_weights(
+    opened: OpenedModel,
+    source: DecoderSource,
+    on_progress: LoadProgressCallback | None,
+    active: ActiveAdapters | None,
+) -> tuple[LoadedWeights, bool]:
+    """Load the weights, and return whether this has packed them into a file that can be mapped."""
     config, checkpoint, model, dtype, device, kernels, _, opened_head, _ = opened
     with open_weights(
         config, checkpoint, model, dtype, device.place, kernels, on_progress, source.part
@@ -292,7 +310,10 @@ def load_weights(
         if opened_head is not None and isinstance(decoder, Decoder):
             head = opened_head.load(weights.tensors, decoder, weights.target)
             attention += opened_head.attention
-        return LoadedWeights(decoder, attention, _fingerprint(opened, weights), tower, head)
+        fingerprint = _fingerprint(opened, weights)
+        loaded = LoadedWeights(decoder, attention, fingerprint, tower, head)
+    cached = weights.target.cached
+    return loaded, cached is not None and cached.is_written and device.shares_host_memory
 
 
 def _fingerprint(opened: OpenedModel, weights: OpenWeights) -> str:

@@ -34,6 +34,7 @@ class CachedWeights:
 
     def __init__(self, entry: dict[str, PackedWeight] | None) -> None:
         self.is_found = entry is not None
+        self.is_written = False
         self._entry = entry or {}
         self.packed: dict[str, PackedWeight] = {}
         self.digest: str | None = None  # set when all weights are loaded
@@ -83,7 +84,7 @@ class WeightCache:
             try:
                 yield weights
                 if part is not None and weights.digest is not None and not weights.is_found:
-                    self._write(path, part, weights.digest, weights.packed)
+                    weights.is_written = self._write(path, part, weights.digest, weights.packed)
             finally:
                 if part is not None and _is_at(part, path.with_suffix(_PART)):
                     _unlink(path.with_suffix(_PART))
@@ -113,14 +114,14 @@ class WeightCache:
 
     def _write(
         self, path: Path, part: BinaryIO, digest: str, weights: dict[str, PackedWeight]
-    ) -> None:
+    ) -> bool:
         num_bytes = num_packed_bytes(weights)
         if num_bytes > self._max_bytes:
             log.info(
                 "The packed weights take %s, more than weight-cache-limit: not cached",
                 format_bytes(num_bytes),
             )
-            return
+            return False
         try:
             self._evict(self._max_bytes - num_bytes, path)
             if shutil.disk_usage(self._folder).free < num_bytes + MIN_FREE_BYTES:
@@ -129,8 +130,11 @@ class WeightCache:
             os.fchmod(part.fileno(), 0o400)  # running nodes map it: it is replaced, never written
             path.with_suffix(_PART).rename(path)
             self._evict(self._max_bytes - path.stat().st_size, path)  # others may have written
+            log.info("Wrote the packed weights, %s: %s", format_bytes(num_bytes), path)
+            return True
         except OSError as error:
             self._warn(error)
+            return False
 
     def _evict(self, max_bytes: int, kept: Path) -> None:
         """Delete the least recently used entries until those besides `kept` have `max_bytes`.
