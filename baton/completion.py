@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 from baton.checkpoint.tokenizer import Detokenizer
 from baton.core.errors import EmbeddingFailed
-from baton.core.logprobs import TokenLogprobs
-from baton.core.output import Failure, FinishReason, Output
+from baton.core.output import Failure, FinishReason, Output, TokenLogprobs
 from baton.core.request import EngineRequest
 from baton.core.stop_strings import StopRule
 from baton.core.vectors import Floats, decode_vector

@@ -18,12 +18,11 @@ from baton import openmp  # before what imports torch
 from baton.batch_runner import BatchRunner
 from baton.checkpoint.hub import open_checkpoint
 from baton.checkpoint.peft_folder import PeftFolder
-from baton.checkpoint.text_pairs import EncodedText
-from baton.checkpoint.tokenizer import Tokenizer
+from baton.checkpoint.tokenizer import EncodedText, Tokenizer
 from baton.completion import Completion, CompletionBuilder, VectorBuilder
 from baton.core.errors import InvalidConfig, InvalidRequest
 from baton.core.ids import AdapterRef, RequestId
-from baton.core.logprobs import RAW_LOGPROBS
+from baton.core.output import RAW_LOGPROBS
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams, fit_max_tokens
 from baton.core.stop_strings import StopRule

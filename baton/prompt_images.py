@@ -15,8 +15,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from baton.checkpoint.tokenizer import Tokenizer
 from baton.core.errors import InvalidRequest
 from baton.core.media import MediaSegment, Picture
-from baton.router.pictures.placement import put_texts, segments_in
-from baton.router.pictures.plan import ImageFile, PictureFormat, PreparedImage
+from baton.router.pictures.plan import (
+    ImageFile,
+    PictureFormat,
+    PreparedImage,
+    put_texts,
+    segments_in,
+)
 from baton.router.pictures.reader import PictureReader
 
 if TYPE_CHECKING:

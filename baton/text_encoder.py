@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.checkpoint.text_pairs import FIELD, EncodedText
-from baton.checkpoint.tokenizer import Tokenizer
+from baton.checkpoint.tokenizer import FIELD, EncodedText, Tokenizer
 from baton.core.errors import InvalidRequest
 
 WHOLE_CONTEXT = -1

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import jinja2
 import jinja2.meta
 from tokenizers import Tokenizer as FastTokenizer
 
 from baton.checkpoint.template_environment import TemplateEnvironment
-from baton.checkpoint.text_pairs import EncodedText, encode_text
-from baton.checkpoint.token_text import UNFINISHED, TokenText, spelled
 from baton.core.errors import InvalidRequest, ModelError
 
 MAX_CACHED_TOKENS = 1 << 16  # entries of each token text cache
@@ -29,6 +29,10 @@ BROKEN_TEMPLATES = (jinja2.TemplateSyntaxError, SyntaxError, MemoryError)
 
 Message = Mapping[str, object]  # role, content and further variables of the template
 Clock = Callable[[], datetime]
+FIELD = "truncate_prompt_tokens"
+BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # as SentencePiece writes it
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # decoded from an incomplete character
 
 
 class Tokenizer:
@@ -274,3 +278,78 @@ class Detokenizer:
         if len(token_ids) == 1:
             return self._tokenizer.decode_one(token_ids[0], self._skip_special_tokens)
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+
+
+class EncodedText(NamedTuple):
+    """Tokens of a text, or of a pair of texts, with special tokens."""
+
+    token_ids: tuple[int, ...]
+    second_start: int = 0  # index of the first token of type 1; 0: there is none
+    is_cut: bool = False
+
+
+def encode_text(
+    fast: FastTokenizer, text: str, second: str | None = None, max_tokens: int | None = None
+) -> EncodedText:
+    """Encode a text or a pair, with at most `max_tokens`: the longer text is cut at its end.
+
+    Raises InvalidRequest if not even the special tokens fit.
+    """
+    parts = [
+        fast.encode(each, add_special_tokens=False) for each in (text, second) if each is not None
+    ]
+    is_cut = False
+    if max_tokens is not None:
+        num_special = fast.num_special_tokens_to_add(second is not None)
+        if max_tokens <= num_special:
+            raise InvalidRequest(
+                f"{FIELD} is {max_tokens}; this model adds {num_special} special tokens: it must "
+                "be more",
+                FIELD,
+            )
+        lens = [len(part.ids) for part in parts]
+        for part, num_kept in zip(parts, _fit(lens, max_tokens - num_special), strict=True):
+            part.truncate(num_kept)
+        is_cut = sum(lens) > max_tokens - num_special
+    encoded = fast.post_process(parts[0], parts[1] if len(parts) > 1 else None)
+    types = encoded.type_ids
+    return EncodedText(tuple(encoded.ids), types.index(1) if 1 in types else 0, is_cut)
+
+
+def _fit(lens: list[int], limit: int) -> list[int]:
+    """Shorten the longest text first, until the sum of the lengths is within the limit."""
+    if len(lens) == 1 or sum(lens) <= limit:
+        return [min(lens[0], limit), *lens[1:]]
+    shorter = min(*lens, limit // 2)
+    rest = limit - shorter
+    return [shorter, rest] if lens[0] < lens[1] else [rest, shorter]
+
+
+class TokenText(NamedTuple):
+    """Text and bytes of a single token, which may be part of a character. Pure."""
+
+    text: str
+    raw: bytes  # concatenated over several tokens, the UTF-8 text of all
+
+
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's byte alphabet: bytes without a visible character map to code points from 256."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = (byte for byte in range(256) if byte not in visible)
+    remapped = {chr(256 + index): byte for index, byte in enumerate(others)}
+    return {**{chr(byte): byte for byte in visible}, **remapped}
+
+
+BYTE_OF_CHARACTER = _byte_of_character()
+
+
+def spelled(name: str, text: str) -> TokenText:
+    """Return text and bytes of a vocabulary entry `name` that alone decodes to `text`."""
+    byte_token = BYTE_TOKEN.fullmatch(name)
+    if byte_token is not None:
+        return TokenText(text, bytes([int(byte_token[1], 16)]))
+    if UNFINISHED in text and all(character in BYTE_OF_CHARACTER for character in name):
+        return TokenText(text, bytes(BYTE_OF_CHARACTER[character] for character in name))
+    if SPACE in name:
+        text = name.replace(SPACE, " ")  # decoders strip the leading space of a text
+    return TokenText(text, text.encode())

@@ -10,9 +10,8 @@ from baton.core.output import Output
 from baton.engine.containment import Containment
 from baton.engine.errors import EngineStopped, PassHookFailed
 from baton.engine.pass_thread import LaunchedPass, PassThread
-from baton.engine.plan import Plan, Runner, RunResult
+from baton.engine.plan import Plan, Runner, RunResult, StepObserver, StepRecord
 from baton.engine.scheduler.scheduler import Scheduler
-from baton.engine.step_observer import StepObserver, StepRecord
 from baton.kv_transfer.driver import KvDriver
 from baton.kv_transfer.types import NO_KV_ORDERS, NO_REPORTS, KvOrders
 

@@ -9,12 +9,11 @@ from baton.core.media import StoredRows
 from baton.engine.config import EngineOptions
 from baton.engine.core import EngineCore
 from baton.engine.kv_arrival.arrivals import NO_SOURCES, KvSources
-from baton.engine.kv_cache.config import CacheConfig
-from baton.engine.kv_cache.groups import NO_MEMORY
+from baton.engine.kv_cache.groups import NO_MEMORY, CacheConfig
+from baton.engine.plan import StepObserver
 from baton.engine.runner.loaded_runner import LoadedRunner
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler
-from baton.engine.step_observer import StepObserver
 from baton.engine.structured_output.llguidance_backend import GrammarLibrary
 from baton.kv_transfer.driver import KvDriver
 

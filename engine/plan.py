@@ -1,4 +1,4 @@
-"""Values of a step: the plan and the result of the runner; the Protocol of the runner."""
+"""Values of a step: plan, results, record; the Protocols of the runner and of observers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 from baton.core.ids import NO_PREFIX_KEYS, BlockId, PrefixKeys, RequestId
-from baton.core.logprobs import TokenLogprobs
 from baton.core.media import MediaSegment, Picture
-from baton.core.output import Failure
+from baton.core.output import Failure, TokenLogprobs
 from baton.core.sampling import SamplingParams
 from baton.core.task import GENERATE, Task
 from baton.engine.structured_output.grammar import Grammar
-from baton.kv_transfer.types import NO_KV_ORDERS, KvOrders
+from baton.kv_transfer.records import TransferRecord
+from baton.kv_transfer.types import NO_KV_ORDERS, KvOrders, KvReports
 
 Value = TypeVar("Value")
 BlockTables = tuple[tuple[BlockId, ...], ...]  # one for each KV group, all of the same length
@@ -216,3 +216,33 @@ class Runner(Protocol):
         that, the next plan is a retry, and the pass launched behind it is never collected.
         """
         ...
+
+
+class StepRecord(NamedTuple):
+    """One complete step."""
+
+    plan: Plan
+    # Begin of the step, and the ends of its parts: schedule, start orders, run, poll, update.
+    times_s: tuple[float, ...]
+    reports: KvReports
+    transfers: tuple[TransferRecord, ...]  # ended since the last step
+
+
+class StepObserver:
+    """Base class of observers, whose methods do nothing.
+
+    The engine thread calls them, in the order in which they are defined. They must not block. If
+    a step ends the engine, the remaining calls are omitted.
+    """
+
+    def note_plan(self, plan: Plan, now_s: float) -> None:
+        """Note a plan whose KV orders have started. Its pass follows."""
+
+    def note_encoded(self, plan: Plan, encode_s: Mapping[RequestId, float], began_s: float) -> None:
+        """Note how long the encoding of the plan's pictures took, before its pass."""
+
+    def note_pass(self, plan: Plan, began_s: float, ended_s: float) -> None:
+        """Note a pass that succeeded: of the step's plan, or of a part that is run again."""
+
+    def note_end(self, step: StepRecord) -> None:
+        """Note the end of a step, before its outputs are delivered."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from baton.kv_transfer.fence import Fence
-from baton.kv_transfer.tiers.block_memory import BlockMemory
+from baton.kv_transfer.tiers.kv_access import BlockMemory
 
 
 class DeviceBlocks(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from baton.core.ids import BlockId, HandoffId, Peer
-from baton.core.logprobs import FirstToken
+from baton.core.output import FirstToken
 from baton.kv_transfer.external_kv import (
     NO_EXTERNAL_REPORTS,
     NO_ORDERS,

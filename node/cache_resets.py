@@ -1,12 +1,14 @@
-"""Resets of a node's prefix cache and of the tiers below it, for those who may do so."""
+"""Orders of operators to a node: pauses, and resets of its prefix cache and the tiers below."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import asyncio
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from baton.core.pause_mode import PauseMode
 from baton.engine.engine_thread import EngineThread
 from baton.engine.errors import EngineStopped
 from baton.engine.scheduler.scheduler import Scheduler
@@ -15,6 +17,8 @@ from baton.node.engine_calls import run_on_engine
 from baton.node.state import NodeState
 from baton.rpc.errors import NotAnOperator
 from baton.rpc.security.operators import OPTION, Operators
+
+SetPause = Callable[[PauseMode | None], Awaitable[None]]  # None: resume
 
 
 class ResetPrefixCache(Protocol):
@@ -68,3 +72,12 @@ async def reset_prefix_cache(
         raise EngineStopped("the engine of this node has stopped; its cache is gone with it")
     reset = partial(scheduler.reset_prefix_cache, tiers, reset_running=reset_running)
     return await run_on_engine(engine, reset)
+
+
+async def set_pause(engine: EngineThread, scheduler: Scheduler, mode: PauseMode | None) -> None:
+    """Pause, and return when nothing is computed any more, or resume. Raises EngineStopped."""
+    if mode is None:
+        await run_on_engine(engine, scheduler.resume)
+        return
+    await run_on_engine(engine, partial(scheduler.pause, mode))
+    await asyncio.wrap_future(engine.when(lambda: scheduler.has_paused))

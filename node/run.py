@@ -24,8 +24,7 @@ from baton.engine.runner.model_info import LoadProgress
 from baton.engine.runner.open_runner import open_runner
 from baton.kv_transfer.pairs import Identity
 from baton.kv_transfer.transports.nixl import import_nixl
-from baton.node.cache_resets import reset_prefix_cache
-from baton.node.call_server import CallServer
+from baton.node.cache_resets import reset_prefix_cache, set_pause
 from baton.node.engine_calls import run_on_engine
 from baton.node.kv.connectors import find_connector, shared_tiers_of
 from baton.node.kv.events.config import TCP, KvEventsConfig, is_bound
@@ -35,8 +34,7 @@ from baton.node.kv.tiers import check_tiers
 from baton.node.kv.worker import NO_NODE_DECORATORS, Around
 from baton.node.observers.metrics import export_node_metrics
 from baton.node.options import NodeOptions
-from baton.node.pauses import set_pause
-from baton.node.servicer import KvLinkServicer, LegServicer, NodeServicer
+from baton.node.servicer import CallServer, KvLinkServicer, LegServicer, NodeServicer
 from baton.node.state import NodeState
 from baton.node.wiring import NodeComponents, identify
 from baton.prefill_node.leg import PrefillLegs

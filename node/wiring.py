@@ -38,9 +38,9 @@ from baton.node.kv.foreign import make_foreign_reader
 from baton.node.kv.link import GrpcLinks
 from baton.node.kv.tiers import CopyPacing
 from baton.node.kv.worker import Around, KvPassHook, make_kv_worker
-from baton.node.observers.ledger import RequestLedger
 from baton.node.observers.tracing import NodeTracing
 from baton.node.options import NodeOptions
+from baton.node.servicer import RequestLedger
 from baton.node.state import NodeState, no_subscribers, update_reader
 from baton.rpc.node_info import NodeCard
 from baton.telemetry.metrics.instruments import NodeMetrics

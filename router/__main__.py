@@ -16,8 +16,7 @@ from grpc import aio
 from baton.core.legs import LegKind
 from baton.engine.structured_output.compiler import GrammarCompiler
 from baton.engine.structured_output.llguidance_backend import validate_grammar
-from baton.router.discovery.node_reports import report_nodes
-from baton.router.discovery.readiness import PATIENCE_S, Readiness
+from baton.router.discovery.node_reports import PATIENCE_S, Readiness, report_nodes
 from baton.router.discovery.watcher import NodeDiscovery, watching
 from baton.router.dispatch.foreign_prefills import ForeignPrefills
 from baton.router.dispatch.node_calls import GrpcNodeCalls
@@ -45,8 +44,7 @@ from baton.rpc.security.token_gate import TokenInterceptor, ignore_refusal
 from baton.rpc.server import Running, Service, announce, freeze_heap, serving, stop_signal
 from baton.telemetry.metrics import names as metric_names
 from baton.telemetry.metrics.instruments import Reading, RouterMetrics, exposition
-from baton.telemetry.metrics.readers import export_metrics
-from baton.telemetry.metrics.scrapes import OwnerThreadReader
+from baton.telemetry.metrics.readers import OwnerThreadReader, export_metrics
 from baton.telemetry.resource import Process
 from baton.telemetry.tracing.tracer import NO_TRACER, Tracer, tracing
 from baton.v1 import cluster_pb2_grpc, inference_pb2_grpc

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from baton.core.logprobs import TokenLogprobs
-from baton.core.output import FinishReason, Output
+from baton.core.output import FinishReason, Output, TokenLogprobs
 from baton.core.stop_strings import StopRule, StopWatcher
 from baton.router.values import TokenChunk
 

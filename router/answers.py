@@ -17,18 +17,29 @@ from contextlib import (
 )
 from dataclasses import replace
 
-from baton.core.finish import Finish
-from baton.core.logprobs import TokenLogprobs
-from baton.router.context import PromptPlacement, RequestContext
+from baton.core.errors import InvalidRequest
+from baton.core.foreign_kv import FIELD
+from baton.core.ids import ModelVariant
+from baton.core.output import Finish, TokenLogprobs
+from baton.core.sampling import SamplingParams
+from baton.core.task import EMBED, UNSAMPLED, EmbedTask
 from baton.router.dispatch.quarantine import PromptGroup
-from baton.router.input_processing.limits import LogprobBudget
+from baton.router.input_processing.limits import (
+    LogprobBudget,
+    check_count,
+    check_hints,
+    check_texts,
+    check_total_size,
+)
 from baton.router.pipeline import Pipeline
-from baton.router.request_scope import RequestScope
-from baton.router.values import AnswerPart, GenerateCall, TokenChunk
+from baton.router.request_scope import PromptPlacement, RequestContext, RequestScope
+from baton.router.values import AnswerPart, GenerateCall, Prompt, TokenChunk
 
 Parts = AsyncGenerator[AnswerPart, None]
 IndexedParts = AsyncGenerator[tuple[int, AnswerPart], None]
 Answer = AbstractAsyncContextManager[Parts]
+NUM_SEEDS = 1 << 64
+MAX_INPUTS = 2048  # as in OpenAI's API
 
 
 async def generate_answers(
@@ -173,3 +184,82 @@ async def _merge(answers: Sequence[Answer]) -> IndexedParts:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def calls_for_answers(
+    call: GenerateCall, prompts: Sequence[Prompt], num_each: int
+) -> list[GenerateCall]:
+    """Return `num_each` consecutive calls for each prompt, which differ from `call` in the seed.
+
+    All APIs create their calls here. Raises InvalidRequest if these are too large together.
+    """
+    num_answers = num_each * len(prompts)
+    check_total_size(call.sampling, call.bad_words, num_answers)
+    check_hints(call.kv_hints, num_answers, call.sampling.prompt_logprobs)
+    if call.foreign_kv is not None and call.kv_hints.prefetch:
+        raise InvalidRequest(
+            f"kv_hints.prefetch: no other request could use the KV of {FIELD}; leave out one of "
+            "them",
+            "kv_hints.prefetch",
+        )
+    if num_answers == 1:
+        return [call]
+    if call.foreign_kv is not None:
+        raise InvalidRequest(
+            f"{FIELD} is for one prompt and one answer, not for {num_answers}: set n to 1", FIELD
+        )
+    return [
+        replace(
+            call,
+            request_id=f"{call.request_id}-{index}",
+            prompt=prompts[index // num_each],
+            sampling=_with_seed(call.sampling, index % num_each),
+        )
+        for index in range(num_answers)
+    ]
+
+
+def _with_seed(sampling: SamplingParams, index: int) -> SamplingParams:
+    """Return the parameters of answer `index`. The first answer has the seed of the request."""
+    if sampling.seed is None:
+        return sampling
+    return replace(sampling, seed=(sampling.seed + index) % NUM_SEEDS)
+
+
+def calls_for_texts(
+    request_id: str,
+    texts: Sequence[Prompt],
+    model: ModelVariant,
+    *,
+    max_tokens: int | None = None,
+    priority: int = 0,
+    cache_salt: str = "",
+    task: EmbedTask = EMBED,
+) -> list[GenerateCall]:
+    """Return a call for each text. All APIs create their calls here. Raises InvalidRequest.
+
+    `max_tokens` cuts longer texts; None: they are refused if they exceed the context.
+    """
+    check_texts(model.name, cache_salt, (), ())
+    check_count("input", len(texts), MAX_INPUTS)
+    if not texts:
+        raise InvalidRequest("input is empty: send at least one text", "input")
+    if max_tokens is not None and max_tokens < 1:
+        field = "truncate_prompt_tokens"
+        raise InvalidRequest(f"{field} is {max_tokens}; it must be at least 1", field)
+    call = GenerateCall(
+        request_id,
+        texts[0],
+        UNSAMPLED,
+        model=model,
+        priority=priority,
+        cache_salt=cache_salt,
+        task=task,
+        max_prompt_tokens=max_tokens,
+    )
+    if len(texts) == 1:
+        return [call]
+    return [
+        replace(call, request_id=f"{request_id}-{index}", prompt=text)
+        for index, text in enumerate(texts)
+    ]

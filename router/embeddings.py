@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
 
-from baton.core.finish import Finish
+from baton.core.output import Finish
 from baton.core.task import TaskOutput
 from baton.core.vectors import Floats, decode_vector
 from baton.router.input_processing.limits import check_token_vectors_fit

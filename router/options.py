@@ -18,7 +18,7 @@ from baton.router.discovery.sources import (
     parse_prefill_sources,
     parse_sources,
 )
-from baton.router.dispatch.config import DispatchConfig
+from baton.router.dispatch.retries import DispatchConfig
 from baton.router.http.config import NO_CORS, CorsConfig
 from baton.router.model_options import ModelOptions
 from baton.router.pictures.image_hosts import NO_IMAGE_HOSTS, ImageHosts

@@ -7,22 +7,22 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 
-from baton.core.finish import Finish
 from baton.core.ids import ModelVariant
+from baton.core.output import Finish
+from baton.router.admission.admission import TrafficByModel
 from baton.router.admission.admission_queue import AdmissionQueueConfig
-from baton.router.admission.model_traffic import TrafficByModel
 from baton.router.byte_budget import ByteBudget
-from baton.router.context import RequestContext
-from baton.router.dispatch.config import DispatchConfig
 from baton.router.dispatch.dispatcher import Dispatcher
 from baton.router.dispatch.foreign_prefills import ForeignPrefills
 from baton.router.dispatch.node_rpcs import NodeCalls
+from baton.router.dispatch.retries import DispatchConfig
 from baton.router.documents.reader import DocumentReader
 from baton.router.input_processing.form_checks import FormChecks
 from baton.router.input_processing.input_processor import InputProcessor
 from baton.router.input_processing.model_profiles import ModelProfiles
 from baton.router.pictures.plan import ImageFile, ImageSource, PictureFormat
 from baton.router.pictures.reader import ImageTrace, PictureReader, ignore_bytes, untraced
+from baton.router.request_scope import RequestContext
 from baton.router.routing.node_table import NodeTable
 from baton.router.values import AnswerPart, ChatPrompt, GenerateCall, TokenChunk
 from baton.rpc.errors import Draining, RequestIdInUse, UnsupportedInput

@@ -1,13 +1,13 @@
-"""Scope of a request from its arrival to its end, for gRPC and HTTP: trace, metrics, salts."""
+"""Scope of a request from its arrival to its end, and its context in the pipeline."""
 
 from __future__ import annotations
 
 import hashlib
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from grpc import aio
@@ -19,13 +19,15 @@ from baton.router.admission.rate_limits import (
     RateLimitConfig,
     RateLimits,
 )
-from baton.router.context import RequestContext
-from baton.router.input_processing.limits import is_valid_name
+from baton.router.dispatch.quarantine import PromptGroup
+from baton.router.input_processing.limits import LogprobBudget, is_valid_name
 from baton.router.pictures.reader import ImageTrace
-from baton.router.tracing import NO_REQUEST_TRACING, Tracing
-from baton.router.values import GenerateCall
-from baton.rpc.call_outcome import HasDeadline, is_late
+from baton.router.routing.served_models import Node
+from baton.router.tracing import NO_REQUEST_TRACING, UNTRACED, RequestTrace, Tracing
+from baton.router.values import GenerateCall, TokenPrompt
+from baton.rpc.errors import DeadlineExceeded
 from baton.rpc.security.token import HEADER
+from baton.rpc.status import HasDeadline, is_late
 from baton.telemetry import names
 from baton.telemetry.tracing.tracer import Received
 
@@ -221,3 +223,48 @@ def bind_salt(salt: str, owner: str) -> str:
     another router of the same nodes has bound.
     """
     return f"{owner}:{salt}" if salt else ""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlacement:
+    """Decode node of a prompt that several answers share."""
+
+    prompt: TokenPrompt
+    decode: Node
+    cache_salt: str  # of the KV
+    has_kv: bool = False  # it has the KV of the whole prompt
+
+
+def _ignore_count(count: int) -> None:
+    """Drop the number: nothing is limited."""
+
+
+def _ignore(placement: PromptPlacement) -> None:
+    """Drop the placement: no other answer needs it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """Context of a request in the pipeline: deadline, trace, and links to answers to its prompt."""
+
+    received_s: float
+    deadline_s: float | None = None  # on the same clock; None: no deadline
+    trace: RequestTrace = UNTRACED
+    owner: str = ""  # digest of the client's token; empty without authentication
+    logprob_budget: LogprobBudget | None = None  # of the whole client request; None: separate
+    quarantine_group: PromptGroup | None = None  # of all answers to the prompt; None: separate
+    # Of the prompt, by another answer. The request keeps to its model revision, and uses the node
+    # if that has the KV and room.
+    placement: PromptPlacement | None = None
+    # Called when nodes are chosen, and again when the decode node has the KV.
+    note_placement: Callable[[PromptPlacement], None] = _ignore
+    warnings: tuple[str, ...] = ()  # about the whole client request: what is done only in part
+    note_tokens: Callable[[int], None] = _ignore_count  # called with numbers of computed tokens
+
+    def remaining_s(self, now: float) -> float | None:
+        """Return the time until the deadline. Raises DeadlineExceeded if it has passed."""
+        if self.deadline_s is None:
+            return None
+        if now >= self.deadline_s:
+            raise DeadlineExceeded("the client's deadline passed before the answer was complete")
+        return self.deadline_s - now

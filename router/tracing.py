@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from baton.core.errors import InvalidRequest
-from baton.core.finish import Finish
+from baton.core.output import Finish
 from baton.router.routing.config import RoutingPolicy
 from baton.router.routing.node_table import NodeTable
-from baton.router.routing.nodes import Node
 from baton.router.routing.policy import Route
+from baton.router.routing.served_models import Node
 from baton.router.values import ChatPrompt, GenerateCall
-from baton.rpc.call_outcome import end_of
+from baton.rpc.status import end_of
 from baton.telemetry import names
 from baton.telemetry.logs import log_event
 from baton.telemetry.metrics.instruments import RouterMetrics
@@ -25,6 +25,7 @@ from baton.telemetry.tracing.request_timeline import (
     Judgement,
     NodeRpcTimeline,
     RequestTimeline,
+    VllmLegTimeline,
 )
 from baton.telemetry.tracing.spans import (
     AttributeValue,
@@ -34,7 +35,6 @@ from baton.telemetry.tracing.spans import (
     TraceContext,
 )
 from baton.telemetry.tracing.tracer import NO_TRACER, Received, Tracer, new_span_id, new_trace_id
-from baton.telemetry.tracing.vllm_leg import VllmLegTimeline
 
 LOG_LEVELS = {
     SpanOutcome.OK: logging.DEBUG,

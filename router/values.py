@@ -6,12 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from baton.core.finish import Finish
 from baton.core.foreign_kv import ForeignKv
 from baton.core.ids import ANY_MODEL, ModelVariant
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
-from baton.core.logprobs import TokenLogprobs
 from baton.core.media import MediaSegment, Picture
+from baton.core.output import Finish, TokenLogprobs
 from baton.core.reasoning import ReasoningSection
 from baton.core.sampling import SamplingParams
 from baton.core.stop_strings import StopRule

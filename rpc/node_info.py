@@ -7,8 +7,8 @@ from enum import StrEnum
 
 from baton.core.ids import Incarnation, NodeId
 from baton.core.legs import Legs
-from baton.core.logprobs import RAW_LOGPROBS
 from baton.core.media import StoredRows
+from baton.core.output import RAW_LOGPROBS
 from baton.core.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults
 from baton.engine.kv_cache.block_hashes import PrefixNaming
 from baton.kv_transfer.protocol.messages import Fingerprint

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from baton.bench.benchmark import MeasuredRun
 from baton.bench.client import Sample
 from baton.bench.figures import gaps_of, ttft_of
-from baton.bench.plotting import picture
+from baton.core.errors import InvalidConfig
 
 COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown")
 # A prompt of at least this many times the median length is marked as long.
@@ -153,3 +154,38 @@ def _by_label(measured: Sequence[MeasuredRun]) -> list[tuple[str, list[Sample]]]
 
 def _colours(measured: Sequence[MeasuredRun]) -> Sequence[str]:
     return COLOURS * (1 + len(measured) // len(COLOURS))
+
+
+def need_matplotlib() -> Any:
+    """Import matplotlib; call it before measuring. Raises InvalidConfig if it is missing."""
+    try:
+        import matplotlib.pyplot as plt
+    except ModuleNotFoundError as missing:
+        raise InvalidConfig("plots need matplotlib: pip install 'baton[plots]'") from missing
+    plt.switch_backend("agg")  # no display needed
+    return plt
+
+
+@contextmanager
+def drawn(path: Path, width: float, height: float) -> Iterator[Any]:
+    """Yield a figure, which is saved in the common style when the block ends."""
+    plt = need_matplotlib()
+    figure = plt.figure(figsize=(width, height), layout="constrained")
+    try:
+        yield figure
+        for axes in figure.axes:
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.grid(alpha=0.25)
+            axes.set_axisbelow(True)
+        figure.savefig(path, dpi=120)
+    finally:
+        plt.close(figure)
+
+
+@contextmanager
+def picture(
+    path: Path, width: float, height: float, *, rows: int = 1, columns: int = 1
+) -> Iterator[Any]:
+    """Yield the axes of a figure as rows; it is saved when the block ends."""
+    with drawn(path, width, height) as figure:
+        yield figure.subplots(rows, columns, squeeze=False)

@@ -14,8 +14,7 @@ from baton.rpc.router_address import (
     router_target,
     unreachable,
 )
-from baton.rpc.security.tls import TlsConfig
-from baton.rpc.security.tls_trouble import connection_trouble
+from baton.rpc.security.tls import TlsConfig, connection_trouble
 
 Status = health_pb2.HealthCheckResponse
 

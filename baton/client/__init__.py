@@ -12,8 +12,8 @@ from baton.client.generation import (
     Sampling,
 )
 from baton.client.retries import Access, BatonError, Retries
-from baton.core.finish import Finish, Served
 from baton.core.kv_hints import KvHints
+from baton.core.output import Finish, Served
 from baton.rpc.security.tls import TlsConfig
 
 __all__ = [

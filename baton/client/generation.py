@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from baton.core.errors import InvalidRequest
-from baton.core.finish import Finish
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
-from baton.core.logprobs import TokenLogprobs
+from baton.core.output import Finish, TokenLogprobs
 from baton.core.sampling import Argument, SamplingDefaults, SamplingParams
 from baton.core.structured_outputs import StructuredOutputs
 from baton.telemetry.names import TRACEPARENT

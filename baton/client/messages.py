@@ -19,8 +19,8 @@ from baton.rpc.messages.conversion import (
     SAMPLING_DEFAULTS,
     STRUCTURED_OUTPUTS,
     argument_to,
+    finish_from,
 )
-from baton.rpc.messages.finish import finish_from
 from baton.rpc.messages.mapper import Converter, Mapper
 from baton.v1 import inference_pb2, sampling_pb2
 

@@ -13,8 +13,7 @@ from grpc import StatusCode
 
 from baton.core.errors import InvalidConfig, NamedError
 from baton.rpc.router_address import unreachable
-from baton.rpc.security.tls import TlsConfig
-from baton.rpc.security.tls_trouble import closed_connection, tls_trouble
+from baton.rpc.security.tls import TlsConfig, closed_connection, tls_trouble
 from baton.rpc.security.token import authorization, check_token
 from baton.rpc.status import RemoteError, remote_error
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import os
 import queue
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Self
@@ -16,16 +17,15 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.cluster.child import Child, ChildOptions
-from baton.cluster.node_list import NodeList
 from baton.core.options import options_of
 from baton.fork_server import ClusterFailed, ForkServer
 from baton.rpc.channel import open_blocking_channel
-from baton.rpc.security.tls import PLAIN, TlsConfig
-from baton.rpc.security.tls_trouble import connection_trouble
+from baton.rpc.security.tls import PLAIN, TlsConfig, connection_trouble
 from baton.rpc.status import remote_error
 
 RESTARTED_PORTS = {("--port", "0"), ("--http-port", "0")}  # that a restart keeps
 TEXT_LOGS = ("--log-format", "text")  # shown, or part of the error when a process fails
+NAME = "baton-nodes"  # shown in /proc
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,3 +315,26 @@ def await_serving(address: str, timeout_s: float, tls: TlsConfig = PLAIN) -> Non
             raise ClusterFailed(f"the health check of {address} failed: {reason}") from error
         finally:
             watch.cancel()
+
+
+class NodeList:
+    """Addresses of nodes that other processes of the same user read as a file."""
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create(NAME)
+        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._file)
+
+    def write(self, addresses: Iterable[str]) -> None:
+        """Replace the addresses. A reader gets the old ones or the new ones."""
+        new = os.memfd_create(NAME)
+        try:
+            os.write(new, "\n".join(addresses).encode("ascii"))
+            os.dup2(new, self._file, inheritable=False)
+        finally:
+            os.close(new)

@@ -15,10 +15,10 @@ from time import perf_counter
 from baton.core.errors import InvalidConfig
 from baton.doctor.findings import Finding, fail, ok, warn
 from baton.engine.runner.device.host_memory import huge_page_memory
-from baton.engine.runner.kernels.native_copies import fastest_copies
+from baton.engine.runner.kernels.calls import fastest_copies
 from baton.kv_transfer.tiers.backing_tier import OBJECTS
 from baton.kv_transfer.tiers.bandwidth import StoreRates, measure_host, measure_store
-from baton.kv_transfer.tiers.block_memory import BlockMemory
+from baton.kv_transfer.tiers.kv_access import BlockMemory
 from baton.kv_transfer.tiers.stores.file_store import FileStore
 from baton.kv_transfer.tiers.stores.object_store import ObjectStore
 from baton.kv_transfer.tiers.stores.objects import open_bucket

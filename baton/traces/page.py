@@ -8,7 +8,6 @@ from html import escape
 from pathlib import Path
 
 from baton.telemetry import names
-from baton.telemetry.tracing.related import related_to
 from baton.telemetry.tracing.spans import AttributeValue, SpanEvent, SpanStatus
 from baton.telemetry.tracing.traces import (
     PART_NAMES,
@@ -17,6 +16,7 @@ from baton.telemetry.tracing.traces import (
     failed_node_of,
     failures_of,
     note_of,
+    related_to,
 )
 from baton.traces.terminal import FAILED, headline
 

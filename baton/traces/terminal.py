@@ -10,9 +10,15 @@ from rich.text import Text
 
 from baton.core.units import format_bytes
 from baton.telemetry import names
-from baton.telemetry.tracing.related import related_to
 from baton.telemetry.tracing.spans import SpanStatus
-from baton.telemetry.tracing.traces import Trace, TraceRow, failures_of, fetches_of, note_of
+from baton.telemetry.tracing.traces import (
+    Trace,
+    TraceRow,
+    failures_of,
+    fetches_of,
+    note_of,
+    related_to,
+)
 
 COLOURS = {"router": "cyan", "prefill": "yellow", "decode": "green", "encode": "magenta"}
 WIDE = 120  # minimum width for notes

@@ -67,7 +67,7 @@ def frontier(
     Each engine gets the same requests over HTTP at increasing rates, until it misses even the
     widest limits. One sweep serves all limits; --json keeps every request.
     """
-    from baton.bench.plotting import need_matplotlib
+    from baton.bench.plots import need_matplotlib
     from benchmarks.peers.frontier import Sweep, read_sweep
 
     limits: dict[str, Any] = {

@@ -63,7 +63,7 @@ def interference(
     The engines alternate on the same cores under the same load over HTTP. A ratio is the figure of
     an engine divided by that of Baton's prefill and decode nodes.
     """
-    from baton.bench.plotting import need_matplotlib
+    from baton.bench.plots import need_matplotlib
     from benchmarks.peers.interference import Interference
 
     bench = Interference(

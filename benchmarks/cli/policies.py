@@ -37,7 +37,7 @@ def policies(
     ] = None,
 ) -> None:
     """Compare the routing policies on a simulated cluster by hit rate and waiting time."""
-    from baton.bench.plotting import need_matplotlib
+    from baton.bench.plots import need_matplotlib
     from benchmarks.plots.policies import draw
     from benchmarks.router.policies import PolicyBench, run
     from benchmarks.router.simulation import SimCluster

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from baton.bench.objectives import Slo
-from baton.bench.plotting import need_matplotlib
+from baton.bench.plots import need_matplotlib
 from baton.cli.options.connection import connect_to_measure
 from baton.cli.options.output import JsonFile, check_writable_file
 from baton.cli.show import console, requests_bar, show_table, write_json

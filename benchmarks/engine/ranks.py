@@ -21,8 +21,12 @@ import torch
 from baton.engine.runner.kernels.build import best_variant, cpu_features, library
 from baton.engine.runner.kernels.calls import Kernels
 from baton.engine.runner.model.rank_group import Shard
-from baton.engine.runner.ranks.links import RankLinks, links_bytes
-from baton.engine.runner.ranks.shared_memory import make_shared_memory, map_shared_memory
+from baton.engine.runner.ranks.links import (
+    RankLinks,
+    links_bytes,
+    make_shared_memory,
+    map_shared_memory,
+)
 from benchmarks.engine.throughput import EngineBench, engine_meter
 
 NUM_REDUCED, NUM_REDUCED_BY_GLOO = 2000, 200

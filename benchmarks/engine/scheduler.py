@@ -16,7 +16,7 @@ from time import thread_time
 from baton.core.ids import RequestId
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
-from baton.engine.kv_cache.config import CacheConfig
+from baton.engine.kv_cache.groups import CacheConfig
 from baton.engine.plan import Plan, RunResult
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from baton.core.ids import BlockId, HandoffId, Incarnation, NodeId, Peer
-from baton.core.logprobs import FirstToken
+from baton.core.output import FirstToken
 from baton.engine.runner.device.host_memory import huge_page_memory
 from baton.kv_transfer.config import KvWorkerConfig
 from baton.kv_transfer.layout import KvLayout

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from baton.core.ids import BlockId, HandoffId
-from baton.core.logprobs import FirstToken
+from baton.core.output import FirstToken
 from baton.kv_transfer.types import Complete, KvOrders, Send
 from baton.kv_transfer.worker import KvTransferWorker
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from baton.bench.plotting import drawn
+from baton.bench.plots import drawn
 from baton.core.errors import InvalidConfig
 from benchmarks.peers.interference import FigureRow, Figures
 from benchmarks.peers.peer import Comparison

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from baton.bench.plotting import picture
+from baton.bench.plots import picture
 from benchmarks.peers.interference import FigureRow, Interference
 
 OWN, OTHER = "tab:blue", "tab:grey"

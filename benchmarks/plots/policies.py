@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from baton.bench.plotting import picture
+from baton.bench.plots import picture
 from benchmarks.router.policies import PolicyFigures
 
 

@@ -18,7 +18,7 @@ from baton import LLM, SamplingParams
 from baton.checkpoint.hub import open_checkpoint
 from baton.checkpoint.tokenizer import Tokenizer
 from baton.core.errors import InvalidConfig
-from baton.core.logprobs import TokenLogprobs
+from baton.core.output import TokenLogprobs
 from baton.engine.runner.config import RunnerConfig
 from benchmarks.peers.settings import clean_environment, python_of
 from benchmarks.processes import external_process

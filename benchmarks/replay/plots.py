@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.bench.figures import ttft_of
-from baton.bench.plotting import picture
+from baton.bench.plots import picture
 from benchmarks.replay.figures import answered_requests
 from benchmarks.replay.run import ReplayedRequest, ReplayRun
 from benchmarks.replay.sources import num_reused

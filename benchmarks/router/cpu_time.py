@@ -23,7 +23,7 @@ from baton.core.ids import HandoffId, Peer
 from baton.core.legs import LegKind
 from baton.core.request import EngineRequest, ReceiveKv
 from baton.core.sampling import SamplingParams
-from baton.router.dispatch.node_stream import NodeStream
+from baton.router.dispatch.node_calls import NodeStream
 from baton.rpc.channel import open_channel
 from baton.rpc.messages.calls import leg_order, node_request_id
 from baton.v1 import inference_pb2, inference_pb2_grpc, node_pb2_grpc, sampling_pb2

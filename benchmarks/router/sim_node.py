@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 from baton.engine.events import BlockRemoved, BlockStored, KvEvent
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.kv_transfer.external_kv import HeldChanges
-from baton.router.routing.nodes import Node
+from baton.router.routing.served_models import Node
 from baton.rpc.cached_prefixes import CachedPrefixes, PrefixChanges, PrefixWatcher
 
 Names = Sequence[BlockHash]

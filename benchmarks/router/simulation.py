@@ -21,12 +21,12 @@ from baton.core.legs import LegKind
 from baton.engine.kv_cache.block_hashes import BlockHash, PrefixNaming
 from baton.kv_transfer.layout import KvLayout
 from baton.kv_transfer.protocol.messages import Fingerprint
-from baton.router.routing.assignment import Assignment
+from baton.router.dispatch.dispatcher import Assignment
 from baton.router.routing.config import Routing
 from baton.router.routing.node_table import NodeTable
-from baton.router.routing.nodes import Node
 from baton.router.routing.policy import Route, choose
 from baton.router.routing.routing_view import RoutingRequest
+from baton.router.routing.served_models import Node
 from baton.rpc.node_info import NodeCard, NodeLoad
 from benchmarks.router.sim_node import Names, SimNode, Sources
 from benchmarks.router.workloads import SimRequest

@@ -9,9 +9,9 @@ from statistics import median
 from time import perf_counter
 
 from baton.engine.runner.device.host_memory import huge_page_memory
-from baton.engine.runner.kernels.native_copies import fastest_copies
+from baton.engine.runner.kernels.calls import fastest_copies
 from baton.kv_transfer.tiers.bandwidth import HostRound, measure_host
-from baton.kv_transfer.tiers.block_memory import BlockMemory
+from baton.kv_transfer.tiers.kv_access import BlockMemory
 
 MEMORY_BYTES = 256 << 20
 BLOCK_BYTES = (32 << 10, 256 << 10, 1792 << 10)  # the last one: 16 tokens of Qwen3-0.6B

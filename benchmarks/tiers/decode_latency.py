@@ -20,14 +20,13 @@ from baton.engine.config import EngineOptions
 from baton.engine.core import EngineCore
 from baton.engine.factory import build_engine
 from baton.engine.runner.device.host_memory import huge_page_memory
-from baton.engine.runner.kernels.native_copies import fastest_copies
+from baton.engine.runner.kernels.calls import fastest_copies
 from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.kv_transfer.tiers.bandwidth import TierDriver
-from baton.kv_transfer.tiers.block_memory import BlockMemory
 from baton.kv_transfer.tiers.host_tier import HostTier
-from baton.kv_transfer.tiers.kv_access import CpuKvAccess
+from baton.kv_transfer.tiers.kv_access import BlockMemory, CpuKvAccess
 from baton.kv_transfer.tiers.stores.file_store import FileStore
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
 from baton.node.kv.tiers import CopyPacing

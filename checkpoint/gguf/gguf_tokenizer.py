@@ -12,8 +12,7 @@ from baton.checkpoint.gguf.generation import read_chat_templates, read_generatio
 from baton.checkpoint.gguf.gguf_file import GgufFile
 from baton.checkpoint.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from baton.checkpoint.json_fields import shorten
-from baton.checkpoint.token_text import SPACE
-from baton.checkpoint.tokenizer import Clock, Tokenizer
+from baton.checkpoint.tokenizer import SPACE, Clock, Tokenizer
 from baton.core.errors import ModelError
 
 PREFIX = "tokenizer.ggml"

@@ -1,8 +1,8 @@
 """KV that comes from, or goes to, elsewhere: the interface of this room for the scheduler.
 
 Other nodes and caches fill blocks (`fills.py`), and requests wait for fills. What accesses blocks
-holds them (`holds.py`). Receiving (`receives.py`, `pulls.py`, `loads.py`, `foreign.py`) and giving
-(`sends.py`, `gives.py`, `stores.py`) are apart: blocks that a peer pulls may be loaded for it, but
+holds them (`Holds`). Receiving (`receives.py`, `pulls.py`, `loads.py`, `foreign.py`) and giving
+(`sends.py`, `stores.py`) are apart: blocks that a peer pulls may be loaded for it, but
 never pulled, or two nodes could wait for each other.
 """
 
@@ -11,17 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.engine.kv_arrival.arrival import Arrival
-from baton.engine.kv_arrival.fills import Fill, FillId, Fills
+from baton.engine.kv_arrival.fills import Fill, FillId, Fills, KvSource, Offer, PrefixNeed
 from baton.engine.kv_arrival.foreign import ForeignPrefixes
-from baton.engine.kv_arrival.gives import GivenPulls
-from baton.engine.kv_arrival.holds import Holds
-from baton.engine.kv_arrival.kv_source import KvSource, Offer, PrefixNeed
 from baton.engine.kv_arrival.loads import ExternalLoads
 from baton.engine.kv_arrival.orders import StepOrders
 from baton.engine.kv_arrival.pulls import DEFAULT_PULLS, PeerPulls, PullConfig
 from baton.engine.kv_arrival.receives import BlockReceives
-from baton.engine.kv_arrival.sends import BlockSends
+from baton.engine.kv_arrival.sends import BlockSends, GivenPulls
 from baton.engine.kv_arrival.stores import BlockStores
+from baton.engine.kv_cache.block_pool import Holds
 from baton.engine.kv_cache.cache import KvCache
 from baton.kv_transfer.external_kv import ExternalKv
 from baton.kv_transfer.foreign.types import ForeignReader

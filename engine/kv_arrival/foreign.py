@@ -12,8 +12,7 @@ from baton.core.errors import InvalidRequest
 from baton.core.foreign_kv import FIELD, ForeignKv
 from baton.core.request import EngineRequest
 from baton.engine.kv_arrival.arrival import Arrival
-from baton.engine.kv_arrival.fills import Fill, FillId, Fills
-from baton.engine.kv_arrival.kv_source import Offer, PrefixNeed
+from baton.engine.kv_arrival.fills import Fill, FillId, Fills, Offer, PrefixNeed
 from baton.engine.kv_arrival.orders import StepOrders
 from baton.engine.kv_cache.cache import KvCache
 from baton.kv_transfer.foreign.types import (

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 from baton.core.ids import BlockId, BlockName
 from baton.engine.kv_arrival.arrival import Arrival
-from baton.engine.kv_arrival.fills import Fill, FillId, Fills
-from baton.engine.kv_arrival.kv_source import Offer, PrefixNeed
+from baton.engine.kv_arrival.fills import Fill, FillId, Fills, Offer, PrefixNeed
 from baton.engine.kv_arrival.orders import StepOrders
 from baton.engine.kv_cache.cache import KvCache
 from baton.engine.kv_cache.external_prefix import ExternalPrefix

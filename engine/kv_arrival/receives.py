@@ -12,8 +12,8 @@ from baton.core.ids import BlockId, BlockName, HandoffId
 from baton.core.request import ReceiveKv
 from baton.engine.kv_arrival.arrival import Arrival
 from baton.engine.kv_arrival.fills import Fill, Fills, FillsByName
-from baton.engine.kv_arrival.holds import Hold, Holds
 from baton.engine.kv_arrival.orders import StepOrders
+from baton.engine.kv_cache.block_pool import Hold, Holds
 from baton.engine.kv_cache.cache import KvCache
 from baton.engine.kv_cache.external_prefix import ExternalPrefix
 from baton.engine.kv_cache.held_kv import HeldKv

@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from baton.core.kv_hints import SHARED, Tenant
-from baton.engine.kv_arrival.holds import Hold, Holds
 from baton.engine.kv_arrival.orders import StepOrders
+from baton.engine.kv_cache.block_pool import Hold, Holds
 from baton.engine.kv_cache.cache import KvCache
 from baton.engine.kv_cache.held_kv import HeldKv
-from baton.engine.kv_cache.unstored_blocks import UnstoredBlock
+from baton.engine.kv_cache.prefix_cache import UnstoredBlock
 from baton.kv_transfer.external_kv import ExternalKv, Store, StoreId, Use
 
 MAX_STORING_SHARE = 0.25  # of all blocks, for all stores together

@@ -18,15 +18,13 @@ from baton.core.ids import NO_BLOCK, BlockId
 from baton.engine.errors import BlocksUnaccounted
 from baton.engine.events import GroupStats
 from baton.engine.kv_cache.block_hashes import BlockHash
-from baton.engine.kv_cache.cache_group import CacheGroup, PassChunk, PrefixHit
-from baton.engine.kv_cache.config import CacheConfig
+from baton.engine.kv_cache.cache_group import CacheGroup, PassChunk, PrefixHit, PrefixSearch
 from baton.engine.kv_cache.external_prefix import ExternalPrefixes
-from baton.engine.kv_cache.held_kv import HeldKv
+from baton.engine.kv_cache.groups import CacheConfig
+from baton.engine.kv_cache.held_kv import HeldKv, TransferOrder
 from baton.engine.kv_cache.prefix_cache import PrefixCache
-from baton.engine.kv_cache.prefix_search import PrefixSearch
 from baton.engine.kv_cache.state_group import state_groups
 from baton.engine.kv_cache.token_group import token_groups
-from baton.engine.kv_cache.transfer_order import TransferOrder
 from baton.engine.plan import NO_STATE_COPIES, BlockTables, StateCopies
 
 

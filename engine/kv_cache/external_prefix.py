@@ -11,10 +11,9 @@ from baton.core.ids import BlockId, BlockName
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.block_names import group_of
 from baton.engine.kv_cache.block_pool import BlockPool
-from baton.engine.kv_cache.cache_group import CacheGroup, NamedBlock, PrefixHit
+from baton.engine.kv_cache.cache_group import CacheGroup, NamedBlock, PrefixHit, PrefixSearch
 from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.kv_cache.prefix_cache import PrefixCache
-from baton.engine.kv_cache.prefix_search import PrefixSearch
 
 _EXTERNAL = BlockId(-2)  # instead of a block: the other cache has it
 

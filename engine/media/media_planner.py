@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from baton.core.ids import RequestId
-from baton.core.media import Picture
-from baton.engine.errors import EncodingsUnaccounted
-from baton.engine.kv_arrival.holds import Hold
+from baton.core.ids import PrefixKeys, RequestId
+from baton.core.media import Picture, StoredRows, picture_salt
+from baton.engine.errors import EncodingsUnaccounted, OutOfOrder
+from baton.engine.kv_cache.block_hashes import BlockHash
+from baton.engine.kv_cache.block_names import name_in_group
+from baton.engine.kv_cache.block_pool import Hold, Holds
+from baton.engine.kv_cache.cache import KvCache
 from baton.engine.kv_cache.held_kv import HeldKv
-from baton.engine.media.encoder_cache import EncoderCache
-from baton.engine.media.stored_encodings import StoredEncodings, num_stored_blocks
-from baton.engine.plan import NO_MEDIA, EncodingSource, MediaOrders
+from baton.engine.plan import NO_MEDIA, EncodingSource, MediaOrders, StoredEncoding
 from baton.engine.request_media import RequestMedia
 
 
@@ -188,3 +189,122 @@ def _without_parts(media: RequestMedia, start: int, num_tokens: int, num_left: i
     if cut.start > start:
         return cut.start - start
     return cut.num_tokens if cut.num_tokens <= num_left else 0
+
+
+class EncoderCache:
+    """Digests of encodings, with their sizes in rows: one for each placeholder token.
+
+    Its size is limited. An encoding that no request uses stays until another needs its room; the
+    one that was used least recently goes first.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self.num_used_rows = 0
+        self.total_hits = 0
+        self._rows: dict[bytes, int] = {}  # the least recently used first
+        self._freed: list[bytes] = []
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._rows
+
+    def has_room(self, added: Mapping[bytes, int], used: Collection[bytes]) -> bool:
+        """Return whether these fit, if all others but the `used` ones go."""
+        num_kept = sum(self._rows[digest] for digest in used if digest in self._rows)
+        return num_kept + sum(added.values()) <= self.num_rows
+
+    def add(self, digest: bytes, num_rows: int, used: Collection[bytes]) -> None:
+        """Add an encoding for which there is room, in place of others that are not `used`."""
+        for other in [each for each in self._rows if each not in used]:
+            if self.num_used_rows + num_rows <= self.num_rows:
+                break
+            self.drop(other)
+        if self.num_used_rows + num_rows > self.num_rows:
+            raise OutOfOrder(f"there is no room for an encoding of {num_rows} rows")
+        self._rows[digest] = num_rows
+        self.num_used_rows += num_rows
+
+    def touch(self, digest: bytes) -> None:
+        """Note the use of an encoding by one more request."""
+        self._rows[digest] = self._rows.pop(digest)
+        self.total_hits += 1
+
+    def drop(self, digest: bytes) -> None:
+        """Remove an encoding, if it is here."""
+        num_rows = self._rows.pop(digest, None)
+        if num_rows is not None:
+            self.num_used_rows -= num_rows
+            self._freed.append(digest)
+
+    def clear(self, used: Collection[bytes]) -> None:
+        """Remove all encodings that are not `used`."""
+        for digest in [each for each in self._rows if each not in used]:
+            self.drop(digest)
+
+    def take_freed(self) -> tuple[bytes, ...]:
+        """Return the encodings that the runner can forget, since the last call."""
+        freed, self._freed = tuple(self._freed), []
+        return freed
+
+    def check(self, used: Collection[bytes]) -> None:
+        """Raise EncodingsUnaccounted unless the sizes add up and all `used` ones are here."""
+        num_rows = sum(self._rows.values())
+        if num_rows != self.num_used_rows or num_rows > self.num_rows:
+            raise EncodingsUnaccounted(
+                f"encodings of {num_rows} rows; {self.num_used_rows} are counted, and "
+                f"{self.num_rows} fit"
+            )
+        missing = [digest for digest in used if digest not in self._rows]
+        if missing:
+            raise EncodingsUnaccounted(f"{len(missing)} encodings in use are not in the cache")
+
+
+def num_stored_blocks(sources: Iterable[EncodingSource]) -> int:
+    """Return the blocks of encodings in the KV cache."""
+    return sum(len(each.block_ids) for each in sources if isinstance(each, StoredEncoding))
+
+
+class StoredEncodings:
+    """Finds the blocks of encodings by name, and holds them for requests that use them."""
+
+    def __init__(self, cache: KvCache, holds: Holds, rows: StoredRows | None) -> None:
+        """Without `rows`, the cache stores no encodings."""
+        self._cache = cache
+        self._holds = holds
+        self._rows = rows
+
+    def find(
+        self, media: RequestMedia, digests: Iterable[bytes]
+    ) -> dict[bytes, EncodingSource] | None:
+        """Return where these encodings are; None if one of them is missing."""
+        found: dict[bytes, EncodingSource] = {}
+        for digest in digests:
+            names, num_rows = self._names(media, digest), media.num_rows[digest]
+            block_ids = self._cache.pool.find(names)
+            if not names or len(block_ids) < len(names):
+                return None
+            found[digest] = StoredEncoding(digest, num_rows, tuple(block_ids))
+        return found
+
+    def hold(self, sources: Iterable[EncodingSource]) -> Hold:
+        """Keep these encodings until `close`."""
+        stored = (each for each in sources if isinstance(each, StoredEncoding))
+        return self._holds.open(block_id for each in stored for block_id in each.block_ids)
+
+    def close(self, hold: Hold) -> None:
+        self._holds.close(hold)
+
+    def forget(self, media: RequestMedia) -> None:
+        """Remove the encodings of a request from the cache, since they may be wrong."""
+        for digest in media.num_rows:
+            found = self._cache.pool.find(self._names(media, digest))
+            self._cache.prefixes.unregister(found)
+
+    def _names(self, media: RequestMedia, digest: bytes) -> list[BlockHash]:
+        if self._rows is None:
+            return []
+        prompt = self._rows.prompt(digest, media.num_rows[digest])
+        keys = PrefixKeys(picture_salt(media.cache_salt), media=prompt.media)
+        num_cached, num_tokens = prompt.num_cached_tokens, len(prompt.token_ids)
+        names = self._cache.naming.names(prompt.token_ids[:num_cached], num_tokens, keys)
+        return [name_in_group(name, self._rows.group) for name in names]

@@ -21,8 +21,7 @@ from baton.engine.runner.adapters.low_rank import ActiveAdapters
 from baton.engine.runner.attention.kv_blocks import KvBlocks
 from baton.engine.runner.attention.kv_tensor import KvShape, describe
 from baton.engine.runner.attention.paged_attention import LayerAttention
-from baton.engine.runner.batch.encoding_blocks import EncodingBlocks
-from baton.engine.runner.batch.encodings import PictureEncoder
+from baton.engine.runner.batch.encodings import EncodingBlocks, PictureEncoder
 from baton.engine.runner.batch.input_batch import PersistentBatch
 from baton.engine.runner.config import RunnerConfig as RunnerConfig
 from baton.engine.runner.config import check, dtype_name

@@ -31,12 +31,10 @@ from baton.engine.runner.attention.paged_attention import (
     PagedAttention,
     scales_by_place,
 )
-from baton.engine.runner.batch.encoding_blocks import EncodingBlocks
-from baton.engine.runner.batch.encodings import Encodings, LayerDone, PictureEncoder
+from baton.engine.runner.batch.encodings import EncodingBlocks, Encodings, LayerDone, PictureEncoder
 from baton.engine.runner.batch.input_batch import NO_DRAFTS, PersistentBatch, Step
 from baton.engine.runner.batch.unknown_tokens import TokenGatherer, UnknownTokens
-from baton.engine.runner.device.device import Device, GraphPool
-from baton.engine.runner.device.fenced_hook import FencedHook
+from baton.engine.runner.device.device import Device, FencedHook, GraphPool
 from baton.engine.runner.device.graphs import EagerCause, GraphSize, StepShape
 from baton.engine.runner.device.step_inputs import StepInputs, make_inputs
 from baton.engine.runner.drafting.draft_head import DraftHead
@@ -49,8 +47,7 @@ from baton.engine.runner.model.pass_layout import empty_layout
 from baton.engine.runner.model.rope import Ropes
 from baton.engine.runner.model_info import ModelInfo
 from baton.engine.runner.passes.decode_graphs import DecodeBatch, DecodeGraphs
-from baton.engine.runner.passes.forward_passes import ForwardPasses
-from baton.engine.runner.passes.pending_pass import DrainedPass, PendingPass
+from baton.engine.runner.passes.forward_passes import DrainedPass, ForwardPasses, PendingPass
 from baton.engine.runner.pooling.dense import load_dense
 from baton.engine.runner.pooling.pooling_head import PoolingHead
 from baton.engine.runner.sampling.logits_processors import Processors

@@ -16,8 +16,7 @@ from baton.checkpoint.checkpoint import Tensors
 from baton.core.errors import InvalidConfig
 from baton.core.media import Picture
 from baton.engine.runner.attention.kv_blocks import KvBlocks
-from baton.engine.runner.batch.encoding_blocks import EncodingBlocks
-from baton.engine.runner.batch.encodings import LayerDone, PictureEncoder
+from baton.engine.runner.batch.encodings import EncodingBlocks, LayerDone, PictureEncoder
 from baton.engine.runner.config import check
 from baton.engine.runner.device.device import Device
 from baton.engine.runner.loaded_runner import CachingRunner

@@ -14,10 +14,8 @@ from baton.core.ids import RequestId
 from baton.engine.errors import OutOfOrder
 from baton.engine.plan import FinishedPass, Pending, Plan, PlanRow, RunResult
 from baton.engine.runner.attention.kv_blocks import KvBlocks
-from baton.engine.runner.batch.encoding_blocks import EncodingBlocks
-from baton.engine.runner.batch.encodings import Encodings, PictureEncoder
-from baton.engine.runner.device.device import Device
-from baton.engine.runner.device.fenced_hook import FencedHook
+from baton.engine.runner.batch.encodings import EncodingBlocks, Encodings, PictureEncoder
+from baton.engine.runner.device.device import Device, FencedHook
 from baton.engine.runner.loaded_runner import CachingRunner
 from baton.engine.runner.model_info import KvMemory, ModelInfo
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from baton.core.output import Failure, FailureCause, FinishReason
 from baton.core.task import TaskOutput
-from baton.engine.kv_arrival.kv_source import PrefixNeed
+from baton.engine.kv_arrival.fills import PrefixNeed
 from baton.engine.kv_cache.cache_group import PrefixHit
 from baton.engine.scheduler.prompt_budget import PromptBudget
 from baton.engine.scheduler.queues import waiting_key

@@ -6,11 +6,10 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from baton.core.ids import RequestId
-from baton.engine.kv_arrival.holds import Holds
+from baton.engine.kv_cache.block_pool import Holds
 from baton.engine.kv_cache.cache import KvCache
 from baton.engine.kv_cache.held_kv import HeldKv
-from baton.engine.media.media_planner import MediaPlanner
-from baton.engine.media.stored_encodings import StoredEncodings
+from baton.engine.media.media_planner import MediaPlanner, StoredEncodings
 from baton.engine.plan import MediaOrders
 from baton.engine.request_media import RequestMedia
 from baton.engine.scheduler.config import SchedulerConfig

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.core.ids import HandoffId
-from baton.core.logprobs import FirstToken, TokenLogprobs
-from baton.core.output import Failure, FailureCause, FinishReason, Output
+from baton.core.output import Failure, FailureCause, FinishReason, FirstToken, Output, TokenLogprobs
 from baton.engine.errors import OutOfOrder
 from baton.engine.plan import RunResult
 from baton.engine.scheduler.config import LoadFailurePolicy
-from baton.engine.scheduler.planned_step import PlannedStep
 from baton.engine.scheduler.request import Request
+from baton.engine.scheduler.running_batch import PlannedStep
 from baton.engine.scheduler.state import SchedulerState
 from baton.kv_transfer.types import NO_REPORTS, KvReports, Landed, Lost
 

@@ -10,8 +10,10 @@ those before the plan that awaits its result, if there is one.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 
 from baton.core.ids import RequestId
+from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.plan import (
     NO_MEDIA,
     NO_STATE_COPIES,
@@ -21,9 +23,8 @@ from baton.engine.plan import (
     PlanRow,
     StateCopies,
 )
-from baton.engine.scheduler.planned_step import PlannedStep
+from baton.engine.scheduler.prompt_budget import StepLoad
 from baton.engine.scheduler.request import BY_RANK, NOT_DUE, Request
-from baton.engine.scheduler.step_pace import StepLoad
 from baton.engine.step_calendar import StepCalendar
 from baton.kv_transfer.types import KvOrders
 
@@ -227,3 +228,33 @@ def make_row(request: Request) -> PlanRow:
         predicted_token_ids=request.submitted.predicted_token_ids,
         draft_state=request.draft_state if request.has_one_new_token else b"",
     )
+
+
+@dataclass(slots=True, eq=False)
+class PlannedStep:
+    """A planned step whose result is not known yet, and what becomes of its requests meanwhile."""
+
+    plan: Plan
+    chunks: list[tuple[Request, int]]  # prefill tokens of the plan
+    load: StepLoad
+    # Requests of the plan that have ended since. Their results are ignored.
+    ended: set[RequestId] = field(default_factory=set)
+    # KV of those: released with the result, since the pass may still write it.
+    written: list[HeldKv] = field(default_factory=list)
+
+    @property
+    def num_decodes(self) -> int:
+        return len(self.plan.num_scheduled_tokens) - len(self.chunks)
+
+    def num_tokens_of(self, request: Request) -> int:
+        """Return the scheduled tokens of a request that has not ended."""
+        request_id = request.request_id
+        # A request of the same id may have begun after one that has ended.
+        return 0 if request_id in self.ended else self.plan.num_scheduled_tokens.get(request_id, 0)
+
+    def end(self, request: Request) -> bool:
+        """Note that a request has ended. Returns False if the plan does not contain it."""
+        if not self.num_tokens_of(request):
+            return False
+        self.ended.add(request.request_id)
+        return True

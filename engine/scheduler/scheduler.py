@@ -16,7 +16,7 @@ from baton.core.request import EngineRequest
 from baton.engine.errors import OutOfOrder
 from baton.engine.events import GroupStats, KvEvent, SchedulerStats
 from baton.engine.kv_arrival.arrivals import NO_SOURCES, KvSources
-from baton.engine.kv_cache.config import CacheConfig
+from baton.engine.kv_cache.groups import CacheConfig
 from baton.engine.plan import Plan, PlanRow, RunResult
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.output_processing import OutputProcessor

@@ -15,15 +15,14 @@ from baton.engine.kv_arrival.arrivals import KvArrivals, KvSources
 from baton.engine.kv_arrival.fills import FillId
 from baton.engine.kv_cache.cache import KvCache
 from baton.engine.kv_cache.cache_group import PrefixHit
-from baton.engine.kv_cache.config import CacheConfig
+from baton.engine.kv_cache.groups import CacheConfig
 from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.request_media import RequestMedia
 from baton.engine.scheduler.batch_adapters import BatchAdapters
 from baton.engine.scheduler.client_shares import ClientShares
 from baton.engine.scheduler.config import SchedulerConfig, SchedulingPolicy
 from baton.engine.scheduler.media import MEDIA_PLANS, MediaPlans
-from baton.engine.scheduler.queues import WaitingQueue
-from baton.engine.scheduler.ranked_queue import RankedQueue
+from baton.engine.scheduler.queues import RankedQueue, WaitingQueue
 from baton.engine.scheduler.request import BlockShortage, Rank, Request, RequestStatus
 from baton.engine.scheduler.running_batch import RunningBatch
 from baton.engine.scheduler.validation import max_num_tokens

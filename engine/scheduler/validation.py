@@ -12,7 +12,7 @@ from baton.core.request import EngineRequest
 from baton.core.structured_outputs import FIELD
 from baton.core.task import EmbedTask, TaskOutput
 from baton.engine.kv_cache.block_hashes import MAX_TOKEN_ID
-from baton.engine.kv_cache.config import CacheConfig
+from baton.engine.kv_cache.groups import CacheConfig
 from baton.engine.request_media import RequestMedia
 from baton.engine.scheduler.config import SchedulerConfig
 

@@ -8,11 +8,10 @@ rows. What is chosen changes no answer.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from itertools import pairwise
 
 from baton.core.ids import RequestId
-from baton.engine.spec_decode.acceptance import AcceptanceRates
 from baton.engine.spec_decode.config import Speculation
-from baton.engine.spec_decode.pass_costs import PassCosts
 from baton.engine.spec_decode.proposer import DraftRow
 
 # Whether drafts are accepted depends on the text if they are looked up, and on the model if one
@@ -33,6 +32,19 @@ NODE_KEEPS = 0.998
 MIN_GAIN_TO_BEGIN = 1.05
 # Drafts below this probability are not worth being considered.
 MIN_REACHED = 0.05
+# Of a rate, expected at the next position: few drafts reach the last ones.
+CARRIED = 0.95
+MAX_WEIGHT = 1e100
+# Share of a new time in the mean of its number of rows. Load on the machine makes times vary.
+NEW_SHARE = 0.1
+# A time that is far off counts as if it were this much above the mean: a stall is no cost of rows.
+MAX_RATIO = 1.5
+# Relative change of a mean that is left out of the table of all: making it takes a while.
+MAX_DEVIATION = 0.02
+# Passes after which a time that was not measured again is forgotten: contexts grow, load changes.
+MAX_AGE_PASSES = 1024
+# Cost of a row more, relative to a pass, where nothing is known. It is little, so that it is tried.
+ASSUMED_SLOPE = 0.03
 
 
 class DraftLengths:
@@ -160,3 +172,106 @@ class _SequenceRecord:
         self._num_failures = 0 if num_accepted else self._num_failures + 1
         if self._num_failures > NUM_FREE_FAILURES:
             self._pause = min(MAX_PAUSE_STEPS, 2 ** (self._num_failures - NUM_FREE_FAILURES))
+
+
+class AcceptanceRates:
+    """Rates at which a token is accepted if all before it were. Old drafts count ever less."""
+
+    def __init__(
+        self,
+        num_positions: int,
+        kept_per_step: float,
+        prior: float = 1.0,
+        carried: float = CARRIED,
+    ) -> None:
+        """`prior` is the number of drafts that the expected rates count as."""
+        self._kept = kept_per_step
+        self._prior, self._carried = prior, carried
+        self._weight = 1.0  # of a draft now: it grows, instead of the sums being reduced
+        self._tested = [0.0] * num_positions
+        self._accepted = [0.0] * num_positions
+
+    def note_draft(self, num_proposed: int, num_accepted: int) -> None:
+        for position in range(min(num_accepted + 1, num_proposed)):
+            self._tested[position] += self._weight
+            if position < num_accepted:
+                self._accepted[position] += self._weight
+
+    def end_step(self) -> None:
+        self._weight /= self._kept
+        if self._weight > MAX_WEIGHT:
+            self._tested = [each / self._weight for each in self._tested]
+            self._accepted = [each / self._weight for each in self._accepted]
+            self._weight = 1.0
+
+    def rates(self, expected: Sequence[float]) -> list[float]:
+        """Return the rates of the first positions.
+
+        The expected ones are mixed in, or those of the position before if they are higher.
+        """
+        weight, rate = self._weight * self._prior, 0.0
+        rates: list[float] = []
+        for accepted, tested, each in zip(self._accepted, self._tested, expected, strict=False):
+            rate = (accepted + weight * max(each, self._carried * rate)) / (tested + weight)
+            rates.append(rate)
+        return rates
+
+
+class PassCosts:
+    """Mean times of decoding passes. Numbers of rows that were not measured are interpolated."""
+
+    def __init__(self, max_rows: int) -> None:
+        self._mean_s: list[float | None] = [None] * (max_rows + 1)  # by number of rows
+        self._measured_at = [0] * (max_rows + 1)
+        self._num_passes = 0
+        self._table: Sequence[float] | None = None  # of all numbers; None: it must be made again
+
+    def note_pass(self, num_rows: int, took_s: float) -> None:
+        if not 1 <= num_rows < len(self._mean_s) or took_s <= 0:
+            return
+        mean_s = self._mean_s[num_rows]
+        if mean_s is None:
+            mean_s = took_s
+        mean_s += NEW_SHARE * (min(took_s, MAX_RATIO * mean_s) - mean_s)
+        if self._mean_s[num_rows] is None or self._is_far_off(num_rows, mean_s):
+            self._table = None
+        self._mean_s[num_rows] = mean_s
+        self._measured_at[num_rows] = self._num_passes
+        self._num_passes += 1
+        if not self._num_passes % MAX_AGE_PASSES:
+            self._forget_old()
+
+    def by_num_rows(self) -> Sequence[float]:
+        """Return the expected times, in seconds or, before the first pass, in any unit."""
+        if self._table is None:
+            self._table = self._interpolated()
+        return self._table
+
+    def _is_far_off(self, num_rows: int, mean_s: float) -> bool:
+        if self._table is None:
+            return True
+        return abs(mean_s - self._table[num_rows]) > MAX_DEVIATION * mean_s
+
+    def _interpolated(self) -> list[float]:
+        costs = [1.0 + ASSUMED_SLOPE * num_rows for num_rows in range(len(self._mean_s))]
+        known = [(rows, mean_s) for rows, mean_s in enumerate(self._mean_s) if mean_s is not None]
+        if not known:
+            return costs
+        (lowest, low_s), (highest, high_s) = known[0], known[-1]
+        below, above = low_s / costs[lowest], high_s / costs[highest]
+        for num_rows in range(lowest):
+            costs[num_rows] *= below
+        for num_rows in range(highest + 1, len(costs)):
+            costs[num_rows] *= above
+        for (fewer, fewer_s), (more, more_s) in pairwise(known):
+            for num_rows in range(fewer, more):
+                share = (num_rows - fewer) / (more - fewer)
+                costs[num_rows] = fewer_s + share * (more_s - fewer_s)
+        costs[highest] = high_s
+        return costs
+
+    def _forget_old(self) -> None:
+        for num_rows, measured_at in enumerate(self._measured_at):
+            if measured_at < self._num_passes - MAX_AGE_PASSES:
+                self._mean_s[num_rows] = None
+        self._table = None

@@ -17,10 +17,13 @@ import zmq
 from baton.core.foreign_kv import ForeignKv
 from baton.kv_transfer.errors import PeerUnreachable
 from baton.kv_transfer.foreign.config import ForeignSource
-from baton.kv_transfer.foreign.metadata import SourceRefused, read_reply
-from baton.kv_transfer.foreign.runs import RunRead, find_excess
-from baton.kv_transfer.foreign.session import ForeignSession
-from baton.kv_transfer.foreign.side_channel import SideChannel
+from baton.kv_transfer.foreign.metadata import (
+    MAX_REPLY_BYTES,
+    SourceRefused,
+    metadata_request,
+    read_reply,
+)
+from baton.kv_transfer.foreign.session import ForeignSession, RunRead, find_excess
 from baton.kv_transfer.foreign.types import ForeignPull, ForeignPullId, ForeignRelease
 from baton.kv_transfer.layout import KvLayout, LayoutRun, layout_map
 from baton.kv_transfer.transports.base import UcxConfig
@@ -297,3 +300,30 @@ class ServerConnection:
             kv = self._released.popleft()
             if session.serves(kv):
                 session.release(kv, now)
+
+
+class SideChannel:
+    """One request for a server's metadata."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int) -> None:
+        """Connect and send the request. Raises zmq.ZMQError for an address that cannot be used."""
+        self.socket = context.socket(zmq.REQ)
+        try:
+            self.socket.setsockopt(zmq.LINGER, 0)
+            self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)
+            self.socket.setsockopt(zmq.IPV6, int(":" in host))
+            self.socket.connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
+            self.socket.send(metadata_request(), zmq.DONTWAIT)
+        except zmq.ZMQError:
+            self.close()
+            raise
+
+    def take_reply(self) -> list[bytes] | None:
+        """Return the reply, or None while there is none."""
+        try:
+            return self.socket.recv_multipart(zmq.DONTWAIT)
+        except zmq.Again:
+            return None
+
+    def close(self) -> None:
+        self.socket.close(linger=0)

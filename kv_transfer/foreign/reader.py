@@ -26,7 +26,7 @@ from baton.kv_transfer.foreign.connection import (
     ReadSettings,
     ServerConnection,
 )
-from baton.kv_transfer.foreign.runs import RunRead
+from baton.kv_transfer.foreign.session import RunRead
 from baton.kv_transfer.foreign.types import (
     ForeignOrder,
     ForeignPull,

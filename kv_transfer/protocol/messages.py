@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from baton.core.ids import BlockId, HandoffId, Incarnation, NodeId
-from baton.core.logprobs import FirstToken, TokenLogprobs
+from baton.core.output import FirstToken, TokenLogprobs
 from baton.kv_transfer.errors import InvalidMessage, PeerUnreachable
 from baton.kv_transfer.layout import KvLayout, is_convertible
 

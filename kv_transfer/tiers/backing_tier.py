@@ -23,14 +23,17 @@ from baton.core.ids import BlockName
 from baton.core.kv_hints import BlockHints
 from baton.kv_transfer.external_kv import FILE, OBJECT, Load
 from baton.kv_transfer.fence import Fence
-from baton.kv_transfer.tiers.block_memory import copy_block
 from baton.kv_transfer.tiers.copy_pace import CopyPace, PacedWork
-from baton.kv_transfer.tiers.dropped_names import DroppedNames
-from baton.kv_transfer.tiers.host_tier import HostBlock, HostTier
-from baton.kv_transfer.tiers.kv_access import KvAccess, ReadTarget
+from baton.kv_transfer.tiers.host_tier import (
+    DroppedNames,
+    HostBlock,
+    HostTier,
+    QueuedWrite,
+    WriteQueue,
+)
+from baton.kv_transfer.tiers.kv_access import KvAccess, ReadTarget, copy_block
 from baton.kv_transfer.tiers.stores.block_store import BlockStore, BlockUnusable
 from baton.kv_transfer.tiers.tier_status import LoadTimes, Outage, TierCounters, TierStatus
-from baton.kv_transfer.tiers.write_queue import QueuedWrite, WriteQueue
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,8 @@ from threading import Event
 
 from baton.core.ids import BlockId
 from baton.kv_transfer.external_kv import HOST, ExternalOrders, Load, LoadId, Store, StoreId
-from baton.kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks, copy_block
 from baton.kv_transfer.tiers.host_tier import HostTier
-from baton.kv_transfer.tiers.kv_access import CpuKvAccess
+from baton.kv_transfer.tiers.kv_access import BlockMemory, CopyBlocks, CpuKvAccess, copy_block
 from baton.kv_transfer.tiers.stores.block_store import BlockStore
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
 

@@ -8,8 +8,7 @@ from queue import SimpleQueue
 
 from baton.kv_transfer.device_blocks import DeviceBlocks
 from baton.kv_transfer.fence import Fence
-from baton.kv_transfer.tiers.block_memory import BlockMemory
-from baton.kv_transfer.tiers.kv_access import ReadTarget
+from baton.kv_transfer.tiers.kv_access import BlockMemory, ReadTarget
 
 PIECE_BYTES = 1 << 20  # at least a block: it is digested while the next ones are copied
 

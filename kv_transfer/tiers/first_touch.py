@@ -1,4 +1,4 @@
-"""First access to the pages of host memory, in the background, a little ahead of their use.
+"""Host memory of tiers: its size, growth, and the first access to its pages.
 
 The kernel maps a page, and fills it with zeros, when it is first written to: the first copy into a
 block takes many times as long as later ones. A thread of the lowest priority has this done before
@@ -15,14 +15,19 @@ import threading
 import time
 from collections.abc import Callable
 
-from baton.kv_transfer.tiers.block_memory import BlockMemory
 from baton.kv_transfer.tiers.copy_pace import PACED_BYTES, CopyPace, PacedWork
-from baton.kv_transfer.tiers.host_size import STEP_BYTES
+from baton.kv_transfer.tiers.kv_access import BlockMemory
 
 logger = logging.getLogger(__name__)
 
 MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap
 LOWEST_PRIORITY = 19
+MAX_CACHES = 8  # times the KV cache
+SHARE = 0.5  # of the node's part of the memory that is free, without its KV cache
+MIN_BYTES = 64 << 20
+MIN_FREE_SHARE = 0.125  # of the memory that was free at the start: with less, nothing grows
+STEP_BYTES = 64 << 20
+RETRY_S = 5.0
 
 
 class FirstTouch:
@@ -89,3 +94,41 @@ class FirstTouch:
 
     def _page_end(self, num_bytes: int) -> int:
         return (self._memory.address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+
+
+def auto_host_bytes(spare_bytes: int, kv_bytes: int) -> int:
+    """Return the bound of the host tier below a KV cache of `kv_bytes`.
+
+    `spare_bytes` is what is left of the node's part of the memory once its KV cache is full.
+    """
+    return min(max(int(spare_bytes * SHARE), MIN_BYTES), MAX_CACHES * kv_bytes)
+
+
+class HostGrowth:
+    """Lets a host tier use its memory step by step. The kernel allocates it at the first use."""
+
+    def __init__(
+        self,
+        memory: BlockMemory,
+        has_room: Callable[[], bool] = lambda: True,
+        step_bytes: int = STEP_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """After the first step, the tier grows only while `has_room`."""
+        self.num_blocks = 0  # that may be used
+        self._max_blocks = memory.num_blocks
+        self._step_blocks = max(1, step_bytes // memory.block_bytes)
+        self._has_room = has_room
+        self._clock = clock
+        self._retry_s = float("-inf")
+
+    def grow(self) -> range:
+        """Return the blocks of the next step; none at the bound, or while memory is short."""
+        first = self.num_blocks
+        if first == self._max_blocks or self._clock() < self._retry_s:
+            return range(0)
+        if first and not self._has_room():
+            self._retry_s = self._clock() + RETRY_S
+            return range(0)
+        self.num_blocks = min(self._max_blocks, first + self._step_blocks)
+        return range(first, self.num_blocks)

@@ -1,4 +1,4 @@
-"""KV blocks in host memory, by name. `EvictionOrder` decides which ones are replaced."""
+"""KV blocks in host memory, by name, and those that wait to be written or dropped."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 
+from baton.core.fair_queue import FairQueue
 from baton.core.ids import BlockName
 from baton.core.kv_hints import NO_HINTS, SHARED, BlockHints, Tenant
 from baton.kv_transfer.external_kv import HeldChanges
-from baton.kv_transfer.tiers.block_memory import BlockMemory
 from baton.kv_transfer.tiers.eviction import EvictionOrder
-from baton.kv_transfer.tiers.host_size import HostGrowth
+from baton.kv_transfer.tiers.first_touch import HostGrowth
+from baton.kv_transfer.tiers.kv_access import BlockMemory
 
 
 @dataclass(slots=True)
@@ -213,3 +214,51 @@ class HostTier:
         block.is_removed = True
         if not block.num_pins:
             self._free.append(block.slot)
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedWrite:
+    name: BlockName
+    block: HostBlock  # pinned until it is written
+    hints: BlockHints
+    generation: int
+    ordered_s: float
+
+
+class WriteQueue:
+    """Tenants take turns. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._queue = FairQueue[Tenant, QueuedWrite]()
+        self._lock = Lock()
+
+    def add(self, write: QueuedWrite) -> None:
+        with self._lock:
+            self._queue.add(write.block.tenant, write)
+
+    def take(self, max_writes: int) -> list[QueuedWrite]:
+        with self._lock:
+            taken = (self._queue.take() for _ in range(max_writes))
+            return [write for write in taken if write is not None]
+
+
+class DroppedNames:
+    """Thread-safe. A name is in it until each of its drops has ended."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._num_drops: Counter[BlockName] = Counter()
+
+    def __contains__(self, name: BlockName) -> bool:
+        return name in self._num_drops
+
+    def begin(self, names: Iterable[BlockName]) -> None:
+        with self._lock:
+            self._num_drops.update(names)
+
+    def end(self, names: Iterable[BlockName]) -> None:
+        with self._lock:
+            for name in names:
+                self._num_drops[name] -= 1
+                if not self._num_drops[name]:
+                    del self._num_drops[name]

@@ -9,10 +9,11 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from pathlib import Path, PurePosixPath
 
+from baton.checkpoint.peft_config import CONFIG
+from baton.checkpoint.peft_folder import WEIGHTS
 from baton.core.errors import InvalidConfig, InvalidRequest, ModelError
 from baton.core.ids import AdapterRef
 from baton.node.adapters.config import AdapterFolder, check_id, check_name
-from baton.node.adapters.folders import check_path, folder_below, path_below
 from baton.node.adapters.loader import AdapterCounts, AdapterLoader
 from baton.rpc.adapters import MAX_NAMES, AdapterNames, NameOrder, NodeAdapters
 from baton.rpc.errors import AdapterUnreadable, TooManyAdapters
@@ -20,6 +21,7 @@ from baton.rpc.errors import AdapterUnreadable, TooManyAdapters
 log = logging.getLogger(__name__)
 
 MAX_NUMBER = 2**62  # of orders: in the year 2116, and far from the end of an int64
+MAX_PATH_CHARACTERS = 512
 
 
 class AdapterRegistry:
@@ -169,3 +171,49 @@ def _check_order(order: NameOrder, model: str) -> None:
         raise InvalidRequest("an order and its adapter must have the same name", "name")
     if adapter.path:  # else the node has it from its start, or gets no requests for it
         check_path(adapter.path)
+
+
+def folder_below(root: Path | None, path: str) -> Path:
+    """Return the folder of a path relative to `root`.
+
+    Raises InvalidRequest for a path that leads elsewhere, also by symbolic links of its files.
+    """
+    if root is None:
+        raise InvalidRequest("this node loads no adapters: start it with --lora-root", "path")
+    check_path(path)
+    real_root, folder = root.resolve(), root / path
+    for file in (folder / CONFIG, folder / WEIGHTS):
+        try:
+            real = file.resolve()
+            is_below, is_file = real.is_relative_to(real_root), real.is_file()
+        except (OSError, RuntimeError) as error:  # RuntimeError: links that form a loop
+            raise InvalidRequest(f"path {path!r} cannot be read: {error}", "path") from error
+        if not is_below:
+            raise InvalidRequest(
+                f"path {path!r}: a symbolic link leads out of the node's --lora-root", "path"
+            )
+        if not is_file:
+            raise InvalidRequest(f"path {path!r}: there is no file {file.name} in it", "path")
+    return folder
+
+
+def check_path(path: str) -> None:
+    """Raise InvalidRequest unless the path has the form of one below a node's root."""
+    if len(path) > MAX_PATH_CHARACTERS or not path.isprintable():
+        raise InvalidRequest(
+            f"path must have at most {MAX_PATH_CHARACTERS} printable characters", "path"
+        )
+    parts = PurePosixPath(path)
+    if not parts.parts or parts.is_absolute() or ".." in parts.parts:
+        raise InvalidRequest(
+            f"path {path!r}: it must be relative to the node's --lora-root, without '..'", "path"
+        )
+
+
+def path_below(root: Path | None, folder: Path) -> str:
+    """Return the path of a folder relative to `root`; empty if it is elsewhere."""
+    if root is None:
+        return ""
+    real, real_root = folder.resolve(), root.resolve()
+    is_below = real.is_relative_to(real_root) and real != real_root
+    return real.relative_to(real_root).as_posix() if is_below else ""

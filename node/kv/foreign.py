@@ -31,7 +31,7 @@ def make_foreign_reader(
     check_libraries()
     from baton.kv_transfer.foreign.connection import PullEnded, ReadSettings
     from baton.kv_transfer.foreign.reader import VllmReader
-    from baton.kv_transfer.foreign.runs import RunRead
+    from baton.kv_transfer.foreign.session import RunRead
 
     if not has_kv_cache(runner) or not _can_read(runner.kv_memory.blocks):
         raise InvalidConfig(

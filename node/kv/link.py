@@ -16,7 +16,7 @@ from typing import Any
 from grpc import RpcError
 
 from baton.core.errors import NamedError
-from baton.core.logprobs import FirstToken
+from baton.core.output import FirstToken
 from baton.kv_transfer.link import LinkEvents, LinkId
 from baton.kv_transfer.protocol.messages import (
     Closed,
@@ -34,8 +34,7 @@ from baton.kv_transfer.protocol.messages import (
 from baton.rpc.channel import open_channel
 from baton.rpc.messages.conversion import logprobs_from, logprobs_to
 from baton.rpc.messages.mapper import Mapper
-from baton.rpc.security.tls import PLAIN, TlsConfig
-from baton.rpc.security.tls_trouble import connection_trouble
+from baton.rpc.security.tls import PLAIN, TlsConfig, connection_trouble
 from baton.rpc.status import remote_error
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc
 

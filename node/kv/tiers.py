@@ -7,22 +7,20 @@ from collections.abc import Mapping
 from mmap import mmap
 
 from baton.core.errors import InvalidConfig
-from baton.engine.plan import Plan
+from baton.engine.plan import Plan, StepObserver
 from baton.engine.runner.device.host_memory import free_host_bytes, huge_page_memory
-from baton.engine.runner.kernels.native_copies import fastest_copies
-from baton.engine.step_observer import StepObserver
+from baton.engine.runner.kernels.calls import fastest_copies
 from baton.kv_transfer.kv_connector import KvConnectorContext
 from baton.kv_transfer.tiers.backing_tier import FILES, OBJECTS
-from baton.kv_transfer.tiers.block_memory import BlockMemory
 from baton.kv_transfer.tiers.copy_pace import CopyPace
 from baton.kv_transfer.tiers.device_kv_access import DeviceKvAccess
-from baton.kv_transfer.tiers.host_size import MIN_FREE_SHARE, HostGrowth, auto_host_bytes
+from baton.kv_transfer.tiers.first_touch import MIN_FREE_SHARE, HostGrowth, auto_host_bytes
 from baton.kv_transfer.tiers.host_tier import HostTier
-from baton.kv_transfer.tiers.kv_access import CpuKvAccess, KvAccess
+from baton.kv_transfer.tiers.kv_access import BlockMemory, CpuKvAccess, KvAccess
 from baton.kv_transfer.tiers.stores.file_store import FileStore
-from baton.kv_transfer.tiers.stores.folder_checks import check_folder
 from baton.kv_transfer.tiers.stores.object_store import ObjectStore
 from baton.kv_transfer.tiers.stores.objects import open_bucket
+from baton.kv_transfer.tiers.stores.stored_blocks import check_folder
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
 from baton.node.kv.tiers_config import TiersConfig, parse_tiers
 

@@ -17,10 +17,8 @@ from baton.node.adapters.loader import AdapterCounts
 from baton.node.adapters.registry import AdapterRegistry
 from baton.node.wiring import NodeComponents
 from baton.telemetry.metrics import names as counted
-from baton.telemetry.metrics.instruments import Reading
-from baton.telemetry.metrics.readers import export_metrics
-from baton.telemetry.metrics.scrapes import OwnerThreadReader
-from baton.telemetry.metrics.vllm_gauges import AdaptersInUse, VllmGauges
+from baton.telemetry.metrics.instruments import AdaptersInUse, Reading, VllmGauges
+from baton.telemetry.metrics.readers import OwnerThreadReader, export_metrics
 from baton.telemetry.resource import Process
 
 if TYPE_CHECKING:

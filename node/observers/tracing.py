@@ -15,14 +15,13 @@ from baton.core.ids import HandoffId, RequestId
 from baton.core.legs import LegKind
 from baton.core.media import Picture
 from baton.core.request import EngineRequest
-from baton.engine.plan import Plan, PlanRow
-from baton.engine.step_observer import StepObserver, StepRecord
+from baton.engine.plan import Plan, PlanRow, StepObserver, StepRecord
 from baton.kv_transfer.external_kv import ExternalOrders, ExternalReports, LoadId
 from baton.kv_transfer.records import TransferRecord
 from baton.kv_transfer.types import KvOrders
 from baton.node.call_streams import CallContext
-from baton.rpc.call_outcome import end_of, is_late
 from baton.rpc.messages.calls import handoff_id_of, node_request_id
+from baton.rpc.status import end_of, is_late
 from baton.telemetry import names
 from baton.telemetry.tracing.node_timeline import (
     Encoding,
@@ -31,10 +30,10 @@ from baton.telemetry.tracing.node_timeline import (
     NodeTimeline,
     PrefillChunk,
     Start,
+    StepTimeline,
 )
 from baton.telemetry.tracing.request_timeline import leg_name
 from baton.telemetry.tracing.spans import End, SpanOutcome, TraceContext
-from baton.telemetry.tracing.step_timeline import StepTimeline
 from baton.telemetry.tracing.tracer import NO_TRACER, Received, Tracer, new_span_id, new_trace_id
 
 MAX_LINKS = 128  # default limit of links per span in OpenTelemetry's SDKs

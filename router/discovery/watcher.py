@@ -13,12 +13,12 @@ from grpc import RpcError, StatusCode, aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.core.legs import LegKind, role_of
-from baton.router.discovery.membership import Membership
+from baton.router.discovery.node_reports import Membership
 from baton.router.discovery.resolver import Find, find_addresses, follow
 from baton.router.discovery.sources import NodeSource
 from baton.router.dispatch.node_calls import GrpcNodeCalls
 from baton.router.routing.node_table import NodeTable
-from baton.router.routing.nodes import Node
+from baton.router.routing.served_models import Node
 from baton.rpc.cached_prefixes import PrefixGap
 from baton.rpc.errors import OtherVersion, ServiceError
 from baton.rpc.node_info import (

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from baton.core.foreign_kv import ForeignKv
-from baton.router.context import RequestContext
 from baton.router.dispatch.node_rpcs import NodeCalls
 from baton.router.input_processing.model_profiles import ModelProfiles
+from baton.router.request_scope import RequestContext
 from baton.router.values import GenerateCall
 from baton.rpc.node_info import NodeStatus
 

@@ -19,14 +19,13 @@ from baton.core.legs import LegKind
 from baton.core.media import Picture, StoredPicture, encoding_rows, picture_salt
 from baton.core.request import EngineRequest, PrefixSource
 from baton.core.task import ENCODE, PREFETCH, UNSAMPLED
-from baton.router.context import RequestContext
-from baton.router.dispatch.attempt import Attempt
-from baton.router.dispatch.dispatched_request import DispatchedRequest
+from baton.router.dispatch.attempt import Attempt, DispatchedRequest
 from baton.router.dispatch.node_rpcs import LegEvent, LegOutput, NodeCalls
+from baton.router.request_scope import RequestContext
 from baton.router.routing.node_table import NodeTable
-from baton.router.routing.nodes import Node
 from baton.router.routing.policy import Leg, Route
 from baton.router.routing.routing_view import RoutingRequest, build_view, find_holders
+from baton.router.routing.served_models import Node
 from baton.rpc.errors import NodeFailed
 from baton.rpc.messages.calls import CallReport, node_request_id
 

@@ -1,9 +1,13 @@
-"""Limits of retries, by request and over all, and circuit breakers of nodes. Pure."""
+"""Settings of the dispatch: limits of retries, and circuit breakers of nodes. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from baton.core.options import NETWORK, Option, check_options
+from baton.router.routing.config import Routing
 
 # Prefill returns a token in each attempt, so one token does not show that decode works.
 MIN_PROGRESS_TOKENS = 2
@@ -98,3 +102,27 @@ class CircuitBreakers:
         if beyond >= 0:
             doubled_s = self._config.first_pause_s * 2.0 ** min(beyond, 30)
             record.avoided_until_s = now + min(doubled_s, self._config.max_pause_s)
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchConfig:
+    """Settings of the dispatch of requests to nodes."""
+
+    max_attempts: int = 3  # consecutive attempts without a new token
+    node_patience_s: Annotated[
+        float,
+        Option(
+            "Seconds that a request waits for a decode node if there is none; 0: fail at once.",
+            NETWORK,
+            default=5.0,
+            at_least=0,
+            is_setting=True,
+        ),
+    ] = 0.0
+    quarantine_patience_s: float = 10.0  # how long it waits for nodes that are in quarantine
+    retry_pause_s: float = 0.2  # before a node that has just failed is tried again
+    routing: Routing = field(default_factory=Routing)
+    breakers: BreakerConfig = field(default_factory=BreakerConfig)
+
+    def __post_init__(self) -> None:
+        check_options(self)

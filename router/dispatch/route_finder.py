@@ -10,13 +10,12 @@ from contextlib import suppress
 from dataclasses import replace
 
 from baton.core.legs import LegKind
-from baton.router.dispatch.config import DispatchConfig
 from baton.router.dispatch.quarantine import Quarantine, Suspicion
-from baton.router.dispatch.retries import CircuitBreakers
+from baton.router.dispatch.retries import CircuitBreakers, DispatchConfig
 from baton.router.routing.node_table import NodeTable
-from baton.router.routing.nodes import Node
 from baton.router.routing.policy import Route, choose, decoded_on
 from baton.router.routing.routing_view import RoutingRequest
+from baton.router.routing.served_models import Node
 from baton.rpc.errors import IncompatibleNodes, NoNodes, PoisonedRequest
 
 

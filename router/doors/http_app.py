@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
-from baton.router.doors.error_formats import errors_of
+from baton.router.doors.error_formats import errors_of, handle_http_exception
 from baton.router.doors.messages import routes as messages
 from baton.router.doors.openai import routes as openai
 from baton.router.doors.responses import routes as responses
-from baton.router.doors.unserved import handle_http_exception
 from baton.router.http.app import Probes, Scrape, asgi_app
 from baton.router.http.bodies import Bodies
 from baton.router.http.config import NO_CORS, CorsConfig

@@ -14,8 +14,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
 from baton.router.byte_budget import ByteBudget, Lease
-from baton.router.input_processing.large_texts import LargeTextConfig, LargeTexts
 from baton.router.input_processing.limits import MAX_ANSWERS
+from baton.router.input_processing.tokenization import LargeTextConfig, LargeTexts
 from baton.router.routing.node_table import NodeTable
 from baton.rpc.errors import BodyTimeout, ClientGone, MessageTooLarge, Unreadable
 

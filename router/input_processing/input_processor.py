@@ -10,16 +10,15 @@ from baton.core.errors import ContextLengthExceeded, InvalidRequest
 from baton.core.ids import ANY_MODEL, ModelVariant
 from baton.core.sampling import fit_max_tokens
 from baton.core.task import EmbedTask, TaskOutput
-from baton.router.context import RequestContext
 from baton.router.input_processing.form_checks import FormChecks
-from baton.router.input_processing.large_texts import LargeTexts
 from baton.router.input_processing.limits import (
     LogprobBudget,
     check_prompt_logprobs_fit,
     check_token_vectors_fit,
 )
 from baton.router.input_processing.model_profiles import ModelProfiles
-from baton.router.input_processing.tokenization import TextBoundary
+from baton.router.input_processing.tokenization import LargeTexts, TextBoundary
+from baton.router.request_scope import RequestContext
 from baton.router.routing.node_table import NodeTable
 from baton.router.values import ChatPrompt, GenerateCall, Prompt, TokenPrompt
 from baton.rpc.errors import EmptyPrompt, NoNodes, UnknownModel

@@ -15,9 +15,9 @@ from grpc import RpcError, StatusCode, aio
 from baton.core.errors import InvalidRequest
 from baton.core.ids import AdapterRef, ModelVariant
 from baton.router.input_processing.limits import check_name, is_valid_name
-from baton.router.orders.calls import NodeStubs, answers
+from baton.router.orders.node_orders import NodeStubs, answers
 from baton.router.routing.node_table import NodeTable
-from baton.router.routing.nodes import Node
+from baton.router.routing.served_models import Node
 from baton.rpc.adapters import ADAPTER, MAX_NAMES, ORDER, NameOrder
 from baton.rpc.errors import NoNodes, TooManyAdapters, TooManyUpdates, UnknownModel
 from baton.rpc.security.operators import NO_OPERATORS, Operators

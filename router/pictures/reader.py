@@ -11,8 +11,14 @@ from baton.core.errors import InvalidRequest
 from baton.core.media import Picture
 from baton.router.fair_slots import FairSlots
 from baton.router.pictures.picture_process import PictureLimits, Pixels, read_pixels
-from baton.router.pictures.plan import ImageFile, ImageSource, PictureFormat, PreparedImage
-from baton.router.pictures.prepared_images import ImageKey, PreparedImages
+from baton.router.pictures.plan import (
+    ImageFile,
+    ImageKey,
+    ImageSource,
+    PictureFormat,
+    PreparedImage,
+    PreparedImages,
+)
 from baton.rpc.errors import UnsupportedInput
 from baton.telemetry import names
 from baton.telemetry.tracing.spans import AttributeValue

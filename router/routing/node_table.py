@@ -11,9 +11,16 @@ from baton.core.legs import LegKind
 from baton.core.task import GENERATE, Task
 from baton.engine.kv_cache.block_hashes import PrefixNaming
 from baton.router.routing.cluster_adapters import ClusterAdapters
-from baton.router.routing.nodes import KvKind, Node, NodeGroup, NodeKind, group_by_kind
 from baton.router.routing.prefix_index import NodePrefixes
-from baton.router.routing.served_models import ServedModel, ServedModels
+from baton.router.routing.served_models import (
+    KvKind,
+    Node,
+    NodeGroup,
+    NodeKind,
+    ServedModel,
+    ServedModels,
+    group_by_kind,
+)
 from baton.rpc.adapters import NameOrder, NodeAdapters
 from baton.rpc.cached_prefixes import PrefixChanges
 from baton.rpc.node_info import NodeCard, NodeLoad

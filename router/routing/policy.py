@@ -10,7 +10,6 @@ from baton.core.legs import LegKind
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import NodeTable
-from baton.router.routing.nodes import Node, NodeGroup, Revision
 from baton.router.routing.routing_view import (
     PrefixHolder,
     RoutingRequest,
@@ -18,6 +17,7 @@ from baton.router.routing.routing_view import (
     build_view,
     find_holders,
 )
+from baton.router.routing.served_models import Node, NodeGroup, Revision
 from baton.rpc.errors import IncompatibleNodes, NoNodes
 
 # Decode computes a prompt itself only if prefill would compute at least so many times its tokens.

@@ -16,7 +16,7 @@ from baton.core.media import MediaSegment
 from baton.core.task import GENERATE, Task
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.router.routing.node_table import NodeTable
-from baton.router.routing.nodes import Node, Revision
+from baton.router.routing.served_models import Node, Revision
 
 # Cost of a request that a decode node already serves, in prompt tokens to move there.
 DECODE_COST_TOKENS = 64

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -12,16 +15,26 @@ from baton.router.text_events.events import (
     ArgumentsDelta,
     CallEnd,
     OutputParser,
+    ReasoningDelta,
     TextDelta,
     TextEvent,
     ToolCall,
 )
-from baton.router.text_events.forced_calls import NamedCallParser, RequiredCallsParser
 from baton.router.text_events.formats.argument_types import ArgumentTypes
-from baton.router.text_events.reasoning_parsers import ReasoningParser
+from baton.router.text_events.scanning import (
+    MAX_SPACE_CHARACTERS,
+    JsonScan,
+    find_first,
+    held_length,
+)
 from baton.router.text_events.script_parser import ScriptParser
 from baton.router.text_events.table import REASONING_FORMATS, TOOL_FORMATS, ToolFormat
 from baton.router.values import NO_PARSING, Parsing, ReasoningMarks, ReasoningTokens
+
+# Up to the first character of the arguments.
+_BEGINNING = re.compile(r'"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\S)')
+BETWEEN_CALLS = string.whitespace + "[]{},"
+MAX_HEAD_CHARACTERS = 1 << 9
 
 
 class ToolCallMode(Enum):
@@ -187,3 +200,126 @@ def _joint_tools(parsing: Parsing) -> str:
     """Return the format whose script parses reasoning and calls, empty if two do."""
     reasoning = REASONING_FORMATS.get(parsing.reasoning)
     return "" if reasoning is None else reasoning.tool_format
+
+
+class ReasoningParser:
+    """Parses a leading section between marks as reasoning."""
+
+    class _Section(Enum):
+        START = auto()
+        REASONING = auto()
+        CONTENT = auto()
+
+    def __init__(self, content: OutputParser, marks: ReasoningMarks, *, is_open: bool) -> None:
+        self._content = content  # parser of the text after the reasoning
+        self._marks = marks
+        self._default = self._Section.REASONING if is_open else self._Section.CONTENT
+        self._section = self._Section.START
+        self._buffer = ""
+
+    def push(self, text: str) -> Sequence[TextEvent]:
+        self._buffer += text
+        if self._section is self._Section.START and not self._has_started():
+            return []
+        if self._section is self._Section.REASONING:
+            reasoning, has_ended = self._split_buffer()
+            if not has_ended:
+                return _reasoning(reasoning)
+            self._section = self._Section.CONTENT
+            return [*_reasoning(reasoning), *self._content.push(self._take_buffer())]
+        return self._content.push(self._take_buffer())
+
+    def finish(self, *, is_cut_off: bool = False) -> Sequence[TextEvent]:
+        section = self._default if self._section is self._Section.START else self._section
+        if section is self._Section.REASONING:
+            return _reasoning(self._take_buffer())
+        pushed = self._content.push(self._take_buffer())
+        return [*pushed, *self._content.finish(is_cut_off=is_cut_off)]
+
+    def _has_started(self) -> bool:
+        """Return whether enough text has arrived to see whether it begins with the mark."""
+        begin, start = self._marks.begin, self._buffer.lstrip()
+        can_begin = len(self._buffer) - len(start) <= MAX_SPACE_CHARACTERS
+        if can_begin and len(start) < len(begin) and begin.startswith(start):
+            return False
+        self._section = self._default
+        if can_begin and start.startswith(begin):
+            self._section, self._buffer = self._Section.REASONING, start.removeprefix(begin)
+        return True
+
+    def _split_buffer(self) -> tuple[str, bool]:
+        """Return the reasoning before its end, and whether it has ended."""
+        marks = (self._marks.end, *self._marks.next_tags)
+        index, mark = find_first(self._buffer, marks)
+        if not mark:
+            index = len(self._buffer) - held_length(self._buffer, marks)
+        reasoning, self._buffer = self._buffer[:index], self._buffer[index:]
+        if mark == self._marks.end:
+            self._buffer = self._buffer.removeprefix(mark)
+        return reasoning, bool(mark)
+
+    def _take_buffer(self) -> str:
+        buffered, self._buffer = self._buffer, ""
+        return buffered
+
+
+def _reasoning(text: str) -> Sequence[TextEvent]:
+    return [ReasoningDelta(text)] if text else []
+
+
+class NamedCallParser:
+    """Parses an answer that consists of one function's arguments.
+
+    Arguments are streamed as they arrive, and a call's name once it is complete.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name: str | None = name  # None: it has been emitted
+        self._arguments = JsonScan()
+        self._has_ended = False
+
+    def push(self, text: str) -> Sequence[TextEvent]:
+        if not text or self._has_ended:
+            return []
+        end = self._arguments.scan(text)
+        self._has_ended = end is not None
+        name, self._name = self._name, None
+        more = ArgumentsDelta(text[:end]) if name is None else ToolCall(name, text[:end])
+        return [more, CallEnd()] if self._has_ended else [more]
+
+    def finish(self, *, is_cut_off: bool = False) -> Sequence[TextEvent]:
+        if is_cut_off or self._has_ended or self._name is not None:
+            return []
+        is_whole_number = self._arguments.scan(",") is not None  # a number ends with the answer
+        return [CallEnd()] if is_whole_number else []
+
+
+class RequiredCallsParser:
+    """Parses `[{"name": …, "arguments": …}, …]`. A call is emitted once its arguments begin."""
+
+    def __init__(self) -> None:
+        self._buffer = ""  # text between arguments
+        self._arguments: JsonScan | None = None  # None: between arguments
+
+    def push(self, text: str) -> Sequence[TextEvent]:
+        events: list[TextEvent] = []
+        while text:
+            if self._arguments is not None:
+                end = self._arguments.scan(text)
+                events += [ArgumentsDelta(more)] if (more := text[:end]) else []
+                if end is None:
+                    return events
+                events.append(CallEnd())
+                text, self._arguments = text[end:], None
+            self._buffer = (self._buffer + text).lstrip(BETWEEN_CALLS)
+            match = _BEGINNING.match(self._buffer[:MAX_HEAD_CHARACTERS])
+            if match is None:
+                self._buffer = self._buffer[:MAX_HEAD_CHARACTERS]  # more does not begin a call
+                return events
+            events.append(ToolCall(json.loads(match[1])))
+            text, self._buffer = self._buffer[match.end() :], ""
+            self._arguments = JsonScan()
+        return events
+
+    def finish(self, *, is_cut_off: bool = False) -> Sequence[TextEvent]:
+        return []

@@ -18,8 +18,7 @@ from baton.router.text_events.formats.json_calls import (
     MarkedObjects,
     read_llama_calls,
 )
-from baton.router.text_events.formats.mistral import read_mistral_calls
-from baton.router.text_events.formats.named_calls import NamedCalls
+from baton.router.text_events.formats.named_calls import NamedCalls, read_mistral_calls
 from baton.router.text_events.script_parser import TextBuffer, Waiting
 from baton.router.values import Parsing, ReasoningMarks
 

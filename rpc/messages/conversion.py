@@ -9,18 +9,22 @@ from google.protobuf import struct_pb2
 from baton.core.extra_args import parse_argument
 from baton.core.ids import HandoffId, Peer, RequestId
 from baton.core.kv_hints import KvHints
-from baton.core.logprobs import TokenLogprobs
-from baton.core.output import Failure, FinishReason, Output
+from baton.core.output import Failure, Finish, FinishReason, Output, Served, TokenLogprobs
 from baton.core.sampling import NO_SAMPLING_DEFAULTS, Argument, SamplingDefaults, SamplingParams
 from baton.core.structured_outputs import StructuredOutputs
 from baton.rpc.messages.mapper import Converter, Mapper, enum_converter
-from baton.v1 import kv_hints_pb2, node_pb2, sampling_pb2
+from baton.v1 import inference_pb2, kv_hints_pb2, node_pb2, sampling_pb2
 
 HANDOFF = Mapper(HandoffId, node_pb2.HandoffId)
 PEER = Mapper(Peer, node_pb2.Peer)
 KV_HINTS = Mapper(KvHints, kv_hints_pb2.KvHints)
 SAMPLING_DEFAULTS = Mapper(SamplingDefaults, sampling_pb2.SamplingDefaults)
 STRUCTURED_OUTPUTS = Mapper(StructuredOutputs, sampling_pb2.StructuredOutputs)
+TIMES = ("dispatched_s", "first_token_s", "first_decoded_token_s", "finished_s")
+COUNTS = ("num_prompt_tokens", "num_completion_tokens", "num_cached_prompt_tokens")
+REMOTE, LOCAL = inference_pb2.PREFILL_PLACE_REMOTE, inference_pb2.PREFILL_PLACE_LOCAL
+
+_SERVED = Mapper(Served, inference_pb2.Served, unmapped=("prefill", "is_prefill_remote"))
 
 
 def argument_from(value: struct_pb2.Value) -> Argument:
@@ -120,3 +124,44 @@ def output_from(message: node_pb2.TokenOutput, request_id: RequestId) -> Output:
 
 def output_to(output: Output) -> node_pb2.TokenOutput:
     return _OUTPUT.to_message(output, error="" if output.failure is None else output.failure.reason)
+
+
+def _served_from(message: inference_pb2.Served) -> Served:
+    return _SERVED.from_message(message, is_prefill_remote=message.prefill == REMOTE)
+
+
+def _served_to(served: Served) -> inference_pb2.Served:
+    return _SERVED.to_message(served, prefill=REMOTE if served.is_prefill_remote else LOCAL)
+
+
+_FINISH = Mapper(
+    Finish,
+    inference_pb2.Finish,
+    converters={"served": Converter(_served_from, _served_to)},
+    unmapped=(*TIMES, *COUNTS, "timings", "usage"),
+)
+
+
+def finish_from(message: inference_pb2.Finish) -> Finish:
+    """Convert the end of an answer: `Finish` is flat, its message has parts."""
+    usage = message.usage
+    has_cached = usage.HasField("cached_prompt_tokens")
+    return _FINISH.from_message(
+        message,
+        num_prompt_tokens=usage.prompt_tokens,
+        num_completion_tokens=usage.completion_tokens,
+        num_cached_prompt_tokens=usage.cached_prompt_tokens if has_cached else None,
+        **{name: getattr(message.timings, name) for name in TIMES},
+    )
+
+
+def finish_to(finish: Finish) -> inference_pb2.Finish:
+    return _FINISH.to_message(
+        finish,
+        usage=inference_pb2.Usage(
+            prompt_tokens=finish.num_prompt_tokens,
+            completion_tokens=finish.num_completion_tokens,
+            cached_prompt_tokens=finish.num_cached_prompt_tokens,
+        ),
+        timings=inference_pb2.Timings(**{name: getattr(finish, name) for name in TIMES}),
+    )

@@ -6,7 +6,8 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from socketserver import ThreadingMixIn
@@ -16,7 +17,8 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from prometheus_client import CollectorRegistry
 
 from baton.core.errors import InvalidConfig
-from baton.telemetry.metrics.instruments import Read, ScrapeCollector, exposition
+from baton.telemetry.metrics import names as counted
+from baton.telemetry.metrics.instruments import Read, Reading, ScrapeCollector, exposition
 from baton.telemetry.options import TelemetryOptions
 from baton.telemetry.resource import Process
 from baton.telemetry.tracing.outlet import ExportFailed
@@ -31,6 +33,12 @@ SILENCE_S = 5.0  # timeout of a connection
 ACCEPT_RETRY_S = 0.1
 
 log = logging.getLogger(__name__)
+LONGEST_WAIT_S = 1.0
+
+Post = Callable[[Callable[[], None]], object]
+
+
+KnownReading = tuple[Reading, float]  # and its time
 
 
 @contextmanager
@@ -158,3 +166,35 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
 
     def handle_error(self, *_: Any) -> None:
         """Ignore clients that time out or disconnect."""
+
+
+class OwnerThreadReader:
+    """Reads on the owner's thread. If that thread is busy, returns the last reading."""
+
+    def __init__(self, post: Post, read: Read, longest_wait_s: float = LONGEST_WAIT_S) -> None:
+        self._post = post
+        self._read = read
+        self._longest_wait_s = longest_wait_s
+        self._pending: Future[KnownReading] = Future()
+        self._pending.set_result(({}, 0.0))
+        self._known: KnownReading | None = None
+
+    def __call__(self) -> Reading:
+        """Return a reading. Callable from any thread. Empty if there is no reading yet."""
+        pending = self._pending
+        if pending.done():  # else the last request is still queued at the owner
+            pending = self._pending = Future()
+            self._post(partial(self._answer, pending))
+        try:
+            reading, _ = pending.result(self._longest_wait_s)
+            return {**reading, counted.READINGS_AGE: 0.0}
+        except TimeoutError:
+            known = self._known
+        if known is None:
+            return {}
+        reading, at_s = known
+        return {**reading, counted.READINGS_AGE: time.monotonic() - at_s}
+
+    def _answer(self, pending: Future[KnownReading]) -> None:
+        self._known = self._read(), time.monotonic()
+        pending.set_result(self._known)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from baton.core.finish import Finish
 from baton.core.legs import LegKind
+from baton.core.output import Finish
 from baton.core.task import Task, TaskOutput
 from baton.telemetry import names
 from baton.telemetry.tracing.spans import (
@@ -20,11 +20,11 @@ from baton.telemetry.tracing.spans import (
     ToUnixNs,
     TraceContext,
 )
-from baton.telemetry.tracing.vllm_leg import VllmLegTimeline, vllm_leg_span
 
 ROLE = "router"
 GENERATE_METHOD = "baton.v1.InferenceService/Generate"
 LEG_METHOD = "baton.v1.LegService/Serve"
+COMPLETIONS = "/v1/completions"
 
 
 def leg_name(kind: LegKind, task: Task) -> str:
@@ -302,3 +302,35 @@ def _rpc(method: str, end: End) -> dict[str, AttributeValue | None]:
         names.RPC_METHOD: method,
         names.RPC_STATUS: end.rpc_status or None,
     }
+
+
+@dataclass(slots=True)
+class VllmLegTimeline:
+    """Call to a vLLM server, before the first attempt."""
+
+    span_id: int
+    address: str
+    began_s: float
+    end: End | None = None
+
+
+def vllm_leg_span(
+    leg: VllmLegTimeline, make: SpanMaker, parent_id: int, num_tokens: int | None
+) -> Span:
+    """Return the span of a call. The server's own spans are below it."""
+    attributes = {
+        names.PROVIDER: "vllm",
+        names.INPUT_TOKENS: num_tokens,
+        names.SERVER_ADDRESS: leg.address,
+        names.HTTP_METHOD: "POST",
+        names.HTTP_PATH: COMPLETIONS,
+    }
+    return make.span(
+        names.PREFILL,
+        parent_id,
+        leg.began_s,
+        leg.end or End(leg.began_s, SpanOutcome.FAILED),
+        attributes,
+        span_id=leg.span_id,
+        kind=SpanKind.CLIENT,
+    )

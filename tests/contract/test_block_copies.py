@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_128_digest
 
-from baton.engine.runner.kernels.native_copies import MIN_BLOCK_BYTES, NativeCopies, fastest_copies
-from baton.kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks, copy_blocks
+from baton.engine.runner.kernels.calls import MIN_BLOCK_BYTES, NativeCopies, fastest_copies
+from baton.kv_transfer.tiers.kv_access import BlockMemory, CopyBlocks, copy_blocks
 from tests.support.hypothesis_profiles import num_examples
 from tests.support.kernels import kernels_by_variant
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from grpc import StatusCode
 
-from baton.router.dispatch.node_calls import Connection
-from baton.router.dispatch.node_stream import NodeStream
+from baton.router.dispatch.node_calls import Connection, NodeStream
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import GenerationFailed
 from baton.rpc.status import RemoteFailure

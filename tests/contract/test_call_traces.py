@@ -25,8 +25,8 @@ from baton.engine.plan import Plan, RunResult
 from baton.node.observers.tracing import NodeTracing
 from baton.router.dispatch.node_calls import GrpcNodeCalls
 from baton.router.dispatch.node_rpcs import LegEvent
-from baton.router.routing.nodes import Node
 from baton.router.routing.policy import Leg
+from baton.router.routing.served_models import Node
 from baton.router.tracing import LegTrace, RequestTrace, Tracing
 from baton.router.values import Prompt
 from baton.telemetry import names

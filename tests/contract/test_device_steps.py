@@ -24,7 +24,7 @@ from baton.core.sampling import SamplingParams
 from baton.core.structured_outputs import StructuredOutputs
 from baton.core.units import format_bytes
 from baton.engine.core import EngineCore
-from baton.engine.kv_cache.config import CacheConfig
+from baton.engine.kv_cache.groups import CacheConfig
 from baton.engine.runner.device.graphs import EagerCause, GraphSize
 from baton.engine.runner.device.step_inputs import StepInputs
 from baton.engine.runner.kernels.choose import TORCH, Parts
@@ -163,7 +163,7 @@ def test_random_rows_take_one_copy_each_way_in_each_step(folder: Path, parts: Pa
     assert len(device.counts.copies_in) == NUM_TOKENS
     assert len(device.counts.copies_out) == NUM_TOKENS
     waits = ["runner/device/step_outputs.py:read"] * NUM_TOKENS
-    assert device.counts.synchronizations == [*waits, "runner/passes/pending_pass.py:collect"]
+    assert device.counts.synchronizations == [*waits, "runner/passes/forward_passes.py:collect"]
 
 
 def test_a_chunk_that_samples_nothing_is_waited_for_once(folder: Path) -> None:

@@ -18,7 +18,7 @@ from baton.engine.runner.device.cuda import CudaDevice
 from baton.engine.runner.device.device import Device
 from baton.engine.runner.device.host_memory import huge_page_memory
 from baton.engine.runner.device.step_inputs import PackedInputs
-from baton.kv_transfer.tiers.block_memory import BlockMemory
+from baton.kv_transfer.tiers.kv_access import BlockMemory
 from tests.support.fake_device import FakeDevice
 
 

@@ -13,7 +13,7 @@ from baton.core.ids import RequestId
 from baton.core.request import EngineRequest
 from baton.engine.core import EngineCore
 from baton.engine.events import SchedulerStats
-from baton.engine.kv_cache.config import CacheConfig
+from baton.engine.kv_cache.groups import CacheConfig
 from baton.engine.plan import RunResult
 from baton.engine.runner.batch.input_batch import Step
 from baton.engine.runner.batch.unknown_tokens import SampledTokens

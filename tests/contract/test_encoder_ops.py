@@ -14,16 +14,15 @@ from baton.core.ids import RequestId
 from baton.core.sampling import SamplingParams
 from baton.engine.plan import PlanRow
 from baton.engine.runner.encoders.config import EncoderConfig, EncoderLayerConfig, Gelu
-from baton.engine.runner.encoders.layer import EncodingLayer, UnfusedEncoderLayer
+from baton.engine.runner.encoders.encoder import EncodingLayer, UnfusedEncoderLayer
 from baton.engine.runner.encoders.native_encoder import (
     NativeEncoderOps,
     NativeLayer,
     native_layers,
     with_packed_layers,
 )
-from baton.engine.runner.encoders.ops import TorchEncoderOps
+from baton.engine.runner.encoders.ops import EncoderLayer, EncoderWeights, TorchEncoderOps
 from baton.engine.runner.encoders.packed_texts import EqualTexts, PackedTexts, pack_texts
-from baton.engine.runner.encoders.weights import EncoderLayer, EncoderWeights
 from baton.engine.runner.kernels.build import (
     KernelsUnavailable,
     best_variant,

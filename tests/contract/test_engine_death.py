@@ -9,17 +9,17 @@ from dataclasses import dataclass
 
 import pytest
 
-from baton.core.finish import Finish
 from baton.core.legs import LegKind
+from baton.core.output import Finish
 from baton.core.sampling import SamplingParams
 from baton.engine.core import EngineCore
 from baton.engine.plan import Plan, RunResult
-from baton.router.context import RequestContext
-from baton.router.dispatch.config import DispatchConfig
 from baton.router.dispatch.node_calls import GrpcNodeCalls
+from baton.router.dispatch.retries import DispatchConfig
 from baton.router.pipeline import Pipeline, PipelineConfig
+from baton.router.request_scope import RequestContext
 from baton.router.routing.config import Routing, RoutingPolicy
-from baton.router.routing.nodes import Node
+from baton.router.routing.served_models import Node
 from baton.router.values import GenerateCall, TokenChunk, TokenPrompt
 from baton.rpc.errors import GenerationFailed, PoisonedRequest
 from tests.support.engines import VOCAB_SIZE, an_engine

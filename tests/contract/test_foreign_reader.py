@@ -25,7 +25,7 @@ from baton.kv_transfer.fence import PASSED, Fence
 from baton.kv_transfer.foreign.config import ForeignSource
 from baton.kv_transfer.foreign.connection import PullEnded, ReadSettings
 from baton.kv_transfer.foreign.reader import VllmReader
-from baton.kv_transfer.foreign.runs import RunRead
+from baton.kv_transfer.foreign.session import RunRead
 from baton.kv_transfer.foreign.types import (
     ForeignPull,
     ForeignPulled,
@@ -33,7 +33,7 @@ from baton.kv_transfer.foreign.types import (
     ForeignRelease,
 )
 from baton.kv_transfer.layout import KvPacking
-from baton.kv_transfer.tiers.block_memory import BlockMemory
+from baton.kv_transfer.tiers.kv_access import BlockMemory
 from baton.kv_transfer.transports.base import UcxConfig
 from tests.support.device_kv import DeviceMemory
 from tests.support.fake_vllm import HOST, LAYOUT, FakeGeometry, FakeVllm, on_engine

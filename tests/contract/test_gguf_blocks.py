@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from baton.checkpoint.gguf.blocks import DECODERS, decode_blocks
-from baton.checkpoint.gguf.types import BLOCK_TYPES, BlockType
+from baton.checkpoint.gguf.gguf_tensors import DECODERS, decode_blocks
+from baton.checkpoint.gguf.header import BLOCK_TYPES, BlockType
 from baton.checkpoint.quantized import Quantized, in_one_format, stacked
 from baton.engine.runner.kernels.choose import choose_parts
 

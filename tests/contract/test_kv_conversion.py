@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.runner.attention.byte_kv import dequantize, quantize
-from baton.engine.runner.attention.kv_conversion import write_converted
+from baton.engine.runner.attention.kv_blocks import write_converted
 from tests.support.attention_world import bits
 from tests.support.hypothesis_profiles import num_examples
 

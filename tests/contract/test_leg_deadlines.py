@@ -16,8 +16,8 @@ from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
 from baton.router.dispatch.node_calls import GrpcNodeCalls
 from baton.router.dispatch.node_rpcs import LegEvent
-from baton.router.routing.nodes import Node
 from baton.router.routing.policy import Leg
+from baton.router.routing.served_models import Node
 from baton.rpc.errors import DeadlineExceeded, MessageTooLarge
 from baton.rpc.messages.limits import MAX_MESSAGE_BYTES
 from baton.v1 import node_pb2

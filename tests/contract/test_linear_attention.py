@@ -24,8 +24,7 @@ from baton.engine.runner.kernels.native_linear_attention import NativeLinearAtte
 from baton.engine.runner.model.config import Recurrence, RecurrentConfig
 from baton.engine.runner.model.ops import Norm, Ops
 from baton.engine.runner.model.pass_layout import TokenRun
-from baton.engine.runner.model.recurrent.gated_delta import GatedDelta
-from baton.engine.runner.model.recurrent.kimi_delta import KimiDelta
+from baton.engine.runner.model.recurrent.gated_delta import GatedDelta, KimiDelta
 from baton.engine.runner.model.recurrent.mamba2 import Mamba2
 from baton.engine.runner.model.recurrent.matrix_rule import MatrixRule
 from baton.engine.runner.model.recurrent.rule import RecurrentRule

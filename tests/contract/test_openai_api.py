@@ -27,9 +27,9 @@ from baton.core.reasoning import ReasoningSection
 from baton.core.sampling import SamplingParams
 from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.answer import IncrementalDetokenizer
-from baton.router.context import RequestContext
 from baton.router.http.bodies import MAX_BODY_BYTES, max_values
 from baton.router.input_processing.tokenization import ModelText, TextBoundary
+from baton.router.request_scope import RequestContext
 from baton.router.routing.node_table import NodeTable
 from baton.router.tracing import Tracing
 from baton.router.values import (

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from baton.router.documents.pdf_process import PDFS, PdfLimits, PdfText, read_pdfs
+from baton.router.documents.reader import PDFS, PdfLimits, PdfText, read_pdfs
 from baton.rpc.errors import QueueFull, UnsupportedInput
 from tests.support.confined_processes import confined_process_of, confined_processes, end_of
 from tests.support.pdf_files import LOCK, SHOW_IMAGE, SPACES, many_pages, pdf_of, show
@@ -95,7 +95,7 @@ def test_a_cancelled_request_ends_its_process() -> None:
 
 ROUTER = """
 import asyncio, sys
-from baton.router.documents.pdf_process import PdfLimits, read_pdfs
+from baton.router.documents.reader import PdfLimits, read_pdfs
 asyncio.run(read_pdfs([sys.stdin.buffer.read()] * 50, PdfLimits()))
 """
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save
 
 from baton.core.legs import LegKind
-from baton.router.routing.nodes import Node
+from baton.router.routing.served_models import Node
 from tests.support.http_routers import HttpRouter, an_http_router
 from tests.support.node_calls import FakeNodeCalls, a_node, a_table
 

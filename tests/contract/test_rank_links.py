@@ -17,8 +17,7 @@ from baton.engine.runner.kernels.calls import Kernels
 from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.rank_group import Shard
 from baton.engine.runner.ranks.leading import LeadingLinks
-from baton.engine.runner.ranks.links import BUFFER_BYTES, RankLinks, links_bytes
-from baton.engine.runner.ranks.shared_memory import make_shared_memory
+from baton.engine.runner.ranks.links import BUFFER_BYTES, RankLinks, links_bytes, make_shared_memory
 from tests.support.waits import await_value
 
 Result = TypeVar("Result")

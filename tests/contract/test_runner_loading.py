@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from baton.checkpoint.checkpoint import GenerationDefaults
 from baton.checkpoint.hub import resolve_model
 from baton.checkpoint.model_files import read_generation_defaults
-from baton.checkpoint.pickled_file import PickledFile
 from baton.checkpoint.safetensors_folder import SafetensorsFolder
+from baton.checkpoint.weight_files import PickledFile
 from baton.core.errors import InvalidConfig, ModelError
 from baton.core.sampling import SamplingDefaults
 from baton.engine.kv_cache.groups import CacheLayout

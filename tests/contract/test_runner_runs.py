@@ -15,13 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.core.ids import BlockId, RequestId
-from baton.core.logprobs import TokenLogprobs
-from baton.core.output import Failure, FailureCause, Output
+from baton.core.output import Failure, FailureCause, Output, TokenLogprobs
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
 from baton.engine.core import EngineCore
 from baton.engine.errors import PassHookFailed
-from baton.engine.kv_cache.config import CacheConfig
+from baton.engine.kv_cache.groups import CacheConfig
 from baton.engine.plan import Plan, PlanRow, RunResult
 from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.engine.runner.model_info import NO_LAYER, KvMemory

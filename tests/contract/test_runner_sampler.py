@@ -16,15 +16,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.generation import logits_process as generation
 
-from baton.core.logprobs import PROCESSED_LOGPROBS, TokenLogprobs
-from baton.core.output import Failure, FailureCause
+from baton.core.output import PROCESSED_LOGPROBS, Failure, FailureCause, TokenLogprobs
 from baton.core.sampling import MAX_LOGPROBS, SamplingParams
 from baton.engine.runner.device.step_inputs import SHARED_INPUTS
 from baton.engine.runner.kernels.choose import native_parts
 from baton.engine.runner.kernels.native_sampling import NativeSampling
 from baton.engine.runner.model.pass_layout import TokenRun
 from baton.engine.runner.sampling.logprobs import read_logprobs
-from baton.engine.runner.sampling.randomness import draw_keys, exponential_numbers
 from baton.engine.runner.sampling.sampler import (
     ALL_TOKENS_FORBIDDEN,
     NOT_FINITE,
@@ -36,6 +34,8 @@ from baton.engine.runner.sampling.torch_sampling import (
     TOP_P_CANDIDATES,
     TORCH_SAMPLING,
     SamplingBackend,
+    draw_keys,
+    exponential_numbers,
 )
 from baton.engine.structured_output.grammar import num_words
 from tests.support.hypothesis_profiles import num_examples

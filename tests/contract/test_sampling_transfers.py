@@ -19,8 +19,8 @@ from baton.engine.runner.device.device import CPU, Device
 from baton.engine.runner.device.step_inputs import PackedInputs, make_inputs
 from baton.engine.runner.model.ops import Ops
 from baton.engine.runner.model.pass_layout import TokenRun
+from baton.engine.runner.sampling.logprobs import PackedPeaks
 from baton.engine.runner.sampling.output_heads import HiddenStates
-from baton.engine.runner.sampling.packed_peaks import PackedPeaks
 from baton.engine.runner.sampling.prompt_logprobs import LOGITS_CHUNK_ROWS, PromptLogprobs
 from baton.engine.runner.sampling.sampler import NOT_FINITE, Sampler, Samples
 from baton.engine.runner.sampling.torch_sampling import TORCH_SAMPLING, SamplingBackend

@@ -14,8 +14,7 @@ from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
 from baton.core.structured_outputs import StructuredOutputs
 from baton.engine.core import EngineCore
-from baton.engine.kv_cache.config import CacheConfig
-from baton.engine.kv_cache.groups import NUM_STATE_COPIES, CacheLayout
+from baton.engine.kv_cache.groups import NUM_STATE_COPIES, CacheConfig, CacheLayout
 from baton.engine.plan import Runner
 from baton.engine.runner.kernels.choose import TORCH, Parts
 from baton.engine.runner.load import load_runner

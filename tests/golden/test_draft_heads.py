@@ -26,7 +26,7 @@ from baton.engine.runner.drafters import DRAFTERS
 from baton.engine.runner.drafting.drafter import Drafter, DrafterParts
 from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.engine.runner.model_runner import TorchRunner
-from baton.engine.runner.sampling.randomness import draw_keys, exponential_numbers
+from baton.engine.runner.sampling.torch_sampling import draw_keys, exponential_numbers
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.spec_decode.config import Speculation, parse_speculation
 from baton.engine.spec_decode.proposer import DraftRow, Drafts, Proposer

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from baton.core.ids import RequestId
-from baton.core.logprobs import TokenLogprobs
-from baton.core.output import FinishReason, Output
+from baton.core.output import FinishReason, Output, TokenLogprobs
 from baton.core.reasoning import ReasoningSection
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams

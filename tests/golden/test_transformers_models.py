@@ -36,7 +36,7 @@ from baton.engine.runner.load import load_runner
 from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.runner.open_runner import kind_of, open_runner, read_cached_layers
 from baton.engine.runner.transformers_models.model_kind import TransformersModels
-from baton.engine.runner.transformers_models.refusals import UnsupportedModel
+from baton.engine.runner.transformers_models.outline import UnsupportedModel
 from baton.engine.spec_decode.config import parse_speculation
 from tests.support.kernels import kernels_by_variant
 from tests.support.local_handoffs import LocalHandoffs
@@ -432,7 +432,7 @@ def test_missing_weights_are_refused_and_further_ones_are_named(
 def test_a_decoder_whose_tokens_depend_on_others_is_refused(
     wrong: Callable[[Tensor, Tensor], Tensor], runner_of: LoadRunner
 ) -> None:
-    from baton.engine.runner.transformers_models.decoder import TransformersDecoder  # a slow import
+    from baton.engine.runner.transformers_models.load import TransformersDecoder  # a slow import
 
     known = runner_of("phi").decoder
     assert isinstance(known, TransformersDecoder)

@@ -10,7 +10,7 @@ from baton.core.ids import HandoffId, NodeId, Peer
 from baton.core.legs import LegKind
 from baton.core.request import EngineRequest, ReceiveKv
 from baton.core.sampling import SamplingParams
-from baton.router.dispatch.node_stream import NodeStream
+from baton.router.dispatch.node_calls import NodeStream
 from baton.rpc.channel import open_channel
 from baton.rpc.messages.calls import leg_order, node_request_id
 from baton.v1 import node_pb2, node_pb2_grpc

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from baton.core.ids import BlockId, RequestId
-from baton.engine.runner.attention.kv_conversion import write_converted
+from baton.engine.runner.attention.kv_blocks import write_converted
 from baton.engine.runner.load import RunnerConfig, load_runner
 from baton.llm import LLM
 from tests.support.engine_pair import Pair, PairOptions, greedy

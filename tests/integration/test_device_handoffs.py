@@ -14,12 +14,12 @@ import pytest
 
 from baton.core.ids import RequestId
 from baton.core.request import EngineRequest
-from baton.engine.kv_cache.config import CacheConfig
+from baton.engine.kv_cache.groups import CacheConfig
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.kernels.choose import TORCH, Parts
 from baton.engine.runner.load import load_runner
 from baton.engine.runner.model_runner import TorchRunner
-from baton.node.kv.staged_copies import NoteStaged
+from baton.node.kv.worker import NoteStaged
 from baton.telemetry.metrics.instruments import NodeMetrics
 from tests.support.device_engines import GREEDY, answers, engine_of
 from tests.support.device_runners import GRAPHABLE, RunnerOnThreads, config_of

@@ -28,7 +28,7 @@ from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
 from baton.llm import LLM
 from baton.node.kv.events.messages import HashFormat
-from baton.router.documents.pdf_process import PdfLimits, read_pdfs
+from baton.router.documents.reader import PdfLimits, read_pdfs
 from baton.router.input_processing.tokenization import ModelText
 from baton.router.pictures.families.table import read_format
 from baton.router.pictures.plan import ImageFile

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from baton.core.ids import BlockId, HandoffId
-from baton.core.logprobs import FirstToken
+from baton.core.output import FirstToken
 from baton.kv_transfer.types import Complete, KvOrders, KvReports, Proved, Receive, Send, Withdraw
 from tests.support.kv_nodes import (
     BLOCK_BYTES,

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.router.doors.openai.request.closed_schemas import close_objects
+from baton.router.doors.openai.request.tool_choice import close_objects
 from tests.support.schemas import is_valid
 
 Schema = dict[str, Any]

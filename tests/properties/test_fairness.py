@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.ids import HandoffId, RequestId
-from baton.engine.kv_cache.config import CacheConfig
+from baton.engine.kv_cache.groups import CacheConfig
 from baton.engine.plan import RunResult
 from baton.engine.scheduler.config import SchedulerConfig, SchedulingPolicy
 from baton.engine.scheduler.scheduler import Scheduler

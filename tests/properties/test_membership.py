@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from baton.core.legs import LegKind
-from baton.router.discovery.membership import Membership
+from baton.router.discovery.node_reports import Membership
 from baton.router.discovery.sources import DnsName, ListFile, NodeSource
 from baton.router.routing.node_table import NodeTable
 from baton.rpc.node_info import NodeLoad

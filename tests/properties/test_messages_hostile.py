@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from baton.core.errors import NamedError
 from baton.core.sampling import NO_SAMPLING_DEFAULTS
-from baton.router.doors.messages.content import ContentBlocks, whole_content
 from baton.router.doors.messages.errors import error_body
 from baton.router.doors.messages.parsed_message import message_from, prompt_to_count
+from baton.router.doors.messages.response import ContentBlocks, whole_content
 from baton.router.doors.openai.request.parsed_request import ModelContext
 from baton.router.http.bodies import json_object
 from baton.router.http.errors import failure_of

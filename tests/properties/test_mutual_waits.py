@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.ids import HandoffId, NodeId, Peer, RequestId
-from baton.core.logprobs import FirstToken
+from baton.core.output import FirstToken
 from baton.core.request import EngineRequest, ReceiveKv
-from baton.engine.kv_cache.config import CacheConfig
+from baton.engine.kv_cache.groups import CacheConfig
 from baton.engine.plan import Plan, RunResult
 from baton.engine.scheduler.config import SchedulerConfig, SchedulingPolicy
 from baton.engine.scheduler.scheduler import Scheduler

@@ -9,8 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.finish import Finish, Served
-from baton.core.output import FinishReason
+from baton.core.output import Finish, FinishReason, Served
 from baton.router.doors.openai.request.parsed_request import ResponseOptions
 from baton.router.doors.openai.response.chat_choices import ChatChoice
 from baton.router.doors.openai.response.choices import join_chunks
@@ -22,8 +21,8 @@ from baton.router.text_events.events import (
     TextEvent,
     fold,
 )
-from baton.router.text_events.forced_calls import RequiredCallsParser
 from baton.router.text_events.parsing import (
+    RequiredCallsParser,
     TextFormat,
     ToolCallMode,
 )

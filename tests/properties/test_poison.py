@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from baton.core.legs import GENERATING, LegKind
 from baton.core.sampling import SamplingParams
 from baton.router.admission.admission_queue import AdmissionQueueConfig
-from baton.router.context import RequestContext
-from baton.router.dispatch.config import DispatchConfig
 from baton.router.dispatch.quarantine import PROVEN_TOKENS
+from baton.router.dispatch.retries import DispatchConfig
 from baton.router.pipeline import Pipeline, PipelineConfig
+from baton.router.request_scope import RequestContext
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.values import GenerateCall, TokenChunk, TokenPrompt
 from baton.rpc.errors import FailureKind, NodeFailed, PoisonedRequest

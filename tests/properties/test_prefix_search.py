@@ -11,8 +11,7 @@ from baton.core.ids import BlockId
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.block_names import name_in_group, snapshot_names
 from baton.engine.kv_cache.cache import KvCache
-from baton.engine.kv_cache.config import CacheConfig
-from baton.engine.kv_cache.groups import FULL, CacheLayout, KvCacheSpec, KvGroup
+from baton.engine.kv_cache.groups import FULL, CacheConfig, CacheLayout, KvCacheSpec, KvGroup
 from tests.support.requests import make_held
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_STATE_BLOCKS = 2, 6, 2

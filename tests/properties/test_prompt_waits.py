@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from baton.core.ids import AdapterRef, RequestId
 from baton.engine.core import EngineCore
-from baton.engine.kv_cache.config import CacheConfig
+from baton.engine.kv_cache.groups import CacheConfig
 from baton.engine.plan import Plan, RunResult
 from baton.engine.scheduler.config import SchedulerConfig, SchedulingPolicy
+from baton.engine.scheduler.prompt_budget import LEAST_TOKENS
 from baton.engine.scheduler.scheduler import Scheduler
-from baton.engine.scheduler.step_pace import LEAST_TOKENS
 from tests.support.fake_runner import FakeRunner, KvTensor, SynchronousRunner
 from tests.support.requests import make_engine_request
 

@@ -12,8 +12,8 @@ from baton.core.errors import NamedError
 from baton.core.sampling import NO_SAMPLING_DEFAULTS
 from baton.router.doors.openai.errors import error_body
 from baton.router.doors.openai.request.parsed_request import ModelContext
-from baton.router.doors.responses.output_items import OutputItems
 from baton.router.doors.responses.parsed_response import response_from
+from baton.router.doors.responses.response_object import OutputItems
 from baton.router.http.bodies import json_object
 from baton.router.http.errors import failure_of
 from baton.router.http.json_encoding import as_json

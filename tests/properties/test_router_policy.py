@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.legs import GENERATING, LegKind
-from baton.router.routing.assignment import Assignment
+from baton.router.dispatch.dispatcher import Assignment
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import NodeTable
-from baton.router.routing.nodes import Node
 from baton.router.routing.policy import Route, choose
 from baton.router.routing.routing_view import PrefixHolder, RoutingRequest, RoutingView
+from baton.router.routing.served_models import Node
 from baton.rpc.cached_prefixes import PrefixChanges, pack_names
 from baton.rpc.errors import IncompatibleNodes, NoNodes
 from baton.rpc.node_info import NodeLoad

@@ -32,7 +32,7 @@ from baton.router.doors.grpc.cluster_servicer import ClusterServicer
 from baton.router.orders.adapter_updates import AdapterUpdates
 from baton.router.orders.node_orders import NodeOrders
 from baton.router.routing.node_table import NodeTable
-from baton.router.routing.nodes import Node
+from baton.router.routing.served_models import Node
 from baton.rpc.adapters import NameOrder
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import AdapterUnreadable

@@ -12,8 +12,8 @@ from baton.core.request import EngineRequest
 from baton.router.dispatch.node_rpcs import Deliver, LegOutput
 from baton.router.pipeline import Pipeline
 from baton.router.routing.node_table import NodeTable
-from baton.router.routing.nodes import Node
 from baton.router.routing.policy import Leg
+from baton.router.routing.served_models import Node
 from baton.router.tracing import UNTRACED, RequestTrace
 from baton.rpc.errors import FailureKind, NodeFailed
 from tests.support.node_calls import token_at

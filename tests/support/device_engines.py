@@ -16,7 +16,7 @@ from baton.core.output import Output
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
 from baton.engine.core import EngineCore
-from baton.engine.kv_cache.config import CacheConfig
+from baton.engine.kv_cache.groups import CacheConfig
 from baton.engine.plan import Runner
 from baton.engine.runner.load import load_runner
 from baton.engine.scheduler.config import SchedulerConfig

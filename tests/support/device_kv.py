@@ -7,9 +7,8 @@ import random
 import torch
 
 from baton.engine.runner.device.block_copies import BlockCopies
-from baton.kv_transfer.tiers.block_memory import CopyBlocks, copy_blocks
 from baton.kv_transfer.tiers.device_kv_access import DeviceKvAccess
-from baton.kv_transfer.tiers.kv_access import KvAccess
+from baton.kv_transfer.tiers.kv_access import CopyBlocks, KvAccess, copy_blocks
 from tests.support.fake_device import Costs, FakeDevice
 from tests.support.tier_memory import BLOCK_BYTES, OwnedMemory
 

@@ -25,14 +25,8 @@ from baton.engine.errors import FollowedPassFailed, PassHookFailed, PassSkipped
 from baton.engine.events import KvEvent
 from baton.engine.kv_arrival.arrivals import KvSources
 from baton.engine.kv_arrival.pulls import PullConfig
-from baton.engine.kv_cache.block_names import (
-    group_of,
-    name_in_group,
-    snapshot_end,
-    snapshot_names,
-)
-from baton.engine.kv_cache.config import CacheConfig
-from baton.engine.kv_cache.groups import ONE_GROUP, CacheLayout, KvGroup
+from baton.engine.kv_cache.block_names import group_of, name_in_group, snapshot_end, snapshot_names
+from baton.engine.kv_cache.groups import ONE_GROUP, CacheConfig, CacheLayout, KvGroup
 from baton.engine.plan import Pending, Plan, RunResult
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.request import Request

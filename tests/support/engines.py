@@ -9,11 +9,10 @@ from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
 from baton.core.structured_outputs import StructuredOutputs
 from baton.engine.core import EngineCore
-from baton.engine.kv_cache.config import CacheConfig
-from baton.engine.plan import Runner
+from baton.engine.kv_cache.groups import CacheConfig
+from baton.engine.plan import Runner, StepObserver
 from baton.engine.scheduler.config import LoadFailurePolicy, SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler
-from baton.engine.step_observer import StepObserver
 from baton.kv_transfer.driver import KvDriver
 from tests.support.fake_runner import FakeRunner, KvTensor
 

@@ -25,9 +25,8 @@ from functools import lru_cache
 from typing import ClassVar
 
 from baton.core.ids import NO_BLOCK, BlockId, RequestId
-from baton.core.logprobs import TokenLogprobs
 from baton.core.media import MediaSegment, StoredPicture
-from baton.core.output import Failure
+from baton.core.output import Failure, TokenLogprobs
 from baton.engine.kv_cache.groups import FULL, KvCacheSpec
 from baton.engine.plan import (
     BlockIds,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from baton.core.ids import BlockId, HandoffId, RequestId
-from baton.core.logprobs import FirstToken
+from baton.core.output import FirstToken
 from baton.core.request import EngineRequest
 from baton.kv_transfer.types import (
     Complete,

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from baton.core.ids import NO_BLOCK, BlockId
 from baton.engine.kv_cache.groups import FULL, KvCacheSpec
-from baton.engine.kv_cache.held_kv import HeldKv, RecurrentState
-from baton.engine.kv_cache.transfer_order import TransferOrder
+from baton.engine.kv_cache.held_kv import HeldKv, RecurrentState, TransferOrder
 from tests.support.requests import make_held
 
 BLOCK_SIZE = 2

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.core.ids import BlockId, HandoffId, Incarnation, NodeId, Peer
-from baton.core.logprobs import FirstToken
+from baton.core.output import FirstToken
 from baton.kv_transfer.config import KvWorkerConfig, ReceiverConfig, SenderConfig
 from baton.kv_transfer.layout import KvLayout
 from baton.kv_transfer.pairs import Identity

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.admission.rate_limits import NO_RATE_LIMITS, RateLimitConfig
-from baton.router.dispatch.config import DispatchConfig
+from baton.router.dispatch.retries import DispatchConfig
 from baton.router.doors.error_formats import DEFAULT_ERRORS
 from baton.router.doors.http_app import WEBSOCKET_PATHS, http_app
 from baton.router.doors.messages.routes import messages_routes

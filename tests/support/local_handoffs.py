@@ -24,8 +24,7 @@ from baton.engine.scheduler.config import SchedulerConfig
 from baton.kv_transfer.pairs import Identity
 from baton.kv_transfer.protocol.messages import Fingerprint
 from baton.kv_transfer.records import TransferRecord
-from baton.node.kv.staged_copies import NoteStaged
-from baton.node.kv.worker import KvPassHook, make_kv_worker
+from baton.node.kv.worker import KvPassHook, NoteStaged, make_kv_worker
 from baton.node.options import NodeOptions
 from tests.support.kv_links import LinkHub
 

@@ -11,8 +11,7 @@ import numpy as np
 
 from baton.core.ids import AdapterRef, HandoffId, Incarnation, NodeId
 from baton.core.legs import GENERATING, LegKind
-from baton.core.logprobs import TokenLogprobs
-from baton.core.output import FinishReason, Output
+from baton.core.output import FinishReason, Output, TokenLogprobs
 from baton.core.request import EngineRequest
 from baton.core.task import PREFETCH, TaskOutput
 from baton.core.vectors import Floats
@@ -21,8 +20,8 @@ from baton.kv_transfer.layout import KvLayout, MemoryKind
 from baton.kv_transfer.protocol.messages import Fingerprint
 from baton.router.dispatch.node_rpcs import Deliver, LegEvent, LegOutput
 from baton.router.routing.node_table import NodeTable
-from baton.router.routing.nodes import Node
 from baton.router.routing.policy import Leg
+from baton.router.routing.served_models import Node
 from baton.router.tracing import UNTRACED, RequestTrace
 from baton.rpc.adapters import LoadedAdapter, NameOrder, NodeAdapters
 from baton.rpc.errors import NodeFailed

@@ -14,7 +14,7 @@ from typing import Any
 
 from baton.client import Answer, Generation
 from baton.completion import Completion
-from baton.core.logprobs import TokenLogprobs
+from baton.core.output import TokenLogprobs
 from baton.core.sampling import SamplingParams
 from baton.core.structured_outputs import StructuredOutputs
 from baton.llm import LLM

@@ -5,7 +5,7 @@ import os
 import signal
 
 from baton.core.errors import ModelError
-from baton.engine.runner.ranks.first_rank import FirstRank
+from baton.engine.runner.ranks.following import FirstRank
 
 log = logging.getLogger("baton.rank")
 

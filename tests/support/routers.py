@@ -12,7 +12,7 @@ from grpc import aio
 
 from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.admission.rate_limits import NO_RATE_LIMITS, RateLimitConfig
-from baton.router.dispatch.config import DispatchConfig
+from baton.router.dispatch.retries import DispatchConfig
 from baton.router.doors.grpc.servicer import InferenceServicer
 from baton.router.input_processing.form_checks import FormChecks
 from baton.router.input_processing.tokenization import TextBoundary

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from baton.core.ids import NO_BLOCK, BlockId, RequestId, existing_blocks
-from baton.core.logprobs import TokenLogprobs
-from baton.core.output import Failure
+from baton.core.output import Failure, TokenLogprobs
 from baton.core.sampling import SamplingParams
 from baton.engine.plan import (
     BlockIds,

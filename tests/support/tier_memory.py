@@ -7,9 +7,14 @@ import random
 from collections.abc import Callable
 from mmap import mmap
 
-from baton.kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks, copy_blocks
 from baton.kv_transfer.tiers.host_tier import HostTier
-from baton.kv_transfer.tiers.kv_access import CpuKvAccess, KvAccess
+from baton.kv_transfer.tiers.kv_access import (
+    BlockMemory,
+    CopyBlocks,
+    CpuKvAccess,
+    KvAccess,
+    copy_blocks,
+)
 
 BLOCK_BYTES = 4096
 

@@ -12,10 +12,9 @@ from typing import Protocol
 from baton.core.ids import BlockId
 from baton.core.kv_hints import NO_HINTS, BlockHints
 from baton.kv_transfer.external_kv import ExternalOrders, Load, LoadId, Store, StoreId, Use
-from baton.kv_transfer.tiers.block_memory import BlockMemory, CopyBlocks, copy_blocks
 from baton.kv_transfer.tiers.copy_pace import CopyPace
 from baton.kv_transfer.tiers.host_tier import HostTier
-from baton.kv_transfer.tiers.kv_access import KvAccess
+from baton.kv_transfer.tiers.kv_access import BlockMemory, CopyBlocks, KvAccess, copy_blocks
 from baton.kv_transfer.tiers.stores.block_store import BlockStore
 from baton.kv_transfer.tiers.tier_status import TierCounters, TierStatus
 from baton.kv_transfer.tiers.tiered_kv import TieredKv

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from baton.core.finish import Finish, Served
 from baton.core.ids import HandoffId, NodeId
-from baton.core.output import FinishReason
+from baton.core.output import Finish, FinishReason, Served
 from baton.kv_transfer.records import TransferRecord, TransferRole
 from baton.telemetry import names
 from baton.telemetry.resource import Process
@@ -14,6 +13,7 @@ from baton.telemetry.tracing.node_timeline import (
     NodeTimeline,
     PrefillChunk,
     Start,
+    StepTimeline,
 )
 from baton.telemetry.tracing.otlp_json import ExportedSpan
 from baton.telemetry.tracing.request_timeline import (
@@ -22,7 +22,6 @@ from baton.telemetry.tracing.request_timeline import (
     RequestTimeline,
 )
 from baton.telemetry.tracing.spans import Attributes, End, Span, SpanOutcome, TraceContext
-from baton.telemetry.tracing.step_timeline import StepTimeline
 
 TRACE_ID = 0xABCDEF
 STEP_TRACE_ID = 0x57E9 << 112

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from threading import Lock
 
-from baton.kv_transfer.tiers.block_memory import BlockMemory, copy_blocks
 from baton.kv_transfer.tiers.copy_pace import CopyPace
+from baton.kv_transfer.tiers.kv_access import BlockMemory, copy_blocks
 
 
 class VirtualClock:

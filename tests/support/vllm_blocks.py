@@ -13,9 +13,8 @@ from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
 from baton.engine.config import EngineOptions
 from baton.engine.factory import build_engine
-from baton.engine.plan import Plan
+from baton.engine.plan import Plan, StepObserver
 from baton.engine.runner.model_runner import TorchRunner
-from baton.engine.step_observer import StepObserver
 from tests.support.fake_vllm import FakeVllm
 
 

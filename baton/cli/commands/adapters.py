@@ -21,7 +21,7 @@ from baton.core.units import format_bytes, format_count
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from baton.client.adapter_status import AdapterStatus
+    from baton.client.node_status import AdapterStatus
 
 MAX_ID_CHARACTERS = 12
 TO_THE_RIGHT = {"in memory", "size"}
@@ -40,7 +40,7 @@ def list_adapters(
 ) -> None:
     """List the adapters that nodes have, in memory or on disk."""
     from baton.cli.event_loop import run_interruptibly
-    from baton.client.adapter_status import adapters_of
+    from baton.client.node_status import adapters_of
 
     async def run() -> list[AdapterStatus]:
         async with make(connect, given) as client, aclosing(client.nodes()) as updates:

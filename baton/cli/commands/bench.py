@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from baton.bench.load import TARGET, ServeBench
-from baton.bench.plotting import need_matplotlib
+from baton.bench.plots import need_matplotlib
 from baton.cli.command import CommandGroup, unwrap
 from baton.cli.commands.cluster import SET_PER_PROCESS, ClusterSize, cluster_options
 from baton.cli.options.connection import client_tls, connect_to_measure

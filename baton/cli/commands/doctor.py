@@ -127,7 +127,7 @@ def doctor(
 
 def _checks(options: DoctorOptions) -> Iterator[Finding]:
     from baton.doctor.collectives import check_collectives
-    from baton.doctor.folders import check_folders
+    from baton.doctor.findings import check_folders
     from baton.doctor.machine import check_machine
     from baton.doctor.model import NO_ADAPTERS, AdapterRoom, check_model_folder, kv_shape_of
     from baton.doctor.software import check_software, port_findings

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from baton.engine.runner.device.device import CopyStream
 from baton.kv_transfer.fence import Fence
-from baton.kv_transfer.tiers.block_memory import BlockMemory
+from baton.kv_transfer.tiers.kv_access import BlockMemory
 
 
 class BlockCopies:

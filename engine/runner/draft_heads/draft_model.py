@@ -10,7 +10,7 @@ from baton.checkpoint.checkpoint import Checkpoint, Tensors
 from baton.checkpoint.hub import open_checkpoint
 from baton.core.errors import InvalidConfig, ModelError
 from baton.engine.runner.config import RunnerConfig
-from baton.engine.runner.draft_heads.shared_cache import share_cache
+from baton.engine.runner.draft_heads.head_target import share_cache
 from baton.engine.runner.drafting.draft_head import DraftHead, OpenHead
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.model.config import ModelConfig

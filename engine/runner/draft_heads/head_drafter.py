@@ -32,8 +32,7 @@ from baton.engine.runner.model.mixers import AttentionPass, ForwardPass
 from baton.engine.runner.model.pass_layout import PassLayout, TokenRun
 from baton.engine.runner.model.rope import Ropes
 from baton.engine.runner.sampling.output_heads import HiddenStates
-from baton.engine.spec_decode.predictions_first import PredictionsFirst
-from baton.engine.spec_decode.proposer import DraftRow, Drafts
+from baton.engine.spec_decode.proposer import DraftRow, Drafts, PredictionsFirst
 from baton.engine.spec_decode.suffix_proposer import SuffixProposer
 
 log = logging.getLogger(__name__)

@@ -17,8 +17,7 @@ from baton.core.pooling import Pooling, PoolingKind
 from baton.core.task import TaskOutput
 from baton.engine.errors import OutOfOrder
 from baton.engine.plan import FinishedPass, Pending, Plan, PlanRow, RunResult
-from baton.engine.runner.device.device import CPU
-from baton.engine.runner.device.fenced_hook import FencedHook
+from baton.engine.runner.device.device import CPU, FencedHook
 from baton.engine.runner.encoders.encoder import Encoder
 from baton.engine.runner.encoders.packed_texts import PackedTexts, pack_texts
 from baton.engine.runner.loaded_runner import LoadedRunner

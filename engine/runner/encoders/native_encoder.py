@@ -10,10 +10,9 @@ from torch import Tensor
 
 from baton.engine.runner.device.host_memory import huge_page_memory
 from baton.engine.runner.encoders.config import EncoderConfig, Gelu
-from baton.engine.runner.encoders.layer import EncodingLayer, UnfusedEncoderLayer
-from baton.engine.runner.encoders.ops import TorchEncoderOps
+from baton.engine.runner.encoders.encoder import EncodingLayer, UnfusedEncoderLayer
+from baton.engine.runner.encoders.ops import EncoderLayer, EncoderWeights, TorchEncoderOps
 from baton.engine.runner.encoders.packed_texts import EqualTexts, PackedTexts
-from baton.engine.runner.encoders.weights import EncoderLayer, EncoderWeights
 from baton.engine.runner.kernels.abi import LayerNormF32, PackedF32, Struct
 from baton.engine.runner.kernels.calls import Kernels, Workspace
 from baton.engine.runner.model.layer_norm import LayerNorm

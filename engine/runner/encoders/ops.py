@@ -1,8 +1,9 @@
-"""Operations of an encoder in plain torch, from which other implementations are derived."""
+"""Weights of an encoder, and its operations in plain torch, from which others are derived."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch.nn import functional
 from baton.engine.runner.encoders.config import Gelu
 from baton.engine.runner.encoders.packed_texts import EqualTexts
 from baton.engine.runner.model.layer_norm import LayerNorm
+from baton.engine.runner.model.linear import Linear
 
 MIN_QUERIES = 64  # that are computed together where attention has a window
 
@@ -68,3 +70,42 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Te
             )
         )
     return torch.cat(outputs, dim=2)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingTables:
+    words: Linear
+    positions: Tensor | None
+    token_types: Tensor | None
+    norm: LayerNorm
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderLayer:
+    """Weights of a layer."""
+
+    attention_norm: LayerNorm | None
+    qkv: Linear  # rows of queries, then keys, then values
+    output: Linear
+    mlp_norm: LayerNorm
+    up: Linear  # with a gated MLP rows of the function's input, then of the other factor
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class ClassifierWeights:
+    """Head of a classifier, in float32."""
+
+    dense: Tensor
+    dense_bias: Tensor | None
+    norm: LayerNorm | None
+    labels: Tensor
+    labels_bias: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderWeights:
+    embeddings: EmbeddingTables
+    layers: Sequence[EncoderLayer]
+    final_norm: LayerNorm | None
+    classifier: ClassifierWeights | None

@@ -1,7 +1,8 @@
-"""Calls of the kernel library with tensors."""
+"""Calls of the kernel library with tensors, and copies of KV blocks with digests."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -10,10 +11,19 @@ import torch
 from torch import Tensor
 
 from baton.engine.runner.device.host_memory import huge_page_memory
-from baton.engine.runner.kernels.abi import FUNCTIONS, GateParams, NormParams, Struct, load_library
+from baton.engine.runner.kernels.abi import (
+    FUNCTIONS,
+    CopyArgs,
+    GateParams,
+    NormParams,
+    Struct,
+    load_library,
+)
+from baton.engine.runner.kernels.build import best_variant, built, cpu_features
 from baton.engine.runner.model.config import Activation
 from baton.engine.runner.model.ops import MlpGate, Norm
 from baton.engine.runner.model.pass_layout import Ints
+from baton.kv_transfer.tiers.kv_access import DIGEST_BYTES, BlockMemory, CopyBlocks, copy_blocks
 
 _GATE_KINDS = {
     Activation.SILU: 0,
@@ -21,6 +31,7 @@ _GATE_KINDS = {
     Activation.CLAMPED_SWIGLU: 2,
     Activation.SQUARED_RELU: 3,
 }
+MIN_BLOCK_BYTES = 241  # the kernel has no digests of fewer bytes
 
 
 class Kernels:
@@ -84,3 +95,38 @@ def norm_params(norm: Norm | None) -> Struct:
 
 def gate_params(gate: MlpGate) -> Struct:
     return GateParams(_GATE_KINDS[gate.activation], gate.alpha, gate.limit)
+
+
+def fastest_copies(block_bytes: int) -> CopyBlocks:
+    """Return the kernel if its library is built already; otherwise what needs none."""
+    path = built(best_variant(cpu_features()))
+    if path is None or block_bytes < MIN_BLOCK_BYTES:
+        return copy_blocks
+    return NativeCopies(load_library(path).baton_copy_blocks)
+
+
+class NativeCopies:
+    """Implements CopyBlocks. One call of the kernel copies all blocks."""
+
+    def __init__(self, kernel: Callable[[Struct], None]) -> None:
+        self._kernel = kernel
+
+    def __call__(
+        self,
+        source: BlockMemory,
+        blocks: Sequence[int],
+        target: BlockMemory,
+        into: Sequence[int],
+    ) -> list[bytes]:
+        sources, targets = source.addresses_of(blocks), target.addresses_of(into)
+        digests = np.empty((len(sources), DIGEST_BYTES), np.uint8)
+        self._kernel(
+            CopyArgs(
+                src_addresses=sources.ctypes.data,
+                dst_addresses=targets.ctypes.data,
+                digests=digests.ctypes.data,
+                num_blocks=len(sources),
+                block_bytes=source.block_bytes,
+            )
+        )
+        return [digest.tobytes() for digest in digests]

@@ -15,12 +15,12 @@ from baton.engine.runner.device.step_memory import NEW_MEMORY, Memory
 from baton.engine.runner.kernels.calls import Kernels
 from baton.engine.runner.sampling.constraints import Constraints
 from baton.engine.runner.sampling.logprobs import LogprobTensors
-from baton.engine.runner.sampling.randomness import draw_keys
 from baton.engine.runner.sampling.sampling import SampledRows, SamplingPass
 from baton.engine.runner.sampling.torch_sampling import (
     MIN_TEMPERATURE,
     SamplingBackend,
     UndrawnPass,
+    draw_keys,
 )
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from baton.engine.runner.device.fenced_hook import FencedHook
+from baton.engine.runner.device.device import FencedHook
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.layers import DecoderLayer, LayerInput, join_layers
 from baton.engine.runner.model.linear import Linear

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import replace
 from mmap import mmap
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ from baton.engine.errors import RunnerLost
 from baton.engine.runner.attention.kv_tensor import KvShape
 from baton.engine.runner.batch.encodings import MediaRows
 from baton.engine.runner.config import RunnerConfig
-from baton.engine.runner.device.fenced_hook import FencedHook
+from baton.engine.runner.device.device import FencedHook
 from baton.engine.runner.device.step_inputs import StepInputs
 from baton.engine.runner.drafters import OTHERWISE
 from baton.engine.runner.families.read_config import read_model_config
@@ -38,17 +40,23 @@ from baton.engine.runner.model.rank_group import Shard
 from baton.engine.runner.model_info import LoadProgress, LoadProgressCallback
 from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.runner.passes.forward_passes import ForwardPasses, PassStep
-from baton.engine.runner.ranks.links import PATIENCE_S, RankLinks, links_bytes
-from baton.engine.runner.ranks.memory_nodes import cpus_by_rank
-from baton.engine.runner.ranks.messages import ComputePass, MultiplyHead, SentStep
-from baton.engine.runner.ranks.processes import RankProcesses, RankWatch
+from baton.engine.runner.ranks.links import PATIENCE_S, RankLinks, links_bytes, make_shared_memory
+from baton.engine.runner.ranks.processes import (
+    ComputePass,
+    MultiplyHead,
+    RankProcesses,
+    RankWatch,
+    SentStep,
+)
 from baton.engine.runner.ranks.sharded_source import shard_of, sharded_source
-from baton.engine.runner.ranks.shared_memory import make_shared_memory
 from baton.engine.runner.sampling.output_heads import HiddenStates
 from baton.engine.runner.weights.shards import shard_config
 from baton.engine.spec_decode.config import AUTO
 
 log = logging.getLogger(__name__)
+NODES = Path("/sys/devices/system/node")
+
+Cpus = frozenset[int]
 
 
 def load_in_ranks(
@@ -257,3 +265,32 @@ class _LateHook(FencedHook):
     def report(self) -> None:
         for layer in self._late:
             self._own.layer_done(layer)
+
+
+def cpus_by_rank(
+    num_ranks: int, allowed: AbstractSet[int], nodes: Path = NODES
+) -> Sequence[Cpus | None]:
+    """Return the CPUs of each rank among those allowed; None: it can use all of them.
+
+    Ranks are divided among memory nodes, or the nodes among ranks if there are more of them. Memory
+    is on the node of the CPU that first touches it.
+    """
+    local = [cpus & allowed for cpus in _cpus_by_node(nodes)]
+    usable = [cpus for cpus in local if cpus]  # some nodes have memory alone
+    if len(usable) < 2:
+        return [None] * num_ranks
+    return [
+        frozenset().union(*(usable[node] for node in Shard(rank, num_ranks).part_of(len(usable))))
+        for rank in range(num_ranks)
+    ]
+
+
+def _cpus_by_node(nodes: Path) -> list[Cpus]:
+    found = sorted(nodes.glob("node[0-9]*"), key=lambda node: int(node.name.removeprefix("node")))
+    return [_cpus((node / "cpulist").read_text(encoding="ascii")) for node in found]
+
+
+def _cpus(written: str) -> Cpus:
+    """Return the CPUs of a list such as 0-3,8."""
+    ranges = (part.split("-") for part in written.strip().split(",") if part)
+    return frozenset(cpu for ends in ranges for cpu in range(int(ends[0]), int(ends[-1]) + 1))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import pickle
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from baton.core.errors import InvalidConfig
 from baton.engine.errors import ProcessLost
 from baton.engine.runner.kernels.abi import RankLinks as LinksStruct
 from baton.engine.runner.kernels.calls import Kernels
@@ -143,3 +146,24 @@ class RankLinks:
             view = (ctypes.c_char * (end - first)).from_buffer(buffer, first)
             self._kernels.library.baton_broadcast(self._struct, view, end - first)
             self.check()
+
+
+def make_shared_memory(name: str, num_bytes: int) -> tuple[mmap.mmap, int]:
+    """Return zeroed memory, and its file descriptor for other processes. Raises InvalidConfig."""
+    if not hasattr(os, "memfd_create"):
+        raise InvalidConfig("--tensor-parallel-size needs Linux: its processes share memory")
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, num_bytes)
+        return map_shared_memory(fd, num_bytes), fd
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def map_shared_memory(fd: int, num_bytes: int) -> mmap.mmap:
+    """Map memory of another process, on huge pages where the machine supports them."""
+    memory = mmap.mmap(fd, num_bytes)
+    with suppress(OSError):  # most machines allow them for private memory alone
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

@@ -13,8 +13,12 @@ import torch
 
 from baton.engine.runner.kernels.calls import Kernels
 from baton.engine.runner.model.rank_group import Shard
-from baton.engine.runner.ranks.links import RankLinks, links_bytes
-from baton.engine.runner.ranks.shared_memory import make_shared_memory, map_shared_memory
+from baton.engine.runner.ranks.links import (
+    RankLinks,
+    links_bytes,
+    make_shared_memory,
+    map_shared_memory,
+)
 
 NUM_SUMS = 2000
 PATIENCE_S = 20.0

@@ -1,4 +1,4 @@
-"""Processes of the ranks that follow the first one: their start, orders, logs and end."""
+"""Processes of the ranks that follow the first one: start, orders, messages, logs and end."""
 
 from __future__ import annotations
 
@@ -14,12 +14,17 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from baton.core.errors import InvalidConfig
 from baton.engine.errors import ProcessLost
+from baton.engine.runner.batch.encodings import MediaRows
 from baton.engine.runner.config import RunnerConfig
+from baton.engine.runner.model.pass_layout import Ints, PassLayout
+from baton.engine.runner.passes.forward_passes import PassStep
+from baton.engine.runner.state.state_tables import StateLayout
 
 log = logging.getLogger(__name__)
 
@@ -312,3 +317,38 @@ def _how(code: int) -> str:
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
     return f"has ended with exit code {code}"
+
+
+@dataclass(frozen=True, slots=True)
+class SentStep:
+    """Implements `PassStep` by values that can be sent."""
+
+    token_ids: Ints
+    layout: PassLayout
+    sampled: Sequence[int]
+    seen_lens: Ints
+    max_len: int
+    states: StateLayout | None
+
+    @classmethod
+    def of(cls, step: PassStep) -> SentStep:
+        return cls(
+            step.token_ids, step.layout, step.sampled, step.seen_lens, step.max_len, step.states
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ComputePass:
+    """Message of the first rank to the others: the pass to compute with it."""
+
+    step: SentStep
+    media: MediaRows | None
+    grid: Ints | None
+    needs_all: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MultiplyHead:
+    """Multiply rows, which follow, by the own part of the LM head."""
+
+    num_rows: int

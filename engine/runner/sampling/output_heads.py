@@ -21,7 +21,7 @@ from baton.engine.runner.model.decoder import CausalLm
 from baton.engine.runner.model.pass_layout import TokenRun
 from baton.engine.runner.sampling.constraints import depends_on_tokens
 from baton.engine.runner.sampling.grammar_masks import GrammarMasks
-from baton.engine.runner.sampling.packed_peaks import PackedPeaks
+from baton.engine.runner.sampling.logprobs import PackedPeaks
 from baton.engine.runner.sampling.sampler import Choice, LaunchedSamples, SampledStep, Sampler
 from baton.engine.spec_decode.proposer import Drafts
 

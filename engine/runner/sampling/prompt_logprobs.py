@@ -10,8 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from baton.core.ids import RequestId
-from baton.core.logprobs import TokenLogprobs
-from baton.core.output import Failure
+from baton.core.output import Failure, TokenLogprobs
 from baton.engine.plan import Plan, PlanRow, RunResult
 from baton.engine.runner.batch.input_batch import Step
 from baton.engine.runner.device.device import CPU, Device

@@ -17,8 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from baton.core.logprobs import RAW_LOGPROBS, TokenLogprobs
-from baton.core.output import Failure, FailureCause
+from baton.core.output import RAW_LOGPROBS, Failure, FailureCause, TokenLogprobs
 from baton.engine.runner.device.device import CPU, Device
 from baton.engine.runner.device.step_inputs import Array, StepInputs
 from baton.engine.runner.device.step_memory import Memory, StepMemory
@@ -26,11 +25,9 @@ from baton.engine.runner.device.step_outputs import Received, make_outputs
 from baton.engine.runner.model.ops import Ops, Peaks
 from baton.engine.runner.model.pass_layout import TokenRun
 from baton.engine.runner.sampling.logits_processors import NEVER, NO_PROCESSORS, Processors
-from baton.engine.runner.sampling.logprobs import read_logprobs
-from baton.engine.runner.sampling.packed_peaks import PackedPeaks
-from baton.engine.runner.sampling.processed_logits import ProcessedLogits
+from baton.engine.runner.sampling.logprobs import PackedPeaks, read_logprobs
 from baton.engine.runner.sampling.sampling import SampledRows, SamplingPass
-from baton.engine.runner.sampling.torch_sampling import TORCH_SAMPLING, SamplingBackend
+from baton.engine.runner.sampling.torch_sampling import TORCH_SAMPLING, Draw, SamplingBackend
 
 TORCH = Ops()
 ALL_TOKENS_FORBIDDEN = "no token may be chosen: the allowed, banned and stop tokens leave none"
@@ -214,3 +211,38 @@ def _choice(
         return Failure(failure)
     reason = ALL_TOKENS_FORBIDDEN if run.allowed is None else GRAMMAR_TOKENS_FORBIDDEN
     return Failure(reason, FailureCause.REQUEST)
+
+
+class ProcessedLogits(NamedTuple):
+    """Filters of a step's random rows, over the whole vocabulary.
+
+    Greedy rows have the constrained logits, as in vLLM. Random rows also have their temperature,
+    min-p, top-k and top-p; tokens that cannot be drawn have -inf.
+    """
+
+    draw: Draw | None
+
+    @classmethod
+    def of(
+        cls, runs: Sequence[TokenRun], vocab_size: int, inputs: StepInputs
+    ) -> ProcessedLogits | None:
+        """Put the parameters. Returns None if no row requests logprobs."""
+        if all(run.row.sampling.logprobs is None for run in runs):
+            return None
+        indices = [
+            index
+            for index, run in enumerate(runs)
+            if run.row.sampling.logprobs is not None and not run.row.sampling.is_greedy
+        ]
+        return cls(Draw.of(vocab_size, indices, runs, inputs) if indices else None)
+
+    def compute(self, scores: Tensor) -> Tensor:
+        """Return processed rows of constrained logits, which are not modified."""
+        if self.draw is None:
+            return scores
+        filtered = self.draw.filter(scores)
+        if self.draw.rows is None:
+            return filtered
+        processed = scores.clone()
+        processed[self.draw.rows] = filtered
+        return processed

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from baton.engine.runner.transformers_models.refusals import UnsupportedModel
+from baton.engine.runner.transformers_models.outline import UnsupportedModel
 
 RECORDED = "baton-recorded"  # name of an implementation of attention
 # Arguments that change nothing without an attention mask, cache or training.

@@ -30,8 +30,7 @@ from baton.engine.runner.transformers_models.model_class import (
     one_line,
     read_transformers_config,
 )
-from baton.engine.runner.transformers_models.outline import ModelOutline
-from baton.engine.runner.transformers_models.refusals import UnsupportedModel, refuse
+from baton.engine.runner.transformers_models.outline import ModelOutline, UnsupportedModel, refuse
 from baton.engine.runner.transformers_models.split_model import decoder_of, split_model
 
 # In them the angles of all tokens change when a text, or one of the same batch, becomes longer than

@@ -15,8 +15,7 @@ import transformers
 from torch._meta_registrations import register_meta  # noqa: F401 - shapes of empty models
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from baton.engine.runner.transformers_models.outline import ModelOutline
-from baton.engine.runner.transformers_models.refusals import UnsupportedModel
+from baton.engine.runner.transformers_models.outline import ModelOutline, UnsupportedModel
 
 ATTENTION_INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # as modules of transformers import it
 

@@ -11,12 +11,13 @@ from typing import ClassVar
 from baton.checkpoint.checkpoint import Checkpoint
 from baton.checkpoint.json_fields import JsonFields
 from baton.checkpoint.safetensors_folder import SafetensorsFolder
+from baton.core.errors import ModelError
 from baton.engine.runner.families.read_config import read_dtype
-from baton.engine.runner.transformers_models.refusals import refuse
 
 PACKAGE = "transformers"
 INSTALL = "pip install 'baton[transformers]'"
 STATELESS_LAYERS = ("full_attention", "sliding_attention")
+ADVICE = "choose a model of an architecture that Baton knows (docs/models.md)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +70,15 @@ def _reasons(raw: JsonFields) -> Iterator[str]:
     others = [each for each in listed if each not in STATELESS_LAYERS]
     if others:
         yield f"layers of the type {others[0]!r} keep a state that the KV cache does not hold"
+
+
+class UnsupportedModel(Exception):
+    """A model does what paged attention and the KV cache cannot. The text is the reason alone."""
+
+
+def refuse(architecture: str, reason: object, advice: str = ADVICE) -> ModelError:
+    """Return the error of a model that is refused."""
+    return ModelError(
+        f"{architecture} is not known to Baton itself, and cannot run on transformers' modules: "
+        f"{reason}; {advice}"
+    )

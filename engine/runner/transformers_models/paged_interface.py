@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from baton.engine.runner.device.fenced_hook import FencedHook
+from baton.engine.runner.device.device import FencedHook
 from baton.engine.runner.model.mixers import AttentionPass
 
 PAGED = "baton-paged"  # name of the implementation

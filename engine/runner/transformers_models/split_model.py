@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from baton.engine.runner.transformers_models.refusals import UnsupportedModel
+from baton.engine.runner.transformers_models.outline import UnsupportedModel
 
 
 @dataclass(frozen=True, slots=True)

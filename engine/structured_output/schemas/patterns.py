@@ -1,4 +1,4 @@
-r"""Patterns without what llguidance 1.9 cannot translate to JSON: U+0000, look-around. Pure.
+r"""Patterns without what llguidance 1.9 cannot translate, and the cost of schemas. Pure.
 
 A set of characters that has all control characters also matches the escapes `\"` and `\\`, although
 `"` or `\` is not in the set: `^[^"]*$` matched a quotation mark. Without U+0000 it is exact.
@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from decimal import Decimal
+from math import lcm
 from typing import Any
+
+from baton.core.structured_outputs import MAX_CHARACTERS
+from baton.engine.structured_output.schemas.subschemas import list_objects
 
 _NEGATION = re.compile(r"\[\^|\\P(\{[^}]*\}|[A-Z])|\\.", re.DOTALL)
 _DOMAIN = r"@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
@@ -20,6 +25,10 @@ _LOOKING_AROUND = {
     )
 }
 _RANGE_FROM_ZERO = re.compile(r"(?<!\^)\\(?:x00|x\{0+\}|u0000|u\{0+\}|0)-|\x00-")
+MAX_PATTERN_CHARACTERS = MAX_CHARACTERS["regex"]
+MAX_REMAINDERS = 10_000
+# Each optional property can be followed by each later one of its object.
+MAX_OPTIONAL_PAIRS = 8_000_000
 
 
 def translatable(schema: dict[str, Any]) -> dict[str, Any]:
@@ -59,3 +68,46 @@ def _exclude(found: re.Match[str]) -> str:
     if found[0] == "[^":
         return r"[^\x00"
     return rf"[^\x00\p{found[1]}]" if found[1] else found[0]
+
+
+def expense_reason(schema: Any) -> str | None:
+    """Return why a schema is too expensive to compile, or None.
+
+    Every object is checked, including constants, since references can point anywhere.
+    """
+    steps, num_pairs = 1, 0
+    for part in list_objects(schema):
+        for pattern in list_patterns(part):
+            if len(pattern) > MAX_PATTERN_CHARACTERS:
+                return (
+                    f"it has a pattern of {len(pattern)} characters; at most "
+                    f"{MAX_PATTERN_CHARACTERS} are allowed"
+                )
+            if has_range_from_zero(pattern):
+                return "its pattern has a range that begins with U+0000: begin it with a later one"
+        # If subschemas are combined, a number must be a multiple of all their multipleOf.
+        steps = lcm(steps, _remainders(part.get("multipleOf")))
+        if steps > MAX_REMAINDERS:
+            return (
+                f"its multipleOf values together have more than {MAX_REMAINDERS} remainders; "
+                "make the numbers rounder"
+            )
+        num_pairs += _num_optional(part) ** 2
+        if num_pairs > MAX_OPTIONAL_PAIRS:
+            return "it has objects with thousands of optional properties; require some, or split it"
+    return None
+
+
+def _num_optional(part: Mapping[str, Any]) -> int:
+    properties, required = part.get("properties"), part.get("required")
+    if not isinstance(properties, dict):
+        return 0
+    return len(properties) - (len(required) if isinstance(required, list) else 0)
+
+
+def _remainders(multiple_of: Any) -> int:
+    """Return the number of states that `multipleOf` needs. Powers of ten cost nothing."""
+    if isinstance(multiple_of, bool) or not isinstance(multiple_of, int | float):
+        return 1
+    digits = "".join(map(str, Decimal(repr(multiple_of)).as_tuple().digits))
+    return int(digits.rstrip("0") or 1)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from baton.core.ids import BlockName
-from baton.kv_transfer.tiers.block_memory import BlockMemory
 from baton.kv_transfer.tiers.eviction import DEFAULT_PRIORITY
+from baton.kv_transfer.tiers.kv_access import BlockMemory
 from baton.kv_transfer.tiers.stores.stored_blocks import HEADER_BYTES, digest_in_header, pack_header
 
 MAX_PRIORITY = 100

@@ -10,8 +10,8 @@ from threading import Lock
 from baton.core.errors import InvalidConfig
 from baton.core.ids import BlockName
 from baton.core.kv_hints import NO_HINTS, BlockHints
-from baton.kv_transfer.tiers.block_memory import BlockMemory
 from baton.kv_transfer.tiers.eviction import EvictionOrder
+from baton.kv_transfer.tiers.kv_access import BlockMemory
 from baton.kv_transfer.tiers.stores.stored_blocks import HEADER_BYTES, REMOVED, block_of
 
 

@@ -19,7 +19,7 @@ from xxhash import xxh3_128_digest
 
 from baton.core.ids import BlockName
 from baton.core.kv_hints import NO_HINTS, SHARED, BlockHints, Tenant
-from baton.kv_transfer.tiers.block_memory import BlockMemory
+from baton.kv_transfer.tiers.kv_access import BlockMemory
 from baton.kv_transfer.tiers.stores.block_store import BlockStore
 from baton.kv_transfer.tiers.stores.journal_objects import CLEARED, JournalObjects
 from baton.kv_transfer.tiers.stores.objects import ObjectInfo, Objects

@@ -12,13 +12,13 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 
 from baton.core.legs import LegKind
 from baton.core.task import GENERATE
-from baton.router.context import RequestContext
 from baton.router.dispatch.foreign_prefills import ComputedKv
 from baton.router.dispatch.node_rpcs import NodeCalls
 from baton.router.dispatch.vllm.http_api import RequestRefused, ServerFailed, ask, kv_of
 from baton.router.dispatch.vllm.monitor import monitoring
 from baton.router.dispatch.vllm.servers import PrefillServer, PrefillServers
 from baton.router.input_processing.model_profiles import ModelProfiles
+from baton.router.request_scope import RequestContext
 from baton.router.tracing import UNTRACED, RequestTrace
 from baton.router.values import GenerateCall
 from baton.rpc.node_info import NodeStatus

@@ -17,7 +17,7 @@ from baton.router.discovery.sources import VllmServer
 from baton.router.dispatch.retries import BreakerConfig, CircuitBreakers
 from baton.router.dispatch.vllm.http_api import VllmApi
 from baton.router.routing.node_table import NodeTable
-from baton.router.routing.nodes import Node
+from baton.router.routing.served_models import Node
 from baton.rpc.node_info import NodeAvailability, NodeStatus
 
 BREAKERS = BreakerConfig(num_failures=1, first_pause_s=1.0, max_pause_s=30.0)

@@ -9,9 +9,9 @@ from google.protobuf import struct_pb2
 
 from baton.core.errors import InvalidRequest
 from baton.core.extra_args import MAX_ARGUMENT_ENTRIES
-from baton.core.finish import Finish
 from baton.core.foreign_kv import foreign_kv_from_json
 from baton.core.ids import ANY_MODEL, ModelVariant
+from baton.core.output import Finish
 from baton.core.sampling import (
     MAX_BANNED_SEQUENCE_TOKENS,
     MAX_BANNED_SEQUENCES,
@@ -25,9 +25,8 @@ from baton.core.stop_strings import StopRule
 from baton.core.structured_outputs import MAX_CHOICES
 from baton.core.task import EMBED, TOKEN_EMBED, task_of
 from baton.core.vectors import shorten
+from baton.router.answers import MAX_INPUTS, calls_for_answers, calls_for_texts
 from baton.router.embeddings import EmbeddedText
-from baton.router.input_processing.answer_calls import calls_for_answers
-from baton.router.input_processing.embedding_calls import MAX_INPUTS, calls_for_texts
 from baton.router.input_processing.limits import (
     MAX_ANSWERS,
     MAX_CHAT_MESSAGES,
@@ -55,10 +54,10 @@ from baton.rpc.messages.conversion import (
     KV_HINTS,
     LOGPROBS,
     PROMPT_LOGPROBS,
+    finish_to,
     prompt_logprobs_to,
     sampling_from,
 )
-from baton.rpc.messages.finish import finish_to
 from baton.rpc.messages.mapper import Mapper
 from baton.v1 import inference_pb2, sampling_pb2
 

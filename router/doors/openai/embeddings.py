@@ -13,6 +13,7 @@ from baton.core.errors import InvalidRequest
 from baton.core.ids import ModelVariant
 from baton.core.task import EMBED, TOKEN_EMBED, EmbedTask
 from baton.core.vectors import Floats, check_dimensions, shorten
+from baton.router.answers import MAX_INPUTS, calls_for_texts
 from baton.router.doors.openai.request.bodies import openai_body
 from baton.router.doors.openai.request.embedding_bodies import (
     EmbeddingBody,
@@ -26,7 +27,6 @@ from baton.router.embeddings import EmbeddedText, embed_texts
 from baton.router.http.bodies import ReceivedBody
 from baton.router.http.exchange import ReceivedRequest, Reply
 from baton.router.http.json_encoding import Json, LazyArray, encode_in_slices
-from baton.router.input_processing.embedding_calls import MAX_INPUTS, calls_for_texts
 from baton.router.input_processing.limits import check_count
 from baton.router.pipeline import Pipeline
 from baton.router.routing.served_models import ServedModel

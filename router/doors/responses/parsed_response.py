@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,23 +19,38 @@ from baton.router.doors.openai.request.bodies import (
     effective_fields,
     openai_body,
     validate_body,
+    validate_by_type,
 )
 from baton.router.doors.openai.request.parsed_request import (
     ModelContext,
     ParsedRequest,
     chat_request_from,
 )
+from baton.router.doors.openai.request.prompts import parse_arguments
 from baton.router.doors.responses.bodies import (
     ACCEPTED_VALUES,
     CHAT_FIELDS,
     IGNORED_FIELDS,
+    CallItem,
+    CallOutputItem,
+    CompactionItem,
     Format,
+    Item,
+    MessageItem,
     NamedFunction,
+    ReasoningItem,
     ResponsesBody,
+    TextPart,
 )
-from baton.router.doors.responses.conversation import add_items
-from baton.router.doors.responses.tools import read_tools
+from baton.router.doors.responses.files import (
+    InputFile,
+    InputImage,
+    document_of_part,
+    image_of_part,
+)
+from baton.router.doors.responses.tools import joined_name, read_tools
 from baton.router.http.json_encoding import Json, as_json
+from baton.router.parts import Part
 from baton.rpc.errors import UnsupportedInput
 
 # Names of a chat's fields, and what they are here. The message of an error begins with the name.
@@ -48,6 +65,22 @@ FIELD_NAMES: Renames = (
 NO_HISTORY = b"[]"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 PLAIN_REASONING = f"include: {ENCRYPTED_REASONING} is not needed: reasoning is returned as text"
+ITEMS: Mapping[str, type[Item]] = {
+    "message": MessageItem,
+    "function_call": CallItem,
+    "function_call_output": CallOutputItem,
+    "reasoning": ReasoningItem,
+    "compaction": CompactionItem,
+}
+PARTS: Mapping[str, type[TextPart | InputFile | InputImage]] = {
+    **dict.fromkeys(("input_text", "output_text", "text"), TextPart),
+    "input_file": InputFile,
+    "input_image": InputImage,
+}
+# Few chat templates know OpenAI's name.
+ROLES = {"developer": "system"}
+PREFIX = "baton:"  # of the content of items that are made here
+SUMMARY = "Summary of the conversation before this message:\n{}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,3 +242,74 @@ def _echoed_tool(tool: Mapping[str, Any]) -> Json:
     if tool.get("type") != "function":
         return dict(tool)
     return {**dict.fromkeys(("description", "parameters", "strict")), **tool}
+
+
+def add_items(turns: ChatTurns, items: Sequence[Any]) -> None:
+    """Raises InvalidRequest and UnsupportedInput, which name the field."""
+    for index, value in enumerate(items):
+        typed = {"type": "message", **value} if isinstance(value, dict) else value
+        _add_item(turns, validate_by_type(typed, ITEMS, f"input.{index}"), f"input.{index}")
+
+
+def _add_item(turns: ChatTurns, item: Item, where: str) -> None:
+    match item:
+        case MessageItem():
+            for part in _parts(item.content, f"{where}.content"):
+                turns.add(ROLES.get(item.role, item.role), part)
+        case CallItem():
+            name = joined_name(item.namespace, item.name)
+            arguments = parse_arguments(item.arguments, f"{where}.arguments")
+            turns.add_call(item.call_id, name, arguments)
+        case CallOutputItem():
+            if not turns.has_call(item.call_id):
+                raise InvalidRequest(
+                    f"{where}.call_id: no function_call before it has the id "
+                    f"{item.call_id[:64]!r}; send the call, too",
+                    f"{where}.call_id",
+                )
+            turns.add_result(item.call_id, _parts(item.output, f"{where}.output"))
+        case CompactionItem():
+            summary = read_summary(item.encrypted_content, f"{where}.encrypted_content")
+            turns.add("user", summary)
+        case ReasoningItem():
+            kind = "reasoning_text" if item.content else "summary_text"
+            for index, value in enumerate(item.content or item.summary):
+                read = validate_by_type(value, {kind: TextPart}, f"{where}.content.{index}")
+                turns.add_reasoning(read.text)
+
+
+def _parts(content: str | list[Any], where: str) -> list[Part]:
+    if isinstance(content, str):
+        return [content]
+    return [_part(part, f"{where}.{index}") for index, part in enumerate(content)]
+
+
+def _part(value: object, where: str) -> Part:
+    part = validate_by_type(value, PARTS, where)
+    match part:
+        case TextPart():
+            return part.text
+        case InputFile():
+            return document_of_part(part, where)
+        case InputImage():
+            return image_of_part(part, where)
+
+
+def content_of(summary: str) -> str:
+    """Return a summary as the content of an item. It is not encrypted."""
+    return PREFIX + base64.b64encode(summary.encode()).decode()
+
+
+def read_summary(content: str, where: str) -> str:
+    """Return the summary as a message's text. Raises InvalidRequest."""
+    try:
+        if not content.startswith(PREFIX):
+            raise ValueError
+        text = base64.b64decode(content.removeprefix(PREFIX), validate=True).decode()
+    except (ValueError, binascii.Error):
+        raise InvalidRequest(
+            f"{where} was not made by this service, so it cannot be read: send the conversation "
+            "itself",
+            where,
+        ) from None
+    return SUMMARY.format(text)

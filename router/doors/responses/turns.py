@@ -11,8 +11,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from baton.core.errors import NamedError
-from baton.core.finish import Finish
-from baton.core.output import FinishReason
+from baton.core.output import Finish, FinishReason
 from baton.router.answers import IndexedParts, generate_answers
 from baton.router.doors.field_names import renaming_fields
 from baton.router.doors.files import documents_in, read_files

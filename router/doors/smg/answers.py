@@ -12,8 +12,7 @@ from smg_grpc_proto.generated.vllm_engine_pb2 import (
     GenerateStreamChunk,
 )
 
-from baton.core.finish import Finish
-from baton.core.logprobs import TokenLogprobs
+from baton.core.output import Finish, TokenLogprobs
 from baton.router.values import TokenChunk
 from baton.rpc.errors import MessageTooLarge
 from baton.rpc.messages.limits import MAX_MESSAGE_BYTES

@@ -12,7 +12,7 @@ from baton.core.ids import ModelVariant
 from baton.core.sampling import MAX_LOGIT_BIASES
 from baton.core.stop_strings import StopRule
 from baton.core.structured_outputs import StructuredOutputs
-from baton.router.input_processing.answer_calls import calls_for_answers
+from baton.router.answers import calls_for_answers
 from baton.router.input_processing.limits import (
     MAX_ANSWERS,
     check_count,

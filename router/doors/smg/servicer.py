@@ -5,15 +5,16 @@ The gateway tokenises and detokenises, so prompts and answers are token ids.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
-from grpc import aio
+from grpc import StatusCode, aio
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from baton.core.errors import InvalidRequest
@@ -21,22 +22,40 @@ from baton.core.ids import ModelVariant
 from baton.core.legs import LegKind
 from baton.router.answers import generate_answers
 from baton.router.doors.smg.answers import AnswerMessages
-from baton.router.doors.smg.model_facts import ModelFacts, sampling_defaults_json
 from baton.router.doors.smg.request import calls_from
-from baton.router.doors.smg.running_calls import RunningCalls
+from baton.router.doors.smg.service import ModelFacts, sampling_defaults_json
 from baton.router.doors.smg.tokenizer_bundle import TokenizerBundle
-from baton.router.doors.smg.unserved import UnservedMethods
 from baton.router.orders.node_orders import NodeOrders
 from baton.router.pipeline import Pipeline
 from baton.router.request_scope import RequestScopes
-from baton.router.routing.nodes import Node
+from baton.router.routing.served_models import Node
 from baton.router.values import TokenChunk, TokenPrompt
-from baton.rpc.errors import Draining, NoNodes, UnsupportedInput
+from baton.rpc.errors import Draining, NoNodes, RequestIdInUse, UnsupportedInput
 from baton.rpc.security.token_gate import sent_token
 from baton.rpc.status import named_errors
 
 SERVICE = "vllm.grpc.engine.VllmEngine"
 Context = aio.ServicerContext[Any, Any]
+Method = Callable[[Any, object, Context], Awaitable[None]]
+Item = TypeVar("Item")
+
+
+def _unserved(name: str, advice: str) -> Method:
+    async def refuse(_self: Any, _request: object, context: Context) -> None:
+        await context.abort(StatusCode.UNIMPLEMENTED, f"Baton does not serve {name}: {advice}")
+
+    return refuse
+
+
+class UnservedMethods:
+    """Base class of the servicer. Its generated base would log each call as a failure."""
+
+    Embed = _unserved("Embed", "use /v1/embeddings or Embed of Baton's router")
+    StartProfile = _unserved("StartProfile", "use Baton's traces (docs/observability.md)")
+    StopProfile = _unserved("StopProfile", "use Baton's traces (docs/observability.md)")
+    SubscribeKvEvents = _unserved(
+        "SubscribeKvEvents", "nodes publish events by --kv-events-endpoint"
+    )
 
 
 class SmgServicer(UnservedMethods, vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
@@ -207,3 +226,54 @@ class SmgServicer(UnservedMethods, vllm_engine_pb2_grpc.VllmEngineServicer):  # 
         if not nodes:
             raise NoNodes("no decode node is reachable; try again when one is")
         return nodes
+
+
+class _Call:
+    def __init__(self) -> None:
+        self.is_aborted = False
+        self._wait: asyncio.Timeout | None = None  # for an item
+
+    def abort(self) -> None:
+        if self._wait is not None and not self.is_aborted:
+            self._wait.reschedule(0)
+        self.is_aborted = True
+
+    async def next_of(self, items: AsyncGenerator[Item, None]) -> Item | None:
+        """Return the next item; None at the end. Raises TimeoutError when aborted."""
+        async with asyncio.timeout(None) as wait:
+            self._wait = wait
+            try:
+                return await anext(items, None)
+            finally:
+                self._wait = None
+
+
+class RunningCalls:
+    """Generate calls in progress, which their clients abort by id."""
+
+    def __init__(self) -> None:
+        self._calls: dict[tuple[str, str], _Call] = {}  # by owner and id
+
+    def abort(self, request_id: str, owner: str) -> None:
+        """End a request of this owner in any state, if there is one."""
+        call = self._calls.get((owner, request_id))
+        if call is not None:
+            call.abort()
+
+    async def until_aborted(
+        self, request_id: str, owner: str, items: AsyncGenerator[Item, None]
+    ) -> AsyncGenerator[Item, None]:
+        """Yield the items until they end or the request is aborted. Raises RequestIdInUse."""
+        key = owner, request_id
+        if key in self._calls:
+            raise RequestIdInUse(f"request {request_id!r} is under way; choose another id")
+        call = self._calls[key] = _Call()
+        try:
+            async with aclosing(items):
+                while not call.is_aborted and (item := await call.next_of(items)) is not None:
+                    yield item
+        except TimeoutError:
+            if not call.is_aborted:
+                raise
+        finally:
+            del self._calls[key]

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from baton.engine.structured_output.schemas.subschemas import read_list, resolve_pointer
-from baton.router.text_events.formats.strict_json import strict_loads
+from baton.router.text_events.formats.json_calls import strict_loads
 
 ANY_TYPE = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
 COMBINING = ("anyOf", "oneOf", "allOf")

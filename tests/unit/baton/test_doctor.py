@@ -13,8 +13,7 @@ from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.core.units import format_bytes
 from baton.demo_model import demo_model
 from baton.doctor.collectives import check_collectives, collectives_finding
-from baton.doctor.findings import Finding, Status
-from baton.doctor.folders import folder_finding
+from baton.doctor.findings import Finding, Status, folder_finding
 from baton.doctor.machine import (
     Limits,
     cores_finding,

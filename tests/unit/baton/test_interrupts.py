@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import pytest
 
 from baton.cli.event_loop import run_interruptibly
-from baton.client.interruptible_stream import stream_interruptibly
+from baton.client.client import stream_interruptibly
 from benchmarks.processes import defer_signals, external_process
 
 TIMEOUT_S = 60.0

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from baton.cluster.node_list import NodeList
+from baton.cluster.local_cluster import NodeList
 
 OWNER = """
-from baton.cluster.node_list import NodeList
+from baton.cluster.local_cluster import NodeList
 nodes = NodeList()
 nodes.write(["localhost:1"])
 print(nodes.path, flush=True)

@@ -18,8 +18,7 @@ import pytest
 
 from baton.client import Answer, Finish, Generation, Served
 from baton.core.errors import InvalidConfig
-from baton.core.logprobs import TokenLogprobs
-from baton.core.output import FinishReason
+from baton.core.output import FinishReason, TokenLogprobs
 from baton.router.http.bodies import MAX_BODY_BYTES
 from benchmarks.chaos.faults import (
     ROLES_BY_FAULT_KIND,

@@ -10,7 +10,7 @@ import pytest
 
 from baton import LLM, SamplingParams
 from baton.core.errors import InvalidConfig
-from baton.core.logprobs import TokenLogprobs
+from baton.core.output import TokenLogprobs
 from benchmarks.quality.perplexity import (
     PerplexityBench,
     Variant,

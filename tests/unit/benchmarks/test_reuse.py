@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from baton.core.legs import LegKind
 from baton.engine.kv_cache.block_hashes import BlockHash, PrefixNaming
-from baton.router.routing.nodes import Node
 from baton.router.routing.prefix_index import NodePrefixes
+from baton.router.routing.served_models import Node
 from benchmarks.replay.trace import ReplayTrace, TraceRequest
 from benchmarks.router.reuse import ReuseBench, Variant, chats, ideal_reuse, run
 from benchmarks.router.sim_node import LruBlocks, SimNode, Sources

@@ -15,8 +15,7 @@ from baton.core.output import Failure, FailureCause, FinishReason
 from baton.core.sampling import SamplingParams
 from baton.engine.core import EngineCore
 from baton.engine.errors import FollowedPassFailed, OutOfOrder, PassSkipped
-from baton.engine.kv_cache.config import CacheConfig
-from baton.engine.kv_cache.groups import CacheLayout
+from baton.engine.kv_cache.groups import CacheConfig, CacheLayout
 from baton.engine.pass_thread import PassThread
 from baton.engine.plan import Plan, RunResult
 from baton.engine.scheduler.config import SchedulerConfig

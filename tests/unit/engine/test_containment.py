@@ -11,7 +11,7 @@ from baton.core.output import Failure, FailureCause, FinishReason, Output
 from baton.engine.containment import MAX_CRASHES_IN_A_ROW
 from baton.engine.core import EngineCore
 from baton.engine.errors import EngineStopped, PassHookFailed
-from baton.engine.kv_cache.config import CacheConfig
+from baton.engine.kv_cache.groups import CacheConfig
 from baton.engine.plan import Plan, RunResult
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler

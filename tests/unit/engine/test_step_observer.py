@@ -7,8 +7,7 @@ from itertools import pairwise
 import pytest
 
 from baton.core.ids import HandoffId, RequestId
-from baton.engine.plan import Plan, RunResult
-from baton.engine.step_observer import StepObserver, StepRecord
+from baton.engine.plan import Plan, RunResult, StepObserver, StepRecord
 from baton.kv_transfer.driver import KvDriver
 from baton.kv_transfer.records import TransferRecord, TransferRole
 from baton.kv_transfer.types import KvOrders, KvReports

@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 import pytest
 
 from baton.core.errors import InvalidRequest
-from baton.core.finish import Finish
 from baton.core.legs import LegKind
+from baton.core.output import Finish
 from baton.core.sampling import MAX_LOGPROBS, SamplingParams
 from baton.router.answers import generate_answers
-from baton.router.dispatch.config import DispatchConfig
+from baton.router.dispatch.retries import DispatchConfig
 from baton.router.dispatch.vllm.prefills import VllmPrefills
 from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.request_scope import RequestScopes
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import NodeTable
-from baton.router.routing.nodes import Node
+from baton.router.routing.served_models import Node
 from baton.router.values import (
     GenerateCall,
     TokenChunk,

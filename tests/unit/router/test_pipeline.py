@@ -14,27 +14,25 @@ from typing import Any
 import pytest
 
 from baton.core.errors import InvalidRequest
-from baton.core.finish import Finish
 from baton.core.foreign_kv import ForeignKv
 from baton.core.ids import AdapterRef, ModelVariant, NodeId, Peer, RequestId
 from baton.core.kv_hints import KvHints
 from baton.core.legs import GENERATING, LegKind
-from baton.core.logprobs import TokenLogprobs
 from baton.core.media import DIGEST_BYTES, MediaSegment
-from baton.core.output import FinishReason, Output
+from baton.core.output import Finish, FinishReason, Output, TokenLogprobs
 from baton.core.request import EngineRequest, PrefixSource, ReceiveKv
 from baton.core.sampling import SamplingParams
 from baton.core.task import PREFETCH
 from baton.router.admission.admission_queue import AdmissionQueueConfig
-from baton.router.context import RequestContext
-from baton.router.dispatch.config import DispatchConfig
 from baton.router.dispatch.node_rpcs import MAX_WAITING, Events, LegOutput
+from baton.router.dispatch.retries import DispatchConfig
 from baton.router.dispatch.vllm.prefills import VllmPrefills
 from baton.router.input_processing.tokenization import TextBoundary
 from baton.router.pipeline import Pipeline, PipelineConfig
+from baton.router.request_scope import RequestContext
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import NodeTable
-from baton.router.routing.nodes import Node
+from baton.router.routing.served_models import Node
 from baton.router.values import (
     GenerateCall,
     Prompt,

@@ -13,29 +13,28 @@ from typing import Any
 import pytest
 
 from baton.core.errors import InvalidRequest
-from baton.core.finish import Finish
 from baton.core.ids import ModelVariant
 from baton.core.legs import LegKind
+from baton.core.output import Finish
 from baton.core.sampling import SamplingParams
 from baton.core.task import EMBED
 from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.answer import IncrementalDetokenizer, NoDetokenizer
-from baton.router.context import RequestContext
-from baton.router.dispatch.config import DispatchConfig
 from baton.router.dispatch.node_rpcs import Deliver, NodeCalls
 from baton.router.dispatch.quarantine import Quarantine, QuarantineVerdict, Suspicion
-from baton.router.dispatch.retries import CircuitBreakers
+from baton.router.dispatch.retries import CircuitBreakers, DispatchConfig
 from baton.router.dispatch.route_finder import RouteFinder
 from baton.router.input_processing.model_profiles import ModelProfile, ModelProfiles
 from baton.router.input_processing.tokenization import TextBoundary
 from baton.router.pictures.families.gemma3 import Gemma3Format
 from baton.router.pictures.plan import ImageFile, Size
 from baton.router.pipeline import Pipeline, PipelineConfig
+from baton.router.request_scope import RequestContext
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import NodeTable
-from baton.router.routing.nodes import Node
 from baton.router.routing.policy import Leg, Route, handed_over
 from baton.router.routing.routing_view import RoutingRequest
+from baton.router.routing.served_models import Node
 from baton.router.tracing import UNTRACED, RequestTrace
 from baton.router.values import (
     ChatMessage,

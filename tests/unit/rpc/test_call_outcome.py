@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from baton.rpc.call_outcome import end_of, is_late
+from baton.rpc.status import end_of, is_late
 from baton.telemetry.tracing.spans import SpanOutcome
 
 

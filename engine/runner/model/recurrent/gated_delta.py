@@ -101,3 +101,31 @@ def _regroup(num_groups: int, sizes: tuple[int, ...]) -> list[int]:
     starts = range(0, num_groups * sum(sizes), sum(sizes))
     parts = zip(accumulate(sizes, initial=0), sizes, strict=False)
     return [start + first + row for first, size in parts for start in starts for row in range(size)]
+
+
+@dataclass(frozen=True, slots=True)
+class KimiDelta(GatedDelta):
+    """Weights of a layer. Its output gates are sigmoids."""
+
+    has_triton_kernels: ClassVar[bool] = False
+    chunk: ClassVar[int] = 16  # each pair of tokens has a decay for each channel
+    decays_channels: ClassVar[bool] = True
+
+    @staticmethod
+    def stored_rows(config: RecurrentConfig) -> tuple[Rows, Rows]:
+        rows = config.num_channels + config.num_values
+        return range(rows), range(config.num_value_heads * (1 + config.num_decays))
+
+    @classmethod
+    def shapes(cls, config: RecurrentConfig) -> dict[str, Shape]:
+        biases, heads = (config.num_value_heads * config.num_decays,), config.num_value_heads
+        return GatedDelta.shapes(config) | {"dt_bias": biases, "A_log": (1, 1, heads, 1)}
+
+    def factors(self, gates: Tensor) -> tuple[Tensor, Tensor]:
+        num_heads = len(self.decay_rate)
+        strengths, decays = gates.float().tensor_split([num_heads], dim=2)
+        steps = functional.softplus(decays + self.decay_bias).unflatten(2, (num_heads, -1))
+        return -self.decay_rate[:, None] * steps, strengths.sigmoid() * self.strength_scale
+
+    def activate(self, gates: Tensor) -> Tensor:
+        return gates.sigmoid()

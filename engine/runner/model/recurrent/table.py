@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from baton.engine.runner.model.config import Recurrence
-from baton.engine.runner.model.recurrent.gated_delta import GatedDelta
-from baton.engine.runner.model.recurrent.kimi_delta import KimiDelta
+from baton.engine.runner.model.recurrent.gated_delta import GatedDelta, KimiDelta
 from baton.engine.runner.model.recurrent.mamba2 import Mamba2
 from baton.engine.runner.model.recurrent.rule import RecurrentRule
 from baton.engine.runner.model.recurrent.short_conv import ShortConv

@@ -17,9 +17,8 @@ from baton.engine.runner.sampling.constraints import (
     token_mask,
 )
 from baton.engine.runner.sampling.logprobs import LogprobTensors
-from baton.engine.runner.sampling.randomness import draw_keys
 from baton.engine.runner.sampling.sampling import BestTokens, SampledRows, SamplingPass
-from baton.engine.runner.sampling.torch_sampling import MIN_TEMPERATURE, SamplingBackend
+from baton.engine.runner.sampling.torch_sampling import MIN_TEMPERATURE, SamplingBackend, draw_keys
 from baton.engine.runner.triton.launching import launch, row_contiguous
 from baton.engine.runner.triton.sampling.sampling_kernels import (
     constrain_kernel,

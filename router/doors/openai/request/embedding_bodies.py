@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from baton.router.answers import MAX_INPUTS
 from baton.router.doors.openai.request.bodies import MAX_INT32, AnyInt, Body
-from baton.router.input_processing.embedding_calls import MAX_INPUTS
 
 Inputs = Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
 Documents = Annotated[

@@ -14,6 +14,7 @@ from baton.core.kv_hints import KvHints
 from baton.core.sampling import SamplingDefaults, read_logit_bias
 from baton.core.stop_strings import StopRule
 from baton.core.task import task_of
+from baton.router.answers import NUM_SEEDS, calls_for_answers
 from baton.router.doors.openai.request.bodies import (
     MAX_INT32,
     ChatBody,
@@ -29,7 +30,6 @@ from baton.router.doors.openai.request.structured_outputs import (
     output_format_from,
 )
 from baton.router.doors.openai.request.tool_choice import ToolChoice, tool_choice_from
-from baton.router.input_processing.answer_calls import NUM_SEEDS, calls_for_answers
 from baton.router.input_processing.limits import (
     MAX_ANSWERS,
     MAX_EXTRA_ARGS,

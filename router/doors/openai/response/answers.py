@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from baton.core.finish import Finish
+from baton.core.output import Finish
 from baton.router.doors.openai.request.parsed_request import ParsedRequest
 from baton.router.doors.openai.response.chat_choices import ChatChoice
 from baton.router.doors.openai.response.choices import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
-from baton.core.finish import Finish
+from baton.core.output import Finish
 from baton.router.doors.openai.request.parsed_request import ResponseOptions
 from baton.router.doors.openai.response.choices import finish_fields
 from baton.router.doors.openai.response.logprobs import TokenToText, chat_logprobs

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.core.finish import Finish
-from baton.core.logprobs import TokenLogprobs
+from baton.core.output import Finish, TokenLogprobs
 from baton.router.doors.openai.request.parsed_request import ResponseOptions
 from baton.router.doors.openai.response.logprobs import (
     TokenToText,

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from baton.checkpoint.token_text import TokenText
-from baton.core.logprobs import TokenLogprobs
+from baton.checkpoint.tokenizer import TokenText
+from baton.core.output import TokenLogprobs
 from baton.router.http.json_encoding import LazyArray
 from baton.router.input_processing.limits import MAX_POSITIONS_PER_SLICE
 

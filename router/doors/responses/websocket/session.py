@@ -1,4 +1,4 @@
-"""One WebSocket connection: its requests are answered one after the other."""
+"""WebSocket endpoint of Responses: the requests of a connection are answered in turn."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 
 from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
 
 from baton.core.errors import NamedError
 from baton.router.byte_budget import RETRY_AFTER_S
-from baton.router.doors.openai.errors import RefusedByCode
+from baton.router.doors.openai.errors import OPENAI_ERRORS, RefusedByCode
 from baton.router.doors.openai.request.bodies import with_session
 from baton.router.doors.responses.memory import ConnectionMemory
 from baton.router.doors.responses.store import ResponseStore
 from baton.router.doors.responses.turns import begin_turn
 from baton.router.doors.responses.websocket.channel import (
     GOING_AWAY,
+    INTERNAL_ERROR,
     NORMAL,
     ChannelEvents,
     MessageChannel,
-)
-from baton.router.doors.responses.websocket.events import (
     create_event_from,
     error_event,
     take_stream_id,
@@ -31,11 +31,11 @@ from baton.router.http.errors import failure_of
 from baton.router.http.exchange import ReceivedRequest
 from baton.router.http.json_encoding import as_json
 from baton.router.http.limit_headers import admitting
-from baton.router.http.middleware import REQUEST_ID, SESSION_ID
+from baton.router.http.middleware import REQUEST_ID, SESSION_ID, request_id_of
 from baton.router.input_processing.limits import check_name
 from baton.router.pipeline import Pipeline
 from baton.router.request_scope import RequestScope, RequestScopes
-from baton.rpc.errors import ClientGone, QueueFull
+from baton.rpc.errors import ClientGone, Draining, QueueFull
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,3 +202,37 @@ class Session:
             async with request.held:
                 with request.scope.ending_on_error():
                     raise ClientGone("the client disconnected before its request was answered")
+
+
+@dataclass(frozen=True, slots=True)
+class WebSocketEndpoint:
+    """ASGI app of one path."""
+
+    services: Services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        try:
+            self._check(headers)
+        except NamedError as error:
+            await OPENAI_ERRORS.response(failure_of(error))(scope, receive, send)
+            return
+        if (await receive())["type"] != "websocket.connect":
+            return
+        await send({"type": "websocket.accept"})
+        channel = MessageChannel(scope, receive, send)
+        owner = self.services.scopes.owner_of(headers.items())
+        address, _ = scope.get("client") or ("", 0)
+        session = Session(self.services, channel, headers, request_id_of(scope), owner, address)
+        try:
+            await session.run()
+        except Exception:
+            await channel.close(INTERNAL_ERROR, "internal error; see the server's log")
+            raise
+
+    def _check(self, headers: Headers) -> None:
+        """Raises InvalidRequest and Draining."""
+        for name in (REQUEST_ID, SESSION_ID):
+            check_name(name, headers.get(name, ""))
+        if self.services.pipeline.is_draining:
+            raise Draining("the router stops; connect to another one, or try again in a second")

@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 
 from baton.cli.commands.adapters import table_of_adapters
-from baton.client.adapter_status import AdapterStatus
+from baton.client.node_status import AdapterStatus
 from baton.core.ids import AdapterRef
 
 

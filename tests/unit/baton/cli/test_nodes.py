@@ -4,8 +4,7 @@ from dataclasses import replace
 
 from baton.cli.commands.adapters import table_of_adapters
 from baton.cli.commands.nodes import as_values, table_of_tiers, tables_of
-from baton.client.adapter_status import adapters_of
-from baton.client.node_status import Snapshot
+from baton.client.node_status import Snapshot, adapters_of
 from baton.core.ids import AdapterRef
 from baton.core.legs import LegKind
 from baton.rpc.adapters import LoadedAdapter, NameOrder, NodeAdapters

@@ -9,9 +9,8 @@ import pytest
 
 from baton.checkpoint.gguf.architectures import read_config, read_tensors
 from baton.checkpoint.gguf.gguf_file import GgufFile
-from baton.checkpoint.gguf.header import Header, TensorEntry, Value
+from baton.checkpoint.gguf.header import BLOCK_TYPES, Header, TensorEntry, Value
 from baton.checkpoint.gguf.hub_tensors import groups_from_rounds
-from baton.checkpoint.gguf.types import BLOCK_TYPES
 from baton.core.errors import ModelError
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -9,11 +9,11 @@ import pytest
 from baton.core.ids import BlockName
 from baton.engine.kv_arrival.arrival import Arrival
 from baton.engine.kv_arrival.fills import Fill, Fills, FillsByName
-from baton.engine.kv_arrival.holds import Holds
 from baton.engine.kv_cache.block_hashes import BlockHash
+from baton.engine.kv_cache.block_pool import Holds
 from baton.engine.kv_cache.cache import KvCache
-from baton.engine.kv_cache.config import CacheConfig
 from baton.engine.kv_cache.external_prefix import ExternalPrefix
+from baton.engine.kv_cache.groups import CacheConfig
 from tests.support.requests import make_held
 
 MAX_WAIT_S = 5.0

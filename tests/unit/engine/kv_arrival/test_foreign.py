@@ -12,7 +12,7 @@ from baton.core.ids import AdapterRef, RequestId
 from baton.core.request import EngineRequest
 from baton.core.sampling import SamplingParams
 from baton.engine.kv_arrival.arrivals import KvSources
-from baton.engine.kv_cache.config import CacheConfig
+from baton.engine.kv_cache.groups import CacheConfig
 from baton.engine.plan import Plan, RunResult
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler

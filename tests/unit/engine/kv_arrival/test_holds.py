@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from baton.engine.kv_arrival.holds import Holds
-from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.kv_cache.block_pool import BlockPool, Holds
 
 
 def test_closing_the_last_hold_frees_a_block() -> None:

@@ -11,8 +11,14 @@ import pytest
 from baton.core.ids import HandoffId, NodeId, RequestId
 from baton.core.output import RequestStats
 from baton.core.sampling import SamplingParams
-from baton.engine.kv_arrival.pull_times import AVOID_S, BYTE_S, FORGET_S, LATENCY_S, PullTimes
-from baton.engine.kv_arrival.pulls import PullConfig
+from baton.engine.kv_arrival.pulls import (
+    AVOID_S,
+    BYTE_S,
+    FORGET_S,
+    LATENCY_S,
+    PullConfig,
+    PullTimes,
+)
 from baton.engine.kv_cache.block_hashes import HASH_BYTES, BlockHash
 from baton.engine.kv_cache.block_names import name_in_group, snapshot_names
 from baton.engine.kv_cache.groups import FULL, ONE_GROUP, KvCacheSpec, KvGroup

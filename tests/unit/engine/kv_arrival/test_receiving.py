@@ -9,10 +9,9 @@ import pytest
 
 from baton.core.errors import InvalidRequest
 from baton.core.ids import BlockId, HandoffId, RequestId
-from baton.core.logprobs import FirstToken
-from baton.core.output import Failure, FailureCause, FinishReason
+from baton.core.output import Failure, FailureCause, FinishReason, FirstToken
 from baton.core.request import ReceiveKv
-from baton.engine.kv_cache.config import CacheConfig
+from baton.engine.kv_cache.groups import CacheConfig
 from baton.engine.plan import Plan, RunResult
 from baton.engine.scheduler.config import LoadFailurePolicy, SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler

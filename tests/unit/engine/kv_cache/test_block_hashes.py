@@ -9,12 +9,7 @@ import pytest
 from baton.core.errors import InvalidRequest
 from baton.core.ids import PrefixKeys
 from baton.core.media import MediaSegment
-from baton.engine.kv_cache.block_hashes import (
-    BlockHash,
-    PrefixNaming,
-    block_hashes,
-    extend_hashes,
-)
+from baton.engine.kv_cache.block_hashes import BlockHash, PrefixNaming, block_hashes, extend_hashes
 
 ROOT = PrefixNaming(16, "model").root()
 

@@ -10,8 +10,7 @@ from baton.core.ids import NO_BLOCK
 from baton.engine.errors import BlocksUnaccounted
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.cache import KvCache
-from baton.engine.kv_cache.config import CacheConfig
-from baton.engine.kv_cache.groups import FULL, CacheLayout, KvCacheSpec, KvGroup
+from baton.engine.kv_cache.groups import FULL, CacheConfig, CacheLayout, KvCacheSpec, KvGroup
 from baton.engine.kv_cache.held_kv import HeldKv
 from tests.support.requests import make_held
 

@@ -9,7 +9,7 @@ from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored
 from baton.engine.kv_cache.block_hashes import PrefixNaming
 from baton.engine.kv_cache.cache import KvCache
 from baton.engine.kv_cache.cache_group import PrefixHit
-from baton.engine.kv_cache.config import CacheConfig
+from baton.engine.kv_cache.groups import CacheConfig
 from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.scheduler.request import Request
 from tests.support.requests import make_engine_request, make_held

@@ -12,8 +12,7 @@ from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.block_names import snapshot_end
 from baton.engine.kv_cache.cache import KvCache
 from baton.engine.kv_cache.cache_group import PassChunk
-from baton.engine.kv_cache.config import CacheConfig
-from baton.engine.kv_cache.groups import FULL, CacheLayout, KvCacheSpec, KvGroup
+from baton.engine.kv_cache.groups import FULL, CacheConfig, CacheLayout, KvCacheSpec, KvGroup
 from baton.engine.kv_cache.held_kv import HeldKv, RecurrentState
 from baton.engine.plan import BlockIds
 from tests.support.requests import make_held

@@ -15,9 +15,8 @@ from baton.core.output import FailureCause, FinishReason
 from baton.core.request import EngineRequest
 from baton.core.task import ENCODE, GENERATE, UNSAMPLED
 from baton.engine.errors import EncodingsUnaccounted, OutOfOrder
-from baton.engine.kv_cache.config import CacheConfig
-from baton.engine.media.encoder_cache import EncoderCache
-from baton.engine.media.media_planner import MediaPlanner
+from baton.engine.kv_cache.groups import CacheConfig
+from baton.engine.media.media_planner import EncoderCache, MediaPlanner
 from baton.engine.request_media import RequestMedia
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.validation import validate_request

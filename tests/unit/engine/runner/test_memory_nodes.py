@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine.runner.ranks.memory_nodes import cpus_by_rank
+from baton.engine.runner.ranks.leading import cpus_by_rank
 
 TWO = {0: "0-3,8-11\n", 1: "4-7,12-15\n"}
 FIRST, SECOND = frozenset({0, 1, 2, 3, 8, 9, 10, 11}), frozenset({4, 5, 6, 7, 12, 13, 14, 15})

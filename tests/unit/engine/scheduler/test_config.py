@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.core.errors import InvalidConfig
-from baton.engine.kv_cache.config import CacheConfig
+from baton.engine.kv_cache.groups import CacheConfig
 from baton.engine.scheduler.config import SchedulerConfig
 
 

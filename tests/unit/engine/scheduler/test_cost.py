@@ -7,8 +7,7 @@ from functools import partial
 import pytest
 
 from baton.core.ids import RequestId
-from baton.engine.kv_cache.config import CacheConfig
-from baton.engine.kv_cache.groups import CacheLayout
+from baton.engine.kv_cache.groups import CacheConfig, CacheLayout
 from baton.engine.plan import RunResult
 from baton.engine.scheduler.config import SchedulerConfig, SchedulingPolicy
 from baton.engine.scheduler.scheduler import Scheduler

@@ -7,7 +7,7 @@ from functools import partial
 from baton.core.ids import RequestId
 from baton.core.output import Failure, FinishReason, Output
 from baton.core.sampling import SamplingParams
-from baton.engine.kv_cache.config import CacheConfig
+from baton.engine.kv_cache.groups import CacheConfig
 from baton.engine.plan import Plan, RunResult
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler

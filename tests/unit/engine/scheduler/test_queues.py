@@ -5,8 +5,7 @@ from __future__ import annotations
 import weakref
 
 from baton.engine.kv_arrival.fills import FillId
-from baton.engine.scheduler.queues import WaitingQueue
-from baton.engine.scheduler.ranked_queue import RankedQueue
+from baton.engine.scheduler.queues import RankedQueue, WaitingQueue
 from baton.engine.scheduler.request import Request
 from tests.support.function_calls import count_calls
 from tests.support.requests import make_request

@@ -11,8 +11,7 @@ from baton.core.errors import InvalidConfig, InvalidRequest
 from baton.core.ids import RequestId
 from baton.core.output import FinishReason
 from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
-from baton.engine.kv_cache.config import CacheConfig
-from baton.engine.kv_cache.groups import CacheLayout
+from baton.engine.kv_cache.groups import CacheConfig, CacheLayout
 from baton.engine.plan import BlockIds, Plan, PlanRow, StateBlocks
 from baton.engine.scheduler.config import SchedulerConfig, SchedulingPolicy
 from baton.engine.scheduler.validation import max_sequence_length, validate_request

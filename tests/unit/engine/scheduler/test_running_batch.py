@@ -6,9 +6,9 @@ import pytest
 
 from baton.core.ids import BlockId
 from baton.engine.plan import Plan
+from baton.engine.scheduler.prompt_budget import StepLoad
 from baton.engine.scheduler.request import Request
 from baton.engine.scheduler.running_batch import RunningBatch
-from baton.engine.scheduler.step_pace import StepLoad
 from baton.kv_transfer.types import KvOrders
 from tests.support.requests import make_request
 

@@ -10,7 +10,7 @@ import pytest
 from baton.core.errors import InvalidRequest
 from baton.core.output import FinishReason, Output
 from baton.engine.errors import OutOfOrder
-from baton.engine.kv_cache.config import CacheConfig
+from baton.engine.kv_cache.groups import CacheConfig
 from baton.engine.plan import Plan, RunResult
 from baton.engine.scheduler.config import SchedulerConfig, SchedulingPolicy
 from baton.engine.scheduler.prompt_budget import NUM_STEPS_AFTER_SHORT

@@ -10,11 +10,11 @@ from baton.core.errors import InvalidConfig
 from baton.core.ids import HandoffId, NodeId, Peer
 from baton.core.request import ReceiveKv
 from baton.engine.core import EngineCore
-from baton.engine.kv_cache.config import CacheConfig
+from baton.engine.kv_cache.groups import CacheConfig
 from baton.engine.plan import Plan, RunResult
 from baton.engine.scheduler.config import SchedulerConfig
+from baton.engine.scheduler.prompt_budget import LEAST_TOKENS, PACED_STEP_S, StepPace
 from baton.engine.scheduler.scheduler import Scheduler
-from baton.engine.scheduler.step_pace import LEAST_TOKENS, PACED_STEP_S, StepPace
 from baton.kv_transfer.driver import KvDriver
 from baton.kv_transfer.types import KvOrders, KvReports, Lost
 from tests.support.fake_runner import FakeRunner, KvTensor, SynchronousRunner

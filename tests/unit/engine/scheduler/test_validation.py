@@ -11,7 +11,7 @@ from baton.core.ids import AdapterRef, HandoffId, NodeId, Peer, RequestId
 from baton.core.media import MediaSegment, StoredRows
 from baton.core.request import EngineRequest, ReceiveKv
 from baton.core.sampling import SamplingParams
-from baton.engine.kv_cache.config import CacheConfig
+from baton.engine.kv_cache.groups import CacheConfig
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.validation import max_num_tokens, max_sequence_length, validate_request
 from tests.support.requests import make_engine_request

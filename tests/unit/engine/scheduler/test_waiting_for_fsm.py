@@ -6,7 +6,7 @@ from baton.core.ids import HandoffId, RequestId
 from baton.core.output import Failure, FailureCause, FinishReason, Output
 from baton.core.request import EngineRequest, ReceiveKv
 from baton.core.sampling import SamplingParams
-from baton.engine.kv_cache.config import CacheConfig
+from baton.engine.kv_cache.groups import CacheConfig
 from baton.engine.plan import Plan, RunResult
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler

@@ -13,8 +13,14 @@ from hypothesis import strategies as st
 
 from baton.core.ids import RequestId
 from baton.engine.spec_decode.config import Speculation
-from baton.engine.spec_decode.draft_lengths import IDLE_INTERVAL, MAX_PAUSE_STEPS, DraftLengths
-from baton.engine.spec_decode.pass_costs import MAX_AGE_PASSES, MAX_RATIO, PassCosts
+from baton.engine.spec_decode.draft_lengths import (
+    IDLE_INTERVAL,
+    MAX_AGE_PASSES,
+    MAX_PAUSE_STEPS,
+    MAX_RATIO,
+    DraftLengths,
+    PassCosts,
+)
 from baton.engine.spec_decode.proposer import DraftRow
 
 NUM_DRAFTED = 8

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.ids import PrefixKeys
-from baton.engine.spec_decode.past_answers import MAX_PAST_TOKENS_OF_ANSWER, PastAnswers
+from baton.engine.spec_decode.suffix_proposer import MAX_PAST_TOKENS_OF_ANSWER, PastAnswers
 from baton.engine.spec_decode.token_index import MAX_CANDIDATES, SEPARATOR
 
 A, B = PrefixKeys("a"), PrefixKeys("a", adapter="b")

@@ -9,8 +9,7 @@ import numpy as np
 
 from baton.core.ids import RequestId
 from baton.engine.spec_decode.config import Speculation
-from baton.engine.spec_decode.predictions_first import PredictionsFirst
-from baton.engine.spec_decode.proposer import DraftRow, Drafts
+from baton.engine.spec_decode.proposer import DraftRow, Drafts, PredictionsFirst
 from baton.engine.spec_decode.suffix_proposer import SuffixProposer
 
 PREDICTION = (11, 12, 13, 14, 15)

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from baton.core.errors import InvalidConfig
 from baton.core.ids import PrefixKeys, RequestId
 from baton.engine.spec_decode.config import Speculation, parse_speculation
-from baton.engine.spec_decode.past_answers import PastAnswers
 from baton.engine.spec_decode.proposer import DraftRow
 from baton.engine.spec_decode.suffix_proposer import (
     MAX_TOKENS_INDEXED_PER_STEP,
     MIN_PROBABILITY,
+    PastAnswers,
     SuffixProposer,
     continue_matches,
 )

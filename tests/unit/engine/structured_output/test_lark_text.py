@@ -6,7 +6,7 @@ import pytest
 
 from baton.core.errors import InvalidRequest
 from baton.core.structured_outputs import StructuredOutputs
-from baton.engine.structured_output.lark_text import reason_to_refuse
+from baton.engine.structured_output.grammar_text import reason_to_refuse
 from baton.engine.structured_output.llguidance_backend import validate_grammar
 
 

@@ -15,7 +15,7 @@ from baton.core.errors import InvalidRequest
 from baton.core.structured_outputs import StructuredOutputs
 from baton.engine.structured_output.grammar import Grammar
 from baton.engine.structured_output.llguidance_backend import GrammarLibrary, validate_grammar
-from baton.engine.structured_output.tags.schema_form import FORMS
+from baton.engine.structured_output.tags.tag_grammar import FORMS
 from baton.router.text_events.events import fold
 from baton.router.text_events.parsing import TextFormat, ToolCallMode
 from baton.router.text_events.strict_formats import STRICT_FORMATS

@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from baton.core.ids import BlockId, HandoffId, Incarnation, NodeId, Peer
-from baton.core.logprobs import FirstToken
+from baton.core.output import FirstToken
 from baton.kv_transfer.config import ReceiverConfig
 from baton.kv_transfer.fence import PASSED
 from baton.kv_transfer.layout import KvLayout, KvPacking, MemoryKind, is_convertible

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from baton.core.ids import BlockId, HandoffId, NodeId, Peer
-from baton.core.logprobs import FirstToken
+from baton.core.output import FirstToken
 from baton.kv_transfer.config import ReceiverConfig
 from baton.kv_transfer.link import LinkId
 from baton.kv_transfer.protocol.actions import (

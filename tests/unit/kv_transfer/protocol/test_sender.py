@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from baton.core.ids import BlockId, HandoffId
-from baton.core.logprobs import FirstToken
+from baton.core.output import FirstToken
 from baton.kv_transfer.config import SenderConfig
 from baton.kv_transfer.link import LinkId
 from baton.kv_transfer.protocol.actions import BreakLink, PostWrite, SendDone, SendMessage

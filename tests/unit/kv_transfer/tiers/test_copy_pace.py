@@ -6,8 +6,8 @@ from threading import Event, Thread
 
 import pytest
 
-from baton.kv_transfer.tiers.block_memory import copy_blocks
 from baton.kv_transfer.tiers.copy_pace import MAX_SHARE, PACED_BYTES, CopyPace, PacedWork
+from baton.kv_transfer.tiers.kv_access import copy_blocks
 from tests.support.tier_memory import BLOCK_BYTES, OwnedMemory
 
 NUM_BLOCKS = 2 * PACED_BYTES // BLOCK_BYTES + 1

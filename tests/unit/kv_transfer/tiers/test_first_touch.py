@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from baton.kv_transfer.tiers.block_memory import BlockMemory
 from baton.kv_transfer.tiers.copy_pace import PACED_BYTES, CopyPace
 from baton.kv_transfer.tiers.first_touch import FirstTouch
+from baton.kv_transfer.tiers.kv_access import BlockMemory
 
 BLOCK_BYTES = 1 << 16
 NUM_BLOCKS = 3 * PACED_BYTES // BLOCK_BYTES + 1

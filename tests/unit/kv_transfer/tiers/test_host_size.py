@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from baton.core.kv_hints import BlockHints, tenant_of
-from baton.kv_transfer.tiers.block_memory import BlockMemory
-from baton.kv_transfer.tiers.host_size import RETRY_S, HostGrowth, auto_host_bytes
+from baton.kv_transfer.tiers.first_touch import RETRY_S, HostGrowth, auto_host_bytes
 from baton.kv_transfer.tiers.host_tier import HostTier
+from baton.kv_transfer.tiers.kv_access import BlockMemory
 
 GIB, MIB = 1 << 30, 1 << 20
 BLOCK_BYTES, STEP_BLOCKS = 4096, 4

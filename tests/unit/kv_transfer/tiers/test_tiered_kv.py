@@ -13,9 +13,9 @@ from baton.core.kv_hints import NO_HINTS, BlockHints, tenant_of
 from baton.kv_transfer.external_kv import FILE, HOST, OBJECT, ExternalOrders, Store, StoreId
 from baton.kv_transfer.tiers import host_stores, tiered_kv
 from baton.kv_transfer.tiers.backing_tier import LOAD_DEADLINE_S
-from baton.kv_transfer.tiers.block_memory import BlockMemory, copy_blocks
 from baton.kv_transfer.tiers.copy_pace import CopyPace, PacedWork
 from baton.kv_transfer.tiers.host_stores import MIN_AT_QUOTA
+from baton.kv_transfer.tiers.kv_access import BlockMemory, copy_blocks
 from baton.kv_transfer.tiers.stores.block_store import BlockStore
 from baton.kv_transfer.tiers.tier_status import PAUSE_S
 from baton.kv_transfer.tiers.tiered_kv import TieredKv

@@ -11,22 +11,23 @@ import pytest
 
 from baton.core.ids import BlockId
 from baton.kv_transfer.protocol.messages import Region
-from baton.kv_transfer.transports import ucxx_receives, ucxx_sends
+from baton.kv_transfer.transports import ucxx, ucxx_receives
 from baton.kv_transfer.transports.base import (
+    SLOT_BYTES,
     Arrived,
     BlocksLanded,
     CancelCompleted,
     ChannelBroken,
     ChannelEvent,
     LayerRange,
+    Staging,
     Write,
     WriteFailed,
     Written,
 )
-from baton.kv_transfer.transports.staging import SLOT_BYTES, Staging
+from baton.kv_transfer.transports.ucxx import UcxxSends
 from baton.kv_transfer.transports.ucxx_messages import HEADER_BYTES, Label, Parcel, encode_header
 from baton.kv_transfer.transports.ucxx_receives import UcxxReceives
-from baton.kv_transfer.transports.ucxx_sends import UcxxSends
 from tests.support.fake_ucxx import FakeUcxx
 
 TICKET = 5
@@ -149,7 +150,7 @@ def test_duplicate_bytes_do_not_count_for_missing_ones() -> None:
 
 
 def test_a_write_beyond_the_slots_waits_and_completes_once_all_is_received() -> None:
-    num = 2 * ucxx_sends.MAX_SLOTS * SLOT_BYTES // 65536
+    num = 2 * ucxx.MAX_SLOTS * SLOT_BYTES // 65536
     channel = Channel(num, 65536)
     sources, targets = scattered(num, of=num)
     channel.receives.expect(TICKET, targets)
@@ -161,7 +162,7 @@ def test_a_write_beyond_the_slots_waits_and_completes_once_all_is_received() -> 
     ended_early = list(channel.sends.look())
     events = channel.settle()
 
-    assert num_begun == ucxx_sends.MAX_SLOTS
+    assert num_begun == ucxx.MAX_SLOTS
     assert ended_early == []
     assert sorted(events, key=str) == [Arrived(TICKET), Written(0), Written(1)]
     assert (channel.d[list(targets)] == channel.p[list(sources)]).all()
@@ -264,7 +265,7 @@ def test_a_parcel_that_contradicts_its_header_breaks_the_path_and_writes_nothing
 
 
 def test_a_failed_send_fails_its_write_once_no_part_is_in_flight() -> None:
-    num = 2 * ucxx_sends.MAX_SLOTS * SLOT_BYTES // 65536
+    num = 2 * ucxx.MAX_SLOTS * SLOT_BYTES // 65536
     channel = Channel(num, 65536)
     sources, targets = scattered(num, of=num)
     channel.sends.post(whole_write(sources, targets))
@@ -278,7 +279,7 @@ def test_a_failed_send_fails_its_write_once_no_part_is_in_flight() -> None:
 
     assert early == []
     assert later == [WriteFailed(0, "endpoint timeout")]
-    assert len(channel.ucxx.messages) == ucxx_sends.MAX_SLOTS
+    assert len(channel.ucxx.messages) == ucxx.MAX_SLOTS
 
 
 def test_a_tag_round_trips_for_regions_of_any_size() -> None:

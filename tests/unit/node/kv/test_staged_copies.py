@@ -16,7 +16,7 @@ from baton.kv_transfer.layout import KvLayout, StagedRun
 from baton.kv_transfer.protocol.messages import Region
 from baton.kv_transfer.records import TransferRole
 from baton.kv_transfer.transports.base import LayerRange
-from baton.node.kv.staged_copies import StagedCopies
+from baton.node.kv.worker import StagedCopies
 from tests.support.fake_device import Costs, FakeDevice
 
 NUM_BLOCKS, NUM_LAYERS, BLOCK_BYTES = 8, 2, 128

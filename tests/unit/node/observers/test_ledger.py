@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from baton.core.ids import BlockId, HandoffId, NodeId, Peer, RequestId
 from baton.core.sampling import SamplingParams
-from baton.engine.plan import Plan, PlanRow
-from baton.engine.step_observer import StepRecord
+from baton.engine.plan import Plan, PlanRow, StepRecord
 from baton.kv_transfer.records import TransferRecord, TransferRole
 from baton.kv_transfer.types import NO_REPORTS, KvOrders, KvReports, Receive
-from baton.node.observers.ledger import RequestLedger
+from baton.node.servicer import RequestLedger
 from tests.support.engines import VOCAB_SIZE, an_engine, an_engine_request
 from tests.support.fake_runner import CrashPlace, FakeRunner, KvTensor
 

@@ -11,19 +11,17 @@ import pytest
 from baton.core.errors import InvalidConfig
 from baton.core.ids import RequestId
 from baton.engine.core import EngineCore
-from baton.engine.kv_cache.config import CacheConfig
-from baton.engine.plan import Plan, RunResult
+from baton.engine.kv_cache.groups import CacheConfig
+from baton.engine.plan import Plan, RunResult, StepObserver
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler
-from baton.engine.step_observer import StepObserver
 from baton.node.observers.tracing import MAX_LINKS, NodeTracing, StepTracing
 from baton.node.options import NodeOptions
 from baton.telemetry import names
-from baton.telemetry.tracing.node_timeline import NodeFacts
+from baton.telemetry.tracing.node_timeline import NodeFacts, StepTimeline
 from baton.telemetry.tracing.outlet import Timeline
 from baton.telemetry.tracing.spans import Span, TraceContext
-from baton.telemetry.tracing.step_timeline import StepTimeline
 from baton.telemetry.tracing.tracer import NO_TRACER, Tracer
 from tests.support.engines import VOCAB_SIZE, an_engine_request
 from tests.support.fake_runner import FakeRunner, KvTensor, SynchronousRunner

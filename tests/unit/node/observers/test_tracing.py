@@ -10,8 +10,7 @@ import pytest
 from baton.core.ids import BlockId, HandoffId, NodeId, Peer, RequestId
 from baton.core.legs import LegKind
 from baton.core.sampling import SamplingParams
-from baton.engine.plan import Plan, PlanRow
-from baton.engine.step_observer import StepRecord
+from baton.engine.plan import Plan, PlanRow, StepRecord
 from baton.kv_transfer.external_kv import ExternalOrders, ExternalReports, Load, Loaded, LoadId
 from baton.kv_transfer.records import TransferRecord, TransferRole
 from baton.kv_transfer.types import (

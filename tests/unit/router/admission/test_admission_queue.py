@@ -14,7 +14,7 @@ from baton.router.admission.admission_queue import (
     AdmissionQueue,
     AdmissionQueueConfig,
 )
-from baton.router.context import RequestContext
+from baton.router.request_scope import RequestContext
 from baton.router.values import GenerateCall, TokenPrompt
 from baton.rpc.errors import QueueFull
 

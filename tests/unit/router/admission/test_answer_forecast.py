@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.router.admission.forecasts import AnswerForecast
+from baton.router.admission.admission_queue import AnswerForecast
 
 
 def after(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from asyncio import Event
 
 from baton.core.ids import ANY_MODEL, AdapterRef, ModelVariant
+from baton.router.admission.admission import TrafficByModel
 from baton.router.admission.admission_queue import AdmissionQueueConfig
-from baton.router.admission.model_traffic import TrafficByModel
 
 A, B, OTHER = (ModelVariant(name) for name in ("a", "b", "other"))
 

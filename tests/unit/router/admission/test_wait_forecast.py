@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.router.admission.forecasts import FirstTokenForecast
+from baton.router.admission.admission_queue import FirstTokenForecast
 
 
 def steady(interval_s: float, num: int = 200) -> tuple[FirstTokenForecast, float]:

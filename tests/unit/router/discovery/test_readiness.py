@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.core.legs import LegKind
-from baton.router.discovery.readiness import PATIENCE_S, Readiness
+from baton.router.discovery.node_reports import PATIENCE_S, Readiness
 from baton.router.routing.node_table import NodeTable
 from tests.support.node_calls import a_node, a_node_of, an_embedder
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 from baton.core.ids import AdapterRef, HandoffId, ModelVariant, PrefixKeys
 from baton.core.sampling import SamplingParams
 from baton.router.answer import AnswerAssembler
-from baton.router.context import RequestContext
-from baton.router.dispatch.dispatched_request import DispatchedRequest
+from baton.router.dispatch.attempt import DispatchedRequest
+from baton.router.request_scope import RequestContext
 from baton.router.values import GenerateCall, TokenPrompt
 
 

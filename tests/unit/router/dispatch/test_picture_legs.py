@@ -17,8 +17,8 @@ from baton.core.task import ENCODE, PREFETCH
 from baton.router.dispatch.node_rpcs import Deliver, LegOutput
 from baton.router.routing.config import RoutingPolicy
 from baton.router.routing.node_table import NodeTable
-from baton.router.routing.nodes import Node
 from baton.router.routing.policy import Leg
+from baton.router.routing.served_models import Node
 from baton.router.tracing import UNTRACED, RequestTrace
 from baton.router.values import GenerateCall, TokenPrompt
 from baton.rpc.cached_prefixes import PrefixChanges, pack_names

@@ -9,15 +9,14 @@ import pytest
 
 from baton.core.legs import LegKind
 from baton.core.media import DIGEST_BYTES, MediaSegment
-from baton.router.dispatch.config import DispatchConfig
 from baton.router.dispatch.quarantine import Quarantine, Suspicion
-from baton.router.dispatch.retries import BreakerConfig, CircuitBreakers
+from baton.router.dispatch.retries import BreakerConfig, CircuitBreakers, DispatchConfig
 from baton.router.dispatch.route_finder import RouteFinder
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import NodeTable
-from baton.router.routing.nodes import Node
 from baton.router.routing.policy import Route, decoded_on
 from baton.router.routing.routing_view import RoutingRequest
+from baton.router.routing.served_models import Node
 from baton.rpc.cached_prefixes import PrefixChanges, pack_names
 from tests.support.node_calls import NAMING, a_node, a_table
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from baton.core.finish import Finish, Served
-from baton.core.output import FinishReason
+from baton.core.output import Finish, FinishReason, Served
 from baton.core.sampling import NO_SAMPLING_DEFAULTS
 from baton.router.doors.messages.parsed_message import message_from
 from baton.router.doors.messages.response import MessageResponse

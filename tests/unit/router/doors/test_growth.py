@@ -15,7 +15,6 @@ from baton.router.doors.files import documents_in
 from baton.router.doors.grpc import translate
 from baton.router.doors.http_app import DESCRIPTIONS
 from baton.router.doors.messages.parsed_message import message_from, prompt_to_count
-from baton.router.doors.openai.lora import LoadBody, UnloadBody
 from baton.router.doors.openai.request.bodies import (
     Body,
     DetokenizeBody,
@@ -23,7 +22,6 @@ from baton.router.doors.openai.request.bodies import (
     TokenizeChatBody,
     openai_body,
 )
-from baton.router.doors.openai.request.closed_schemas import ClosingWork, close_objects
 from baton.router.doors.openai.request.embedding_bodies import (
     EmbeddingBody,
     PoolBody,
@@ -37,9 +35,11 @@ from baton.router.doors.openai.request.parsed_request import (
     completion_from,
 )
 from baton.router.doors.openai.request.prompts import chat_from, messages_from, parse_prompts
-from baton.router.doors.responses.compaction import compaction_from
+from baton.router.doors.openai.request.tool_choice import ClosingWork, close_objects
+from baton.router.doors.openai.routes import LoadBody, UnloadBody
 from baton.router.doors.responses.files import put_texts
 from baton.router.doors.responses.parsed_response import NO_HISTORY, response_from
+from baton.router.doors.responses.routes import compaction_from
 from baton.router.http.bodies import json_object
 from baton.router.parts import Document
 from baton.router.values import ChatPrompt, Parsing

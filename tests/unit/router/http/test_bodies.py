@@ -25,7 +25,7 @@ from baton.router.http.bodies import (
     max_values,
     read_body,
 )
-from baton.router.input_processing.large_texts import LargeTexts
+from baton.router.input_processing.tokenization import LargeTexts
 from baton.rpc.errors import BodyTimeout, MessageTooLarge, QueueFull
 
 LARGE = SMALL_BODY_BYTES + 1

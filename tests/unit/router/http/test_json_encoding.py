@@ -6,8 +6,8 @@ import asyncio
 import json
 from typing import Any
 
-from baton.checkpoint.token_text import TokenText
-from baton.core.logprobs import TokenLogprobs
+from baton.checkpoint.tokenizer import TokenText
+from baton.core.output import TokenLogprobs
 from baton.router.doors.openai.response.logprobs import (
     chat_logprobs,
     completion_logprobs,

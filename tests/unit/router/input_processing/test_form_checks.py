@@ -12,9 +12,9 @@ from baton.core.sampling import SamplingParams
 from baton.core.structured_outputs import StructuredOutputs
 from baton.engine.structured_output.compiler import GrammarCompiler
 from baton.engine.structured_output.llguidance_backend import Checked
-from baton.router.context import RequestContext
 from baton.router.input_processing.form_checks import FormChecks
 from baton.router.input_processing.input_processor import InputProcessor
+from baton.router.request_scope import RequestContext
 from baton.router.values import GenerateCall, TokenPrompt
 from baton.rpc.errors import QueueFull
 from tests.support.grammars import BAD, GOOD, PATIENCE_S, SLOW, HeldLibrary

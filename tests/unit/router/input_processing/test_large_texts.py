@@ -17,12 +17,16 @@ import pytest
 from baton.checkpoint.tokenizer import Tokenizer
 from baton.core.errors import InvalidRequest
 from baton.core.sampling import SamplingParams
-from baton.router.context import RequestContext
 from baton.router.doors.grpc.translate import calls_from, check_request
 from baton.router.input_processing.input_processor import InputProcessor
-from baton.router.input_processing.large_texts import LargeTextConfig, LargeTexts
 from baton.router.input_processing.limits import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
-from baton.router.input_processing.tokenization import ModelText, TextBoundary
+from baton.router.input_processing.tokenization import (
+    LargeTextConfig,
+    LargeTexts,
+    ModelText,
+    TextBoundary,
+)
+from baton.router.request_scope import RequestContext
 from baton.router.values import (
     MAX_COUNTED_CHARACTERS,
     ChatMessage,

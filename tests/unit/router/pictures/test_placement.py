@@ -8,8 +8,15 @@ import pytest
 
 from baton.core.errors import InvalidRequest
 from baton.core.media import DIGEST_BYTES, MediaSegment, Picture
-from baton.router.pictures.placement import put_texts, segments_in
-from baton.router.pictures.plan import Detail, PicturePlan, PreparedImage, Size, Tile
+from baton.router.pictures.plan import (
+    Detail,
+    PicturePlan,
+    PreparedImage,
+    Size,
+    Tile,
+    put_texts,
+    segments_in,
+)
 
 PIXEL = Size(1, 1)
 PLACEHOLDER = 9

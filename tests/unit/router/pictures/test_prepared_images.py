@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from baton.core.media import Picture
-from baton.router.pictures.plan import PicturePlan, PreparedImage
-from baton.router.pictures.prepared_images import MAX_UUIDS, ImageKey, PreparedImages
+from baton.router.pictures.plan import (
+    MAX_UUIDS,
+    ImageKey,
+    PicturePlan,
+    PreparedImage,
+    PreparedImages,
+)
 
 PLAN = PicturePlan((), 0, (), "")
 

@@ -10,12 +10,12 @@ import pytest
 from baton.core.ids import AdapterRef, ModelVariant
 from baton.core.legs import LegKind
 from baton.core.task import EMBED
-from baton.router.routing.assignment import Assignment
+from baton.router.dispatch.dispatcher import Assignment
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import NodeTable
-from baton.router.routing.nodes import Node
 from baton.router.routing.policy import Route, choose
 from baton.router.routing.routing_view import ADAPTER_LOAD_COST, DECODE_COST_TOKENS, RoutingRequest
+from baton.router.routing.served_models import Node
 from baton.rpc import adapters
 from baton.rpc.adapters import NameOrder
 from baton.rpc.errors import NoNodes

@@ -13,12 +13,12 @@ from baton.core.legs import LegKind
 from baton.core.media import MediaSegment
 from baton.core.options import build_config
 from baton.engine.kv_cache.block_hashes import PrefixNaming
-from baton.router.routing.assignment import Assignment
+from baton.router.dispatch.dispatcher import Assignment
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import NodeTable
-from baton.router.routing.nodes import Node
 from baton.router.routing.policy import Route, choose
 from baton.router.routing.routing_view import RoutingRequest
+from baton.router.routing.served_models import Node
 from baton.rpc.cached_prefixes import PrefixChanges, pack_names
 from baton.rpc.errors import IncompatibleNodes, NoNodes
 from baton.rpc.node_info import NodeLoad

@@ -13,9 +13,9 @@ from baton.core.legs import LegKind
 from baton.core.task import EMBED, GENERATE, Task
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import NodeTable
-from baton.router.routing.nodes import Node
 from baton.router.routing.policy import choose
 from baton.router.routing.routing_view import RoutingRequest
+from baton.router.routing.served_models import Node
 from baton.rpc.errors import NoNodes
 from tests.support.node_calls import (
     FINGERPRINT,

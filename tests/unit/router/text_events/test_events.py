@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.finish import Finish, Served
-from baton.core.output import FinishReason
+from baton.core.output import Finish, FinishReason, Served
 from baton.router.text_events.events import (
     AnswerText,
     ArgumentsDelta,

@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.finish import Finish, Served
-from baton.core.output import FinishReason
-from baton.rpc.messages.finish import finish_from, finish_to
+from baton.core.output import Finish, FinishReason, Served
+from baton.rpc.messages.conversion import finish_from, finish_to
 
 LOCAL = Served("", "d0", False, "no prefill node", 0, 0, "", 5, 3, 2)
 REMOTE = Served(

@@ -6,8 +6,7 @@ import pytest
 
 from baton.core.errors import InvalidRequest
 from baton.core.ids import RequestId
-from baton.core.logprobs import TokenLogprobs
-from baton.core.output import Output
+from baton.core.output import Output, TokenLogprobs
 from baton.core.sampling import MAX_LOGPROBS
 from baton.router.input_processing.limits import TOKEN_BYTES, TOP_BYTES, check_prompt_logprobs_fit
 from baton.rpc.messages.conversion import output_to

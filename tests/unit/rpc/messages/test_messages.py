@@ -15,8 +15,7 @@ from baton.core.errors import InvalidRequest
 from baton.core.ids import AdapterRef, BlockId, HandoffId, Incarnation, NodeId, Peer, RequestId
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
 from baton.core.legs import LegKind
-from baton.core.logprobs import FirstToken, TokenLogprobs
-from baton.core.output import Failure, FinishReason, Output
+from baton.core.output import Failure, FinishReason, FirstToken, Output, TokenLogprobs
 from baton.core.request import EngineRequest, PrefixSource, ReceiveKv
 from baton.core.sampling import MAX_BANNED_SEQUENCES, SamplingDefaults, SamplingParams
 from baton.core.structured_outputs import StructuredOutputs

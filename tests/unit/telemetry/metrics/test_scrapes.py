@@ -12,8 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.telemetry.metrics.instruments import Reading
 from baton.telemetry.metrics.names import READINGS_AGE, RUNNING
-from baton.telemetry.metrics.readers import MAX_CONNECTIONS, metrics_server
-from baton.telemetry.metrics.scrapes import OwnerThreadReader
+from baton.telemetry.metrics.readers import MAX_CONNECTIONS, OwnerThreadReader, metrics_server
 
 Order = Callable[[], None]
 

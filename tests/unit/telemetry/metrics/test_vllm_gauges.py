@@ -7,8 +7,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.telemetry.metrics import names as counted
-from baton.telemetry.metrics.instruments import Reading, exposition
-from baton.telemetry.metrics.vllm_gauges import AdaptersInUse, VllmGauges
+from baton.telemetry.metrics.instruments import AdaptersInUse, Reading, VllmGauges, exposition
 from tests.support.llm_d_metrics import EndpointMetrics, NotExtracted, extract
 
 READING: Reading = {

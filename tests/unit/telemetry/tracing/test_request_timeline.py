@@ -6,9 +6,13 @@ import pytest
 
 from baton.telemetry import names
 from baton.telemetry.metrics.instruments import RouterMetrics
-from baton.telemetry.tracing.request_timeline import AttemptTimeline, Judgement, RequestTimeline
+from baton.telemetry.tracing.request_timeline import (
+    AttemptTimeline,
+    Judgement,
+    RequestTimeline,
+    VllmLegTimeline,
+)
 from baton.telemetry.tracing.spans import End, Span, SpanOutcome
-from baton.telemetry.tracing.vllm_leg import VllmLegTimeline
 from tests.support.traces import a_request, to_unix_ns
 
 

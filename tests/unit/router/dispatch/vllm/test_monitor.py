@@ -12,8 +12,7 @@ import pytest
 from baton.core.errors import InvalidRequest
 from baton.core.ids import RequestId
 from baton.core.legs import LegKind
-from baton.core.logprobs import TokenLogprobs
-from baton.core.output import Output
+from baton.core.output import Output, TokenLogprobs
 from baton.core.request import EngineRequest
 from baton.router.discovery.sources import VllmServer
 from baton.router.dispatch.node_rpcs import Deliver, LegOutput

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.router.doors.messages.content import ContentBlocks, whole_content
+from baton.router.doors.messages.response import ContentBlocks, whole_content
 from baton.router.http.json_encoding import Json
 from baton.router.text_events.events import (
     ArgumentsDelta,

@@ -12,7 +12,7 @@ from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.checkpoint.tokenizer_files import load_tokenizer
 from baton.core.structured_outputs import StructuredOutputs
 from baton.engine.structured_output.llguidance_backend import GrammarLibrary
-from baton.router.doors.openai.request.closed_schemas import close_objects
+from baton.router.doors.openai.request.tool_choice import close_objects
 from tests.support.grammars import is_whole
 from tests.support.models import EOS_TOKEN_ID, VOCAB_SIZE, save_tokenizer
 

@@ -7,8 +7,8 @@ import math
 
 import pytest
 
-from baton.checkpoint.token_text import TokenText, spelled
-from baton.core.logprobs import TokenLogprobs
+from baton.checkpoint.tokenizer import TokenText, spelled
+from baton.core.output import TokenLogprobs
 from baton.router.doors.openai.response.logprobs import (
     LOWEST,
     chat_logprobs,

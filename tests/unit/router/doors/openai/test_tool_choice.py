@@ -22,8 +22,13 @@ from baton.router.doors.openai.request.parsed_request import (
 )
 from baton.router.doors.openai.request.structured_outputs import errors_of_field
 from baton.router.text_events.events import ArgumentsDelta, CallEnd, ToolCall, fold
-from baton.router.text_events.forced_calls import NamedCallParser, RequiredCallsParser
-from baton.router.text_events.parsing import Constraint, TextFormat, ToolCallMode
+from baton.router.text_events.parsing import (
+    Constraint,
+    NamedCallParser,
+    RequiredCallsParser,
+    TextFormat,
+    ToolCallMode,
+)
 from baton.router.text_events.table import REASONING_FORMATS
 from baton.router.values import ChatPrompt, Parsing, ReasoningTokens
 from tests.support.grammars import is_whole

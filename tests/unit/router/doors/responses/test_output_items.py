@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.router.doors.responses.output_items import INCOMPLETE, OutputItems
+from baton.router.doors.responses.response_object import INCOMPLETE, OutputItems
 from baton.router.http.json_encoding import Json
 from baton.router.text_events.events import (
     ArgumentsDelta,

@@ -14,7 +14,7 @@ from baton.router.doors.responses.store import ResponseStore, StoredResponse
 from baton.router.doors.responses.turns import begin_turn
 from baton.router.http.bodies import ONE_AT_A_TIME, ReceivedBody
 from baton.router.http.exchange import ReceivedRequest
-from baton.router.input_processing.large_texts import LargeTexts
+from baton.router.input_processing.tokenization import LargeTexts
 from baton.router.pipeline import Pipeline, PipelineConfig
 from baton.router.request_scope import RequestScopes
 from baton.rpc.errors import QueueFull

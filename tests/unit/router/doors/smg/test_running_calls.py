@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from baton.router.doors.smg.running_calls import RunningCalls
+from baton.router.doors.smg.servicer import RunningCalls
 from baton.rpc.errors import NodeFailed, RequestIdInUse
 
 
