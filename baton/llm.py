@@ -23,11 +23,10 @@ from baton.completion import Completion, CompletionBuilder, VectorBuilder
 from baton.core.errors import InvalidConfig, InvalidRequest
 from baton.core.ids import AdapterRef, RequestId
 from baton.core.output import RAW_LOGPROBS
-from baton.core.request import EngineRequest
+from baton.core.request import EMBED, TOKEN_EMBED, UNSAMPLED, EmbedTask, EngineRequest, TaskOutput
 from baton.core.sampling import SamplingParams, fit_max_tokens
 from baton.core.stop_strings import StopRule
 from baton.core.structured_outputs import StructuredOutputs
-from baton.core.task import EMBED, TOKEN_EMBED, UNSAMPLED, EmbedTask, TaskOutput
 from baton.core.units import AUTO, parse_kv_memory
 from baton.core.vectors import Floats, check_dimensions, scaled, shorten
 from baton.engine.config import EngineOptions

@@ -1,4 +1,4 @@
-"""Sampling parameters of a request, validated on construction."""
+"""Sampling parameters of a request, validated on construction, and its reasoning section."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from itertools import chain
 from typing import Any, TypeAlias
 
 from baton.core.errors import InvalidRequest
-from baton.core.reasoning import ReasoningSection
 from baton.core.structured_outputs import StructuredOutputs
 
 MAX_LOGPROBS = 64
@@ -23,6 +22,8 @@ MAX_LISTED_TOKEN_IDS = 1 << 18  # allowed or banned; the size of the largest voc
 # Argument of a logits processor: a JSON scalar or a list of them.
 Scalar: TypeAlias = str | int | float | bool
 Argument: TypeAlias = Scalar | tuple[Scalar, ...]
+FIELD = "reasoning"
+MAX_END_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,3 +224,26 @@ def _check_count(name: str, count: int, limit: int) -> None:
 
 def _invalid(name: str, value: object, expected: str) -> InvalidRequest:
     return InvalidRequest(f"{name} is {value}; it must be {expected}", name.partition("[")[0])
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningSection:
+    """Structured output begins after `end_token_ids`. Until then, any text may be generated."""
+
+    end_token_ids: tuple[int, ...]
+    # First token of an answer with reasoning: any other begins the structured output. None: the
+    # prompt has begun the reasoning.
+    begin_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.end_token_ids) <= MAX_END_TOKENS:
+            raise InvalidRequest(
+                f"{FIELD}.end_token_ids must have 1 to {MAX_END_TOKENS} tokens; it has "
+                f"{len(self.end_token_ids)}",
+                FIELD,
+            )
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        begin = () if self.begin_token_id is None else (self.begin_token_id,)
+        return (*begin, *self.end_token_ids)

@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 from baton.core.ids import NO_PREFIX_KEYS, BlockId, PrefixKeys, RequestId
 from baton.core.media import MediaSegment, Picture
 from baton.core.output import Failure, TokenLogprobs
+from baton.core.request import GENERATE, Task
 from baton.core.sampling import SamplingParams
-from baton.core.task import GENERATE, Task
 from baton.engine.structured_output.grammar import Grammar
 from baton.kv_transfer.records import TransferRecord
 from baton.kv_transfer.types import NO_KV_ORDERS, KvOrders, KvReports

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from baton.core.media import MediaSegment, Picture, PictureRows, encoding_rows
-from baton.core.request import EngineRequest
-from baton.core.task import TaskOutput
+from baton.core.request import EngineRequest, TaskOutput
 from baton.engine.plan import EncodingSource
 
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from baton.core.ids import BlockName
-from baton.kv_transfer.device_blocks import DeviceBlocks
 from baton.kv_transfer.external_kv import (
     ExternalKv,
     ExternalOrders,
@@ -23,6 +22,7 @@ from baton.kv_transfer.external_kv import (
     LoadId,
     StoreId,
 )
+from baton.kv_transfer.tiers.kv_access import DeviceBlocks
 
 log = logging.getLogger(__name__)
 FURTHER = "further errors like this are only counted"

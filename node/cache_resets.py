@@ -16,7 +16,7 @@ from baton.kv_transfer.external_kv import check_tiers
 from baton.node.engine_calls import run_on_engine
 from baton.node.state import NodeState
 from baton.rpc.errors import NotAnOperator
-from baton.rpc.security.operators import OPTION, Operators
+from baton.rpc.security.token import OPTION, Operators
 
 SetPause = Callable[[PauseMode | None], Awaitable[None]]  # None: resume
 

@@ -23,8 +23,8 @@ from baton.node.kv.events.config import KvEventsConfig
 from baton.node.kv.tiers_config import TiersConfig
 from baton.rpc.listening import ListenHost, ListenPort
 from baton.rpc.process_end import DRAIN_TIMEOUT_S, DrainTimeout
-from baton.rpc.security.operators import OperatorTokens
 from baton.rpc.security.tls import PLAIN, TlsConfig
+from baton.rpc.security.token import OperatorTokens
 from baton.telemetry.options import TelemetryOptions
 
 GPU_STAGING_BYTES = 1 << 30

@@ -41,7 +41,7 @@ from baton.prefill_node.leg import PrefillLegs
 from baton.rpc.health import Health
 from baton.rpc.listening import check_port
 from baton.rpc.process_end import ShutdownDeadline
-from baton.rpc.security.operators import Operators
+from baton.rpc.security.token import Operators
 from baton.rpc.server import Running, Service, announce, freeze_heap, serving, stop_signal
 from baton.telemetry.resource import Process
 from baton.telemetry.tracing.tracer import Tracer, tracing

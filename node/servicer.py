@@ -13,8 +13,7 @@ from grpc import aio
 from baton.core.ids import HandoffId, RequestId
 from baton.core.legs import LegKind
 from baton.core.output import Output
-from baton.core.request import EngineRequest
-from baton.core.task import TaskOutput
+from baton.core.request import EngineRequest, TaskOutput
 from baton.engine.plan import Plan, PlanRow, StepObserver, StepRecord
 from baton.kv_transfer.external_kv import KV
 from baton.kv_transfer.records import TransferRecord, TransferRole
@@ -30,7 +29,7 @@ from baton.rpc.adapters import ADAPTER, ORDER
 from baton.rpc.errors import UnsupportedInput
 from baton.rpc.messages.calls import KIND, PAUSE_MODE, CallReport, engine_request, event_to
 from baton.rpc.node_info import card_to, check_api_version, update_to
-from baton.rpc.security.operators import NO_OPERATORS, Operators
+from baton.rpc.security.token import NO_OPERATORS, Operators
 from baton.rpc.security.token_gate import sent_token
 from baton.rpc.status import named_errors
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc, node_pb2, node_pb2_grpc

@@ -21,8 +21,8 @@ from baton.core.errors import InvalidRequest
 from baton.core.foreign_kv import FIELD
 from baton.core.ids import ModelVariant
 from baton.core.output import Finish, TokenLogprobs
+from baton.core.request import EMBED, UNSAMPLED, EmbedTask
 from baton.core.sampling import SamplingParams
-from baton.core.task import EMBED, UNSAMPLED, EmbedTask
 from baton.router.dispatch.quarantine import PromptGroup
 from baton.router.input_processing.limits import (
     LogprobBudget,

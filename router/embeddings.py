@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import NamedTuple
 
 from baton.core.output import Finish
-from baton.core.task import TaskOutput
+from baton.core.request import TaskOutput
 from baton.core.vectors import Floats, decode_vector
 from baton.router.input_processing.limits import check_token_vectors_fit
 from baton.router.pipeline import Pipeline

@@ -9,7 +9,7 @@ from baton.checkpoint.checkpoint import Checkpoint
 from baton.checkpoint.hub import model_root, open_checkpoint, served_name
 from baton.checkpoint.tokenizer import Tokenizer
 from baton.core.errors import InvalidConfig, ModelError
-from baton.core.reasoning import MAX_END_TOKENS
+from baton.core.sampling import MAX_END_TOKENS
 from baton.router.input_processing.model_profiles import ModelProfile
 from baton.router.input_processing.tokenization import ModelText
 from baton.router.model_options import ByName, ModelOptions

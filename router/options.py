@@ -24,9 +24,8 @@ from baton.router.model_options import ModelOptions
 from baton.router.pictures.image_hosts import NO_IMAGE_HOSTS, ImageHosts
 from baton.rpc.listening import MAX_PORT, ListenHost, ListenPort
 from baton.rpc.process_end import DRAIN_TIMEOUT_S, DrainTimeout
-from baton.rpc.security.operators import Operators, OperatorTokens
 from baton.rpc.security.tls import PLAIN, TlsConfig
-from baton.rpc.security.token import AcceptedTokens, read_tokens
+from baton.rpc.security.token import AcceptedTokens, Operators, OperatorTokens, read_tokens
 from baton.telemetry.options import TelemetryOptions
 
 NODES_HELP = (

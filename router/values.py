@@ -1,8 +1,8 @@
-"""Requests and answers of the router, as values."""
+"""Requests, the parts of their messages, and answers of the router, as values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -11,11 +11,9 @@ from baton.core.ids import ANY_MODEL, ModelVariant
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
 from baton.core.media import MediaSegment, Picture
 from baton.core.output import Finish, TokenLogprobs
-from baton.core.reasoning import ReasoningSection
-from baton.core.sampling import SamplingParams
+from baton.core.request import GENERATE, Task
+from baton.core.sampling import ReasoningSection, SamplingParams
 from baton.core.stop_strings import StopRule
-from baton.core.task import GENERATE, Task
-from baton.router.parts import Content, Part, text_of
 from baton.router.pictures.plan import ImageFile, PreparedImage
 
 TEMPLATE_CHARACTERS = 16  # that a chat template adds around each message, estimated
@@ -233,3 +231,63 @@ class TokenChunk(NamedTuple):
 
 
 AnswerPart = TokenChunk | Finish  # a Finish is the last part
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A document of a message, with the field that has it."""
+
+    content: str | bytes  # bytes: a PDF that is not read yet
+    where: str
+    name: str = ""
+    context: str = ""  # what the client says about it
+    warnings: tuple[str, ...] = ()
+    pages: tuple[bytes, ...] = ()  # image files in place of a text
+
+    @property
+    def label(self) -> str:
+        """Field and name, for errors and warnings."""
+        return f"{self.where}: {self.name or 'the file'}"
+
+    @property
+    def text(self) -> str:
+        """Text as the model sees it."""
+        if not isinstance(self.content, str):
+            raise TypeError(f"the document in {self.where} was not read")
+        title = f"File {self.name}:" if self.name else "File:"
+        context = f"\n{self.context}" if self.context else ""
+        return f"{title}{context}\n\n{self.content}"
+
+
+Part = str | Document | ImageFile | PreparedImage
+Content = str | tuple[Part, ...]
+
+
+def content_of(parts: Iterable[Part]) -> Content:
+    """Return parts as the content of a message: one text, unless others are among them."""
+    parts = tuple(parts)
+    return text_of(parts) if all(isinstance(part, str) for part in parts) else parts
+
+
+def text_of(content: Content) -> str:
+    """Join texts by newlines, as vLLM does. Images have none."""
+    return "\n".join(texts_of(content))
+
+
+def texts_of(content: Content) -> list[str]:
+    if isinstance(content, str):
+        return [content]
+    texts = (part.text if isinstance(part, Document) else part for part in content)
+    return [text for text in texts if isinstance(text, str)]
+
+
+def template_content(content: Content) -> list[dict[str, str]]:
+    """Return the parts of a message as chat templates of models with images take them."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return [
+        {"type": "image"}
+        if isinstance(part, PreparedImage)
+        else {"type": "text", "text": text_of((part,))}
+        for part in content
+    ]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from baton.bench.client import LoadRun, Sample
-from baton.bench.objectives import NO_OBJECTIVES, Slo
+from baton.bench.load import NO_OBJECTIVES, Slo
 
 
 @dataclass(frozen=True, slots=True)

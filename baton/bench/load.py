@@ -1,4 +1,4 @@
-"""Load plan: requests and send times, drawn from a seed before the run. Pure."""
+"""Load plan: requests, send times drawn from a seed before the run, and objectives. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
-from baton.bench.objectives import Slo, parse_slo
 from baton.core.errors import InvalidConfig
 from baton.core.options import Option, check_options
 
@@ -22,6 +21,36 @@ LOAD = "Load"
 
 # Lower ids are often special tokens.
 FIRST_PLAIN_TOKEN = 10
+SLO_UNITS = {"ms": 1e-3, "s": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Latency objectives of a good answer. None: no objective."""
+
+    ttft: float | None = None  # seconds
+    itl: float | None = None  # 99th percentile of the answer's gaps
+    tpot: float | None = None  # mean time per token after the first
+    e2e: float | None = None
+
+
+NO_OBJECTIVES = Slo()
+
+
+def parse_slo(written: str) -> Slo:
+    """Parse objectives such as `ttft=500ms,itl=50ms`. Raises InvalidConfig."""
+    limits: dict[str, float] = {}
+    for part in filter(None, written.split(",")):
+        name, _, limit = part.strip().partition("=")
+        unit = "ms" if limit.endswith("ms") else "s"
+        try:
+            limits[name] = float(limit.removesuffix(unit)) * SLO_UNITS[unit]
+            Slo(**limits)
+        except (ValueError, TypeError):
+            raise InvalidConfig(
+                f"{part!r} is not an objective; write it like ttft=500ms,itl=50ms,tpot=40ms,e2e=5s"
+            ) from None
+    return Slo(**limits)
 
 
 @dataclass(frozen=True, slots=True)

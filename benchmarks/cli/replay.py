@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from baton.bench.objectives import Slo
+from baton.bench.load import Slo
 from baton.bench.plots import need_matplotlib
 from baton.cli.options.connection import connect_to_measure
 from baton.cli.options.output import JsonFile, check_writable_file

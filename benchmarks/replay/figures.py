@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from baton.bench.figures import Quantiles, gaps_of, meets, quantiles_ms, ttft_of
-from baton.bench.objectives import Slo
+from baton.bench.load import Slo
 from benchmarks.replay.run import ReplayedRequest, ReplayRun
 from benchmarks.replay.sources import num_reused
 

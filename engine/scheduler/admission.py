@@ -9,7 +9,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from baton.core.output import Failure, FailureCause, FinishReason
-from baton.core.task import TaskOutput
+from baton.core.request import TaskOutput
 from baton.engine.kv_arrival.fills import PrefixNeed
 from baton.engine.kv_cache.cache_group import PrefixHit
 from baton.engine.scheduler.prompt_budget import PromptBudget

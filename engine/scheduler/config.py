@@ -13,7 +13,7 @@ from baton.core.extra_args import Check, reject_extra_args
 from baton.core.media import PictureRows, StoredRows
 from baton.core.options import BATCHING, KV_CACHE, Option, check_options
 from baton.core.pooling import Pooling
-from baton.core.task import Task, TaskOutput
+from baton.core.request import Task, TaskOutput
 from baton.engine.runner.config import MaxNumBatchedTokens, MaxNumSeqs
 
 DEFAULT_LONG_PREFILL_THRESHOLD = 512

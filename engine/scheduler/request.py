@@ -11,9 +11,8 @@ from typing import NamedTuple
 from baton.core.foreign_kv import ForeignKv
 from baton.core.ids import RequestId
 from baton.core.output import RequestStats
-from baton.core.request import EngineRequest
+from baton.core.request import EngineRequest, TaskOutput
 from baton.core.sampling import SamplingParams
-from baton.core.task import TaskOutput
 from baton.engine.errors import OutOfOrder
 from baton.engine.kv_arrival.arrival import Arrival, GivenKv
 from baton.engine.kv_cache.block_hashes import BlockHash

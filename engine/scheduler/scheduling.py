@@ -15,11 +15,10 @@ from baton.core.ids import RequestId
 from baton.engine.kv_cache.cache_group import PassChunk
 from baton.engine.plan import NO_MEDIA, BlockTables, Plan
 from baton.engine.scheduler.admission import AdmissionRules, Refusal
-from baton.engine.scheduler.fairness import victims_over_share
 from baton.engine.scheduler.prompt_budget import PromptBudget
 from baton.engine.scheduler.request import BY_RANK, Request, RequestStatus
 from baton.engine.scheduler.state import SchedulerState
-from baton.engine.scheduler.urgency import victims_for
+from baton.engine.scheduler.urgency import victims_for, victims_over_share
 
 
 class StepPlanner:

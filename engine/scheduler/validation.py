@@ -8,9 +8,8 @@ from itertools import chain
 from baton.core.errors import ContextLengthExceeded, InvalidRequest
 from baton.core.media import PICTURE_SALT, Picture, PictureRows, encoding_rows
 from baton.core.pooling import PoolingKind
-from baton.core.request import EngineRequest
+from baton.core.request import EmbedTask, EngineRequest, TaskOutput
 from baton.core.structured_outputs import FIELD
-from baton.core.task import EmbedTask, TaskOutput
 from baton.engine.kv_cache.block_hashes import MAX_TOKEN_ID
 from baton.engine.kv_cache.groups import CacheConfig
 from baton.engine.request_media import RequestMedia

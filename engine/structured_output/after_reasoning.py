@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baton.core.reasoning import ReasoningSection
+from baton.core.sampling import ReasoningSection
 from baton.engine.structured_output.grammar import Bits, Grammar, Matcher
 
 ALL = -1  # a word of a bitmask

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
 
-from baton.kv_transfer.device_blocks import DeviceBlocks
 from baton.kv_transfer.fence import Fence
-from baton.kv_transfer.tiers.kv_access import BlockMemory, ReadTarget
+from baton.kv_transfer.tiers.kv_access import BlockMemory, DeviceBlocks, ReadTarget
 
 PIECE_BYTES = 1 << 20  # at least a block: it is digested while the next ones are copied
 

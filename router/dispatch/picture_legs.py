@@ -17,8 +17,7 @@ from baton.core.ids import HandoffId, ModelVariant, Peer
 from baton.core.kv_hints import KvHints
 from baton.core.legs import LegKind
 from baton.core.media import Picture, StoredPicture, encoding_rows, picture_salt
-from baton.core.request import EngineRequest, PrefixSource
-from baton.core.task import ENCODE, PREFETCH, UNSAMPLED
+from baton.core.request import ENCODE, PREFETCH, UNSAMPLED, EngineRequest, PrefixSource
 from baton.router.dispatch.attempt import Attempt, DispatchedRequest
 from baton.router.dispatch.node_rpcs import LegEvent, LegOutput, NodeCalls
 from baton.router.request_scope import RequestContext

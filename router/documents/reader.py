@@ -13,7 +13,7 @@ from pydantic_core import from_json
 from baton.core.errors import InvalidRequest
 from baton.router.confined.process import FileReader, ProcessLimits, confined_process
 from baton.router.fair_slots import FairSlots
-from baton.router.parts import Document
+from baton.router.values import Document
 
 NUM_PROCESSES = 2
 MAX_WAITING = 64  # requests, each of which holds its files in memory

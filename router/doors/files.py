@@ -11,11 +11,10 @@ from baton.router.doors.openai.request.parsed_request import ParsedRequest
 from baton.router.http.bodies import ReceivedBody
 from baton.router.http.exchange import ReceivedRequest
 from baton.router.input_processing.limits import check_count
-from baton.router.parts import Content, Document, Part
 from baton.router.pictures.plan import ImageFile
 from baton.router.pictures.reader import ImageTrace, untraced
 from baton.router.pipeline import Pipeline
-from baton.router.values import ChatPrompt, Prompt
+from baton.router.values import ChatPrompt, Content, Document, Part, Prompt
 
 
 async def read_prompt(

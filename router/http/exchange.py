@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from baton.core.errors import NamedError
+from baton.router.admission.rate_limits import ClientUsage
 from baton.router.http.bodies import Bodies, ReceivedBody, run_while_connected
 from baton.router.http.errors import ErrorFormat, failure_of
-from baton.router.http.limit_headers import admitting
 from baton.router.http.middleware import (
     REQUEST_ID,
     SESSION_ID,
@@ -29,6 +29,7 @@ EVENT_HEADERS = {
     "cache-control": "no-store",
     "x-accel-buffering": "no",
 }
+MINUTE_MS = 60_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,3 +146,38 @@ class GenerationEndpoint:
             await self.answer(request, reply)
         except NamedError as error:
             await reply.send_error(error)
+
+
+@contextmanager
+def admitting(usage: ClientUsage, headers: MutableMapping[str, str]) -> Iterator[None]:
+    """Count a request until the end of the block, and add the client's limits to its headers.
+
+    Raises RateLimited.
+    """
+    try:
+        with usage.admitting():
+            headers.update(limit_headers(usage))
+            yield
+    except BaseException:
+        headers.update(limit_headers(usage))
+        raise
+
+
+def limit_headers(usage: ClientUsage) -> dict[str, str]:
+    """Return the headers that report rate limits to clients, as OpenAI names them."""
+    found: dict[str, str] = {}
+    for name, allowance in usage.allowances().items():
+        found[f"x-ratelimit-limit-{name}"] = str(allowance.limit)
+        found[f"x-ratelimit-remaining-{name}"] = str(allowance.remaining)
+        found[f"x-ratelimit-reset-{name}"] = duration(allowance.reset_s)
+    return found
+
+
+def duration(seconds: float) -> str:
+    """Return a duration as OpenAI writes it: `120ms`, `6.5s`, `1m30s`."""
+    ms = round(seconds * 1000)
+    if ms < 1000:
+        return f"{ms}ms"
+    minutes, rest_ms = divmod(ms, MINUTE_MS)
+    rest = f"{rest_ms / 1000:.3f}".rstrip("0").rstrip(".")
+    return f"{minutes}m{rest}s" if minutes else f"{rest}s"

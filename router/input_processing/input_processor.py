@@ -8,8 +8,8 @@ from functools import lru_cache, partial
 
 from baton.core.errors import ContextLengthExceeded, InvalidRequest
 from baton.core.ids import ANY_MODEL, ModelVariant
+from baton.core.request import EmbedTask, TaskOutput
 from baton.core.sampling import fit_max_tokens
-from baton.core.task import EmbedTask, TaskOutput
 from baton.router.input_processing.form_checks import FormChecks
 from baton.router.input_processing.limits import (
     LogprobBudget,

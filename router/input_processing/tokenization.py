@@ -13,9 +13,15 @@ from baton.core.errors import ContextLengthExceeded, InvalidRequest
 from baton.core.fair_queue import FairQueue
 from baton.router.answer import IncrementalDetokenizer, NoDetokenizer
 from baton.router.fair_slots import FairSlots
-from baton.router.parts import template_content
 from baton.router.pictures.plan import PictureFormat, put_texts, segments_in
-from baton.router.values import ChatPrompt, PairPrompt, Prompt, TextPrompt, TokenPrompt
+from baton.router.values import (
+    ChatPrompt,
+    PairPrompt,
+    Prompt,
+    TextPrompt,
+    TokenPrompt,
+    template_content,
+)
 from baton.rpc.errors import UnsupportedInput
 
 NUM_END_TOKENS = 16  # of a prompt: more than a chat template adds at its end

@@ -20,7 +20,7 @@ from baton.router.routing.node_table import NodeTable
 from baton.router.routing.served_models import Node
 from baton.rpc.adapters import ADAPTER, MAX_NAMES, ORDER, NameOrder
 from baton.rpc.errors import NoNodes, TooManyAdapters, TooManyUpdates, UnknownModel
-from baton.rpc.security.operators import NO_OPERATORS, Operators
+from baton.rpc.security.token import NO_OPERATORS, Operators
 from baton.rpc.status import RemoteError, remote_error
 from baton.v1 import node_pb2
 

@@ -17,7 +17,7 @@ from baton.router.routing.node_table import NodeTable
 from baton.router.routing.served_models import Node
 from baton.rpc.errors import DeadlineExceeded, NodeFailed, NotAnOperator
 from baton.rpc.messages.calls import KIND, PAUSE_MODE
-from baton.rpc.security.operators import NO_OPERATORS, Operators
+from baton.rpc.security.token import NO_OPERATORS, Operators
 from baton.rpc.status import RemoteError, invalid_request_in, remote_error
 from baton.v1 import node_pb2, node_pb2_grpc
 

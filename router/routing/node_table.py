@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from baton.core.ids import ANY_MODEL, AdapterRef, ModelVariant, NodeId
 from baton.core.legs import LegKind
-from baton.core.task import GENERATE, Task
+from baton.core.request import GENERATE, Task
 from baton.engine.kv_cache.block_hashes import PrefixNaming
 from baton.router.routing.cluster_adapters import ClusterAdapters
 from baton.router.routing.prefix_index import NodePrefixes

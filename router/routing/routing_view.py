@@ -13,7 +13,7 @@ from math import ceil
 from baton.core.ids import ANY_MODEL, ModelVariant, PrefixKeys
 from baton.core.legs import LegKind
 from baton.core.media import MediaSegment
-from baton.core.task import GENERATE, Task
+from baton.core.request import GENERATE, Task
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.router.routing.node_table import NodeTable
 from baton.router.routing.served_models import Node, Revision

@@ -11,8 +11,8 @@ from baton.core.errors import InvalidRequest
 from baton.core.ids import ANY_MODEL, ModelVariant
 from baton.core.legs import GENERATING, LegKind
 from baton.core.output import RAW_LOGPROBS
+from baton.core.request import GENERATE, Task
 from baton.core.sampling import NO_SAMPLING_DEFAULTS, SamplingDefaults
-from baton.core.task import GENERATE, Task
 from baton.kv_transfer.protocol.messages import Fingerprint
 from baton.rpc.errors import NoNodes
 from baton.rpc.node_info import NodeCard

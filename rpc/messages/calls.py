@@ -11,8 +11,17 @@ from baton.core.kv_hints import NO_KV_HINTS, KvHints
 from baton.core.legs import LegKind
 from baton.core.output import Output
 from baton.core.pause_mode import PauseMode
-from baton.core.request import EngineRequest, ReceiveKv
-from baton.core.task import EMBED, ENCODE, TOKEN_EMBED, EmbedTask, Task, TaskOutput, task_of
+from baton.core.request import (
+    EMBED,
+    ENCODE,
+    TOKEN_EMBED,
+    EmbedTask,
+    EngineRequest,
+    ReceiveKv,
+    Task,
+    TaskOutput,
+    task_of,
+)
 from baton.rpc.errors import UnsupportedInput
 from baton.rpc.messages.conversion import HANDOFF, KV_HINTS, PEER, SAMPLING, output_to
 from baton.rpc.messages.mapper import Converter, Mapper, enum_converter

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from baton.core.legs import LegKind
 from baton.core.output import Finish
-from baton.core.task import Task, TaskOutput
+from baton.core.request import Task, TaskOutput
 from baton.telemetry import names
 from baton.telemetry.tracing.spans import (
     AttributeValue,

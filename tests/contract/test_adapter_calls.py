@@ -8,8 +8,7 @@ import pytest
 from grpc import aio
 
 from baton.rpc.channel import open_channel
-from baton.rpc.security.operators import NO_OPERATORS, Operators
-from baton.rpc.security.token import AcceptedTokens
+from baton.rpc.security.token import NO_OPERATORS, AcceptedTokens, Operators
 from baton.rpc.status import remote_error
 from baton.v1 import node_pb2, node_pb2_grpc
 from tests.support.node_servers import a_node_server

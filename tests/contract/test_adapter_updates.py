@@ -16,8 +16,7 @@ from baton.router.orders import adapter_updates
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import AdapterUnreadable, NodeFailed
 from baton.rpc.node_info import GET_NODE, NodeAvailability
-from baton.rpc.security.operators import NO_OPERATORS, Operators
-from baton.rpc.security.token import AcceptedTokens
+from baton.rpc.security.token import NO_OPERATORS, AcceptedTokens, Operators
 from baton.v1 import node_pb2_grpc
 from tests.support.adapter_nodes import (
     OPERATORS,

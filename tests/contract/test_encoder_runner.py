@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from baton.core.errors import InvalidConfig, ModelError
 from baton.core.ids import RequestId
+from baton.core.request import EMBED, GENERATE, Task
 from baton.core.sampling import SamplingParams
-from baton.core.task import EMBED, GENERATE, Task
 from baton.engine.config import EngineOptions
 from baton.engine.errors import OutOfOrder
 from baton.engine.factory import build_scheduler

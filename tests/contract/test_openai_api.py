@@ -23,8 +23,7 @@ from baton.core.errors import ContextLengthExceeded
 from baton.core.kv_hints import KvHints
 from baton.core.legs import LegKind
 from baton.core.output import FinishReason
-from baton.core.reasoning import ReasoningSection
-from baton.core.sampling import SamplingParams
+from baton.core.sampling import ReasoningSection, SamplingParams
 from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.answer import IncrementalDetokenizer
 from baton.router.http.bodies import MAX_BODY_BYTES, max_values

@@ -14,8 +14,7 @@ from baton.core.pause_mode import PauseMode
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import Draining
 from baton.rpc.messages.calls import PAUSE_MODE
-from baton.rpc.security.operators import Operators
-from baton.rpc.security.token import AcceptedTokens, authorization
+from baton.rpc.security.token import AcceptedTokens, Operators, authorization
 from baton.v1 import node_pb2, node_pb2_grpc
 from tests.support.engines import an_engine
 from tests.support.node_servers import NodeServer, a_node_server

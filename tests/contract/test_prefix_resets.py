@@ -29,8 +29,7 @@ from baton.router.orders.node_orders import NodeOrders
 from baton.router.routing.node_table import NodeTable
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import NodeFailed
-from baton.rpc.security.operators import NO_OPERATORS, Operators
-from baton.rpc.security.token import AcceptedTokens, authorization
+from baton.rpc.security.token import NO_OPERATORS, AcceptedTokens, Operators, authorization
 from baton.rpc.security.token_gate import TokenInterceptor
 from baton.rpc.server import Service, serving
 from baton.v1 import cluster_pb2_grpc, node_pb2, node_pb2_grpc

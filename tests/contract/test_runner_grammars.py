@@ -14,9 +14,8 @@ from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.core.errors import InvalidRequest
 from baton.core.ids import RequestId
 from baton.core.output import Failure, FailureCause
-from baton.core.reasoning import ReasoningSection
 from baton.core.request import EngineRequest
-from baton.core.sampling import SamplingParams
+from baton.core.sampling import ReasoningSection, SamplingParams
 from baton.core.structured_outputs import StructuredOutputs
 from baton.engine.config import EngineOptions
 from baton.engine.factory import build_engine

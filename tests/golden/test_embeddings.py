@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from baton.checkpoint.tokenizer_files import load_tokenizer
 from baton.core.errors import InvalidRequest, ModelError
+from baton.core.request import EMBED, UNSAMPLED
 from baton.core.sampling import SamplingParams
-from baton.core.task import EMBED, UNSAMPLED
 from baton.core.vectors import Floats
 from baton.engine.config import EngineOptions
 from baton.engine.factory import build_engine

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from baton.core.errors import InvalidRequest
-from baton.core.task import EMBED, UNSAMPLED
+from baton.core.request import EMBED, UNSAMPLED
 from baton.core.vectors import Floats, decode_vector
 from baton.llm import LLM
 from tests.support.encoders import ENCODERS, make_encoder, pooled, scored, tokenize_pair

@@ -8,7 +8,7 @@ import pytest
 
 from baton.core.legs import LegKind
 from baton.core.media import MediaSegment
-from baton.core.task import ENCODE, PREFETCH
+from baton.core.request import ENCODE, PREFETCH
 from baton.kv_transfer.records import TransferRole
 from baton.telemetry import names
 from baton.telemetry.resource import Process

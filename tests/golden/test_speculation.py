@@ -11,9 +11,8 @@ import pytest
 
 from baton.core.ids import RequestId
 from baton.core.output import FinishReason, Output, TokenLogprobs
-from baton.core.reasoning import ReasoningSection
 from baton.core.request import EngineRequest
-from baton.core.sampling import SamplingParams
+from baton.core.sampling import ReasoningSection, SamplingParams
 from baton.core.structured_outputs import StructuredOutputs
 from baton.engine.config import EngineOptions
 from baton.engine.core import EngineCore

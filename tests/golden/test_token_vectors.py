@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from baton.core.errors import InvalidRequest, ModelError
+from baton.core.request import EMBED, TOKEN_EMBED, UNSAMPLED
 from baton.core.sampling import SamplingParams
-from baton.core.task import EMBED, TOKEN_EMBED, UNSAMPLED
 from baton.core.vectors import Floats
 from baton.engine.config import EngineOptions
 from baton.engine.factory import build_engine

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.objectives import Slo
+from baton.bench.load import Slo
 from baton.client import AsyncClient, Retries
 from baton.cluster import LocalCluster
 from benchmarks.replay.config import ReplayBench

@@ -12,8 +12,8 @@ import pytest
 
 from baton.checkpoint.peft_folder import PeftFolder
 from baton.core.ids import NO_ADAPTER, AdapterRef
+from baton.core.request import EMBED
 from baton.core.sampling import SamplingParams
-from baton.core.task import EMBED
 from baton.llm import LLM
 from baton.node.adapters.config import AdapterConfig, AdapterFolder
 from baton.rpc.adapters import LoadedAdapter

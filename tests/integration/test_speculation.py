@@ -13,8 +13,7 @@ import pytest
 from baton.client import AsyncClient, Client, Generation
 from baton.cluster import ClusterOptions, LocalCluster
 from baton.core.legs import LegKind
-from baton.core.reasoning import ReasoningSection
-from baton.core.sampling import SamplingParams
+from baton.core.sampling import ReasoningSection, SamplingParams
 from baton.core.structured_outputs import StructuredOutputs
 from baton.llm import LLM
 from baton.rpc.node_info import NodeStatus

@@ -19,8 +19,7 @@ from baton.client import BatonError, Client, Generation
 from baton.cluster import ClusterOptions, LocalCluster
 from baton.core.errors import InvalidRequest
 from baton.core.output import FinishReason
-from baton.core.reasoning import ReasoningSection
-from baton.core.sampling import SamplingParams
+from baton.core.sampling import ReasoningSection, SamplingParams
 from baton.core.structured_outputs import StructuredOutputs
 from baton.llm import LLM
 from baton.rpc.status import remote_error

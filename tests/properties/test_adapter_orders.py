@@ -24,8 +24,7 @@ from baton.router.orders import adapter_updates
 from baton.router.orders.adapter_updates import AdapterOrder, AdapterUpdates
 from baton.router.routing.node_table import NodeTable
 from baton.rpc.adapters import ADAPTER, ORDER, AdapterNames, NameOrder, NodeAdapters
-from baton.rpc.security.operators import Operators
-from baton.rpc.security.token import AcceptedTokens
+from baton.rpc.security.token import AcceptedTokens, Operators
 from baton.v1 import node_pb2
 from tests.support.node_calls import a_card
 

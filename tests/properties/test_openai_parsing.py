@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from baton.core.output import Finish, FinishReason, Served
 from baton.router.doors.openai.request.parsed_request import ResponseOptions
-from baton.router.doors.openai.response.chat_choices import ChatChoice
-from baton.router.doors.openai.response.choices import join_chunks
+from baton.router.doors.openai.response.choices import ChatChoice, join_chunks
 from baton.router.input_processing.tokenization import placeholder_text
 from baton.router.text_events.events import (
     AnswerText,

@@ -19,8 +19,8 @@ from baton.core.errors import InvalidRequest
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
 from baton.core.pause_mode import PauseMode
 from baton.core.pooling import Pooling, PoolingKind
+from baton.core.request import EMBED, Task
 from baton.core.sampling import SamplingParams
-from baton.core.task import EMBED, Task
 from baton.engine.kv_cache.groups import FULL, ONE_GROUP, KvCacheSpec, KvGroup
 from baton.engine.scheduler.config import LoadFailurePolicy, SchedulerConfig, SchedulingPolicy
 from tests.support.engine_world import VOCAB_SIZE, EngineWorld

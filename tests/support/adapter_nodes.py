@@ -37,8 +37,7 @@ from baton.rpc.adapters import NameOrder
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import AdapterUnreadable
 from baton.rpc.node_info import NodeCard, NodeLoad
-from baton.rpc.security.operators import Operators
-from baton.rpc.security.token import AcceptedTokens
+from baton.rpc.security.token import AcceptedTokens, Operators
 from baton.rpc.server import Service, serving
 from baton.v1 import cluster_pb2_grpc, node_pb2_grpc
 from tests.support.engines import an_engine

@@ -19,9 +19,8 @@ from google.rpc import status_pb2
 from baton.core.ids import NO_ADAPTER, AdapterRef, HandoffId, NodeId, Peer
 from baton.core.legs import LegKind
 from baton.core.output import FinishReason
-from baton.core.request import EngineRequest, PrefixSource, ReceiveKv
+from baton.core.request import GENERATE, EngineRequest, PrefixSource, ReceiveKv, Task
 from baton.core.sampling import SamplingParams
-from baton.core.task import GENERATE, Task
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.spec_decode.config import parse_speculation

@@ -17,9 +17,8 @@ from baton.core.kv_hints import NO_KV_HINTS, KvHints
 from baton.core.media import MediaSegment, Picture, StoredPicture, picture_salt
 from baton.core.output import FinishReason, Output
 from baton.core.pause_mode import PauseMode
-from baton.core.request import EngineRequest, PrefixSource, ReceiveKv
+from baton.core.request import PREFETCH, EngineRequest, PrefixSource, ReceiveKv, Task, task_of
 from baton.core.sampling import SamplingParams
-from baton.core.task import PREFETCH, Task, task_of
 from baton.engine.containment import Containment
 from baton.engine.errors import FollowedPassFailed, PassHookFailed, PassSkipped
 from baton.engine.events import KvEvent

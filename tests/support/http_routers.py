@@ -34,9 +34,8 @@ from baton.router.tracing import NO_REQUEST_TRACING, Tracing
 from baton.router.values import NO_PARSING, Parsing
 from baton.rpc.channel import open_channel
 from baton.rpc.health import Health
-from baton.rpc.security.operators import Operators
 from baton.rpc.security.tls import PLAIN, TlsConfig
-from baton.rpc.security.token import AcceptedTokens
+from baton.rpc.security.token import AcceptedTokens, Operators
 from baton.telemetry.metrics.instruments import exposition
 from tests.support.node_calls import FakeNodeCalls, a_table
 from tests.support.profiles import profiles_of

@@ -13,9 +13,8 @@ from baton.checkpoint.peft_folder import PeftFolder
 from baton.core.ids import AdapterRef, HandoffId, Incarnation, NodeId, Peer, RequestId
 from baton.core.media import MediaSegment, Picture, StoredPicture, picture_salt
 from baton.core.output import FinishReason, Output, RequestStats
-from baton.core.request import EngineRequest, PrefixSource, ReceiveKv
+from baton.core.request import ENCODE, PREFETCH, UNSAMPLED, EngineRequest, PrefixSource, ReceiveKv
 from baton.core.sampling import SamplingParams
-from baton.core.task import ENCODE, PREFETCH, UNSAMPLED
 from baton.engine.config import EngineOptions
 from baton.engine.factory import build_engine
 from baton.engine.runner.config import RunnerConfig

@@ -12,8 +12,7 @@ import numpy as np
 from baton.core.ids import AdapterRef, HandoffId, Incarnation, NodeId
 from baton.core.legs import GENERATING, LegKind
 from baton.core.output import FinishReason, Output, TokenLogprobs
-from baton.core.request import EngineRequest
-from baton.core.task import PREFETCH, TaskOutput
+from baton.core.request import PREFETCH, EngineRequest, TaskOutput
 from baton.core.vectors import Floats
 from baton.engine.kv_cache.block_hashes import PrefixNaming
 from baton.kv_transfer.layout import KvLayout, MemoryKind

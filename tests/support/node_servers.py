@@ -22,7 +22,7 @@ from baton.node.state import NodeState, NodeUpdate
 from baton.prefill_node.leg import PrefillLegs
 from baton.rpc.health import Health
 from baton.rpc.node_info import NodeLoad
-from baton.rpc.security.operators import NO_OPERATORS, Operators
+from baton.rpc.security.token import NO_OPERATORS, Operators
 from baton.rpc.server import Service, serving
 from baton.v1 import node_pb2_grpc
 from tests.support.engines import an_engine

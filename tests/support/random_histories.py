@@ -19,8 +19,8 @@ from baton.core.media import DIGEST_BYTES, MediaSegment, StoredRows, encoding_ro
 from baton.core.output import FinishReason
 from baton.core.pause_mode import PauseMode
 from baton.core.pooling import Pooling, PoolingKind
+from baton.core.request import EMBED, Task
 from baton.core.sampling import SamplingParams
-from baton.core.task import EMBED, Task
 from baton.engine.containment import MAX_CRASHES_IN_A_ROW
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.groups import ONE_GROUP, CacheLayout, KvCacheSpec, KvGroup

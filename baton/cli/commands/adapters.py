@@ -11,8 +11,7 @@ import typer
 
 from baton.cli.command import CommandGroup
 from baton.cli.examples import examples
-from baton.cli.options.connection import connect
-from baton.cli.options.operators import OperatorTokenFile, operator_token
+from baton.cli.options.connection import OperatorTokenFile, connect, operator_token
 from baton.cli.show import console, table_of
 from baton.cli.signatures import inherit_options, make
 from baton.core.options import MODEL, OUTPUT, Option

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from baton.cli.options.connection import connect
-from baton.cli.options.operators import OperatorTokenFile, operator_token
+from baton.cli.options.connection import OperatorTokenFile, connect, operator_token
 from baton.cli.signatures import inherit_options
 from baton.core.options import Option
 from baton.kv_transfer.external_kv import TIERS

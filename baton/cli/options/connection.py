@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from baton.cli.signatures import inherit_options
 from baton.core.options import NETWORK, SECURITY, Option, build_config
 from baton.rpc.security.tls import TlsConfig
-from baton.rpc.security.token import read_tokens
+from baton.rpc.security.token import read_operator_tokens, read_tokens
 
 if TYPE_CHECKING:
     from baton.bench.running import Connect
@@ -16,6 +16,14 @@ if TYPE_CHECKING:
 
 ClientTokenFile = Annotated[
     Path | None, Option("File with the token to send, in its first line.", SECURITY)
+]
+OperatorTokenFile = Annotated[
+    Path | None,
+    Option(
+        "File with an operator's token in its first line, as the cluster's router and nodes have "
+        "it.",
+        SECURITY,
+    ),
 ]
 
 
@@ -56,3 +64,9 @@ def connect_to_measure(token_file: ClientTokenFile = None, **given: Any) -> Conn
 
 def _token(file: Path | None) -> str | None:
     return None if file is None else read_tokens(file)[0]
+
+
+def operator_token(file: Path | None) -> str | None:
+    """Return the token to send. Raises InvalidConfig."""
+    operators = read_operator_tokens(file)
+    return None if operators is None else operators.tokens[0]

@@ -15,8 +15,13 @@ from baton.core.errors import InvalidConfig, ModelError
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.draft_heads.eagle_config import HeadConfig, read_head_config
 from baton.engine.runner.draft_heads.head_target import quantized_with, share_cache
-from baton.engine.runner.draft_heads.layer_head import LayerHead, PartialHead
-from baton.engine.runner.draft_heads.taps import JoinedTaps, Taps, tap_layers
+from baton.engine.runner.draft_heads.layer_head import (
+    JoinedTaps,
+    LayerHead,
+    PartialHead,
+    Taps,
+    tap_layers,
+)
 from baton.engine.runner.drafting.draft_head import DraftHead, OpenHead
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.decoder import Decoder

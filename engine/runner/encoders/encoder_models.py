@@ -38,10 +38,7 @@ class EncoderModels:
         """Return nothing: texts are computed whole."""
 
     def check_weights(self, checkpoint: Checkpoint) -> str:
-        from baton.engine.runner.encoders.tensor_names import (
-            EncoderTensors,
-            check_encoder_tensors,
-        )
+        from baton.engine.runner.encoders.tensor_names import EncoderTensors, check_encoder_tensors
 
         config = read_encoder_config(checkpoint)
         with checkpoint.open_tensors() as files:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from baton.core.ids import RequestId
 from baton.core.pooling import Pooling, PoolingKind
-from baton.core.task import TaskOutput
+from baton.core.request import TaskOutput
 from baton.engine.errors import OutOfOrder
 from baton.engine.plan import FinishedPass, Pending, Plan, PlanRow, RunResult
 from baton.engine.runner.device.device import CPU, FencedHook

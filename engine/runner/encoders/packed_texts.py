@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from baton.core.task import EmbedTask
+from baton.core.request import EmbedTask
 from baton.engine.plan import PlanRow
 from baton.engine.runner.model.pass_layout import Ints
 

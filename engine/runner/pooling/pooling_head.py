@@ -14,7 +14,7 @@ from baton.checkpoint.checkpoint import Checkpoint
 from baton.core.ids import RequestId
 from baton.core.output import Failure
 from baton.core.pooling import Pooling, PoolingKind
-from baton.core.task import TaskOutput
+from baton.core.request import TaskOutput
 from baton.engine.errors import OutOfOrder
 from baton.engine.plan import Plan, RunResult
 from baton.engine.runner.batch.input_batch import Step

@@ -25,13 +25,14 @@ from baton.engine.runner.transformers_models.attention_calls import (
     recorded_calls,
 )
 from baton.engine.runner.transformers_models.model_class import (
+    decoder_of,
     find_model_class,
     make_empty_model,
     one_line,
     read_transformers_config,
+    split_model,
 )
 from baton.engine.runner.transformers_models.outline import ModelOutline, UnsupportedModel, refuse
-from baton.engine.runner.transformers_models.split_model import decoder_of, split_model
 
 # In them the angles of all tokens change when a text, or one of the same batch, becomes longer than
 # those of the training.

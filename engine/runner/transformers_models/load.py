@@ -27,9 +27,11 @@ from baton.engine.runner.transformers_models.config import (
     inspect_model,
 )
 from baton.engine.runner.transformers_models.model_class import (
+    SplitModel,
     one_line,
     quiet_transformers,
     read_transformers_config,
+    split_model,
 )
 from baton.engine.runner.transformers_models.native_modules import copy_tensors, replace_modules
 from baton.engine.runner.transformers_models.outline import ModelOutline, UnsupportedModel, refuse
@@ -39,7 +41,6 @@ from baton.engine.runner.transformers_models.paged_interface import (
     PagedCalls,
     attention_by,
 )
-from baton.engine.runner.transformers_models.split_model import SplitModel, split_model
 from baton.engine.runner.weights.open_weights import OpenWeights
 
 log = logging.getLogger(__name__)

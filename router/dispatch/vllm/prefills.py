@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 
 from baton.core.legs import LegKind
-from baton.core.task import GENERATE
+from baton.core.request import GENERATE
 from baton.router.dispatch.foreign_prefills import ComputedKv
 from baton.router.dispatch.node_rpcs import NodeCalls
 from baton.router.dispatch.vllm.http_api import RequestRefused, ServerFailed, ask, kv_of

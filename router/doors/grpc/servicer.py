@@ -11,7 +11,7 @@ from grpc import aio
 
 from baton.core.ids import ModelVariant
 from baton.core.legs import LegKind
-from baton.core.task import EMBED
+from baton.core.request import EMBED
 from baton.core.vectors import check_dimensions
 from baton.router.answers import generate_answers
 from baton.router.byte_budget import Lease

@@ -12,6 +12,7 @@ from baton.core.extra_args import MAX_ARGUMENT_ENTRIES
 from baton.core.foreign_kv import foreign_kv_from_json
 from baton.core.ids import ANY_MODEL, ModelVariant
 from baton.core.output import Finish
+from baton.core.request import EMBED, TOKEN_EMBED, task_of
 from baton.core.sampling import (
     MAX_BANNED_SEQUENCE_TOKENS,
     MAX_BANNED_SEQUENCES,
@@ -23,7 +24,6 @@ from baton.core.sampling import (
 )
 from baton.core.stop_strings import StopRule
 from baton.core.structured_outputs import MAX_CHOICES
-from baton.core.task import EMBED, TOKEN_EMBED, task_of
 from baton.core.vectors import shorten
 from baton.router.answers import MAX_INPUTS, calls_for_answers, calls_for_texts
 from baton.router.embeddings import EmbeddedText
@@ -37,7 +37,6 @@ from baton.router.input_processing.limits import (
     check_prompt_length,
     check_texts,
 )
-from baton.router.parts import content_of
 from baton.router.pictures.plan import ImageFile
 from baton.router.values import (
     AnswerPart,
@@ -48,6 +47,7 @@ from baton.router.values import (
     TextPrompt,
     TokenChunk,
     TokenPrompt,
+    content_of,
 )
 from baton.rpc.errors import EmptyPrompt
 from baton.rpc.messages.conversion import (

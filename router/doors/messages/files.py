@@ -7,14 +7,13 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from baton.core.errors import InvalidRequest
-from baton.router.documents.document import document_from
-from baton.router.documents.encodings import read_base64
+from baton.router.documents.document import document_from, read_base64
 from baton.router.doors.messages.bodies import Block, TextBlock
 from baton.router.doors.openai.request.bodies import Body, validate_by_type
 from baton.router.doors.openai.request.files import image_of_url
 from baton.router.input_processing.limits import check_file_name
-from baton.router.parts import Document
 from baton.router.pictures.plan import ImageFile
+from baton.router.values import Document
 
 NO_CITATIONS = "citations: the answer has none"
 

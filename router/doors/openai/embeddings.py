@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from baton.core.errors import InvalidRequest
 from baton.core.ids import ModelVariant
-from baton.core.task import EMBED, TOKEN_EMBED, EmbedTask
+from baton.core.request import EMBED, TOKEN_EMBED, EmbedTask
 from baton.core.vectors import Floats, check_dimensions, shorten
 from baton.router.answers import MAX_INPUTS, calls_for_texts
 from baton.router.doors.openai.request.bodies import openai_body

@@ -15,8 +15,8 @@ from baton.router.doors.openai.request.files import (
     document_of_file,
     image_of_url,
 )
-from baton.router.parts import Document
 from baton.router.pictures.plan import ImageFile
+from baton.router.values import Document
 from baton.rpc.errors import UnsupportedInput
 
 

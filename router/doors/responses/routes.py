@@ -28,7 +28,6 @@ from baton.router.doors.openai.request.bodies import (
     with_session,
 )
 from baton.router.doors.responses.bodies import IGNORED_FIELDS, Items, ResponsesBody
-from baton.router.doors.responses.memory import GONE, TenantMemory
 from baton.router.doors.responses.parsed_response import (
     FIELD_NAMES,
     ParsedResponse,
@@ -36,7 +35,7 @@ from baton.router.doors.responses.parsed_response import (
     response_from,
 )
 from baton.router.doors.responses.response_object import usage_of
-from baton.router.doors.responses.store import ResponseStore
+from baton.router.doors.responses.store import GONE, ResponseStore, TenantMemory
 from baton.router.doors.responses.turns import begin_turn
 from baton.router.doors.responses.websocket.session import (
     SESSION_LIMITS,

@@ -18,9 +18,9 @@ from baton.router.doors.files import documents_in, read_files
 from baton.router.doors.openai.generation import model_context, served_name
 from baton.router.doors.openai.request.structured_outputs import errors_of_field
 from baton.router.doors.responses.files import put_texts
-from baton.router.doors.responses.memory import TenantMemory
 from baton.router.doors.responses.parsed_response import FIELD_NAMES, ParsedResponse, response_from
 from baton.router.doors.responses.response_object import ResponseObject
+from baton.router.doors.responses.store import TenantMemory
 from baton.router.http.errors import failure_of
 from baton.router.http.exchange import ReceivedRequest
 from baton.router.http.json_encoding import Json, as_json

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.bench.client import Sample
-from baton.bench.objectives import Slo
+from baton.bench.load import Slo
 from baton.client import Finish, Served
 from baton.core.errors import InvalidConfig
 from baton.core.output import FinishReason

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
-from baton.core.task import GENERATE, PREFETCH, Task, TaskOutput, task_of
+from baton.core.request import GENERATE, PREFETCH, Task, TaskOutput, task_of
 
 
 @pytest.mark.parametrize(

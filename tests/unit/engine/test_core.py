@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from baton.core.ids import HandoffId, RequestId
-from baton.core.task import PREFETCH
+from baton.core.request import PREFETCH
 from baton.engine.plan import Plan
 from baton.engine.scheduler.prompt_budget import MAX_LOOKED_UP_TOKENS
 from baton.kv_transfer.driver import KvDriver

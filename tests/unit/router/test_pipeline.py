@@ -20,9 +20,8 @@ from baton.core.kv_hints import KvHints
 from baton.core.legs import GENERATING, LegKind
 from baton.core.media import DIGEST_BYTES, MediaSegment
 from baton.core.output import Finish, FinishReason, Output, TokenLogprobs
-from baton.core.request import EngineRequest, PrefixSource, ReceiveKv
+from baton.core.request import PREFETCH, EngineRequest, PrefixSource, ReceiveKv
 from baton.core.sampling import SamplingParams
-from baton.core.task import PREFETCH
 from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.dispatch.node_rpcs import MAX_WAITING, Events, LegOutput
 from baton.router.dispatch.retries import DispatchConfig

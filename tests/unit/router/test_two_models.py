@@ -16,8 +16,8 @@ from baton.core.errors import InvalidRequest
 from baton.core.ids import ModelVariant
 from baton.core.legs import LegKind
 from baton.core.output import Finish
+from baton.core.request import EMBED
 from baton.core.sampling import SamplingParams
-from baton.core.task import EMBED
 from baton.router.admission.admission_queue import AdmissionQueueConfig
 from baton.router.answer import IncrementalDetokenizer, NoDetokenizer
 from baton.router.dispatch.node_rpcs import Deliver, NodeCalls

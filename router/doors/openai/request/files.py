@@ -9,12 +9,11 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from baton.core.errors import InvalidRequest
-from baton.router.documents.document import document_from
-from baton.router.documents.encodings import DATA_URL, read_data
+from baton.router.documents.document import DATA_URL, document_from, read_data
 from baton.router.doors.openai.request.bodies import Body, validate_body
 from baton.router.input_processing.limits import check_file_name
-from baton.router.parts import Document
 from baton.router.pictures.plan import Detail, ImageFile
+from baton.router.values import Document
 from baton.rpc.errors import UnsupportedInput
 
 SEND_DATA = "send the content as file_data, in base64"

@@ -11,9 +11,9 @@ from baton.core.extra_args import parse_argument
 from baton.core.foreign_kv import foreign_kv_from
 from baton.core.ids import ANY_MODEL, ModelVariant
 from baton.core.kv_hints import KvHints
+from baton.core.request import task_of
 from baton.core.sampling import SamplingDefaults, read_logit_bias
 from baton.core.stop_strings import StopRule
-from baton.core.task import task_of
 from baton.router.answers import NUM_SEEDS, calls_for_answers
 from baton.router.doors.openai.request.bodies import (
     MAX_INT32,

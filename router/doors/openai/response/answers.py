@@ -10,8 +10,8 @@ from typing import Any
 
 from baton.core.output import Finish
 from baton.router.doors.openai.request.parsed_request import ParsedRequest
-from baton.router.doors.openai.response.chat_choices import ChatChoice
 from baton.router.doors.openai.response.choices import (
+    ChatChoice,
     CompletionChoice,
     EchoedPrompt,
     join_chunks,

@@ -13,8 +13,7 @@ from baton.core.errors import NamedError
 from baton.router.byte_budget import RETRY_AFTER_S
 from baton.router.doors.openai.errors import OPENAI_ERRORS, RefusedByCode
 from baton.router.doors.openai.request.bodies import with_session
-from baton.router.doors.responses.memory import ConnectionMemory
-from baton.router.doors.responses.store import ResponseStore
+from baton.router.doors.responses.store import ConnectionMemory, ResponseStore
 from baton.router.doors.responses.turns import begin_turn
 from baton.router.doors.responses.websocket.channel import (
     GOING_AWAY,
@@ -28,9 +27,8 @@ from baton.router.doors.responses.websocket.channel import (
 )
 from baton.router.http.bodies import Bodies, ReceivedBody, run_until_first
 from baton.router.http.errors import failure_of
-from baton.router.http.exchange import ReceivedRequest
+from baton.router.http.exchange import ReceivedRequest, admitting
 from baton.router.http.json_encoding import as_json
-from baton.router.http.limit_headers import admitting
 from baton.router.http.middleware import REQUEST_ID, SESSION_ID, request_id_of
 from baton.router.input_processing.limits import check_name
 from baton.router.pipeline import Pipeline

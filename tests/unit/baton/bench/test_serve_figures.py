@@ -10,7 +10,7 @@ import pytest
 from baton.bench.benchmark import MeasuredRun, compare
 from baton.bench.client import LoadRun, Sample
 from baton.bench.figures import Quantiles, gaps_of, quantile, summarise
-from baton.bench.objectives import Slo, parse_slo
+from baton.bench.load import Slo, parse_slo
 from baton.bench.plots import draw
 from baton.client import Finish, Served
 from baton.core.errors import InvalidConfig

@@ -12,8 +12,7 @@ from baton.core.errors import InvalidRequest
 from baton.core.ids import RequestId
 from baton.core.media import DIGEST_BYTES, MediaSegment, StoredRows, picture_salt
 from baton.core.output import FailureCause, FinishReason
-from baton.core.request import EngineRequest
-from baton.core.task import ENCODE, GENERATE, UNSAMPLED
+from baton.core.request import ENCODE, GENERATE, UNSAMPLED, EngineRequest
 from baton.engine.errors import EncodingsUnaccounted, OutOfOrder
 from baton.engine.kv_cache.groups import CacheConfig
 from baton.engine.media.media_planner import EncoderCache, MediaPlanner

@@ -6,8 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.ids import PrefixKeys
-from baton.engine.spec_decode.suffix_proposer import MAX_PAST_TOKENS_OF_ANSWER, PastAnswers
-from baton.engine.spec_decode.token_index import MAX_CANDIDATES, SEPARATOR
+from baton.engine.spec_decode.suffix_proposer import (
+    MAX_CANDIDATES,
+    MAX_PAST_TOKENS_OF_ANSWER,
+    SEPARATOR,
+    PastAnswers,
+)
 
 A, B = PrefixKeys("a"), PrefixKeys("a", adapter="b")
 OWNERS = st.sampled_from([A, B, PrefixKeys(), PrefixKeys("b")])

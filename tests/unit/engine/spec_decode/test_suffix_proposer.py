@@ -14,13 +14,14 @@ from baton.core.ids import PrefixKeys, RequestId
 from baton.engine.spec_decode.config import Speculation, parse_speculation
 from baton.engine.spec_decode.proposer import DraftRow
 from baton.engine.spec_decode.suffix_proposer import (
+    MAX_CANDIDATES,
     MAX_TOKENS_INDEXED_PER_STEP,
     MIN_PROBABILITY,
     PastAnswers,
     SuffixProposer,
+    TokenIndex,
     continue_matches,
 )
-from baton.engine.spec_decode.token_index import MAX_CANDIDATES, TokenIndex
 
 NAME = RequestId("r")
 REPEATING = [1, 2, 3, 4] * 4

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.spec_decode.token_index import LONG_MATCH, MAX_CANDIDATES, TokenIndex
+from baton.engine.spec_decode.suffix_proposer import LONG_MATCH, MAX_CANDIDATES, TokenIndex
 
 TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=30), max_size=6)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from baton.core.errors import InvalidRequest
-from baton.core.reasoning import ReasoningSection
+from baton.core.sampling import ReasoningSection
 from baton.engine.structured_output.after_reasoning import AfterReasoning
 from baton.engine.structured_output.grammar import Bits, Matcher, num_words
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.router.admission.rate_limits import ClientUsage, RateLimitConfig, RateLimits
-from baton.router.http.limit_headers import duration, limit_headers
+from baton.router.http.exchange import duration, limit_headers
 from baton.rpc.errors import RateLimited
 
 

@@ -12,8 +12,7 @@ from baton.core.ids import NodeId, Peer, PrefixKeys
 from baton.core.legs import LegKind
 from baton.core.media import DIGEST_BYTES, MediaSegment, Picture, picture_salt
 from baton.core.output import FinishReason, Output
-from baton.core.request import EngineRequest, PrefixSource
-from baton.core.task import ENCODE, PREFETCH
+from baton.core.request import ENCODE, PREFETCH, EngineRequest, PrefixSource
 from baton.router.dispatch.node_rpcs import Deliver, LegOutput
 from baton.router.routing.config import RoutingPolicy
 from baton.router.routing.node_table import NodeTable

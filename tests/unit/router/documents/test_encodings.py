@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import InvalidRequest
-from baton.router.documents.document import document_from
-from baton.router.documents.encodings import MAX_LENIENT_CHARACTERS, read_data
+from baton.router.documents.document import MAX_LENIENT_CHARACTERS, document_from, read_data
 from baton.router.doors.openai.request.files import FileBody, document_of_file
 from baton.rpc.errors import UnsupportedInput
 

@@ -14,8 +14,7 @@ from baton.core.sampling import NO_SAMPLING_DEFAULTS
 from baton.router.doors.messages.parsed_message import message_from
 from baton.router.doors.messages.response import MessageResponse
 from baton.router.doors.openai.request.parsed_request import ModelContext, chat_completion_from
-from baton.router.doors.openai.response.chat_choices import ChatChoice
-from baton.router.doors.openai.response.choices import join_chunks
+from baton.router.doors.openai.response.choices import ChatChoice, join_chunks
 from baton.router.doors.responses.parsed_response import NO_HISTORY, response_from
 from baton.router.doors.responses.response_object import ResponseObject
 from baton.router.http.json_encoding import Json, as_json

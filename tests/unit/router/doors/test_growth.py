@@ -41,8 +41,7 @@ from baton.router.doors.responses.files import put_texts
 from baton.router.doors.responses.parsed_response import NO_HISTORY, response_from
 from baton.router.doors.responses.routes import compaction_from
 from baton.router.http.bodies import json_object
-from baton.router.parts import Document
-from baton.router.values import ChatPrompt, Parsing
+from baton.router.values import ChatPrompt, Document, Parsing
 from baton.v1 import inference_pb2
 from tests.support.growth import MAX_RATIO, growth
 

@@ -9,7 +9,7 @@ import pytest
 
 from baton.core.ids import AdapterRef, ModelVariant
 from baton.core.legs import LegKind
-from baton.core.task import EMBED
+from baton.core.request import EMBED
 from baton.router.dispatch.dispatcher import Assignment
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import NodeTable

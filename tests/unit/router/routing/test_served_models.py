@@ -10,7 +10,7 @@ import pytest
 from baton.core.errors import InvalidRequest
 from baton.core.ids import ANY_MODEL, ModelVariant
 from baton.core.legs import LegKind
-from baton.core.task import EMBED, GENERATE, Task
+from baton.core.request import EMBED, GENERATE, Task
 from baton.router.routing.config import Routing, RoutingPolicy
 from baton.router.routing.node_table import NodeTable
 from baton.router.routing.policy import choose

@@ -16,10 +16,9 @@ from baton.core.ids import AdapterRef, BlockId, HandoffId, Incarnation, NodeId, 
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
 from baton.core.legs import LegKind
 from baton.core.output import Failure, FinishReason, FirstToken, Output, TokenLogprobs
-from baton.core.request import EngineRequest, PrefixSource, ReceiveKv
+from baton.core.request import EMBED, PREFETCH, TOKEN_EMBED, EngineRequest, PrefixSource, ReceiveKv
 from baton.core.sampling import MAX_BANNED_SEQUENCES, SamplingDefaults, SamplingParams
 from baton.core.structured_outputs import StructuredOutputs
-from baton.core.task import EMBED, PREFETCH, TOKEN_EMBED
 from baton.engine.kv_cache.block_hashes import PrefixNaming
 from baton.kv_transfer.errors import InvalidMessage, PeerUnreachable
 from baton.kv_transfer.protocol.messages import (

@@ -9,8 +9,7 @@ import time
 import pytest
 
 from baton.router.byte_budget import ByteBudget
-from baton.router.doors.responses.memory import TenantMemory
-from baton.router.doors.responses.store import ResponseStore, StoredResponse
+from baton.router.doors.responses.store import ResponseStore, StoredResponse, TenantMemory
 from baton.router.doors.responses.turns import begin_turn
 from baton.router.http.bodies import ONE_AT_A_TIME, ReceivedBody
 from baton.router.http.exchange import ReceivedRequest
