@@ -22,7 +22,7 @@ from benchmarks.chaos.hostile.latencies import BystanderLatencies, bystander_lat
 from benchmarks.chaos.hostile.processes import HostileProcesses
 from benchmarks.chaos.hostile.requests import Attack
 from benchmarks.chaos.injection import MAX_DELAY_S, FaultInjector
-from benchmarks.chaos.leaks import grown, held, memory_growth, named_memory, num_adapters, num_links
+from benchmarks.chaos.leaks import held, memory_growth, named_memory, num_adapters, num_links
 from benchmarks.chaos.load import AnswerOutcome, ChaosLoad
 from benchmarks.chaos.report import Attempts, Report, report
 from benchmarks.chaos.second_turns import loads_rows, skipped_loads
@@ -247,12 +247,11 @@ class ChaosRun:
             return [f"metrics unavailable: {error}"]
         if child.name == TargetRole.ROUTER.value:
             self._attempts.note(child.process.pid, found)
-        before, now = self._cluster.baseline[child.name], self._cluster.footprint(child)
         num_new_links = num_links(found) - self._cluster.num_links_at_start[child.name]
         num_new_names = num_adapters(found) - self._cluster.num_adapters_at_start[child.name]
         return [
             *held(found),
-            *grown(before, now, num_new_links),
+            *self._cluster.grown(child, num_new_links),
             *self._excess_links(num_links(found)),
             *([f"{num_new_names} names of adapters"] if num_new_names > 0 else ()),
         ]

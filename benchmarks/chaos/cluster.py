@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import signal
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,8 @@ from benchmarks.chaos.leaks import (
     Rss,
     Scrape,
     footprint,
+    grown,
+    may_have_grown,
     named_memory,
     num_adapters,
     num_links,
@@ -270,6 +273,12 @@ class ChaosCluster:
         """Return the resources of a process, without the pool of connections to the objects."""
         storage = self.tier_storage
         return footprint(child.process.pid, () if storage is None else (storage.port,))
+
+    def grown(self, child: Child, num_new_links: int) -> Iterator[str]:
+        """Yield resources of a process that have grown since `begin`."""
+        before = self.baseline[child.name]
+        if may_have_grown(before, child.process.pid, num_new_links):
+            yield from grown(before, self.footprint(child), num_new_links)
 
     def _handle_line(self, child: Child, line: str) -> None:
         found = METRICS_AT.search(line)

@@ -158,17 +158,34 @@ def num_adapters(found: Scrape) -> int:
     return int(found.total(names.ADAPTERS, "named"))
 
 
+def may_have_grown(before: Footprint, pid: int, num_new_links: int = 0) -> bool:
+    """Return False if `grown` yields nothing for this process.
+
+    Pooled connections are counted. To tell them apart, a footprint reads the system's tables of all
+    connections, which takes milliseconds.
+    """
+    process = Path(f"/proc/{pid}")
+    num_descriptors = len(os.listdir(process / "fd"))
+    return (
+        num_descriptors > before.num_descriptors + _spare_descriptors(num_new_links)
+        or len(os.listdir(process / "task")) > before.num_threads + SPARE_THREADS
+    )
+
+
 def grown(before: Footprint, after: Footprint, num_new_links: int = 0) -> Iterator[str]:
     """Yield resources that have grown since the start, apart from new links to peers."""
-    for_links = DESCRIPTORS_PER_LINK * max(0, num_new_links)
     more = after.num_descriptors - before.num_descriptors
-    if more > SPARE_DESCRIPTORS + for_links:
+    if more > _spare_descriptors(num_new_links):
         grown_kinds = (after.descriptors - before.descriptors).most_common()
         kinds = ", ".join(f"{count} {kind}" for kind, count in grown_kinds)
         yield f"{more} more descriptors than the {before.num_descriptors} at the start: {kinds}"
     more = after.num_threads - before.num_threads
     if more > SPARE_THREADS:
         yield f"{more} more threads than the {before.num_threads} at the start"
+
+
+def _spare_descriptors(num_new_links: int) -> int:
+    return SPARE_DESCRIPTORS + DESCRIPTORS_PER_LINK * max(0, num_new_links)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ from benchmarks.chaos.leaks import (
     footprint,
     grown,
     held,
+    may_have_grown,
     memory_growth,
     named_memory,
     num_adapters,
@@ -234,6 +235,20 @@ def test_leaked_descriptors_and_threads_beyond_a_tolerance_are_named() -> None:
     assert list(grown(before, Footprint(descriptors(20), 11 + SPARE_THREADS, 0))) == [
         f"{SPARE_THREADS + 1} more threads than the 10 at the start"
     ]
+
+
+def test_a_process_may_have_grown_if_it_has_more_descriptors_or_threads_than_the_tolerance() -> (
+    None
+):
+    now = footprint(os.getpid())
+    fewer_threads = replace(now, num_threads=now.num_threads - SPARE_THREADS - 1)
+    num_fewer = SPARE_DESCRIPTORS + 2 * DESCRIPTORS_PER_LINK + 2
+    fewer_descriptors = replace(now, descriptors=descriptors(now.num_descriptors - num_fewer))
+
+    assert not may_have_grown(now, os.getpid())
+    assert may_have_grown(fewer_threads, os.getpid())
+    assert may_have_grown(fewer_descriptors, os.getpid(), num_new_links=2)
+    assert not may_have_grown(fewer_descriptors, os.getpid(), num_new_links=3)
 
 
 def test_links_of_pulls_are_not_a_leak_and_further_descriptors_are() -> None:
