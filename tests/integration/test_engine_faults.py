@@ -19,7 +19,7 @@ from tests.support.engine_nodes import EngineNode
 from tests.support.engine_pair import Call, Pair, PairOptions, greedy
 from tests.support.models import prompt_of, reference_greedy
 
-LENGTH, NUM_TOKENS = 200, 24  # 9 chunks
+LENGTH, NUM_TOKENS = 200, 12  # 9 chunks, and an answer that ends in the next block
 LEASE_S = 1.0
 FREE_WITHIN_S = 2 * LEASE_S + 1
 

@@ -134,7 +134,7 @@ def test_a_second_turn_takes_the_first_from_the_cache(client: Client) -> None:
 
 def test_the_death_of_a_decode_node_changes_no_token(model_file: Path) -> None:
     options = ClusterOptions(str(model_file), 1, 2, False, node_arguments=NODE_ARGUMENTS)
-    generation = Generation(SamplingParams(max_tokens=96, temperature=0.8, seed=3, ignore_eos=True))
+    generation = Generation(SamplingParams(max_tokens=32, temperature=0.8, seed=3, ignore_eos=True))
     with LocalCluster(options) as running, Client(running.address, timeout_s=120) as connected:
         expected = connected.generate(QUESTION, generation)
         with suspended(*running.decodes):  # or the answer may be whole before that
