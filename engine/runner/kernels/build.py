@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -119,7 +120,8 @@ def build_folder() -> Path:
 
 def file_name(variant: Variant) -> str:
     """Return the file name of the variant's library, with a digest of sources and flags."""
-    return f"kernels-{variant.name}-{platform.machine()}-{_digest(variant)}.so"
+    digest = _digest(SOURCES, (*FLAGS, *variant.flags))
+    return f"kernels-{variant.name}-{platform.machine()}-{digest}.so"
 
 
 def command_for(compiler: str, variant: Variant, target: Path, *more: str) -> list[str]:
@@ -152,9 +154,10 @@ def _is_usable(path: Path) -> bool:
     return True
 
 
-def _digest(variant: Variant) -> str:
-    digest = hashlib.sha256(" ".join((*FLAGS, *variant.flags)).encode())
-    for source in sorted((*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp"))):
+@cache
+def _digest(sources: Path, flags: tuple[str, ...]) -> str:
+    digest = hashlib.sha256(" ".join(flags).encode())
+    for source in sorted((*sources.glob("*.h"), *sources.glob("*.cpp"))):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
 
