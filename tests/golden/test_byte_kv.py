@@ -6,6 +6,7 @@ import inspect
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ each_kernels = pytest.mark.parametrize(
 )
 
 
+@cache
 def losses(kernels: str, kv_cache_dtype: str) -> Tensor:
     """Return the surprise of each token of the texts, given those before it."""
     sampling = SamplingParams(max_tokens=1, prompt_logprobs=0)

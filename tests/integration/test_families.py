@@ -30,6 +30,7 @@ FAMILIES = (
     *("lfm2", "nemotron-3", "starcoder2"),
 )
 PROMPT = prompt_of(70)  # longer than windows and chunks
+NUM_WHOLE, NUM_MOVED = 12, 25  # answers that end in the next block, and in the one after it
 NUM_SHARED = 64  # all whole blocks, at whose end a recurrent state has a snapshot
 BRANCHED = (*PROMPT[:NUM_SHARED], *prompt_of(9, seed=5))
 
@@ -42,9 +43,9 @@ def test_hand_offs_prefix_hits_and_a_dead_decode_node_change_no_token_of_a_famil
     folder = make_model_folder(tmp_path, VARIANTS[name])
     options = replace(cluster_options(num_decode=2), model=str(folder))
     with LocalCluster(options) as cluster, Client(cluster.address) as client:
-        whole = client.generate(PROMPT, greedy(16))
+        whole = client.generate(PROMPT, greedy(NUM_WHOLE))
         with suspended(*cluster.decodes):  # or the answer may be whole before that
-            stream = client.stream(BRANCHED, greedy(40))
+            stream = client.stream(BRANCHED, greedy(NUM_MOVED))
             chunks = [next(stream)]  # sampled on prefill
             killed = kill_the_writer(cluster)
         chunks += stream
@@ -60,7 +61,7 @@ def test_hand_offs_prefix_hits_and_a_dead_decode_node_change_no_token_of_a_famil
     assert finish.served.attempts == 2
     assert finish.served.decode_node != killed.name
     tokens = [token_id for chunk in chunks for token_id in chunk.token_ids]
-    assert len(tokens) == 40
+    assert len(tokens) == NUM_MOVED
     assert_greedy(folder, BRANCHED, tokens)
 
 
