@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from importlib.metadata import version
 from typing import Any
@@ -34,15 +36,31 @@ def documentation(
 ) -> list[Route]:
     """Return routes that document `routes`. OpenAPI describes HTTP alone, without WebSocket."""
     over_http = [route for route in routes if isinstance(route, Route)]
-    document = _document(over_http, described, has_tokens=has_tokens)
+    document = _LateDocument(partial(_document, over_http, described, has_tokens=has_tokens))
 
     async def show_document(_request: Request) -> Response:
-        return JSONResponse(document)
+        return JSONResponse(await document.get())
 
     async def show_page(_request: Request) -> Response:
-        return HTMLResponse(_page(document))
+        return HTMLResponse(_page(await document.get()))
 
     return [Route(DOCUMENT, show_document), Route(PAGE, show_page)]
+
+
+class _LateDocument:
+    """Document that is made on a thread when it is first requested.
+
+    Its schemas take a hundred milliseconds, most of a router's start.
+    """
+
+    def __init__(self, make: Callable[[], Json]) -> None:
+        self._make = make
+        self._making: asyncio.Task[Json] | None = None
+
+    async def get(self) -> Json:
+        if self._making is None:
+            self._making = asyncio.create_task(asyncio.to_thread(self._make))
+        return await asyncio.shield(self._making)  # it goes on if the client disconnects
 
 
 def _document(
