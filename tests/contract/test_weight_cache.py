@@ -141,6 +141,7 @@ def started_load(model: Path, cache: Path) -> subprocess.Popen[str]:
 @pytest.mark.parametrize(
     ("name", "quantize"),
     [
+        ("llama", "none"),
         ("llama", "int4"),
         ("llama", "int8"),
         ("qwen3-30b-a3b", "int4"),
@@ -256,13 +257,8 @@ def test_each_importance_has_its_entry(folder: Path, cache: Path, tmp_path: Path
     assert found[0] != found[1] != found[2]
 
 
-@pytest.mark.parametrize(
-    ("name", "quantize", "kernels"), [("llama", "int4", "torch"), ("llama", "none", "native")]
-)
-def test_weights_of_torch_and_in_bfloat16_are_not_kept(
-    name: str, quantize: str, kernels: str, models: dict[str, Path], cache: Path
-) -> None:
-    answers(models[name], cache, quantize, kernels=kernels)
+def test_weights_of_torch_are_not_kept(models: dict[str, Path], cache: Path) -> None:
+    answers(models["llama"], cache, "int4", kernels="torch")
 
     assert entries(cache) == []
 

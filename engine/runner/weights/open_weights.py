@@ -60,7 +60,7 @@ def open_weights(
         importance = read_importance(config.quantize_importance, tensors.shapes())
         quantize = [config.quantize, importance.digest, config.activation_dtype]
         cache_key = [*quantize, part] if part else quantize
-        with _open_cache(config, model, cache_key, parts, tensors, on_progress) as cached:
+        with _open_cache(config, model, cache_key, place, parts, tensors, on_progress) as cached:
             target = LoadTarget(dtype, place, parts, config.quantize, cached, importance.columns)
             yield OpenWeights(tensors, target, model, quantize)
 
@@ -70,18 +70,18 @@ def _open_cache(
     config: RunnerConfig,
     model: Architecture,
     quantize: Sequence[str],
+    place: torch.device,
     parts: WeightParts,
     tensors: Tensors,
     on_progress: LoadProgressCallback | None,
 ) -> Iterator[CachedWeights | None]:
     """Yield the packed weights of an earlier start, or None if none are kept for this model."""
     folder, files = config.weight_cache_dir, tensors.identities()
-    is_quantized = (
+    # On a CPU, the nodes of a machine share what is in files. A GPU has a copy of its own.
+    is_worthwhile = place.type == "cpu" or (
         config.quantize != "none" or model.quantization is not None or are_quantized(files, tensors)
     )
-    # Packing of bfloat16 is little more than a copy.
-    is_worthwhile = is_quantized and are_cacheable(files)
-    if folder is None or parts.packer is None or not is_worthwhile:
+    if folder is None or parts.packer is None or not (is_worthwhile and are_cacheable(files)):
         yield None
         return
 
