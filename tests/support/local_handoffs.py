@@ -20,6 +20,7 @@ from baton.engine.factory import build_engine
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.loaded_runner import CachingRunner
 from baton.engine.scheduler.config import SchedulerConfig
+from baton.kv_transfer.config import KvWorkerConfig, ReceiverConfig
 from baton.kv_transfer.pairs import Identity
 from baton.kv_transfer.protocol.messages import Fingerprint
 from baton.kv_transfer.records import TransferRecord
@@ -28,6 +29,8 @@ from baton.node.options import NodeOptions
 from tests.support.kv_links import LinkHub
 
 WAIT_S = 60.0
+# One thread steps all engines: on a busy machine a peer is silent for the steps of others.
+PATIENT = KvWorkerConfig(receiver=ReceiverConfig(lease_s=WAIT_S, silence_s=WAIT_S))
 NUM_STEPS_TO_GRANT = 4  # so that layers can be sent as they end
 
 
@@ -67,7 +70,9 @@ class HandoffEngine:
     ) -> None:
         link = hub.link(name)
         identity = Identity(NodeId(name), Incarnation(name), fingerprint_of(runner))
-        options = NodeOptions(RunnerConfig("any"), kv_staging_bytes=staging_bytes)
+        options = NodeOptions(
+            RunnerConfig("any"), kv_staging_bytes=staging_bytes, kv_worker=PATIENT
+        )
         self._worker = make_kv_worker(
             options, identity, runner, link, note_staged=note_staged, clock=clock
         )
