@@ -24,7 +24,6 @@ from baton.engine.runner.model_info import LoadProgress
 from baton.engine.runner.open_runner import open_runner
 from baton.kv_transfer.pairs import Identity
 from baton.kv_transfer.transports.nixl import import_nixl
-from baton.node.cache_resets import reset_prefix_cache, set_pause
 from baton.node.engine_calls import run_on_engine
 from baton.node.kv.connectors import find_connector, shared_tiers_of
 from baton.node.kv.events.config import TCP, KvEventsConfig, is_bound
@@ -33,6 +32,7 @@ from baton.node.kv.foreign import check_libraries
 from baton.node.kv.tiers import check_tiers
 from baton.node.kv.worker import NO_NODE_DECORATORS, Around
 from baton.node.observers.metrics import export_node_metrics
+from baton.node.operator_orders import reset_prefix_cache, set_pause
 from baton.node.options import NodeOptions
 from baton.node.servicer import CallServer, KvLinkServicer, LegServicer, NodeServicer
 from baton.node.state import NodeState

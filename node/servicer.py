@@ -19,10 +19,10 @@ from baton.kv_transfer.external_kv import KV
 from baton.kv_transfer.records import TransferRecord, TransferRole
 from baton.kv_transfer.types import NO_REPORTS
 from baton.node.adapters.registry import AdapterRegistry
-from baton.node.cache_resets import CacheResets, ResetPrefixCache, SetPause
 from baton.node.call_streams import CallContext, serve_calls
 from baton.node.kv.link import GrpcLinks
 from baton.node.observers.tracing import NO_TRACING, NodeTracing
+from baton.node.operator_orders import CacheResets, ResetPrefixCache, SetPause
 from baton.node.state import NodeState
 from baton.prefill_node.leg import PrefillLegs
 from baton.rpc.adapters import ADAPTER, ORDER

@@ -15,7 +15,7 @@ from baton.doctor.tiers import KvShapeFacts
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.kv_budget import CacheShape, auto_kv_bytes
-from baton.kv_transfer.tiers.first_touch import auto_host_bytes
+from baton.kv_transfer.tiers.host_growth import auto_host_bytes
 
 if TYPE_CHECKING:
     from baton.engine.runner.model.config import ModelConfig

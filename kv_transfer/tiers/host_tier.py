@@ -13,7 +13,7 @@ from baton.core.ids import BlockName
 from baton.core.kv_hints import NO_HINTS, SHARED, BlockHints, Tenant
 from baton.kv_transfer.external_kv import HeldChanges
 from baton.kv_transfer.tiers.eviction import EvictionOrder
-from baton.kv_transfer.tiers.first_touch import HostGrowth
+from baton.kv_transfer.tiers.host_growth import HostGrowth
 from baton.kv_transfer.tiers.kv_access import BlockMemory
 
 

@@ -28,7 +28,7 @@ from baton.kv_transfer.tiers.backing_tier import (
     TierParts,
 )
 from baton.kv_transfer.tiers.copy_pace import CopyPace, PacedWork
-from baton.kv_transfer.tiers.first_touch import FirstTouch
+from baton.kv_transfer.tiers.host_growth import FirstTouch
 from baton.kv_transfer.tiers.host_stores import HostStores, Storing
 from baton.kv_transfer.tiers.host_tier import HostTier
 from baton.kv_transfer.tiers.kv_access import KvAccess

@@ -14,7 +14,7 @@ from baton.kv_transfer.kv_connector import KvConnectorContext
 from baton.kv_transfer.tiers.backing_tier import FILES, OBJECTS
 from baton.kv_transfer.tiers.copy_pace import CopyPace
 from baton.kv_transfer.tiers.device_kv_access import DeviceKvAccess
-from baton.kv_transfer.tiers.first_touch import MIN_FREE_SHARE, HostGrowth, auto_host_bytes
+from baton.kv_transfer.tiers.host_growth import MIN_FREE_SHARE, HostGrowth, auto_host_bytes
 from baton.kv_transfer.tiers.host_tier import HostTier
 from baton.kv_transfer.tiers.kv_access import BlockMemory, CpuKvAccess, KvAccess
 from baton.kv_transfer.tiers.stores.file_store import FileStore

@@ -19,8 +19,8 @@ from baton.core.ids import NodeId
 from baton.core.legs import GENERATING, LegKind
 from baton.core.pause_mode import PauseMode
 from baton.engine.engine_thread import EngineThread
-from baton.node.cache_resets import reset_prefix_cache
 from baton.node.engine_calls import EngineCalls, NodeChanges
+from baton.node.operator_orders import reset_prefix_cache
 from baton.router.discovery.node_reports import report_nodes
 from baton.router.doors.grpc.cluster_servicer import ClusterServicer
 from baton.router.orders import node_orders

@@ -14,9 +14,9 @@ from baton.engine.core import EngineCore
 from baton.engine.engine_thread import EngineThread
 from baton.engine.errors import EngineStopped
 from baton.kv_transfer.external_kv import KV
-from baton.node.cache_resets import set_pause
 from baton.node.engine_calls import EngineCalls, NodeChanges
 from baton.node.observers.tracing import NO_TRACING, NodeTracing
+from baton.node.operator_orders import set_pause
 from baton.node.servicer import CallServer, LegServicer, NodeServicer, RequestLedger
 from baton.node.state import NodeState, NodeUpdate
 from baton.prefill_node.leg import PrefillLegs

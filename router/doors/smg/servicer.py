@@ -22,8 +22,8 @@ from baton.core.ids import ModelVariant
 from baton.core.legs import LegKind
 from baton.router.answers import generate_answers
 from baton.router.doors.smg.answers import AnswerMessages
+from baton.router.doors.smg.model_facts import ModelFacts, sampling_defaults_json
 from baton.router.doors.smg.request import calls_from
-from baton.router.doors.smg.service import ModelFacts, sampling_defaults_json
 from baton.router.doors.smg.tokenizer_bundle import TokenizerBundle
 from baton.router.orders.node_orders import NodeOrders
 from baton.router.pipeline import Pipeline

@@ -21,8 +21,8 @@ from baton.engine.plan import Plan, RunResult
 from baton.engine.scheduler.config import LoadFailurePolicy
 from baton.kv_transfer.driver import KvDriver
 from baton.kv_transfer.types import KvOrders, KvReports, Lost
-from baton.node.cache_resets import reset_prefix_cache
 from baton.node.engine_calls import EngineCalls, NodeChanges
+from baton.node.operator_orders import reset_prefix_cache
 from baton.rpc.errors import KvLoadFailed, RequestIdInUse
 from baton.rpc.status import status_of
 from tests.support.engines import an_engine, an_engine_request

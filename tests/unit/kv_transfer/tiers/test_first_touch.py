@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from baton.kv_transfer.tiers.copy_pace import PACED_BYTES, CopyPace
-from baton.kv_transfer.tiers.first_touch import FirstTouch
+from baton.kv_transfer.tiers.host_growth import FirstTouch
 from baton.kv_transfer.tiers.kv_access import BlockMemory
 
 BLOCK_BYTES = 1 << 16

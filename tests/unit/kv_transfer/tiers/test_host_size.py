@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.core.kv_hints import BlockHints, tenant_of
-from baton.kv_transfer.tiers.first_touch import RETRY_S, HostGrowth, auto_host_bytes
+from baton.kv_transfer.tiers.host_growth import RETRY_S, HostGrowth, auto_host_bytes
 from baton.kv_transfer.tiers.host_tier import HostTier
 from baton.kv_transfer.tiers.kv_access import BlockMemory
 
