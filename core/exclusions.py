@@ -135,11 +135,6 @@ EXCLUSIONS = (
     ),
     Exclusion(
         Feature.SEVERAL_RANKS,
-        Feature.ADAPTERS,
-        "--lora and --lora-root cannot be used with --tensor-parallel-size yet",
-    ),
-    Exclusion(
-        Feature.SEVERAL_RANKS,
         Feature.TRAINED_DRAFTS,
         "--tensor-parallel-size: models and heads cannot draft yet; use --speculative suffix:8",
     ),

@@ -29,8 +29,6 @@ from benchmarks.chaos.second_turns import loads_rows, skipped_loads
 from benchmarks.chaos.sending import ChaosRequest, Router
 from benchmarks.chaos.tier_load import TierLoad
 from benchmarks.chaos.workload import (
-    KINDS,
-    WITHOUT_ADAPTERS,
     KnownAnswer,
     draw_requests,
     reference_answers,
@@ -94,12 +92,11 @@ async def run(bench: ChaosBench, stop: asyncio.Event, on_progress: OnProgress) -
 
 async def _draw_requests(bench: ChaosBench, router: Router) -> list[ChaosRequest]:
     seed, count = bench.script.seed, bench.num_requests
-    kinds = KINDS if bench.setting.has_adapters else WITHOUT_ADAPTERS
     if not bench.images_share:
-        return await draw_requests(router, seed, count, kinds=kinds)
+        return await draw_requests(router, seed, count)
     from benchmarks.chaos.pictures import PICTURE_KINDS
 
-    return await draw_requests(router, seed, count, PICTURE_KINDS, bench.images_share, kinds)
+    return await draw_requests(router, seed, count, PICTURE_KINDS, bench.images_share)
 
 
 async def _unless(

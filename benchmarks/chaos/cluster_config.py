@@ -49,10 +49,6 @@ class ChaosClusterConfig:
     num_ranks: tuple[int, int] = (1, 1)  # of each prefill and decode node
 
     @property
-    def has_adapters(self) -> bool:
-        return self.num_ranks == (1, 1)  # they cannot be used with more yet
-
-    @property
     def num_by_role(self) -> dict[TargetRole, int]:
         return {
             TargetRole.ROUTER: 1,
@@ -91,7 +87,7 @@ def cluster_options(
             f"--pooling={POOLING}",
             f"--block-size={setting.block_size}",
             *_kv_event_arguments(setting, folder),
-            *(make_adapters(setting.model, folder / ADAPTERS) if setting.has_adapters else ()),
+            *make_adapters(setting.model, folder / ADAPTERS),
             *setting.node_arguments,
         ),
         prefill_arguments=(*(tiers if setting.prefill_has_tiers else ()), *ranks[0]),

@@ -124,18 +124,12 @@ KINDS: Mapping[str, Draw] = {
 }
 
 
-WITHOUT_ADAPTERS: Mapping[str, Draw] = {
-    kind: draw for kind, draw in KINDS.items() if draw not in (_adapted, _reloaded)
-}
-
-
 async def draw_requests(
     router: Router,
     seed: int,
     count: int,
     further: Mapping[str, Draw] | None = None,
     further_share: float = 0.0,
-    kinds: Mapping[str, Draw] = KINDS,
 ) -> list[ChaosRequest]:
     """Return the requests, deterministic for a seed and a model.
 
@@ -143,7 +137,7 @@ async def draw_requests(
     """
     vocab_size = (await router.client.model(router.chat_model)).vocab_size
     draw, plain = random.Random(seed), range(FIRST_PLAIN_TOKEN, vocab_size)
-    tables = (kinds, further or {})
+    tables = (KINDS, further or {})
     turns, requests = [0, 0], list[ChaosRequest]()
     for tag in range(count):
         which = int((tag + 1) * further_share) - int(tag * further_share)

@@ -72,8 +72,7 @@ def chaos(
         str,
         typer.Option(
             help="Processes of each prefill and decode node, such as 2, or 1,2 for prefill nodes "
-            "of one and decode nodes of two. With more than one, nodes have no adapters; unlike "
-            "numbers need --dtype float32."
+            "of one and decode nodes of two. Unlike numbers need --dtype float32."
         ),
     ] = "1",
     vllm: Annotated[
@@ -167,7 +166,7 @@ def chaos(
     chosen = _named(FaultKind, kinds, "--kinds")
     num_ranks = parse_num_ranks(ranks)
     if kinds == EVERYTHING:
-        unable = RANK_FAULTS if num_ranks == (1, 1) else {FaultKind.ADAPTERS}
+        unable = RANK_FAULTS if num_ranks == (1, 1) else ()
         chosen = tuple(kind for kind in chosen if kind not in unable)
     preloading = (FaultKind.JUMP, FaultKind.SLOW_DISK)
     if kinds == EVERYTHING and not has_compiler():

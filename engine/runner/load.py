@@ -118,7 +118,7 @@ def load_runner(
     defaults = checkpoint.read_generation_defaults()
     max_model_len = choose_max_model_len(config, model.max_context_len())
     batch = _make_batch(config, max_model_len, layout, model)
-    adapters = _make_adapters(opened)
+    adapters = make_adapters(opened, AdapterTable if ranks is None else ranks.make_adapters)
     adapter_bytes = 0 if adapters is None else adapters.max_bytes
     cache = CacheShape(shape.block_bytes, max_model_len, layout, adapter_bytes)
     if config.kv_cache_bytes is not None:
@@ -255,13 +255,15 @@ def _with_suppressed(model: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
     )
 
 
-def _make_adapters(opened: OpenedModel) -> AdapterTable | None:
+def make_adapters(
+    opened: OpenedModel, make_table: Callable[..., AdapterTable] = AdapterTable
+) -> AdapterTable | None:
     config, place = opened.config, opened.device.place
     if not config.max_loras:
         return None
     limits = config.max_lora_rank, config.max_loras, config.num_adapter_places
     active = ActiveAdapters(opened.kernels.low_rank)
-    return AdapterTable(active, opened.model, opened.dtype, place, *limits)
+    return make_table(active, opened.model, opened.dtype, place, *limits)
 
 
 class LoadedWeights(NamedTuple):
@@ -301,7 +303,7 @@ def _load_weights(
         config, checkpoint, model, dtype, device.place, kernels, on_progress, source.part
     ) as weights:
         tower = _load_tower(opened, weights)  # first: the progress is that of the decoder
-        adapt = None if active is None else partial(adaptable_layers, kernels.ops, model, active)
+        adapt = None if active is None else partial(adaptable_layers, kernels.ops, active)
         decoder, attention = source.load(weights, on_progress, adapt)
         if config.has_fp8_kv:
             attention = with_kv_scales(attention, model, weights.tensors)

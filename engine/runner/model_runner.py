@@ -24,6 +24,7 @@ from baton.core.ids import RequestId
 from baton.engine.kv_cache.groups import CacheLayout
 from baton.engine.plan import NO_MEDIA, MediaOrders, Pending, Plan, RunResult
 from baton.engine.runner.adapters.adapters import AdapterTable
+from baton.engine.runner.adapters.low_rank import ActiveAdapters
 from baton.engine.runner.attention.kv_blocks import KvBlocks
 from baton.engine.runner.attention.kv_tensor import KvShape, describe
 from baton.engine.runner.attention.paged_attention import (
@@ -42,6 +43,7 @@ from baton.engine.runner.drafting.drafter import DrafterParts, MakeDrafter, Pass
 from baton.engine.runner.drafting.spec_decoder import SpecDecoder
 from baton.engine.runner.kernels.choose import Parts
 from baton.engine.runner.loaded_runner import CachingRunner
+from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.decoder import CausalLm
 from baton.engine.runner.model.pass_layout import empty_layout
 from baton.engine.runner.model.rope import Ropes
@@ -72,6 +74,17 @@ class Ranks(Protocol):
 
     def allocate(self, kv: KvShape, num_blocks: int) -> Tensor:
         """Return the KV cache, which all processes share, once all have loaded their weights."""
+        ...
+
+    def make_adapters(
+        self,
+        active: ActiveAdapters,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        *limits: int,
+    ) -> AdapterTable:
+        """Return a table whose adapters are loaded into all processes."""
         ...
 
     def lead(self, passes: ForwardPasses) -> ForwardPasses:

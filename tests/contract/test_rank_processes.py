@@ -169,6 +169,37 @@ def test_a_bug_in_a_start_is_named_and_logged(
     assert record.getMessage().startswith("rank 1: the start failed\nTraceback")
 
 
+def test_each_rank_loads_its_part_of_an_adapter(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="baton"):
+        processes = start("good", num_ranks=3)
+        processes.wait_until_loaded()
+        begin(processes)
+        caplog.clear()
+
+        processes.load_adapter(0, ["a", "b"])
+        with pytest.raises(ModelError, match=r"rank 1 .* cannot load an adapter: MemoryError"):
+            processes.load_adapter(1, ["too large", "b"])
+        processes.load_adapter(2, ["c", "d"])
+        processes.drop_adapter(0)
+
+        def logged() -> set[str]:
+            return {each.message for each in caplog.records if each.levelno == logging.INFO}
+
+        await_value(lambda: len(logged()) == 8)
+        assert logged() == {
+            *("rank 1: adapter 0: a", "rank 2: adapter 0: b"),
+            *("rank 1: adapter 1: too large", "rank 2: adapter 1: b"),
+            *("rank 1: adapter 2: c", "rank 2: adapter 2: d"),
+            *("rank 1: no adapter 0", "rank 2: no adapter 0"),
+        }
+    os.kill(started_ranks(os.getpid(), 2)[1], signal.SIGKILL)
+    for number in (3, 4):  # it does not wait for a rank that has ended
+        with pytest.raises(ProcessLost, match="rank 2"):
+            processes.load_adapter(number, ["a", "b"])
+
+
 def test_ranks_log_as_their_node_does(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     start("good").wait_until_loaded()
     assert caplog.records == []

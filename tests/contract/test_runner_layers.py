@@ -109,7 +109,7 @@ def passes_through(
     loaded = [table.load(PeftFolder(each)) for each in adapters]
     with WeightFiles(folder) as files:
         target = LoadTarget(dtype, CPU, parts, quantize)
-        adapt = partial(adaptable_layers, parts.ops, config, active) if loaded else None
+        adapt = partial(adaptable_layers, parts.ops, active) if loaded else None
         decoder = load_decoder(config, files, target, None, adapt)
         attention_layers = attention_of(config, files, CPU)
     groups = config.kv_groups()

@@ -27,13 +27,15 @@ from baton.llm import LLM
 from benchmarks.chaos.ranks import is_running, ranks_of
 from tests.support.families import FAMILY_VARIANTS, RECURRENT
 from tests.support.forked_ranks import fork_ranks
-from tests.support.models import VARIANTS, make_model_folder, prompt_of
+from tests.support.models import VARIANTS, Variant, make_model_folder, prompt_of
+from tests.support.peft_adapters import save_adapter
 from tests.support.scaled_kv import grown_folder
 from tests.support.waits import await_value
 
 LOGPROBS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=3)
 # Sums of float32 in another order.
 TOLERANCE = 1e-4
+BFLOAT16_TOLERANCE = 0.1
 PATIENCE_S = 60.0
 
 
@@ -42,15 +44,18 @@ def _forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     fork_ranks(monkeypatch.setattr)
 
 
+def variant_of(name: str) -> Variant:
+    return {**VARIANTS, **FAMILY_VARIANTS, **RECURRENT}[name]
+
+
 @pytest.fixture
 def open_llm(tmp_path: Path) -> Iterator[Callable[..., LLM]]:
     with ExitStack() as stack:
 
         def make(name: str, num_ranks: int, dtype: str = "float32", **settings: Any) -> LLM:
-            variant = {**VARIANTS, **FAMILY_VARIANTS, **RECURRENT}[name]
             folder = tmp_path / name
             if not folder.exists():
-                make_model_folder(folder, replace(variant, dtype=dtype))
+                make_model_folder(folder, replace(variant_of(name), dtype=dtype))
             llm = LLM(
                 str(folder),
                 tensor_parallel_size=num_ranks,
@@ -112,6 +117,76 @@ def test_native_ranks_give_the_same_bits_in_any_batch_and_leave_nothing(
     llm.close()
     gc.collect()
     assert num_descriptors_and_maps() <= before
+
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "settings", "lora"),
+    [
+        ("llama", 2, {}, {"target_modules": "all-linear"}),
+        ("gemma3", 4, {"kernels": "native", "dtype": "bfloat16"}, {"target_modules": "all-linear"}),
+        ("phi3", 2, {}, {"target_modules": "all-linear"}),  # fused matrices
+        ("qwen3-moe", 2, {}, {"target_modules": "all-linear"}),
+        ("qwen3-moe", 2, {"enable_expert_parallel": True}, {"target_modules": "all-linear"}),
+        (
+            "qwen3-moe",
+            2,
+            {"enable_expert_parallel": True, "kernels": "native", "dtype": "bfloat16"},
+            {"target_modules": "all-linear"},
+        ),
+        ("qwen2-moe", 2, {}, {"target_modules": "all-linear"}),  # shared experts
+        (
+            "gpt-oss",
+            2,
+            {},
+            {
+                "target_modules": ATTENTION,
+                "target_parameters": ["experts.gate_up_proj", "1.mlp.experts.down_proj"],
+            },
+        ),
+        ("deepseek-v3", 2, {}, {"target_modules": "all-linear"}),
+        ("gemma3n", 2, {}, {"target_modules": [*ATTENTION, "gate_proj", "up_proj", "down_proj"]}),
+    ],
+)
+def test_ranks_generate_with_adapters_what_one_process_does(
+    open_llm: Callable[..., LLM],
+    tmp_path: Path,
+    name: str,
+    num_ranks: int,
+    settings: dict[str, Any],
+    lora: dict[str, Any],
+) -> None:
+    is_exact = "dtype" not in settings  # float32
+    variant = replace(variant_of(name), dtype=settings.get("dtype", "float32"))
+    base = make_model_folder(tmp_path / name, variant)
+    first = save_adapter(base, tmp_path / "first", r=4, **lora)
+    second = save_adapter(base, tmp_path / "second", r=2, target_modules=["o_proj"])
+    adapters = {"first": str(first), "second": str(second)}
+    prompts = [prompt_of(length, seed=length) for length in (3, 40, 40, 17)]
+    names = ["first", "first", "", "second"]
+    one_settings = {**settings, "enable_expert_parallel": False}
+
+    wanted = open_llm(name, 1, lora=adapters, **one_settings).generate(
+        prompts, LOGPROBS, lora=names
+    )
+    llm = open_llm(name, num_ranks, lora=adapters, **settings)
+    found = llm.generate(prompts, LOGPROBS, lora=names)
+    alone = [llm.generate([p], LOGPROBS, lora=n)[0] for p, n in zip(prompts, names, strict=True)]
+
+    for one, several in zip(wanted, found, strict=True):
+        if is_exact:
+            assert several.token_ids == one.token_ids
+        # Later tokens of bfloat16 can differ by rounding.
+        rows = list(zip(one.logprobs, several.logprobs, strict=True))[: None if is_exact else 1]
+        for own, others in rows:
+            tolerance = TOLERANCE if is_exact else BFLOAT16_TOLERANCE
+            assert own.logprob == pytest.approx(dict(others.top)[own.token_id], abs=tolerance)
+    assert found[1].token_ids != found[2].token_ids
+    assert [each.token_ids for each in alone] == [each.token_ids for each in found]
+    if not is_exact:  # native kernels
+        assert [each.logprobs for each in alone] == [each.logprobs for each in found]
 
 
 def test_a_rank_that_hangs_ends_the_engine(
@@ -183,8 +258,8 @@ def test_ranks_have_the_scales_of_their_heads(tmp_path: Path, kernels: str, dtyp
 def test_what_cannot_be_divided_is_refused_by_name(open_llm: Callable[..., LLM]) -> None:
     with pytest.raises(InvalidConfig, match="4 heads"):
         open_llm("llama", 3)
-    with pytest.raises(InvalidConfig, match="--lora"):
-        open_llm("llama", 2, lora={"a": "folder"})
+    with pytest.raises(InvalidConfig, match="recurrent layers cannot be divided"):
+        open_llm("qwen3-next", 2)
     assert ranks_of(os.getpid()) == []
 
 

@@ -26,7 +26,19 @@ def main() -> None:
     os.close(fd)
     with first.carrying_out():
         pass
-    signal.pause()
+    first.load_adapters(LoggedAdapters())
+
+
+class LoggedAdapters:
+    """Implements `AdapterParts`."""
+
+    def load(self, number: int, parts: object) -> None:
+        log.info("adapter %d: %s", number, parts)
+        if parts == "too large":
+            raise MemoryError(parts)
+
+    def drop(self, number: int) -> None:
+        log.info("no adapter %d", number)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from baton.engine.runner.model.layers import DecoderLayer, LayerInput, gate_of, 
 from baton.engine.runner.model.linear import HeadLinears, Linear, Mlp, Moe, SparseGate
 from baton.engine.runner.model.mixers import Ends, ForwardPass
 from baton.engine.runner.model.ops import MlpGate, Ops
+from baton.engine.runner.model.rank_group import SummedLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +75,8 @@ class AdaptableLayer:
 
 def adaptable_layers(
     ops: Ops,
-    config: ModelConfig,
     active: ActiveAdapters,
+    config: ModelConfig,
     layers: Sequence[Layer],
     plain: Sequence[DecoderLayer],
 ) -> Sequence[DecoderLayer]:
@@ -148,4 +149,6 @@ class _Adapting:
         return Mlp(gate_up, self._linear(mlp.down, index, f"{prefix}down"))
 
     def _linear(self, linear: Linear, index: int, name: str) -> Linear:
+        if isinstance(linear, SummedLinear):  # each rank adds the product of its columns
+            return replace(linear, part=self._linear(linear.part, index, name))
         return AdaptedLinear(linear, Place(index, name), self.active)

@@ -38,12 +38,12 @@ class AdapterTable:
         self.max_rank = max_rank
         self.max_loras = max_loras
         self.num_places = num_places  # in memory; the callers of `add` keep to it
-        self._places = AdapterPlaces(config)
-        check_exclusions({Feature.ADAPTERS: True, Feature.NO_ADAPTABLE_LAYERS: not self._places})
+        self.places = AdapterPlaces(config)
+        check_exclusions({Feature.ADAPTERS: True, Feature.NO_ADAPTABLE_LAYERS: not self.places})
         self._num_layers = config.num_layers
         self._like = torch.empty(0, dtype=dtype, device=device)
         self._by_id: dict[str, Adapter] = {}
-        self._sizes = self._places.sizes(max_rank)
+        self._sizes = self.places.sizes(max_rank)
         self._selected: list[tuple[str, int]] | None = None  # last adapters and tokens, by run
         self._selection: Selection | None = None  # of them
         self._shared: Sequence[Group] | None = None  # its groups, if they share host memory
@@ -51,22 +51,26 @@ class AdapterTable:
     @property
     def limits(self) -> WeightLimits:
         """Sizes of the largest files that can fit."""
-        return self._places.limits(self.max_rank)
+        return self.places.limits(self.max_rank)
 
     @property
     def max_bytes(self) -> int:
         """Return the memory of all places, each with the largest adapter that `load` accepts."""
         merges_routers = self.active.products.merges_routers
-        return self.num_places * self._places.max_bytes(
+        return self.num_places * self.places.max_bytes(
             self.max_rank, self._like.dtype, merges_routers=merges_routers
         )
 
     def load(self, folder: PeftFolder) -> Adapter:
         """Read an adapter. One thread at a time, any. Raises ModelError if it does not fit."""
         parts: dict[Place, list[Part]] = {}
-        for place, part in self._places.parts(folder, self.max_rank):
-            self._check_range(folder, place, part)
+        for place, part in self.places.parts(folder, self.max_rank):
+            self.check_range(folder, place, part)
             parts.setdefault(place, []).append(part)
+        return self.prepare(parts)
+
+    def prepare(self, parts: dict[Place, list[Part]]) -> Adapter:
+        """Return an adapter of these parts. Takes those of routers that are merged."""
         routers = {
             place.layer: merge_router(self.active.routers[place.layer], parts.pop(place))
             for place in [*parts]
@@ -75,7 +79,7 @@ class AdapterTable:
         adapter = self.active.products.prepare(parts, self._like, self._num_layers)
         return replace(adapter, routers=routers)
 
-    def _check_range(self, folder: PeftFolder, place: Place, part: Part) -> None:
+    def check_range(self, folder: PeftFolder, place: Place, part: Part) -> None:
         largest = torch.finfo(self._like.dtype).max
         numbers = torch.stack([edge for side in (part.down, part.up) for edge in side.aminmax()])
         if not (numbers.abs() <= largest).all():
@@ -86,17 +90,17 @@ class AdapterTable:
 
     def add(self, adapter_id: str, adapter: Adapter) -> None:
         self._by_id[adapter_id] = adapter
-        self._forget_selection()
+        self.forget_selection()
 
     def remove(self, adapter_id: str) -> None:
         self._by_id.pop(adapter_id, None)
-        self._forget_selection()
+        self.forget_selection()
 
     def select(self, runs: Sequence[TokenRun]) -> Selection | None:
         """Return the adapters of a pass, or None if it has none."""
         selected = [(run.row.adapter, run.num_tokens) for run in runs]
         if selected != self._selected:  # as in the steps of the same decodes
-            self._forget_selection()
+            self.forget_selection()
             self._selection = self._select(selected)
             self._selected = selected
         return self._selection
@@ -124,7 +128,7 @@ class AdapterTable:
         by_token = by_run.repeat([num_tokens for _, num_tokens in selected])
         return Selection([self._by_id[adapter_id] for adapter_id in used], by_token)
 
-    def _forget_selection(self) -> None:
+    def forget_selection(self) -> None:
         """Forget the last pass, which must not keep adapters in memory."""
         self._selected = self._selection = self._shared = None
         self.active.groups = ()

@@ -15,6 +15,7 @@ from baton.engine.runner.adapters.targets import (
     GATE_UP,
     STACKED,
     HeadRows,
+    Key,
     Target,
     expert_name,
     find_targets,
@@ -90,27 +91,32 @@ class AdapterPlaces:
 
     def parts(self, folder: PeftFolder, max_rank: int) -> Iterator[tuple[Place, Part]]:
         """Yield the parts of an adapter. Raises ModelError for one that does not fit the model."""
+        for key, matrices in self.matrices(folder, max_rank):
+            yield from parts_at(self._targets[key], matrices)
+
+    def matrices(self, folder: PeftFolder, max_rank: int) -> Iterator[tuple[Key, LowRank]]:
+        """Yield what an adapter changes, as `parts` does."""
         seen, forms = set[int](), dict[Place, int]()
         for module, sides in folder.modules():
-            for name, target, matrices in self._matrices(folder, module, sides, max_rank):
+            for name, key, matrices in self._matrices(folder, module, sides, max_rank):
+                target = self._targets[key]
                 self._check(folder, name, target, matrices)
                 form = forms.setdefault(target.place, target.form)
                 if id(target) in seen or form != target.form:
                     raise ModelError(f"{folder.path} has {name} twice, by different names")
                 seen.add(id(target))
-                yield from _parts(target, matrices)
+                yield key, matrices
         if not seen:
             raise ModelError(f"{folder.path} has no matrices")
 
     def _matrices(
         self, folder: PeftFolder, module: str, sides: Sides, max_rank: int
-    ) -> Iterator[tuple[str, Target, LowRank]]:
+    ) -> Iterator[tuple[str, Key, LowRank]]:
         found = MODULE.fullmatch(module)
         if found is not None and found["prefix"] in PREFIXES:
             layer, name = int(found["layer"]), found["name"]
-            target = self._targets.get((layer, name))
-            if target is not None:
-                yield module, target, folder.low_rank(module, sides, max_rank)
+            if (layer, name) in self._targets:
+                yield module, (layer, name), folder.low_rank(module, sides, max_rank)
                 return
             if name.removesuffix(NESTED) in STACKED and self._config.moe is not None:
                 yield from self._stacked(folder, module, layer, sides, max_rank)
@@ -119,7 +125,7 @@ class AdapterPlaces:
 
     def _stacked(
         self, folder: PeftFolder, module: str, layer: int, sides: Sides, max_rank: int
-    ) -> Iterator[tuple[str, Target, LowRank]]:
+    ) -> Iterator[tuple[str, Key, LowRank]]:
         """Yield the matrices of all experts, whose ranks are stacked."""
         assert self._config.moe is not None
         container = module.removesuffix(NESTED)
@@ -137,10 +143,10 @@ class AdapterPlaces:
         )
         name = container.rpartition(f"layers.{layer}.")[2]
         for expert, matrices in enumerate(stacked):
-            target = self._targets.get((layer, expert_name(name, parameter, expert)))
-            if target is None:
+            key = layer, expert_name(name, parameter, expert)
+            if key not in self._targets:
                 raise self._not_supported(folder, module)
-            yield f"{container}.{parameter}", target, matrices
+            yield f"{container}.{parameter}", key, matrices
 
     def _not_supported(self, folder: PeftFolder, module: str) -> ModelError:
         return ModelError(
@@ -159,7 +165,8 @@ class AdapterPlaces:
             )
 
 
-def _parts(target: Target, matrices: LowRank) -> Iterator[tuple[Place, Part]]:
+def parts_at(target: Target, matrices: LowRank) -> Iterator[tuple[Place, Part]]:
+    """Yield the parts of an adapter's matrices at the places of these rows."""
     if target.heads is not None:
         yield from _head_parts(target.heads, matrices)
     for place, runs in target.pieces:

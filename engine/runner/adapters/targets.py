@@ -16,6 +16,7 @@ from baton.engine.runner.weights.tensor_names import TensorMap
 
 # Modules whose parameters stack the matrices of all experts, as [experts, rows, columns].
 STACKED = ("mlp.experts", "block_sparse_moe.experts")
+Key = tuple[int, str]  # layer, and the name of a matrix in it
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 
 
@@ -41,6 +42,7 @@ class Target:
     num_columns: int
     pieces: Sequence[Piece] = ()
     heads: HeadRows | None = None
+    row_parts: Sequence[int] = ()  # sizes of the parts that follow each other; empty: one
     form: int = 0  # a folder names the matrices of experts in one of several
 
     @property
@@ -58,7 +60,7 @@ class HeadRows:
     key_dim: int
 
 
-def find_targets(config: ModelConfig) -> Mapping[tuple[int, str], Target]:
+def find_targets(config: ModelConfig) -> Mapping[Key, Target]:
     """Return the matrices by layer and name. A stacked one is found as that of each expert.
 
     There are none in a model whose folder numbers blocks instead of layers, whose layers have
@@ -80,9 +82,9 @@ class _Targets:
         self._tensors = tensors
         self._config = tensors.config
         self._names = tensors.names
-        self._shapes = tensors.shapes()
+        self._parts = tensors.parts()
 
-    def all(self) -> Iterator[tuple[tuple[int, str], Target]]:
+    def all(self) -> Iterator[tuple[Key, Target]]:
         for index in range(self._config.num_layers):
             for name, target in self._of_layer(index):
                 yield (index, name), target
@@ -143,7 +145,7 @@ class _Targets:
             yield from self._joined(Place(index, "shared_down"), [down])
         if moe.has_shared_gate:
             yield from self._joined(Place(index, "shared_gate"), [names.shared_gate])
-        for expert in range(moe.num_experts):
+        for expert in moe.loaded_experts:
             yield from self._expert(index, moe, names, expert)
 
     def _expert(
@@ -157,51 +159,59 @@ class _Targets:
         self, index: int, moe: MoeConfig, names: ExpertNames, expert: int
     ) -> Iterator[Sequence[tuple[str, Target]]]:
         hidden, size = self._config.hidden_size, moe.expert_size
-        gate_up, down = Place(index, "gate_up", expert), Place(index, "down", expert)
+        number = expert - moe.loaded_experts.start
+        gate_up, down = Place(index, "gate_up", number), Place(index, "down", number)
+        halves = (2 * size,) if names.is_interleaved else (size, size)
         for form in (names, *names.others):
             if "{expert}" in form.down:
                 parts = [name.format(expert=expert) for name in form.gate_up]
-                counts = [2 * size // len(parts)] * len(parts)
+                counts = [(size,), (size,)] if len(parts) == 2 else [halves]
                 downs = [form.down.format(expert=expert)]
                 yield [
                     *_joined(gate_up, parts, counts, hidden),
-                    *_joined(down, downs, [hidden], size),
+                    *_joined(down, downs, [(hidden,)], size),
                 ]
         runs = [Run(0, range(2 * size))]
         if names.is_interleaved:
             runs = [Run(0, range(0, 2 * size, 2)), Run(size, range(1, 2 * size, 2))]
         for module in STACKED:
-            target = Target(2 * size, hidden, [Piece(gate_up, runs)])
+            target = Target(2 * size, hidden, [Piece(gate_up, runs)], row_parts=halves)
             downs = [expert_name(module, DOWN, expert)]
             yield [
                 (expert_name(module, GATE_UP, expert), target),
-                *_joined(down, downs, [hidden], size),
+                *_joined(down, downs, [(hidden,)], size),
             ]
 
     def _joined(
         self, place: Place, names: Sequence[str], order: Sequence[int] | None = None
     ) -> Iterator[tuple[str, Target]]:
-        shapes = [self._shape(place.layer, name) for name in names]
-        return _joined(place, names, [rows for rows, _ in shapes], shapes[0][1], order)
+        row_parts = [self._axes(place.layer, name)[0] for name in names]
+        return _joined(place, names, row_parts, self._shape(place.layer, names[0])[1], order)
 
     def _shape(self, index: int, name: str) -> tuple[int, int]:
-        rows, columns = self._shapes[f"{self._tensors.in_layer(index, name)}.weight"]
+        rows, columns = map(sum, self._axes(index, name))
         return rows, columns
+
+    def _axes(self, index: int, name: str) -> Sequence[Sequence[int]]:
+        """Return the sizes of a matrix's parts along both axes."""
+        return self._parts[f"{self._tensors.in_layer(index, name)}.weight"]
 
 
 def _joined(
     place: Place,
     names: Sequence[str],
-    counts: Sequence[int],
+    row_parts: Sequence[Sequence[int]],
     num_columns: int,
     order: Sequence[int] | None = None,
 ) -> Iterator[tuple[str, Target]]:
     """Yield the matrices that a place stacks. `order` is that of the first of all rows."""
-    for name, first, count in zip(names, accumulate(counts, initial=0), counts, strict=False):
+    counts = list(map(sum, row_parts))
+    firsts = accumulate(counts, initial=0)
+    for name, first, count, parts in zip(names, firsts, counts, row_parts, strict=False):
         runs: Sequence[Run] = [Run(first, range(count))]
         if order is not None:
             runs = _runs([*order, *range(len(order), sum(counts))], first, count)
-        yield name, Target(count, num_columns, [Piece(place, runs)])
+        yield name, Target(count, num_columns, [Piece(place, runs)], row_parts=parts)
 
 
 def _runs(stored: Sequence[int], first: int, count: int) -> Sequence[Run]:

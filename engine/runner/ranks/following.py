@@ -9,15 +9,18 @@ import pickle
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from logging.handlers import QueueHandler
 from queue import SimpleQueue
+from typing import Any, Protocol
 
 import torch
 
 from baton.core.errors import InvalidConfig, ModelError
 from baton.engine.errors import RunnerLost
+from baton.engine.runner.adapters.adapters import AdapterTable
 from baton.engine.runner.device.cuda import open_device
 from baton.engine.runner.device.step_inputs import make_inputs
 from baton.engine.runner.kernels.build import best_variant, cpu_features, library
@@ -28,17 +31,21 @@ from baton.engine.runner.load import (
     OpenedModel,
     choose_max_model_len,
     load_weights,
+    make_adapters,
     open_model,
     plan_memory,
 )
 from baton.engine.runner.model.decoder import Decoder
 from baton.engine.runner.model.rope import Ropes
 from baton.engine.runner.passes.forward_passes import ForwardPasses
+from baton.engine.runner.ranks.divided_adapters import FollowedAdapters
 from baton.engine.runner.ranks.links import RankLinks, links_bytes, map_shared_memory
 from baton.engine.runner.ranks.processes import (
     MAX_MESSAGE_BYTES,
     Begin,
     ComputePass,
+    DropAdapter,
+    LoadAdapter,
     MultiplyHead,
     Ready,
     Setup,
@@ -47,6 +54,14 @@ from baton.engine.runner.ranks.sharded_source import shard_of, sharded_source
 
 log = logging.getLogger(__name__)
 PR_SET_PDEATHSIG = 1
+
+
+class AdapterParts(Protocol):
+    """Parts of adapters, as the first rank sends them."""
+
+    def load(self, number: int, parts: Any) -> None: ...
+
+    def drop(self, number: int) -> None: ...
 
 
 class FirstRank:
@@ -99,6 +114,25 @@ class FirstRank:
         if fault is not None:
             self._receive()
 
+    def load_adapters(self, adapters: AdapterParts) -> None:
+        """Carry out the orders about adapters, in the thread that calls this."""
+        while True:
+            order, fd = self._receive()
+            if isinstance(order, DropAdapter):
+                adapters.drop(order.number)
+                continue
+            assert isinstance(order, LoadAdapter)
+            fault: Exception | None = None
+            try:
+                with open(fd, "rb") as memory:
+                    memory.seek(0)
+                    adapters.load(order.number, pickle.load(memory))
+            except Exception as error:
+                log.exception("an adapter cannot be loaded")
+                fault = ModelError(f"{self._name} of this node cannot load an adapter: {error!r}")
+            with suppress(ConnectionError):  # this process is about to end
+                self._connection.send(pickle.dumps(Ready(fault)))
+
     def _receive(self) -> tuple[object, int]:
         """Return a message, and its descriptor. Ends this process if the connection is closed."""
         written, fds = b"", [-1]
@@ -106,7 +140,7 @@ class FirstRank:
             written, fds, *_ = socket.recv_fds(self._connection, MAX_MESSAGE_BYTES, 1)
         if not written:
             sys.exit()
-        return pickle.loads(written), fds[0]
+        return pickle.loads(written), fds[0] if fds else -1
 
 
 class _RecordSender(QueueHandler):
@@ -138,13 +172,25 @@ def main() -> None:
     begin, kv_fd = first.receive_begin()
     with first.carrying_out():
         follower.begin(begin.num_blocks, kv_fd)
+    if follower.adapters is not None:
+        loads = threading.Thread(
+            target=first.load_adapters, args=[follower.adapters], name="adapters", daemon=True
+        )
+        loads.start()
     follower.run()
 
 
 class Follower:
     """A rank's decoder, and its part of the KV cache."""
 
-    def __init__(self, opened: OpenedModel, weights: LoadedWeights, links: RankLinks) -> None:
+    def __init__(
+        self,
+        opened: OpenedModel,
+        weights: LoadedWeights,
+        links: RankLinks,
+        adapters: AdapterTable | None,
+    ) -> None:
+        self.adapters = None if adapters is None else FollowedAdapters(adapters)
         self._opened = opened
         self._weights = weights
         self._links = links
@@ -163,6 +209,7 @@ class Follower:
             kernels.make_attention(kv, self._weights.attention),
             None if state is None else kernels.make_linear_attention(kv, state),
             choose_max_model_len(config, longest),
+            None if self.adapters is None else self.adapters.table,
         )
 
     def run(self) -> None:
@@ -181,10 +228,13 @@ class Follower:
         decoder, passes = self._weights.decoder, self._passes
         assert passes is not None
         match message:
-            case ComputePass(step, media, grid, needs_all):
+            case ComputePass(step, media, grid, needs_all, sent):
                 inputs = make_inputs(self._opened.device)
                 inputs.begin()
-                launch = passes.prepare(step, inputs, None, None, media, grid, needs_all=needs_all)
+                selection = None if self.adapters is None else self.adapters.select(sent)
+                launch = passes.prepare(
+                    step, inputs, None, selection, media, grid, needs_all=needs_all
+                )
                 inputs.send()
                 launch()
                 self._links.meet()
@@ -205,7 +255,9 @@ def _load(setup: Setup, links_fd: int) -> Follower:
     links = RankLinks(kernels, memory, shard)
     source = sharded_source(links, lambda: None)
     opened = open_model(config, open_device, choose_parts, source)
-    return Follower(opened, load_weights(opened, source), links)
+    adapters = make_adapters(opened)
+    active = None if adapters is None else adapters.active
+    return Follower(opened, load_weights(opened, source, active=active), links, adapters)
 
 
 if __name__ == "__main__":

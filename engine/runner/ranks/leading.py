@@ -18,6 +18,7 @@ from baton.checkpoint.hub import open_checkpoint
 from baton.core.errors import InvalidConfig
 from baton.core.exclusions import Feature, check_exclusions
 from baton.engine.errors import RunnerLost
+from baton.engine.runner.adapters.low_rank import ActiveAdapters
 from baton.engine.runner.attention.kv_tensor import KvShape
 from baton.engine.runner.batch.encodings import MediaRows
 from baton.engine.runner.config import RunnerConfig
@@ -34,12 +35,14 @@ from baton.engine.runner.kernels.build import (
 from baton.engine.runner.kernels.calls import Kernels
 from baton.engine.runner.load import load_runner
 from baton.engine.runner.model.adapters import Selection
+from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.pass_layout import Ints
 from baton.engine.runner.model.rank_group import Shard
 from baton.engine.runner.model_info import LoadProgress, LoadProgressCallback
 from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.runner.passes.forward_passes import ForwardPasses, PassStep
+from baton.engine.runner.ranks.divided_adapters import LedAdapters
 from baton.engine.runner.ranks.links import PATIENCE_S, RankLinks, links_bytes, make_shared_memory
 from baton.engine.runner.ranks.processes import (
     ComputePass,
@@ -110,7 +113,6 @@ def _checked(config: RunnerConfig) -> RunnerConfig:
     check_exclusions({
         Feature.SEVERAL_RANKS: True,
         Feature.GPU: config.device != "cpu",
-        Feature.ADAPTERS: config.max_loras,
         Feature.TRAINED_DRAFTS: speculation is not None and not speculation.looks_up,
     })  # fmt: skip
     return replace(config, speculation=speculation)
@@ -194,6 +196,19 @@ class LeadingRank:
         self._links.begin()
         return kv.over(memory)
 
+    def make_adapters(
+        self,
+        active: ActiveAdapters,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        *limits: int,
+    ) -> LedAdapters:
+        shard = self._links.shard
+        return LedAdapters(
+            active, config, dtype, device, *limits, shard=shard, orders=self._processes
+        )
+
     def lead(self, passes: ForwardPasses) -> ForwardPasses:
         return LedPasses(passes, self._links)
 
@@ -214,7 +229,12 @@ class LedPasses(ForwardPasses):
 
     def __init__(self, own: ForwardPasses, links: LeadingLinks) -> None:
         super().__init__(
-            own.decoder, own.ropes, own.attention, own.linear_attention, own.max_model_len
+            own.decoder,
+            own.ropes,
+            own.attention,
+            own.linear_attention,
+            own.max_model_len,
+            own.adapters,
         )
         self._links = links
 
@@ -232,7 +252,9 @@ class LedPasses(ForwardPasses):
         last_writer = self.decoder.config.last_writer
         late = None if hook is None else _LateHook(hook, last_writer)
         launch = super().prepare(step, inputs, late, selection, media, grid, needs_all=needs_all)
-        message = ComputePass(SentStep.of(step), media, grid, needs_all)
+        table = self.adapters
+        sent = table.sent(selection) if isinstance(table, LedAdapters) else None
+        message = ComputePass(SentStep.of(step), media, grid, needs_all, sent)
 
         def launch_all() -> HiddenStates:
             with self._links.carrying_out(message):

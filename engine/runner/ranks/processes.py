@@ -24,6 +24,7 @@ from baton.engine.runner.batch.encodings import MediaRows
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.model.pass_layout import Ints, PassLayout
 from baton.engine.runner.passes.forward_passes import PassStep
+from baton.engine.runner.ranks.divided_adapters import SentSelection
 from baton.engine.runner.state.state_tables import StateLayout
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,18 @@ class Begin(NamedTuple):
     """Message to a rank that has loaded its weights. The KV cache's descriptor comes along."""
 
     num_blocks: int
+
+
+class LoadAdapter(NamedTuple):
+    """Message to a rank that waits for passes. The descriptor of its parts' memory comes along."""
+
+    number: int
+
+
+class DropAdapter(NamedTuple):
+    """Message to a rank, after the last pass with this adapter."""
+
+    number: int
 
 
 class Ready(NamedTuple):
@@ -129,6 +142,28 @@ class RankProcesses:
             self._awaited.add(rank.number)
         self._wait_for("the KV cache")
 
+    def load_adapter(self, number: int, parts_by_rank: Sequence[object]) -> None:
+        """Have all ranks load their parts of an adapter. One thread at a time, any.
+
+        Returns once all have them. Raises ModelError, and ProcessLost if a rank has ended.
+        """
+        for rank, parts in zip(self._ranks, parts_by_rank, strict=True):
+            with open(os.memfd_create("baton adapter"), "wb") as memory:
+                pickle.dump(parts, memory, pickle.HIGHEST_PROTOCOL)
+                memory.flush()
+                rank.send(LoadAdapter(number), memory.fileno())
+        with self._lock:
+            lost = self._lost
+        # All answer, or end: none of their answers may be left for the next adapter.
+        faults = [lost] if lost else [self._answers.get().fault for _ in self._ranks]
+        for fault in faults:
+            if fault is not None:
+                raise fault
+
+    def drop_adapter(self, number: int) -> None:
+        for rank in self._ranks:
+            rank.send(DropAdapter(number))
+
     def when_lost(self, call: WhenLost) -> None:
         """Have a thread call this when a rank ends by itself, or do so now if one has ended."""
         with self._lock:
@@ -201,9 +236,9 @@ class _Rank:
         self._thread.start()
         self._started.result()
 
-    def send(self, message: NamedTuple, fd: int) -> None:
+    def send(self, message: NamedTuple, *fds: int) -> None:
         with suppress(OSError):  # of a rank that has ended, which is reported
-            socket.send_fds(self._connection, [pickle.dumps(message)], [fd])
+            socket.send_fds(self._connection, [pickle.dumps(message)], fds)
 
     def kill(self) -> None:
         """End the process, which keeps nothing, even if it is stopped."""
@@ -345,6 +380,7 @@ class ComputePass:
     media: MediaRows | None
     grid: Ints | None
     needs_all: bool
+    adapters: SentSelection | None = None
 
 
 @dataclass(frozen=True, slots=True)

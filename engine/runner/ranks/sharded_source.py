@@ -26,14 +26,14 @@ def sharded_source(group: RankGroup, on_loaded: Callable[[], None]) -> DecoderSo
     shard = group.shard
 
     def load(
-        weights: OpenWeights, on_progress: LoadProgressCallback | None, _: AdaptLayers | None
+        weights: OpenWeights, on_progress: LoadProgressCallback | None, adapt: AdaptLayers | None
     ) -> LoadedDecoder:
         whole = weights.model
         assert isinstance(whole, ModelConfig)
         tensors = ShardedTensors.of(whole, weights.tensors, shard)
         model = tensors.map.config
         target = replace(weights.target, group=group, vocab_size=whole.vocab_size)
-        decoder = load_decoder(model, tensors, target, on_progress, tensors=tensors.map)
+        decoder = load_decoder(model, tensors, target, on_progress, adapt, tensors.map)
         attention = [
             replace(layer, own_heads=shard.part_of(whole.of_layer(index).num_kv_heads))
             for index, layer in zip(

@@ -36,7 +36,9 @@ from baton.engine.runner.weights.row_orders import joined_order
 from baton.engine.runner.weights.tensor_loading import LoadTarget, TensorLoader
 from baton.engine.runner.weights.tensor_names import CLASSIFIER, TensorMap, check_tensors
 
-AdaptLayers = Callable[[Sequence[Layer], Sequence[DecoderLayer]], Sequence[DecoderLayer]]
+AdaptLayers = Callable[
+    [ModelConfig, Sequence[Layer], Sequence[DecoderLayer]], Sequence[DecoderLayer]
+]
 
 
 def load_decoder(
@@ -75,7 +77,7 @@ def load_decoder(
     mixtures = [layer.mixture for layer in layers if layer.mixture is not None]
     made = parts.make_layers(config, layers)
     if adapt is not None:
-        made = adapt(layers, made)
+        made = adapt(config, layers, made)
     if config.altup is None:
         made = extend_layers(config, parts.ops, layers, made)
     else:

@@ -92,7 +92,7 @@ class ShardedTensors:
         tensors = TensorMap(config, whole.shapes())
         shard_map, sizes = tensors.of_shard(shard_config(config, shard)), tensors.parts()
         own = {
-            name: [_own_ranges(shard, *axis) for axis in zip(axes, sizes[name], strict=True)]
+            name: [own_ranges(shard, *axis) for axis in zip(axes, sizes[name], strict=True)]
             for name, axes in shard_map.parts().items()
         }
         for linear in {tensors.embedding, tensors.head}:
@@ -120,13 +120,13 @@ class ShardedTensors:
 
     def tensor(self, name: str) -> Tensor:
         whole = self.whole.tensor(name)
-        own = _narrow(whole, self.own.get(name, ()))
+        own = narrow(whole, self.own.get(name, ()))
         # Groups of columns count from the first own one.
         return own - own[0] if name.endswith(COLUMN_GROUPS) and len(own) < len(whole) else own
 
     def part(self, name: str, index: int) -> Tensor:
         first, others = self._of_element(name)
-        return _narrow(self.whole.part(name, first + index), others)
+        return narrow(self.whole.part(name, first + index), others)
 
     def copy_into(self, name: str, destination: Tensor) -> None:
         destination.copy_(self.tensor(name))
@@ -166,7 +166,7 @@ class ShardedTensors:
         return elements.start, axes
 
 
-def _own_ranges(shard: Shard, own: Sequence[int], whole: Sequence[int]) -> Ranges:
+def own_ranges(shard: Shard, own: Sequence[int], whole: Sequence[int]) -> Ranges:
     """Return the own numbers of an axis: those of each part that is stacked along it."""
     if own == whole:
         return [range(sum(whole))]
@@ -207,7 +207,8 @@ def _check_order(whole: Tensors, own: Mapping[str, Sequence[Ranges]]) -> None:
                 )
 
 
-def _narrow(tensor: Tensor, axes: Sequence[Ranges]) -> Tensor:
+def narrow(tensor: Tensor, axes: Sequence[Ranges]) -> Tensor:
+    """Return the own numbers of a tensor, without copying it where they are neighbours."""
     for axis, ranges in enumerate(axes):
         parts = [tensor.narrow(axis, own.start, len(own)) for own in ranges]
         tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)
