@@ -17,13 +17,7 @@ from baton.core.errors import NamedError
 from baton.core.ids import BlockId
 from baton.doctor.findings import Finding, fail, ok, warn
 from baton.kv_transfer.protocol.messages import Region
-from baton.kv_transfer.transports.base import (
-    Arrived,
-    Channel,
-    Transport,
-    Write,
-    Written,
-)
+from baton.kv_transfer.transports.base import Arrived, Channel, Transport, Write, Written
 from baton.kv_transfer.transports.ucxx import UcxxTransport
 from baton.measured_process import MeasuredProcess, MeasurementFailed, open_transport, poll_until
 

@@ -32,12 +32,7 @@ from baton.kv_transfer.layout import KvLayout
 from baton.kv_transfer.pairs import Identity
 from baton.kv_transfer.protocol.messages import Fingerprint, Region
 from baton.kv_transfer.records import TransferRecord, TransferRole
-from baton.kv_transfer.transports.base import (
-    Arrived,
-    Channel,
-    Write,
-    Written,
-)
+from baton.kv_transfer.transports.base import Arrived, Channel, Write, Written
 from baton.kv_transfer.types import Complete, KvOrders, Receive, Send
 from baton.kv_transfer.worker import KvTransferWorker
 from baton.measured_process import open_transport, poll_until

@@ -30,8 +30,8 @@ from baton.kv_transfer.transports.base import (
     Write,
     WriteFailed,
     Written,
-    layer_places,
 )
+from baton.kv_transfer.transports.staging import layer_places
 from baton.kv_transfer.transports.ucx_cuda import ucx_has_cuda
 
 _TICKET_BYTES = 8

@@ -20,15 +20,13 @@ from baton.core.ids import BlockId
 from baton.kv_transfer.errors import PeerUnreachable
 from baton.kv_transfer.protocol.messages import Region
 from baton.kv_transfer.transports.base import (
-    BlockRows,
     ChannelEvent,
-    Slot,
-    Staging,
     UcxConfig,
     Write,
     WriteFailed,
     Written,
 )
+from baton.kv_transfer.transports.staging import BlockRows, Slot, Staging
 from baton.kv_transfer.transports.ucxx_library import Ucxx
 from baton.kv_transfer.transports.ucxx_messages import (
     HEADER_BYTES,

@@ -9,7 +9,7 @@ from typing import Any
 
 from baton.kv_transfer.errors import TransportMissing
 from baton.kv_transfer.protocol.memory_runs import BlockRun
-from baton.kv_transfer.transports.base import Slot
+from baton.kv_transfer.transports.staging import Slot
 
 
 class Ucxx:

@@ -15,7 +15,8 @@ from itertools import pairwise
 from baton.core.ids import BlockId
 from baton.kv_transfer.protocol.memory_runs import BlockRun, pair_spans, spans
 from baton.kv_transfer.protocol.messages import Region
-from baton.kv_transfer.transports.base import SLOT_BYTES, LayerRange, Write
+from baton.kv_transfer.transports.base import LayerRange, Write
+from baton.kv_transfer.transports.staging import SLOT_BYTES
 
 MAX_PARCEL_RUN_BYTES = 256 << 10  # average run size below which runs are packed into parcels
 MAX_RUN_BYTES = 1 << 20  # per message, unless a block is larger

@@ -18,16 +18,13 @@ import numpy as np
 from baton.core.ids import BlockId
 from baton.kv_transfer.protocol.messages import Region
 from baton.kv_transfer.transports.base import (
-    SLOT_BYTES,
     Arrived,
-    BlockRows,
     BlocksLanded,
     CancelCompleted,
     ChannelBroken,
     ChannelEvent,
-    Slot,
-    Staging,
 )
+from baton.kv_transfer.transports.staging import SLOT_BYTES, BlockRows, Slot, Staging
 from baton.kv_transfer.transports.ucxx_library import Ucxx
 from baton.kv_transfer.transports.ucxx_messages import (
     HEADER_BYTES,

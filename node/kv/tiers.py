@@ -18,9 +18,9 @@ from baton.kv_transfer.tiers.host_growth import MIN_FREE_SHARE, HostGrowth, auto
 from baton.kv_transfer.tiers.host_tier import HostTier
 from baton.kv_transfer.tiers.kv_access import BlockMemory, CpuKvAccess, KvAccess
 from baton.kv_transfer.tiers.stores.file_store import FileStore
+from baton.kv_transfer.tiers.stores.folder_checks import check_folder
 from baton.kv_transfer.tiers.stores.object_store import ObjectStore
 from baton.kv_transfer.tiers.stores.objects import open_bucket
-from baton.kv_transfer.tiers.stores.stored_blocks import check_folder
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
 from baton.node.kv.tiers_config import TiersConfig, parse_tiers
 

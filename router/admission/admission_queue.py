@@ -1,4 +1,4 @@
-"""Priority admission queue: admits, queues or rejects requests. Pure."""
+"""Priority admission queue: admits, queues or rejects requests, by forecasts of waits. Pure."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.kv_transfer.protocol.memory_runs import BlockRun
-from baton.kv_transfer.transports.base import Slot
+from baton.kv_transfer.transports.staging import Slot
 
 
 class FakeError(Exception):

@@ -21,7 +21,8 @@ from baton.kv_transfer.layout import KvLayout, KvPacking, StagedRun
 from baton.kv_transfer.protocol.digest import HASH_BYTES, AwaitHashes
 from baton.kv_transfer.protocol.messages import Region
 from baton.kv_transfer.tiers.kv_access import BlockMemory
-from baton.kv_transfer.transports.base import LayerRange, layer_places
+from baton.kv_transfer.transports.base import LayerRange
+from baton.kv_transfer.transports.staging import layer_places
 
 READ_CHUNK_BLOCKS = 32
 

@@ -25,6 +25,12 @@ from baton.core.kv_hints import NO_HINTS, SHARED, BlockHints, Tenant
 from baton.kv_transfer.tiers.kv_access import BlockMemory
 from baton.kv_transfer.tiers.stores.block_file import BlockTime, can_read, read_block, write_block
 from baton.kv_transfer.tiers.stores.block_store import BlockStore, BlockUnusable
+from baton.kv_transfer.tiers.stores.folder_checks import (
+    FOLDER_MODE,
+    check_blocks_owner,
+    check_folder_owner,
+    make_private,
+)
 from baton.kv_transfer.tiers.stores.journal_files import JournalFiles
 from baton.kv_transfer.tiers.stores.other_namespaces import (
     JOURNALS,
@@ -34,13 +40,9 @@ from baton.kv_transfer.tiers.stores.other_namespaces import (
     OtherNamespaces,
 )
 from baton.kv_transfer.tiers.stores.stored_blocks import (
-    FOLDER_MODE,
     REMOVED,
     WRITTEN,
     block_of,
-    check_blocks_owner,
-    check_folder_owner,
-    make_private,
     namespace_of,
     stem_of,
 )

@@ -1,4 +1,4 @@
-"""Tool calls with a name in front of JSON arguments: DeepSeek until V3.1, Kimi K2. Pure."""
+"""Tool calls with a name before JSON arguments: DeepSeek until V3.1, Kimi K2, Mistral. Pure."""
 
 from __future__ import annotations
 

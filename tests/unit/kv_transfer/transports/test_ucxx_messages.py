@@ -13,18 +13,17 @@ from baton.core.ids import BlockId
 from baton.kv_transfer.protocol.messages import Region
 from baton.kv_transfer.transports import ucxx, ucxx_receives
 from baton.kv_transfer.transports.base import (
-    SLOT_BYTES,
     Arrived,
     BlocksLanded,
     CancelCompleted,
     ChannelBroken,
     ChannelEvent,
     LayerRange,
-    Staging,
     Write,
     WriteFailed,
     Written,
 )
+from baton.kv_transfer.transports.staging import SLOT_BYTES, Staging
 from baton.kv_transfer.transports.ucxx import UcxxSends
 from baton.kv_transfer.transports.ucxx_messages import HEADER_BYTES, Label, Parcel, encode_header
 from baton.kv_transfer.transports.ucxx_receives import UcxxReceives
