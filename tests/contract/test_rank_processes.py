@@ -20,6 +20,7 @@ from baton.engine.runner.ranks import processes as processes_module
 from baton.engine.runner.ranks.processes import RankProcesses, RankWatch
 from benchmarks.chaos.ranks import is_running, ranks_of
 from tests.support.child_programs import running_program
+from tests.support.open_files import open_files
 from tests.support.rank_processes import PROGRAM, start_ranks
 from tests.support.waits import await_value
 
@@ -29,7 +30,7 @@ Start = Callable[..., RankProcesses]
 @pytest.fixture
 def start() -> Iterator[Start]:
     """Start ranks, which end with the test. Nothing of them may be left then."""
-    open_files = num_open_files()
+    before = open_files()
     started = []
 
     def make(*arguments: object, **named: object) -> RankProcesses:
@@ -40,7 +41,7 @@ def start() -> Iterator[Start]:
     for processes in started:
         processes.close()
     assert own_ranks() == []
-    assert num_open_files() == open_files
+    await_value(open_files, lambda now: now <= before, what="files are left open")
 
 
 def own_ranks() -> list[int]:
@@ -50,10 +51,6 @@ def own_ranks() -> list[int]:
 def started_ranks(first: int, count: int = 1) -> list[int]:
     """Return the ranks of a process. A program that has just started has no name yet."""
     return await_value(lambda: ranks_of(first, PROGRAM), lambda found: len(found) == count)
-
-
-def num_open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def begin(processes: RankProcesses) -> None:
@@ -278,6 +275,7 @@ def test_a_fork_does_not_end_ranks(start: Start) -> None:
 STARTS = """
 import signal
 import sys
+from tests.support.open_files import open_files
 from tests.support.rank_processes import start_ranks
 processes = start_ranks(sys.argv[1])
 if sys.argv[1] != "slow":
@@ -306,6 +304,7 @@ def test_no_rank_survives_the_first_one(model: str, is_stopped: bool) -> None:
 
 WAITS = """
 from baton.rpc.process_end import exit_on_sigterm
+from tests.support.open_files import open_files
 from tests.support.rank_processes import start_ranks
 exit_on_sigterm()
 processes = start_ranks("slow")

@@ -28,6 +28,7 @@ from benchmarks.chaos.ranks import is_running, ranks_of
 from tests.support.families import FAMILY_VARIANTS, RECURRENT
 from tests.support.forked_ranks import fork_ranks
 from tests.support.models import VARIANTS, Variant, make_model_folder, prompt_of
+from tests.support.open_files import open_files
 from tests.support.peft_adapters import save_adapter
 from tests.support.scaled_kv import grown_folder
 from tests.support.waits import await_value
@@ -103,8 +104,7 @@ def test_ranks_generate_what_one_process_does_until_one_is_killed(
 def test_native_ranks_give_the_same_bits_in_any_batch_and_leave_nothing(
     open_llm: Callable[..., LLM], name: str, has_whole_experts: bool
 ) -> None:
-    gc.collect()  # what other tests have left
-    before = num_descriptors_and_maps()
+    before, maps = open_files(), mapped_memory()
     prompts = [prompt_of(length, seed=length) for length in (3, 40, 61)]
     experts = {"enable_expert_parallel": has_whole_experts}
     llm = open_llm(name, 2, "bfloat16", kernels="native", **experts)
@@ -116,7 +116,8 @@ def test_native_ranks_give_the_same_bits_in_any_batch_and_leave_nothing(
     assert [each.logprobs for each in alone] == [each.logprobs for each in together]
     llm.close()
     gc.collect()
-    assert num_descriptors_and_maps() <= before
+    await_value(open_files, lambda now: now <= before, what="files are left open")
+    assert mapped_memory() <= maps
 
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -223,9 +224,10 @@ def test_a_rank_that_hangs_while_its_engine_is_idle_is_found(
     llm.close()
 
 
-def num_descriptors_and_maps() -> tuple[int, int]:
+def mapped_memory() -> set[str]:
+    """Return the maps of memory that ranks share, by address."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8")
-    return len(os.listdir("/proc/self/fd")), maps.count("memfd:baton")
+    return {line.split()[0] for line in maps.splitlines() if "memfd:baton" in line}
 
 
 @pytest.mark.parametrize(("kernels", "dtype"), [("torch", "float32"), ("native", "bfloat16")])

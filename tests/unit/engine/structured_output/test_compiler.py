@@ -222,10 +222,12 @@ def test_large_grammars_reduce_the_number_of_cached_ones() -> None:
 
 def test_closing_the_compiler_leaves_no_thread() -> None:
     library, listener = HeldLibrary(), Listener()
+    before = set(threading.enumerate())
     with GrammarCompiler(library.compile) as compiler:
         compiler.start(SLOW, listener.callback("slow"))
         library.has_begun.wait(PATIENCE_S)
-        assert any(thread.name.startswith("grammars") for thread in threading.enumerate())
+        started = set(threading.enumerate()) - before
+        assert any(thread.name.startswith("grammars") for thread in started)
         library.may_end.set()
 
-    assert not any(thread.name.startswith("grammars") for thread in threading.enumerate())
+    assert not any(thread.is_alive() for thread in started)
