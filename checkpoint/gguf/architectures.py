@@ -608,6 +608,11 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "exaone4": GgufArchitecture(
         "Exaone4ForCausalLM", WINDOW, fixed={"sliding_window": None}, layer_names=POST_NORMS
     ),
+    "cohere2": GgufArchitecture(
+        "Cohere2ForCausalLM",
+        WINDOW,
+        {"layer_norm_eps": "attention.layer_norm_epsilon", "logit_scale": "logit_scale"},
+    ),
     "olmoe": GgufArchitecture("OlmoeForCausalLM", EXPERTS),
     "seed_oss": GgufArchitecture("SeedOssForCausalLM", more=biases, layer_names=POST_ATTENTION),
     "chatglm": GgufArchitecture("GlmForCausalLM", more=glm, layer_names=FUSED_MLP),  # GLM-4 9B

@@ -269,6 +269,7 @@ MODELS: tuple[tuple[str, dict[str, str]], ...] = (
     ("lfm2", {}),
     ("falcon-h1", {"quantize": "int8"}),
     ("hunyuan", {}),
+    ("cohere2", {}),
     ("qwen3.5", {"quantize": "int8"}),
     ("qwen3.5", {"kv_cache_dtype": "int8"}),
     ("gemma3", {"kv_cache_dtype": "int8"}),

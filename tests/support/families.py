@@ -175,6 +175,9 @@ DENSE: Mapping[str, Variant] = {
     "olmo2": Variant("Olmo2"),
     "olmo3": Variant("Olmo3", {"sliding_window": 24, "num_hidden_layers": 4}),
     "exaone4": Variant("Exaone4", {"head_dim": 32, "sliding_window": 24, "num_hidden_layers": 4}),
+    "cohere2": Variant(
+        "Cohere2", {"sliding_window": 24, "num_hidden_layers": 4, "logit_scale": 0.3}
+    ),
     "ernie4.5": Variant("Ernie4_5", {"head_dim": 32}),
     "hunyuan": Variant(
         "HunYuanDenseV1", {"head_dim": 32, **_rope("dynamic", alpha=50.0, factor=1.0)}

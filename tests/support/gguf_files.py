@@ -34,6 +34,7 @@ ARCHITECTURES = {
     "Olmo3ForCausalLM": "olmo2",
     "OlmoeForCausalLM": "olmoe",
     "Exaone4ForCausalLM": "exaone4",
+    "Cohere2ForCausalLM": "cohere2",
     "Ernie4_5ForCausalLM": "ernie4_5",
     "HunYuanDenseV1ForCausalLM": "hunyuan-dense",
     "SeedOssForCausalLM": "seed_oss",
@@ -190,7 +191,6 @@ def _write_config(writer: gguf.GGUFWriter, name: str, config: Config) -> None:
     else:
         writer.add_feed_forward_length(config["intermediate_size"])
         writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     if name == "gemma4":
         writer.add_key_length_swa(head_dim)
@@ -268,6 +268,8 @@ def _optional(writer: gguf.GGUFWriter) -> Iterator[tuple[str, Callable[[Any], No
             [each == "sliding_attention" for each in types]
         ),
     )
+    yield "rms_norm_eps", writer.add_layer_norm_rms_eps
+    yield "layer_norm_eps", writer.add_layer_norm_eps
     yield "attn_logit_softcapping", writer.add_attn_logit_softcapping
     yield "final_logit_softcapping", writer.add_final_logit_softcapping
     yield "num_deepstack_layers", writer.add_num_deepstack_layers
@@ -279,6 +281,7 @@ def _optional(writer: gguf.GGUFWriter) -> Iterator[tuple[str, Callable[[Any], No
     yield "embedding_multiplier", writer.add_embedding_scale
     yield "residual_multiplier", writer.add_residual_scale
     yield "logits_scaling", writer.add_logit_scale
+    yield "logit_scale", writer.add_logit_scale
     yield "num_experts_per_tok", writer.add_expert_used_count
 
 

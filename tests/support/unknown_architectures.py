@@ -41,10 +41,6 @@ UNKNOWN: Mapping[str, Variant] = {
     ),
     "biogpt": Variant("BioGpt", UNTIED),
     "cohere": Variant("Cohere", {**UNTIED, "logit_scale": 0.25, "use_qk_norm": True}),
-    "cohere2": Variant(
-        "Cohere2",
-        {**UNTIED, "logit_scale": 0.25, "sliding_window": 24, "num_hidden_layers": 4},
-    ),
     "diffllama": Variant("DiffLlama"),
     "gemma": Variant("Gemma", {**UNTIED, "head_dim": 32}),
     "gpt2": Variant(

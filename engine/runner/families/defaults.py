@@ -253,6 +253,12 @@ BAMBA: Mapping[str, object] = {
     "mamba_d_conv": 4,
     "mamba_expand": 2,
 }
+COHERE2: Mapping[str, object] = {
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 0.0625,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
 FALCON_H1: Mapping[str, object] = {
     "num_key_value_heads": 8,
     "rms_norm_eps": 1e-5,

@@ -191,6 +191,8 @@ class Family:
     qk_norm: QkNorm | str = QkNorm.NONE  # a field that switches QkNorm.HEAD on
     norm_weight_offset: float = 0.0
     norm_rounds_once: bool = False
+    has_layer_norms: bool = False  # in place of RMS norms
+    has_parallel_mlp: bool = False  # attention and MLP take the same input
     activation: Activation = Activation.SILU
     is_rope_interleaved: bool | str = False
     has_local_rope: bool = False  # layers with a window have their own RoPE, without scaling

@@ -19,8 +19,10 @@ from baton.engine.runner.families.blocks import (
     nemotron_h_moe,
     no_rope,
 )
+from baton.engine.runner.families.cohere import cohere_fields
 from baton.engine.runner.families.defaults import (
     BAMBA,
+    COHERE2,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     ERNIE,
@@ -491,6 +493,18 @@ FAMILIES: Mapping[str, Family] = {
         layer_types=full_every_fourth,
         lacks_rope=full_without_rope,
         qk_norm=QkNorm.HEAD,
+    ),
+    "Cohere2ForCausalLM": Family(
+        names=TensorNames(mlp_norm=""),
+        fields=BIAS | {"logits_scaling"},
+        defaults=COHERE2,
+        rename=cohere_fields,
+        layer_types=full_every(4),
+        lacks_rope=full_without_rope,
+        norm_rounds_once=True,
+        has_layer_norms=True,
+        has_parallel_mlp=True,
+        is_rope_interleaved=True,
     ),
     "Ernie4_5ForCausalLM": Family(
         defaults={**ERNIE, "head_dim": 128, "num_key_value_heads": 2},

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from baton.checkpoint.quantized import STEP_COLUMNS, Quantized
 from baton.engine.runner.device.host_memory import huge_page_memory
-from baton.engine.runner.kernels.abi import PackedMatrix, RopeAngles
+from baton.engine.runner.kernels.abi import LayerNormF32, PackedMatrix, RopeAngles
 from baton.engine.runner.kernels.calls import Kernels, gate_params, norm_params
 from baton.engine.runner.kernels.native_experts import ExpertMixing, Experts
 from baton.engine.runner.kernels.native_linear import (
@@ -21,6 +21,7 @@ from baton.engine.runner.kernels.native_linear import (
     native_experts,
 )
 from baton.engine.runner.model.config import Scoring
+from baton.engine.runner.model.layer_norm import LayerNorm
 from baton.engine.runner.model.linear import ExpertChoice, Moe, Router
 from baton.engine.runner.model.ops import MlpGate, Norm, Ops, Peaks
 from baton.engine.runner.model.rope import Angles
@@ -29,6 +30,7 @@ from baton.engine.runner.weights.packed_weight import PackedWeight
 log = logging.getLogger(__name__)
 
 _SCORINGS = {Scoring.SOFTMAX: 0, Scoring.SOFTMAX_OF_TOP: 1, Scoring.SIGMOID: 2}
+LANES = 16  # numbers of a vector
 ROUNDED_BITS = 8  # of activations
 _SCALE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 _ACTIVATION_BLOCK = 32  # columns with a common scale, if activations have 8 bits
@@ -103,6 +105,8 @@ class NativeOps(Ops):
         )
 
     def rms_norm(self, hidden_states: Tensor, norm: Norm) -> Tensor:
+        if norm.is_centered:
+            return self.layer_norm(hidden_states, LayerNorm(norm.weight, None, norm.epsilon))
         num_rows, size = hidden_states.shape
         if hidden_states.stride(1) != 1:
             hidden_states = hidden_states.contiguous()
@@ -116,6 +120,24 @@ class NativeOps(Ops):
             size=size,
             src_stride=hidden_states.stride(0),
             dst_stride=size,
+        )
+        return output
+
+    def layer_norm(self, hidden_states: Tensor, norm: LayerNorm) -> Tensor:
+        """Layer norm of [tokens, size]. Torch computes rows of broken vectors."""
+        hidden_states = hidden_states.contiguous()
+        num_rows, size = hidden_states.shape
+        if size % LANES:
+            return norm(hidden_states)
+        output = torch.empty_like(hidden_states)
+        bias = None if norm.bias is None else norm.bias.data_ptr()
+        self.kernels.call(
+            "baton_layer_norm",
+            src=hidden_states,
+            norm=LayerNormF32(norm.weight.data_ptr(), bias, norm.epsilon),
+            dst=output,
+            num_rows=num_rows,
+            size=size,
         )
         return output
 

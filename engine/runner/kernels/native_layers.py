@@ -76,7 +76,7 @@ def _can_fuse(config: ModelConfig, layer: Layer) -> bool:
     """Return whether a layer has plain attention, an MLP and no reordered columns."""
     is_plain = layer.latent is None and not config.has_output_gate
     is_plain = is_plain and layer.mlp is not None and layer.recurrent is None
-    is_plain = is_plain and layer.laurel is None
+    is_plain = is_plain and layer.laurel is None and not config.has_parallel_mlp
     return is_plain and None not in [native_matrix(linear) for linear in _linears(layer)]
 
 

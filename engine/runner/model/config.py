@@ -98,6 +98,7 @@ class NormConfig:
     epsilon: float
     weight_offset: float = 0.0  # added to the stored weights
     rounds_once: bool = False  # round the product with the weight, not the factors
+    is_centered: bool = False  # layer norms without biases in place of RMS norms
 
 
 class Scoring(Enum):
@@ -303,6 +304,7 @@ class ModelConfig:
     latent: LatentConfig | None = None
     recurrent: RecurrentConfig | None = None  # the same for all recurrent layers
     has_output_gate: bool = False  # attention's output times the sigmoid of a gate
+    has_parallel_mlp: bool = False  # attention and MLP take the same input
     can_generate: bool = True  # it has a head for tokens
     num_labels: int = 0  # of a classifier of texts
     label_tokens: tuple[int, int] | None = None  # whose rows of the head give the only label

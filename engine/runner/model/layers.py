@@ -100,7 +100,11 @@ class UnfusedLayer:
                 normed = normed if ends is None else normed[ends.indices]
                 hidden_states = _add_laurel(self.ops, layer.laurel, hidden_states, normed)
                 scale = LAUREL_SCALE
-            hidden_states, mlp_input = self._add_and_norm(hidden_states, output, scale)
+            if self.config.has_parallel_mlp:
+                mlp_input = normed if ends is None else normed[ends.indices]
+                hidden_states = self.ops.add(hidden_states, output, scale)
+            else:
+                hidden_states, mlp_input = self._add_and_norm(hidden_states, output, scale)
             output = compute_output(self.config, self.ops, layer, mlp_input)
         if self.next_norm is None:
             return LayerInput(self.ops.add(hidden_states, output, self.config.residual_scale))

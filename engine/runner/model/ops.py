@@ -34,11 +34,15 @@ class Peaks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """RMS norm. With `rounds_once` the weight is float32, and only the product is rounded."""
+    """RMS norm, or layer norm without a bias.
+
+    With `rounds_once` the weight is float32, and only the product is rounded.
+    """
 
     weight: Tensor
     epsilon: float
     rounds_once: bool = False
+    is_centered: bool = False  # a layer norm, which rounds once
     group: RankGroup | None = None  # of ranks that have as many numbers of each token
 
 
@@ -70,8 +74,10 @@ class Ops:
         return TorchHeadLinears(weights)
 
     def rms_norm(self, hidden_states: Tensor, norm: Norm) -> Tensor:
-        """RMS norm of [tokens, size]."""
+        """RMS norm of [tokens, size], or layer norm if the norm is one."""
         wide = hidden_states.float()
+        if norm.is_centered:
+            wide = wide - wide.mean(-1, keepdim=True)
         variance = wide.pow(2).mean(-1, keepdim=True)
         if norm.group is not None:
             variance = norm.group.all_reduce(variance) / norm.group.shard.size

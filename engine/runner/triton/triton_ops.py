@@ -54,6 +54,8 @@ class TritonOps(Ops):
         return make_linear(pack(weight), bias, weight.numbers.device)
 
     def rms_norm(self, hidden_states: Tensor, norm: Norm) -> Tensor:
+        if norm.is_centered:
+            return super().rms_norm(hidden_states, norm)
         src = row_contiguous(hidden_states)
         num_rows, size = src.shape
         dst = torch.empty_like(src, memory_format=torch.contiguous_format)
@@ -75,6 +77,8 @@ class TritonOps(Ops):
     def add_and_norm(
         self, hidden_states: Tensor, output: Tensor, scale: float, norm: Norm
     ) -> tuple[Tensor, Tensor]:
+        if norm.is_centered:
+            return super().add_and_norm(hidden_states, output, scale, norm)
         src, output = row_contiguous(hidden_states), row_contiguous(output)
         num_rows, size = src.shape
         dst = torch.empty_like(src, memory_format=torch.contiguous_format)

@@ -12,11 +12,10 @@ from torch import Tensor
 from baton.engine.runner.kernels.abi import (
     AttentionParams,
     BatchLayout,
-    LayerNormF32,
     Struct,
 )
 from baton.engine.runner.kernels.calls import Kernels, PassArrays
-from baton.engine.runner.kernels.native import NativeOps
+from baton.engine.runner.kernels.native import LANES, NativeOps
 from baton.engine.runner.kernels.native_attention import paged_kv
 from baton.engine.runner.model.config import Activation as GateActivation
 from baton.engine.runner.model.layer_norm import LayerNorm
@@ -27,7 +26,6 @@ from baton.engine.runner.vision.ops import TorchVisionOps
 from baton.engine.runner.vision.weights import AnyNorm
 
 BLOCK_SIZE = 64  # patches; windows of 8x8 patches are whole blocks
-LANES = 16  # numbers of a vector
 GATES = {
     Activation.SILU: MlpGate(GateActivation.SILU),
     Activation.GELU_TANH: MlpGate(GateActivation.GELU_TANH),
@@ -45,20 +43,7 @@ class NativeVisionOps(TorchVisionOps):
         hidden_states = hidden_states.contiguous()
         if not isinstance(norm, LayerNorm):
             return self._ops.rms_norm(hidden_states, norm)
-        num_rows, size = hidden_states.shape
-        if size % LANES:
-            return super().norm(hidden_states, norm)
-        output = torch.empty_like(hidden_states)
-        bias = None if norm.bias is None else norm.bias.data_ptr()
-        self._kernels.call(
-            "baton_layer_norm",
-            src=hidden_states,
-            norm=LayerNormF32(norm.weight.data_ptr(), bias, norm.epsilon),
-            dst=output,
-            num_rows=num_rows,
-            size=size,
-        )
-        return output
+        return self._ops.layer_norm(hidden_states, norm)
 
     def activate(self, inputs: Tensor, activation: Activation, *, is_gated: bool) -> Tensor:
         if is_gated and activation in GATES:

@@ -152,7 +152,7 @@ class TensorLoader:
             weight = weight[list(order)]
         if not config.rounds_once:
             weight = weight.to(self._target.dtype)
-        return Norm(weight, config.epsilon, config.rounds_once)
+        return Norm(weight, config.epsilon, config.rounds_once, config.is_centered)
 
     def unweighted_norm(self, size: int) -> Norm:
         weight = torch.ones(size, device=self._target.device)

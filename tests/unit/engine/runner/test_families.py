@@ -197,6 +197,7 @@ def test_windows_are_those_of_the_layers(tmp_path: Path) -> None:
     assert read_windows["Olmo-3-7B"] == ([4096] * 3 + [None]) * 8
     assert read_windows["EXAONE-4.0-32B"] == ([4096] * 3 + [None]) * 16
     assert read_windows["EXAONE-4.0-1.2B"] == [None] * 30
+    assert read_windows["c4ai-command-r7b-12-2024"] == ([4096] * 3 + [None]) * 8
     assert read_windows["gpt-oss-20b"] == [128, None] * 12
     assert read_windows["Phi-3-mini-4k"] == [2047] * 32
 
@@ -266,6 +267,9 @@ def test_layers_without_rope_and_temperatures(tmp_path: Path) -> None:
     )
     assert layers_where(hybrid, key_rope=hybrid.ropes.index(NO_ROPE)) == list(range(3, 64, 4))
     assert [rope.kind for rope in plain.ropes] == ["llama3"]
+    command = read(tmp_path, HUB_CONFIGS["c4ai-command-r7b-12-2024"])
+    assert layers_where(command, key_rope=command.ropes.index(NO_ROPE)) == list(range(3, 32, 4))
+    assert (command.logits_scale, command.ties_embeddings) == (0.25, True)
     granite = read(tmp_path, HUB_CONFIGS["granite-4.0-h-tiny"])
     assert granite.ropes == (NO_ROPE,)
     assert granite.attention_layers == (5, 15, 25, 35)
