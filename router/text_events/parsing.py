@@ -141,8 +141,11 @@ class TextFormat:
         """Return a new parser for one answer to a prompt whose text ends so."""
         content, reasoning = self._content_parser(), self._reasoning
         if self._has_joint_script:
+            script = self._call_parser()
+            if reasoning is not None and reasoning.is_open_after(prompt_end):
+                script.push(reasoning.begin)
             is_plain = isinstance(content, PlainTextParser | EventFilter | ScriptParser)
-            return self._call_parser() if is_plain else ContentPipe(self._call_parser(), content)
+            return script if is_plain else ContentPipe(script, content)
         if reasoning is None or (self.is_constrained and self.reasoning_tokens is None):
             return content
         if self.is_constrained:

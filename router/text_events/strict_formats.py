@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from keyword import iskeyword
 from typing import Any
 
-from baton.router.text_events.formats import harmony, pythonic_calls, tagged_calls
+from baton.router.text_events.formats import command, harmony, pythonic_calls, tagged_calls
 
 _VARIABLE = re.compile(r"\$(number|id)")
 _NAME = re.compile(r"\$(?:name|quoted|escaped)")
@@ -269,6 +269,19 @@ STRICT_FORMATS: Mapping[str, StrictFormat] = {
         "<|tool_call_end|>",
         separator="",
         end="<|tool_calls_section_end|>",
+    ),
+    "cohere_cmd": StrictFormat(
+        (
+            StrictCalls(
+                "<|START_ACTION|>",
+                '{"tool_call_id": "$number", "tool_name": $quoted, "parameters": ',
+                "}",
+                begin="[\n    ",
+                separator=",\n    ",
+                end="\n]<|END_ACTION|>",
+            ),
+        ),
+        marks=tuple(command.COMMAND.others),
     ),
     "granite": StrictFormat(
         tuple(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from baton.router.text_events.call_writer import CallWriter
-from baton.router.text_events.formats import harmony, pythonic_calls, tagged_calls
+from baton.router.text_events.formats import command, harmony, pythonic_calls, tagged_calls
 from baton.router.text_events.formats.argument_types import ArgumentTypes
 from baton.router.text_events.formats.gemma_calls import GemmaCalls
 from baton.router.text_events.formats.json_calls import (
@@ -100,6 +100,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "openai": ToolFormat(_always(harmony.read_harmony), harmony.MARKS),
     "gemma4": _gemma("<|tool_call>", "<tool_call|>", '<|"|>'),
     "functiongemma": _gemma("<start_function_call>", "<end_function_call>", "<escape>"),
+    "cohere_cmd": ToolFormat(_always(command.COMMAND), command.MARKS),
     "granite": _objects("<|tool_call|>", "<tool_call>"),
     "nemotron_json": _objects("<TOOLCALL>", end="</TOOLCALL>"),
     "phi4_mini_json": _objects("functools", "<|tool_call|>", end="<|/tool_call|>"),
@@ -120,6 +121,7 @@ REASONING_FORMATS: Mapping[str, ReasoningMarks] = {
     "openai_gptoss": ReasoningMarks(
         harmony.CHANNEL, f"{harmony.CHANNEL}final{harmony.MESSAGE}", tool_format="openai"
     ),
+    "cohere_cmd": ReasoningMarks(*command.THINKING, tool_format="cohere_cmd"),
     "gemma4": ReasoningMarks("<|channel>thought\n", "<channel|>"),
     "granite": ReasoningMarks("Here is my thought process:", "Here is my response:"),
 }
@@ -139,6 +141,7 @@ _TOOLS_BY_TEMPLATE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("qwen3_xml", ("<tool_call>", "<function=", "<parameter=")),
     ("gemma4", ("<|tool_call>call:",)),
     ("functiongemma", ("<start_function_call>",)),
+    ("cohere_cmd", ("<|START_ACTION|>",)),
     ("mistral", ("[TOOL_CALLS]",)),
     ("lfm2", ("<|tool_list_start|>",)),
     ("lfm2", ("List of tools: [", "<|im_start|>")),
@@ -155,6 +158,8 @@ _TOOLS_BY_TEMPLATE: tuple[tuple[str, tuple[str, ...]], ...] = (
 _REASONING_BY_TEMPLATE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("openai_gptoss", ("<|channel|>analysis", "<|start|>")),
     ("gemma4", ("<|channel>thought",)),
+    ("cohere_cmd", ("<|START_RESPONSE|>",)),
+    ("cohere_cmd", ("<|START_THINKING|>",)),
     ("mistral", ("[THINK]",)),
     ("granite", ("Here is my thought process:",)),
     ("kimi_k2", ("<|tool_calls_section_begin|>", "<think>")),

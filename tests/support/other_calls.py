@@ -63,6 +63,7 @@ OTHER_CALLS: Mapping[str, Sequence[str]] = {
     ),
 }
 PLAIN: Mapping[str, Sequence[str]] = {
+    "cohere_cmd": ("<|START_RESPONSE|>I see.<|END_RESPONSE|>",),
     "openai": ("<|channel|>analysis<|message|>to=functions.see {<|end|>",),
     "pythonic": ("[1] see(", "[see](a link)", " [see"),
     "kimi_k3": ("<|open|>response<|sep|>I see.<|close|>response<|sep|><|close|>message<|sep|>",),

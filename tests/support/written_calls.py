@@ -151,6 +151,15 @@ def _gemma(begin: str, end: str, quote: str) -> CallWriting:
     return _each(lambda name, arguments: f"{begin}call:{name}{value_of(dict(arguments))}{end}")
 
 
+def _command(calls: Sequence[Call]) -> str:
+    written = (
+        _json({"tool_call_id": f"{index}", "tool_name": name, "parameters": arguments})
+        for index, (name, arguments) in enumerate(calls)
+    )
+    between = ",\n    "
+    return f"<|START_ACTION|>[\n    {between.join(written)}\n]<|END_ACTION|>"
+
+
 def _list(begin: str, end: str = "") -> CallWriting:
     return CallWriting(lambda calls: f"{begin}[{', '.join(_object(*call) for call in calls)}]{end}")
 
@@ -181,6 +190,7 @@ WRITERS: Mapping[str, CallWriting] = {
     "openai": CallWriting(_harmony, has_text_before=False),
     "gemma4": _gemma("<|tool_call>", "<tool_call|>", '<|"|>'),
     "functiongemma": _gemma("<start_function_call>", "<end_function_call>", "<escape>"),
+    "cohere_cmd": CallWriting(_command),
     "granite": _list("<|tool_call|>"),
     "nemotron_json": _list("<TOOLCALL>", "</TOOLCALL>"),
     "phi4_mini_json": _list("functools"),

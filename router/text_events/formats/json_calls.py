@@ -1,14 +1,17 @@
 """Tool calls as JSON objects, `{"name": …, "arguments": {…}}`. Pure.
 
-Alone, in a list or in a row, with marks around: Hermes, Qwen, Llama, Granite, Mistral, Phi.
+Alone, in a list or in a row, with marks around: Hermes, Qwen, Llama, Granite, Mistral, Phi, and
+Cohere's Command models, which write `tool_name` and `parameters`.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
+from functools import partial
 from math import isfinite
 from typing import Any, NoReturn
 
@@ -18,11 +21,11 @@ from baton.router.text_events.script_parser import TextBuffer, Waiting
 
 MAX_HEAD_CHARACTERS = 1 << 10  # of a call whose arguments are written as they arrive
 NO_JSON = (ValueError, RecursionError)
-ARGUMENTS = ("arguments", "parameters")
+NAMES, ARGUMENTS = ("name", "tool_name"), ("arguments", "parameters")
 # Up to the first character of the arguments.
 _HEAD = re.compile(
-    r'\s*\{\s*(?:"(?:id|type)"\s*:\s*"[^"\\]*"\s*,\s*)*'
-    r'"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+    r'\s*\{\s*(?:"(?:id|type|tool_call_id)"\s*:\s*"[^"\\]*"\s*,\s*)*'
+    r'"(?:tool_)?name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 MAX_DIGITS = 4000  # of all integers that a text gets in place of exponents; Python refuses 4,300
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -44,7 +47,7 @@ def call_from(value: Any) -> tuple[str, dict[str, Any]] | None:
     function = value.get("function")
     if isinstance(function, dict):
         value = function
-    name = value.get("name")
+    name = next((value[key] for key in NAMES if key in value), None)
     arguments = next((value[key] for key in ARGUMENTS if key in value), None)
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
@@ -147,11 +150,17 @@ class MarkedObjects:
     begins: tuple[str, ...]
     end: str = ""
 
+    # Around other parts of the answer, with what writes the text after them; text elsewhere.
+    others: Mapping[str, Callable[[CallWriter, str], None]] = field(default_factory=dict)
+
     def __call__(self, source: TextBuffer, writer: CallWriter) -> Waiting[None]:
         counts_marks = False
+        write: Callable[[CallWriter, str], None] = CallWriter.text
         while not source.is_at_end:
-            found = yield from source.read_to(self.begins, writer.text)
-            if not found:
+            marks = (*self.begins, *self.others)
+            found = yield from source.read_to(marks, partial(write, writer))
+            write = self.others.get(found, CallWriter.text)
+            if found not in self.begins:
                 continue
             source.mark()
             is_whole = yield from read_objects(source, writer, self.end, counts_marks=counts_marks)

@@ -205,6 +205,15 @@ def test_a_call_ends_a_reasoning_that_lacks_its_end_mark() -> None:
     assert found == AnswerText("", "why ", (ToolCall("f", "{}"),))
 
 
+@pytest.mark.parametrize("prompt_end", ["", "<|CHATBOT_TOKEN|><|START_THINKING|>"])
+def test_command_separates_reasoning_and_text_also_without_tools(prompt_end: str) -> None:
+    begin = "" if prompt_end else "<|START_THINKING|>"
+    text = f"{begin}why<|END_THINKING|><|START_RESPONSE|>so<|END_RESPONSE|>"
+    parser = TextFormat(Parsing("cohere_cmd", "cohere_cmd")).parser(prompt_end)
+
+    assert fold([*parser.push(text), *parser.finish()]) == AnswerText("so", "why")
+
+
 def test_harmony_separates_channels_also_without_tools() -> None:
     text = "<|channel|>analysis<|message|>why<|end|><|start|>assistant"
     text += "<|channel|>final<|message|>so"
@@ -246,6 +255,7 @@ def test_harmony_separates_channels_also_without_tools() -> None:
         ("<|im_start|>List of tools: <|tool_list_start|>[", Parsing("lfm2")),
         ("<|im_start|>List of tools: [ </think>", Parsing("lfm2")),
         ("<tool></tool><minimax:tool_call></think><think>", Parsing("minimax_m2", "minimax_m2")),
+        ("<|START_ACTION|>[<|END_ACTION|><|START_RESPONSE|>", Parsing("cohere_cmd", "cohere_cmd")),
         ("<|start|>assistant<|channel|>analysis", Parsing("openai", "openai_gptoss")),
         ("<|tool_call>call:<tool_call|><|channel>thought", Parsing("gemma4", "gemma4")),
         (
