@@ -23,6 +23,7 @@ from baton.checkpoint.gguf.family_fields import (
     gpt_oss,
     granite,
     granite_hybrid,
+    kimi_linear,
     lfm2,
     llama4,
     mistral3,
@@ -47,6 +48,7 @@ from baton.checkpoint.gguf.hub_tensors import (
     halves_from_pairs,
     hub_tensors,
     with_channel,
+    with_dimensions,
 )
 from baton.checkpoint.gguf.metadata_fields import (
     Fields,
@@ -314,6 +316,21 @@ MIXTRAL_NAMES = {
     "ffn_gate_exps": "block_sparse_moe.experts.{expert}.w1",
     "ffn_up_exps": "block_sparse_moe.experts.{expert}.w3",
     "ffn_down_exps": "block_sparse_moe.experts.{expert}.w2",
+}
+KIMI_NAMES = {
+    **MIXTRAL_NAMES,
+    **LATENT_NAMES,
+    "exp_probs_b.bias": "block_sparse_moe.gate.e_score_correction_bias",
+    **{
+        f"ffn_{part}_shexp": f"block_sparse_moe.shared_experts.{part}_proj"
+        for part in ("gate", "up", "down")
+    },
+    **{f"ssm_conv1d_{part}": f"self_attn.{part}_conv1d" for part in "qkv"},
+    **{f"ssm_{part}": f"self_attn.{part}_proj" for part in ("f_a", "f_b", "g_a", "g_b")},
+    "ssm_beta": "self_attn.b_proj",
+    "ssm_a": "self_attn.A_log",
+    "ssm_dt.bias": "self_attn.dt_bias",
+    "ssm_norm": "self_attn.o_norm",
 }
 GRANITE_NAMES = {
     **LAYER_NAMES,
@@ -639,6 +656,23 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         more=deepseek,
         layer_names={**LAYER_NAMES, **LATENT_NAMES, **SHARED_EXPERTS_NAMES},
         changes=BY_HEAD,
+    ),
+    "kimi-linear": GgufArchitecture(
+        "KimiLinearForCausalLM",
+        {
+            **ROUTED_EXPERTS,
+            **LATENT,
+            "linear_conv_kernel_dim": "ssm.conv_kernel",
+            "linear_head_dim": "kda.head_dim",
+        },
+        EXPERT_SCALE,
+        more=kimi_linear,
+        layer_names=KIMI_NAMES,
+        changes={
+            **BY_HEAD,
+            **{f"ssm_conv1d_{part}": Change(shape=with_channel) for part in "qkv"},
+            "ssm_a": Change(shape=with_dimensions, is_rate=True),
+        },
     ),
     "gpt-oss": GgufArchitecture(
         "GptOssForCausalLM",

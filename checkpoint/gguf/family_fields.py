@@ -184,28 +184,42 @@ def mistral3(file: GgufFile) -> Fields:
 
 
 def deepseek(file: GgufFile) -> Fields:
-    """Return the fields of latent attention.
-
-    llama.cpp stores it as attention with one key head, except in early files.
-    """
-    rope = read_integer(file, "rope.dimension_count")
-    key, value = (
-        file.get(f"deepseek2.attention.{name}_mla", int, read_integer(file, f"attention.{name}"))
-        for name in ("key_length", "value_length")
-    )
     scaling = read_rope_scaling(file)
     if "mscale" in scaling:
         mscale = 10 * file.require("deepseek2.rope.scaling.yarn_log_multiplier", float)
         scaling |= {"mscale": mscale, "mscale_all_dim": mscale}
+    return {**_latent(file), "rope_scaling": scaling, **_deepseek_experts(file)}
+
+
+def kimi_linear(file: GgufFile) -> Fields:
+    """Return the fields of latent attention, and of linear attention in layers without KV heads."""
+    heads = file.list_of("kimi-linear.attention.head_count_kv", int)
+    return {
+        **_latent(file),
+        "layer_types": ["full_attention" if count else "linear_attention" for count in heads],
+        "linear_num_heads": read_integer(file, "attention.head_count"),
+        "norm_topk_prob": file.get("kimi-linear.expert_weights_norm", bool, True),
+    }
+
+
+def _latent(file: GgufFile) -> Fields:
+    """Return the fields of latent attention.
+
+    llama.cpp stores it as attention with one key head, except in early files.
+    """
+    prefix = f"{file.architecture}.attention"
+    rope = read_integer(file, "rope.dimension_count")
+    key, value = (
+        file.get(f"{prefix}.{name}_mla", int, file.get(f"{prefix}.{name}", int, 0))
+        for name in ("key_length", "value_length")
+    )
     return {
         "num_key_value_heads": read_integer(file, "attention.head_count"),
         "head_dim": rope,
-        "q_lora_rank": file.get("deepseek2.attention.q_lora_rank", int, 0) or None,
+        "q_lora_rank": file.get(f"{prefix}.q_lora_rank", int, 0) or None,
         "qk_rope_head_dim": rope,
         "qk_nope_head_dim": key - rope,
         "v_head_dim": value,
-        "rope_scaling": scaling,
-        **_deepseek_experts(file),
     }
 
 

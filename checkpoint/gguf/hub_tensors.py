@@ -33,7 +33,12 @@ def as_row(shape: Shape) -> Shape:
 
 def with_channel(shape: Shape) -> Shape:
     """Return the shape of a convolution in which each row has a channel of its own."""
-    return shape[0], 1, shape[-1]
+    return math.prod(shape[:-1]), 1, shape[-1]
+
+
+def with_dimensions(shape: Shape) -> Shape:
+    """Return the shape of a list of numbers, of which the hub has four dimensions."""
+    return 1, 1, math.prod(shape), 1
 
 
 @dataclass(frozen=True, slots=True)

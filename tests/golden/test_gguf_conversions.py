@@ -66,6 +66,7 @@ NAMES = (
     "deepseek-v2",
     "deepseek-v3",
     "glm4-moe-lite",
+    "kimi-linear",
     "glm4-moe",
     "ernie4.5-moe",
     "minimax-m2",

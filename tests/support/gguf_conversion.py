@@ -55,6 +55,7 @@ PREDICTOR_NAMES = {
 F32_NAMES = (
     *("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight"),
     *("ssm_conv1d.weight", "shortconv.conv.weight"),
+    *(f"ssm_conv1d_{part}.weight" for part in "qkv"),
     *("altup_predict_coef.weight", "altup_correct_coef.weight"),
 )
 F16_NAMES = ("altup_router.weight", "laurel_l.weight", "laurel_r.weight")
@@ -81,8 +82,9 @@ def convert(
     config = json.loads((folder / "config.json").read_text())
     family = FAMILIES[config["architectures"][0]]
     config |= config.get("text_config", {})
+    plain = {"rope_type": "default", "rope_theta": 10_000.0}
+    config.setdefault("rope_parameters", plain)
     if "layers_block_type" in config:
-        plain = {"rope_type": "default", "rope_theta": 10_000.0}
         config |= {"num_hidden_layers": len(config["layers_block_type"]), "rope_parameters": plain}
     ropes = config["rope_parameters"]
     config |= {"rope_parameters": ropes.get("full_attention", ropes), "stacked": defaultdict(dict)}
@@ -295,6 +297,39 @@ def _write_deepseek(writer: gguf.GGUFWriter, config: Config) -> None:
     if "mscale_all_dim" in config["rope_parameters"]:
         mscale = config["rope_parameters"]["mscale_all_dim"]
         writer.add_rope_scaling_yarn_log_mul(0.1 * mscale)
+
+
+def _kimi_linear(config: Config, name: str, tensor: Tensor) -> Named:
+    """The hub's first MLP has another name than transformers 5 writes."""
+    name = re.sub(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1", name)
+    if name.endswith("conv1d.weight"):
+        tensor = tensor.reshape(1, -1, 1, tensor.shape[-1])
+    elif name.endswith(".A_log"):
+        tensor = -tensor.exp()
+    elif name.endswith(".dt_bias"):
+        name = name.replace(".dt_bias", ".dt_proj.bias")
+    yield from _deepseek(config, name, tensor)
+
+
+def _write_kimi_linear(writer: gguf.GGUFWriter, config: Config) -> None:
+    rank, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    heads = {"full_attention": config["num_key_value_heads"]}
+    writer.add_head_count_kv([heads.get(each, 0) for each in config["layer_types"]])
+    writer.add_context_length(config["model_max_length"])
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_kda_head_dim(config["linear_head_dim"])
+    writer.add_kv_lora_rank(rank)
+    writer.add_key_length(rank + rope)
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + rope)
+    writer.add_value_length_mla(config["v_head_dim"])
+    writer.add_rope_dimension_count(rope)
+    writer.add_leading_dense_block_count(1)
+    writer.add_expert_used_count(config["num_experts_per_token"])
+    writer.add_expert_group_count(config["num_expert_group"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_count(config["num_shared_experts"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
 
 
 def _write_routed_experts(writer: gguf.GGUFWriter, config: Config) -> None:
@@ -617,6 +652,7 @@ FAMILIES: Mapping[str, Family] = {
     "DeepseekV2ForCausalLM": Family("deepseek2", _deepseek, _write_deepseek),
     "DeepseekV3ForCausalLM": Family("deepseek2", _deepseek, _write_deepseek),
     "Glm4MoeLiteForCausalLM": Family("deepseek2", _deepseek, _write_deepseek),
+    "KimiLinearForCausalLM": Family("kimi-linear", _kimi_linear, _write_kimi_linear),
     "Glm4MoeForCausalLM": Family("glm4moe", _corrected, _write_glm4_moe),
     "Ernie4_5_MoeForCausalLM": Family("ernie4_5-moe", _corrected, _write_ernie_moe),
     "MiniMaxM2ForCausalLM": Family("minimax-m2", _corrected, _write_minimax),
