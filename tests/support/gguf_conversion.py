@@ -313,13 +313,13 @@ def _kimi_linear(config: Config, name: str, tensor: Tensor) -> Named:
 
 def _write_kimi_linear(writer: gguf.GGUFWriter, config: Config) -> None:
     rank, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
-    heads = {"full_attention": config["num_key_value_heads"]}
-    writer.add_head_count_kv([heads.get(each, 0) for each in config["layer_types"]])
+    writer.add_head_count_kv([int(each == "full_attention") for each in config["layer_types"]])
     writer.add_context_length(config["model_max_length"])
     writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
     writer.add_kda_head_dim(config["linear_head_dim"])
     writer.add_kv_lora_rank(rank)
     writer.add_key_length(rank + rope)
+    writer.add_value_length(rank)
     writer.add_key_length_mla(config["qk_nope_head_dim"] + rope)
     writer.add_value_length_mla(config["v_head_dim"])
     writer.add_rope_dimension_count(rope)
