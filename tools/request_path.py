@@ -77,7 +77,7 @@ def main() -> None:
             print(f"{role:8}", *(f"{value:6} {name}" for name, value in numbers.items()))
     if options.list:
         for role in ROLES:
-            _print_path(role, paths[role])
+            _print_path(role, [place for place in paths[role] if place.path in sources])
 
 
 def _parse_options() -> argparse.Namespace:
