@@ -220,6 +220,7 @@ GRANITE = {
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
 }
+COHERE = {"layer_norm_eps": "attention.layer_norm_epsilon", "logit_scale": "logit_scale"}
 SOFT_CAPS = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
@@ -625,11 +626,8 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "exaone4": GgufArchitecture(
         "Exaone4ForCausalLM", WINDOW, fixed={"sliding_window": None}, layer_names=POST_NORMS
     ),
-    "cohere2": GgufArchitecture(
-        "Cohere2ForCausalLM",
-        WINDOW,
-        {"layer_norm_eps": "attention.layer_norm_epsilon", "logit_scale": "logit_scale"},
-    ),
+    "command-r": GgufArchitecture("CohereForCausalLM", floats=COHERE),
+    "cohere2": GgufArchitecture("Cohere2ForCausalLM", WINDOW, COHERE),
     "olmoe": GgufArchitecture("OlmoeForCausalLM", EXPERTS),
     "seed_oss": GgufArchitecture("SeedOssForCausalLM", more=biases, layer_names=POST_ATTENTION),
     "chatglm": GgufArchitecture("GlmForCausalLM", more=glm, layer_names=FUSED_MLP),  # GLM-4 9B

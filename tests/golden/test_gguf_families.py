@@ -54,6 +54,7 @@ NAMES = (
     "olmo3",
     "olmoe",
     "exaone4",
+    "cohere",
     "cohere2",
     "ernie4.5",
     "hunyuan",

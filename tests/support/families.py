@@ -175,6 +175,7 @@ DENSE: Mapping[str, Variant] = {
     "olmo2": Variant("Olmo2"),
     "olmo3": Variant("Olmo3", {"sliding_window": 24, "num_hidden_layers": 4}),
     "exaone4": Variant("Exaone4", {"head_dim": 32, "sliding_window": 24, "num_hidden_layers": 4}),
+    "cohere": Variant("Cohere", {"logit_scale": 0.3}),
     "cohere2": Variant(
         "Cohere2", {"sliding_window": 24, "num_hidden_layers": 4, "logit_scale": 0.3}
     ),

@@ -1,4 +1,4 @@
-"""Config fields of Cohere 2."""
+"""Config fields of Cohere's Command and Aya models."""
 
 from __future__ import annotations
 

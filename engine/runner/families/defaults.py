@@ -253,10 +253,9 @@ BAMBA: Mapping[str, object] = {
     "mamba_d_conv": 4,
     "mamba_expand": 2,
 }
-COHERE2: Mapping[str, object] = {
+COHERE: Mapping[str, object] = {
     "layer_norm_eps": 1e-5,
     "logit_scale": 0.0625,
-    "sliding_window": 4096,
     "tie_word_embeddings": True,
 }
 FALCON_H1: Mapping[str, object] = {

@@ -184,6 +184,7 @@ class Family:
 
     names: TensorNames = TensorNames()
     fields: frozenset[str] = frozenset()  # optional fields that it honours, of `MATH_FIELDS`
+    excluding: str = ""  # a flag of models that compute otherwise: transformers' modules run them
     defaults: Mapping[str, object] = field(default_factory=dict)  # for missing config fields
     # Those of text models of other types, by the `model_type` of `text_config`.
     text_defaults: Mapping[str, Mapping[str, object]] = field(default_factory=dict)

@@ -54,7 +54,8 @@ def read_model_config(checkpoint: Checkpoint) -> ModelConfig:
 
 
 def knows_architecture(raw: JsonFields) -> bool:
-    return _find_architecture(raw) is not None
+    found = _find_architecture(raw)
+    return found is not None and not raw.flag(FAMILIES[found[0]].excluding, False)
 
 
 def read_config_of(architecture: str, raw: JsonFields) -> ModelConfig:

@@ -22,7 +22,7 @@ from baton.engine.runner.families.blocks import (
 from baton.engine.runner.families.cohere import cohere_fields
 from baton.engine.runner.families.defaults import (
     BAMBA,
-    COHERE2,
+    COHERE,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     ERNIE,
@@ -272,6 +272,17 @@ GLM_FAMILY = Family(
     is_rope_interleaved=True,
     has_output_bias=False,
 )
+COHERE_FAMILY = Family(
+    names=TensorNames(mlp_norm=""),
+    fields=BIAS | {"logits_scaling"},
+    excluding="use_qk_norm",
+    defaults=COHERE,
+    rename=cohere_fields,
+    norm_rounds_once=True,
+    has_layer_norms=True,
+    has_parallel_mlp=True,
+    is_rope_interleaved=True,
+)
 LLAMA4_FAMILY = Family(
     names=TensorNames(
         gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
@@ -494,17 +505,12 @@ FAMILIES: Mapping[str, Family] = {
         lacks_rope=full_without_rope,
         qk_norm=QkNorm.HEAD,
     ),
-    "Cohere2ForCausalLM": Family(
-        names=TensorNames(mlp_norm=""),
-        fields=BIAS | {"logits_scaling"},
-        defaults=COHERE2,
-        rename=cohere_fields,
+    "CohereForCausalLM": COHERE_FAMILY,
+    "Cohere2ForCausalLM": replace(
+        COHERE_FAMILY,
+        defaults={**COHERE, "sliding_window": 4096},
         layer_types=full_every(4),
         lacks_rope=full_without_rope,
-        norm_rounds_once=True,
-        has_layer_norms=True,
-        has_parallel_mlp=True,
-        is_rope_interleaved=True,
     ),
     "Ernie4_5ForCausalLM": Family(
         defaults={**ERNIE, "head_dim": 128, "num_key_value_heads": 2},

@@ -28,7 +28,8 @@ from tests.support.hub_configs import HUB_CONFIGS
 
 NO_ROPE = RopeConfig(kind="none")
 LLAMA, GEMMA = HUB_CONFIGS["Llama-3.2-1B"], HUB_CONFIGS["gemma-3-4b"]
-WIDE = ("gemma-2-27b", "OLMo-2-1B")  # published in float32
+# Published in another dtype than bfloat16.
+DTYPES = {"gemma-2-27b": "float32", "OLMo-2-1B": "float32", "aya-expanse-8b": "float16"}
 DEEPSEEK = HUB_CONFIGS["DeepSeek-V3"]
 FALCON_H1 = HUB_CONFIGS["Falcon-H1-0.5B"]
 NEMOTRON = HUB_CONFIGS["Nemotron-3-Nano-30B-A3B"]
@@ -62,7 +63,7 @@ def test_published_configurations_are_read(name: str, tmp_path: Path) -> None:
     num_mlps = sum(stated.get("hybrid_override_pattern", "").count(letter) for letter in "-E")
     assert config.num_layers == stated["num_hidden_layers"] - num_mlps
     assert config.hidden_size == stated["hidden_size"]
-    assert config.dtype == ("float32" if name in WIDE else "bfloat16")
+    assert config.dtype == DTYPES.get(name, "bfloat16")
     assert config.rotary_dim <= config.head_dim
 
 
