@@ -11,15 +11,21 @@ import typer
 
 from baton.cli.command import CommandGroup
 from baton.cli.examples import examples
-from baton.cli.options.connection import OperatorTokenFile, connect, operator_token
+from baton.cli.options.connection import (
+    OperatorTokenFile,
+    call_router,
+    connect,
+    operator_token,
+)
 from baton.cli.show import console, table_of
-from baton.cli.signatures import inherit_options, make
+from baton.cli.signatures import inherit_options
 from baton.core.options import MODEL, OUTPUT, Option
 from baton.core.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from baton.client import AsyncClient
     from baton.client.node_status import AdapterStatus
 
 MAX_ID_CHARACTERS = 12
@@ -38,16 +44,7 @@ def list_adapters(
     **given: Any,
 ) -> None:
     """List the adapters that nodes have, in memory or on disk."""
-    from baton.cli.event_loop import run_interruptibly
-    from baton.client.node_status import adapters_of
-
-    async def run() -> list[AdapterStatus]:
-        async with make(connect, given) as client, aclosing(client.nodes()) as updates:
-            async for statuses in updates:
-                return adapters_of(statuses)
-        return []
-
-    found = run_interruptibly(run())
+    found = call_router(given, _adapters)
     if as_json:
         print(json.dumps([asdict(each) for each in found]))
     elif found:
@@ -83,18 +80,15 @@ def load(
     **given: Any,
 ) -> None:
     """Load an adapter on all nodes of its model, or on none if a node refuses it."""
-    from baton.cli.event_loop import run_interruptibly
-
-    async def run() -> str:
-        token = operator_token(operator_token_file)
-        async with make(connect, given) as client:
-            adapter, num_nodes = await client.load_adapter(
-                name, path, model=model, can_replace=replace, operator_token=token
-            )
-        where, short_id = format_count(num_nodes, "node"), adapter.id[:MAX_ID_CHARACTERS]
-        return f"{name}: loaded on {where}, id {short_id}"
-
-    print(run_interruptibly(run()))
+    token = operator_token(operator_token_file)
+    adapter, num_nodes = call_router(
+        given,
+        lambda client: client.load_adapter(
+            name, path, model=model, can_replace=replace, operator_token=token
+        ),
+    )
+    where, short_id = format_count(num_nodes, "node"), adapter.id[:MAX_ID_CHARACTERS]
+    print(f"{name}: loaded on {where}, id {short_id}")
 
 
 @adapters.command(epilog=examples("baton adapters unload sql"))
@@ -105,15 +99,18 @@ def unload(
     **given: Any,
 ) -> None:
     """Unload an adapter from all nodes; requests in progress keep it."""
-    from baton.cli.event_loop import run_interruptibly
+    token = operator_token(operator_token_file)
+    num_nodes = call_router(given, lambda client: client.unload_adapter(name, token))
+    print(f"{name}: unloaded from {format_count(num_nodes, 'node')}")
 
-    async def run() -> int:
-        token = operator_token(operator_token_file)
-        async with make(connect, given) as client:
-            num_nodes: int = await client.unload_adapter(name, token)
-            return num_nodes
 
-    print(f"{name}: unloaded from {format_count(run_interruptibly(run()), 'node')}")
+async def _adapters(client: AsyncClient) -> list[AdapterStatus]:
+    from baton.client.node_status import adapters_of
+
+    async with aclosing(client.nodes()) as updates:
+        async for statuses in updates:
+            return adapters_of(statuses)
+    return []
 
 
 def table_of_adapters(found: list[AdapterStatus]) -> Table:

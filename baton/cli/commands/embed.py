@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from baton.cli.options.connection import connect
-from baton.cli.signatures import inherit_options, make
+from baton.cli.options.connection import call_router, connect
+from baton.cli.signatures import inherit_options
 from baton.core.errors import InvalidRequest
 from baton.core.options import MODEL, Option
+
+if TYPE_CHECKING:
+    from baton.client import AsyncClient
 
 
 @inherit_options(connect)
@@ -35,17 +38,15 @@ def embed(
     **given: Any,
 ) -> None:
     """Embed texts on a running cluster, or score them if its model is a classifier."""
-    from baton.cli.event_loop import run_interruptibly
 
-    async def run() -> list[Any]:
-        async with make(connect, given) as client:
-            embed = client.embed_tokens if per_token else client.embed
-            found = await embed(
-                _texts(texts), model=model, dimensions=dimensions, truncate_prompt_tokens=truncate
-            )
-            return [matrix.tolist() for matrix in found] if per_token else found
+    async def embedded(client: AsyncClient) -> list[Any]:
+        embed = client.embed_tokens if per_token else client.embed
+        found: list[Any] = await embed(
+            _texts(texts), model=model, dimensions=dimensions, truncate_prompt_tokens=truncate
+        )
+        return [matrix.tolist() for matrix in found] if per_token else found
 
-    for vector in run_interruptibly(run()):
+    for vector in call_router(given, embedded):
         print(json.dumps(vector))
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from baton.cli.errors import print_warning
-from baton.cli.options.connection import connect
+from baton.cli.options.connection import call_router, connect
 from baton.cli.options.sampling import SAMPLING, IncludeStop, StopStrings, sampling
 from baton.cli.show import console, for_terminal, table_of
 from baton.cli.signatures import inherit_options, make
@@ -74,10 +74,8 @@ def generate(
     **given: Any,
 ) -> None:
     """Continue a prompt on a running cluster."""
-    from baton.cli.event_loop import run_interruptibly
-
-    generation = _generation(given)
-    answers = run_interruptibly(_stream(given, _prompt(prompt), generation, as_json=as_json))
+    generation, text = _generation(given), _prompt(prompt)
+    answers = call_router(given, lambda client: _stream(client, text, generation, as_json=as_json))
     finishes = [each.finish for each in answers if each.finish is not None]
     for warning in dict.fromkeys(each for finish in finishes for each in finish.warnings):
         print_warning(warning)
@@ -99,16 +97,13 @@ def _generation(given: dict[str, Any]) -> Generation:
 
 
 async def _stream(
-    given: dict[str, Any], prompt: str, generation: Generation, *, as_json: bool
+    client: AsyncClient, prompt: str, generation: Generation, *, as_json: bool
 ) -> list[Answer]:
     """Print the answers; several cannot be streamed to one terminal, and come at the end."""
     from baton.client import Answer
 
     answers = [Answer() for _ in range(generation.n)]
-    async with (
-        make(connect, given) as client,
-        aclosing(client.stream(prompt, generation)) as chunks,
-    ):
+    async with aclosing(client.stream(prompt, generation)) as chunks:
         shows = generation.n == 1 and not as_json
         async for chunk in chunks:
             answers[chunk.index].take(chunk)

@@ -15,9 +15,14 @@ import typer
 
 from baton.cli.command import DefaultGroup
 from baton.cli.examples import examples
-from baton.cli.options.connection import OperatorTokenFile, connect, operator_token
+from baton.cli.options.connection import (
+    OperatorTokenFile,
+    call_router,
+    connect,
+    operator_token,
+)
 from baton.cli.show import console
-from baton.cli.signatures import inherit_options, make
+from baton.cli.signatures import inherit_options
 from baton.core.errors import InvalidConfig
 from baton.core.legs import LegKind, role_of
 from baton.core.options import NETWORK, OUTPUT, Option
@@ -28,6 +33,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
+    from baton.client import AsyncClient
     from baton.client.node_status import NodeRates, Snapshot
     from baton.rpc.node_info import NodeStatus, NodeTotals, TierReport
 
@@ -70,17 +76,13 @@ def set_legs(
     **given: Any,
 ) -> None:
     """Let a node compute prompts, decode or both from now on, without a restart."""
-    from baton.cli.event_loop import run_interruptibly
-
     if role not in ROLES:
         raise InvalidConfig(f"a node cannot be {role!r}; give prefill, decode or both")
     token = operator_token(operator_token_file)
-
-    async def run() -> str:
-        async with make(connect, given) as client:
-            return role_of(await client.set_legs(node, ROLES[role], drain_timeout_s, token))
-
-    print(f"{node} is a {run_interruptibly(run())} node now")
+    legs = call_router(
+        given, lambda client: client.set_legs(node, ROLES[role], drain_timeout_s, token)
+    )
+    print(f"{node} is a {role_of(legs)} node now")
 
 
 @nodes.command(epilog=examples("baton nodes pause decode-1 --mode keep"))
@@ -117,13 +119,8 @@ def resume(
 def _set_pause(
     node: str, mode: PauseMode | None, token_file: Path | None, given: dict[str, Any]
 ) -> None:
-    from baton.cli.event_loop import run_interruptibly
-
-    async def run() -> None:
-        async with make(connect, given) as client:
-            await client.set_pause(node, mode, operator_token(token_file))
-
-    run_interruptibly(run())
+    token = operator_token(token_file)
+    call_router(given, lambda client: client.set_pause(node, mode, token))
 
 
 @nodes.command()
@@ -137,23 +134,18 @@ def show(
     **given: Any,
 ) -> None:
     """Show the nodes with their state, load and throughput; Ctrl-C ends."""
-    from baton.cli.event_loop import run_interruptibly
-
     with _drawing(as_json, once) as draw:
         try:
-            run_interruptibly(_follow(given, 0.0 if once else interval, draw))
+            call_router(given, lambda client: _follow(client, 0.0 if once else interval, draw))
         except KeyboardInterrupt:
             return  # the normal end
 
 
-async def _follow(for_connection: dict[str, Any], interval_s: float, draw: Draw) -> None:
+async def _follow(client: AsyncClient, interval_s: float, draw: Draw) -> None:
     from baton.client.node_status import Snapshot, rates_between
 
     before: Snapshot | None = None
-    async with (
-        connect(**for_connection) as client,
-        aclosing(client.nodes(interval_s)) as updates,
-    ):
+    async with aclosing(client.nodes(interval_s)) as updates:
         async for statuses in updates:
             now = Snapshot(time.monotonic(), statuses)
             draw(now, rates_between(before, now))

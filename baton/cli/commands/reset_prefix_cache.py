@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from baton.cli.options.connection import OperatorTokenFile, connect, operator_token
+from baton.cli.options.connection import (
+    OperatorTokenFile,
+    call_router,
+    connect,
+    operator_token,
+)
 from baton.cli.signatures import inherit_options
 from baton.core.options import Option
 from baton.kv_transfer.external_kv import TIERS
@@ -34,14 +39,12 @@ def reset_prefix_cache(
     **given: Any,
 ) -> None:
     """Clear the prefix cache of every node."""
-    from baton.cli.event_loop import run_interruptibly
-
-    async def reset() -> dict[str, dict[str, int]]:
-        chosen = [] if not tiers or ALL in tiers else tiers
-        token = operator_token(operator_token_file)
-        async with connect(**given) as client:
-            return await client.reset_prefix_caches(chosen, token, reset_running=reset_running)
-
-    for node_id, num_blocks in run_interruptibly(reset()).items():
+    chosen = [] if not tiers or ALL in tiers else tiers
+    token = operator_token(operator_token_file)
+    dropped = call_router(
+        given,
+        lambda client: client.reset_prefix_caches(chosen, token, reset_running=reset_running),
+    )
+    for node_id, num_blocks in dropped.items():
         counts = ", ".join(f"{num_blocks[tier]} {tier}" for tier in TIERS if tier in num_blocks)
         print(f"{node_id}: {counts or 'no'} blocks dropped")

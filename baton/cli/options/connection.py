@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from baton.cli.signatures import inherit_options
+from baton.cli.signatures import inherit_options, make
 from baton.core.options import NETWORK, SECURITY, Option, build_config
 from baton.rpc.security.tls import TlsConfig
 from baton.rpc.security.token import read_operator_tokens, read_tokens
@@ -13,6 +14,8 @@ from baton.rpc.security.token import read_operator_tokens, read_tokens
 if TYPE_CHECKING:
     from baton.bench.running import Connect
     from baton.client import AsyncClient
+
+Result = TypeVar("Result")
 
 ClientTokenFile = Annotated[
     Path | None, Option("File with the token to send, in its first line.", SECURITY)
@@ -50,6 +53,17 @@ def connect(
 
     tls, token = client_tls(**given), _token(token_file)
     return AsyncClient(address, timeout_s=timeout_s, tls=tls, token=token)
+
+
+def call_router(given: dict[str, Any], call: Callable[[AsyncClient], Awaitable[Result]]) -> Result:
+    """Return the result of a call with a client that `connect` opens. Ctrl-C ends it."""
+    from baton.cli.event_loop import run_interruptibly
+
+    async def run() -> Result:
+        async with make(connect, given) as client:
+            return await call(client)
+
+    return run_interruptibly(run())
 
 
 @inherit_options(client_tls)
