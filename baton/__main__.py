@@ -11,7 +11,7 @@ def main() -> None:
     """Run the command. Ctrl-C ends it without a traceback, even during imports."""
     try:
         with quick_imports():
-            from baton.cli import main as run
+            from baton.cli import main as run  # Ctrl-C can interrupt it here
 
         run()
     except KeyboardInterrupt:

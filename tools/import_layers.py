@@ -19,9 +19,10 @@ from tools.product_code import FUNCTIONS, Module
 GENERATED = ("_pb2", "_pb2_grpc")
 # Libraries that take long to import. A function may import a module of ours for their sake.
 HEAVY = {
-    "grpc", "google", "llguidance", "matplotlib", "nixl", "numpy", "opentelemetry", "pydantic",
-    "prometheus_client", "rich", "smg_grpc_proto", "starlette", "tokenizers", "torch",
-    "transformers", "triton", "ucxx", "uvicorn", "websockets", "zmq",
+    "asyncio", "grpc", "google", "httpx", "llguidance", "matplotlib", "nixl", "numpy",
+    "opentelemetry", "pydantic", "pydantic_core", "prometheus_client", "rich", "smg_grpc_proto",
+    "starlette", "tokenizers", "torch", "transformers", "triton", "ucxx", "uvicorn", "websockets",
+    "zmq",
 }  # fmt: skip
 
 
@@ -125,7 +126,8 @@ def imports_that_avoid_cycles(imports: Sequence[Import]) -> list[Import]:
 def needless_local_imports(imports: Sequence[Import], modules: Sequence[Module]) -> list[Import]:
     """List the imports inside functions that could be at module level: legal and cheap.
 
-    They close no cycle and bring in no heavy library that their module does not import anyway.
+    They close no cycle, bring in no heavy library that their module does not import anyway, and no
+    comment gives another reason, at the import or above its block.
     """
     graph = _module_level_graph(imports)
     heavy = {module.name: set(_heavy_libraries(module)) for module in modules}
@@ -134,10 +136,12 @@ def needless_local_imports(imports: Sequence[Import], modules: Sequence[Module])
         return set().union(*(heavy[name] for name in _closure(graph, module)))
 
     avoid_cycles = set(imports_that_avoid_cycles(imports))
+    explained = {(module.name, line) for module in modules for line in _explained_imports(module)}
     return [
         each
         for each in imports
         if each.is_local and each not in avoid_cycles
+        if (each.importer, each.line) not in explained
         if cost(each.imported) <= cost(each.importer)
     ]
 
@@ -214,6 +218,18 @@ def _imported_names(node: ast.AST, names: set[str]) -> Iterator[tuple[str, bool]
             found = next((name for name in (full, node.module) if name in names), None)
             if found is not None:
                 yield found, alias.name.endswith(GENERATED)
+
+
+def _explained_imports(module: Module) -> Iterator[int]:
+    """Yield the lines of imports with a comment, or below one."""
+    previous_end, is_explained = 0, False
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            if node.lineno != previous_end + 1:  # the first of its block
+                is_explained = node.lineno - 1 in module.commented_lines
+            if is_explained or node.lineno in module.commented_lines:
+                yield node.lineno
+            previous_end = node.end_lineno or node.lineno
 
 
 def _heavy_libraries(module: Module) -> Iterator[str]:

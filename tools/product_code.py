@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ class Module:
     num_lines: int
     tree: ast.Module
     package: str = ""  # that the module's folder is imported from, if it is not a package itself
+    commented_lines: frozenset[int] = frozenset()
 
     @property
     def name(self) -> str:
@@ -28,7 +30,8 @@ class Module:
 
 
 def parse_module(path: Path, source: str, package: str = "") -> Module:
-    return Module(path, source.count("\n"), ast.parse(source), package)
+    commented = (at for at, line in enumerate(source.split("\n"), 1) if re.search("(^| )# ", line))
+    return Module(path, source.count("\n"), ast.parse(source), package, frozenset(commented))
 
 
 def product_modules(root: Path) -> list[Module]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from baton.checkpoint.checkpoint import Checkpoint
 from baton.checkpoint.hub import open_checkpoint, served_name
@@ -12,13 +12,19 @@ from baton.core.errors import ModelError
 from baton.core.units import format_bytes
 from baton.doctor.findings import Finding, fail, ok, warn
 from baton.doctor.tiers import KvShapeFacts
+from baton.engine.runner.adapters.places import AdapterPlaces
+from baton.engine.runner.attention.kv_tensor import KvShape
 from baton.engine.runner.config import RunnerConfig
+from baton.engine.runner.device.host_memory import free_host_bytes
 from baton.engine.runner.families.read_config import read_model_config
+from baton.engine.runner.kernels.choose import merges_routers
 from baton.engine.runner.kv_budget import CacheShape, auto_kv_bytes
+from baton.engine.runner.load import DTYPES, kv_dtype
+from baton.engine.runner.model.config import ModelConfig
+from baton.engine.runner.open_runner import kind_of, read_cached_layers
+from baton.engine.runner.state.state_shape import cache_layout, state_shape
+from baton.engine.runner.weights.tensor_names import check_tensors, expected_tensors
 from baton.kv_transfer.tiers.host_growth import auto_host_bytes
-
-if TYPE_CHECKING:
-    from baton.engine.runner.model.config import ModelConfig
 
 BLOCK_SIZE = 16
 MAX_NUM_SEQS = 128  # both are the defaults of nodes
@@ -58,10 +64,6 @@ def check_model_folder(
 
 def kv_shape_of(model: str, kv_cache_dtype: str = "auto") -> KvShapeFacts | None:
     """Return the size of the model's KV, or None if the model cannot be read."""
-    from baton.engine.runner.attention.kv_tensor import KvShape
-    from baton.engine.runner.load import DTYPES, kv_dtype
-    from baton.engine.runner.open_runner import read_cached_layers
-
     try:
         checkpoint = open_checkpoint(model, offline=True)
         config = read_cached_layers(checkpoint)
@@ -100,10 +102,6 @@ def _sampling(checkpoint: Checkpoint) -> Finding:
 def _weights(
     checkpoint: Checkpoint, kv_bytes: int | None, kv_cache_dtype: str, adapters: AdapterRoom
 ) -> Iterator[Finding]:
-    from baton.engine.runner.load import DTYPES
-    from baton.engine.runner.open_runner import kind_of
-    from baton.engine.runner.weights.tensor_names import check_tensors, expected_tensors
-
     try:
         kind = kind_of(checkpoint)
         if kind is not None:
@@ -137,13 +135,6 @@ def _room(
     adapters: AdapterRoom,
 ) -> Iterator[Finding]:
     """Compare the memory that a node takes, and the longest request, with what there is."""
-    from baton.engine.runner.adapters.places import AdapterPlaces
-    from baton.engine.runner.attention.kv_tensor import KvShape
-    from baton.engine.runner.device.host_memory import free_host_bytes
-    from baton.engine.runner.kernels.choose import merges_routers
-    from baton.engine.runner.load import DTYPES, kv_dtype
-    from baton.engine.runner.state.state_shape import cache_layout, state_shape
-
     dtype = DTYPES[config.dtype]
     shape = KvShape.of(config, BLOCK_SIZE, kv_dtype(kv_cache_dtype, config, dtype))
     layout = cache_layout(config, state_shape(config, shape, dtype))

@@ -49,6 +49,7 @@ Load = Callable[[RunnerConfig, LoadProgressCallback | None], "LoadedRunner"]
 
 
 def _transformers_models() -> ModelKind:
+    # Imported late, as transformers is with it.
     from baton.engine.runner.transformers_models.model_kind import TransformersModels
 
     return TransformersModels()

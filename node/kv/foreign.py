@@ -29,6 +29,7 @@ def make_foreign_reader(
     if not options.kv_sources:
         return None
     check_libraries()
+    # Imported late: most nodes read no such KV.
     from baton.kv_transfer.foreign.connection import PullEnded, ReadSettings
     from baton.kv_transfer.foreign.reader import VllmReader
     from baton.kv_transfer.foreign.session import RunRead

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from baton.bench.benchmark import MeasuredRun, bench_clusters, bench_router
+from baton.bench.benchmark import compare as compared
 from baton.bench.load import TARGET, ServeBench
-from baton.bench.plots import need_matplotlib
+from baton.bench.plots import draw, need_matplotlib
 from baton.cli.command import CommandGroup, unwrap
 from baton.cli.commands.cluster import SET_PER_PROCESS, ClusterSize, cluster_options
 from baton.cli.options.connection import client_tls, connect_to_measure
@@ -25,7 +27,6 @@ from baton.router.options import RouterOptions
 from baton.rpc.process_end import exit_on_sigterm
 
 if TYPE_CHECKING:
-    from baton.bench.benchmark import MeasuredRun
     from baton.bench.figures import ServeFigures
     from baton.cluster import ClusterOptions
 
@@ -91,8 +92,6 @@ def serve(
     The target is a running router, or a cluster that is started with the given options of nodes
     and router. Ctrl-C ends the run and reports the requests completed so far.
     """
-    from baton.bench.benchmark import bench_clusters, bench_router
-
     _check_target(address, model, compare)
     if plots is not None:
         need_matplotlib()
@@ -143,13 +142,10 @@ def _report(
     json_file: Path | None,
     plots: Path | None,
 ) -> None:
-    from baton.bench.benchmark import compare
-    from baton.bench.plots import draw
-
     if any(one.figures.is_cut_short for one in measured) or not measured:
         console(stderr=True).print("interrupted: these are the requests completed so far")
     show_runs(measured)
-    ratios = compare(measured, DISAGGREGATED, COLOCATED) if is_comparison else []
+    ratios = compared(measured, DISAGGREGATED, COLOCATED) if is_comparison else []
     if ratios:
         title = (
             f"{DISAGGREGATED} (first) over {COLOCATED} (second): medians and ratios over the rounds"

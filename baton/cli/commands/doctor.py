@@ -18,13 +18,14 @@ from baton.cli.signatures import inherit_options, option_of
 from baton.core.errors import InvalidConfig
 from baton.core.options import KV_CACHE, MODEL, NETWORK, OUTPUT, Option, build_config
 from baton.core.units import AUTO, parse_kv_memory
+from baton.doctor.collectives import check_collectives
+from baton.doctor.findings import Finding, check_folders
+from baton.doctor.machine import check_machine
 from baton.node.adapters.config import AdapterConfig
 from baton.telemetry.options import TelemetryOptions
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-    from baton.doctor.findings import Finding
 
 STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 TRANSPORTS = ("nixl", "ucxx")
@@ -126,9 +127,6 @@ def doctor(
 
 
 def _checks(options: DoctorOptions) -> Iterator[Finding]:
-    from baton.doctor.collectives import check_collectives
-    from baton.doctor.findings import check_folders
-    from baton.doctor.machine import check_machine
     from baton.doctor.model import NO_ADAPTERS, AdapterRoom, check_model_folder, kv_shape_of
     from baton.doctor.software import check_software, port_findings
     from baton.doctor.tiers import TYPICAL, check_tiers

@@ -62,8 +62,8 @@ def run(
     texts = prompts or [sys.stdin.read()]
     with reject_invalid_text():
         "".join(texts).encode()
-    # Slow imports, after the checks.
     with quick_imports():
+        # Slow imports, after the checks.
         from baton.checkpoint.hub import open_checkpoint
         from baton.engine.runner import load  # noqa: F401 - for LLM, which imports it later
         from baton.engine.runner.families.read_config import read_model_config

@@ -76,6 +76,22 @@ def test_stubs_are_counted_only_on_request() -> None:
     assert upward_packages(imports, LAYERS, with_generated=True) == ["rpc -> app"]
 
 
+def test_a_local_import_with_a_comment_is_not_needless() -> None:
+    modules = modules_of(
+        engine__a=(
+            "def f():\n    import engine.b  # rarely used\n\n"
+            "def g():\n    # Rarely used.\n    import engine.b\n    import engine.c\n\n"
+            "def h():\n    import engine.c\n"
+        ),
+        engine__b="",
+        engine__c="",
+    )
+
+    found = needless_local_imports(imports_of(modules), modules)
+
+    assert list(map(str, found)) == ["engine.a:10 -> engine.c"]
+
+
 def test_local_imports_that_avoid_neither_a_cycle_nor_a_library_are_found() -> None:
     modules = modules_of(
         engine__a="import engine.b\n",
