@@ -360,13 +360,7 @@ class LLM:
             raise InvalidRequest("images need a text with a mark for each, not token ids")
         if self._image_prompts is None:
             raise InvalidRequest("this model takes no images: leave them out")
-        prompt = self._image_prompts.prompt(text, images)
-        return replace(
-            request,
-            prompt_token_ids=prompt.token_ids,
-            media=prompt.media,
-            pictures=prompt.pictures,
-        )
+        return self._image_prompts.add_to(request, text, images)
 
     @cached_property
     def _image_prompts(self) -> ImagePrompts | None:

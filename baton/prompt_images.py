@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from io import BytesIO
 from os import PathLike
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from baton.checkpoint.tokenizer import Tokenizer
 from baton.core.errors import InvalidRequest
-from baton.core.media import MediaSegment, Picture
+from baton.core.request import EngineRequest
 from baton.router.pictures.plan import (
     ImageFile,
     PictureFormat,
@@ -32,15 +32,6 @@ else:
     AnyImage = Any
 
 
-@dataclass(frozen=True, slots=True)
-class ImagePrompt:
-    """A tokenised prompt with images."""
-
-    token_ids: tuple[int, ...]
-    media: tuple[MediaSegment, ...]
-    pictures: tuple[Picture, ...]
-
-
 class ImagePrompts:
     """Puts images into prompts, as the router does for chats."""
 
@@ -49,8 +40,10 @@ class ImagePrompts:
         self._images_as = images_as
         self._reader = PictureReader()
 
-    def prompt(self, text: str, images: Sequence[AnyImage]) -> ImagePrompt:
-        """Return a prompt, in which each mark of an image is replaced.
+    def add_to(
+        self, request: EngineRequest, text: str, images: Sequence[AnyImage]
+    ) -> EngineRequest:
+        """Return the request with images in place of the marks in its text.
 
         Raises InvalidRequest for files that cannot be read, and for too few or many marks.
         """
@@ -60,8 +53,12 @@ class ImagePrompts:
         token_ids = tuple(self._tokenizer.encode(text))
         [placeholder] = self._tokenizer.encode_mark(self._images_as.placeholder)
         pictures = {each.digest: each for image in prepared for each in image.pictures}
-        media = segments_in(token_ids, prepared, placeholder)
-        return ImagePrompt(token_ids, media, tuple(pictures.values()))
+        return replace(
+            request,
+            prompt_token_ids=token_ids,
+            media=segments_in(token_ids, prepared, placeholder),
+            pictures=tuple(pictures.values()),
+        )
 
     def _read(self, files: Sequence[ImageFile]) -> list[PreparedImage]:
         read = partial(self._reader.read, files, self._images_as, "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby, pairwise
+from itertools import cycle, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ def draw(measured: Sequence[MeasuredRun], folder: Path) -> list[Path]:
 def _latency(measured: Sequence[MeasuredRun], path: Path) -> None:
     """Plot the latency distributions, pooling the rounds of a cluster at one rate."""
     with picture(path, 11, 4.2, columns=2) as [[first, gaps]]:
-        for colour, (label, samples) in zip(_colours(measured), _by_label(measured), strict=False):
+        for colour, (label, samples) in zip(cycle(COLOURS), _by_label(measured), strict=False):
             _step(first, [ttft_of(one) for one in samples], label, colour)
             gaps_s = [gap for one in samples for gap in gaps_of(one) if gap]
             _step(gaps, gaps_s, label, colour, is_tail=True)
@@ -150,10 +150,6 @@ def _by_label(measured: Sequence[MeasuredRun]) -> list[tuple[str, list[Sample]]]
         samples = groups.setdefault(f"{one.name}, {one.rate:g}/s", [])
         samples += [sample for sample in one.run.samples if sample.arrivals]
     return list(groups.items())
-
-
-def _colours(measured: Sequence[MeasuredRun]) -> Sequence[str]:
-    return COLOURS * (1 + len(measured) // len(COLOURS))
 
 
 def need_matplotlib() -> Any:

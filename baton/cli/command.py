@@ -186,12 +186,8 @@ def _path(context: typer.Context) -> list[str]:
 def _options_of(command: Any) -> Node:
     if hasattr(command, "commands"):
         return GroupOptions({name: _options_of(one) for name, one in command.commands.items()})
-    options = (_option(param) for param in command.params if _is_settable(param))
-    return CommandOptions({option.name: option for option in options})
-
-
-def _is_settable(param: Any) -> bool:
-    return param.param_type_name == "option" and _is_own(param)
+    own = [one for one in command.params if one.param_type_name == "option" and _is_own(one)]
+    return CommandOptions({option.name: option for option in map(_option, own)})
 
 
 def _is_own(param: Any) -> bool:

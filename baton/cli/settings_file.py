@@ -74,7 +74,9 @@ def _settings(
     table: Mapping[str, object], node: Node, above: Mapping[str, object], place: _SettingPlace
 ) -> DefaultMap:
     """Apply each key to every command below its table that has such an option."""
-    values = {_name(key): value for key, value in table.items() if not isinstance(value, dict)}
+    values = {
+        key.replace("-", "_"): value for key, value in table.items() if not isinstance(value, dict)
+    }
     tables = {key: value for key, value in table.items() if isinstance(value, dict)}
     options = _options_below(node)
     for name in values:
@@ -122,7 +124,3 @@ def _single(option: FileOption, value: object, place: _SettingPlace) -> object:
     if not fits[option.kind]:
         raise place.wrong(f"{option.name} is {value!r}; it must be {KINDS[option.kind]}")
     return str(value) if option.kind is str else value
-
-
-def _name(key: str) -> str:
-    return key.replace("-", "_")

@@ -40,7 +40,8 @@ def show_waterfall(console: Console, trace: Trace) -> None:
     if has_notes:
         table.add_column("", no_wrap=True, overflow="ellipsis", max_width=free_width - width - 1)
     for row in trace.rows:
-        cells = [_name(row), Text(row.node, style=COLOURS.get(row.role, "")), _ms(row)]
+        took = Text(f"{row.span.duration_s * 1000:.1f}")
+        cells = [_name(row), Text(row.node, style=COLOURS.get(row.role, "")), took]
         notes = [Text(note_of(row.span), style="dim")] if has_notes else []
         table.add_row(*cells, _bar(row, trace, width), *notes)
     console.print(table)
@@ -122,10 +123,6 @@ def _name(row: TraceRow) -> Text:
     own = ["└─ " if is_last else "├─ " for is_last in row.branches[-1:]]
     style = "bold red" if row.span.status is SpanStatus.ERROR else ""
     return Text.assemble(("".join(ancestors + own), "dim"), (row.span.name, style))
-
-
-def _ms(row: TraceRow) -> Text:
-    return Text(f"{row.span.duration_s * 1000:.1f}")
 
 
 def _axis(trace: Trace, width: int) -> Text:

@@ -265,7 +265,8 @@ def _slot_numbers(config: ModelConfig) -> int:
 
 
 def _pair_products(config: ModelConfig) -> int:
-    return config.num_heads * (config.head_dim + config.kv_value_dim)
+    value_dim = config.head_dim if config.latent is None else config.latent.rank
+    return config.num_heads * (config.head_dim + value_dim)
 
 
 def _mixer_numbers(config: ModelConfig, layer: LayerConfig) -> tuple[int, int, int]:

@@ -86,11 +86,6 @@ class KvMemory:
         num_blocks = self.layout.max_token_blocks(self.num_blocks, is_caching=False)
         return num_blocks * self.blocks.block_size
 
-    @property
-    def layer_bytes(self) -> int:
-        """Bytes of one layer in one block; layers are stored in order."""
-        return self.blocks.layer_bytes
-
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:

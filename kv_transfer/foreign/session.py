@@ -272,11 +272,6 @@ class RunRead:
     bay: Bay
     give_back: Callable[[Bay], None]
 
-    @property
-    def block_ids(self) -> tuple[int, ...]:
-        """Return the blocks on the server."""
-        return remote_blocks(self.pull, self.run)
-
     def staged_for(self, target: KvLayout) -> StagedRun:
         layout, run = self.blocks.layout, self.run
         block_ids = self.pull.block_ids[run.target.start : run.target.stop]

@@ -217,7 +217,7 @@ class SnapshotDevice(Device):
 
 def layers_written(runner: TorchRunner, block: BlockId) -> list[bool]:
     held = b"".join(runner.blocks.read([block]))
-    size = runner.kv_memory.layer_bytes
+    size = runner.kv_memory.blocks.layer_bytes
     return [any(held[start : start + size]) for start in range(0, len(held), size)]
 
 

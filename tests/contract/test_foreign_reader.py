@@ -25,7 +25,7 @@ from baton.kv_transfer.fence import PASSED, Fence
 from baton.kv_transfer.foreign.config import ForeignSource
 from baton.kv_transfer.foreign.connection import PullEnded, ReadSettings
 from baton.kv_transfer.foreign.reader import VllmReader
-from baton.kv_transfer.foreign.session import RunRead
+from baton.kv_transfer.foreign.session import RunRead, remote_blocks
 from baton.kv_transfer.foreign.types import (
     ForeignPull,
     ForeignPulled,
@@ -189,7 +189,9 @@ def test_only_blocks_with_missing_tokens_are_read(server: FakeVllm) -> None:
     with node(server.source) as it:
         it.pull(server.kv((5, 3, 9, 4)), (3, 4, 7))
         it.await_end()
-        runs = [(read.block_ids, read.run.first_token) for read, _ in it.converted]
+        runs = [
+            (remote_blocks(read.pull, read.run), read.run.first_token) for read, _ in it.converted
+        ]
         # A block of the server has two of this node.
         assert runs == [((3, 9), 16), ((4,), 16)]
 

@@ -49,7 +49,7 @@ def test_the_bytes_per_token_are_those_of_keys_and_values_or_of_the_latent(
 
     assert shape.block_bytes == memory.block_bytes == BLOCK_SIZE * token_bytes
     assert memory.num_bytes == 3 * memory.block_bytes
-    assert memory.layer_bytes * memory.blocks.num_layers == memory.block_bytes
+    assert memory.blocks.layer_bytes * memory.blocks.num_layers == memory.block_bytes
 
 
 def test_a_token_takes_the_sum_of_unlike_layers(tmp_path: Path) -> None:

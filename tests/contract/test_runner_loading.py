@@ -509,7 +509,7 @@ def test_the_cache_is_within_one_percent_of_its_budget_and_never_above(
     # Two layers, K and V, two heads of 16, blocks of 16 tokens, four bytes each.
     assert memory.block_bytes == 2 * 2 * 2 * 16 * 16 * 4
     assert memory.num_tokens == memory.num_blocks * 16
-    assert memory.layer_bytes * memory.blocks.num_layers == memory.block_bytes
+    assert memory.blocks.layer_bytes * memory.blocks.num_layers == memory.block_bytes
 
 
 def test_the_kv_cache_takes_the_configured_share_of_free_memory(folder: Path) -> None:

@@ -79,8 +79,8 @@ def row(name: str, tokens: tuple[int, ...], blocks: tuple[int, ...]) -> PlanRow:
 
 def layer_of(memory: KvMemory, block: int, layer: int) -> np.ndarray:
     """Return the KV of a block's layer, read at the address that the runner publishes."""
-    start = memory.address + block * memory.block_bytes + layer * memory.layer_bytes
-    raw = (ctypes.c_char * memory.layer_bytes).from_address(start)
+    start = memory.address + block * memory.block_bytes + layer * memory.blocks.layer_bytes
+    raw = (ctypes.c_char * memory.blocks.layer_bytes).from_address(start)
     return np.frombuffer(bytes(raw), dtype=np.float32)
 
 

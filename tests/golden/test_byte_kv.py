@@ -168,9 +168,9 @@ def test_a_block_has_one_byte_per_number_and_with_int8_two_per_scale() -> None:
     assert [each.block_bytes for each in sizes] == [slots * 64 * 2, slots * (64 + 2), fp8, fp8]
     names = ["bfloat16", "int8/bfloat16", "fp8/bfloat16", "fp8/bfloat16"]
     assert [each.blocks.cache_dtype for each in sizes] == names
-    assert {(each.blocks.head_dim, each.layer_bytes * 4 == each.block_bytes) for each in sizes} == {
-        (64, True)
-    }
+    assert {
+        (each.blocks.head_dim, each.blocks.layer_bytes * 4 == each.block_bytes) for each in sizes
+    } == {(64, True)}
     assert sizes[1].num_blocks == (1 << 20) // sizes[1].block_bytes
 
 

@@ -83,14 +83,9 @@ def asked(*turns: Turn) -> EngineRequest:
     marks = [("<image>" * len(numbers), text) for numbers, text in turns]
     text = "".join(f"<|user|>{mark}{text}<|assistant|>" for mark, text in marks)
     images = [draw(f"seen {number}", number).image for numbers, _ in turns for number in numbers]
-    prompt = prompts().prompt(text, images)
-    return EngineRequest(
-        RequestId(repr(turns)),
-        prompt.token_ids,
-        SamplingParams(temperature=0, max_tokens=MAX_TOKENS),
-        seed=0,
-        media=prompt.media,
-        pictures=prompt.pictures,
+    sampling = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+    return prompts().add_to(
+        EngineRequest(RequestId(repr(turns)), (), sampling, seed=0), text, images
     )
 
 

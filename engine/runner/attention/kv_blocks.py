@@ -134,7 +134,8 @@ class KvBlocks:
             return self._copies(num_parts=1).copy_in(
                 area, range(staged.num_blocks), staged.block_ids
             )
-        blocks = view_blocks(self._send(own), source)
+        sent = own.to(self._device.place, non_blocking=True)
+        blocks = view_blocks(sent, source)
         self._inputs.begin()
         targets = self._inputs.put(np.array(staged.block_ids, dtype=np.int64))
         self._inputs.send()
@@ -146,9 +147,6 @@ class KvBlocks:
         for copied in self.read(block_ids):
             for start in range(0, len(copied), size):
                 yield xxhash.xxh3_64_digest(copied[start : start + size])
-
-    def _send(self, pinned: Tensor) -> Tensor:
-        return pinned.to(self._device.place, non_blocking=True)
 
     def _copies(self, num_parts: int) -> BlockCopies:
         """Return copies of the blocks split into `num_parts`, all on the same stream."""

@@ -113,7 +113,9 @@ class PersistentBatch:
             runs=runs,
             layout=layout,
             token_ids=self._tokens[slots.repeat(num_queries), layout.positions],
-            sampled=tuple([index for index, run in enumerate(runs) if self._is_sampled(run)]),
+            sampled=tuple(
+                [at for at, run in enumerate(runs) if run.end >= self._num_tokens[run.slot]]
+            ),
             drafts=drafts,
             states=None if self._states is None else self._states.layout(runs, snapshots),
         )
@@ -291,6 +293,3 @@ class PersistentBatch:
             return run.num_tokens != 1, run.end
         newest = min(run.end, self._num_tokens[run.slot])
         return run.num_tokens != 1, newest, run.slot, run.end
-
-    def _is_sampled(self, run: TokenRun) -> bool:
-        return run.end >= self._num_tokens[run.slot]

@@ -149,13 +149,9 @@ def open_device(name: str) -> Device:
     place = torch.device(name)
     if place.type == "cpu":
         return CPU
-    if (place.index or 0) >= count_devices():
+    if (place.index or 0) >= torch.cuda.device_count():
         raise InvalidConfig(f"device {name!r}: this torch build or machine has no such CUDA device")
     return CudaDevice(place)
-
-
-def count_devices() -> int:
-    return torch.cuda.device_count()
 
 
 def count_processors(place: torch.device) -> int:

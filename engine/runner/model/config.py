@@ -346,11 +346,6 @@ class ModelConfig:
         return 2 if self.latent is None else 1
 
     @property
-    def kv_value_dim(self) -> int:
-        """Return the size of a value in the cache."""
-        return self.head_dim if self.latent is None else self.latent.rank
-
-    @property
     def rope_head_dim(self) -> int:
         """Return the dimensions of a head that take part in RoPE, rotated or not."""
         return self.head_dim if self.latent is None else self.latent.rope_dim

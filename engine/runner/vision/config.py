@@ -82,8 +82,6 @@ class VisionConfig:
     is_rope_alternating: bool  # columns have frequencies between those of rows
     norm: NormKind
     norm_epsilon: float
-    has_input_norm: bool
-    has_final_norm: bool
     is_clipped: bool  # inputs and outputs of the linear layers in attention and MLPs have bounds
     activation: Activation
     is_gated: bool

@@ -70,8 +70,6 @@ class _Reader:
             is_rope_alternating=family.is_rope_alternating,
             norm=family.norm,
             norm_epsilon=self._epsilon(family.norm_epsilon),
-            has_input_norm=bool(family.names.input_norm),
-            has_final_norm=bool(family.names.final_norm),
             is_clipped=bool(family.names.clipped_end) and fields.flag("use_clipped_linears", False),
             activation=self._activation(fields, family.fields.activation),
             is_gated=family.is_gated,
