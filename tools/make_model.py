@@ -29,7 +29,7 @@ from baton.checkpoint.checkpoint import Shape
 from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.model.config import ModelConfig
-from baton.engine.runner.weights.tensor_names import expected_tensors
+from baton.engine.runner.weights.decoder_weights import expected_tensors
 from tools.model_shapes import SHAPES, Fields
 
 DTYPES = {"float32": ("F32", torch.float32), "bfloat16": ("BF16", torch.bfloat16)}

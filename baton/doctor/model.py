@@ -23,7 +23,7 @@ from baton.engine.runner.load import DTYPES, kv_dtype
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.open_runner import kind_of, read_cached_layers
 from baton.engine.runner.state.state_shape import cache_layout, state_shape
-from baton.engine.runner.weights.tensor_names import check_tensors, expected_tensors
+from baton.engine.runner.weights.decoder_weights import check_tensors, expected_tensors
 from baton.kv_transfer.tiers.host_growth import auto_host_bytes
 
 BLOCK_SIZE = 16

@@ -11,7 +11,7 @@ from torch import Tensor
 from baton.checkpoint.checkpoint import Shape
 from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.engine.runner.encoders.read_config import read_encoder_config
-from baton.engine.runner.encoders.tensor_names import EncoderTensors
+from baton.engine.runner.encoders.weight_loading import encoder_shapes
 from tools.make_model import StoredTensor, write_tokenizer, write_weights
 
 CONFIG = {
@@ -44,7 +44,7 @@ def make_embedder(folder: Path) -> None:
     pooling = {"pooling_mode_mean_tokens": True}
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
     write_tokenizer(folder)
-    shapes = EncoderTensors(read_encoder_config(SafetensorsFolder(folder)), {}).shapes()
+    shapes = encoder_shapes(read_encoder_config(SafetensorsFolder(folder)))
     tensors = {name: _stored(name, shape) for name, shape in shapes.items()}
     write_weights(folder / "model.safetensors", tensors, 0, lambda _written, _total: None)
 

@@ -13,10 +13,10 @@ from baton.checkpoint.hub import open_checkpoint
 from baton.core.pooling import PoolingKind
 from baton.engine.runner.encoders.config import EncoderConfig
 from baton.engine.runner.encoders.read_config import is_encoder, read_encoder_config
-from baton.engine.runner.encoders.tensor_names import EncoderTensors
+from baton.engine.runner.encoders.weight_loading import encoder_shapes
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.model.config import ModelConfig
-from baton.engine.runner.weights.tensor_names import expected_tensors
+from baton.engine.runner.weights.decoder_weights import expected_tensors
 
 LAYER = re.compile(r"\blayers?\.(\d+)\.")
 KEYS_AND_VALUES = re.compile(r"\b(k_proj|v_proj)\.")
@@ -30,7 +30,7 @@ def products_of(model: Path, texts: Sequence[str]) -> int:
     shapes: Mapping[str, Shape]
     if is_encoder(checkpoint):
         config = read_encoder_config(checkpoint)
-        limit, shapes = config.max_text_len, EncoderTensors(config, {}).shapes()
+        limit, shapes = config.max_text_len, encoder_shapes(config)
     else:
         config = read_model_config(checkpoint)
         shapes = expected_tensors(config)

@@ -7,6 +7,7 @@ absorbed form. Norms, biases, embedding look-ups and the scales of quantized wei
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,6 +15,7 @@ from baton.checkpoint.checkpoint import Checkpoint
 from baton.engine.runner.attention.byte_kv import scale_bytes
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.load import KV_DTYPES
+from baton.engine.runner.model.adapters import Place
 from baton.engine.runner.model.config import (
     AltUpConfig,
     LayerConfig,
@@ -22,7 +24,7 @@ from baton.engine.runner.model.config import (
     Recurrence,
     RecurrentConfig,
 )
-from baton.engine.runner.model.recurrent.table import RULES
+from baton.engine.runner.weights.decoder_weights import record_layer
 from baton.engine.runner.weights.packed import is_packed
 from baton.engine.runner.weights.tensor_names import TensorMap
 
@@ -33,6 +35,7 @@ KV_NUMBER_BYTES = 2.0
 STATE_NUMBER_BYTES = 4  # read and written once per step
 STATE_PRODUCTS = 3  # of each number and token: what it recalls, its change and the output
 MAMBA_PRODUCTS = 2  # nothing is recalled
+CONVOLUTION_DIMS = 3  # channels, 1, taps
 
 CountExperts = Callable[[int], float]  # different experts that so many tokens choose
 
@@ -143,9 +146,7 @@ def work_of(checkpoint: Checkpoint, quantize: str, kv_cache_dtype: str = "auto")
     """Return the work of a model. `quantize` applies to plain matrices of the checkpoint."""
     config = read_model_config(checkpoint)
     stored = _StoredBytes(config, checkpoint, BYTES_OF_NUMBER[quantize])
-    layers = [
-        _layer_work(config.of_layer(index), layer) for index, layer in enumerate(config.layers)
-    ]
+    layers = [_layer_work(stored.tensors, index) for index in range(config.num_layers)]
     return Work(
         layers=layers if config.altup is None else _with_streams(config, config.altup, layers),
         moe=config.moe,
@@ -190,24 +191,24 @@ class _StoredBytes:
         with checkpoint.open_tensors() as tensors:
             shapes = tensors.shapes()
         self._names = frozenset(shapes)
-        self._tensors = TensorMap(config, shapes)
+        self.tensors = TensorMap(config, shapes)
 
     def of_attention(self) -> float:
         layer = self._config.attention_layers[0]
-        return self._of(self._tensors.in_layer(layer, self._tensors.names.output))
+        return self._of(self.tensors.in_layer(layer, self.tensors.names.output))
 
     def of_head(self, unquantized: float) -> float:
-        name = self._tensors.head
+        name = self.tensors.head
         if self._config.ties_embeddings:
-            name = self._tensors.embedding
+            name = self.tensors.embedding
         return self._in_file(name) or unquantized
 
     def of_experts(self) -> float:
-        experts = self._tensors.names.experts
+        experts = self.tensors.names.experts
         sparse = [i for i, layer in enumerate(self._config.layers) if layer.has_experts]
         if experts is None or not sparse:
             return self._unquantized
-        return self._of(self._tensors.in_layer(sparse[0], experts.down.format(expert=0)))
+        return self._of(self.tensors.in_layer(sparse[0], experts.down.format(expert=0)))
 
     def _of(self, linear: str) -> float:
         how = self._config.quantization
@@ -227,30 +228,30 @@ class _StoredBytes:
         return parts[0].bits / 8 if parts else None
 
 
-def _layer_work(config: ModelConfig, layer: LayerConfig) -> LayerWork:
-    hidden, moe = config.hidden_size, config.moe
-    if not layer.has_experts:
-        moe = None
-    matrices = 3 if config.activation.is_gated else 2
-    keys, other, unquantized = _mixer_numbers(config, layer)
-    other += matrices * layer.mlp_size * hidden
-    if config.per_layer is not None:
-        other += 3 * config.per_layer.size * hidden
-    if config.altup is not None:
-        count = config.altup.num_streams
-        other += 2 * config.altup.laurel_rank * hidden
-        unquantized += count * (hidden + count + count**2)
-    if moe is not None:
-        shared_gate = hidden if moe.has_shared_gate else 0
-        other += (moe.num_experts + matrices * moe.shared_size) * hidden + shared_gate
-        other += 2 * (moe.latent_size or 0) * hidden
+def _layer_work(tensors: TensorMap, index: int) -> LayerWork:
+    config, layer = tensors.config.of_layer(index), tensors.config.layers[index]
+    moe, recorded = config.moe if layer.has_experts else None, record_layer(tensors, index)
+    # Inputs per layer are a part of a projection for all layers.
+    keys, other = 0, 0 if config.per_layer is None else config.per_layer.size * config.hidden_size
+    convolutions = [shape for shape in recorded.vectors if len(shape) == CONVOLUTION_DIMS]
+    unquantized, experts = sum(map(math.prod, convolutions)), 0
+    for stack in recorded.stacks:
+        numbers, place = stack.num_rows * stack.columns, stack.place
+        if place is not None and place.number is not None:
+            experts += numbers
+        elif stack.keeps_dtype:
+            unquantized += numbers
+        elif place == Place(index, "qkv") and not layer.is_recurrent:
+            queries, *others = stack.row_parts
+            other += queries * stack.columns
+            keys += sum(others) * stack.columns
+        else:
+            other += numbers
     return LayerWork(
         span=layer,
         kv_numbers=keys,
         other_numbers=other,
-        expert_numbers=0
-        if moe is None
-        else matrices * moe.expert_size * (moe.latent_size or hidden),
+        expert_numbers=0 if moe is None else experts // len(moe.loaded_experts),
         top_k=0 if moe is None else moe.top_k,
         unquantized_numbers=unquantized,
         state_numbers=_state_numbers(config.recurrent) if layer.has_state else 0,
@@ -269,26 +270,6 @@ def _pair_products(config: ModelConfig) -> int:
     return config.num_heads * (config.head_dim + value_dim)
 
 
-def _mixer_numbers(config: ModelConfig, layer: LayerConfig) -> tuple[int, int, int]:
-    """Return the numbers of keys and values, of other matrices, and of those kept unquantized."""
-    recurrent, hidden = config.recurrent, config.hidden_size
-    keys, other, unquantized = (
-        (0, 0, 0) if layer.is_recurrent else _attention_numbers(config, layer)
-    )
-    if recurrent is None or not layer.has_state:
-        return keys, other, unquantized
-    inputs = recurrent.num_channels + recurrent.num_values
-    other += (inputs + recurrent.num_values) * hidden
-    _, gate_rows = RULES[recurrent.rule].stored_rows(recurrent)
-    gates = len(gate_rows) * hidden + recurrent.num_channels * recurrent.conv_size
-    if recurrent.rule is Recurrence.KIMI_DELTA:  # output gates and decays by two matrices in turn
-        rank, heads = recurrent.value_dim, recurrent.num_value_heads
-        other += rank * (hidden + recurrent.num_values) - recurrent.num_values * hidden
-        num_decays = heads * recurrent.num_decays
-        gates += rank * (hidden + num_decays) - num_decays * hidden
-    return keys, other, unquantized + gates
-
-
 def _is_mamba(config: ModelConfig) -> bool:
     return config.recurrent is not None and config.recurrent.rule is Recurrence.MAMBA2
 
@@ -297,22 +278,6 @@ def _state_numbers(recurrent: RecurrentConfig | None) -> int:
     if recurrent is None:
         return 0
     return recurrent.num_value_heads * recurrent.key_dim * recurrent.value_dim
-
-
-def _attention_numbers(config: ModelConfig, layer: LayerConfig) -> tuple[int, int, int]:
-    """Return the numbers of keys and values, of queries and output, and of absorbed matrices."""
-    hidden, heads, latent = config.hidden_size, config.num_heads, config.latent
-    if latent is None:
-        num_projections = 0 if layer.kv_layer is not None else 1 + layer.has_value_projection
-        kv_numbers = num_projections * config.num_kv_heads * config.head_dim * hidden
-        num_matrices = 3 if config.has_output_gate else 2  # queries and output, and the gate
-        return kv_numbers, num_matrices * heads * config.head_dim * hidden, 0
-    queries = heads * (latent.nope_dim + latent.rope_dim)
-    rank = latent.query_rank
-    query_numbers = queries * hidden if rank is None else rank * (hidden + queries)
-    output = heads * latent.value_dim * hidden
-    absorbed = heads * (latent.nope_dim + latent.value_dim) * latent.rank
-    return config.head_dim * hidden, query_numbers + output, absorbed
 
 
 def _num_slots(span: LayerConfig, step: StepWork) -> int:

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from baton.engine.runner.families.family import ExpertNames
 from baton.engine.runner.model.adapters import ROUTER, Place
-from baton.engine.runner.model.config import LatentConfig, ModelConfig, MoeConfig
-from baton.engine.runner.model.recurrent.table import RULES
-from baton.engine.runner.weights.row_orders import joined_order, latent_orders
+from baton.engine.runner.model.config import ModelConfig, MoeConfig
+from baton.engine.runner.weights.decoder_weights import record_layer
+from baton.engine.runner.weights.loader import Stack, parts_of
 from baton.engine.runner.weights.tensor_names import TensorMap
 
 # Modules whose parameters stack the matrices of all experts, as [experts, rows, columns].
@@ -81,72 +81,43 @@ class _Targets:
     def __init__(self, tensors: TensorMap) -> None:
         self._tensors = tensors
         self._config = tensors.config
-        self._names = tensors.names
-        self._parts = tensors.parts()
 
     def all(self) -> Iterator[tuple[Key, Target]]:
-        for index in range(self._config.num_layers):
-            for name, target in self._of_layer(index):
+        moe, names = self._config.moe, self._tensors.names.experts
+        for index, layer in enumerate(self._config.layers):
+            for name, target in self._of_layer(index).items():
                 yield (index, name), target
+            # Experts beside a dense MLP are not changed.
+            if layer.has_parallel_experts or moe is None or names is None or not layer.has_experts:
+                continue
+            for expert in moe.loaded_experts:
+                for name, target in self._expert(index, moe, names, expert):
+                    yield (index, name), target
 
-    def _of_layer(self, index: int) -> Iterator[tuple[str, Target]]:
-        config, names, layer = self._config, self._names, self._config.layers[index]
-        if layer.is_recurrent:
-            yield from self._recurrent(index)
-        elif config.latent is not None:
-            yield from self._latent(index, config.latent)
+    def _of_layer(self, index: int) -> Mapping[str, Target]:
+        """Return the matrices of a layer, apart from experts."""
+        found: dict[str, Target] = {}
+        for stack in record_layer(self._tensors, index).stacks:
+            if stack.place is None or not self._is_changed(stack.place):
+                continue
+            for name, target in self._of_stack(stack, stack.place):
+                pieces = found[name].pieces if name in found else ()
+                found[name] = replace(target, pieces=[*pieces, *target.pieces])
+        return found
+
+    def _is_changed(self, place: Place) -> bool:
+        is_parallel = self._config.layers[place.layer].has_parallel_experts
+        return place.number is None and not (is_parallel and place.name == ROUTER)
+
+    def _of_stack(self, stack: Stack, place: Place) -> Iterator[tuple[str, Target]]:
+        prefix, latent = self._tensors.in_layer(place.layer, ""), self._config.latent
+        stack = replace(stack, names=[name.removeprefix(prefix) for name in stack.names])
+        if place.name == "key" and latent is not None:
+            [name], [(num_rows, num_columns)] = stack.names, stack.shapes()
+            heads = HeadRows(place.layer, self._config.num_heads, latent.nope_dim)
+            yield name, Target(num_rows, num_columns, heads=heads)
         else:
-            own, qkv = config.of_layer(index), self._tensors.qkv(index)
-            yield from self._joined(Place(index, "qkv"), qkv, joined_order(own))
-            yield from self._joined(Place(index, "output"), [names.output])
-        if layer.mlp_size:
-            yield from self._joined(Place(index, "gate_up"), names.gate_up)
-            yield from self._joined(Place(index, "down"), [names.down])
-        elif config.moe is not None and names.experts is not None:
-            yield from self._mixture(index, config.moe, names.experts)
-
-    def _recurrent(self, index: int) -> Iterator[tuple[str, Target]]:
-        recurrent, names = self._config.recurrent, self._names.recurrent
-        assert recurrent is not None
-        orders = RULES[recurrent.rule].stored_rows(recurrent)
-        places = Place(index, "qkv"), Place(index, "gates")
-        if names.gates:
-            order, gate_order = orders if len(names.projections) == 1 else (None, None)
-            yield from self._joined(places[0], names.projections, order)
-            yield from self._joined(places[1], names.gates, gate_order)
-        else:
-            [name] = names.projections
-            num_rows, num_columns = self._shape(index, name)
-            runs = [_runs(order, 0, num_rows) for order in orders]
-            yield name, Target(num_rows, num_columns, list(map(Piece, places, runs)))
-        yield from self._joined(Place(index, "output"), [names.output])
-
-    def _latent(self, index: int, latent: LatentConfig) -> Iterator[tuple[str, Target]]:
-        names, config = self._names.latent, self._config
-        query_order, key_order = latent_orders(latent, config)
-        query, order = names.query, query_order
-        if latent.query_rank is not None:
-            query, order = names.query_down, list(range(latent.query_rank))
-            yield from self._joined(Place(index, "query_up"), [names.query_up], query_order)
-        order = [*order, *(len(order) + row for row in key_order)]
-        yield from self._joined(Place(index, "qkv"), [query, names.key_down], order)
-        heads = HeadRows(index, config.num_heads, latent.nope_dim)
-        yield names.key_up, Target(*self._shape(index, names.key_up), heads=heads)
-        yield from self._joined(Place(index, "output"), [self._names.output])
-
-    def _mixture(
-        self, index: int, moe: MoeConfig, names: ExpertNames
-    ) -> Iterator[tuple[str, Target]]:
-        yield from self._joined(Place(index, ROUTER), [names.router])
-        if moe.shared_size:
-            gate_up = [f"{names.shared}.{name}" for name in names.shared_gate_up]
-            yield from self._joined(Place(index, "shared_gate_up"), gate_up)
-            down = f"{names.shared}.{names.shared_down}"
-            yield from self._joined(Place(index, "shared_down"), [down])
-        if moe.has_shared_gate:
-            yield from self._joined(Place(index, "shared_gate"), [names.shared_gate])
-        for expert in moe.loaded_experts:
-            yield from self._expert(index, moe, names, expert)
+            yield from _joined(stack)
 
     def _expert(
         self, index: int, moe: MoeConfig, names: ExpertNames, expert: int
@@ -165,11 +136,11 @@ class _Targets:
         for form in (names, *names.others):
             if "{expert}" in form.down:
                 parts = [name.format(expert=expert) for name in form.gate_up]
-                counts = [(size,), (size,)] if len(parts) == 2 else [halves]
+                rows = [size, size] if len(parts) == 2 else [halves]
                 downs = [form.down.format(expert=expert)]
                 yield [
-                    *_joined(gate_up, parts, counts, hidden),
-                    *_joined(down, downs, [(hidden,)], size),
+                    *_joined(Stack(parts, rows, hidden, place=gate_up)),
+                    *_joined(Stack(downs, [hidden], size, place=down)),
                 ]
         runs = [Run(0, range(2 * size))]
         if names.is_interleaved:
@@ -179,39 +150,21 @@ class _Targets:
             downs = [expert_name(module, DOWN, expert)]
             yield [
                 (expert_name(module, GATE_UP, expert), target),
-                *_joined(down, downs, [(hidden,)], size),
+                *_joined(Stack(downs, [hidden], size, place=down)),
             ]
 
-    def _joined(
-        self, place: Place, names: Sequence[str], order: Sequence[int] | None = None
-    ) -> Iterator[tuple[str, Target]]:
-        row_parts = [self._axes(place.layer, name)[0] for name in names]
-        return _joined(place, names, row_parts, self._shape(place.layer, names[0])[1], order)
 
-    def _shape(self, index: int, name: str) -> tuple[int, int]:
-        rows, columns = map(sum, self._axes(index, name))
-        return rows, columns
-
-    def _axes(self, index: int, name: str) -> Sequence[Sequence[int]]:
-        """Return the sizes of a matrix's parts along both axes."""
-        return self._parts[f"{self._tensors.in_layer(index, name)}.weight"]
-
-
-def _joined(
-    place: Place,
-    names: Sequence[str],
-    row_parts: Sequence[Sequence[int]],
-    num_columns: int,
-    order: Sequence[int] | None = None,
-) -> Iterator[tuple[str, Target]]:
-    """Yield the matrices that a place stacks. `order` is that of the first of all rows."""
+def _joined(stack: Stack) -> Iterator[tuple[str, Target]]:
+    """Yield the matrices that a place stacks."""
+    row_parts, order = list(map(parts_of, stack.rows)), stack.order
     counts = list(map(sum, row_parts))
+    if order is not None and not stack.is_part:
+        order = [*order, *range(len(order), sum(counts))]
     firsts = accumulate(counts, initial=0)
-    for name, first, count, parts in zip(names, firsts, counts, row_parts, strict=False):
-        runs: Sequence[Run] = [Run(first, range(count))]
-        if order is not None:
-            runs = _runs([*order, *range(len(order), sum(counts))], first, count)
-        yield name, Target(count, num_columns, [Piece(place, runs)], row_parts=parts)
+    assert stack.place is not None
+    for name, first, count, parts in zip(stack.names, firsts, counts, row_parts, strict=False):
+        runs = [Run(first, range(count))] if order is None else _runs(order, first, count)
+        yield name, Target(count, stack.columns, [Piece(stack.place, runs)], row_parts=parts)
 
 
 def _runs(stored: Sequence[int], first: int, count: int) -> Sequence[Run]:

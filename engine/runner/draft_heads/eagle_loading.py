@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from baton.checkpoint.checkpoint import Checkpoint, Expected, Shape, Tensors
+from baton.checkpoint.checkpoint import Checkpoint, Expected, Tensors
 from baton.checkpoint.hub import open_checkpoint
 from baton.checkpoint.weight_files import FLOATS
 from baton.core.errors import InvalidConfig, ModelError
@@ -26,10 +27,10 @@ from baton.engine.runner.drafting.draft_head import DraftHead, OpenHead
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.decoder import Decoder
 from baton.engine.runner.model.layer_weights import Layer
-from baton.engine.runner.model.layers import DecoderLayer
 from baton.engine.runner.model.linear import Linear, Mlp
 from baton.engine.runner.model.ops import Norm
 from baton.engine.runner.weights.decoder_loading import layer_attention
+from baton.engine.runner.weights.loader import Stack, WeightLoader
 from baton.engine.runner.weights.tensor_loading import LoadTarget, TensorLoader
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -61,6 +62,20 @@ def open_eagle(config: RunnerConfig, _: Checkpoint, target: ModelConfig) -> Open
     return OpenHead(extended, [attention], load, has_folder=True)
 
 
+class _Weights(NamedTuple):
+    """Tensors of a head. What its folder lacks is None."""
+
+    projection: Linear  # of the taps, or of embedding and state
+    joined_norm: Norm | None  # of all taps
+    tap_norms: Sequence[Norm]
+    embedding_norm: Norm | None
+    state_norm: Norm | None
+    layer: Layer
+    norm: Norm | None
+    head: Linear | None
+    embedding: Linear | None
+
+
 class _HeadLoader:
     """Loads a head, and taps the layers of the decoder that it reads. Raises ModelError."""
 
@@ -82,50 +97,93 @@ class _HeadLoader:
         prefixes = config.names.layers
         found = [name for name in prefixes if f"{name}{OUTPUT}.weight" in self._names]
         self._layer = (found or prefixes)[0]
-        shapes = dict(self._shapes())
-        expected = {name: Expected(shape, FLOATS) for name, shape in shapes.items()}
+        recorder = WeightLoader()
+        self._read(recorder)
+        expected = {name: Expected(shape, FLOATS) for name, shape in recorder.shapes().items()}
         if OFFSETS in self._names:
             expected[OFFSETS] = Expected((config.num_draft_tokens,), INTEGERS)
         files.check(expected, lambda name: name in ignored)
-        self._loader = TensorLoader(shapes, files, load_target, None, norm=config.model.norm)
+        self._weights = self._read(TensorLoader(files, load_target, norm=config.model.norm))
 
     def load(self) -> LayerHead:
-        config, names = self._config, self._config.names
-        taps = self._load_taps() if config.taps else None
+        config, weights = self._config, self._weights
+        taps = self._tap_layers() if config.taps else None
         return LayerHead(
             config=config.model,
             ops=self._parts.ops,
             taps=taps,
             embed=self._embedding().rows,
-            embedding_norm=self._norm(names.embedding_norm),
-            state_norm=self._norm(names.state_norm),
-            projection=self._linear([names.projection]) if taps is None else None,
-            layer=self._load_layer(),
-            norm=self._norm(names.norm),
+            embedding_norm=weights.embedding_norm,
+            state_norm=weights.state_norm,
+            projection=weights.projection if taps is None else None,
+            layer=self._parts.make_layers(config.model, [weights.layer])[0],
+            norm=weights.norm,
             head=self._head(),
             adds_normed=config.adds_normed,
             feeds_back_normed=config.feeds_back_normed,
             needs_all_tokens=taps is None or max(config.taps) > self._target.last_writer,
         )
 
-    def _load_taps(self) -> JoinedTaps:
-        config, taps = self._config, Taps(len(self._config.taps))
-        self._decoder.layers = tap_layers(self._decoder.layers, config.taps, taps)
-        return JoinedTaps(
-            self._parts.ops,
-            taps,
-            [self._loader.norm(f"fc_norm.{number}") for number in self._tap_numbers],
-            self._loader.norm("input_norm") if config.norms_all_taps else None,
-            self._linear([config.names.projection]),
+    def _read(self, loader: WeightLoader) -> _Weights:
+        config, names, hidden = self._config, self._config.names, self._config.model.hidden_size
+        taps = len(config.taps) * config.target_size
+        num_norms = len(config.taps) if config.norms_each_tap else 0
+
+        def norm(name: str) -> Norm | None:
+            return loader.norm(name.format(layer=self._layer), hidden) if name else None
+
+        def vocabulary(name: str, count: int) -> Linear | None:
+            is_found = f"{name}.weight" in self._names
+            return loader.embedding(Stack([name], [count], hidden)) if is_found else None
+
+        return _Weights(
+            self._linear(loader, Stack([names.projection], [hidden], taps or 2 * hidden)),
+            loader.norm("input_norm", taps) if config.norms_all_taps else None,
+            [loader.norm(f"fc_norm.{number}", config.target_size) for number in range(num_norms)],
+            norm(names.embedding_norm),
+            norm(names.state_norm),
+            self._read_layer(loader, norm(names.input_norm), norm(MLP_NORM)),
+            norm(names.norm),
+            vocabulary(HEAD, config.num_draft_tokens),
+            vocabulary(EMBEDDING, config.model.vocab_size),
         )
 
-    @property
-    def _tap_numbers(self) -> range:
-        return range(len(self._config.taps) if self._config.norms_each_tap else 0)
+    def _read_layer(
+        self, loader: WeightLoader, input_norm: Norm | None, mlp_norm: Norm | None
+    ) -> Layer:
+        model, hidden = self._config.model, self._config.model.hidden_size
+        queries, keys = (count * model.head_dim for count in (model.num_heads, model.num_kv_heads))
+        size, read = model.layers[0].mlp_size, 2 * hidden if self._config.taps else hidden
+
+        def linear(names: Sequence[str], rows: Sequence[int], columns: int) -> Linear:
+            stored = [f"{self._layer}{name}" for name in names]
+            return self._linear(loader, Stack(stored, rows, columns))
+
+        return Layer(
+            input_norm=input_norm,
+            qkv=linear(QKV, (queries, keys, keys), read),
+            q_norm=None,
+            k_norm=None,
+            output=linear([OUTPUT], [hidden], queries),
+            attention_norm=None,
+            mlp_norm=mlp_norm,
+            mlp=Mlp(linear(GATE_UP, (size, size), hidden), linear([DOWN], [hidden], size)),
+            mlp_output_norm=None,
+        )
+
+    def _linear(self, loader: WeightLoader, stack: Stack) -> Linear:
+        has_bias = any(f"{name}.bias" in self._names for name in stack.names)
+        return loader.linear(replace(stack, has_bias=has_bias))
+
+    def _tap_layers(self) -> JoinedTaps:
+        config, taps, weights = self._config, Taps(len(self._config.taps)), self._weights
+        self._decoder.layers = tap_layers(self._decoder.layers, config.taps, taps)
+        ops, norms = self._parts.ops, weights.tap_norms
+        return JoinedTaps(ops, taps, norms, weights.joined_norm, weights.projection)
 
     def _embedding(self) -> Linear:
-        if f"{EMBEDDING}.weight" in self._names:
-            return self._loader.embedding(EMBEDDING)
+        if self._weights.embedding is not None:
+            return self._weights.embedding
         if self._config.model.hidden_size != self._target.hidden_size:
             raise ModelError(
                 f"the head has no {EMBEDDING}.weight, and its hidden_size "
@@ -135,36 +193,9 @@ class _HeadLoader:
         return self._decoder.embedding
 
     def _head(self) -> Callable[[Tensor], Tensor]:
-        if f"{HEAD}.weight" not in self._names:
+        if self._weights.head is None:
             return self._decoder.logits
-        head = self._loader.embedding(HEAD)
-        return PartialHead(head, self._drafted_ids(), self._target.vocab_size)
-
-    def _load_layer(self) -> DecoderLayer:
-        layer = Layer(
-            input_norm=self._norm(self._config.names.input_norm),
-            qkv=self._in_layer(QKV),
-            q_norm=None,
-            k_norm=None,
-            output=self._in_layer([OUTPUT]),
-            attention_norm=None,
-            mlp_norm=self._norm(MLP_NORM),
-            mlp=Mlp(self._in_layer(GATE_UP), self._in_layer([DOWN])),
-            mlp_output_norm=None,
-        )
-        return self._parts.make_layers(self._config.model, [layer])[0]
-
-    def _norm(self, name: str) -> Norm | None:
-        return self._loader.norm(name.format(layer=self._layer)) if name else None
-
-    def _in_layer(self, names: Sequence[str]) -> Linear:
-        return self._linear([f"{self._layer}{name}" for name in names])
-
-    def _linear(self, names: Sequence[str]) -> Linear:
-        return self._loader.linear(names, self._have_bias(names))
-
-    def _have_bias(self, names: Sequence[str]) -> bool:
-        return any(f"{name}.bias" in self._names for name in names)
+        return PartialHead(self._weights.head, self._drafted_ids(), self._target.vocab_size)
 
     def _drafted_ids(self) -> Tensor | None:
         if OFFSETS not in self._names:
@@ -174,37 +205,3 @@ class _HeadLoader:
         if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < self._target.vocab_size):
             raise ModelError(f"{OFFSETS} leads to tokens outside of the vocabulary")
         return ids.to(self._place)
-
-    def _shapes(self) -> Iterator[tuple[str, Shape]]:
-        config, model, names = self._config, self._config.model, self._config.names
-        hidden, taps = model.hidden_size, len(config.taps) * config.target_size
-        queries, keys = (count * model.head_dim for count in (model.num_heads, model.num_kv_heads))
-        yield from self._linear_shapes([names.projection], [hidden], taps or 2 * hidden)
-        if config.norms_all_taps:
-            yield "input_norm.weight", (taps,)
-        for number in self._tap_numbers:
-            yield f"fc_norm.{number}.weight", (config.target_size,)
-        norms = (names.embedding_norm, names.state_norm, names.input_norm, MLP_NORM, names.norm)
-        for norm in filter(None, norms):
-            yield f"{norm.format(layer=self._layer)}.weight", (hidden,)
-        size, read = model.layers[0].mlp_size, 2 * hidden if taps else hidden
-        linears: tuple[tuple[Sequence[str], Sequence[int], int], ...] = (
-            (QKV, (queries, keys, keys), read),
-            ([OUTPUT], [hidden], queries),
-            (GATE_UP, (size, size), hidden),
-            ([DOWN], [hidden], size),
-        )
-        for linear, rows, columns in linears:
-            own = [f"{self._layer}{name}" for name in linear]
-            yield from self._linear_shapes(own, rows, columns)
-        for name, count in ((HEAD, config.num_draft_tokens), (EMBEDDING, model.vocab_size)):
-            if f"{name}.weight" in self._names:
-                yield f"{name}.weight", (count, hidden)
-
-    def _linear_shapes(
-        self, names: Sequence[str], rows: Sequence[int], columns: int
-    ) -> Iterator[tuple[str, Shape]]:
-        for name, count in zip(names, rows, strict=True):
-            yield f"{name}.weight", (count, columns)
-            if self._have_bias(names):
-                yield f"{name}.bias", (count,)

@@ -21,7 +21,12 @@ from baton.engine.runner.drafting.draft_head import DraftHead, OpenHead
 from baton.engine.runner.families.table import FAMILIES
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.model.decoder import Decoder
-from baton.engine.runner.weights.decoder_loading import layer_attention, load_layer
+from baton.engine.runner.model.layer_weights import Layer
+from baton.engine.runner.model.linear import Linear
+from baton.engine.runner.model.ops import Norm
+from baton.engine.runner.weights.decoder_loading import layer_attention
+from baton.engine.runner.weights.layer_loading import load_layer
+from baton.engine.runner.weights.loader import Stack, WeightLoader
 from baton.engine.runner.weights.tensor_loading import LoadTarget, TensorLoader
 from baton.engine.runner.weights.tensor_names import TensorMap
 
@@ -122,27 +127,22 @@ def load_mtp_head(
     extended: ModelConfig, names: MtpNames, files: Tensors, decoder: Decoder, target: LoadTarget
 ) -> LayerHead:
     """Load the last layer of `extended`. Raises ModelError."""
-    index, hidden = extended.num_layers - 1, extended.hidden_size
+    index = extended.num_layers - 1
     tensors = TensorMap(extended, _within(names.own, files.shapes()), {index: names.layer})
-    projection = f"{names.own}{names.projection}"
-    norms = [f"{names.own}{name}" for name in (names.embedding_norm, names.state_norm, names.norm)]
-    shapes: dict[str, Shape] = {f"{projection}.weight": (hidden, 2 * hidden)}
-    shapes |= {f"{name}.weight": (hidden,) for name in norms}
-    shapes |= tensors.shapes_of_layer(index)
+    recorder = WeightLoader()
+    _load_weights(tensors, names, recorder)
     if extended.quantization is None:
+        shapes = recorder.shapes()
         expected = {name: Expected(shape, FLOATS) for name, shape in shapes.items()}
         files.check(expected, lambda name: name not in expected)
-    loader = TensorLoader(
-        shapes, files, target, None, norm=extended.norm, quantization=extended.quantization
-    )
-    layer = load_layer(tensors, loader, index)
+    loader = TensorLoader(files, target, norm=extended.norm, quantization=extended.quantization)
+    layer, projection, (embedding_norm, state_norm, norm) = _load_weights(tensors, names, loader)
     alone = replace(
         extended,
         layers=extended.layers[index:],
         cache_places=extended.kv_places()[-1:],
         num_before=len(extended.attention_layers) - 1,
     )
-    embedding_norm, state_norm, norm = map(loader.norm, norms)
     return LayerHead(
         config=extended,
         ops=target.parts.ops,
@@ -150,12 +150,25 @@ def load_mtp_head(
         embed=decoder.embed,
         embedding_norm=embedding_norm,
         state_norm=state_norm,
-        projection=loader.linear([projection], has_bias=False),
+        projection=projection,
         layer=target.parts.make_layers(alone, [layer])[0],
         norm=norm,
         head=decoder.logits,
         feeds_back_normed=True,
         has_first_embedding=is_qwen(extended),  # else that of the second token is zero
+    )
+
+
+def _load_weights(
+    tensors: TensorMap, names: MtpNames, loader: WeightLoader
+) -> tuple[Layer, Linear, list[Norm]]:
+    """Load the layer, the projection of its inputs, and the norms of these and of its output."""
+    hidden = tensors.config.hidden_size
+    norms = (names.embedding_norm, names.state_norm, names.norm)
+    return (
+        load_layer(tensors, loader, tensors.config.num_layers - 1),
+        loader.linear(Stack([f"{names.own}{names.projection}"], [hidden], 2 * hidden)),
+        [loader.norm(f"{names.own}{name}", hidden) for name in norms],
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import TYPE_CHECKING
 
 from baton.checkpoint.checkpoint import Checkpoint
@@ -38,12 +37,14 @@ class EncoderModels:
         """Return nothing: texts are computed whole."""
 
     def check_weights(self, checkpoint: Checkpoint) -> str:
-        from baton.engine.runner.encoders.tensor_names import EncoderTensors, check_encoder_tensors
+        from baton.engine.runner.encoders.weight_loading import (
+            EncoderTensors,
+            check_encoder_tensors,
+        )
 
         config = read_encoder_config(checkpoint)
         with checkpoint.open_tensors() as files:
             tensors = EncoderTensors(config, files.shapes())
-            check_encoder_tensors(tensors, files)
-        num_parameters = sum(map(prod, tensors.shapes().values()))
+            num_parameters = check_encoder_tensors(tensors, files).num_loaded
         found = f"{config.architecture}, {num_parameters:,} parameters in {config.dtype}"
         return f"{found}; embeds or scores texts of up to {config.max_text_len} tokens"

@@ -13,26 +13,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from baton.engine.runner.model.config import AltUpConfig
-from baton.engine.runner.model.layer_weights import PerLayerWeights
-from baton.engine.runner.model.layers import DecoderLayer, LayerInput
+from baton.engine.runner.model.config import AltUpConfig, ModelConfig
+from baton.engine.runner.model.layer_weights import AltUpWeights, Layer, PerLayerWeights
+from baton.engine.runner.model.layers import DecoderLayer, LayerInput, gate_of
 from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.mixers import Ends, ForwardPass
-from baton.engine.runner.model.ops import MlpGate, Norm, Ops
-from baton.engine.runner.model.per_layer import gate_own_input
+from baton.engine.runner.model.ops import MlpGate, Ops
+from baton.engine.runner.model.per_layer import alone, gate_own_input
 
 MIN_POWER = 1e-5  # mean square of a stream whose magnitude is changed
-
-
-@dataclass(frozen=True, slots=True)
-class AltUpWeights:
-    """Weights of a layer. Coefficients and scale are float32."""
-
-    router: Linear
-    router_norm: Norm
-    prediction: Tensor  # [predicted streams, streams, outputs of the router]
-    correction: Tensor  # [streams, outputs of the router]
-    output_scale: Tensor | None  # of the computed stream before it gates the layer's own input
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,3 +122,33 @@ def _with_power_of(first: Tensor, others: Tensor) -> Tensor:
     wide = others.float()
     power = wide.square().mean(-1, keepdim=True).clamp(min=MIN_POWER)
     return wide * (first.float().square().mean(-1, keepdim=True) / power).sqrt()
+
+
+def stream_layers(
+    config: ModelConfig,
+    ops: Ops,
+    projections: StreamProjections,
+    layers: Sequence[Layer],
+    made: Sequence[DecoderLayer],
+) -> Sequence[DecoderLayer]:
+    """Return layers that predict and correct streams, of which the layers `made` compute one."""
+    found = []
+    for index, (own, layer) in enumerate(zip(made, layers, strict=True)):
+        assert config.altup is not None
+        assert layer.altup is not None
+        assert layer.per_layer is not None
+        found.append(
+            AltUpLayer(
+                alone(own),
+                index,
+                ops,
+                gate_of(config),
+                config.altup,
+                layer.altup,
+                layer.per_layer,
+                projections,
+                is_first=index == 0,
+                is_last=index == len(made) - 1,
+            )
+        )
+    return found

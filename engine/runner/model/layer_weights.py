@@ -56,6 +56,17 @@ class PerLayerWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class AltUpWeights:
+    """Weights of a layer. Coefficients and scale are float32."""
+
+    router: Linear
+    router_norm: Norm
+    prediction: Tensor  # [predicted streams, streams, outputs of the router]
+    correction: Tensor  # [streams, outputs of the router]
+    output_scale: Tensor | None  # of the computed stream before it gates the layer's own input
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """Weights of a layer. A norm or MLP that it lacks is None."""
 
@@ -80,6 +91,7 @@ class Layer:
     v_norm: Norm | None = None
     per_layer: PerLayerWeights | None = None
     laurel: Laurel | None = None
+    altup: AltUpWeights | None = None
     scale: float = 1.0  # of the layer's output
 
     @property

@@ -10,20 +10,17 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from baton.checkpoint.checkpoint import Shape, Tensors
+from baton.checkpoint.checkpoint import Expected, Tensors
+from baton.checkpoint.weight_files import FLOATS
 from baton.core.media import NUM_CHANNELS
 from baton.engine.runner.model.layer_norm import LayerNorm
 from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.ops import Norm
 from baton.engine.runner.model.rope import repeat_order
 from baton.engine.runner.model_info import LoadProgressCallback
-from baton.engine.runner.vision.config import NormKind
+from baton.engine.runner.vision.config import NormKind, Positions, ProjectorConfig
 from baton.engine.runner.vision.table import ProjectorNames
-from baton.engine.runner.vision.tensor_names import (
-    FLAT_DIMS,
-    TowerTensors,
-    check_tower_tensors,
-)
+from baton.engine.runner.vision.tensor_names import TowerTensors
 from baton.engine.runner.vision.weights import (
     AnyNorm,
     ClippedLinears,
@@ -32,7 +29,11 @@ from baton.engine.runner.vision.weights import (
     TowerLayer,
     TowerWeights,
 )
+from baton.engine.runner.weights.loader import Stack, WeightLoader
 from baton.engine.runner.weights.tensor_loading import LoadTarget, TensorLoader
+
+FRAMES = 2  # in which a patch of a video is stored
+FLAT_DIMS = 2
 
 
 def load_tower_weights(
@@ -42,29 +43,25 @@ def load_tower_weights(
     on_progress: LoadProgressCallback | None = None,
 ) -> TowerWeights:
     """Check and load them. Raises ModelError if the files do not fit the configuration."""
-    check_tower_tensors(tensors, files)
+    recorder = WeightLoader()
+    _TowerLoader(tensors, recorder).load()
+    expected = {name: Expected(shape, FLOATS) for name, shape in recorder.shapes().items()}
+    files.check(expected, tensors.is_ignored)
     # Four bits cost a tower more than its decoder, and packed towers are not kept on disk.
     quantize = "none" if target.quantize == "none" else "int8"
     target = replace(target, quantize=quantize, cached=None, importance={})
-    shapes = tensors.shapes()
-    loader = TensorLoader(shapes, files, target, on_progress)
-    return _WeightLoader(tensors, shapes, loader, target).load()
+    num_expected = recorder.num_loaded
+    loader = TensorLoader(files, target, on_progress=on_progress, num_expected=num_expected)
+    return _TowerLoader(tensors, loader).load()
 
 
-class _WeightLoader:
-    def __init__(
-        self,
-        tensors: TowerTensors,
-        shapes: dict[str, Shape],
-        loader: TensorLoader,
-        target: LoadTarget,
-    ) -> None:
+class _TowerLoader:
+    def __init__(self, tensors: TowerTensors, loader: WeightLoader) -> None:
         self._tensors = tensors
         self._config = tensors.config
         self._names = tensors.names
-        self._shapes = shapes
+        self._family = tensors.family
         self._loader = loader
-        self._target = target
 
     def load(self) -> TowerWeights:
         config, names, in_tower = self._config, self._names, self._tensors.in_tower
@@ -78,23 +75,35 @@ class _WeightLoader:
             layers=[self._layer(index) for index in range(config.num_layers)],
             final_norm=self._optional_norm(names.final_norm),
             standardization=self._standardization(),
-            projector=self._projector(names.projector),
+            projector=self._projector(names.projector, config.projector),
             level_projectors=[
-                self._projector(names.level_projector, level)
+                self._projector(names.level_projector, config.level_projector, level)
                 for level in levels
-                if names.level_projector is not None
+                if names.level_projector is not None and config.level_projector is not None
             ],
         )
 
     def _patches(self, name: str) -> Linear:
         """Load the convolution over patches. A picture is a video whose frames are the same."""
-        weight = self._loader.vector(f"{name}.weight")
+        weight = self._loader.vector(f"{name}.weight", self._config.hidden_size, *self._pixels)
         weight = weight.sum(2) if weight.ndim == 5 else weight
         weight = self._by_channel(weight) if weight.ndim == FLAT_DIMS else weight.flatten(1)
-        return self._linear_of(weight, name)
+        return self._linear_of(weight, name, has_bias=self._family.has_patch_bias)
+
+    @property
+    def _pixels(self) -> tuple[int, ...]:
+        """Return the shape of a patch, as it is stored."""
+        size, family = self._config.patch_size, self._family
+        frames = (FRAMES,) if family.is_folded_in_time else ()
+        stored = self._tensors.found.get(
+            f"{self._tensors.in_tower(self._names.patches)}.weight", ()
+        )
+        pixels = (NUM_CHANNELS, *frames, size, size)
+        is_flat = family.has_flat_patches and len(stored) == FLAT_DIMS
+        return (math.prod(pixels),) if is_flat else pixels
 
     def _pixel_norm(self) -> AnyNorm | None:
-        norm = self._optional_norm(self._names.pixel_norm)
+        norm = self._optional_norm(self._names.pixel_norm, math.prod(self._pixels))
         if norm is None:
             return None
         assert isinstance(norm, LayerNorm)
@@ -109,48 +118,64 @@ class _WeightLoader:
         return pixels.permute(0, 3, 1, 2).flatten(1)
 
     def _positions(self) -> Tensor | None:
-        if not self._names.positions:
+        config, name = self._config, self._names.positions
+        if not name:
             return None
-        table = self._loader.vector(self._tensors.in_tower(self._names.positions))
-        return table.transpose(0, 1) if self._tensors.family.has_positions_by_place else table
+        is_by_axis = config.positions is Positions.AXES
+        places = (2, config.position_side) if is_by_axis else (config.position_side**2,)
+        is_by_place = self._family.has_positions_by_place
+        places = places[::-1] if is_by_place else places
+        table = self._loader.vector(self._tensors.in_tower(name), *places, config.hidden_size)
+        return table.transpose(0, 1) if is_by_place else table
 
     def _layer(self, index: int) -> TowerLayer:
-        names, order = self._names, self._head_order()
+        names, order, config = self._names, self._head_order(), self._config
+        hidden = config.hidden_size
 
         def full(name: str) -> str:
             return self._tensors.in_layer(index, name)
 
-        def linear(*parts: str, orders: Sequence[Sequence[int]] = ()) -> Linear:
+        def linear(
+            parts: Sequence[str],
+            rows: int,
+            columns: int,
+            has_bias: bool,
+            orders: Sequence[Sequence[int]] = (),
+        ) -> Linear:
             if self._config.is_clipped:
-                return self._clipped(index, parts, orders)
-            stored = list(map(full, parts))
+                stacks = [Stack([part], [rows], columns, has_bias) for part in parts]
+                return self._clipped(index, stacks, orders)
             first = [row for at, own in enumerate(orders) for row in _shifted(own, at * len(own))]
-            return self._loader.linear(stored, self._has_bias(stored[0]), first or None)
+            stored = list(map(full, parts))
+            stack = Stack(stored, [rows] * len(parts), columns, has_bias, first or None)
+            return self._loader.linear(stack)
 
         def norm(name: str) -> AnyNorm:
-            return self._norm(full(name), self._config.norm)
+            return self._norm(full(name), config.norm, hidden)
 
-        rows = [] if order is None else 2 * [repeat_order(order, self._config.num_heads)]
+        is_biased, has_mlp_bias = self._family.has_attention_bias, self._family.has_mlp_bias
+        orders = [] if order is None else 2 * [repeat_order(order, config.num_heads)]
         return TowerLayer(
             attention_norm=norm(names.attention_norm),
-            qkv=linear(*names.qkv, orders=rows),
+            qkv=linear(names.qkv, 3 * hidden // len(names.qkv), hidden, is_biased, orders),
             head_norms=self._head_norms(list(map(full, names.head_norms)), order),
-            output=linear(names.output),
+            output=linear([names.output], hidden, hidden, is_biased),
             output_norm=norm(names.output_norm) if names.output_norm else None,
             mlp_norm=norm(names.mlp_norm),
-            up=linear(*names.up),
-            down=linear(names.down),
+            up=linear(names.up, config.mlp_size, hidden, has_mlp_bias),
+            down=linear([names.down], hidden, config.mlp_size, has_mlp_bias),
             down_norm=norm(names.down_norm) if names.down_norm else None,
         )
 
     def _clipped(
-        self, index: int, parts: Sequence[str], orders: Sequence[Sequence[int]]
+        self, index: int, stacks: Sequence[Stack], orders: Sequence[Sequence[int]]
     ) -> ClippedLinears:
         in_layer = self._tensors.in_layer
         linears, inputs, outputs = [], [], []
-        for part, order in zip_longest(parts, orders):
-            name = in_layer(index, part)
-            linears.append(self._loader.linear([name], self._has_bias(name), order))
+        for stack, order in zip_longest(stacks, orders):
+            [part] = stack.names
+            own = replace(stack, names=[in_layer(index, part)], order=order)
+            linears.append(self._loader.linear(own))
             bounds = [
                 self._loader.vector(in_layer(index, bound))
                 for bound in self._tensors.bounds_of(part)
@@ -164,7 +189,7 @@ class _WeightLoader:
 
         Rotation takes pairs from the halves of a head: those of rows, then those of columns.
         """
-        if not self._tensors.family.is_rope_split:
+        if not self._family.is_rope_split:
             return None
         by_column, by_row = (
             torch.arange(self._config.head_dim).view(2, 2, -1).transpose(0, 1).unbind(1)
@@ -175,10 +200,10 @@ class _WeightLoader:
         """Return those of queries, keys and values. Queries undo the scale of attention."""
         if not names:
             return []
-        config, is_scaled = self._config, self._tensors.family.is_attention_scaled
+        config, is_scaled = self._config, self._family.is_attention_scaled
         factors = (1.0 if is_scaled else math.sqrt(config.head_dim), 1.0)
         weights = [
-            self._loader.vector(f"{name}.weight") * factor
+            self._loader.vector(f"{name}.weight", config.head_dim) * factor
             for name, factor in zip(names, factors, strict=True)
         ]
         if order is not None:
@@ -190,57 +215,65 @@ class _WeightLoader:
         if not self._config.is_standardized:
             return None
         names = map(self._tensors.in_tower, self._names.standardization)
-        return Standardization(*map(self._loader.vector, names))
+        hidden = self._config.hidden_size
+        return Standardization(*(self._loader.vector(name, hidden) for name in names))
 
-    def _projector(self, names: ProjectorNames, level: int | None = None) -> ProjectorWeights:
-        config = self._config.projector
+    def _projector(
+        self, names: ProjectorNames, config: ProjectorConfig, level: int | None = None
+    ) -> ProjectorWeights:
         stored = [self._tensors.in_projector(name, level) for name in names.linears]
-        norm = None
-        if config.norm is not None:
-            norm = self._projector_norm(names, level, config.norm, config.norm_epsilon)
-        linears = [self._loader.linear([name], self._has_bias(name)) for name in stored[1:]]
-        return ProjectorWeights(norm, [self._first_linear(names, stored[0]), *linears])
+        columns = [self._config.merged_size, *config.sizes]
+        norm = self._projector_norm(names, config, level) if config.norm is not None else None
+        shapes = list(zip(config.sizes, columns, strict=False))
+        linears = [
+            self._loader.linear(Stack([name], [rows], columns, config.has_bias))
+            for name, (rows, columns) in zip(stored[1:], shapes[1:], strict=True)
+        ]
+        has_bias = config.has_bias and self._family.has_first_bias
+        first = self._first_linear(names, stored[0], *shapes[0], has_bias=has_bias)
+        return ProjectorWeights(norm, [first, *linears])
 
     def _projector_norm(
-        self, names: ProjectorNames, level: int | None, kind: NormKind, epsilon: float
+        self, names: ProjectorNames, config: ProjectorConfig, level: int | None
     ) -> AnyNorm:
-        if names.norm:
-            return self._norm(self._tensors.in_projector(names.norm, level), kind, epsilon)
-        weight = torch.ones(self._config.merged_size, device=self._target.device)
-        return Norm(weight, epsilon, rounds_once=True)
+        merged, epsilon = self._config.merged_size, config.norm_epsilon
+        if names.norm and config.norm is not None:
+            size = merged if config.norms_merged else self._config.hidden_size
+            name = self._tensors.in_projector(names.norm, level)
+            return self._norm(name, config.norm, size, epsilon)
+        return replace(self._loader.unweighted_norm(merged), epsilon=epsilon)
 
-    def _first_linear(self, names: ProjectorNames, name: str) -> Linear:
+    def _first_linear(
+        self, names: ProjectorNames, name: str, rows: int, columns: int, *, has_bias: bool
+    ) -> Linear:
         if names.is_transposed:
-            return self._linear_of(self._loader.vector(name).T, name)
+            return self._linear_of(self._loader.vector(name, columns, rows).T, name)
         if not names.is_by_feature:
-            return self._loader.linear([name], self._has_bias(name))
-        weight = self._loader.vector(f"{name}.weight")
+            return self._loader.linear(Stack([name], [rows], columns, has_bias))
+        weight = self._loader.vector(f"{name}.weight", rows, columns)
         by_patch = weight.unflatten(1, (self._config.hidden_size, -1)).transpose(1, 2)
-        return self._linear_of(by_patch.flatten(1), name)
+        return self._linear_of(by_patch.flatten(1), name, has_bias=has_bias)
 
-    def _linear_of(self, weight: Tensor, name: str) -> Linear:
+    def _linear_of(self, weight: Tensor, name: str, *, has_bias: bool = False) -> Linear:
         """Return a linear layer of a weight that is not in the files as it is."""
-        bias, dtype = None, self._target.dtype
-        if self._has_bias(name):
-            bias = self._loader.vector(f"{name}.bias").to(dtype)
-        return self._target.parts.ops.linear(weight.to(dtype).contiguous(), bias)
+        bias = self._loader.vector(f"{name}.bias", len(weight)) if has_bias else None
+        return self._loader.linear_of(weight, bias)
 
-    def _has_bias(self, name: str) -> bool:
-        return f"{name}.bias" in self._shapes
+    def _optional_norm(self, name: str, size: int | None = None) -> AnyNorm | None:
+        if not name:
+            return None
+        size = self._config.hidden_size if size is None else size
+        return self._norm(self._tensors.in_tower(name), self._config.norm, size)
 
-    def _optional_norm(self, name: str) -> AnyNorm | None:
-        return self._norm(self._tensors.in_tower(name), self._config.norm) if name else None
-
-    def _norm(self, name: str, kind: NormKind, epsilon: float | None = None) -> AnyNorm:
+    def _norm(self, name: str, kind: NormKind, size: int, epsilon: float | None = None) -> AnyNorm:
         epsilon = self._config.norm_epsilon if epsilon is None else epsilon
-        weight = self._loader.vector(f"{name}.weight")
+        if kind is NormKind.RMS:
+            return self._loader.gated_norm(f"{name}.weight", size, epsilon)
+        weight = self._loader.vector(f"{name}.weight", size)
         if kind is NormKind.LAYER:
-            return LayerNorm(weight, self._loader.vector(f"{name}.bias"), epsilon)
-        if kind is NormKind.OFFSET_RMS:
-            return Norm(weight + 1, epsilon, rounds_once=True)
-        if kind is NormKind.WIDE_RMS:
-            return Norm(weight, epsilon, rounds_once=True)
-        return Norm(weight.to(self._target.dtype), epsilon)
+            return LayerNorm(weight, self._loader.vector(f"{name}.bias", size), epsilon)
+        offset = 1 if kind is NormKind.OFFSET_RMS else 0
+        return Norm(weight + offset, epsilon, rounds_once=True)
 
 
 def _shifted(order: Sequence[int], by: int) -> list[int]:

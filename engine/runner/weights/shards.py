@@ -15,8 +15,9 @@ from baton.checkpoint.weight_digests import FileIdentity
 from baton.core.errors import InvalidConfig
 from baton.engine.runner.model.config import LayerConfig, ModelConfig, MoeConfig
 from baton.engine.runner.model.rank_group import Shard
+from baton.engine.runner.weights.decoder_weights import check_tensors, record, stored_parts
 from baton.engine.runner.weights.packed import PartAxis
-from baton.engine.runner.weights.tensor_names import TensorMap, check_tensors, stored_parts
+from baton.engine.runner.weights.tensor_names import TensorMap
 
 
 def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
@@ -90,10 +91,10 @@ class ShardedTensors:
         """Check and divide the tensors of a model. Raises InvalidConfig if that is not possible."""
         check_tensors(config, whole)
         tensors = TensorMap(config, whole.shapes())
-        shard_map, sizes = tensors.of_shard(shard_config(config, shard)), tensors.parts()
+        shard_map, sizes = tensors.of_shard(shard_config(config, shard)), record(tensors).parts()
         own = {
             name: [own_ranges(shard, *axis) for axis in zip(axes, sizes[name], strict=True)]
-            for name, axes in shard_map.parts().items()
+            for name, axes in record(shard_map).parts().items()
         }
         for linear in {tensors.embedding, tensors.head}:
             own[f"{linear}.weight"] = [

@@ -14,15 +14,15 @@ from baton.checkpoint.checkpoint import Shape, Tensors
 from baton.checkpoint.quantized import Quantized, have_same_order, in_one_format, stacked
 from baton.core.errors import ModelError
 from baton.engine.runner.device.host_memory import HeapTrimmer
-from baton.engine.runner.families.family import ExpertNames
 from baton.engine.runner.model.config import ModelConfig, NormConfig, RowScale
 from baton.engine.runner.model.layer_weights import Layer
 from baton.engine.runner.model.layers import DecoderLayer
 from baton.engine.runner.model.linear import HeadLinears, Linear, Moe, SplitLinear
-from baton.engine.runner.model.ops import Norm, Ops
+from baton.engine.runner.model.ops import Ops
 from baton.engine.runner.model.quantization import Quantization
 from baton.engine.runner.model.rank_group import RankGroup
 from baton.engine.runner.model_info import LoadProgress, LoadProgressCallback
+from baton.engine.runner.weights.loader import NO_NORM, Stack, StackedExpert, WeightLoader
 from baton.engine.runner.weights.packed import (
     MARKERS,
     dequantize_float8,
@@ -43,7 +43,6 @@ from baton.engine.runner.weights.weight_cache import CachedWeights
 QUANTIZERS: Mapping[str, Quantize | None] = {"none": None, "int8": to_int8, "int4": to_int4}
 # Of matrices whose errors raise the perplexity most, for their size.
 SENSITIVE_QUANTIZERS = {**QUANTIZERS, "int4": to_int6}
-NO_NORM = NormConfig(epsilon=0.0)  # of a model without RMS norms
 
 
 class WeightParts(Protocol):
@@ -91,30 +90,27 @@ class MappedRows:
         return self.table[row_ids]
 
 
-class TensorLoader:
-    """Loads tensors in the target's dtype; matrices of one fused linear layer are stacked."""
+class TensorLoader(WeightLoader):
+    """Loads tensors of files; matrices of one fused linear layer are stacked."""
 
     def __init__(
         self,
-        shapes: Mapping[str, Shape],
         files: Tensors,
         target: LoadTarget,
-        on_progress: LoadProgressCallback | None,
         *,
         norm: NormConfig = NO_NORM,
         quantization: Quantization | None = None,
-        loaded_elsewhere: str | tuple[str, ...] = (),
         row_scales: Mapping[str, Sequence[RowScale]] = {},
+        on_progress: LoadProgressCallback | None = None,
+        num_expected: int = 0,
     ) -> None:
-        """`shapes` are those of all tensors as if no matrix was quantized.
+        """`num_expected` numbers are loaded in all.
 
-        Names that end with `loaded_elsewhere` are not counted in the progress. Matrices in the
-        formats of GGUF must have no row scales.
+        Matrices in the formats of GGUF must have no row scales.
         """
-        self._norm_config = norm
+        super().__init__(norm, target.dtype, target.device)
         self._how = quantization
         self._row_scales = row_scales
-        self._shapes = shapes
         self._files = files
         self._names = frozenset(files.names())
         self._target = target
@@ -123,134 +119,99 @@ class TensorLoader:
         self._on_progress = None if is_read else on_progress
         self._num_linears = 0
         self._num_loaded = 0  # numbers
-        self._num_expected = sum(
-            torch.Size(shape).numel()
-            for name, shape in self._shapes.items()
-            if not name.endswith(loaded_elsewhere)
-        )
+        self._num_expected = num_expected
 
-    def vector(self, name: str) -> Tensor:
-        """Load a small tensor in float32, dequantized if necessary."""
-        linear = name.removesuffix(".weight")
-        how = self._integer_format(linear)
-        if how is not None:
-            return replace(self._load_unpacked(linear, how), dtype=torch.float32).dequantize()
-        vector = torch.empty(self._shapes[name])
+    def vector(self, name: str, *shape: int) -> Tensor:
+        vector = torch.empty(shape)
         self._copy(name, vector)
-        return vector.to(self._target.device)
+        return vector.to(self._device)
 
-    def gated_norm(self, name: str, epsilon: float | None) -> Norm:
-        """Load the weight of a norm whose output is multiplied by a gate."""
-        weight = self.vector(name).to(self._target.dtype)
-        return Norm(weight, self._norm_config.epsilon if epsilon is None else epsilon)
+    def matrix(self, stack: Stack, dtype: torch.dtype | None = None) -> Tensor:
+        dtype = dtype or self._dtype
+        how = self._integer_format(stack.names[0])
+        if how is not None:
+            [name], [shape] = stack.names, stack.shapes()
+            return replace(self._load_unpacked(name, shape, how), dtype=dtype).dequantize()
+        return self._stacked(stack, dtype)
 
-    def norm(self, name: str, order: Sequence[int] | None = None) -> Norm:
-        """Load a norm's weight. `order` permutes it."""
-        config = self._norm_config
-        weight = self.vector(f"{name}.weight") + config.weight_offset
-        if order is not None:
-            weight = weight[list(order)]
-        if not config.rounds_once:
-            weight = weight.to(self._target.dtype)
-        return Norm(weight, config.epsilon, config.rounds_once, config.is_centered)
+    def embedding(self, stack: Stack) -> Linear:
+        return self.linear(replace(stack, is_sensitive=True))
 
-    def unweighted_norm(self, size: int) -> Norm:
-        weight = torch.ones(size, device=self._target.device)
-        return Norm(weight, self._norm_config.epsilon, rounds_once=True)
-
-    def embedding(self, name: str) -> Linear:
-        """Load the embedding or LM head."""
-        quantize = SENSITIVE_QUANTIZERS[self._target.quantize]
-        return self._make_linear(name, lambda: self._matrix([name], quantize), None)
-
-    def rows(self, name: str) -> Linear:
-        """Load a table of which rows alone are read: from the mapped file, if it is stored so."""
+    def rows(self, stack: Stack) -> Linear:
+        [name] = stack.names
         if self._files.quantized(f"{name}.weight") is None and self._target.quantize == "none":
-            mapped = self._mapped([name], None)
+            mapped = self._mapped(stack, None)
             if mapped is not None:
                 return MappedRows(mapped)
-        return self.embedding(name)
+        return self.embedding(stack)
 
-    def linear(
-        self,
-        names: Sequence[str],
-        has_bias: bool,
-        order: Sequence[int] | None = None,
-        *,
-        keeps_dtype: bool = False,
-        is_sensitive: bool = False,
-    ) -> Linear:
-        """Load a linear layer whose matrices are stacked.
-
-        `order` permutes its first rows. With `keeps_dtype` it is not quantized at load.
-        """
-        quantize = None if keeps_dtype else self._quantizer(names[0], is_sensitive=is_sensitive)
-        bias = self._stacked([f"{name}.bias" for name in names]) if has_bias else None
+    def linear(self, stack: Stack) -> Linear:
+        if stack.stacked is not None:
+            [name] = stack.names
+            return self._expert_linear(name, stack, stack.stacked)
+        quantize, order = self._quantizer(stack), stack.order
+        name, bias = "+".join(stack.names), None
+        if stack.has_bias:
+            sizes = [shape[:1] for shape in stack.shapes()]
+            bias = self._joined([f"{each}.bias" for each in stack.names], sizes, self._dtype)
         if order is None:
-            return self._make_linear("+".join(names), lambda: self._matrix(names, quantize), bias)
-        rows = torch.arange(sum(self._shapes[f"{name}.weight"][0] for name in names))
+            return self._make_linear(name, lambda: self._matrix(stack, quantize), bias)
+        rows = torch.arange(stack.num_rows)
         rows[: len(order)] = torch.tensor(order)
 
         def load() -> Tensor | Quantized:
-            return select_rows(self._matrix(names, quantize), rows.to(self._target.device))
+            return select_rows(self._matrix(stack, quantize), rows.to(self._device))
 
-        return self._make_linear("+".join(names), load, None if bias is None else bias[rows])
+        return self._make_linear(name, load, None if bias is None else bias[rows])
 
-    def split_linear(
-        self, name: str, rows: Sequence[int], plain_rows: Sequence[int]
-    ) -> tuple[Linear, Linear]:
-        """Load two parts of a matrix. The second one is not quantized at load."""
-        matrix = functools.cache(lambda: self._matrix([name], None))
-        quantize = self._quantizer(name)
+    def split_linear(self, first: Stack, second: Stack) -> tuple[Linear, Linear]:
+        matrix = functools.cache(lambda: self._matrix(first, None))
+        quantize, [name] = self._quantizer(first), first.names
 
-        def load(part: Sequence[int]) -> Tensor | Quantized:
-            return select_rows(matrix(), torch.tensor(part, device=self._target.device))
+        def load(part: Stack) -> Tensor | Quantized:
+            return select_rows(matrix(), torch.tensor(part.order, device=self._device))
 
         def load_first() -> Tensor | Quantized:
-            first = load(rows)
-            return first if quantize is None or isinstance(first, Quantized) else quantize(first)
+            rows = load(first)
+            return rows if quantize is None or isinstance(rows, Quantized) else quantize(rows)
 
         return (
             self._make_linear(name, load_first, None),
-            self._make_linear(name, lambda: load(plain_rows), None),
+            self._make_linear(name, lambda: load(second), None),
         )
 
-    def plain_matrix(self, name: str) -> Tensor:
-        """Load a matrix in the target's dtype, dequantized if necessary."""
-        how = self._integer_format(name)
-        if how is not None:
-            return self._load_unpacked(name, how).dequantize()
-        return self._stacked([f"{name}.weight"])
+    def linear_of(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        bias = None if bias is None else bias.to(self._dtype)
+        return self._target.parts.ops.linear(weight.to(self._dtype).contiguous(), bias)
 
     def split_columns(self, first: Linear, second: Linear, num_columns: int) -> Linear:
-        """Return the sum of two layers, the first of which has the first columns."""
         return SplitLinear(first, second, num_columns, self._target.parts.ops.add)
+
+    def skip(self, name: str, *shape: int) -> None:
+        pass
 
     def head_linears(self, weights: Tensor) -> HeadLinears:
         self._trimmer.count(weights.nbytes)
         return self._target.parts.ops.head_linears(weights)
 
-    def expert_linear(
-        self, name: str, expert: int, names: ExpertNames, has_bias: bool, *, is_gate_up: bool
-    ) -> Linear:
-        """Load one expert's matrix out of a tensor that stacks those of all experts."""
-        is_interleaved = is_gate_up and names.is_interleaved
+    def _expert_linear(self, name: str, stack: Stack, stacked: StackedExpert) -> Linear:
         bias = None
-        if has_bias:
-            part = self._files.part(f"{name}_bias", expert)
-            bias = self._place(_join_halves(part) if is_interleaved else part)
+        if stack.has_bias:
+            part = self._files.part(f"{name}_bias", stacked.number)
+            bias = self._place(_join_halves(part) if stacked.form.is_interleaved else part)
             self._count(bias.numel())
         return self._make_linear(
-            f"{name}.{expert}",
-            lambda: self._expert_matrix(name, expert, names, is_gate_up=is_gate_up),
-            bias,
+            f"{name}.{stacked.number}", lambda: self._expert_matrix(name, stack, stacked), bias
         )
 
-    def _quantizer(self, name: str, *, is_sensitive: bool = False) -> Quantize | None:
-        """Return the quantization at load of matrices that have the same inputs as this one."""
-        if is_sensitive:
+    def _quantizer(self, stack: Stack) -> Quantize | None:
+        """Return the quantization at load of these matrices."""
+        if stack.keeps_dtype:
+            return None
+        if stack.is_sensitive:
             return SENSITIVE_QUANTIZERS[self._target.quantize]
-        importance = self._target.importance.get(name)
+        # That of the first one: all have the same inputs.
+        importance = self._target.importance.get(stack.names[0])
         if importance is None:
             return QUANTIZERS[self._target.quantize]
         return functools.partial(to_int4, importance=importance)
@@ -275,23 +236,21 @@ class TensorLoader:
         self._trimmer.count(size)
         return matrix
 
-    def _expert_matrix(
-        self, name: str, expert: int, names: ExpertNames, *, is_gate_up: bool
-    ) -> Tensor | Quantized:
-        is_interleaved = is_gate_up and names.is_interleaved
-        stored = f"{name}.weight" if names.has_weight_suffix else name
-        self._count(torch.Size(self._shapes[stored][1:]).numel())
+    def _expert_matrix(self, name: str, stack: Stack, stacked: StackedExpert) -> Tensor | Quantized:
+        form, number, _ = stacked
+        self._count(stack.num_rows * stack.columns)
         if self._is_packed(name):
-            parts = (self._files.part(f"{name}_{part}", expert) for part in ("blocks", "scales"))
-            blocks, scales = (_join_halves(part) if is_interleaved else part for part in parts)
-            return read_mxfp4(blocks, scales, self._target.dtype).on(self._target.device)
-        quantized = self._files.quantized(stored, expert)
-        if quantized is not None and not (names.is_transposed or is_interleaved):
+            parts = (self._files.part(f"{name}_{part}", number) for part in ("blocks", "scales"))
+            blocks, scales = (_join_halves(part) if form.is_interleaved else part for part in parts)
+            return read_mxfp4(blocks, scales, self._dtype).on(self._device)
+        stored = stacked.weight(name)
+        quantized = self._files.quantized(stored, number)
+        if quantized is not None and not (form.is_transposed or form.is_interleaved):
             return self._join(quantized)
-        part = self._files.part(stored, expert)
-        matrix = part.T if names.is_transposed else part
-        matrix = _join_halves(matrix) if is_interleaved else matrix
-        quantizers = QUANTIZERS if is_gate_up else SENSITIVE_QUANTIZERS
+        part = self._files.part(stored, number)
+        matrix = part.T if form.is_transposed else part
+        matrix = _join_halves(matrix) if form.is_interleaved else matrix
+        quantizers = SENSITIVE_QUANTIZERS if stack.is_sensitive else QUANTIZERS
         quantize = quantizers[self._target.quantize]
         if not self._can_map(matrix, quantize):
             matrix = self._place(matrix)
@@ -300,20 +259,23 @@ class TensorLoader:
     def _can_map(self, tensor: Tensor, quantize: Quantize | None) -> bool:
         """Return whether a matrix of a mapped file can be used without a copy of it."""
         is_copied_later = quantize is not None or self._target.parts.ops.copies_weights
-        is_placed = (tensor.dtype, tensor.device) == (self._target.dtype, self._target.device)
+        is_placed = (tensor.dtype, tensor.device) == (self._dtype, self._device)
         return is_copied_later and is_placed
 
     def _place(self, tensor: Tensor) -> Tensor:
         """Copy a tensor of a mapped file."""
-        placed = torch.empty(tensor.shape, dtype=self._target.dtype, device=self._target.device)
+        placed = torch.empty(tensor.shape, dtype=self._dtype, device=self._device)
         return placed.copy_(tensor)
 
-    def _stacked(self, names: Sequence[str]) -> Tensor:
-        shapes = [self._shapes[name] for name in names]
-        shape: Shape = (sum(each[0] for each in shapes), *shapes[0][1:])
-        whole = torch.empty(shape, dtype=self._target.dtype, device=self._target.device)
-        parts = whole.split([each[0] for each in shapes])
-        for name, part in zip(names, parts, strict=True):
+    def _stacked(self, stack: Stack, dtype: torch.dtype) -> Tensor:
+        names = [f"{name}.weight" for name in stack.names]
+        return self._joined(names, stack.shapes(), dtype)
+
+    def _joined(self, names: Sequence[str], shapes: Sequence[Shape], dtype: torch.dtype) -> Tensor:
+        sizes = [shape[0] for shape in shapes]
+        shape = (sum(sizes), *shapes[0][1:])
+        whole = torch.empty(shape, dtype=dtype, device=self._device)
+        for name, part in zip(names, whole.split(sizes), strict=True):
             self._copy(name, part)
         return whole
 
@@ -333,17 +295,17 @@ class TensorLoader:
         scales = self._row_scales[linear]
         numbers = torch.tensor([each.scale for each in scales])
         counts = torch.tensor([each.num_rows for each in scales])
-        return numbers.repeat_interleave(counts)[:, None].to(self._target.device)
+        return numbers.repeat_interleave(counts)[:, None].to(self._device)
 
-    def _matrix(self, names: Sequence[str], quantize: Quantize | None) -> Tensor | Quantized:
-        if any(map(self._integer_format, names)):
-            return self._load_packed(names)
-        stored = self._stored_quantized(names)
+    def _matrix(self, stack: Stack, quantize: Quantize | None) -> Tensor | Quantized:
+        if any(map(self._integer_format, stack.names)):
+            return self._load_packed(stack)
+        stored = self._stored_quantized(stack.names)
         if stored is not None:
             return stored
-        matrix = self._mapped(names, quantize)
+        matrix = self._mapped(stack, quantize)
         if matrix is None:
-            matrix = self._stacked([f"{name}.weight" for name in names])
+            matrix = self._stacked(stack, self._dtype)
         return matrix if quantize is None else quantize(matrix)
 
     def _stored_quantized(self, names: Sequence[str]) -> Tensor | Quantized | None:
@@ -358,38 +320,37 @@ class TensorLoader:
 
     def _join(self, parts: Sequence[Quantized]) -> Tensor | Quantized:
         """Join parts by row, in one format where their formats differ."""
-        placed = [replace(part, dtype=self._target.dtype).on(self._target.device) for part in parts]
+        placed = [replace(part, dtype=self._dtype).on(self._device) for part in parts]
         if self._target.parts.ops.keeps_quantized:
             return stacked([part.with_half_scales() for part in in_one_format(placed)])
         return torch.cat([part.dequantize() for part in placed])
 
-    def _mapped(self, names: Sequence[str], quantize: Quantize | None) -> Tensor | None:
+    def _mapped(self, stack: Stack, quantize: Quantize | None) -> Tensor | None:
         """Return a matrix without copying it, or None where it needs a copy."""
-        if len(names) > 1 or self._is_packed(names[0]) or names[0] in self._row_scales:
+        name = stack.names[0]
+        if len(stack.names) > 1 or self._is_packed(name) or name in self._row_scales:
             return None
-        matrix = self._files.tensor(f"{names[0]}.weight")
+        matrix = self._files.tensor(f"{name}.weight")
         if not self._can_map(matrix, quantize):
             return None
         self._count(matrix.numel())
         return matrix
 
-    def _load_packed(self, names: Sequence[str]) -> Quantized:
+    def _load_packed(self, stack: Stack) -> Quantized:
+        names = stack.names
         formats = [self._integer_format(name) for name in names]
         known = [how for how in formats if how is not None]
         if len(known) < len(names):
             raise ModelError(f"{', '.join(names)}: some are quantized and some are not")
-        parts = list(map(self._load_unpacked, names, known))
+        parts = list(map(self._load_unpacked, names, stack.shapes(), known))
         if not have_same_order(parts):
             raise ModelError(f"{', '.join(names)}: their columns have different orders")
         return stacked(parts)
 
-    def _load_unpacked(self, name: str, how: Quantization) -> Quantized:
-        shape = self._shapes[f"{name}.weight"]
-        unpacked = read_packed(
-            name, shape, self._names, how, self._files.tensor, self._target.dtype
-        )
+    def _load_unpacked(self, name: str, shape: Shape, how: Quantization) -> Quantized:
+        unpacked = read_packed(name, shape, self._names, how, self._files.tensor, self._dtype)
         self._count(torch.Size(shape).numel())
-        unpacked = unpacked.on(self._target.device)
+        unpacked = unpacked.on(self._device)
         return unpacked.scaled(self._scales_of(name)) if name in self._row_scales else unpacked
 
     def _is_packed(self, name: str) -> bool:
@@ -404,7 +365,7 @@ class TensorLoader:
         """Report the progress, in bytes of the target's dtype."""
         self._num_loaded += num_numbers
         if self._on_progress is not None:
-            size = self._target.dtype.itemsize
+            size = self._dtype.itemsize
             self._on_progress(LoadProgress(self._num_loaded * size, self._num_expected * size))
 
 

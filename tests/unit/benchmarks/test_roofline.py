@@ -14,7 +14,7 @@ from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.model.config import LayerConfig, MoeConfig
 from baton.engine.runner.model.linear import Router
 from baton.engine.runner.model.ops import Ops
-from baton.engine.runner.weights.tensor_names import expected_tensors
+from baton.engine.runner.weights.decoder_weights import expected_tensors
 from benchmarks.engine.roofline import (
     LayerWork,
     StepWork,

@@ -14,7 +14,7 @@ from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.checkpoint.weight_files import WeightFiles
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.load import RunnerConfig, load_runner
-from baton.engine.runner.weights.tensor_names import check_tensors
+from baton.engine.runner.weights.decoder_weights import check_tensors
 from benchmarks.engine.roofline import expect_experts
 from benchmarks.engine.routing import RoutingMeter
 from tests.support.models import prompt_of

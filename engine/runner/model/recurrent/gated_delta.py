@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.checkpoint.checkpoint import Shape
 from baton.engine.runner.model.config import RecurrentConfig
 from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.ops import Norm
@@ -51,19 +50,15 @@ class GatedDelta(MatrixRule):
         return rows, _regroup(config.num_key_heads, (heads, heads))
 
     @classmethod
-    def shapes(cls, config: RecurrentConfig) -> dict[str, Shape]:
-        heads = (config.num_value_heads,)
-        own = {"dt_bias": heads, "A_log": heads, "norm.weight": (config.value_dim,)}
-        return MatrixRule.shapes(config) | own
-
-    @classmethod
     def load(cls, config: RecurrentConfig, gates: Linear, tensors: RuleTensors) -> Self:
+        heads = config.num_value_heads
+        rates = (1, 1, heads, 1) if cls.decays_channels else (heads,)
         return cls(
             gates=gates,
-            conv=cls.load_conv(tensors),
-            decay_bias=tensors.vector("dt_bias"),
-            decay_rate=tensors.vector("A_log").flatten().exp(),
-            norm=tensors.gated_norm(),
+            conv=cls.load_conv(config, tensors),
+            decay_bias=tensors.vector("dt_bias", heads * config.num_decays),
+            decay_rate=tensors.vector("A_log", *rates).flatten().exp(),
+            norm=tensors.gated_norm(config.value_dim),
             strength_scale=config.strength_scale,
         )
 
@@ -115,11 +110,6 @@ class KimiDelta(GatedDelta):
     def stored_rows(config: RecurrentConfig) -> tuple[Rows, Rows]:
         rows = config.num_channels + config.num_values
         return range(rows), range(config.num_value_heads * (1 + config.num_decays))
-
-    @classmethod
-    def shapes(cls, config: RecurrentConfig) -> dict[str, Shape]:
-        biases, heads = (config.num_value_heads * config.num_decays,), config.num_value_heads
-        return GatedDelta.shapes(config) | {"dt_bias": biases, "A_log": (1, 1, heads, 1)}
 
     def factors(self, gates: Tensor) -> tuple[Tensor, Tensor]:
         num_heads = len(self.decay_rate)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.checkpoint.checkpoint import Shape
 from baton.engine.runner.model.config import RecurrentConfig
 from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.recurrent.matrix_rule import Decays, MatrixRule
@@ -41,25 +40,17 @@ class Mamba2(MatrixRule):
         return rows, range(end, end + config.num_value_heads)
 
     @classmethod
-    def shapes(cls, config: RecurrentConfig) -> dict[str, Shape]:
-        heads = (config.num_value_heads,)
-        own: dict[str, Shape] = {"dt_bias": heads, "A_log": heads, "D": heads}
-        if config.has_norm:
-            own["norm.weight"] = (config.num_values,)
-        return MatrixRule.shapes(config) | {"conv1d.bias": (config.num_channels,)} | own
-
-    @classmethod
     def load(cls, config: RecurrentConfig, gates: Linear, tensors: RuleTensors) -> Self:
-        conv = cls.load_conv(tensors)
+        conv, heads = cls.load_conv(config, tensors), config.num_value_heads
         channels = _stored_channels(config.num_channels, config.num_values)
         return cls(
             gates=gates,
             conv=conv[:, channels].contiguous(),
-            conv_bias=tensors.vector("conv1d.bias")[channels],
-            step_bias=tensors.vector("dt_bias"),
-            decay_rate=tensors.vector("A_log").exp(),
-            skip=tensors.vector("D"),
-            norm=tensors.gated_norm() if config.has_norm else None,
+            conv_bias=tensors.vector("conv1d.bias", config.num_channels)[channels],
+            step_bias=tensors.vector("dt_bias", heads),
+            decay_rate=tensors.vector("A_log", heads).exp(),
+            skip=tensors.vector("D", heads),
+            norm=tensors.gated_norm(config.num_values) if config.has_norm else None,
         )
 
     def convolve(self, inputs: Tensor) -> Tensor:

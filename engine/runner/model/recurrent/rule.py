@@ -15,7 +15,6 @@ from typing import ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 
-from baton.checkpoint.checkpoint import Shape
 from baton.engine.runner.model.config import RecurrentConfig
 from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.ops import Norm
@@ -26,11 +25,11 @@ Rows = Sequence[int]
 class RuleTensors(Protocol):
     """Tensors of a layer besides projections, by the names that its rule gives them."""
 
-    def vector(self, name: str) -> Tensor:
+    def vector(self, name: str, *shape: int) -> Tensor:
         """Load a small tensor in float32."""
         ...
 
-    def gated_norm(self) -> Norm: ...
+    def gated_norm(self, size: int) -> Norm: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +53,13 @@ class RecurrentRule(ABC):
         """
 
     @classmethod
-    def shapes(cls, config: RecurrentConfig) -> dict[str, Shape]:
-        """Return the shapes of stored tensors besides projections, by their names in the module."""
-        return {f"{cls.stored_conv}.weight": (config.num_channels, 1, config.conv_size)}
+    def load(cls, config: RecurrentConfig, gates: Linear, tensors: RuleTensors) -> Self:
+        return cls(gates, cls.load_conv(config, tensors))
 
     @classmethod
-    def load(cls, _: RecurrentConfig, gates: Linear, tensors: RuleTensors) -> Self:
-        return cls(gates, cls.load_conv(tensors))
-
-    @classmethod
-    def load_conv(cls, tensors: RuleTensors) -> Tensor:
-        return tensors.vector(f"{cls.stored_conv}.weight")[:, 0].T.contiguous()
+    def load_conv(cls, config: RecurrentConfig, tensors: RuleTensors) -> Tensor:
+        shape = config.num_channels, 1, config.conv_size
+        return tensors.vector(f"{cls.stored_conv}.weight", *shape)[:, 0].T.contiguous()
 
     @abstractmethod
     def channels(self, config: RecurrentConfig, projected: Tensor) -> Tensor:
