@@ -32,7 +32,7 @@ from baton.engine.config import EngineOptions
 from baton.engine.core import EngineCore
 from baton.engine.factory import build_engine
 from baton.engine.runner.adapters.adapters import AdapterTable
-from baton.engine.runner.adapters.places import AdapterPlaces
+from baton.engine.runner.adapters.targets import find_targets
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.load import load_runner
@@ -155,10 +155,14 @@ def write_random_adapter(model: str, folder: Path, rank: int, seed: int) -> None
     """Write a random adapter of all matrices that adapters of this model can change."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for module, rows, columns in AdapterPlaces(read_model_config(open_checkpoint(model))).modules():
-        for side, shape in (("A", (rank, columns)), ("B", (rows, rank))):
+    targets = find_targets(read_model_config(open_checkpoint(model)))
+    for (layer, name), target in targets.items():
+        if "[" in name:  # of an expert in a stacked parameter
+            continue
+        module = f"base_model.model.model.layers.{layer}.{name}"
+        for side, shape in (("A", (rank, target.num_columns)), ("B", (target.num_rows, rank))):
             matrix = torch.randn(shape, generator=generator) * STD
-            tensors[f"base_model.model.{module}.lora_{side}.weight"] = matrix.bfloat16()
+            tensors[f"{module}.lora_{side}.weight"] = matrix.bfloat16()
     folder.mkdir()
     save_file(tensors, folder / WEIGHTS, {"format": "pt"})
     (folder / CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))

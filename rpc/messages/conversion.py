@@ -9,10 +9,10 @@ from google.protobuf import struct_pb2
 from baton.core.extra_args import parse_argument
 from baton.core.ids import HandoffId, Peer, RequestId
 from baton.core.kv_hints import KvHints
-from baton.core.output import Failure, Finish, FinishReason, Output, Served, TokenLogprobs
+from baton.core.output import Failure, Finish, Output, Served, TokenLogprobs
 from baton.core.sampling import NO_SAMPLING_DEFAULTS, Argument, SamplingDefaults, SamplingParams
 from baton.core.structured_outputs import StructuredOutputs
-from baton.rpc.messages.mapper import Converter, Mapper, enum_converter
+from baton.rpc.messages.mapper import Converter, Mapper
 from baton.v1 import inference_pb2, kv_hints_pb2, node_pb2, sampling_pb2
 
 HANDOFF = Mapper(HandoffId, node_pb2.HandoffId)
@@ -105,7 +105,6 @@ LOGPROBS = Converter(
     lambda values: list(map(logprobs_to, values)),
 )
 PROMPT_LOGPROBS = Converter(prompt_logprobs_from, prompt_logprobs_to)
-FINISH_REASON = enum_converter(FinishReason, sampling_pb2.FinishReason.DESCRIPTOR, has_none=True)
 _OUTPUT = Mapper(
     Output,
     node_pb2.TokenOutput,

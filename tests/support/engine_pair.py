@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 from google.rpc import status_pb2
 
-from baton.core.ids import NO_ADAPTER, AdapterRef, HandoffId, NodeId, Peer
+from baton.core.ids import NO_ADAPTER, AdapterRef, HandoffId, NodeId, Peer, RequestId
 from baton.core.legs import LegKind
 from baton.core.output import FinishReason
 from baton.core.request import GENERATE, EngineRequest, PrefixSource, ReceiveKv, Task
@@ -32,7 +32,7 @@ from baton.prefill_node.leg import FINISHED_WITH_FIRST_TOKEN
 from baton.rpc.adapters import ADAPTER, ORDER, NameOrder
 from baton.rpc.channel import open_blocking_channel
 from baton.rpc.messages.calls import leg_order, node_request_id
-from baton.rpc.messages.conversion import FINISH_REASON
+from baton.rpc.messages.conversion import output_from
 from baton.rpc.node_info import NodeCard, NodeLoad
 from baton.rpc.security.token import AcceptedTokens, authorization
 from baton.rpc.status import RemoteError, remote_error_in
@@ -179,7 +179,7 @@ class Call:
         assert output.first_index == len(self.token_ids)
         self.token_ids += output.token_ids
         self.vector = output.vector or self.vector
-        self.reason = FINISH_REASON.from_message(output.finish_reason) or self.reason
+        self.reason = output_from(output, RequestId("")).finish_reason or self.reason
         self.error = output.error or self.error
 
 

@@ -46,12 +46,6 @@ class AdapterPlaces:
         """Return the number of matrices of the files that adapters can change."""
         return len(self._targets)
 
-    def modules(self) -> Iterator[tuple[str, int, int]]:
-        """Yield the names of the matrices that adapters can change, their rows and columns."""
-        for (layer, name), target in self._targets.items():
-            if "[" not in name:  # of an expert in a stacked parameter
-                yield f"model.layers.{layer}.{name}", target.num_rows, target.num_columns
-
     def limits(self, max_rank: int) -> WeightLimits:
         """Return the sizes of the largest files that can fit."""
         edges = sum(each.num_rows + each.num_columns for each in self._targets.values())

@@ -38,7 +38,6 @@ SECTION_FIELDS = {*SECTION_TEXTS, "structures", "parameter", "literals", "stops"
 PARAMETER_FIELDS = {"begin", "end", "never", "json"}
 TAG_FIELDS = {"sections", "schemas", "text"}
 TEXT_FIELDS = {"marks", "never", "begins"}
-PYTHON = "python"
 
 
 @dataclass(frozen=True, slots=True)
