@@ -229,19 +229,6 @@ def _compile(compiler: str, variant: Variant, target: Path, report: Report) -> N
     log.info("Built the kernels in %.0f s: %s", time.monotonic() - began_s, target)
 
 
-def main() -> None:
-    """Build this processor's variant, as installations do. Without a compiler, print why not."""
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends the compilers
-    try:
-        print(library(best_variant(cpu_features()), print))
-    except KernelsUnavailable as error:
-        print(f"The native kernels were not built, torch will compute: {error}")
-
-
-if __name__ == "__main__":
-    main()
-
-
 class CompilerFailed(Exception):
     """A compiler command failed; the message is its output."""
 
@@ -301,3 +288,16 @@ def _start(command: Sequence[str]) -> subprocess.Popen[str]:
         text=True,
         process_group=0,
     )
+
+
+def main() -> None:
+    """Build this processor's variant, as installations do. Without a compiler, print why not."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends the compilers
+    try:
+        print(library(best_variant(cpu_features()), print))
+    except KernelsUnavailable as error:
+        print(f"The native kernels were not built, torch will compute: {error}")
+
+
+if __name__ == "__main__":
+    main()
