@@ -153,7 +153,7 @@ class RunnerConfig:
         Option(
             "Numbers that weights of 4 to 6 bits multiply: int8, rounded to 8 bits as llama.cpp "
             "does; bfloat16, as the model computes; or auto: int8 on CPUs without AMX. The same on "
-            "all nodes.",
+            "all nodes. bfloat16 also keeps vision towers from multiplying integers of 13 bits.",
             MODEL,
             choices=ACTIVATION_DTYPE_NAMES,
         ),

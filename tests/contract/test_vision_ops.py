@@ -75,3 +75,43 @@ def test_patches_attend_to_their_window(
     found = ops.attend(qkv, 2, lens, angles)
     assert found.shape == wanted.shape
     assert (found - wanted).abs().max() < 0.03
+
+
+@pytest.fixture
+def integers() -> NativeOps:
+    if "avx2" not in kernels_by_variant():
+        pytest.skip("these kernels need AVX2")
+    return NativeOps(kernels_by_variant()["avx2"], as_integers=True)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_rows", "columns"), [(1, 1, 2), (5, 70, 96), (13, 64, 128), (400, 130, 330)]
+)
+def test_products_of_integers_are_as_exact_as_those_of_bfloat16(
+    integers: NativeOps, num_tokens: int, num_rows: int, columns: int
+) -> None:
+    inputs, weight = drawn(num_tokens, columns).bfloat16(), drawn(num_rows, columns, seed=2)
+    inputs[:, 0] *= 30  # as some columns of towers
+    weight, bias = weight.bfloat16(), drawn(num_rows, seed=3).bfloat16()
+    exact = inputs.double() @ weight.double().T + bias.double()
+
+    linear = integers.linear(weight, bias)
+    found = linear(inputs)
+
+    rounding = (exact.bfloat16().double() - exact).norm()
+    assert (found.double() - exact).norm() <= 1.2 * rounding + 1e-3
+    for first, end in ((0, 1), (num_tokens // 2, num_tokens), (num_tokens // 3, num_tokens)):
+        assert torch.equal(linear(inputs[first:end]), found[first:end])
+
+
+def test_a_product_of_integers_is_not_finite_where_its_token_is_not(integers: NativeOps) -> None:
+    inputs, weight = drawn(4, 300).bfloat16(), drawn(70, 300, seed=2).bfloat16()
+    linear = integers.linear(weight, None)
+    wanted = linear(inputs)
+    inputs[1, 3], inputs[2, 299] = float("nan"), float("-inf")
+
+    found = linear(inputs)
+
+    assert found.isfinite().all(dim=1).tolist() == [True, False, False, True]
+    assert torch.equal(found[[0, 3]], wanted[[0, 3]])
+    assert not found[1:3].isfinite().any()

@@ -45,7 +45,9 @@ def lifetime() -> Iterator[ExitStack]:
         yield stack
 
 
-def load(lifetime: ExitStack, *, loads_tower: bool = True) -> TorchRunner:
+def load(
+    lifetime: ExitStack, *, loads_tower: bool = True, activation_dtype: str = "auto"
+) -> TorchRunner:
     config = RunnerConfig(
         str(FOLDER),
         block_size=4,
@@ -53,6 +55,7 @@ def load(lifetime: ExitStack, *, loads_tower: bool = True) -> TorchRunner:
         max_model_len=512,
         num_threads=1,
         loads_tower=loads_tower,
+        activation_dtype=activation_dtype,
     )
     return lifetime.enter_context(load_runner(config))
 
@@ -139,6 +142,17 @@ def test_a_picture_after_others_in_a_chat_is_read(runner: TorchRunner) -> None:
     for number in NUMBERS[1:]:
         before = (first[0], f"{QUESTION}<|assistant|>{NUMBERS[0]}<|end|>")
         assert answers(engine, asked(before, ((number,), QUESTION))) == [number]
+
+
+def test_rounded_activations_change_few_answers(runner: TorchRunner, lifetime: ExitStack) -> None:
+    exact = load(lifetime, activation_dtype="bfloat16")
+    numbers = [str(number) for number in range(100, 9999, 250)]
+    requests = [asked(((number,), QUESTION)) for number in numbers]
+
+    found = [answers(an_engine(each, 512), *requests) for each in (runner, exact)]
+
+    right = [sum(map(str.__eq__, answered, numbers)) for answered in found]
+    assert right[0] >= right[1] - 1
 
 
 def test_a_decode_node_without_eyes_names_what_the_prefill_node_saw(

@@ -180,3 +180,18 @@ def test_native_encodings_in_bfloat16_resemble_those_in_float32(
         found = encoding.float().flatten()
         assert functional.cosine_similarity(found, wanted.flatten(), dim=0) > 0.99
         assert torch.equal(tower.encode([picture])[0], encoding)
+
+
+@pytest.mark.skipif(not kernels_by_variant(), reason="no C++ compiler here")
+@pytest.mark.parametrize("name", VISION_VARIANTS)
+def test_integers_are_as_near_to_float32_as_bfloat16(name: str, folder_of: FolderOf) -> None:
+    [picture] = [a_picture(*size) for size in PICTURE_SIZES[name][:1]]
+    [wanted] = open_tower(folder_of(name)).encode([picture])
+
+    def error(activation_dtype: str) -> float:
+        parts = native_parts(activation_dtype)
+        target = LoadTarget(torch.bfloat16, torch.device("cpu"), parts)
+        [encoding] = open_tower(folder_of(name), target).encode([picture])
+        return float((encoding.float() - wanted).norm() / wanted.norm())
+
+    assert error("auto") <= 1.3 * error("bfloat16")

@@ -66,6 +66,8 @@ class Parts:
     # Whether the CPU reads which experts of a mixture are chosen. Called once they are loaded.
     waits_for_experts: Callable[[Moe], bool] = _wait_always
     make_block_hashes: MakeBlockHashes = no_block_hashes
+    # Those of towers, which multiply many patches at once, if they are not `ops`.
+    tower_ops: Ops | None = None
     # Names an option that changes the bits of KV. See ModelInfo.
     numerics: str = ""
 
@@ -152,6 +154,7 @@ def native_parts(activation_dtype: str = "auto") -> Parts:
     # Tiles of bfloat16 multiply many tokens faster than sums of integers do.
     is_int8 = activation_dtype == "int8" or (activation_dtype == "auto" and not variant.has_tiles)
     ops = NativeOps(kernels, int8_activations=is_int8)
+    multiplies_integers = variant.name == "avx2" and activation_dtype != "bfloat16"
     return Parts(
         variant.name,
         ops,
@@ -161,6 +164,7 @@ def native_parts(activation_dtype: str = "auto") -> Parts:
         ops,
         sampling=NativeSampling(kernels),
         low_rank=NativeLowRankProducts(kernels),
+        tower_ops=NativeOps(kernels, int8_activations=is_int8, as_integers=multiplies_integers),
     )
 
 

@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 _SCORINGS = {Scoring.SOFTMAX: 0, Scoring.SOFTMAX_OF_TOP: 1, Scoring.SIGMOID: 2}
 LANES = 16  # numbers of a vector
 ROUNDED_BITS = 8  # of activations
+INTEGER_BITS = 13  # of bfloat16 weights that are multiplied as integers, and of their activations
 _SCALE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 _ACTIVATION_BLOCK = 32  # columns with a common scale, if activations have 8 bits
 _MAX_GROUP = 256  # with 16-bit scales: sums of a group are 32-bit integers
@@ -51,10 +52,17 @@ class NativeOps(Ops):
     copies_weights = True
     keeps_quantized = True
 
-    def __init__(self, kernels: Kernels, *, int8_activations: bool = False) -> None:
-        """`int8_activations`: weights of 4 and 6 bits multiply activations rounded to 8 bits."""
+    def __init__(
+        self, kernels: Kernels, *, int8_activations: bool = False, as_integers: bool = False
+    ) -> None:
+        """`int8_activations`: weights of 4 and 6 bits multiply activations rounded to 8 bits.
+
+        `as_integers`: bfloat16 is multiplied as integers, by the AVX2 kernels only, and without
+        `rows`.
+        """
         self.kernels = kernels
         self._int8_activations = int8_activations
+        self._plain_bits = INTEGER_BITS if as_integers else 16
         self.experts = ExpertMixing(kernels)
         self._experts: WeakKeyDictionary[Moe, Experts | None] = WeakKeyDictionary()
 
@@ -73,10 +81,11 @@ class NativeOps(Ops):
         if isinstance(weight, Quantized):
             fields, tensors = quantized_format(weight, rounds_activations=self._int8_activations)
         else:
-            fields, tensors = {"bits": 16, "activation_bits": 16}, {"weights": weight}
+            bits = self._plain_bits
+            fields, tensors = {"bits": bits, "activation_bits": bits}, {"weights": weight}
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         num_rows, num_columns = tensors["weights"].shape
-        if fields["bits"] == 16 and num_columns % 2:
+        if not isinstance(weight, Quantized) and num_columns % 2:
             raise ValueError(f"a matrix of {num_columns} columns: the kernels need an even number")
         matrix = PackedMatrix(num_rows=num_rows, num_columns=num_columns, **fields)
         memory = huge_page_memory(self.kernels.library.baton_packed_bytes(matrix))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.checkpoint.checkpoint import Checkpoint, Tensors
+from baton.engine.runner.kernels.choose import Parts
 from baton.engine.runner.kernels.native import NativeOps
 from baton.engine.runner.model_info import LoadProgressCallback
 from baton.engine.runner.vision.config import VisionConfig
@@ -60,6 +61,9 @@ def load_tower(
     if all(map(tensors.is_ignored, files.names())):
         log.warning("the files have no vision tower: text is served, pictures are not encoded")
         return None
+    parts = target.parts
+    if isinstance(parts, Parts) and parts.tower_ops is not None:
+        target = replace(target, parts=replace(parts, ops=parts.tower_ops))
     weights = load_tower_weights(tensors, files, target, on_progress)
     ops = target.parts.ops  # native ones compute bfloat16 on the CPU
     vision_ops = NativeVisionOps(ops) if isinstance(ops, NativeOps) else TorchVisionOps()

@@ -66,7 +66,7 @@ enum class ScaleType : std::int64_t { kFloat32, kBfloat16, kFloat16, kSteps };
 struct PackedMatrix {
     void* packed;
     const Bf16* bias;   // or null
-    std::int64_t bits;  // 16 for bf16; 8, 6 or 4 if quantized
+    std::int64_t bits;  // 16 for bf16, 13 for bf16 as integers (AVX2); 8, 6 or 4 if quantized
     std::int64_t num_rows, num_columns;
     std::int64_t group_size;   // columns with a common scale, if quantized
     std::int64_t is_mxfp4;     // 1: numbers are FP4 codes, scales are powers of two, no zero points
@@ -76,7 +76,7 @@ struct PackedMatrix {
     // 8: activations are rounded to 8 bits. Weights have 4 bits in groups of whole blocks of 32, or
     // 6 bits in groups of 16 or whole blocks. Only these are centred, and have scales of kSteps:
     // with offsets in groups of 32, or in groups of 16.
-    std::int64_t activation_bits;  // 16 or 8
+    std::int64_t activation_bits;  // 16, 13 with weights of 13, or 8
 };
 
 struct PackArgs {

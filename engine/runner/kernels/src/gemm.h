@@ -32,6 +32,18 @@ void linear(const GroupedLinear& args);
 
 }  // namespace baton::bf16
 
+#if defined(__AVX2__) && !defined(__AVX512BF16__)
+
+namespace baton::int13 {
+
+std::int64_t packed_bytes(const PackedMatrix& matrix);
+void pack(const PackArgs& args);
+void linear(const GroupedLinear& args);
+
+}  // namespace baton::int13
+
+#endif
+
 #if defined(__AMX_BF16__)
 
 namespace baton::dequantized {

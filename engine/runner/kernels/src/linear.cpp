@@ -12,6 +12,9 @@ namespace baton {
 void linear(const GroupedLinear& args) {
     const PackedMatrix& first = args.matrices[0];
     if (first.bits == 16) return bf16::linear(args);
+#if defined(__AVX2__) && !defined(__AVX512BF16__)
+    if (first.bits == 13) return int13::linear(args);
+#endif
     if (first.activation_bits == 8) return int8_activations::linear(args);
 #if defined(__AMX_BF16__)
     if (QuantizedLayout(first).is_tiled()) return dequantized::linear(args);
@@ -24,10 +27,16 @@ void linear(const GroupedLinear& args) {
 extern "C" {
 
 std::int64_t baton_packed_bytes(const PackedMatrix* matrix) {
+#if defined(__AVX2__) && !defined(__AVX512BF16__)
+    if (matrix->bits == 13) return int13::packed_bytes(*matrix);
+#endif
     return matrix->bits == 16 ? bf16::packed_bytes(*matrix) : quantized::packed_bytes(*matrix);
 }
 
 void baton_pack(const PackArgs* args) {
+#if defined(__AVX2__) && !defined(__AVX512BF16__)
+    if (args->matrix.bits == 13) return int13::pack(*args);
+#endif
     args->matrix.bits == 16 ? bf16::pack(*args) : quantized::pack(*args);
 }
 

@@ -42,6 +42,22 @@ BATON_INLINE void multiply_add(__m256& acc, __m256 left, __m256 right) {
     asm("vfmadd231ps %2, %1, %0" : "+x"(acc) : "x"(left), "x"(right));
 }
 
+// first += left * pair, second += right * pair, in pairs of 16-bit integers. GCC would run out of
+// registers here, too.
+BATON_INLINE void multiply_add_pair(__m256i& first, __m256i& second, const void* pair, __m256i left,
+                                    __m256i right) {
+    __m256i numbers, products;
+    asm("vpbroadcastd %[pair], %[numbers]\n\t"
+        "vpmaddwd %[left], %[numbers], %[products]\n\t"
+        "vpaddd %[products], %[first], %[first]\n\t"
+        "vpmaddwd %[right], %[numbers], %[numbers]\n\t"
+        "vpaddd %[numbers], %[second], %[second]"
+        : [numbers] "=&x"(numbers), [products] "=&x"(products), [first] "+x"(first),
+          [second] "+x"(second)
+        :
+        [pair] "m"(*static_cast<const std::uint32_t*>(pair)), [left] "x"(left), [right] "x"(right));
+}
+
 // The high halves of words, as float32. The mask stays in memory: no register is left for it.
 BATON_INLINE __m256 high_halves(const U32x8* words) {
     alignas(32) static constexpr std::uint32_t kMask[] = {
