@@ -45,8 +45,10 @@ def load_decoder(
     `adapt` returns layers that adapters can change. `tensors` are those of checked files.
     """
     if tensors is None:
-        check_tensors(config, files)
+        recorded = check_tensors(config, files)
         tensors = TensorMap(config, files.shapes())
+    else:
+        recorded = record(tensors)
     loader = TensorLoader(
         files,
         target,
@@ -54,7 +56,7 @@ def load_decoder(
         quantization=config.quantization,
         row_scales=tensors.row_scales(),
         on_progress=on_progress,
-        num_expected=record(tensors).num_loaded,
+        num_expected=recorded.num_loaded,
     )
     weights = load_decoder_weights(tensors, loader, target.parts.ops, target.group)
     embedding, layers, parts = _vocabulary(weights.embedding, target), weights.layers, target.parts

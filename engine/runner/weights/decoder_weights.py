@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -113,15 +113,20 @@ def record_layer(tensors: TensorMap, index: int) -> WeightLoader:
     return recorder
 
 
-def check_tensors(config: ModelConfig, files: Tensors) -> None:
-    """Raise ModelError unless the files hold every tensor in its shape, and no other."""
+def check_tensors(config: ModelConfig, files: Tensors) -> WeightLoader:
+    """Raise ModelError unless the files hold every tensor in its shape, and no other.
+
+    Returns what the weights are loaded from.
+    """
     tensors = TensorMap(config, files.shapes())
+    recorded = record(tensors)
     stored = {
         part.name: Expected(part.shape, part.dtypes)
-        for parts in stored_parts(tensors, files.names()).values()
+        for parts in stored_parts(tensors, recorded.shapes(), files.names()).values()
         for part in parts
     }
     files.check(stored, tensors.is_ignored)
+    return recorded
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
@@ -129,13 +134,15 @@ def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
     return record(TensorMap(config)).shapes()
 
 
-def stored_parts(tensors: TensorMap, names: Collection[str]) -> dict[str, Sequence[PackedPart]]:
+def stored_parts(
+    tensors: TensorMap, shapes: Mapping[str, Shape], names: Collection[str]
+) -> dict[str, Sequence[PackedPart]]:
     """Return each tensor as it is stored: a quantized matrix consists of several parts."""
     names = frozenset(names)
     return {
         name: list(_packed_parts(tensors, name, shape, names))
         or [PackedPart.of(name, shape, FLOATS, *map(PartAxis, range(len(shape))))]
-        for name, shape in record(tensors).shapes().items()
+        for name, shape in shapes.items()
     }
 
 

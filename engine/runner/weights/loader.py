@@ -86,10 +86,10 @@ class Stack:
         for name, rows in zip(self.names, self.rows, strict=True):
             if self.stacked is not None:
                 yield from self.stacked.stored(name, rows, self.columns, has_bias=self.has_bias)
-                continue
-            yield f"{name}.weight", (rows, self.columns)
-            if self.has_bias:
-                yield f"{name}.bias", (rows,)
+            else:
+                yield f"{name}.weight", (rows, self.columns)
+                if self.has_bias:
+                    yield f"{name}.bias", (rows,)
 
 
 def expert_stacks(

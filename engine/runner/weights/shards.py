@@ -89,9 +89,9 @@ class ShardedTensors:
     @classmethod
     def of(cls, config: ModelConfig, whole: Tensors, shard: Shard) -> ShardedTensors:
         """Check and divide the tensors of a model. Raises InvalidConfig if that is not possible."""
-        check_tensors(config, whole)
+        recorded = check_tensors(config, whole)
         tensors = TensorMap(config, whole.shapes())
-        shard_map, sizes = tensors.of_shard(shard_config(config, shard)), record(tensors).parts()
+        shard_map, sizes = tensors.of_shard(shard_config(config, shard)), recorded.parts()
         own = {
             name: [own_ranges(shard, *axis) for axis in zip(axes, sizes[name], strict=True)]
             for name, axes in record(shard_map).parts().items()
@@ -103,7 +103,7 @@ class ShardedTensors:
             ]
         stored = {
             part.name: [_of_stored(part.name, axis, own[name], sizes[name]) for axis in part.axes]
-            for name, parts in stored_parts(tensors, whole.names()).items()
+            for name, parts in stored_parts(tensors, recorded.shapes(), whole.names()).items()
             for part in parts
             if name in own
         }

@@ -59,9 +59,6 @@ class TensorMap:
         relative = name.removeprefix(NEXT_BLOCK)
         return f"{self.prefix}layers.{block + (relative != name)}.{relative}"
 
-    def in_layers(self, index: int, names: Sequence[str]) -> list[str]:
-        return [self.in_layer(index, name) for name in names]
-
     def qkv(self, index: int) -> Sequence[str]:
         """Return the names of the projections of queries, keys and values that a layer has."""
         layer, names = self.config.layers[index], self.names.qkv
