@@ -81,12 +81,12 @@ def read_header(path: Path) -> Header:
             if path.stat().st_size < len(MAGIC) + 20:
                 raise ModelError(f"{path} is too short for a GGUF file; fetch it again")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-                return _Reader(path, mapped).read()
+                return _HeaderReader(path, mapped).read()
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read: {error}; fetch it again") from error
 
 
-class _Reader:
+class _HeaderReader:
     """Reads from the start of a file on."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:

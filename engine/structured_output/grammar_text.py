@@ -24,7 +24,7 @@ from baton.engine.structured_output.compiler_errors import (
 from baton.engine.structured_output.schemas.ends import check_grammar_ends, check_schema_ends
 from baton.engine.structured_output.schemas.patterns import expense_reason
 from baton.engine.structured_output.schemas.rewrite import prepare_schema
-from baton.engine.structured_output.schemas.unique_arrays import Place, unique_arrays
+from baton.engine.structured_output.schemas.unique_arrays import SchemaPlace, unique_arrays
 from baton.engine.structured_output.schemas.work import TooMuchWork, Work
 from baton.engine.structured_output.tags.structural_tag import parse_structural_tag
 from baton.engine.structured_output.tags.tag_grammar import lark_of_structural_tag
@@ -147,7 +147,7 @@ def _rewritten(params: StructuredOutputs, schema: dict[str, Any], work: Work) ->
     return fields
 
 
-def compared_arrays(params: StructuredOutputs) -> Place | None:
+def compared_arrays(params: StructuredOutputs) -> SchemaPlace | None:
     """Return where an answer's items are compared, or None if they need not be."""
     return None if params.json is None else unique_arrays(_parse_schema(params, params.json))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from baton.engine.structured_output.schemas.disjointness import json_key
-from baton.engine.structured_output.schemas.unique_arrays import Place
+from baton.engine.structured_output.schemas.unique_arrays import SchemaPlace
 
 
 class Mode(Enum):
@@ -30,10 +30,10 @@ class Mode(Enum):
 class Level:
     """An open array or object."""
 
-    place: Place
+    place: SchemaPlace
     is_array: bool
     index: int = 0  # of the current item
-    value: Place | None = None  # of the current property's value
+    value: SchemaPlace | None = None  # of the current property's value
     begin: int = -1  # of the current item of a unique array, in the state's text
     keys: frozenset[Hashable] = frozenset()  # of the complete items
     texts: frozenset[bytes] = frozenset()  # without insignificant whitespace
@@ -49,7 +49,7 @@ class ScanState:
 
     mode: Mode
     levels: tuple[Level, ...]
-    root: Place
+    root: SchemaPlace
     text: bytes = b""
     name_begin: int = -1
     is_escaped: bool = False
@@ -59,7 +59,7 @@ class ScanState:
         return b"" if level.begin < 0 else compact(self.text[level.begin :])
 
 
-def begin_scan(root: Place) -> ScanState:
+def begin_scan(root: SchemaPlace) -> ScanState:
     return ScanState(Mode.VALUE, (), root)
 
 

@@ -23,7 +23,7 @@ from baton.engine.structured_output.json_scanner import (
     begin_scan,
     scan,
 )
-from baton.engine.structured_output.schemas.unique_arrays import Place
+from baton.engine.structured_output.schemas.unique_arrays import SchemaPlace
 
 # In larger masks, only the tokens that all but complete an earlier item are checked for dead ends.
 MAX_CHECKED_TOKENS = 32
@@ -53,7 +53,7 @@ class UniqueItems:
     """Implements `Grammar`."""
 
     grammar: Grammar
-    root: Place
+    root: SchemaPlace
     tokens: TokenTexts
 
     def matcher(self) -> Matcher:

@@ -80,7 +80,7 @@ class RankWatch(NamedTuple):
 UNWATCHED = RankWatch(lambda _: None, 0.0)
 
 
-class _Answer(NamedTuple):
+class _RankAnswer(NamedTuple):
     rank: int
     fault: Exception | None
 
@@ -108,7 +108,7 @@ class RankProcesses:
         self._lock = threading.Lock()  # of the next two
         self._lost: ProcessLost | None = None
         self._when_lost: WhenLost = lambda _: None
-        self._answers = SimpleQueue[_Answer]()
+        self._answers = SimpleQueue[_RankAnswer]()
         self._ranks: list[_Rank] = []
         self._awaited: set[int] = set()
         try:
@@ -188,7 +188,7 @@ class RankProcesses:
             except Empty:
                 log.info("waiting for %s of %s", what, _names(self._awaited))
 
-    def _take(self, answer: _Answer) -> None:
+    def _take(self, answer: _RankAnswer) -> None:
         if answer.fault is not None:
             raise answer.fault
         self._awaited.remove(answer.rank)
@@ -213,7 +213,7 @@ class _Rank:
     def __init__(
         self,
         number: int,
-        on_answer: Callable[[_Answer], None],
+        on_answer: Callable[[_RankAnswer], None],
         note_end: Callable[[int, str], ProcessLost],
         watch: RankWatch,
     ) -> None:
@@ -268,7 +268,7 @@ class _Rank:
             if hangs:
                 process.kill()
                 process.wait()
-        self._on_answer(_Answer(self.number, lost))
+        self._on_answer(_RankAnswer(self.number, lost))
 
     def _read(self) -> bool:
         """Read what the process sends. Returns True at its end, and False once it hangs."""
@@ -290,7 +290,7 @@ class _Rank:
             return False
         message = pickle.loads(written)
         if isinstance(message, Ready):
-            self._on_answer(_Answer(self.number, message.fault))
+            self._on_answer(_RankAnswer(self.number, message.fault))
         else:
             _log_record(message)
         return True

@@ -24,13 +24,13 @@ OF_ITEMS = ("items", "additionalItems", "unevaluatedItems", "contains")
 ITEM_LISTS = ("prefixItems", "items")
 
 
-def unique_arrays(root: Any) -> Place | None:
+def unique_arrays(root: Any) -> SchemaPlace | None:
     """Return the place of the whole answer, or None if no items have to be kept unique."""
     needs_it = any(
         part.get("uniqueItems") is True and not is_unique_anyway(part)
         for part in list_subschemas(root)
     )
-    return Place((root,), root) if needs_it and can_find_arrays(root) else None
+    return SchemaPlace((root,), root) if needs_it and can_find_arrays(root) else None
 
 
 def can_find_arrays(root: Any) -> bool:
@@ -46,29 +46,29 @@ def can_find_arrays(root: Any) -> bool:
     return True
 
 
-class Place:
+class SchemaPlace:
     """Subschemas that can apply to a value."""
 
     def __init__(self, schemas: Iterable[Any], root: Any) -> None:
         self._root = root
         self._schemas = list(_all_in_place(schemas, root))
-        self._members: dict[str, Place] = {}
-        self._items: dict[int, Place] = {}
+        self._members: dict[str, SchemaPlace] = {}
+        self._items: dict[int, SchemaPlace] = {}
 
     @cached_property
     def is_unique(self) -> bool:
         return any(schema.get("uniqueItems") is True for schema in self._schemas)
 
-    def member(self, name: str) -> Place:
+    def member(self, name: str) -> SchemaPlace:
         """Return the place of a property."""
         if name not in self._members:
-            self._members[name] = Place(self._member_schemas(name), self._root)
+            self._members[name] = SchemaPlace(self._member_schemas(name), self._root)
         return self._members[name]
 
-    def item(self, index: int) -> Place:
+    def item(self, index: int) -> SchemaPlace:
         index = min(index, self._num_prefixes)
         if index not in self._items:
-            self._items[index] = Place(self._item_schemas(index), self._root)
+            self._items[index] = SchemaPlace(self._item_schemas(index), self._root)
         return self._items[index]
 
     @cached_property
