@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from baton.router.text_events.events import (
     TextEvent,
     fold,
 )
+from baton.router.text_events.formats import command
 from baton.router.text_events.parsing import (
     RequiredCallsParser,
     TextFormat,
@@ -115,13 +117,14 @@ def test_streamed_calls_are_the_whole_ones_in_each_format(
     assert calls_in(cut) == calls[: len(cut.calls)]
 
 
-# A header of Harmony that is cut off is left out, as long as it is.
-without_headers = parsings.filter(
-    lambda parsing: parsing.tools != "openai" and parsing.reasoning != "openai_gptoss"
+# A header of Harmony that is cut off is left out, as long as it is, and marks of Command anywhere.
+OMITTING = frozenset({"openai", "openai_gptoss", "cohere_cmd"})
+without_omissions = parsings.filter(
+    lambda parsing: OMITTING.isdisjoint((parsing.tools, parsing.reasoning))
 )
 
 
-@given(texts, without_headers)
+@given(texts, without_omissions)
 def test_text_without_calls_loses_only_the_reasoning_tags(
     fragments: list[str], parsing: Parsing
 ) -> None:
@@ -134,6 +137,24 @@ def test_text_without_calls_loses_only_the_reasoning_tags(
         assert text.endswith(reported.content)
         assert reported.reasoning in text
         assert len(text) - len(reported.reasoning) - len(reported.content) <= marks
+
+
+@given(texts)
+def test_text_of_command_without_calls_loses_only_the_marks(fragments: list[str]) -> None:
+    text = "".join(fragments).replace(command.COMMAND.begins[0], "")
+    marks = "|".join(map(re.escape, command.COMMAND.others))
+    content, reasoning, is_reasoning = "", "", False
+    for part in re.split(f"({marks})", text):
+        if part in command.COMMAND.others:
+            is_reasoning = part == command.THINKING[0]
+        elif is_reasoning:
+            reasoning += part
+        else:
+            content += part
+
+    form = TextFormat(Parsing("cohere_cmd", "cohere_cmd"), ToolCallMode.BY_MODEL)
+
+    assert read(form.parser(), [text]) == AnswerText(content, reasoning)
 
 
 names = st.text(max_size=5)
