@@ -42,13 +42,13 @@ from baton.checkpoint.gguf.hub_tensors import (
     HubTensor,
     NameRules,
     as_row,
+    as_third_of_four,
     flat,
     groups_from_parts,
     groups_from_rounds,
     halves_from_pairs,
     hub_tensors,
     with_channel,
-    with_dimensions,
 )
 from baton.checkpoint.gguf.metadata_fields import (
     Fields,
@@ -669,7 +669,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         changes={
             **BY_HEAD,
             **{f"ssm_conv1d_{part}": Change(shape=with_channel) for part in "qkv"},
-            "ssm_a": Change(shape=with_dimensions, is_rate=True),
+            "ssm_a": Change(shape=as_third_of_four, is_rate=True),
         },
     ),
     "gpt-oss": GgufArchitecture(

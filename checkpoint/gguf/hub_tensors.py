@@ -36,8 +36,8 @@ def with_channel(shape: Shape) -> Shape:
     return math.prod(shape[:-1]), 1, shape[-1]
 
 
-def with_dimensions(shape: Shape) -> Shape:
-    """Return the shape of a list of numbers, of which the hub has four dimensions."""
+def as_third_of_four(shape: Shape) -> Shape:
+    """Return the shape (1, 1, n, 1), which the hub has for a list of n numbers."""
     return 1, 1, math.prod(shape), 1
 
 

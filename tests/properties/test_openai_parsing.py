@@ -117,7 +117,8 @@ def test_streamed_calls_are_the_whole_ones_in_each_format(
     assert calls_in(cut) == calls[: len(cut.calls)]
 
 
-# A header of Harmony that is cut off is left out, as long as it is, and marks of Command anywhere.
+# Harmony's headers are left out if they are cut off, however long they are. The marks of Cohere's
+# Command models are left out anywhere.
 OMITTING = frozenset({"openai", "openai_gptoss", "cohere_cmd"})
 without_omissions = parsings.filter(
     lambda parsing: OMITTING.isdisjoint((parsing.tools, parsing.reasoning))

@@ -150,7 +150,7 @@ class MarkedObjects:
     begins: tuple[str, ...]
     end: str = ""
 
-    # Around other parts of the answer, with what writes the text after them; text elsewhere.
+    # Marks around other parts of an answer, which are left out, and what writes the text after.
     others: Mapping[str, Callable[[CallWriter, str], None]] = field(default_factory=dict)
 
     def __call__(self, source: TextBuffer, writer: CallWriter) -> Waiting[None]:
