@@ -16,7 +16,7 @@ from importlib.util import MAGIC_NUMBER
 from pathlib import Path
 from typing import Any
 
-from baton.checkpoint.user_cache import user_cache_folder
+from baton.core.user_cache import user_cache_folder
 
 # Above it, methods that this process has not used are left out: those of old versions.
 MAX_METHODS = 10_000

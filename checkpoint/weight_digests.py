@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
-from baton.checkpoint.user_cache import user_cache_folder
+from baton.core.user_cache import user_cache_folder
 
 MIN_CACHED_BYTES = 16 << 20  # smaller files are hashed in milliseconds
 # A later change of a younger file might leave its times as they are, on file systems with coarse

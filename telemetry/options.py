@@ -11,6 +11,7 @@ from typing import Annotated
 from baton.core.errors import InvalidConfig
 from baton.core.options import TELEMETRY, Option, check_options
 from baton.core.units import parse_bytes
+from baton.core.user_cache import user_cache_folder
 
 MIB = 1 << 20
 TRACE_DIR_VARIABLE = "BATON_TRACE_DIR"
@@ -19,13 +20,10 @@ NOWHERE = ("off", "none")
 
 def default_trace_dir() -> Path:
     """Return the default folder of the trace store."""
-    cache_home = os.environ.get("XDG_CACHE_HOME")
-    if cache_home:
-        return Path(cache_home) / "baton" / "traces"
-    try:
-        return Path.home() / ".cache" / "baton" / "traces"
-    except RuntimeError:  # a user without a home, as in some containers
+    folder = user_cache_folder()
+    if folder is None:
         return Path(gettempdir()) / f"baton-traces-{os.getuid()}"
+    return folder / "traces"
 
 
 def trace_folder(text: str) -> Path | None:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Protocol
 
 from baton.checkpoint.options import Mmproj
-from baton.checkpoint.user_cache import user_cache_folder
 from baton.core.errors import InvalidConfig
 from baton.core.exclusions import Feature, check_exclusions
 from baton.core.options import BATCHING, KV_CACHE, MACHINE, MODEL, Option, check_options
 from baton.core.output import LOGPROBS_MODES, RAW_LOGPROBS
 from baton.core.pooling import PoolingKind
 from baton.core.units import AUTO, GIB, parse_bytes, parse_kv_memory
+from baton.core.user_cache import user_cache_folder
 from baton.engine.runner.model.quantization import Quantization
 from baton.engine.spec_decode.config import Speculation, parse_speculation
 

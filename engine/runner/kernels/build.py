@@ -30,6 +30,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from baton.core.user_cache import user_cache_folder
+
 log = logging.getLogger(__name__)
 
 PACKAGED = Path(__file__).resolve().parent / "built"  # libraries of a wheel, made by setup.py
@@ -137,9 +139,9 @@ def compiler_path() -> str | None:
 
 def _folders() -> list[Path]:
     """Return the folders to search for libraries; new ones are written to the last."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    override = os.environ.get("BATON_KERNELS")
-    return [*([Path(override)] if override else []), PACKAGED, cache / "baton" / "kernels"]
+    override, cache = os.environ.get("BATON_KERNELS"), user_cache_folder()
+    folders = [*([Path(override)] if override else []), PACKAGED]
+    return folders if cache is None else [*folders, cache / "kernels"]
 
 
 def _is_usable(path: Path) -> bool:

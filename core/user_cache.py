@@ -8,8 +8,9 @@ from pathlib import Path
 
 def user_cache_folder() -> Path | None:
     """Return Baton's folder in the user's cache. A user without a home has none."""
-    home = os.environ.get("XDG_CACHE_HOME")
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
-        return (Path(home) if home else Path.home() / ".cache") / "baton"
+        # By the XDG specification, relative paths are ignored.
+        return (named if named.is_absolute() else Path.home() / ".cache") / "baton"
     except RuntimeError:
         return None
