@@ -72,7 +72,7 @@ sanitize: $(VENV)/.dev $(STUBS)
 arm64: $(VENV)/.runtime
 	$(BIN)/python -m tools.compare_arm64
 
-soak: $(VENV)/.runtime
+soak: $(VENV)/.dev
 	$(BIN)/python -m benchmarks chaos --minutes $(MINUTES) --seed $(SEED)
 
 containers: $(VENV)/.dev $(STUBS)
