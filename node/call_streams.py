@@ -1,7 +1,7 @@
 """Node side of the router streams, each of which multiplexes many calls.
 
 Events that the calls of a stream produce at the same time, such as after an engine step, are
-sent as one message, because the cost per message far exceeds the cost per event (ADR 0023).
+sent as one message, because the cost per message far exceeds the cost per event.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def prepare() -> None:
     # processes on two cores, spinning slows both several times over.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # With the event engine, each message that a gRPC client reads crosses four threads, which
-    # takes half of the router's CPU time per token. Use the older polling loop (ADR 0023).
+    # takes half of the router's CPU time per token. Use the older polling loop.
     os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client")
     # gRPC writes each failed handshake to standard error; Baton logs them itself.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

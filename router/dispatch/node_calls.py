@@ -207,7 +207,7 @@ def _parse_output(message: node_pb2.TokenOutput, request_id: RequestId) -> Outpu
 class NodeStream:
     """Stream to a node, opened by the first call and reopened by the next one after it broke.
 
-    One message holds the output of a whole engine step for all requests (ADR 0023).
+    One message holds the output of a whole engine step for all requests.
     """
 
     def __init__(self, method: Method) -> None:
