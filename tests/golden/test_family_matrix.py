@@ -1,4 +1,4 @@
-"""Matrix of docs/models.md: each family by dtype, and the parts that torch computes.
+"""Matrix of docs/models.md: the parts of each family that torch computes in a native model.
 
 A native forward pass must execute no torch arithmetic but that of the parts that the log names.
 `pytest tests/golden/test_family_matrix.py --write-models-page` writes the matrix.
@@ -20,7 +20,6 @@ from baton.engine.runner.families.table import FAMILIES
 from baton.engine.runner.kernels import torch_parts
 from baton.engine.runner.load import RunnerConfig, load_runner
 from tests.support.families import (
-    EXPERTS,
     FAMILY_VARIANTS,
     STATE_VARIANTS,
     WRAPPED_PLAIN,
@@ -31,18 +30,6 @@ from tests.support.models import VARIANTS, prompt_of
 from tests.support.packed_folders import EVERY_FORMAT, FORMATS_BY_FAMILY, write_quantized
 from tests.support.runner_drivers import Drive, Driver
 
-MIXTURES = (
-    *(
-        "llama4",
-        "qwen3-vl-moe",
-        "qwen3-next",
-        "qwen3.5-moe",
-        "granite-4-moe",
-        "lfm2-moe",
-        "kimi-linear",
-        "nemotron-3",
-    ),
-)
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- matrix: begin -->\n", "<!-- matrix: end -->\n"
 PLAIN = {name: VARIANTS[name] for name in ("llama", "mistral", "qwen2", "qwen3")}
@@ -171,18 +158,19 @@ def test_the_matrix_of_the_models_page_is_correct(
 
 
 HEADER = (
-    "| architecture | model of the tests | float32, float16 | bfloat16, int8 and int4"
-    " | quantized folders in the tests |\n|---|---|---|---|---|\n"
+    "| architecture | model of the tests | torch computes | quantized folders in the tests |\n"
+    "|---|---|---|---|\n"
 )
 
 
 def matrix_row(architecture: str, name: str, parts: list[str]) -> str:
-    kind = "experts" if name in EXPERTS or name.startswith(MIXTURES) else "dense"
-    native = f"native; torch: {', '.join(parts)}" if parts else "native"
+    """Return the row of a model, or nothing if it is native as a whole and has no such folders."""
     formats: Iterable[str] = FORMATS_BY_FAMILY.get(name, ())
     if name == "llama":
         formats = [written for written in EVERY_FORMAT if written != "mxfp4"]
-    cells = (f"`{architecture}`", f"{name}, {kind}", "torch", native, ", ".join(formats) or "none")
+    if not parts and not formats:
+        return ""
+    cells = (f"`{architecture}`", name, ", ".join(parts), ", ".join(formats))
     return f"| {' | '.join(cells)} |\n"
 
 
