@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from io import BytesIO
 from os import PathLike
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from baton.checkpoint.tokenizer import Tokenizer
 from baton.core.errors import InvalidRequest
 from baton.core.request import EngineRequest
+from baton.router.part_readers import FileReading
 from baton.router.pictures.plan import (
     ImageFile,
     PictureFormat,
@@ -61,10 +61,10 @@ class ImagePrompts:
         )
 
     def _read(self, files: Sequence[ImageFile]) -> list[PreparedImage]:
-        read = partial(self._reader.read, files, self._images_as, "")
+        reading = FileReading(self._images_as)
         # On a thread: the caller, such as a notebook, can have an event loop.
         with ThreadPoolExecutor(1) as thread:
-            return thread.submit(lambda: asyncio.run(read())).result()
+            return thread.submit(lambda: asyncio.run(self._reader.read(files, reading))).result()
 
 
 def _bytes_of(image: AnyImage) -> bytes:

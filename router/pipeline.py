@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from baton.core.ids import ModelVariant
 from baton.core.output import Finish
@@ -20,11 +21,12 @@ from baton.router.documents.reader import DocumentReader
 from baton.router.input_processing.form_checks import FormChecks
 from baton.router.input_processing.input_processor import InputProcessor
 from baton.router.input_processing.model_profiles import ModelProfiles
-from baton.router.pictures.plan import ImageFile, ImageSource, PictureFormat
-from baton.router.pictures.reader import ImageTrace, PictureReader, ignore_bytes, untraced
+from baton.router.part_readers import FileReading, PartReader, WorkTrace, ignore_bytes, untraced
+from baton.router.pictures.plan import ImageSource
+from baton.router.pictures.reader import PictureReader
 from baton.router.request_scope import RequestContext
 from baton.router.routing.node_table import NodeTable
-from baton.router.values import AnswerPart, ChatPrompt, GenerateCall, TokenChunk
+from baton.router.values import AnswerPart, ChatPrompt, GenerateCall, Prompt, TokenChunk
 from baton.rpc.errors import Draining, RequestIdInUse, UnsupportedInput
 
 
@@ -53,8 +55,11 @@ class Pipeline:
         self.byte_budget = ByteBudget()
         self.profiles = profiles
         self.inputs = InputProcessor(table, profiles, forms)
-        self.documents = DocumentReader()
-        self.pictures = PictureReader(source=image_source)
+        # Documents first: their pages can become images.
+        self._file_readers: Sequence[PartReader[Any]] = (
+            DocumentReader(),
+            PictureReader(source=image_source),
+        )
         self.traffic = TrafficByModel(config.admission_queue, clock)
         self._dispatcher = Dispatcher(
             table=table,
@@ -100,39 +105,30 @@ class Pipeline:
             if not self._ids_in_use:
                 self._became_idle.set()
 
-    async def read_images(
+    async def read_files(
         self,
-        prompt: ChatPrompt,
+        prompt: Prompt,
         model: ModelVariant,
         client: str,
         hold: Callable[[int], None] = ignore_bytes,
-        trace: ImageTrace = untraced,
-    ) -> ChatPrompt:
-        """Return a chat with its images as the model takes them.
+        trace: WorkTrace = untraced,
+    ) -> Prompt:
+        """Return a prompt with the files of its messages as the model takes them.
 
-        `hold` counts the bytes of files and pixels. Raises InvalidRequest and UnsupportedInput,
-        which name the field, QueueFull, what `hold` raises, UnknownModel and NoNodes.
+        Raises as `PartReader` says, UnknownModel, and NoNodes if nodes must tell which model the
+        name means.
         """
-        files = prompt.image_files
-        if not files:
+        if not isinstance(prompt, ChatPrompt) or not prompt.files:
             return prompt
-        images_as = self.image_format(model)
-        if images_as is None:
-            raise UnsupportedInput(
-                f"{files[0].where}: model {self.profiles.of(model).name or model.name!r} takes no "
-                "images: send text only",
-                files[0].where,
-            )
-        read = await self.pictures.read(files, images_as, client, hold, trace)
-        return prompt.replaced(ImageFile, read)
-
-    def image_format(self, model: ModelVariant) -> PictureFormat | None:
-        """Return how the model takes images; None if it takes text alone.
-
-        Raises UnknownModel, and NoNodes if nodes must tell which model the name means.
-        """
         self.inputs.check_model(model)
-        return self.profiles.of(model).images
+        profile = self.profiles.of(model)
+        reading = FileReading(profile.images, client, hold, trace, profile.name or model.name)
+        for reader in self._file_readers:
+            if files := prompt.parts(reader.kind):
+                prompt = prompt.replaced(reader.kind, await reader.read(files, reading))
+        for file in prompt.files:
+            raise UnsupportedInput(f"{file.where}: this router reads no such files", file.where)
+        return prompt
 
     async def generate(
         self, call: GenerateCall, context: RequestContext

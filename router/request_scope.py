@@ -21,7 +21,7 @@ from baton.router.admission.rate_limits import (
 )
 from baton.router.dispatch.quarantine import PromptGroup
 from baton.router.input_processing.limits import LogprobBudget, is_valid_name
-from baton.router.pictures.reader import ImageTrace
+from baton.router.part_readers import WorkTrace
 from baton.router.routing.served_models import Node
 from baton.router.tracing import NO_REQUEST_TRACING, UNTRACED, RequestTrace, Tracing
 from baton.router.values import GenerateCall, TokenPrompt
@@ -67,7 +67,7 @@ class RequestScope:
         return self._owner
 
     @property
-    def image_work(self) -> ImageTrace:
+    def image_work(self) -> WorkTrace:
         """Traces work on the request's images."""
         return self._trace.image_work
 

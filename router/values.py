@@ -1,10 +1,10 @@
-"""Requests, the parts of their messages, and answers of the router, as values."""
+"""Requests and answers of the router, as values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from baton.core.foreign_kv import ForeignKv
 from baton.core.ids import ANY_MODEL, ModelVariant
@@ -14,11 +14,12 @@ from baton.core.output import Finish, TokenLogprobs
 from baton.core.request import GENERATE, Task
 from baton.core.sampling import ReasoningSection, SamplingParams
 from baton.core.stop_strings import StopRule
-from baton.router.pictures.plan import ImageFile, PreparedImage
+from baton.router.parts import Content, MessageFile, Part, text_of
 
 TEMPLATE_CHARACTERS = 16  # that a chat template adds around each message, estimated
 VALUE_CHARACTERS = 4  # of a number, or around a list, estimated
 MAX_COUNTED_CHARACTERS = 1 << 14
+PartKind = TypeVar("PartKind", bound=Part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,24 +50,32 @@ class ChatPrompt:
     variables: Mapping[str, object] = field(default_factory=dict)  # of the template, such as tools
 
     @property
-    def images(self) -> list[PreparedImage]:
-        return [part for part in self._parts() if isinstance(part, PreparedImage)]
+    def has_parts(self) -> bool:
+        """True if a message has more than a text."""
+        return any(not isinstance(message.content, str) for message in self.messages)
 
     @property
-    def image_files(self) -> list[ImageFile]:
-        """Return the images that are not read yet."""
-        return [part for part in self._parts() if isinstance(part, ImageFile)]
+    def files(self) -> list[MessageFile]:
+        """Files that are not read yet."""
+        return [part for part in self._parts() if isinstance(part, MessageFile)]
 
-    def replaced(self, kind: type[Part], parts: Sequence[Part]) -> ChatPrompt:
-        """Return the chat with the parts of a kind replaced by others, in order."""
+    def parts(self, kind: type[PartKind]) -> list[PartKind]:
+        return [part for part in self._parts() if isinstance(part, kind)]
+
+    def replaced(self, kind: type[Part], parts: Sequence[Part | tuple[Part, ...]]) -> ChatPrompt:
+        """Return the chat with each part of a kind replaced by another one, or by several."""
         rest = iter(parts)
 
-        def read(content: Content) -> Content:
-            if isinstance(content, str):
-                return content
-            return tuple(next(rest) if isinstance(part, kind) else part for part in content)
+        def read(part: Part) -> tuple[Part, ...]:
+            found = next(rest) if isinstance(part, kind) else part
+            return found if isinstance(found, tuple) else (found,)
 
-        messages = [replace(each, content=read(each.content)) for each in self.messages]
+        messages = [
+            each
+            if isinstance(each.content, str)
+            else replace(each, content=tuple(new for part in each.content for new in read(part)))
+            for each in self.messages
+        ]
         return replace(self, messages=tuple(messages))
 
     def _parts(self) -> Iterator[Part]:
@@ -231,63 +240,3 @@ class TokenChunk(NamedTuple):
 
 
 AnswerPart = TokenChunk | Finish  # a Finish is the last part
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """A document of a message, with the field that has it."""
-
-    content: str | bytes  # bytes: a PDF that is not read yet
-    where: str
-    name: str = ""
-    context: str = ""  # what the client says about it
-    warnings: tuple[str, ...] = ()
-    pages: tuple[bytes, ...] = ()  # image files in place of a text
-
-    @property
-    def label(self) -> str:
-        """Field and name, for errors and warnings."""
-        return f"{self.where}: {self.name or 'the file'}"
-
-    @property
-    def text(self) -> str:
-        """Text as the model sees it."""
-        if not isinstance(self.content, str):
-            raise TypeError(f"the document in {self.where} was not read")
-        title = f"File {self.name}:" if self.name else "File:"
-        context = f"\n{self.context}" if self.context else ""
-        return f"{title}{context}\n\n{self.content}"
-
-
-Part = str | Document | ImageFile | PreparedImage
-Content = str | tuple[Part, ...]
-
-
-def content_of(parts: Iterable[Part]) -> Content:
-    """Return parts as the content of a message: one text, unless others are among them."""
-    parts = tuple(parts)
-    return text_of(parts) if all(isinstance(part, str) for part in parts) else parts
-
-
-def text_of(content: Content) -> str:
-    """Join texts by newlines, as vLLM does. Images have none."""
-    return "\n".join(texts_of(content))
-
-
-def texts_of(content: Content) -> list[str]:
-    if isinstance(content, str):
-        return [content]
-    texts = (part.text if isinstance(part, Document) else part for part in content)
-    return [text for text in texts if isinstance(text, str)]
-
-
-def template_content(content: Content) -> list[dict[str, str]]:
-    """Return the parts of a message as chat templates of models with images take them."""
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    return [
-        {"type": "image"}
-        if isinstance(part, PreparedImage)
-        else {"type": "text", "text": text_of((part,))}
-        for part in content
-    ]

@@ -1,4 +1,4 @@
-"""Reads the documents of a request. PDFs are read in a process."""
+"""Reads the documents of a request: texts, and PDFs in a process."""
 
 from __future__ import annotations
 
@@ -6,15 +6,25 @@ import asyncio
 from base64 import b64decode
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from sys import getsizeof
+from typing import ClassVar
 
 from pydantic_core import from_json
 
 from baton.core.errors import InvalidRequest
 from baton.router.confined.process import FileReader, ProcessLimits, confined_process
+from baton.router.documents.document import text_of_file
 from baton.router.fair_slots import FairSlots
-from baton.router.values import Document
+from baton.router.input_processing.limits import check_count
+from baton.router.input_processing.tokenization import LargeTextConfig, LargeTexts
+from baton.router.part_readers import FileReading
+from baton.router.parts import DocumentFile, Part
+from baton.router.pictures.plan import ImageFile
 
+MAX_FILES = 64  # of a request
+SMALL_BYTES = 1 << 16  # of texts that are decoded without a thread
 NUM_PROCESSES = 2
 MAX_WAITING = 64  # requests, each of which holds its files in memory
 PDFS = FileReader(
@@ -98,37 +108,50 @@ def _new_slots() -> FairSlots:
     )
 
 
+def _new_threads() -> LargeTexts:
+    return LargeTexts(LargeTextConfig(small_size=SMALL_BYTES, num_threads=1))
+
+
 @dataclass(frozen=True, slots=True)
 class DocumentReader:
+    """Reads files as texts, and PDFs without text as pictures of their pages."""
+
+    kind: ClassVar = DocumentFile
     limits: PdfLimits = PdfLimits()
     slots: FairSlots = field(default_factory=_new_slots)
+    threads: LargeTexts = field(default_factory=_new_threads)
 
     async def read(
-        self, documents: Sequence[Document], client: str, *, shows_pages: bool = False
-    ) -> list[Document]:
-        """Return the documents with texts, and warnings about what these leave out.
-
-        `shows_pages`: those without text get pictures of their pages.
-
-        Clients take turns; `client` is empty without authentication. Raises InvalidRequest and
-        UnsupportedInput, which name the field, and QueueFull if too many requests wait.
-        """
-        pdfs = [each.content for each in documents if isinstance(each.content, bytes)]
-        if not pdfs:
-            return list(documents)
-        async with self.slots.slot(client):
-            limits = self.limits if shows_pages else replace(self.limits, max_pictures=0)
-            texts = iter(await read_pdfs(pdfs, limits))
+        self, files: Sequence[DocumentFile], reading: FileReading
+    ) -> list[tuple[Part, ...]]:
+        """Return the documents, each before its pages. Raises as `PartReader` says."""
+        check_count("files of a request", len(files), MAX_FILES)
+        num_bytes = sum(len(file.data) for file in files)
+        reading.hold(num_bytes)
+        texts = await self.threads.run(num_bytes, partial(_texts_in, files), reading.client)
+        reading.hold(sum(map(getsizeof, filter(None, texts))))
+        pdfs = [file.data for file, text in zip(files, texts, strict=True) if text is None]
+        read = iter(await self._read_pdfs(pdfs, reading) if pdfs else ())
         return [
-            each if isinstance(each.content, str) else _with_text(each, next(texts))
-            for each in documents
+            (file.with_text(text),) if text is not None else _parts_of(file, next(read))
+            for file, text in zip(files, texts, strict=True)
         ]
 
+    async def _read_pdfs(self, pdfs: Sequence[bytes], reading: FileReading) -> list[PdfText]:
+        async with self.slots.slot(reading.client):
+            limits = self.limits if reading.images_as else replace(self.limits, max_pictures=0)
+            read = await read_pdfs(pdfs, limits)
+        reading.hold(sum(getsizeof(pdf.text) for pdf in read))
+        return read
 
-def _with_text(document: Document, pdf: PdfText) -> Document:
+
+def _texts_in(files: Sequence[DocumentFile]) -> list[str | None]:
+    return [text_of_file(file) for file in files]
+
+
+def _parts_of(file: DocumentFile, pdf: PdfText) -> tuple[Part, ...]:
     if pdf.problem:
-        raise InvalidRequest(f"{document.label} {pdf.problem}", document.where)
-    warnings = (f"{document.label}: images are left out",) if pdf.has_images else ()
-    return replace(
-        document, content=pdf.text, pages=pdf.pages, warnings=(*document.warnings, *warnings)
-    )
+        raise InvalidRequest(f"{file.label} {pdf.problem}", file.where)
+    warnings = (f"{file.label}: images are left out",) if pdf.has_images else ()
+    pages = (ImageFile(page, file.where) for page in pdf.pages)
+    return file.with_text(pdf.text, *warnings), *pages

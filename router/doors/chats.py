@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.router.values import ChatMessage, Part, content_of
+from baton.router.parts import Part, content_of
+from baton.router.values import ChatMessage
 
 # Baton's own fields of chats that requests of other APIs can have.
 BATON_FIELDS = (

@@ -13,14 +13,14 @@ from baton.core.errors import ContextLengthExceeded, InvalidRequest
 from baton.core.fair_queue import FairQueue
 from baton.router.answer import IncrementalDetokenizer, NoDetokenizer
 from baton.router.fair_slots import FairSlots
-from baton.router.pictures.plan import PictureFormat, put_texts, segments_in
+from baton.router.parts import template_content
+from baton.router.pictures.plan import PictureFormat, PreparedImage, put_texts, segments_in
 from baton.router.values import (
     ChatPrompt,
     PairPrompt,
     Prompt,
     TextPrompt,
     TokenPrompt,
-    template_content,
 )
 from baton.rpc.errors import UnsupportedInput
 
@@ -102,7 +102,7 @@ class ModelText(TextBoundary):
         self.images = images
 
     def tokenize(self, prompt: Prompt, max_tokens: int | None = None) -> TokenPrompt:
-        images = prompt.images if isinstance(prompt, ChatPrompt) else []
+        images = prompt.parts(PreparedImage) if isinstance(prompt, ChatPrompt) else []
         if not isinstance(prompt, ChatPrompt) or not images or self.images is None:
             return super().tokenize(prompt, max_tokens)
         text = put_texts(self._render(prompt), images, self.images)

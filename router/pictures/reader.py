@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
+from typing import ClassVar
 
 from baton.core.errors import InvalidRequest
 from baton.core.media import Picture
 from baton.router.fair_slots import FairSlots
+from baton.router.part_readers import FileReading
 from baton.router.pictures.picture_process import PictureLimits, Pixels, read_pixels
 from baton.router.pictures.plan import (
     ImageFile,
@@ -35,19 +36,9 @@ def _new_slots() -> FairSlots:
     )
 
 
-# Traces work of a name until a block ends, and yields attributes to be set.
-ImageTrace = Callable[[str], AbstractContextManager[dict[str, AttributeValue]]]
-
-
-def ignore_bytes(num_bytes: int) -> None:
-    """Count nothing."""
-
-
-def untraced(_name: str) -> AbstractContextManager[dict[str, AttributeValue]]:
-    return nullcontext({})
-
-
 class PictureReader:
+    kind: ClassVar = ImageFile
+
     def __init__(
         self, limits: PictureLimits = DEFAULT_LIMITS, source: ImageSource | None = None
     ) -> None:
@@ -57,28 +48,21 @@ class PictureReader:
         self._slots = _new_slots()
         self._prepared = PreparedImages(limits.max_cached_bytes)
 
-    async def read(
-        self,
-        images: Sequence[ImageFile],
-        pictures: PictureFormat,
-        client: str,
-        hold: Callable[[int], None] = ignore_bytes,
-        trace: ImageTrace = untraced,
-    ) -> list[PreparedImage]:
-        """Return the images as a model takes them.
-
-        Clients take turns; `client` is empty without authentication. `hold` counts the bytes of
-        files and pixels. Raises InvalidRequest and UnsupportedInput, which name the field if it is
-        one, QueueFull if too many requests wait, and what `hold` raises.
-        """
-        self._check(images)
-        hold(sum(len(image.data) for image in images))
-        images = await self._fetched(images, client, hold, trace)
-        with trace(names.PREPARE_IMAGES) as attributes:
-            prepared = await self._prepare(images, pictures, client, attributes)
+    async def read(self, files: Sequence[ImageFile], reading: FileReading) -> list[PreparedImage]:
+        """Return the images as a model takes them. Raises as `PartReader` says."""
+        if reading.images_as is None:
+            where = files[0].where
+            raise UnsupportedInput(
+                f"{where}: model {reading.model!r} takes no images: send text only", where
+            )
+        self._check(files)
+        reading.hold(sum(len(image.data) for image in files))
+        images = await self._fetched(files, reading)
+        with reading.trace(names.PREPARE_IMAGES) as attributes:
+            prepared = await self._prepare(images, reading.images_as, reading.client, attributes)
         num_bytes = sum({id(image): image.num_bytes for image in prepared}.values())
         self._check_size(images[0], num_bytes)
-        hold(num_bytes)
+        reading.hold(num_bytes)
         return prepared
 
     async def _prepare(
@@ -122,11 +106,7 @@ class PictureReader:
         return key
 
     async def _fetched(
-        self,
-        images: Sequence[ImageFile],
-        client: str,
-        hold: Callable[[int], None],
-        trace: ImageTrace,
+        self, images: Sequence[ImageFile], reading: FileReading
     ) -> Sequence[ImageFile]:
         linked = [image for image in images if image.url]
         if not linked:
@@ -138,9 +118,9 @@ class PictureReader:
                 "its host in --image-hosts of the router",
                 where,
             )
-        with trace(names.FETCH_IMAGES) as attributes:
+        with reading.trace(names.FETCH_IMAGES) as attributes:
             attributes[names.IMAGES] = len(linked)
-            files = await self._source.fetch(linked, client, hold)
+            files = await self._source.fetch(linked, reading.client, reading.hold)
             attributes[names.IMAGE_BYTES] = sum(len(image.data) for image in files)
         fetched = iter(files)
         return [next(fetched) if image.url else image for image in images]

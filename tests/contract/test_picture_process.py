@@ -24,6 +24,7 @@ from baton.router.confined.process import (
     confined_process,
     package_folder,
 )
+from baton.router.part_readers import FileReading
 from baton.router.pictures.families.gemma3 import Gemma3Format
 from baton.router.pictures.families.qwen_vl import QwenVlFormat
 from baton.router.pictures.picture_process import IMAGES, PictureLimits, read_pixels
@@ -48,13 +49,13 @@ def read(
 ) -> list[PreparedImage]:
     images = [ImageFile(data, f"images[{at}]") for at, data in enumerate(files)]
     reader = PictureReader(limits)
-    return asyncio.run(asyncio.wait_for(reader.read(images, pictures, ""), PATIENCE_S))
+    return asyncio.run(asyncio.wait_for(reader.read(images, FileReading(pictures)), PATIENCE_S))
 
 
 def test_a_picture_is_named_by_its_file_its_format_its_detail_and_its_tile() -> None:
     def digests(data: bytes, pictures: PictureFormat, detail: Detail) -> tuple[bytes, ...]:
         images = [ImageFile(data, "images[0]", detail)]
-        (prepared,) = asyncio.run(PictureReader().read(images, pictures, ""))
+        (prepared,) = asyncio.run(PictureReader().read(images, FileReading(pictures)))
         return tuple(picture.digest for picture in prepared.pictures)
 
     plain = digests(GOOD, FORMAT, Detail.AUTO)
@@ -75,14 +76,14 @@ def test_an_image_that_a_client_sends_again_is_not_read_again(
 
     async def run() -> None:
         reader = PictureReader()
-        first = await reader.read([again, other, again], FORMAT, "a")
+        first = await reader.read([again, other, again], FileReading(FORMAT, "a"))
         monkeypatch.setattr(sys, "executable", "/nowhere/python")  # no process can start
-        assert await reader.read([other, again], FORMAT, "a") == [first[1], first[0]]
+        assert await reader.read([other, again], FileReading(FORMAT, "a")) == [first[1], first[0]]
         assert first[0] == first[2]
         with pytest.raises(QueueFull):
-            await reader.read([again], FORMAT, "b")
+            await reader.read([again], FileReading(FORMAT, "b"))
         with pytest.raises(QueueFull):
-            await reader.read([again], replace(FORMAT, resample=3), "a")
+            await reader.read([again], FileReading(replace(FORMAT, resample=3), "a"))
 
     asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
 
@@ -143,9 +144,9 @@ def test_images_that_were_prepared_before_count_in_the_limit_of_a_request() -> N
     async def read_more_and_more() -> None:
         reader = PictureReader(replace(LIMITS, max_prepared_bytes=20_000))
         for num_images in (1, 2):
-            await reader.read(images[:num_images], FORMAT, "")
+            await reader.read(images[:num_images], FileReading(FORMAT))
         with pytest.raises(InvalidRequest, match="send fewer") as raised:
-            await reader.read(images, FORMAT, "")
+            await reader.read(images, FileReading(FORMAT))
         assert raised.value.field == "image 0"
 
     asyncio.run(read_more_and_more())
@@ -192,7 +193,7 @@ def test_a_cancelled_request_ends_its_process() -> None:
     images = [ImageFile(image_file(2000, 1500), "images[0]")] * 50
 
     async def run() -> None:
-        reading = asyncio.ensure_future(PictureReader().read(images, FORMAT, ""))
+        reading = asyncio.ensure_future(PictureReader().read(images, FileReading(FORMAT)))
         process = await confined_process_of(os.getpid())
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -210,12 +211,15 @@ def test_a_uuid_finds_an_image_and_never_names_its_pictures() -> None:
 
     async def run() -> None:
         reader = PictureReader()
-        [first] = await reader.read([image(GOOD)], FORMAT, "a")
-        assert await reader.read([image(b"")], FORMAT, "a") == [first]
-        [second] = await reader.read([image(other)], FORMAT, "a")
-        assert await reader.read([image(b""), image(GOOD)], FORMAT, "a") == [second, first]
-        assert await reader.read([image(b"")], FORMAT, "a") == [first]
-        assert second == (await reader.read([image(other, uuid="")], FORMAT, "a"))[0]
+        [first] = await reader.read([image(GOOD)], FileReading(FORMAT, "a"))
+        assert await reader.read([image(b"")], FileReading(FORMAT, "a")) == [first]
+        [second] = await reader.read([image(other)], FileReading(FORMAT, "a"))
+        assert await reader.read([image(b""), image(GOOD)], FileReading(FORMAT, "a")) == [
+            second,
+            first,
+        ]
+        assert await reader.read([image(b"")], FileReading(FORMAT, "a")) == [first]
+        assert second == (await reader.read([image(other, uuid="")], FileReading(FORMAT, "a")))[0]
         assert second.pictures[0].digest != first.pictures[0].digest
         unknown = (
             (image(b""), FORMAT, "b"),
@@ -225,7 +229,7 @@ def test_a_uuid_finds_an_image_and_never_names_its_pictures() -> None:
         )
         for sent, pictures, client in unknown:
             with pytest.raises(InvalidRequest, match=r"images\[0\]: no image with this uuid"):
-                await reader.read([image(GOOD, uuid="new"), sent], pictures, client)
+                await reader.read([image(GOOD, uuid="new"), sent], FileReading(pictures, client))
 
     asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
 
@@ -236,7 +240,7 @@ def test_a_router_that_may_fetch_from_nowhere_names_the_option() -> None:
     with pytest.raises(
         UnsupportedInput, match=r"images\[1\]: this router fetches no URLs.*--image"
     ):
-        asyncio.run(PictureReader().read(images, FORMAT, ""))
+        asyncio.run(PictureReader().read(images, FileReading(FORMAT)))
 
 
 def test_clients_take_turns() -> None:
@@ -244,7 +248,7 @@ def test_clients_take_turns() -> None:
         reader, ended = PictureReader(), []
 
         async def request(client: str) -> None:
-            await reader.read([ImageFile(GOOD, "images[0]")], FORMAT, client)
+            await reader.read([ImageFile(GOOD, "images[0]")], FileReading(FORMAT, client))
             ended.append(client)
 
         # One process of each client at a time: the second one's is not behind those of the first.

@@ -26,12 +26,12 @@ ROOMS = (
     "engine/media",
     "engine/runner/vision",
     "engine/runner/draft_heads",
+    "router/documents",
     "router/pictures/families",
     "router/dispatch/vllm",
 )
 # That other modules use outside of tables.
 NO_ROOMS_YET = (
-    "router/documents",
     "router/pictures",
     "kv_transfer/foreign",
     "node/kv/events",

@@ -43,6 +43,7 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from baton.checkpoint.json_fields import JsonFields
 from baton.core.media import Picture
+from baton.router.part_readers import FileReading
 from baton.router.pictures.families.idefics3 import Idefics3Format
 from baton.router.pictures.families.pixtral import PixtralFormat
 from baton.router.pictures.families.qwen_vl import MAX_ASPECT, QwenVlFormat
@@ -205,7 +206,7 @@ def prepare(
     pictures: PictureFormat, files: Sequence[bytes], detail: Detail = Detail.AUTO
 ) -> list[PreparedImage]:
     images = [ImageFile(data, f"images[{at}]", detail) for at, data in enumerate(files)]
-    return asyncio.run(PictureReader().read(images, pictures, client=""))
+    return asyncio.run(PictureReader().read(images, FileReading(pictures)))
 
 
 def check(family: Family, files: Sequence[bytes]) -> None:

@@ -30,6 +30,7 @@ from baton.llm import LLM
 from baton.node.kv.events.messages import HashFormat
 from baton.router.documents.reader import PdfLimits, read_pdfs
 from baton.router.input_processing.tokenization import ModelText
+from baton.router.part_readers import FileReading
 from baton.router.pictures.families.table import read_format
 from baton.router.pictures.plan import ImageFile
 from baton.router.pictures.reader import PictureReader
@@ -167,7 +168,7 @@ def prompt_of(
         for role, parts in messages
     ]
     chat = ChatPrompt(tuple(said))
-    read = asyncio.run(PictureReader().read(chat.image_files, images_as, ""))
+    read = asyncio.run(PictureReader().read(chat.parts(ImageFile), FileReading(images_as)))
     text = ModelText(checkpoint.load_tokenizer(), images_as)
     return text, text.tokenize(chat.replaced(ImageFile, read))
 

@@ -56,7 +56,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 served = self._table.served_model(model)
                 check_request(request, served.max_model_len)
                 calls = calls_from(request, request_id, served.sampling_defaults, model)
-                calls = await self._with_images(calls, scope, context)
+                calls = await self._with_files(calls, scope, context)
             builders = [ResponseBuilder(request_id, index) for index in range(len(calls))]
             answers = generate_answers(self._pipeline, scope, calls, len(calls))
             with scope.within_limits():
@@ -93,9 +93,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 check_chat(request.chat)
                 model = self._checked_model(request.model)
                 prompt = tokenize_input_from(request)
-                if isinstance(prompt, ChatPrompt):
-                    with self._pipeline.byte_budget.lease() as lease:
-                        prompt = await self._pipeline.read_images(prompt, model, client, lease.add)
+                with self._pipeline.byte_budget.lease() as lease:
+                    prompt = await self._pipeline.read_files(prompt, model, client, lease.add)
                 token_ids = await self._pipeline.inputs.token_ids(prompt, model, client)
         return inference_pb2.TokenizeResponse(token_ids=token_ids)
 
@@ -124,21 +123,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             tasks=served.tasks,
         )
 
-    async def _with_images(
-        self,
-        calls: list[GenerateCall],
-        scope: RequestScope,
-        context: Any,
+    async def _with_files(
+        self, calls: list[GenerateCall], scope: RequestScope, context: Any
     ) -> list[GenerateCall]:
-        """Return the calls, whose prompt is the same, with its images read.
+        """Return the calls, whose prompt is the same, with its files read.
 
         They count in the budget of bytes until the end of the client's call.
         """
         prompt = calls[0].prompt
-        if not isinstance(prompt, ChatPrompt) or not prompt.image_files:
+        if not isinstance(prompt, ChatPrompt) or not prompt.files:
             return calls
         lease = self._lease_during(context)
-        prompt = await self._pipeline.read_images(
+        prompt = await self._pipeline.read_files(
             prompt, calls[0].model, scope.owner, lease.add, scope.image_work
         )
         return [replace(call, prompt=prompt) for call in calls]

@@ -37,6 +37,7 @@ from baton.router.input_processing.limits import (
     check_prompt_length,
     check_texts,
 )
+from baton.router.parts import content_of
 from baton.router.pictures.plan import ImageFile
 from baton.router.values import (
     AnswerPart,
@@ -47,7 +48,6 @@ from baton.router.values import (
     TextPrompt,
     TokenChunk,
     TokenPrompt,
-    content_of,
 )
 from baton.rpc.errors import EmptyPrompt
 from baton.rpc.messages.conversion import (

@@ -23,7 +23,8 @@ from baton.router.doors.messages.files import (
     image_of_block,
 )
 from baton.router.doors.openai.request.bodies import validate_body, validate_by_type
-from baton.router.values import ChatMessage, Part
+from baton.router.parts import Part
+from baton.router.values import ChatMessage
 from baton.rpc.errors import UnsupportedInput
 
 TEXT: dict[str, type[Block]] = {"text": TextBlock}

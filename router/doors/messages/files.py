@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from baton.core.errors import InvalidRequest
-from baton.router.documents.document import document_from, read_base64
+from baton.router.doors.file_data import read_base64
 from baton.router.doors.messages.bodies import Block, TextBlock
 from baton.router.doors.openai.request.bodies import Body, validate_by_type
 from baton.router.doors.openai.request.files import image_of_url
 from baton.router.input_processing.limits import check_file_name
+from baton.router.parts import Document, DocumentFile
 from baton.router.pictures.plan import ImageFile
-from baton.router.values import Document
 
 NO_CITATIONS = "citations: the answer has none"
 
@@ -73,12 +73,22 @@ NO_FILES = {"file": "files are not stored here; send the content as base64"}
 NOT_HERE = {"url": "the router fetches no URLs; send the content as base64", **NO_FILES}
 
 
-def document_of_block(block: DocumentBlock, where: str) -> Document:
+def document_of_block(block: DocumentBlock, where: str) -> DocumentFile | Document:
     """Raises InvalidRequest and UnsupportedInput, which name the field."""
-    check_file_name(f"{where}.title", block.title or "")
+    name, inside = block.title or "", f"{where}.source"
+    check_file_name(f"{where}.title", name)
     has_citations = block.citations is not None and block.citations.enabled
     warnings = (f"{where}.{NO_CITATIONS}",) if has_citations else ()
-    return replace(_document(block, where), context=block.context or "", warnings=warnings)
+    file = DocumentFile(where, name=name, context=block.context or "", warnings=warnings)
+    match validate_by_type(block.source, SOURCES, inside, NOT_HERE):
+        case Base64Source(data=data, media_type=media_type):
+            content = read_base64(data, f"{inside}.data")
+            return replace(file, data=content, media_type=media_type)
+        case TextSource(data=text):
+            return file.with_text(text)
+        case ContentSource(content=content):
+            return file.with_text(_text(content, f"{inside}.content"))
+    raise InvalidRequest(f"{inside} has no content", inside)
 
 
 def image_of_block(block: ImageBlock, where: str) -> ImageFile:
@@ -89,18 +99,6 @@ def image_of_block(block: ImageBlock, where: str) -> ImageFile:
             return ImageFile(read_base64(data, f"{inside}.data"), inside)
         case ImageUrlSource(url=url):
             return image_of_url(url, None, f"{inside}.url")
-    raise InvalidRequest(f"{inside} has no content", inside)
-
-
-def _document(block: DocumentBlock, where: str) -> Document:
-    name, inside = block.title or "", f"{where}.source"
-    match validate_by_type(block.source, SOURCES, inside, NOT_HERE):
-        case Base64Source(data=data, media_type=media_type):
-            return document_from(read_base64(data, f"{inside}.data"), where, name, media_type)
-        case TextSource(data=text):
-            return Document(text, where, name)
-        case ContentSource(content=content):
-            return Document(_text(content, f"{inside}.content"), where, name)
     raise InvalidRequest(f"{inside} has no content", inside)
 
 

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from baton.core.output import Finish
 from baton.router.answers import generate_answers
 from baton.router.doors.field_names import renaming_fields
-from baton.router.doors.files import read_files, read_prompt
+from baton.router.doors.files import read_files
 from baton.router.doors.messages.bodies import MessagesBody, TokenCountBody
 from baton.router.doors.messages.errors import MESSAGES_ERRORS
 from baton.router.doors.messages.parsed_message import (
@@ -124,7 +124,7 @@ class TokenCount:
         context = model_context(self.pipeline, fields)
         self.pipeline.inputs.check_model(context.variant)
         chat = await received.run(partial(prompt_to_count, fields, context))
-        prompt = await read_prompt(chat, self.pipeline, received, context.variant)
-        inputs, client = self.pipeline.inputs, received.client
-        token_ids = await inputs.token_ids(prompt, context.variant, client)
+        model, client = context.variant, received.client
+        prompt = await self.pipeline.read_files(chat, model, client, received.hold_more)
+        token_ids = await self.pipeline.inputs.token_ids(prompt, model, client)
         return JSONResponse({"input_tokens": len(token_ids)})

@@ -13,7 +13,6 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from baton.core.ids import ModelVariant
-from baton.router.doors.files import read_prompt
 from baton.router.doors.openai.embeddings import Vectors
 from baton.router.doors.openai.errors import OPENAI_ERRORS
 from baton.router.doors.openai.generation import AnswerHandler, Read
@@ -210,7 +209,9 @@ class Tokens:
         if "messages" in fields:
             body, chat = await received.run(partial(_chat_to_tokenize, fields))
             named = self.pipeline.table.find_model(body.model)
-            prompt = await read_prompt(chat, self.pipeline, received, named)
+            prompt = await self.pipeline.read_files(
+                chat, named, received.client, received.hold_more
+            )
         else:
             body = openai_body(fields, TokenizeTextBody)
             prompt = TextPrompt(body.prompt, body.add_special_tokens)

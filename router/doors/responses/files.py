@@ -15,8 +15,8 @@ from baton.router.doors.openai.request.files import (
     document_of_file,
     image_of_url,
 )
+from baton.router.parts import Document, DocumentFile
 from baton.router.pictures.plan import ImageFile
-from baton.router.values import Document
 from baton.rpc.errors import UnsupportedInput
 
 
@@ -28,7 +28,7 @@ class InputFile(FileBody):
     prompt_cache_breakpoint: Any = None
 
 
-def document_of_part(file: InputFile, where: str) -> Document:
+def document_of_part(file: InputFile, where: str) -> DocumentFile:
     """Raises InvalidRequest and UnsupportedInput, which name the field."""
     data, field = file.file_data, "file_data"
     if file.file_url is not None:

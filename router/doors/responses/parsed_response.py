@@ -50,7 +50,7 @@ from baton.router.doors.responses.files import (
 )
 from baton.router.doors.responses.tools import joined_name, read_tools
 from baton.router.http.json_encoding import Json, as_json
-from baton.router.values import Part
+from baton.router.parts import Part
 from baton.rpc.errors import UnsupportedInput
 
 # Names of a chat's fields, and what they are here. The message of an error begins with the name.

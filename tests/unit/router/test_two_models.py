@@ -346,8 +346,8 @@ def test_before_any_node_joined_a_router_of_several_models_refuses_none() -> Non
     with pytest.raises(NoNodes, match=r"does not know what model 'sql' is; send .* again"):
         asyncio.run(answer(pipeline, a_call(adapter)))
     with pytest.raises(NoNodes, match=r"does not know what model 'sql' is"):
-        asyncio.run(pipeline.read_images(chat, adapter, client=""))
+        asyncio.run(pipeline.read_files(chat, adapter, client=""))
     with pytest.raises(UnsupportedInput, match="model 'b' takes no images"):
-        asyncio.run(pipeline.read_images(chat, B, client=""))
+        asyncio.run(pipeline.read_files(chat, B, client=""))
     with pytest.raises(InvalidRequest, match="no image with this uuid"):
-        asyncio.run(pipeline.read_images(chat, A, client=""))
+        asyncio.run(pipeline.read_files(chat, A, client=""))

@@ -9,11 +9,11 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from baton.core.errors import InvalidRequest
-from baton.router.documents.document import DATA_URL, document_from, read_data
+from baton.router.doors.file_data import DATA_URL, read_data
 from baton.router.doors.openai.request.bodies import Body, validate_body
 from baton.router.input_processing.limits import check_file_name
+from baton.router.parts import DocumentFile
 from baton.router.pictures.plan import Detail, ImageFile
-from baton.router.values import Document
 from baton.rpc.errors import UnsupportedInput
 
 SEND_DATA = "send the content as file_data, in base64"
@@ -34,13 +34,13 @@ class FilePart(Body):
     prompt_cache_breakpoint: Any = None  # ignored: every prefix is cached
 
 
-def document_of_part(part: Mapping[str, Any], where: str) -> Document:
+def document_of_part(part: Mapping[str, Any], where: str) -> DocumentFile:
     """Return the file in a part of a chat's message. Raises InvalidRequest, UnsupportedInput."""
     file = validate_body(part, FilePart, where).file
     return document_of_file(file, file.file_data, f"{where}.file", "file_data")
 
 
-def document_of_file(file: FileBody, data: str | None, where: str, field: str) -> Document:
+def document_of_file(file: FileBody, data: str | None, where: str, field: str) -> DocumentFile:
     """Return the document in `data`, which is the file's `field`."""
     if file.file_id is not None:
         raise UnsupportedInput(
@@ -51,7 +51,7 @@ def document_of_file(file: FileBody, data: str | None, where: str, field: str) -
     name = file.filename or ""
     check_file_name(f"{where}.filename", name)
     content, media_type = read_data(data, f"{where}.{field}")
-    return document_from(content, where, name, media_type)
+    return DocumentFile(where, content, name, media_type=media_type)
 
 
 # Bodies are strict otherwise, and would take no text for an enum.

@@ -16,15 +16,13 @@ from baton.router.input_processing.limits import (
     check_count,
     check_prompt_length,
 )
+from baton.router.parts import Content, Part, content_of
 from baton.router.values import (
     ChatMessage,
     ChatPrompt,
-    Content,
-    Part,
     Prompt,
     TextPrompt,
     TokenPrompt,
-    content_of,
 )
 from baton.rpc.errors import EmptyPrompt, UnsupportedInput
 

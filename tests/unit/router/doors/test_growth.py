@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -41,7 +40,8 @@ from baton.router.doors.responses.files import put_texts
 from baton.router.doors.responses.parsed_response import NO_HISTORY, response_from
 from baton.router.doors.responses.routes import compaction_from
 from baton.router.http.bodies import json_object
-from baton.router.values import ChatPrompt, Document, Parsing
+from baton.router.parts import DocumentFile
+from baton.router.values import ChatPrompt, Parsing
 from baton.v1 import inference_pb2
 from tests.support.growth import MAX_RATIO, growth
 
@@ -145,8 +145,8 @@ def parse(kind: type[Body], fields: Fields) -> object:
 def read_texts(parsed: ParsedRequest) -> ChatPrompt:
     [call] = parsed.calls
     assert isinstance(call.prompt, ChatPrompt)
-    read = [replace(document, content="text") for document in documents_in(call.prompt)]
-    prompt = call.prompt.replaced(Document, read)
+    files = call.prompt.parts(DocumentFile)
+    prompt = call.prompt.replaced(DocumentFile, [file.with_text("text") for file in files])
     assert prompt.num_characters
     return prompt
 

@@ -22,6 +22,7 @@ from baton.router.doors.openai.request.parsed_request import (
 from baton.router.doors.openai.request.prompts import parse_prompts
 from baton.router.http.bodies import json_object
 from baton.router.input_processing.limits import MAX_ANSWERS, MAX_LOGPROBS_PER_REQUEST
+from baton.router.pictures.plan import ImageFile
 from baton.router.values import ChatPrompt, Parsing, TextPrompt, TokenPrompt
 from baton.rpc.errors import EmptyPrompt, Unreadable, UnsupportedInput
 
@@ -179,7 +180,7 @@ def test_messages_reach_the_template_with_all_their_fields() -> None:
 def test_an_image_has_the_detail_that_its_part_asks_for(more: dict[str, Any], detail: str) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA", **more}}
 
-    [file] = chat_prompt({"role": "user", "content": [image]}).image_files
+    [file] = chat_prompt({"role": "user", "content": [image]}).parts(ImageFile)
 
     assert (file.data, file.detail.value) == (bytes(3), detail)
 
@@ -187,7 +188,7 @@ def test_an_image_has_the_detail_that_its_part_asks_for(more: dict[str, Any], de
 def test_an_image_without_content_needs_a_uuid() -> None:
     part: dict[str, Any] = {"type": "image_url", "image_url": None}
 
-    [file] = chat_prompt({"role": "user", "content": [{**part, "uuid": "mine"}]}).image_files
+    [file] = chat_prompt({"role": "user", "content": [{**part, "uuid": "mine"}]}).parts(ImageFile)
 
     assert (file.uuid, file.has_content) == ("mine", False)
     for wrong, field in (({}, "image_url.url"), ({"uuid": "x" * 1025}, "uuid")):

@@ -16,6 +16,7 @@ from baton.router.doors.responses.parsed_response import (
     ParsedResponse,
     response_from,
 )
+from baton.router.pictures.plan import ImageFile
 from baton.router.text_events.parsing import ToolCallMode
 from baton.router.values import ChatMessage, ChatPrompt, GenerateCall
 from baton.rpc.errors import UnsupportedInput
@@ -172,7 +173,7 @@ def test_an_image_has_the_detail_that_its_part_asks_for(detail: str) -> None:
     prompt = call_of(input=[{"role": "user", "content": [image]}]).prompt
 
     assert isinstance(prompt, ChatPrompt)
-    [file] = prompt.image_files
+    [file] = prompt.parts(ImageFile)
     assert file.detail.value == detail
 
 
