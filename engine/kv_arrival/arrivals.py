@@ -14,7 +14,6 @@ from baton.engine.kv_arrival.arrival import Arrival
 from baton.engine.kv_arrival.fills import Fill, FillId, Fills, KvSource, Offer, PrefixNeed
 from baton.engine.kv_arrival.foreign import ForeignPrefixes
 from baton.engine.kv_arrival.loads import ExternalLoads
-from baton.engine.kv_arrival.orders import StepOrders
 from baton.engine.kv_arrival.pulls import DEFAULT_PULLS, PeerPulls, PullConfig
 from baton.engine.kv_arrival.receives import BlockReceives
 from baton.engine.kv_arrival.sends import BlockSends, GivenPulls
@@ -23,7 +22,7 @@ from baton.engine.kv_cache.block_pool import Holds
 from baton.engine.kv_cache.cache import KvCache
 from baton.kv_transfer.external_kv import ExternalKv
 from baton.kv_transfer.foreign.types import ForeignReader
-from baton.kv_transfer.types import KvReports
+from baton.kv_transfer.types import KvReports, StepOrders
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from baton.core.foreign_kv import FIELD, ForeignKv
 from baton.core.request import EngineRequest
 from baton.engine.kv_arrival.arrival import Arrival
 from baton.engine.kv_arrival.fills import Fill, FillId, Fills, Offer, PrefixNeed
-from baton.engine.kv_arrival.orders import StepOrders
 from baton.engine.kv_cache.cache import KvCache
 from baton.kv_transfer.foreign.types import (
     ForeignPull,
@@ -22,7 +21,7 @@ from baton.kv_transfer.foreign.types import (
     ForeignReader,
     ForeignRelease,
 )
-from baton.kv_transfer.types import KvReports
+from baton.kv_transfer.types import KvReports, StepOrders
 
 VLLM = "vllm"  # source of the tokens in a request's statistics
 

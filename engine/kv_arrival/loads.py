@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from baton.core.ids import BlockId, BlockName
 from baton.engine.kv_arrival.arrival import Arrival
 from baton.engine.kv_arrival.fills import Fill, FillId, Fills, Offer, PrefixNeed
-from baton.engine.kv_arrival.orders import StepOrders
 from baton.engine.kv_cache.cache import KvCache
 from baton.engine.kv_cache.external_prefix import ExternalPrefix
 from baton.kv_transfer.external_kv import ExternalKv, Load, Loaded, LoadId
-from baton.kv_transfer.types import KvReports
+from baton.kv_transfer.types import KvReports, StepOrders
 
 MAX_LOADING_SHARE = 0.5  # of all blocks, for several loads together
 MIN_LOADING_BLOCKS = 8  # however small the pool is

@@ -12,12 +12,11 @@ from baton.core.ids import BlockId, BlockName, HandoffId
 from baton.core.request import ReceiveKv
 from baton.engine.kv_arrival.arrival import Arrival
 from baton.engine.kv_arrival.fills import Fill, Fills, FillsByName
-from baton.engine.kv_arrival.orders import StepOrders
 from baton.engine.kv_cache.block_pool import Hold, Holds
 from baton.engine.kv_cache.cache import KvCache
 from baton.engine.kv_cache.external_prefix import ExternalPrefix
 from baton.engine.kv_cache.held_kv import HeldKv
-from baton.kv_transfer.types import Proved, Receive
+from baton.kv_transfer.types import Proved, Receive, StepOrders
 
 # Minimum share of common blocks among those that either request lacks, so that no request waits
 # for a long hand-off because of a few blocks at its beginning.

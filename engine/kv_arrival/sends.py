@@ -14,7 +14,6 @@ from baton.core.ids import BlockId, HandoffId, RequestId
 from baton.core.output import FirstToken
 from baton.engine.kv_arrival.fills import FillId
 from baton.engine.kv_arrival.loads import ExternalLoads
-from baton.engine.kv_arrival.orders import StepOrders
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.block_pool import Hold, Holds
 from baton.engine.kv_cache.cache import KvCache
@@ -26,6 +25,7 @@ from baton.kv_transfer.types import (
     KvReports,
     Requested,
     Send,
+    StepOrders,
     Withdraw,
 )
 

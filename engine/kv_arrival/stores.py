@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from baton.core.kv_hints import SHARED, Tenant
-from baton.engine.kv_arrival.orders import StepOrders
 from baton.engine.kv_cache.block_pool import Hold, Holds
 from baton.engine.kv_cache.cache import KvCache
 from baton.engine.kv_cache.held_kv import HeldKv
 from baton.engine.kv_cache.prefix_cache import UnstoredBlock
 from baton.kv_transfer.external_kv import ExternalKv, Store, StoreId, Use
+from baton.kv_transfer.types import StepOrders
 
 MAX_STORING_SHARE = 0.25  # of all blocks, for all stores together
 MIN_STORING_BLOCKS = 8  # however small the pool is

@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 
 from baton.core.ids import BlockId, BlockName, RequestId
 from baton.core.kv_hints import BlockHints, Tenant
-from baton.engine.kv_arrival.orders import StepOrders
 from baton.engine.kv_arrival.stores import BlockStores
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.block_pool import Holds
@@ -14,6 +13,7 @@ from baton.engine.kv_cache.cache import KvCache
 from baton.engine.kv_cache.groups import CacheConfig
 from baton.engine.kv_cache.held_kv import HeldKv
 from baton.kv_transfer.external_kv import ExternalOrders, ExternalReports
+from baton.kv_transfer.types import StepOrders
 from tests.support.function_calls import count_calls
 
 NUM_BLOCKS = 64

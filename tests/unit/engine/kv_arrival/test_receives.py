@@ -6,12 +6,11 @@ from baton.core.ids import HandoffId, NodeId, Peer
 from baton.core.request import ReceiveKv
 from baton.engine.kv_arrival.arrival import Arrival
 from baton.engine.kv_arrival.fills import Fills
-from baton.engine.kv_arrival.orders import StepOrders
 from baton.engine.kv_arrival.receives import BlockReceives
 from baton.engine.kv_cache.block_pool import Holds
 from baton.engine.kv_cache.cache import KvCache
 from baton.engine.kv_cache.groups import CacheConfig
-from baton.kv_transfer.types import NO_KV_ORDERS
+from baton.kv_transfer.types import NO_KV_ORDERS, StepOrders
 from tests.support.requests import make_held
 
 ID = HandoffId("r", 1)

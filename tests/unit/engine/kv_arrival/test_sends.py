@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from baton.core.ids import HandoffId, RequestId
 from baton.core.output import FirstToken
-from baton.engine.kv_arrival.orders import StepOrders
 from baton.engine.kv_arrival.sends import BlockSends
 from baton.engine.kv_cache.block_pool import BlockPool, Holds
 from baton.engine.kv_cache.groups import FULL
 from baton.engine.kv_cache.held_kv import TransferOrder
-from baton.kv_transfer.types import NO_KV_ORDERS, Complete, Withdraw
+from baton.kv_transfer.types import NO_KV_ORDERS, Complete, StepOrders, Withdraw
 from tests.support.requests import make_held
 
 ID = HandoffId("r", 1)
