@@ -6,8 +6,12 @@ Each pair has its own channel, so that closing it disconnects one peer only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from baton.core.ids import BlockId
 from baton.kv_transfer.protocol.messages import Region
@@ -39,6 +43,11 @@ class LayerRange:
     def byte_range(self, block_bytes: int) -> range:
         layer_bytes = block_bytes // self.of
         return range(self.first * layer_bytes, self.end * layer_bytes)
+
+    def places(self, block_ids: Sequence[BlockId]) -> npt.NDArray[np.int64]:
+        """Return the places of these layers of blocks, each of which takes `of` places."""
+        within = np.arange(self.first, self.end)
+        return (np.array(block_ids)[:, None] * self.of + within).ravel()
 
 
 WHOLE_BLOCK = LayerRange(0, 1, 1)

@@ -31,7 +31,6 @@ from baton.kv_transfer.transports.base import (
     WriteFailed,
     Written,
 )
-from baton.kv_transfer.transports.staging import layer_places
 from baton.kv_transfer.transports.ucx_cuda import ucx_has_cuda
 
 _TICKET_BYTES = 8
@@ -165,8 +164,8 @@ class NixlChannel:
         """No-op: only P knows which writes are in flight."""
 
     def post(self, write: Write) -> None:
-        sources = layer_places(write.sources, write.layers).astype(np.int32)
-        targets = layer_places(write.targets, write.layers).astype(np.int32)
+        sources = write.layers.places(write.sources).astype(np.int32)
+        targets = write.layers.places(write.targets).astype(np.int32)
         try:
             local, remote = self._get_lists(write.layers.of)
             handle = self._agent.makeXferReq(self._nixl.NIXL_WRITE, local, sources, remote, targets)

@@ -52,23 +52,17 @@ class BlockRows:
 
     def gather(self, block_ids: Sequence[BlockId], layers: LayerRange, into: Slot) -> None:
         """Copy these layers of these blocks into a slot, block by block."""
-        rows, places = self._rows(layers.of), layer_places(block_ids, layers)
+        rows, places = self._rows(layers.of), layers.places(block_ids)
         out = into.reshape(len(places), rows.shape[1])
         # `out` avoids a temporary array, which would cost as much as the copy.
         np.take(rows, places, axis=0, out=out, mode="clip")
 
     def scatter(self, block_ids: Sequence[BlockId], layers: LayerRange, out_of: Slot) -> None:
-        rows, places = self._rows(layers.of), layer_places(block_ids, layers)
+        rows, places = self._rows(layers.of), layers.places(block_ids)
         rows[places] = out_of.reshape(len(places), rows.shape[1])
 
     def _rows(self, num_layers: int) -> Any:
         return self._flat.reshape(-1, self._block_bytes // num_layers)
-
-
-def layer_places(block_ids: Sequence[BlockId], layers: LayerRange) -> npt.NDArray[np.int64]:
-    """Return the places of these layers of blocks, where each block has `layers.of` of them."""
-    within = np.arange(layers.first, layers.end)
-    return (np.array(block_ids)[:, None] * layers.of + within).ravel()
 
 
 def _memory(num_bytes: int) -> mmap.mmap:

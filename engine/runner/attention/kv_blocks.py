@@ -22,7 +22,6 @@ from baton.kv_transfer.protocol.digest import HASH_BYTES, AwaitHashes
 from baton.kv_transfer.protocol.messages import Region
 from baton.kv_transfer.tiers.kv_access import BlockMemory
 from baton.kv_transfer.transports.base import LayerRange
-from baton.kv_transfer.transports.staging import layer_places
 
 READ_CHUNK_BLOCKS = 32
 
@@ -116,8 +115,8 @@ class KvBlocks:
         memory = BlockMemory(
             target.base, target.num_blocks * layers.of, target.block_bytes // layers.of
         )
-        places = layer_places(block_ids, layers).tolist()
-        into = layer_places(slots, layers).tolist()
+        places = layers.places(block_ids).tolist()
+        into = layers.places(slots).tolist()
         return self._copies(layers.of).copy_out(places, memory, into)
 
     def convert(self, memory: mmap, staged: StagedRun) -> Fence:
