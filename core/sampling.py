@@ -134,6 +134,23 @@ class SamplingParams:
         return has_added or self.repetition_penalty != 1.0
 
     @property
+    def edits_logits(self) -> bool:
+        """True if logits are changed before each token is chosen."""
+        return bool(
+            self.allowed_token_ids is not None
+            or self.banned_token_ids
+            or self.banned_sequences
+            or self.logit_bias
+            or self.has_penalty
+            or self.extra_args
+        )
+
+    @property
+    def takes_peaks(self) -> bool:
+        """True if each token is that of the model's largest logit."""
+        return self.is_greedy and not (self.edits_logits or self.min_tokens)
+
+    @property
     def size(self) -> int:
         """Approximate cost of copying the lists and maps; a token id in a list costs 1."""
         lists = (self.stop_token_ids, self.banned_token_ids, self.allowed_token_ids or ())

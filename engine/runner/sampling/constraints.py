@@ -62,16 +62,7 @@ class Constraints:
 
 def is_constrained(run: TokenRun) -> bool:
     """Return whether the row's logits are modified, except by a grammar mask."""
-    sampling = run.row.sampling
-    return bool(
-        sampling.allowed_token_ids is not None
-        or sampling.banned_token_ids
-        or sampling.banned_sequences
-        or sampling.logit_bias
-        or is_below_min_tokens(run)
-        or sampling.has_penalty
-        or sampling.extra_args
-    )
+    return run.row.sampling.edits_logits or is_below_min_tokens(run)
 
 
 def is_below_min_tokens(run: TokenRun) -> bool:

@@ -51,7 +51,7 @@ class SampledStep(NamedTuple):
     """Rows of a step, and their parameters on the device."""
 
     runs: Sequence[TokenRun]
-    sampling: SamplingPass
+    sampling: SamplingPass | None  # None: each token is that of the largest logit
     logprobs: _RequestedLogprobs | None
     processed: ProcessedLogits | None  # None: logprobs are those of the raw logits
 
@@ -97,11 +97,12 @@ class Sampler:
 
     def begin(self, runs: Sequence[TokenRun], vocab_size: int, inputs: StepInputs) -> SampledStep:
         """Put the parameters of the rows."""
-        rows = SampledRows(
-            runs, self._eos_token_ids, vocab_size, self._place, self._find_peaks, self._memory
-        )
-        sampling = self._sampling.begin(rows, inputs)
-        processed = None
+        sampling = processed = None
+        if not all(run.allowed is None and run.row.sampling.takes_peaks for run in runs):
+            rows = SampledRows(
+                runs, self._eos_token_ids, vocab_size, self._place, self._find_peaks, self._memory
+            )
+            sampling = self._sampling.begin(rows, inputs)
         if self._logprobs_mode != RAW_LOGPROBS:
             processed = ProcessedLogits.of(runs, vocab_size, inputs)
         return SampledStep(runs, sampling, _RequestedLogprobs.of(runs, inputs), processed)
@@ -117,18 +118,20 @@ class Sampler:
             token_ids, are_finite = self._find_peaks(logits)
         else:
             token_ids, are_finite = peaks.first_rows(len(step.runs))
-        scores = step.sampling.constrain(logits)
+        sampling = step.sampling
+        scores = logits if sampling is None else sampling.constrain(logits)
         is_constrained, failures = scores is not logits, {}
         chosen = [token_ids, are_finite]
-        if is_constrained:
+        if sampling is not None and is_constrained:
             failures = self._apply_processors(scores, step.runs, are_finite)
-            token_ids, are_empty = step.sampling.choose(scores)
+            token_ids, are_empty = sampling.choose(scores)
             chosen = [token_ids, are_finite, are_empty]
             peaks = None
         elif peaks is not None:
             chosen = [peaks.packed]
         measured = logits if step.processed is None else step.processed.compute(scores)
-        step.sampling.draw(scores, token_ids)
+        if sampling is not None:
+            sampling.draw(scores, token_ids)
         requested: Sequence[Tensor] = ()
         if step.logprobs is not None:
             requested = step.logprobs.compute(measured, token_ids, self._sampling, self._memory)
