@@ -39,14 +39,12 @@ class ReceiverConfig:
     fence_age_s: float = 60.0
     give_up_s: float = 300.0  # backstop: a receive fails after this, even if P is alive
     max_staging_wait_s: float = 30.0  # for room in the staging area; P holds a result for longer
+    # Interval of renewals, short enough that one lost or late message does no harm.
+    renew_every_s: float = field(init=False)
 
     def __post_init__(self) -> None:
         check_options(self)
-
-    @property
-    def renew_every_s(self) -> float:
-        """Renewal interval, short enough that one lost or late message does no harm."""
-        return min(self.lease_s, self.silence_s) / 3
+        object.__setattr__(self, "renew_every_s", min(self.lease_s, self.silence_s) / 3)
 
 
 @dataclass(frozen=True, slots=True)

@@ -230,9 +230,8 @@ class SchedulerConfig:
         return self.pooling is not None and self.pooling.needs_all_tokens
 
     def needs_all_tokens(self, task: Task) -> bool:
-        """Return whether the result needs hidden states of more than the last token."""
-        needs_all = self.pooling_needs_all_tokens or task.output is TaskOutput.VECTORS
-        return task.is_pooling and needs_all
+        """Return whether a vector needs hidden states of more than the last token."""
+        return self.pooling_needs_all_tokens or task.output is TaskOutput.VECTORS
 
     def without_chunks(self) -> SchedulerConfig:
         """Return these settings for a model that computes each prompt in one step."""

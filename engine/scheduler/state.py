@@ -84,7 +84,8 @@ class SchedulerState:
             eos_token_ids.union(sampling.stop_token_ids),
             # A sender ends with the first token, which the peer continues from.
             limit if submitted.send_to is None else min(limit, num_context + 1),
-            takes_no_prefix=self.config.needs_all_tokens(submitted.task),
+            takes_no_prefix=submitted.task.is_pooling
+            and self.config.needs_all_tokens(submitted.task),
         )
         if submitted.media:
             request.media = RequestMedia.of(submitted, self.config.picture_rows)

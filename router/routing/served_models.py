@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
 
@@ -191,16 +191,17 @@ class Node:
 
     address: str
     card: NodeCard
+    revision: Revision = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        model, layout = self.card.fingerprint.model, self.card.fingerprint.layout
+        revision = Revision(model, layout.cache_dtype, self.card.logprobs_mode)
+        object.__setattr__(self, "revision", revision)
 
     @property
     def kv_kind(self) -> KvKind:
         """KV layout and transport. Nodes exchange KV as it is if theirs are equal."""
         return self.card.fingerprint, self.card.block_bytes, self.card.kv_transport
-
-    @property
-    def revision(self) -> Revision:
-        fingerprint = self.card.fingerprint
-        return Revision(fingerprint.model, fingerprint.layout.cache_dtype, self.card.logprobs_mode)
 
     @property
     def kind(self) -> NodeKind:
