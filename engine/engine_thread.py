@@ -27,11 +27,22 @@ Compiler = GrammarCompiler[Grammar]
 OnCompiled = Callable[[Grammar | InvalidRequest], None]
 # Called on the engine thread with the outputs of one step; must not block.
 Deliver = Callable[[list[Output]], None]
-EngineInbox = queue.SimpleQueue[Callable[[], None]]  # actions, which run between two steps
 
 Result = TypeVar("Result")
 
 log = logging.getLogger(__name__)
+
+
+class EngineInbox(queue.SimpleQueue[Callable[[], None]]):
+    """Actions, which run between two steps."""
+
+    def wake(self) -> None:
+        """Let the engine run a step, which polls what moves KV."""
+        self.put(_do_nothing)
+
+
+def _do_nothing() -> None:
+    """Wake the engine, as all actions do."""
 
 
 @dataclass(frozen=True)
@@ -143,11 +154,11 @@ class EngineThread:
 
     def when(self, is_reached: Callable[[], bool]) -> Future[None]:
         """Wait until a step has reached a state. Raises EngineGone, as the result may."""
-        reached: _EngineCall[None] = _EngineCall(lambda: None)
+        reached: _EngineCall[None] = _EngineCall(_do_nothing)
         with self._submit_lock:
             self._raise_if_stopped()
             self._awaited.append((is_reached, reached))
-            self.post(lambda: None)
+            self._inbox.wake()
         return reached.result
 
     def post_after_passes(self, action: Callable[[], None]) -> None:

@@ -81,8 +81,10 @@ class NodeComponents:
         self.ledger = RequestLedger(self._changes.notify_threadsafe)
         self.links = GrpcLinks(options.tls)
         self.worker = self._make_worker(runner, identity, around)
-        self.connector = make_connector(options, identity, runner, self._wake)
-        self.foreign = make_foreign_reader(options, runner, partial(self._inbox.put, _poll))
+        # What a connector holds may have changed with what the engine polls.
+        report = partial(self._inbox.put, self._changes.notify_threadsafe)
+        self.connector = make_connector(options, identity, runner, report)
+        self.foreign = make_foreign_reader(options, runner, self._inbox.wake)
         engine_options = EngineOptions(
             options.scheduling,
             options.enable_prefix_caching,
@@ -117,7 +119,7 @@ class NodeComponents:
             return None
         note_staged = None if self.metrics is None else self.metrics.note_staged
         worker = make_kv_worker(self.options, identity, runner, self.links, around, note_staged)
-        self.links.attach(worker.inbox, partial(self._inbox.put, _poll))
+        self.links.attach(worker.inbox, self._inbox.wake)
         return worker
 
     def _build_engine(self, runner: LoadedRunner, identity: Identity) -> EngineThread:
@@ -160,19 +162,10 @@ class NodeComponents:
         adapters.read_at_start(config.adapters)
         return adapters
 
-    def _wake(self) -> None:
-        """On any thread: let the engine poll the connector, and the node report what it holds."""
-        self._inbox.put(_poll)
-        self._changes.notify_threadsafe()
-
 
 def _end(error: Exception) -> None:
     """End the engine, as an action of its thread."""
     raise error
-
-
-def _poll() -> None:
-    """Do nothing: each step polls the KV worker and the KV connector."""
 
 
 def identify(options: NodeOptions, role: LegKind, runner: LoadedRunner) -> Identity:
