@@ -67,13 +67,11 @@ class ForeignKv:
         return f"{self.host.lower()}:{self.port}"
 
 
-def foreign_kv_from(params: Mapping[str, object] | None) -> ForeignKv | None:
+def foreign_kv_from(params: Mapping[str, object]) -> ForeignKv | None:
     """Read vLLM's parameters; None if they name no KV. Raises InvalidRequest.
 
     Unknown parameters are ignored: vLLM adds some with each version, and clients relay them all.
     """
-    if not params:
-        return None
     if len(params) > MAX_PARAMS:
         raise InvalidRequest(f"{FIELD} has {len(params)} entries; the limit is {MAX_PARAMS}", FIELD)
     if params.get("do_remote_decode"):

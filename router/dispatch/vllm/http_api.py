@@ -130,7 +130,7 @@ def kv_of(answer: Mapping[str, Any]) -> ForeignKv:
     """Return the KV that an answer names. Raises ServerFailed."""
     try:
         params = answer.get("kv_transfer_params")
-        kv = foreign_kv_from(params if isinstance(params, dict) else None)
+        kv = foreign_kv_from(params) if isinstance(params, dict) else None
     except InvalidRequest as error:
         raise ServerFailed(str(error)) from None
     if kv is None:

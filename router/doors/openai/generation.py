@@ -47,10 +47,12 @@ class AnswerHandler:
         fields = with_session(await request.body.fields(), request.session_id)
         context = model_context(self.pipeline, fields)
         parsed = await request.body.run(partial(self.read, fields, request.id, context))
+        if parsed.options.is_chat:
+            return await read_files(parsed, self.pipeline, request)
         prompts = {id(call.prompt): call.prompt for call in parsed.calls}.values()
         pictures = (each.pictures for each in prompts if isinstance(each, TokenPrompt))
         request.body.hold_more(sum(len(each.rgb) for each in chain.from_iterable(pictures)))
-        return await read_files(parsed, self.pipeline, request)
+        return parsed
 
     async def _repeated_prompts(self, parsed: ParsedRequest, client: str) -> list[EchoedPrompt]:
         """Return the prompt of each call; empty unless the answer repeats it."""

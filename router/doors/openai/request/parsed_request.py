@@ -247,7 +247,7 @@ def _parsed_request(
     sampling = context.defaults.params(
         **{**_sampling(body), **overrides, "structured_outputs": form}
     )
-    hints = _kv_hints(body)
+    hints, kv_params = _kv_hints(body), body.kv_transfer_params
     call = GenerateCall(
         request_id=request_id,
         prompt=prompts[0],
@@ -265,7 +265,7 @@ def _parsed_request(
         shown_tokens=text_format.marks,
         reasoning=None if form is None else text_format.reasoning_tokens,
         fills_context=fills_context,
-        foreign_kv=foreign_kv_from(body.kv_transfer_params),
+        foreign_kv=foreign_kv_from(kv_params) if kv_params else None,
     )
     calls = calls_for_answers(call, prompts, num_each)
     if not body.stream:
