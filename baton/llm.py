@@ -18,7 +18,7 @@ from baton import openmp  # before what imports torch
 from baton.batch_runner import BatchRunner
 from baton.checkpoint.hub import open_checkpoint
 from baton.checkpoint.peft_folder import PeftFolder
-from baton.checkpoint.tokenizer import EncodedText, Tokenizer
+from baton.checkpoint.tokenizer import EncodedText, Message, Tokenizer
 from baton.completion import Completion, CompletionBuilder, VectorBuilder
 from baton.core.errors import InvalidConfig, InvalidRequest
 from baton.core.ids import AdapterRef, RequestId
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from baton.prompt_images import AnyImage, ImagePrompts
 
 Prompt = str | Sequence[int]
+Chat = Sequence[Message]
 
 
 class LLM:
@@ -191,6 +192,29 @@ class LLM:
             completion.warnings += [warning] if warning else []
         return completions
 
+    def chat(
+        self,
+        chats: Chat | Sequence[Chat],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        template_variables: Mapping[str, object] | None = None,
+        lora: str | Sequence[str] = "",
+    ) -> list[Completion]:
+        """Return the model's answer to each chat, in order. The chats are batched.
+
+        A chat is a list of messages, such as `{"role": "user", "content": "Hello"}`. The model's
+        chat template gets `template_variables`, such as `{"enable_thinking": False}`. Answers are
+        as the model writes them: reasoning and tool calls are not separated.
+
+        Raises InvalidRequest for a model without a template, and as `generate` does.
+        """
+        prompts: list[Sequence[int]] = []
+        for index, chat in enumerate(_as_chats(chats)):
+            with _naming("chat", index):
+                prompts.append(self.tokenizer.encode_chat(chat, template_variables))
+        return self.generate(prompts, sampling, stop=stop, lora=lora)
+
     def embed(
         self,
         texts: Prompt | Sequence[Prompt],
@@ -279,7 +303,7 @@ class LLM:
         ]
         requests = self._with_adapters(plain, lora)
         for index, request in enumerate(requests):
-            with _naming_prompt(index):
+            with _naming("prompt", index):
                 self.engine.scheduler.validate(request)
         builders = {request.request_id: VectorBuilder() for request in requests}
         self._batches.run(requests, builders, {})
@@ -349,7 +373,7 @@ class LLM:
             )
         found: list[EngineRequest] = []
         for index, (text, request, its) in enumerate(zip(prompts, requests, images, strict=True)):
-            with _naming_prompt(index):
+            with _naming("prompt", index):
                 found.append(self._with_its_images(text, request, its) if its else request)
         return found
 
@@ -373,7 +397,7 @@ class LLM:
         """Return the request as it can be served, and a warning if that is less than requested."""
         scheduler = self.engine.scheduler
         longest = max_sequence_length(scheduler.config, scheduler.cache_config)
-        with _naming_prompt(index):
+        with _naming("prompt", index):
             sampling, warning = fit_max_tokens(
                 request.sampling, len(request.prompt_token_ids), longest
             )
@@ -399,12 +423,16 @@ class LLM:
 
 
 @contextmanager
-def _naming_prompt(index: int) -> Iterator[None]:
-    """Name the prompt in an InvalidRequest."""
+def _naming(what: str, index: int) -> Iterator[None]:
+    """Name the prompt or chat in an InvalidRequest."""
     try:
         yield
     except InvalidRequest as error:
-        raise InvalidRequest(f"prompt {index}: {error}") from None
+        raise InvalidRequest(f"{what} {index}: {error}") from None
+
+
+def _as_chats(chats: Chat | Sequence[Chat]) -> Sequence[Chat]:
+    return [chats] if chats and isinstance(chats[0], Mapping) else chats  # type: ignore[list-item,return-value]
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

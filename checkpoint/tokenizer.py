@@ -145,6 +145,13 @@ class Tokenizer:
         except TEMPLATE_ERRORS as error:
             raise InvalidRequest(f"the chat template refuses these messages: {error}") from error
 
+    def encode_chat(
+        self, messages: Sequence[Message], variables: Mapping[str, object] | None = None
+    ) -> list[int]:
+        """Return the tokens of a chat, up to where its answer begins. Raises as `render_chat`."""
+        text = self.render_chat(messages, variables=variables)
+        return self.encode(text, add_special_tokens=False)
+
     @cached_property
     def takes_parts(self) -> bool:
         """True if the chat template takes a message's content as a list of parts."""

@@ -21,6 +21,7 @@ EXAMPLES = {
     "reset-prefix-cache": ("baton reset-prefix-cache --address 127.0.0.1:50051",),
     "run": (
         'baton run "import os" "import sys" --max-tokens 32',
+        'baton run --chat "Who was Ada Lovelace?" --model ~/models/mine',
         "baton run --model ~/models/mine < prompt.txt",
     ),
     "health": ("baton health 127.0.0.1:50051",),

@@ -43,6 +43,22 @@ def test_generate_accepts_and_returns_text(local: LLM) -> None:
     assert answer.text == local.tokenizer.decode(answer.token_ids)
 
 
+def test_chats_are_answered_as_the_template_renders_them(local: LLM) -> None:
+    chats = [[{"role": "user", "content": text}] for text in ("the fox", "jumps")]
+    rendered = [local.tokenizer.render_chat(chat) for chat in chats]
+    prompts = [local.tokenizer.encode(text, add_special_tokens=False) for text in rendered]
+
+    answers = local.chat(chats, GREEDY)
+
+    assert [answer.prompt_token_ids for answer in answers] == prompts
+    assert [answer.text for answer in answers] == [
+        answer.text for answer in local.generate(prompts, GREEDY)
+    ]
+    assert local.chat(chats[0], GREEDY)[0].text == answers[0].text
+    with pytest.raises(InvalidRequest, match=r"chat 1: .*wizard"):
+        local.chat([chats[0], [{"role": "wizard", "content": "the fox"}]])
+
+
 def test_processed_logprobs_are_those_of_the_sampling_settings(
     local: LLM, model_folder: Path
 ) -> None:
@@ -190,6 +206,25 @@ def test_run_prints_the_answer_and_the_kv_cache_size(model_folder: Path) -> None
     assert done.stdout.startswith("the fox")
     assert "blocks" in done.stderr
     assert "warning" not in done.stderr
+
+
+def test_run_prints_only_the_answers_of_chats(local: LLM, model_folder: Path) -> None:
+    [answer] = local.chat([{"role": "user", "content": "the fox"}], GREEDY)
+    sampling = ("--temperature", "0", "--max-tokens", "24", "--ignore-eos", "--dtype", "float32")
+
+    done = _baton("run", "--chat", "the fox", "--model", str(model_folder), *sampling)
+
+    assert done.stdout == f"{answer.text}\n", done.stderr
+
+
+def test_run_names_chats_where_a_model_has_nothing_to_add(local: LLM, model_folder: Path) -> None:
+    [answer] = local.generate("the fox", GREEDY)
+    greedy = ("--temperature", "0", "--dtype", "float32", "--stop", answer.text[0])
+
+    done = _baton("run", "the fox", "--model", str(model_folder), *greedy)
+
+    assert done.stdout == "the fox\n"
+    assert "add --chat" in done.stderr
 
 
 def test_run_prints_that_max_tokens_was_lowered(model_folder: Path) -> None:

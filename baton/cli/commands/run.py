@@ -38,6 +38,12 @@ def run(
     prompts: Annotated[
         list[str] | None, typer.Argument(help="Prompts to continue. Default: standard input.")
     ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat", help="Each prompt is a message of a chat; only the answer is printed."
+        ),
+    ] = False,
     model: ModelOrDemo = "",
     dtype: Dtype = "auto",
     device: Device = "cpu",
@@ -57,7 +63,7 @@ def run(
     include_stop_in_output: IncludeStop = False,
     **given: Any,
 ) -> None:
-    """Continue prompts with a model loaded in this process."""
+    """Continue prompts, or answer them with --chat, with a model loaded in this process."""
     chosen = sampling(**given)
     texts = prompts or [sys.stdin.read()]
     with reject_invalid_text():
@@ -72,7 +78,9 @@ def run(
 
     checkpoint = open_checkpoint(model or demo_model())
     tokenizer = checkpoint.load_tokenizer()
-    longest = max(len(tokenizer.encode(text)) for text in texts) + chosen["max_tokens"]
+    chats = [[{"role": "user", "content": text}] for text in texts if chat]
+    encoded = [*map(tokenizer.encode_chat, chats)] or [*map(tokenizer.encode, texts)]
+    longest = max(map(len, encoded)) + chosen["max_tokens"]
     planned = None
     if kind_of(checkpoint) is None:
         planned = _planned_len(longest, read_model_config(checkpoint))
@@ -93,12 +101,14 @@ def run(
             size = f"{kv.num_blocks} blocks, {kv.num_tokens} tokens"
             print(f"KV cache: {format_bytes(kv.num_bytes)}, {size}", file=sys.stderr)
         answers = llm.generate(
-            texts,
+            encoded,
             llm.info.defaults.sampling.params(**chosen),
             stop=stop or (),
             include_stop_in_output=include_stop_in_output,
         )
-    _print_answers(texts, answers)
+    _print_answers([""] * len(texts) if chat else texts, answers)
+    if not chat and tokenizer.has_chat_template and not all(answer.text for answer in answers):
+        print_warning("the model ended an answer at once; to ask instead, add --chat")
 
 
 def _print_answers(texts: Sequence[str], answers: Sequence[Completion]) -> None:
