@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from baton.router.fair_slots import FairSlots
 from baton.rpc.errors import QueueFull, UnsupportedInput
 
 PROGRAM = Path(__file__).with_name("program.py")
 ENVIRONMENT = ("LD_LIBRARY_PATH",)  # what the process needs of it; it can hold secrets
 PIECE_BYTES = 1 << 18
 RETRY_AFTER_S = 1.0
+NUM_PROCESSES = 2  # of a kind
+MAX_WAITING = 64  # requests, each of which holds its files in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,11 @@ class ConfinedProcess:
 
     def problem_of_time(self) -> str:
         return f"takes more than {self.limits.wall_s:g} s to read: {self.reader.remedy}"
+
+
+def reading_slots(what: str) -> FairSlots:
+    """Return slots for the requests of all clients, `what`, whose files are read."""
+    return FairSlots(NUM_PROCESSES, MAX_WAITING, max_per_client=NUM_PROCESSES // 2, what=what)
 
 
 @asynccontextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from base64 import b64decode
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from sys import getsizeof
@@ -14,9 +14,8 @@ from typing import ClassVar
 from pydantic_core import from_json
 
 from baton.core.errors import InvalidRequest
-from baton.router.confined.process import FileReader, ProcessLimits, confined_process
+from baton.router.confined.process import FileReader, ProcessLimits, confined_process, reading_slots
 from baton.router.documents.document import text_of_file
-from baton.router.fair_slots import FairSlots
 from baton.router.input_processing.limits import check_count
 from baton.router.input_processing.tokenization import LargeTextConfig, LargeTexts
 from baton.router.part_readers import FileReading
@@ -25,8 +24,6 @@ from baton.router.pictures.plan import ImageFile
 
 MAX_FILES = 64  # of a request
 SMALL_BYTES = 1 << 16  # of texts that are decoded without a thread
-NUM_PROCESSES = 2
-MAX_WAITING = 64  # requests, each of which holds its files in memory
 PDFS = FileReader(
     path=Path(__file__).with_name("pdf_program.py"),
     package="pypdfium2",
@@ -46,6 +43,9 @@ class PdfLimits(ProcessLimits):
     max_pages: int = 2_000
     max_characters: int = 1 << 22
     max_pictures: int = 16  # of pages without text, for a model that takes images
+
+
+LIMITS = PdfLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,24 +102,14 @@ def _text(line: bytes) -> PdfText:
     return PdfText(problem="cannot be read: send its text")
 
 
-def _new_slots() -> FairSlots:
-    return FairSlots(
-        NUM_PROCESSES, MAX_WAITING, max_per_client=NUM_PROCESSES // 2, what="requests with files"
-    )
-
-
-def _new_threads() -> LargeTexts:
-    return LargeTexts(LargeTextConfig(small_size=SMALL_BYTES, num_threads=1))
-
-
-@dataclass(frozen=True, slots=True)
 class DocumentReader:
     """Reads files as texts, and PDFs without text as pictures of their pages."""
 
     kind: ClassVar = DocumentFile
-    limits: PdfLimits = PdfLimits()
-    slots: FairSlots = field(default_factory=_new_slots)
-    threads: LargeTexts = field(default_factory=_new_threads)
+
+    def __init__(self) -> None:
+        self._slots = reading_slots("requests with files")
+        self._threads = LargeTexts(LargeTextConfig(SMALL_BYTES, num_threads=1))
 
     async def read(
         self, files: Sequence[DocumentFile], reading: FileReading
@@ -128,7 +118,7 @@ class DocumentReader:
         check_count("files of a request", len(files), MAX_FILES)
         num_bytes = sum(len(file.data) for file in files)
         reading.hold(num_bytes)
-        texts = await self.threads.run(num_bytes, partial(_texts_in, files), reading.client)
+        texts = await self._threads.run(num_bytes, partial(_texts_in, files), reading.client)
         reading.hold(sum(map(getsizeof, filter(None, texts))))
         pdfs = [file.data for file, text in zip(files, texts, strict=True) if text is None]
         read = iter(await self._read_pdfs(pdfs, reading) if pdfs else ())
@@ -138,8 +128,8 @@ class DocumentReader:
         ]
 
     async def _read_pdfs(self, pdfs: Sequence[bytes], reading: FileReading) -> list[PdfText]:
-        async with self.slots.slot(reading.client):
-            limits = self.limits if reading.images_as else replace(self.limits, max_pictures=0)
+        async with self._slots.slot(reading.client):
+            limits = LIMITS if reading.images_as else replace(LIMITS, max_pictures=0)
             read = await read_pdfs(pdfs, limits)
         reading.hold(sum(getsizeof(pdf.text) for pdf in read))
         return read

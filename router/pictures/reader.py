@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from baton.core.errors import InvalidRequest
 from baton.core.media import Picture
-from baton.router.fair_slots import FairSlots
+from baton.router.confined.process import reading_slots
 from baton.router.part_readers import FileReading
 from baton.router.pictures.picture_process import PictureLimits, Pixels, read_pixels
 from baton.router.pictures.plan import (
@@ -24,16 +24,8 @@ from baton.rpc.errors import UnsupportedInput
 from baton.telemetry import names
 from baton.telemetry.tracing.spans import AttributeValue
 
-NUM_PROCESSES = 2
-MAX_WAITING = 64  # requests, each of which holds its files in memory
 FRAME_BYTES = 8  # of the length before a field of a digest
 DEFAULT_LIMITS = PictureLimits()
-
-
-def _new_slots() -> FairSlots:
-    return FairSlots(
-        NUM_PROCESSES, MAX_WAITING, max_per_client=NUM_PROCESSES // 2, what="requests with images"
-    )
 
 
 class PictureReader:
@@ -45,7 +37,7 @@ class PictureReader:
         """`source`: of images that are URLs; None: these are refused."""
         self._limits = limits
         self._source = source
-        self._slots = _new_slots()
+        self._slots = reading_slots("requests with images")
         self._prepared = PreparedImages(limits.max_cached_bytes)
 
     async def read(self, files: Sequence[ImageFile], reading: FileReading) -> list[PreparedImage]:
