@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from baton.core.ids import BlockId, BlockName, HandoffId, Peer
 from baton.core.output import FirstToken
@@ -109,21 +110,13 @@ class StepOrders:
         """Return and clear the orders."""
         if not self:
             return NO_KV_ORDERS
-        orders = KvOrders(
-            tuple(self.receives),
-            tuple(self.revokes),
-            tuple(self.sends),
-            tuple(self.completes),
-            tuple(self.withdraws),
-            tuple(self.layer_sends),
-            ExternalOrders(
-                tuple(self.loads), tuple(self.stores), tuple(self.drops), tuple(self.uses)
-            ),
-            tuple(self.foreign),
-        )
+        taken: dict[str, Any] = {}
         for each in fields(self):
-            getattr(self, each.name).clear()
-        return orders
+            orders = getattr(self, each.name)
+            taken[each.name] = tuple(orders)
+            orders.clear()
+        external = {name: taken.pop(name) for name in ("loads", "stores", "drops", "uses")}
+        return KvOrders(**taken, external=ExternalOrders(**external))
 
 
 @dataclass(frozen=True, slots=True)

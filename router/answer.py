@@ -54,9 +54,7 @@ class AnswerAssembler:
         self._stops = StopWatcher(stop or StopRule())
         self._token_ids: list[int] = []
         self._early: dict[int, tuple[int, TokenLogprobs | None]] = {}
-        self._end: tuple[int, FinishStatus] | None = (
-            None  # number of tokens at the end, and the finish
-        )
+        self._end: tuple[int, FinishStatus] | None = None  # number of tokens at the end, and how
         self._prompt_logprobs: list[TokenLogprobs | None] = []
         self._num_prompt_logprobs = num_prompt_logprobs
         self._has_passed_prompt = num_prompt_logprobs == 0

@@ -225,13 +225,10 @@ class SchedulerConfig:
         """Tokens of a picture that fit into a step while all other requests decode."""
         return self.max_num_batched_tokens - self.max_num_seqs + 1
 
-    @property
-    def pooling_needs_all_tokens(self) -> bool:
-        return self.pooling is not None and self.pooling.needs_all_tokens
-
     def needs_all_tokens(self, task: Task) -> bool:
         """Return whether a vector needs hidden states of more than the last token."""
-        return self.pooling_needs_all_tokens or task.output is TaskOutput.VECTORS
+        pools_all = self.pooling is not None and self.pooling.needs_all_tokens
+        return pools_all or task.output is TaskOutput.VECTORS
 
     def without_chunks(self) -> SchedulerConfig:
         """Return these settings for a model that computes each prompt in one step."""

@@ -17,7 +17,15 @@ from baton.core.kv_hints import NO_KV_HINTS, KvHints
 from baton.core.media import MediaSegment, Picture, StoredPicture, picture_salt
 from baton.core.output import FinishReason, Output
 from baton.core.pause_mode import PauseMode
-from baton.core.request import PREFETCH, EngineRequest, PrefixSource, ReceiveKv, Task, task_of
+from baton.core.request import (
+    EMBED,
+    PREFETCH,
+    EngineRequest,
+    PrefixSource,
+    ReceiveKv,
+    Task,
+    task_of,
+)
 from baton.core.sampling import SamplingParams
 from baton.engine.containment import Containment
 from baton.engine.errors import FollowedPassFailed, PassHookFailed, PassSkipped
@@ -211,7 +219,7 @@ class EngineWorld:
             self.config.max_num_seqs,
             chance or random.Random(0),
             max_loras=self.config.max_loras,
-            pools_all_tokens=self.config.pooling_needs_all_tokens,
+            pools_all_tokens=self.config.needs_all_tokens(EMBED),
             whole_pictures=self.config.whole_pictures,
         )
         self._passes = _Strict(self.runner)
@@ -565,7 +573,7 @@ class EngineWorld:
         content = content_of(
             seen_context(request), self.specs, self.num_state_blocks, request.adapter.id
         )
-        needs_all = self.config.pooling_needs_all_tokens
+        needs_all = self.config.needs_all_tokens(EMBED)
         assert output.vector == vector_of(content, self.specs, needs_all)
         assert output.finish_reason is FinishReason.STOP
 

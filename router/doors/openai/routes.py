@@ -207,17 +207,15 @@ class Tokens:
         body: TokenizeTextBody | TokenizeChatBody
         prompt: Prompt
         if "messages" in fields:
-            body, chat = await received.run(partial(_chat_to_tokenize, fields))
-            named = self.pipeline.table.find_model(body.model)
-            prompt = await self.pipeline.read_files(
-                chat, named, received.client, received.hold_more
-            )
+            body, prompt = await received.run(partial(_chat_to_tokenize, fields))
         else:
             body = openai_body(fields, TokenizeTextBody)
             prompt = TextPrompt(body.prompt, body.add_special_tokens)
         model = self.pipeline.table.find_model(body.model)
         self.pipeline.inputs.check_model(model)
-        token_ids = await self.pipeline.inputs.token_ids(prompt, model, received.client)
+        client = received.client
+        prompt = await self.pipeline.read_files(prompt, model, client, received.hold_more)
+        token_ids = await self.pipeline.inputs.token_ids(prompt, model, client)
         response: dict[str, Any] = {
             "count": len(token_ids),
             "max_model_len": self.pipeline.table.served_model(model).max_model_len,
