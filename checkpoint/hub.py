@@ -4,24 +4,41 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fnmatch import filter as filter_names
 from glob import escape
 from pathlib import Path
 
 from baton.checkpoint.checkpoint import Checkpoint
-from baton.checkpoint.gguf.file_choice import choose_files, is_projector, order_projectors
+from baton.checkpoint.gguf.file_choice import choose_files, is_gguf, list_models
 from baton.checkpoint.gguf.gguf_checkpoint import GgufCheckpoint
-from baton.checkpoint.gguf.gguf_file import is_later_part, list_parts
 from baton.checkpoint.model_files import list_weight_files
 from baton.checkpoint.safetensors_folder import SafetensorsFolder
 from baton.core.errors import ModelError
 
-# Weights in other formats are not downloaded.
-WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+SAFETENSORS = "*.safetensors"
+# Of a folder. Weights in other formats are not downloaded.
+WANTED_FILES = ("*.json", SAFETENSORS, "*.jinja", "tokenizer.model")
 PICKLED_FILES = "pytorch_model*.bin"  # where there are no others
 CONNECT_TIMEOUT_S = 10
-GGUF_MAGIC = b"GGUF"
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")  # and a quantization of GGUF
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")  # and a variant of the weights
+
+
+@dataclass(frozen=True, slots=True)
+class FileFormat:
+    """Format of models that are one file, or its parts; other models are folders."""
+
+    is_model: Callable[[Path], bool]
+    list_models: Callable[[Sequence[str]], list[str]]  # among names; of one in parts, the first
+    # Gets a repository, its files and the variant. Returns a model's files, its own first.
+    choose_files: Callable[[str, Sequence[str], str], list[str]]
+    open: Callable[[Path, str], Checkpoint]  # a file, and --mmproj
+
+
+FILE_FORMATS: tuple[FileFormat, ...] = (
+    FileFormat(is_gguf, list_models, choose_files, GgufCheckpoint.open),
+)
 
 
 def open_checkpoint(model: str, *, offline: bool = False, mmproj: str = "") -> Checkpoint:
@@ -31,39 +48,35 @@ def open_checkpoint(model: str, *, offline: bool = False, mmproj: str = "") -> C
     """
     path = resolve_model(model, offline=offline)
     if not path.is_dir():
-        checkpoint = GgufCheckpoint(path, Path(mmproj).expanduser() if mmproj else None)
-        if mmproj:
-            checkpoint.read_config()  # raises ModelError if it does not fit
-        return checkpoint
+        return _format_of(path).open(path, mmproj)
     if mmproj:
         raise ModelError(f"--mmproj {mmproj} is for GGUF files, and {path} is a folder")
     return SafetensorsFolder(path)
 
 
 def resolve_model(model: str, *, offline: bool = False, cache: Path | None = None) -> Path:
-    """Return a model's folder, or its GGUF file: local ones, or those in the Hugging Face cache.
+    """Return a model's folder or file: local ones, or those in the Hugging Face cache.
 
     Downloads the model into the cache if needed, unless `offline`. `cache` defaults to
     huggingface_hub's own.
     """
     path = Path(model).expanduser()
     if path.is_dir():
-        return _gguf_of(path) or path
+        return _file_in(path) or path
     if path.is_file():
-        if _is_gguf(path):
-            return path
-        raise ModelError(f"{model} is a file; name its folder: {path.absolute().parent}")
+        _format_of(path)
+        return path
     if not HUB_NAME.fullmatch(model):
         raise ModelError(
             f"{model} is neither a folder or GGUF file on this machine nor a model name of the hub"
         )
-    name, _, quantization = model.partition(":")
-    cached = _find_cached(name, quantization, cache)
+    name, _, variant = model.partition(":")
+    cached = _find_cached(name, variant, cache)
     if cached is not None:
         return cached
     if offline:
         raise ModelError(f"{_not_found(model)}; no download was tried (offline)")
-    return _download(name, quantization, cache)
+    return _download(name, variant, cache)
 
 
 def served_name(model: str) -> str:
@@ -81,20 +94,19 @@ def model_root(model: str) -> str:
     return os.path.abspath(path) if path.exists() else model
 
 
-def _is_gguf(path: Path) -> bool:
-    """Return whether a file is named or begins like GGUF. Ollama names files by their digest."""
-    if path.suffix.lower() == ".gguf":
-        return True
-    with path.open("rb") as file:
-        return file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
+def _format_of(file: Path) -> FileFormat:
+    for each in FILE_FORMATS:
+        if each.is_model(file):
+            return each
+    raise ModelError(f"{file} is a file; name its folder: {file.absolute().parent}")
 
 
-def _gguf_of(folder: Path) -> Path | None:
-    """Return the GGUF file of a folder that has no other weights, the first of its parts."""
-    if any(folder.glob("*.safetensors")):
+def _file_in(folder: Path) -> Path | None:
+    """Return the file that is the model of a folder without other weights."""
+    if any(folder.glob(SAFETENSORS)):
         return None
-    found = sorted(path for path in folder.glob("*.gguf") if not is_later_part(path))
-    files = [path for path in found if not is_projector(path.name)]
+    names = [path.name for path in folder.glob("*")]
+    files = [folder / name for each in FILE_FORMATS for name in each.list_models(names)]
     if len(files) > 1:
         raise ModelError(
             f"{folder} has {len(files)} models: name one of {', '.join(map(str, files))}"
@@ -102,10 +114,21 @@ def _gguf_of(folder: Path) -> Path | None:
     return files[0] if files else None
 
 
+def _choose_files(repository: str, names: Sequence[str], variant: str) -> Sequence[str]:
+    """Return the files of a model that is no folder, its own first. Raises ModelError."""
+    is_folder = not variant and filter_names(names, SAFETENSORS)
+    for each in FILE_FORMATS:
+        if not is_folder and each.list_models(names):
+            return each.choose_files(repository, names, variant)
+    if is_folder or (not variant and filter_names(names, PICKLED_FILES)):
+        return ()
+    raise ModelError(f"{repository} has no GGUF file, and no {SAFETENSORS}")
+
+
 # huggingface_hub is imported on use: the import is slow, and local folders do not need it.
 
 
-def _find_cached(name: str, quantization: str, cache: Path | None) -> Path | None:
+def _find_cached(name: str, variant: str, cache: Path | None) -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -116,17 +139,15 @@ def _find_cached(name: str, quantization: str, cache: Path | None) -> Path | Non
         )
     except (LocalEntryNotFoundError, HFValidationError):
         return None
-    if not quantization and _is_complete(found):
+    if not variant and _is_complete(found):
         return found
+    names = [path.relative_to(found).as_posix() for path in found.rglob("*")]
     try:
-        files = choose_files(name, _list_files(found), quantization)
-        return list_parts(found / files[0])[0]
+        files = _choose_files(name, names, variant)
     except ModelError:
-        return None  # another quantization, or a part of this one
-
-
-def _list_files(folder: Path) -> list[str]:
-    return [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")]
+        return None  # another variant
+    is_here = all((found / file).is_file() for file in files)
+    return found / files[0] if files and is_here else None
 
 
 def _is_complete(snapshot: Path) -> bool:
@@ -135,7 +156,7 @@ def _is_complete(snapshot: Path) -> bool:
     return bool(weights) and all(path.exists() for path in (snapshot / "config.json", *weights))
 
 
-def _download(name: str, quantization: str, cache: Path | None) -> Path:
+def _download(name: str, variant: str, cache: Path | None) -> Path:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -145,14 +166,10 @@ def _download(name: str, quantization: str, cache: Path | None) -> Path:
         # One request, without the retries of `list_repo_files`.
         about = HfApi().model_info(name, timeout=CONNECT_TIMEOUT_S)
         names = [each.rfilename for each in about.siblings or ()]
-        wanted = list(WANTED_FILES)
-        kinds = {Path(each).suffix for each in names}
-        if not kinds & {".safetensors", ".gguf"} and filter_names(names, PICKLED_FILES):
+        files = _choose_files(name, names, variant)
+        wanted = [*map(escape, files)] or [*WANTED_FILES]
+        if not files and not filter_names(names, SAFETENSORS):
             wanted.append(PICKLED_FILES)
-        is_folder = not quantization and (".safetensors" in kinds or PICKLED_FILES in wanted)
-        files = None if is_folder else choose_files(name, names, quantization)
-        if files is not None:
-            wanted = [escape(file) for file in (*files, *order_projectors(names)[:1])]
         found = Path(snapshot_download(name, cache_dir=cache, allow_patterns=wanted))
     except failures as error:
         reason = next(iter(str(error).strip().splitlines()), repr(error))
@@ -160,7 +177,7 @@ def _download(name: str, quantization: str, cache: Path | None) -> Path:
             f"{_not_found(name)}; the download failed: {reason}. Without a connection to "
             "the hub, name its folder or GGUF file instead"
         ) from error
-    return found if files is None else found / files[0]
+    return found / files[0] if files else found
 
 
 def _not_found(model: str) -> str:

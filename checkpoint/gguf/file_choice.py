@@ -1,12 +1,13 @@
-"""Selects the GGUF file of a repository that a name means: `USER/REPO:Q4_K_M`. Pure."""
+"""Selects the GGUF file of a repository that a name means: `USER/REPO:Q4_K_M`."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from pathlib import PurePosixPath
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-from baton.checkpoint.gguf.gguf_file import SPLIT_NAME
+from baton.checkpoint.gguf.gguf_file import is_later_part, part_names
+from baton.checkpoint.gguf.header import MAGIC
 from baton.core.errors import ModelError
 
 DEFAULT = "Q4_K_M"  # llama.cpp's and Ollama's
@@ -17,18 +18,32 @@ PROJECTOR = "mmproj"  # in names of files that turn images into embeddings
 PROJECTOR_TYPES = ("BF16", "F16", "F32", "Q8_0")  # the preferred ones first
 
 
-def choose_files(repository: str, names: Iterable[str], quantization: str) -> list[str]:
-    """Return the file with this quantization, or all parts of it, the first one first.
+def is_gguf(path: Path) -> bool:
+    """Return whether a file is named or begins like GGUF. Ollama names files by their digest."""
+    if path.suffix.lower() == ".gguf":
+        return True
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def list_models(names: Iterable[str]) -> list[str]:
+    """Return the files of models, only the first part of each, sorted."""
+    return [
+        name
+        for name in sorted(names)
+        if name.lower().endswith(".gguf") and not is_projector(name) and not is_later_part(name)
+    ]
+
+
+def choose_files(repository: str, names: Sequence[str], quantization: str) -> list[str]:
+    """Return the file with this quantization, or all its parts, and that of a vision tower.
 
     Without a quantization it is DEFAULT, or the only one. Raises ModelError, which lists those that
     there are.
     """
-    found: dict[str, list[str]] = {}
-    for name in sorted(names):
-        if name.lower().endswith(".gguf") and not is_projector(name):
-            found.setdefault(_quantization(name), []).append(name)
-    if not found:
-        raise ModelError(f"{repository} has no GGUF file, and no *.safetensors")
+    found: dict[str, str] = {}
+    for name in list_models(names):
+        found.setdefault(_quantization(name), name)
     asked = quantization.upper() or (next(iter(found)) if len(found) == 1 else DEFAULT)
     if asked not in found:
         example = next(iter(found))
@@ -36,12 +51,7 @@ def choose_files(repository: str, names: Iterable[str], quantization: str) -> li
             f"{repository} has no GGUF file in {asked}; it has {', '.join(found)}. Name one, as in "
             f"{repository}:{example}"
         )
-    first, *others = found[asked]
-    match = SPLIT_NAME.fullmatch(PurePosixPath(first).name)
-    if match is None:
-        return [first]
-    stem = f"{match['stem']}-"
-    return [first, *(name for name in others if PurePosixPath(name).name.startswith(stem))]
+    return [*part_names(found[asked]), *order_projectors(names)[:1]]
 
 
 def is_projector(name: str) -> bool:

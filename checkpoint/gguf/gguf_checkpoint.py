@@ -34,6 +34,14 @@ class GgufCheckpoint:
     path: Path
     mmproj: Path | None = None  # of the vision tower; None: one next to it, if there is one
 
+    @classmethod
+    def open(cls, path: Path, mmproj: str) -> GgufCheckpoint:
+        """Return the checkpoint of a file. Raises ModelError if the tower named does not fit."""
+        checkpoint = cls(path, Path(mmproj).expanduser() if mmproj else None)
+        if mmproj:
+            checkpoint.read_config()
+        return checkpoint
+
     def read_config(self) -> JsonFields:
         config = read_config(self._file)
         return config if self._projector is None else self._projector.add_to(config)

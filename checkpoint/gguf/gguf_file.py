@@ -14,7 +14,7 @@ from baton.checkpoint.gguf.header import Header, TensorEntry, Value, read_header
 from baton.checkpoint.json_fields import shorten
 from baton.core.errors import ModelError
 
-SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>(?!00000)\d{5})\.gguf")
 T = TypeVar("T")
 
 
@@ -126,21 +126,25 @@ FILES: WeakValueDictionary[tuple[Path, int, int, int], GgufFile] = WeakValueDict
 
 
 def list_parts(path: Path) -> list[Path]:
-    """Return the files of a model by the name of one of them."""
-    match = SPLIT_NAME.fullmatch(path.name)
-    if match is None:
-        return [path]
-    count = int(match["count"])
-    names = [f"{match['stem']}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
-    parts = [path.with_name(name) for name in names]
-    missing = [part.name for part in parts if not part.is_file()]
+    """Return the files of a model by the path of one of them. Raises ModelError if some lack."""
+    parts = [path.with_name(name) for name in part_names(path.name)]
+    missing = [part.name for part in parts if len(parts) > 1 and not part.is_file()]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelError(f"{path.parent} lacks {missing[0]}{more}, which {path.name} needs")
     return parts
 
 
-def is_later_part(path: Path) -> bool:
+def part_names(name: str) -> list[str]:
+    """Return the names of a model's files by the name or path of one of them."""
+    match = SPLIT_NAME.fullmatch(name)
+    if match is None:
+        return [name]
+    count = int(match["count"])
+    return [f"{match['stem']}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
+
+
+def is_later_part(name: str) -> bool:
     """Return whether a file has a part of a model, but not the first."""
-    match = SPLIT_NAME.fullmatch(path.name)
+    match = SPLIT_NAME.fullmatch(name)
     return match is not None and int(match["number"]) != 1

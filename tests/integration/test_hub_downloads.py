@@ -113,6 +113,28 @@ def test_pickled_weights_are_downloaded_where_there_are_no_others(
     assert downloaded == cached
 
 
+def test_a_repository_without_weights_is_refused(hub: ModelHub, tmp_path: Path) -> None:
+    hub.files = {"README.md": b"# A model", "model.bin": b"no"}
+
+    [line] = resolve(hub, tmp_path, REPOSITORY)
+
+    assert line == f"{REPOSITORY} has no GGUF file, and no *.safetensors"
+    assert hub.downloads == []
+
+
+def test_the_vision_tower_of_a_model_is_downloaded_with_it(hub: ModelHub, tmp_path: Path) -> None:
+    towers = ("mmproj-F32.gguf", "mmproj-F16.gguf")
+    hub.files = {"model-Q4_K_M.gguf": b"GGUF", **dict.fromkeys(towers, b"GGUF")}
+
+    downloaded, cached = resolve(hub, tmp_path, REPOSITORY, f"-{REPOSITORY}")
+
+    assert sorted(path.name for path in Path(cached).parent.iterdir()) == [
+        towers[1],
+        "model-Q4_K_M.gguf",
+    ]
+    assert downloaded == cached
+
+
 def test_an_interrupted_download_is_no_model_and_goes_on(hub: ModelHub, tmp_path: Path) -> None:
     hub.held = PARTS[1]
     with start(hub, tmp_path, f"{REPOSITORY}:BF16") as process:
