@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-import secrets
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -16,12 +15,10 @@ from baton.core.errors import InvalidConfig
 from baton.doctor.findings import Finding, fail, ok, warn
 from baton.engine.runner.device.host_memory import huge_page_memory
 from baton.engine.runner.kernels.calls import fastest_copies
-from baton.kv_transfer.tiers.backing_tier import OBJECTS
 from baton.kv_transfer.tiers.bandwidth import StoreRates, measure_host, measure_store
 from baton.kv_transfer.tiers.kv_access import BlockMemory
-from baton.kv_transfer.tiers.stores.file_store import FileStore
-from baton.kv_transfer.tiers.stores.object_store import ObjectStore
-from baton.kv_transfer.tiers.stores.objects import open_bucket
+from baton.kv_transfer.tiers.stores.block_store import StoreKind
+from baton.kv_transfer.tiers.stores.store_kinds import STORE_KINDS
 
 MEMORY_BYTES = 64 << 20
 MAX_BLOCKS = 128
@@ -42,18 +39,17 @@ class KvShapeFacts:
 TYPICAL = KvShapeFacts("Qwen3-0.6B", 1792 << 10, 16)
 
 
-def check_tiers(folder: str, object_store: str, kv: KvShapeFacts = TYPICAL) -> Iterator[Finding]:
-    """Measure host memory, and the folder and the bucket if they are given."""
+def check_tiers(places: Mapping[str, str], kv: KvShapeFacts = TYPICAL) -> Iterator[Finding]:
+    """Measure host memory, and the stores that `places` has by the names of their tiers."""
     num_blocks = max(4, min(MAX_BLOCKS, MEMORY_BYTES // kv.block_bytes))
     owners = [huge_page_memory(num_blocks * kv.block_bytes) for _ in range(2)]
     starts = map(ctypes.addressof, map(ctypes.c_char.from_buffer, owners))
     memory, host = (BlockMemory(start, num_blocks, kv.block_bytes) for start in starts)
     memory.view(0)[:] = os.urandom(kv.block_bytes)
     yield _host(memory, host, kv)
-    if folder:
-        yield _folder(folder, memory, kv)
-    if object_store:
-        yield _bucket(object_store, memory, kv)
+    for kind in STORE_KINDS:
+        if places.get(kind.name):
+            yield _store(kind, places[kind.name], memory, kv)
 
 
 def _host(memory: BlockMemory, host: BlockMemory, kv: KvShapeFacts) -> Finding:
@@ -72,27 +68,16 @@ def _host(memory: BlockMemory, host: BlockMemory, kv: KvShapeFacts) -> Finding:
     return rate_finding("host tier", found, load, kv)
 
 
-def _folder(folder: str, memory: BlockMemory, kv: KvShapeFacts) -> Finding:
+def _store(kind: StoreKind, place: str, memory: BlockMemory, kv: KvShapeFacts) -> Finding:
+    check, max_bytes = f"{kind.name} tier", 4 * MEMORY_BYTES + kv.block_bytes
     try:
-        Path(folder).expanduser().mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="doctor-", dir=Path(folder).expanduser()) as name:
-            files = FileStore(name, "doctor", kv.block_bytes, 4 * MEMORY_BYTES + kv.block_bytes)
-            rates = measure_store(files, memory, 1, perf_counter, lambda: _leave_page_cache(name))
+        with kind.empty_place(place) as empty:
+            store = kind.open(empty, "doctor", kv.block_bytes, max_bytes, 1.0)
+            between = partial(_leave_page_cache, empty)
+            rates = measure_store(store, memory, kind.num_parallel, perf_counter, between)
     except (InvalidConfig, OSError) as error:
-        return fail("file tier", str(error), "nodes write no KV there; choose another --kv-folder")
-    return rate_finding("file tier", _describe(rates), rates.read_bytes_per_s, kv)
-
-
-def _bucket(url: str, memory: BlockMemory, kv: KvShapeFacts) -> Finding:
-    try:
-        objects = open_bucket(f"{url.rstrip('/')}/doctor-{secrets.token_hex(4)}")
-        limit = 4 * MEMORY_BYTES + kv.block_bytes
-        store = ObjectStore(objects, "doctor", kv.block_bytes, limit)
-        rates = measure_store(store, memory, OBJECTS.num_parallel, perf_counter)
-    except (InvalidConfig, OSError) as error:
-        advice = "nodes work without it; check the bucket, and AWS_* in the environment"
-        return fail("object tier", str(error), advice)
-    return rate_finding("object tier", _describe(rates), rates.read_bytes_per_s, kv)
+        return fail(check, str(error), kind.remedy)
+    return rate_finding(check, _describe(rates), rates.read_bytes_per_s, kv)
 
 
 def rate_finding(check: str, found: str, bytes_per_s: float, kv: KvShapeFacts) -> Finding:
@@ -115,9 +100,9 @@ def _rate(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e9:.2g} GB/s"
 
 
-def _leave_page_cache(folder: str) -> None:
-    """Write files to the disk and drop them from memory, so that they are read from the disk."""
-    for path in Path(folder).rglob("*.kv"):
+def _leave_page_cache(place: str) -> None:
+    """Write files, if it is a folder, to the disk and drop them from memory."""
+    for path in Path(place).rglob("*.kv"):
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -28,6 +28,7 @@ from baton.kv_transfer.tiers.bandwidth import TierDriver
 from baton.kv_transfer.tiers.host_tier import HostTier
 from baton.kv_transfer.tiers.kv_access import BlockMemory, CpuKvAccess
 from baton.kv_transfer.tiers.stores.file_store import FileStore
+from baton.kv_transfer.tiers.stores.store_kinds import FILES
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
 from baton.node.kv.tiers import CopyPacing
 
@@ -201,10 +202,10 @@ def _traffic(runner: TorchRunner, bench: DecodeBench) -> Iterator[_Traffic]:
     host = HostTier(BlockMemory(address, num_host, kv.block_bytes), owner)
     with tempfile.TemporaryDirectory() as folder:
         limit = 4 * num_moved * (kv.block_bytes + 64)
-        files = FileStore(folder, "bench", kv.block_bytes, limit) if bench.with_files else None
+        files = ((FILES, FileStore(folder, "bench", kv.block_bytes, limit)),)
         memory = BlockMemory(kv.address, kv.num_blocks, kv.block_bytes)
         copies, woken = CpuKvAccess(memory, fastest_copies(kv.block_bytes)), Event()
-        with TieredKv(copies, host, files, wake=woken.set) as tiers:
+        with TieredKv(copies, host, files if bench.with_files else (), wake=woken.set) as tiers:
             block_ids = range(kv.num_blocks - num_moved, kv.num_blocks)
             traffic = _Traffic(tiers, woken, block_ids, kv.block_bytes, bench.gb_per_s)
             traffic.touch_memory()

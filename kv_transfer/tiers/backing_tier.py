@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from baton.core.ids import BlockName
 from baton.core.kv_hints import BlockHints
-from baton.kv_transfer.external_kv import FILE, OBJECT, Load
+from baton.kv_transfer.external_kv import Load
 from baton.kv_transfer.fence import Fence
 from baton.kv_transfer.tiers.copy_pace import CopyPace, PacedWork
 from baton.kv_transfer.tiers.host_tier import (
@@ -32,7 +32,7 @@ from baton.kv_transfer.tiers.host_tier import (
     WriteQueue,
 )
 from baton.kv_transfer.tiers.kv_access import KvAccess, ReadTarget, copy_block
-from baton.kv_transfer.tiers.stores.block_store import BlockStore, BlockUnusable
+from baton.kv_transfer.tiers.stores.block_store import BlockStore, BlockUnusable, StoreKind
 from baton.kv_transfer.tiers.tier_status import LoadTimes, Outage, TierCounters, TierStatus
 
 logger = logging.getLogger(__name__)
@@ -44,23 +44,6 @@ Job = Callable[[], None]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 _LOAD, _CHANGE, _STOP = range(3)  # priorities of jobs
-
-
-@dataclass(frozen=True, slots=True)
-class BackingConfig:
-    """Settings of one tier behind host memory."""
-
-    name: str
-    bytes_per_s: float  # first guess of the speed of loads
-    refresh_s: float  # interval at which the blocks of other processes are found
-    num_parallel: int = 1  # blocks that are read or written at a time
-    # With so many blocks waiting to be written, as a share of host memory, further ones are
-    # skipped. None: the KV cache keeps them until there is room in host memory.
-    max_waiting_share: float | None = None
-
-
-FILES = BackingConfig(FILE, 1e9, refresh_s=0.1)
-OBJECTS = BackingConfig(OBJECT, 2e8, refresh_s=1.0, num_parallel=8, max_waiting_share=0.5)
 
 
 @dataclass(slots=True)
@@ -92,11 +75,11 @@ class PendingLoad:
 
 
 class BackingTier:
-    def __init__(self, config: BackingConfig, store: BlockStore, parts: TierParts) -> None:
-        self.name = config.name
+    def __init__(self, kind: StoreKind, store: BlockStore, parts: TierParts) -> None:
+        self.name = kind.name
         self.counters = TierCounters()
-        self._times = LoadTimes(parts.kv.block_bytes / config.bytes_per_s, config.num_parallel)
-        self._config = config
+        self._times = LoadTimes(parts.kv.block_bytes / kind.bytes_per_s, kind.num_parallel)
+        self._kind = kind
         self._store = store
         self._parts = parts
         self._host, self._pace, self._clock = parts.host, parts.pace, parts.clock
@@ -108,13 +91,13 @@ class BackingTier:
         self._reads_lock = Lock()
         # When the job began, or its last operation if that is later: a rest is not part of it.
         self._job_since_s: float | None = None
-        self._reading = Outage(f"loaded from the {config.name} tier", parts.clock)
-        self._writing = Outage(f"stored in the {config.name} tier", parts.clock)
+        self._reading = Outage(f"loaded from the {kind.name} tier", parts.clock)
+        self._writing = Outage(f"stored in the {kind.name} tier", parts.clock)
         self._refresh_at_s = float("-inf")
         self._unfinished: deque[Job] = deque()  # changes that failed; repeated after a pause
         self.is_scanned = Event()
-        self._pool = ThreadPoolExecutor(config.num_parallel, f"kv-{config.name}")
-        self._thread = Thread(target=self._serve, name=f"kv-{config.name}-tier", daemon=True)
+        self._pool = ThreadPoolExecutor(kind.num_parallel, f"kv-{kind.name}")
+        self._thread = Thread(target=self._serve, name=f"kv-{kind.name}-tier", daemon=True)
 
     # --- any thread -----------------------------------------------------------------------
 
@@ -134,7 +117,7 @@ class BackingTier:
     @property
     def delays_stores(self) -> bool:
         """True if the KV cache keeps blocks until they are written here."""
-        return self._config.max_waiting_share is None and not self.is_stuck
+        return self._kind.max_waiting_share is None and not self.is_stuck
 
     def status(self) -> TierStatus:
         order, stored_bytes = self._store.order, self._store.stored_bytes
@@ -161,7 +144,7 @@ class BackingTier:
 
     def write(self, name: BlockName, block: HostBlock, hints: BlockHints, generation: int) -> None:
         """Write a pinned block of host memory, and unpin it then."""
-        share = self._config.max_waiting_share
+        share = self._kind.max_waiting_share
         most = inf if share is None else max(1, int(self._host.memory.num_blocks * share))
         is_full = self._jobs.qsize() >= most
         if is_full or self._writing.is_paused:
@@ -211,7 +194,7 @@ class BackingTier:
             # In turns with jobs: a large store takes minutes, and jobs can be many.
             if not self.is_scanned.is_set():
                 self._run(self._scan)
-            pause_s = self._config.refresh_s if self.is_scanned.is_set() else 0.0
+            pause_s = self._kind.refresh_s if self.is_scanned.is_set() else 0.0
             try:
                 _, _, job = self._jobs.get(timeout=pause_s)
             except Empty:
@@ -243,7 +226,7 @@ class BackingTier:
             self._unfinished.append(self._scan_again)
         finally:
             if is_found:
-                self._refresh_at_s = self._clock() + self._config.refresh_s  # all is known now
+                self._refresh_at_s = self._clock() + self._kind.refresh_s  # all is known now
                 self.is_scanned.set()
 
     def _scan_again(self) -> None:
@@ -252,7 +235,7 @@ class BackingTier:
 
     def _refresh(self) -> None:
         """Learn what others stored. After a pause, this also tests the store."""
-        self._refresh_at_s = self._clock() + self._config.refresh_s
+        self._refresh_at_s = self._clock() + self._kind.refresh_s
         if self._reading.is_paused:
             return
         try:
@@ -278,11 +261,11 @@ class BackingTier:
                 raise
 
     def _map(self, call: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-        return self._pool.map(call, items) if self._config.num_parallel > 1 else map(call, items)
+        return self._pool.map(call, items) if self._kind.num_parallel > 1 else map(call, items)
 
     def _write_some(self, waiting: WriteQueue) -> None:
         """Write the next blocks. There is a job for each block; later ones find nothing to do."""
-        writes = waiting.take(self._config.num_parallel)
+        writes = waiting.take(self._kind.num_parallel)
         are_written = list(self._map(self._write, writes))
         self.counters.num_stored += sum(are_written)
         self.counters.num_failed_stores += len(writes) - sum(are_written)

@@ -1,4 +1,4 @@
-"""External KV cache of a node: host memory, and behind it files and objects.
+"""External KV cache of a node: host memory, and behind it stores such as files.
 
 One thread copies between KV memory and host memory; each tier behind it has a thread of its own. A
 stored block is copied to host memory, where the engine no longer waits for it, and written from
@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -19,20 +18,13 @@ from threading import Thread
 from baton.core.ids import BlockName
 from baton.kv_transfer.external_kv import HOST, ExternalOrders, ExternalReports, Loaded
 from baton.kv_transfer.fence import PASSED
-from baton.kv_transfer.tiers.backing_tier import (
-    FILES,
-    OBJECTS,
-    BackingTier,
-    Job,
-    PendingLoad,
-    TierParts,
-)
+from baton.kv_transfer.tiers.backing_tier import BackingTier, Job, PendingLoad, TierParts
 from baton.kv_transfer.tiers.copy_pace import CopyPace, PacedWork
 from baton.kv_transfer.tiers.host_growth import FirstTouch
 from baton.kv_transfer.tiers.host_stores import HostStores, Storing
 from baton.kv_transfer.tiers.host_tier import HostTier
 from baton.kv_transfer.tiers.kv_access import KvAccess
-from baton.kv_transfer.tiers.stores.block_store import BlockStore
+from baton.kv_transfer.tiers.stores.block_store import BlockStore, StoreKind
 from baton.kv_transfer.tiers.tier_status import LoadTimes, TierCounters, TierStatus
 
 logger = logging.getLogger(__name__)
@@ -50,14 +42,12 @@ class TieredKv:
         self,
         kv: KvAccess,
         host: HostTier,
-        files: BlockStore | None = None,
-        objects: BlockStore | None = None,
+        stores: Iterable[tuple[StoreKind, BlockStore]] = (),
         clock: Callable[[], float] = time.monotonic,
-        object_refresh_s: float = OBJECTS.refresh_s,
         pace: CopyPace | None = None,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
-        """`wake` is called on any thread when there is something to poll."""
+        """The fastest store is the first. `wake` is called on any thread when there is a report."""
         self.host = host
         self.host.on_room = lambda: self._copies.put(lambda: None)  # stores are continued then
         self._clock = clock
@@ -67,10 +57,7 @@ class TieredKv:
         self._host_times = LoadTimes(kv.block_bytes / HOST_BYTES_PER_S)
         self._parts = TierParts(kv, host, self.pace, clock)
         self._cleared = 0  # the generation that host memory is in
-        stores = ((FILES, files), (replace(OBJECTS, refresh_s=object_refresh_s), objects))
-        self._backing = [
-            BackingTier(config, store, self._parts) for config, store in stores if store is not None
-        ]
+        self._backing = [BackingTier(kind, store, self._parts) for kind, store in stores]
         self._copies: SimpleQueue[Job | None] = SimpleQueue()
         self._stores = HostStores(
             self._parts,

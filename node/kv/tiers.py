@@ -11,16 +11,13 @@ from baton.engine.plan import Plan, StepObserver
 from baton.engine.runner.device.host_memory import free_host_bytes, huge_page_memory
 from baton.engine.runner.kernels.calls import fastest_copies
 from baton.kv_transfer.kv_connector import KvConnectorContext
-from baton.kv_transfer.tiers.backing_tier import FILES, OBJECTS
 from baton.kv_transfer.tiers.copy_pace import CopyPace
 from baton.kv_transfer.tiers.device_kv_access import DeviceKvAccess
 from baton.kv_transfer.tiers.host_growth import MIN_FREE_SHARE, HostGrowth, auto_host_bytes
 from baton.kv_transfer.tiers.host_tier import HostTier
 from baton.kv_transfer.tiers.kv_access import BlockMemory, CpuKvAccess, KvAccess
-from baton.kv_transfer.tiers.stores.file_store import FileStore
-from baton.kv_transfer.tiers.stores.folder_checks import check_folder
-from baton.kv_transfer.tiers.stores.object_store import ObjectStore
-from baton.kv_transfer.tiers.stores.objects import open_bucket
+from baton.kv_transfer.tiers.stores.block_store import StoreKind
+from baton.kv_transfer.tiers.stores.store_kinds import STORE_KINDS
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
 from baton.node.kv.tiers_config import TiersConfig, parse_tiers
 
@@ -36,21 +33,19 @@ def make_tiers(context: KvConnectorContext) -> TieredKv:
     num_blocks = host_bytes // block_bytes
     if not num_blocks:
         raise InvalidConfig(f"--kv-host-memory is {host_bytes} bytes; a block takes {block_bytes}")
-    num_reads = 0 if context.device_blocks is None else _num_parallel_reads(config)
+    chosen = _chosen_stores(config)
+    num_parallel = sum(kind.num_parallel for kind, _, _ in chosen)
+    num_reads = 0 if context.device_blocks is None else num_parallel
     memory = huge_page_memory((num_blocks + num_reads) * block_bytes)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     blocks = BlockMemory(address, num_blocks, block_bytes)
     host = HostTier(blocks, memory, share, growth=_make_growth(context, config, blocks))
-    files, objects = None, None
-    if config.folder:
-        files = FileStore(config.folder, fingerprint, block_bytes, config.folder_bytes, share)
-    if config.object_store:
-        bucket = open_bucket(config.object_store)
-        objects = ObjectStore(bucket, fingerprint, block_bytes, config.object_store_bytes, share)
+    stores = [
+        (kind, kind.open(place, fingerprint, block_bytes, max_bytes, share))
+        for kind, place, max_bytes in chosen
+    ]
     staging = BlockMemory(address + num_blocks * block_bytes, num_reads, block_bytes)
-    return TieredKv(
-        _make_kv_access(context, memory, staging), host, files, objects, wake=context.wake
-    )
+    return TieredKv(_make_kv_access(context, memory, staging), host, stores, wake=context.wake)
 
 
 def _make_growth(
@@ -65,11 +60,6 @@ def _make_growth(
     return HostGrowth(memory, lambda: free_host_bytes() >= min_free_bytes)
 
 
-def _num_parallel_reads(config: TiersConfig) -> int:
-    files, objects = config.folder, config.object_store
-    return (FILES.num_parallel if files else 0) + (OBJECTS.num_parallel if objects else 0)
-
-
 def _make_kv_access(context: KvConnectorContext, memory: mmap, staging: BlockMemory) -> KvAccess:
     """Return the blocks of the KV cache. `memory` is that of the host tier and of `staging`."""
     device = context.device_blocks
@@ -82,11 +72,14 @@ def _make_kv_access(context: KvConnectorContext, memory: mmap, staging: BlockMem
 
 def check_tiers(given: Mapping[str, object]) -> None:
     """Raise InvalidConfig for settings that cannot work with any model."""
-    config = parse_tiers(given)
-    if config.folder:
-        check_folder(config.folder)
-    if config.object_store:
-        open_bucket(config.object_store)
+    for kind, place, _ in _chosen_stores(parse_tiers(given)):
+        kind.check(place)
+
+
+def _chosen_stores(config: TiersConfig) -> list[tuple[StoreKind, str, int]]:
+    """Return the kinds of stores that the settings name, each with its place and size."""
+    places = config.places
+    return [(kind, *places[kind.name]) for kind in STORE_KINDS if kind.name in places]
 
 
 class CopyPacing(StepObserver):

@@ -10,6 +10,7 @@ from baton.core.errors import InvalidConfig
 from baton.core.exclusions import Feature, check_exclusions
 from baton.core.options import KV_CACHE, Option, check_options
 from baton.core.units import AUTO, parse_bytes, parse_kv_memory
+from baton.kv_transfer.external_kv import FILE, OBJECT
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,15 @@ class TiersConfig:
                 Feature.OBJECT_TIER: self.object_store,
             }
         )
+
+    @property
+    def places(self) -> Mapping[str, tuple[str, int]]:
+        """Return the place and the size of each store, by the name of its tier."""
+        files, objects = (
+            (self.folder, self.folder_bytes),
+            (self.object_store, self.object_store_bytes),
+        )
+        return {tier: each for tier, each in ((FILE, files), (OBJECT, objects)) if each[0]}
 
 
 def parse_tiers(given: Mapping[str, Any]) -> TiersConfig:

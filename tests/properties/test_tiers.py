@@ -34,7 +34,7 @@ from hypothesis.stateful import (
 from baton.core.kv_hints import NO_HINTS, SHARED, BlockHints, tenant_of
 from baton.kv_transfer.external_kv import HOST, ExternalOrders, Use
 from baton.kv_transfer.tiers.stores.file_store import FileStore
-from baton.kv_transfer.tiers.stores.object_store import ObjectStore
+from baton.kv_transfer.tiers.stores.objects.object_store import ObjectStore
 from baton.kv_transfer.tiers.tier_status import PAUSE_S
 from tests.support.block_stores import STORED_BYTES, FolderWorld, ObjectWorld, StoreWorld
 from tests.support.device_kv import DeviceMemory

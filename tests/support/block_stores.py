@@ -9,8 +9,8 @@ from typing import Protocol
 
 from baton.kv_transfer.tiers.stores.block_store import BlockStore
 from baton.kv_transfer.tiers.stores.file_store import FileStore
-from baton.kv_transfer.tiers.stores.object_store import ObjectStore
-from baton.kv_transfer.tiers.stores.objects import Objects, open_bucket
+from baton.kv_transfer.tiers.stores.objects.object_store import ObjectStore
+from baton.kv_transfer.tiers.stores.objects.objects import Objects, open_bucket
 from baton.kv_transfer.tiers.stores.stored_blocks import HEADER_BYTES
 from benchmarks.chaos.s3_server import BUCKET, S3Server
 from tests.support.memory_objects import MemoryObjects

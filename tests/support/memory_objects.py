@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 
-from baton.kv_transfer.tiers.stores.objects import ObjectInfo, Objects
+from baton.kv_transfer.tiers.stores.objects.objects import ObjectInfo, Objects
 
 PAGE_OBJECTS = 3  # small, so that a few objects take several pages
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Event
 from typing import Protocol
 
@@ -16,6 +16,8 @@ from baton.kv_transfer.tiers.copy_pace import CopyPace
 from baton.kv_transfer.tiers.host_tier import HostTier
 from baton.kv_transfer.tiers.kv_access import BlockMemory, CopyBlocks, KvAccess, copy_blocks
 from baton.kv_transfer.tiers.stores.block_store import BlockStore
+from baton.kv_transfer.tiers.stores.objects.object_store import OBJECTS
+from baton.kv_transfer.tiers.stores.store_kinds import FILES
 from baton.kv_transfer.tiers.tier_status import TierCounters, TierStatus
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
 from tests.support.tier_memory import OwnedMemory, host_tier_in, name_of
@@ -284,13 +286,12 @@ def tier_world(
     memory, host_memory = memory or make_memory(num_kv_blocks), OwnedMemory(num_host, seed=1)
     host = host_tier_in(host_memory, tenant_share)
     clock, woken = clock or Clock(), Event()
+    stores = ((FILES, files), (replace(OBJECTS, refresh_s=REFRESH_S), objects))
     with TieredKv(
         memory.kv_access(host_memory, copy),
         host,
-        files,
-        objects,
+        [(kind, store) for kind, store in stores if store is not None],
         clock,
-        object_refresh_s=REFRESH_S,
         pace=pace,
         wake=woken.set,
     ) as tiers:

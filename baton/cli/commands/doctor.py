@@ -21,6 +21,7 @@ from baton.core.units import AUTO, parse_kv_memory
 from baton.doctor.collectives import check_collectives
 from baton.doctor.findings import Finding, check_folders
 from baton.doctor.machine import check_machine
+from baton.kv_transfer.external_kv import FILE, OBJECT
 from baton.node.adapters.config import AdapterConfig
 from baton.telemetry.options import TelemetryOptions
 
@@ -145,7 +146,7 @@ def _checks(options: DoctorOptions) -> Iterator[Finding]:
             room = AdapterRoom(config.num_places, config.max_lora_rank, options.kernels)
         yield from check_model_folder(options.model, options.kv_bytes, options.kv_cache_dtype, room)
         kv = kv_shape_of(options.model, options.kv_cache_dtype) or kv
-    yield from check_tiers(options.kv_folder, options.kv_object_store, kv)
+    yield from check_tiers({FILE: options.kv_folder, OBJECT: options.kv_object_store}, kv)
 
 
 def _table(findings: list[Finding]) -> Table:

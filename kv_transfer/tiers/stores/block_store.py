@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from threading import Lock
 
 from baton.core.errors import InvalidConfig
@@ -114,3 +115,22 @@ class BlockStore(ABC):
         with self._lock:
             for name in self.order.names:
                 self.order.remove(name)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreKind:
+    """Kind of store, and the settings of a tier that has one."""
+
+    name: str  # of the tier
+    # Gets the place, the fingerprint, bytes of a block, the limit in bytes, the share of a tenant.
+    open: Callable[[str, str, int, int, float], BlockStore]
+    check: Callable[[str], object]  # raises InvalidConfig for a place that cannot work
+    # Makes an empty place within a place, for measurements.
+    empty_place: Callable[[str], AbstractContextManager[str]]
+    remedy: str  # where a place does not work
+    bytes_per_s: float  # first guess of the speed of loads
+    refresh_s: float  # interval at which the blocks of other processes are found
+    num_parallel: int = 1  # blocks that are read or written at a time
+    # With so many blocks waiting to be written, as a share of host memory, further ones are
+    # skipped. None: the KV cache keeps them until there is room in host memory.
+    max_waiting_share: float | None = None

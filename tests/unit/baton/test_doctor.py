@@ -46,6 +46,7 @@ from baton.doctor.wire import MeasuredPath, failure_finding, speed_finding
 from baton.engine.runner.adapters.places import AdapterPlaces
 from baton.engine.runner.families.read_config import read_model_config
 from baton.engine.runner.kernels.build import best_variant, cpu_features, library
+from baton.kv_transfer.external_kv import FILE, OBJECT
 from tests.support.gguf_files import write_gguf
 from tests.support.random_folders import small_folder
 
@@ -358,7 +359,9 @@ def test_an_unusable_folder_and_an_unusable_bucket_are_reported(
 
     found = {
         finding.check: finding
-        for finding in check_tiers(str(path), "s3://bucket/kv", KvShapeFacts("small", 4096, 16))
+        for finding in check_tiers(
+            {FILE: str(path), OBJECT: "s3://bucket/kv"}, KvShapeFacts("small", 4096, 16)
+        )
     }
 
     assert found["host tier"].status is Status.OK

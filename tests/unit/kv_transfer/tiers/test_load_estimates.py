@@ -13,8 +13,8 @@ import pytest
 from baton.core.kv_hints import BlockHints
 from baton.kv_transfer.external_kv import FILE, HOST
 from baton.kv_transfer.tiers import copy_pace
-from baton.kv_transfer.tiers.backing_tier import FILES
 from baton.kv_transfer.tiers.copy_pace import MAX_SHARE
+from baton.kv_transfer.tiers.stores.store_kinds import FILES
 from baton.kv_transfer.tiers.tier_status import HALF_LIFE_S
 from baton.kv_transfer.tiers.tiered_kv import HOST_BYTES_PER_S
 from tests.support.block_stores import FolderWorld

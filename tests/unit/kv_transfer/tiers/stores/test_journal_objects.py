@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from baton.kv_transfer.tiers.stores.journal_objects import CLEARED, JOURNAL_AGE_S, JournalObjects
+from baton.kv_transfer.tiers.stores.objects.journal_objects import (
+    CLEARED,
+    JOURNAL_AGE_S,
+    JournalObjects,
+)
 from baton.kv_transfer.tiers.stores.stored_blocks import REMOVED, WRITTEN
 from tests.support.memory_objects import MemoryObjects
 

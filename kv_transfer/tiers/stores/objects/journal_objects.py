@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from threading import Lock
 
-from baton.kv_transfer.tiers.stores.objects import ObjectInfo, Objects
+from baton.kv_transfer.tiers.stores.objects.objects import ObjectInfo, Objects
 
 CLEARED = "*"  # a change besides those of single blocks
 MAX_CHANGES = 4096

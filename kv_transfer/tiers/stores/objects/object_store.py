@@ -9,9 +9,10 @@ remove in `JournalObjects`.
 from __future__ import annotations
 
 import ctypes
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 
 import numpy as np
@@ -19,10 +20,11 @@ from xxhash import xxh3_128_digest
 
 from baton.core.ids import BlockName
 from baton.core.kv_hints import NO_HINTS, SHARED, BlockHints, Tenant
+from baton.kv_transfer.external_kv import OBJECT
 from baton.kv_transfer.tiers.kv_access import BlockMemory
-from baton.kv_transfer.tiers.stores.block_store import BlockStore
-from baton.kv_transfer.tiers.stores.journal_objects import CLEARED, JournalObjects
-from baton.kv_transfer.tiers.stores.objects import ObjectInfo, Objects
+from baton.kv_transfer.tiers.stores.block_store import BlockStore, StoreKind
+from baton.kv_transfer.tiers.stores.objects.journal_objects import CLEARED, JournalObjects
+from baton.kv_transfer.tiers.stores.objects.objects import ObjectInfo, Objects, open_bucket
 from baton.kv_transfer.tiers.stores.stored_blocks import (
     HEADER_BYTES,
     REMOVED,
@@ -285,3 +287,22 @@ def _copy_out(content: memoryview, memory: BlockMemory, block: int) -> None:
     """Copy bytes into a block. Other Python threads run meanwhile."""
     source: int = np.frombuffer(content, np.uint8).ctypes.data
     ctypes.memmove(memory.address_of(block), source, len(content))
+
+
+def _open_store(
+    url: str, fingerprint: str, block_bytes: int, max_bytes: int, tenant_share: float
+) -> ObjectStore:
+    return ObjectStore(open_bucket(url), fingerprint, block_bytes, max_bytes, tenant_share)
+
+
+OBJECTS = StoreKind(
+    OBJECT,
+    _open_store,
+    open_bucket,
+    lambda url: nullcontext(f"{url.rstrip('/')}/doctor-{secrets.token_hex(4)}"),
+    remedy="nodes work without it; check the bucket, and AWS_* in the environment",
+    bytes_per_s=2e8,
+    refresh_s=1.0,
+    num_parallel=8,
+    max_waiting_share=0.5,
+)
