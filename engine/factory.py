@@ -36,7 +36,7 @@ def build_scheduler(
 ) -> Scheduler:
     """Build a scheduler for the runner's model, for callers that wire up the engine themselves."""
     return Scheduler(
-        _scheduling_for(runner, options.scheduling), _caching_for(runner, options), sources
+        _scheduling_for(runner, options.scheduling), cache_config_for(runner, options), sources
     )
 
 
@@ -46,7 +46,8 @@ def build_grammars(runner: LoadedRunner) -> GrammarLibrary:
     return GrammarLibrary(info.checkpoint, info.vocab_size, info.eos_token_ids)
 
 
-def _caching_for(runner: LoadedRunner, options: EngineOptions) -> CacheConfig:
+def cache_config_for(runner: LoadedRunner, options: EngineOptions) -> CacheConfig:
+    """Return the settings of the KV cache for the runner's model."""
     memory = runner.kv_memory
     if memory is None:
         return CacheConfig(num_blocks=0, layout=NO_MEMORY, enable_prefix_caching=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from ipaddress import ip_address
 from typing import Annotated
 
@@ -21,6 +21,7 @@ from baton.node.adapters.config import AdapterConfig
 from baton.node.cpus import parse_cpus
 from baton.node.kv.events.config import KvEventsConfig
 from baton.node.kv.tiers_config import TiersConfig
+from baton.node.part_config import PartConfig
 from baton.rpc.listening import ListenHost, ListenPort
 from baton.rpc.process_end import DRAIN_TIMEOUT_S, DrainTimeout
 from baton.rpc.security.tls import PLAIN, TlsConfig
@@ -183,10 +184,16 @@ class NodeOptions:
                 Feature.KV_CONNECTOR: self.kv_connector,
                 Feature.NO_KV_CONNECTOR: not self.kv_connector,
                 Feature.KV_CONNECTOR_CONFIG: self.kv_connector_config,
-                Feature.KV_EVENTS: self.kv_events.is_on,
                 Feature.KV_SOURCES: self.kv_sources,
+                **{each.feature: True for each in self.parts},
             }
         )
+
+    @property
+    def parts(self) -> tuple[PartConfig, ...]:
+        """Return the settings of the optional parts that the node has."""
+        values = [getattr(self, each.name) for each in fields(self)]
+        return tuple(each for each in values if isinstance(each, PartConfig) and each.is_on)
 
     @property
     def runner_config(self) -> RunnerConfig:

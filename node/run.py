@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -26,8 +26,7 @@ from baton.kv_transfer.pairs import Identity
 from baton.kv_transfer.transports.nixl import import_nixl
 from baton.node.engine_calls import run_on_engine
 from baton.node.kv.connectors import find_connector, shared_tiers_of
-from baton.node.kv.events.config import TCP, KvEventsConfig, is_bound
-from baton.node.kv.events.peers import check_target, listen
+from baton.node.kv.events.part import check_endpoints
 from baton.node.kv.foreign import check_libraries
 from baton.node.kv.tiers import check_tiers
 from baton.node.kv.worker import NO_NODE_DECORATORS, Around
@@ -53,6 +52,8 @@ LOAD_LOG_S = 2.0
 HEARTBEAT_CHECK_S = 0.5
 # Multiple of `stuck_after_s` without a heartbeat after which the process counts as dead.
 DEAD_FACTOR = 5
+# Of optional parts. Raise named errors for settings that cannot work.
+PART_CHECKS: tuple[Callable[[NodeOptions], None], ...] = (check_endpoints,)
 
 
 def run(role: LegKind, options: NodeOptions, around: Around = NO_NODE_DECORATORS) -> None:
@@ -111,21 +112,8 @@ def _check_start(options: NodeOptions) -> None:
         check_port(options.telemetry.metrics_host, options.telemetry.metrics_port, "--metrics-port")
     for adapter in options.adapters.adapters:
         PeftFolder(adapter.folder)
-    if options.kv_events.is_on:
-        _check_endpoints(options.kv_events.for_node(options.node_id, options.host))
-
-
-def _check_endpoints(config: KvEventsConfig) -> None:
-    """Listen for a moment. A path would be taken from a node that listens on it."""
-    bound = {"kv-events-replay-endpoint": config.replay_endpoint}
-    if is_bound(config.endpoint):
-        bound["--kv-events-endpoint"] = config.endpoint
-    else:
-        check_target("--kv-events-endpoint", config.endpoint)
-    for option, endpoint in bound.items():
-        if endpoint.startswith(TCP):
-            with listen(option, endpoint, config.host):
-                pass
+    for check in PART_CHECKS:
+        check(options)
 
 
 async def serve(
@@ -147,22 +135,15 @@ async def serve(
             serving(options.host, options.port, services, tls=options.tls) as server,
             node.links,
         ):
-            connector = nullcontext() if node.connector is None else node.connector
-            kv_events = nullcontext() if node.kv_events is None else node.kv_events
-            foreign = nullcontext() if node.foreign is None else node.foreign
-            adapters = nullcontext() if node.adapters is None else node.adapters.loader
-            worker = nullcontext() if node.worker is None else node.worker
-            with (
-                connector,
-                foreign,
-                kv_events,
-                adapters,
-                worker,
-                node.compiler,
-                node.engine,
-                node.state.calls,
-                metrics,
-            ):
+            adapters = None if node.adapters is None else node.adapters.loader
+            foreign, parts = node.foreign, (part.running for part in node.parts)
+            running: tuple[AbstractContextManager[object] | None, ...] = (
+                *(node.connector, foreign, *parts, adapters, node.worker, node.compiler),
+                *(node.engine, node.state.calls, metrics),
+            )
+            with ExitStack() as stack:
+                for each in filter(None, running):
+                    stack.enter_context(each)
                 on_ready()
                 await _serve_until_drained(server, node, grace)
 

@@ -19,6 +19,7 @@ from baton.kv_transfer.tiers.tiered_kv import TieredKv
 from baton.node.adapters.registry import AdapterRegistry
 from baton.node.engine_calls import EngineCalls, run_on_engine
 from baton.node.legs import OfferedLegs
+from baton.node.part import TakeKvEvents
 from baton.rpc.adapters import NodeAdapters
 from baton.rpc.cached_prefixes import CachedPrefixes, PrefixChanges, PrefixWatcher
 from baton.rpc.errors import Draining
@@ -50,11 +51,6 @@ class WatchUpdate(NamedTuple):
 
 
 ReadUpdate = Callable[[], Awaitable[NodeUpdate]]
-TakeKvEvents = Callable[[Sequence[KvEvent]], None]  # must not block
-
-
-def no_subscribers(_: Sequence[KvEvent]) -> None:
-    """Implement `TakeKvEvents` for events that nobody subscribes to."""
 
 
 class NodeState:
@@ -63,7 +59,7 @@ class NodeState:
         card: NodeCard,
         calls: EngineCalls,
         read_update: ReadUpdate,
-        take_kv_events: TakeKvEvents = no_subscribers,
+        subscribers: Sequence[TakeKvEvents] = (),
         adapters: AdapterRegistry | None = None,  # None: it serves none
     ) -> None:
         self.card = card
@@ -71,7 +67,7 @@ class NodeState:
         self.legs = OfferedLegs(card.legs, self._note_legs)
         self.adapters = adapters
         self._read_update = read_update
-        self._take_kv_events = take_kv_events
+        self._subscribers = subscribers
         self._load = NodeLoad()
         self._prefixes = CachedPrefixes()
         self._published = asyncio.Event()
@@ -138,7 +134,8 @@ class NodeState:
             changed = self.calls.changes.next()
             update = await self._read_update()
             self._prefixes.take(update.kv_events, update.host_changes)
-            self._take_kv_events(update.kv_events)
+            for take_kv_events in self._subscribers:
+                take_kv_events(update.kv_events)
             self._load = replace(
                 update.load,
                 is_draining=self.is_draining,

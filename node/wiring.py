@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from functools import lru_cache, partial
+from functools import partial
 from importlib.metadata import version
 
 from baton.checkpoint.hub import served_name
-from baton.core.ids import Incarnation, NodeId, PrefixKeys
+from baton.core.ids import Incarnation, NodeId
 from baton.core.legs import LegKind, Legs
 from baton.engine.config import EngineOptions
 from baton.engine.core import EngineCore
@@ -15,7 +15,6 @@ from baton.engine.engine_thread import Compiler, EngineInbox, EngineThread
 from baton.engine.factory import build_grammars, build_scheduler
 from baton.engine.kv_arrival.arrivals import KvSources
 from baton.engine.kv_arrival.pulls import PullConfig
-from baton.engine.kv_cache.block_hashes import BlockHash, PrefixNaming
 from baton.engine.runner.adapters.adapters import AdapterTable
 from baton.engine.runner.loaded_runner import LoadedRunner, has_kv_cache
 from baton.engine.scheduler.scheduler import Scheduler
@@ -32,23 +31,23 @@ from baton.node.adapters.loader import AdapterLoader
 from baton.node.adapters.registry import AdapterRegistry
 from baton.node.engine_calls import EngineCalls, NodeChanges
 from baton.node.kv.connectors import make_connector, tiers_in
-from baton.node.kv.events.messages import CacheFacts, HashFormat, spec_kind_of
-from baton.node.kv.events.publisher import KvEventPublisher
+from baton.node.kv.events.part import make_publisher
 from baton.node.kv.foreign import make_foreign_reader
 from baton.node.kv.link import GrpcLinks
 from baton.node.kv.tiers import CopyPacing
 from baton.node.kv.worker import Around, KvPassHook, make_kv_worker
 from baton.node.observers.tracing import NodeTracing
 from baton.node.options import NodeOptions
+from baton.node.part import MakePart
 from baton.node.servicer import RequestLedger
-from baton.node.state import NodeState, no_subscribers, update_reader
+from baton.node.state import NodeState, update_reader
 from baton.rpc.node_info import NodeCard
 from baton.telemetry.metrics.instruments import NodeMetrics
 from baton.telemetry.tracing.node_timeline import NodeFacts
 from baton.telemetry.tracing.tracer import Tracer
 
 ID_BYTES = 4
-MAX_ROOTS = 1024  # of adapters, that are remembered
+MAKE_PARTS: tuple[MakePart, ...] = (make_publisher,)
 
 
 class NodeComponents:
@@ -84,12 +83,14 @@ class NodeComponents:
         # What a connector holds may have changed with what the engine polls.
         report = partial(self._inbox.put, self._changes.notify_threadsafe)
         self.connector = make_connector(options, identity, runner, report)
+        parts = (make(options, identity, runner, self._inbox.wake) for make in MAKE_PARTS)
+        self.parts = [each for each in parts if each is not None]
         self.foreign = make_foreign_reader(options, runner, self._inbox.wake)
         engine_options = EngineOptions(
             options.scheduling,
             options.enable_prefix_caching,
             collect_kv_events=True,
-            collect_token_ids=options.kv_events.is_on,
+            collect_token_ids=any(each.needs_token_ids for each in options.parts),
         )
         # No other process uses this name of its pulls.
         pulls = PullConfig(f"pull-{identity.node_id}-{identity.incarnation}", block_bytes)
@@ -101,14 +102,13 @@ class NodeComponents:
         if tiers is not None and self.metrics is not None:
             for tier in tiers.status():
                 tier.counters.observe_load = self.metrics.count_loads_of(tier.name)
-        self.kv_events = _build_kv_events(options, identity, runner, self.scheduler)
         card = _build_card(role, options, identity, runner, self.scheduler, tiers, block_bytes)
         self.adapters = self._build_adapters(runner.adapters, card.model)
         self.state = NodeState(
             card,
             EngineCalls(self.engine, self._changes),
             update_reader(self.engine, self.scheduler, tiers),
-            no_subscribers if self.kv_events is None else self.kv_events.publish,
+            [each.take_kv_events for each in self.parts if each.take_kv_events is not None],
             self.adapters,
         )
 
@@ -249,23 +249,3 @@ def _build_tracing(
         block_bytes=block_bytes,
     )
     return NodeTracing(tracer, facts, options.trace_step_ratio, runner.read_collectives_s)
-
-
-def _build_kv_events(
-    options: NodeOptions, identity: Identity, runner: LoadedRunner, scheduler: Scheduler
-) -> KvEventPublisher | None:
-    memory = runner.kv_memory
-    if memory is None or not options.kv_events.is_on:
-        return None
-    kind = spec_kind_of(memory.layout, is_latent=memory.blocks.num_tensors == 1)
-    window = memory.layout.groups[0].spec.window
-    root_of = lru_cache(MAX_ROOTS)(partial(_unsalted_root, scheduler.cache_config.naming))
-    facts = CacheFacts(
-        memory.blocks.block_size, root_of, kind, window, HashFormat(options.kv_events.hashes)
-    )
-    config = options.kv_events.for_node(identity.node_id, options.host)
-    return KvEventPublisher(config, facts)
-
-
-def _unsalted_root(naming: PrefixNaming, adapter_id: str) -> BlockHash:
-    return naming.root(PrefixKeys(adapter=adapter_id))

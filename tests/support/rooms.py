@@ -1,7 +1,8 @@
 """Rooms that are taken out of the product: their folder, and the entries of tables that name them.
 
-An entry is an element of a list, tuple, set or dict, a keyword argument, or a definition that only
-entries of its own module use. Where anything else names the room, it cannot be taken out.
+An entry is an element of a list, tuple, set or dict, a keyword argument, a field of a class, or a
+definition that only entries of its own module use. Where anything else names the room, it cannot be
+taken out.
 """
 
 from __future__ import annotations
@@ -72,8 +73,9 @@ def _remove_from(module: Module, room: Collection[str], removal: Removal) -> lis
                 continue
             parts.append(entry)
             num_entries += 1
-            definitions += _defined_by(entry)
-            names += _defined_by(entry)
+            if not _is_field(entry, parents[entry]):
+                definitions += _defined_by(entry)
+                names += _defined_by(entry)
     if num_entries > MAX_ENTRIES:
         removal.held_by.append(f"{module.path} has {num_entries} entries")
     removal.parts[module.path] = parts
@@ -119,11 +121,15 @@ def _entry(around: Sequence[ast.AST]) -> ast.AST | None:
     for node, parent in pairwise(around):
         if isinstance(parent, ast.List | ast.Tuple | ast.Set | ast.Dict):
             return node
-        if isinstance(node, ast.keyword):
+        if isinstance(node, ast.keyword) or _is_field(node, parent):
             return node
         if isinstance(parent, ast.Module):
             return node if _defined_by(node) else None
     return None
+
+
+def _is_field(node: ast.AST, parent: ast.AST) -> bool:
+    return isinstance(node, ast.AnnAssign) and isinstance(parent, ast.ClassDef)
 
 
 def _defined_by(node: ast.AST) -> list[str]:

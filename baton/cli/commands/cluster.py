@@ -141,7 +141,8 @@ def up(context: typer.Context, **given: Any) -> None:
     of_router = {"decode_nodes": f"{host}:1", "http_port": http_port}
     router = make(RouterOptions, given | {"model": [given["model"]]} | of_router)
     if size.prefill + size.decode + size.encode > 1:
-        nodes.kv_events.check_shared()
+        for part in nodes.parts:
+            part.check_shared()
     check_port(host, options.port)
     if http_port is not None:
         check_port(router.http_host or host, http_port, "--http-port", zero="none")

@@ -9,6 +9,7 @@ from baton.core.errors import InvalidConfig
 from baton.core.exclusions import Feature, check_exclusions
 from baton.core.options import KV_EVENTS, Option, check_options
 from baton.node.kv.events.messages import HashFormat
+from baton.node.part_config import PartConfig
 
 TCP, IPC = "tcp://", "ipc://"
 WILDCARD = "*"  # as a host: the addresses that the node listens on
@@ -19,8 +20,11 @@ NODE_ID = "{node_id}"  # stands for the node's name in endpoints and topic
 
 
 @dataclass(frozen=True, slots=True)
-class KvEventsConfig:
+class KvEventsConfig(PartConfig):
     """KV events of a node. Without an endpoint, there are none."""
+
+    feature = Feature.KV_EVENTS
+    needs_token_ids = True
 
     endpoint: Annotated[  # of the PUB socket
         str,
@@ -111,7 +115,6 @@ class KvEventsConfig:
         return bool(self.endpoint)
 
     def check_shared(self) -> None:
-        """Raise InvalidConfig for endpoints that several nodes cannot share."""
         for endpoint in filter(None, (self.endpoint, self.replay_endpoint)):
             if NODE_ID not in endpoint:
                 raise InvalidConfig(

@@ -22,10 +22,10 @@ from baton.kv_transfer.tiers.tiered_kv import TieredKv
 from baton.node import state as node_state
 from baton.node.adapters.registry import AdapterRegistry
 from baton.node.engine_calls import EngineCalls, NodeChanges
+from baton.node.part import TakeKvEvents
 from baton.node.state import (
     NodeState,
     NodeUpdate,
-    TakeKvEvents,
     TotalsPace,
     WatchUpdate,
     update_reader,
@@ -66,7 +66,7 @@ async def followed(
     adapters: AdapterRegistry | None = None,
 ) -> AsyncIterator[NodeState]:
     calls = EngineCalls(EngineThread(an_engine()), NodeChanges())
-    state = NodeState(a_card(LegKind.DECODE), calls, news.read, take_kv_events, adapters)
+    state = NodeState(a_card(LegKind.DECODE), calls, news.read, (take_kv_events,), adapters)
     following = asyncio.ensure_future(state.publish_updates())
     try:
         yield state
