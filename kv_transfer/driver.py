@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from baton.kv_transfer.external_kv import ExternalKv
-from baton.kv_transfer.foreign.types import ForeignReader
 from baton.kv_transfer.records import TransferRecord
 from baton.kv_transfer.types import NO_REPORTS, KvOrders, KvReports
 
@@ -44,16 +43,3 @@ class ExternalDriver(KvDriver):
 
     def poll(self, now: float) -> KvReports:
         return KvReports(external=self._external.poll())
-
-
-class ForeignDriver(KvDriver):
-    """Drives pulls from foreign servers."""
-
-    def __init__(self, reader: ForeignReader) -> None:
-        self._reader = reader
-
-    def start(self, orders: KvOrders, now: float) -> None:
-        self._reader.start(orders.foreign)
-
-    def poll(self, now: float) -> KvReports:
-        return KvReports(foreign=self._reader.poll())

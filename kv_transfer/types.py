@@ -16,7 +16,7 @@ from baton.kv_transfer.external_kv import (
     Store,
     Use,
 )
-from baton.kv_transfer.foreign.types import ForeignOrder, ForeignPulled
+from baton.kv_transfer.foreign_kv import ForeignOrder, ForeignPulled
 
 # Orders are part of a step's plan and start before its forward pass; reports return after it.
 # The hand-off holds its own reference on every block named in a Receive or a Send, in addition

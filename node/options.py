@@ -16,10 +16,10 @@ from baton.engine.config import HEARTBEAT_S
 from baton.engine.runner.config import RunnerConfig
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.kv_transfer.config import KvWorkerConfig
-from baton.kv_transfer.foreign.config import ForeignSource, parse_sources
 from baton.node.adapters.config import AdapterConfig
 from baton.node.cpus import parse_cpus
 from baton.node.kv.events.config import KvEventsConfig
+from baton.node.kv.foreign.config import KvSourcesConfig
 from baton.node.kv.tiers_config import TiersConfig
 from baton.node.part_config import PartConfig
 from baton.rpc.listening import ListenHost, ListenPort
@@ -114,17 +114,7 @@ class NodeOptions:
             is_setting=True,
         ),
     ] = True
-    kv_sources: Annotated[
-        tuple[ForeignSource, ...],
-        Option(
-            "vLLM servers (NixlConnector) whose KV requests may name in kv_transfer_params, "
-            "comma-separated: vllm://HOST:PORT of the side channel, with ?packing=vec or amx for a "
-            "server on a CPU, and &model=, &version=, &lease= where they differ. Default: none.",
-            KV_CACHE,
-            default="",
-            parse=parse_sources,
-        ),
-    ] = ()
+    kv_sources: KvSourcesConfig = KvSourcesConfig()
     kv_transport: Annotated[
         str, Option("KV transport: nixl or ucxx.", KV_CACHE, choices=("nixl", "ucxx"))
     ] = "nixl"
@@ -184,7 +174,6 @@ class NodeOptions:
                 Feature.KV_CONNECTOR: self.kv_connector,
                 Feature.NO_KV_CONNECTOR: not self.kv_connector,
                 Feature.KV_CONNECTOR_CONFIG: self.kv_connector_config,
-                Feature.KV_SOURCES: self.kv_sources,
                 **{each.feature: True for each in self.parts},
             }
         )

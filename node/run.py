@@ -27,7 +27,7 @@ from baton.kv_transfer.transports.nixl import import_nixl
 from baton.node.engine_calls import run_on_engine
 from baton.node.kv.connectors import find_connector, shared_tiers_of
 from baton.node.kv.events.part import check_endpoints
-from baton.node.kv.foreign import check_libraries
+from baton.node.kv.foreign.part import check_libraries
 from baton.node.kv.tiers import check_tiers
 from baton.node.kv.worker import NO_NODE_DECORATORS, Around
 from baton.node.observers.metrics import export_node_metrics
@@ -53,7 +53,7 @@ HEARTBEAT_CHECK_S = 0.5
 # Multiple of `stuck_after_s` without a heartbeat after which the process counts as dead.
 DEAD_FACTOR = 5
 # Of optional parts. Raise named errors for settings that cannot work.
-PART_CHECKS: tuple[Callable[[NodeOptions], None], ...] = (check_endpoints,)
+PART_CHECKS: tuple[Callable[[NodeOptions], None], ...] = (check_endpoints, check_libraries)
 
 
 def run(role: LegKind, options: NodeOptions, around: Around = NO_NODE_DECORATORS) -> None:
@@ -104,8 +104,6 @@ def _check_start(options: NodeOptions) -> None:
         find_connector(connector.name)
         if connector.name == "tiers":
             check_tiers(connector.config)
-    if options.kv_sources:
-        check_libraries()
     if options.kv_transport == "nixl":
         import_nixl()
     if options.telemetry.metrics_port is not None:
@@ -136,9 +134,9 @@ async def serve(
             node.links,
         ):
             adapters = None if node.adapters is None else node.adapters.loader
-            foreign, parts = node.foreign, (part.running for part in node.parts)
+            parts = (part.running for part in node.parts)
             running: tuple[AbstractContextManager[object] | None, ...] = (
-                *(node.connector, foreign, *parts, adapters, node.worker, node.compiler),
+                *(node.connector, *parts, adapters, node.worker, node.compiler),
                 *(node.engine, node.state.calls, metrics),
             )
             with ExitStack() as stack:

@@ -20,7 +20,7 @@ from baton.engine.runner.loaded_runner import LoadedRunner, has_kv_cache
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.validation import max_sequence_length
 from baton.engine.structured_output.compiler import GrammarCompiler
-from baton.kv_transfer.driver import ExternalDriver, ForeignDriver, KvDriver
+from baton.kv_transfer.driver import ExternalDriver, KvDriver
 from baton.kv_transfer.layout import KvLayout
 from baton.kv_transfer.pairs import Identity
 from baton.kv_transfer.protocol.messages import Fingerprint
@@ -32,7 +32,7 @@ from baton.node.adapters.registry import AdapterRegistry
 from baton.node.engine_calls import EngineCalls, NodeChanges
 from baton.node.kv.connectors import make_connector, tiers_in
 from baton.node.kv.events.part import make_publisher
-from baton.node.kv.foreign import make_foreign_reader
+from baton.node.kv.foreign.part import make_reader
 from baton.node.kv.link import GrpcLinks
 from baton.node.kv.tiers import CopyPacing
 from baton.node.kv.worker import Around, KvPassHook, make_kv_worker
@@ -47,7 +47,7 @@ from baton.telemetry.tracing.node_timeline import NodeFacts
 from baton.telemetry.tracing.tracer import Tracer
 
 ID_BYTES = 4
-MAKE_PARTS: tuple[MakePart, ...] = (make_publisher,)
+MAKE_PARTS: tuple[MakePart, ...] = (make_publisher, make_reader)
 
 
 class NodeComponents:
@@ -85,7 +85,6 @@ class NodeComponents:
         self.connector = make_connector(options, identity, runner, report)
         parts = (make(options, identity, runner, self._inbox.wake) for make in MAKE_PARTS)
         self.parts = [each for each in parts if each is not None]
-        self.foreign = make_foreign_reader(options, runner, self._inbox.wake)
         engine_options = EngineOptions(
             options.scheduling,
             options.enable_prefix_caching,
@@ -94,7 +93,8 @@ class NodeComponents:
         )
         # No other process uses this name of its pulls.
         pulls = PullConfig(f"pull-{identity.node_id}-{identity.incarnation}", block_bytes)
-        sources = KvSources(self.connector, self.foreign, pulls)
+        foreign = next((each.foreign for each in self.parts if each.foreign is not None), None)
+        sources = KvSources(self.connector, foreign, pulls)
         self.scheduler = build_scheduler(runner, engine_options, sources)
         self.compiler: Compiler = GrammarCompiler(build_grammars(runner).compile)
         self.engine = self._build_engine(runner, identity)
@@ -146,9 +146,7 @@ class NodeComponents:
         drivers: list[KvDriver] = [] if self.worker is None else [self.worker]
         if self.connector is not None:
             drivers.append(ExternalDriver(self.connector))
-        if self.foreign is not None:
-            drivers.append(ForeignDriver(self.foreign))
-        return drivers
+        return [*drivers, *(each.driver for each in self.parts if each.driver is not None)]
 
     def _build_adapters(self, table: AdapterTable | None, model: str) -> AdapterRegistry | None:
         """Raises ModelError and InvalidConfig for adapters that the options name."""

@@ -21,7 +21,7 @@ from baton.engine.kv_arrival.stores import BlockStores
 from baton.engine.kv_cache.block_pool import Holds
 from baton.engine.kv_cache.cache import KvCache
 from baton.kv_transfer.external_kv import ExternalKv
-from baton.kv_transfer.foreign.types import ForeignReader
+from baton.kv_transfer.foreign_kv import ForeignReader
 from baton.kv_transfer.types import KvReports, StepOrders
 
 

@@ -14,7 +14,7 @@ from baton.core.request import EngineRequest
 from baton.engine.kv_arrival.arrival import Arrival
 from baton.engine.kv_arrival.fills import Fill, FillId, Fills, Offer, PrefixNeed
 from baton.engine.kv_cache.cache import KvCache
-from baton.kv_transfer.foreign.types import (
+from baton.kv_transfer.foreign_kv import (
     ForeignPull,
     ForeignPulled,
     ForeignPullId,

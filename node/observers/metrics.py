@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
 from baton.engine.events import SchedulerStats
 from baton.engine.runner.device.graphs import EagerCause, GraphSize
@@ -21,9 +20,6 @@ from baton.telemetry.metrics.instruments import AdaptersInUse, Reading, VllmGaug
 from baton.telemetry.metrics.readers import OwnerThreadReader, export_metrics
 from baton.telemetry.resource import Process
 
-if TYPE_CHECKING:
-    from baton.kv_transfer.foreign.reader import VllmReader
-
 
 @contextmanager
 def export_node_metrics(process: Process, node: NodeComponents) -> Iterator[None]:
@@ -36,14 +32,7 @@ def export_node_metrics(process: Process, node: NodeComponents) -> Iterator[None
         counted.TRANSPORT: {node.options.kv_transport: 1.0},
         counted.RANKS: node.options.runner.tensor_parallel_size,
     }
-    read_on_engine = OwnerThreadReader(
-        node.engine.post,
-        lambda: {
-            **read_gauges(node.scheduler, node.worker, node.connector),
-            **_foreign_gauges(node.foreign, node.scheduler.stats()),
-            counted.PASSES: passes_by_launch(node.num_passes),
-        },
-    )
+    read_on_engine = OwnerThreadReader(node.engine.post, partial(_read_on_engine, node))
 
     def read() -> Reading:
         """Gauges that need no engine are current even while the engine is busy."""
@@ -65,6 +54,16 @@ def export_node_metrics(process: Process, node: NodeComponents) -> Iterator[None
     )
     with export_metrics(node.options.telemetry, process, metrics.registry, read):
         yield
+
+
+def _read_on_engine(node: NodeComponents) -> Reading:
+    gauges = {
+        **read_gauges(node.scheduler, node.worker, node.connector),
+        counted.PASSES: passes_by_launch(node.num_passes),
+    }
+    for part in node.parts:
+        gauges |= part.read_gauges(node.scheduler.stats())
+    return gauges
 
 
 def read_gauges(
@@ -185,19 +184,6 @@ def _connector_gauges(connector: GuardedConnector, stats: SchedulerStats) -> Rea
     inner = connector.connector
     errors: Reading = {counted.CONNECTOR_ERRORS: connector.num_errors}
     return {**errors, **_tier_gauges(inner, stats)} if isinstance(inner, TieredKv) else errors
-
-
-def _foreign_gauges(reader: VllmReader | None, stats: SchedulerStats) -> Reading:
-    if reader is None:
-        return {}
-    return {
-        counted.FOREIGN_BYTES: reader.num_bytes,
-        counted.FOREIGN_BLOCKS: {
-            "filled": stats.total_foreign_blocks,
-            "failed": stats.total_failed_foreign_blocks,
-        },
-        counted.FOREIGN_FAILURES: dict(reader.failures),
-    }
 
 
 def _tier_gauges(tiers: TieredKv, stats: SchedulerStats) -> Reading:

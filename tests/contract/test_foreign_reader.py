@@ -22,11 +22,7 @@ from baton.core.foreign_kv import ForeignKv
 from baton.core.ids import BlockId
 from baton.engine.runner.device.host_memory import huge_page_memory
 from baton.kv_transfer.fence import PASSED, Fence
-from baton.kv_transfer.foreign.config import ForeignSource
-from baton.kv_transfer.foreign.connection import PullEnded, ReadSettings
-from baton.kv_transfer.foreign.reader import VllmReader
-from baton.kv_transfer.foreign.session import RunRead, remote_blocks
-from baton.kv_transfer.foreign.types import (
+from baton.kv_transfer.foreign_kv import (
     ForeignPull,
     ForeignPulled,
     ForeignPullId,
@@ -35,6 +31,11 @@ from baton.kv_transfer.foreign.types import (
 from baton.kv_transfer.layout import KvPacking
 from baton.kv_transfer.tiers.kv_access import BlockMemory
 from baton.kv_transfer.transports.base import UcxConfig
+from baton.kv_transfer.types import KvOrders
+from baton.node.kv.foreign.config import ForeignSource
+from baton.node.kv.foreign.connection import PullEnded, ReadSettings
+from baton.node.kv.foreign.reader import VllmReader
+from baton.node.kv.foreign.session import RunRead, remote_blocks
 from tests.support.device_kv import DeviceMemory
 from tests.support.fake_vllm import HOST, LAYOUT, FakeGeometry, FakeVllm, on_engine
 
@@ -77,14 +78,20 @@ class Node:
         blocks = tuple(BlockId(100 + place) for place in places)
         received_s = time.monotonic() - age_s
         order = ForeignPull(ForeignPullId(pull_id), kv, received_s, places, blocks)
-        self.reader.start((order,))
+        self.order(order)
+
+    def order(self, order: ForeignPull | ForeignRelease) -> None:
+        self.reader.start(KvOrders(foreign=(order,)), now=0.0)
 
     def await_end(self, number: int = 1) -> list[ForeignPulled]:
         ended: list[ForeignPulled] = []
         while len(ended) < number:
             self.woken.get(timeout=END_S)
-            ended += self.reader.poll()
+            ended += self.poll()
         return ended
+
+    def poll(self) -> tuple[ForeignPulled, ...]:
+        return self.reader.poll(now=0.0).foreign
 
     def _settings(self, note: Callable[[RunRead | PullEnded], None]) -> ReadSettings:
         return ReadSettings(LAYOUT, LOOPBACK, huge_page_memory, self._release, note)
@@ -116,6 +123,9 @@ class DeviceNode(Node):
         """Wait until a pull of one run has been read, without converting it."""
         for _ in ("run", "end"):
             self.woken.get(timeout=END_S)
+
+    def poll(self) -> tuple[ForeignPulled, ...]:
+        return self.reader.poll(now=0.0).foreign
 
     def _settings(self, note: Callable[[RunRead | PullEnded], None]) -> ReadSettings:
         return replace(super()._settings(note), allocate=self._allocate)
@@ -224,7 +234,7 @@ def test_kv_that_is_not_needed_is_released(server: FakeVllm) -> None:
         now = it.clock()
         # The second one's lease has ended: the server would count a late notification.
         for name, received_s in (("cmpl-1", now), ("cmpl-2", now - 31.0), ("cmpl-3", now)):
-            it.reader.start((ForeignRelease(server.kv((1,), name), received_s),))
+            it.order(ForeignRelease(server.kv((1,), name), received_s))
         server.await_note(lambda note: note == "cmpl-3:1")
         assert "cmpl-1:1" in server.notes
         assert "cmpl-2:1" not in server.notes
@@ -265,7 +275,7 @@ def test_memory_of_a_closed_session_stays_pinned_until_its_run_is_converted(
         it.pull(restart(server, 2), (0, 1), pull_id=2)
         it.await_read()
         assert it.num_pinned == 2  # the first session is closed
-        ended = it.reader.poll()
+        ended = it.poll()
         assert [all(each.are_filled) for each in ended] == [True, True]
         assert it.released.get(timeout=END_S)
         assert [content for _, content in it.converted] == [server.block(1), server.block(2)]

@@ -15,10 +15,10 @@ from baton.engine.runner.attention.byte_kv import dequantize
 from baton.engine.runner.attention.kv_blocks import KvBlocks, view_blocks
 from baton.engine.runner.device.device import Device
 from baton.engine.runner.device.host_memory import huge_page_memory
-from baton.kv_transfer.foreign.metadata import ForeignBlocks
-from baton.kv_transfer.foreign.session import Bay, RunRead, min_run_blocks
-from baton.kv_transfer.foreign.types import ForeignPull, ForeignPullId
+from baton.kv_transfer.foreign_kv import ForeignPull, ForeignPullId
 from baton.kv_transfer.layout import KvLayout, KvPacking, layout_map
+from baton.node.kv.foreign.metadata import ForeignBlocks
+from baton.node.kv.foreign.session import Bay, RunRead, min_run_blocks
 from tools.vllm_kv_bytes import DIM, HEADS, NUM_BLOCKS, SIZE
 
 RECORDED = Path(__file__).parent / "vllm"

@@ -22,10 +22,10 @@ import msgspec
 import zmq
 
 from baton.core.foreign_kv import ForeignKv
-from baton.kv_transfer.foreign.config import ForeignSource
-from baton.kv_transfer.foreign.metadata import CPU_BACKEND, compatibility_hash
 from baton.kv_transfer.layout import KvLayout, KvPacking
 from baton.kv_transfer.transports.nixl import agent_config, import_nixl
+from baton.node.kv.foreign.config import ForeignSource
+from baton.node.kv.foreign.metadata import CPU_BACKEND, compatibility_hash
 
 HOST = "127.0.0.1"
 LAYOUT = KvLayout("bfloat16", 16, num_layers=3, num_kv_heads=2, head_dim=16)  # of nodes

@@ -16,8 +16,7 @@ from baton.engine.kv_cache.groups import CacheConfig
 from baton.engine.plan import Plan, RunResult
 from baton.engine.scheduler.config import SchedulerConfig
 from baton.engine.scheduler.scheduler import Scheduler
-from baton.kv_transfer.foreign.types import (
-    ForeignOrder,
+from baton.kv_transfer.foreign_kv import (
     ForeignPull,
     ForeignPulled,
     ForeignRelease,
@@ -52,11 +51,6 @@ class FakeReader:
     def may_read(self, kv: ForeignKv, received_s: float, now: float) -> bool:
         self.asked.append(received_s)
         return now < received_s + self.max_age_s
-
-    def start(self, orders: tuple[ForeignOrder, ...]) -> None: ...
-
-    def poll(self) -> tuple[ForeignPulled, ...]:
-        return ()
 
 
 class World:

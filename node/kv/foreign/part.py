@@ -1,38 +1,44 @@
-"""Reader of KV from vLLM servers, made for the model and the KV cache of a node."""
+"""Reader of KV from vLLM servers as a part of a node, made for its model and KV cache."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from mmap import mmap
 from typing import TYPE_CHECKING
 
 from baton.core.errors import InvalidConfig
+from baton.engine.events import SchedulerStats
 from baton.engine.runner.device.host_memory import huge_page_memory
 from baton.engine.runner.loaded_runner import CachingRunner, LoadedRunner, has_kv_cache
 from baton.kv_transfer.errors import TransportMissing
 from baton.kv_transfer.fence import Fence
 from baton.kv_transfer.layout import KvLayout
+from baton.kv_transfer.pairs import Identity
 from baton.kv_transfer.transports.base import UcxConfig
 from baton.kv_transfer.transports.nixl import import_nixl
 from baton.node.options import NodeOptions
+from baton.node.part import NodePart
+from baton.telemetry.metrics import names as counted
+from baton.telemetry.metrics.instruments import Reading
 
 if TYPE_CHECKING:
-    from baton.kv_transfer.foreign.reader import VllmReader
+    from baton.node.kv.foreign.reader import VllmReader
 
 
-def make_foreign_reader(
-    options: NodeOptions, runner: LoadedRunner, wake: Callable[[], None]
-) -> VllmReader | None:
+def make_reader(
+    options: NodeOptions, _identity: Identity, runner: LoadedRunner, wake: Callable[[], None]
+) -> NodePart | None:
     """Return the reader; None without --kv-sources. Raises InvalidConfig."""
-    if not options.kv_sources:
+    if not options.kv_sources.is_on:
         return None
-    check_libraries()
+    check_libraries(options)
     # Imported late: most nodes read no such KV.
-    from baton.kv_transfer.foreign.connection import PullEnded, ReadSettings
-    from baton.kv_transfer.foreign.reader import VllmReader
-    from baton.kv_transfer.foreign.session import RunRead
+    from baton.node.kv.foreign.connection import PullEnded, ReadSettings
+    from baton.node.kv.foreign.reader import VllmReader
+    from baton.node.kv.foreign.session import RunRead
 
     if not has_kv_cache(runner) or not _can_read(runner.kv_memory.blocks):
         raise InvalidConfig(
@@ -48,15 +54,29 @@ def make_foreign_reader(
     def convert(read: RunRead) -> Fence:
         return runner.blocks.convert(read.bay.memory, read.staged_for(layout))
 
-    sources = [replace(source, model=source.model or model) for source in options.kv_sources]
-    return VllmReader(sources, settings, convert, wake)
+    servers = [replace(each, model=each.model or model) for each in options.kv_sources.servers]
+    reader = VllmReader(servers, settings, convert, wake)
+    return NodePart(reader, driver=reader, foreign=reader, read_gauges=partial(_gauges, reader))
 
 
-def check_libraries() -> None:
-    """Raise TransportMissing unless the libraries for reads of foreign KV are installed."""
+def check_libraries(options: NodeOptions) -> None:
+    """Raise TransportMissing unless the libraries that --kv-sources needs are installed."""
+    if not options.kv_sources.is_on:
+        return
     if find_spec("zmq") is None:
         raise TransportMissing("--kv-sources needs pyzmq: pip install 'baton[vllm]'")
     import_nixl()
+
+
+def _gauges(reader: VllmReader, stats: SchedulerStats) -> Reading:
+    return {
+        counted.FOREIGN_BYTES: reader.num_bytes,
+        counted.FOREIGN_BLOCKS: {
+            "filled": stats.total_foreign_blocks,
+            "failed": stats.total_failed_foreign_blocks,
+        },
+        counted.FOREIGN_FAILURES: dict(reader.failures),
+    }
 
 
 def _can_read(layout: KvLayout) -> bool:

@@ -10,14 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.kv_transfer.foreign.config import ForeignSource
-from baton.kv_transfer.foreign.metadata import (
+from baton.kv_transfer.layout import KvLayout, KvPacking
+from baton.node.kv.foreign.config import ForeignSource
+from baton.node.kv.foreign.metadata import (
     ForeignBlocks,
     SourceRefused,
     compatibility_hash,
     read_reply,
 )
-from baton.kv_transfer.layout import KvLayout, KvPacking
 from tests.support.fake_vllm import recorded_reply
 
 DEMO = KvLayout("bfloat16", 16, num_layers=4, num_kv_heads=2, head_dim=64)

@@ -16,8 +16,8 @@ import msgspec
 
 from baton.core.errors import NamedError
 from baton.core.foreign_kv import MAX_INT32
-from baton.kv_transfer.foreign.config import ForeignSource
 from baton.kv_transfer.layout import KvLayout, KvPacking
+from baton.node.kv.foreign.config import ForeignSource
 
 GET_METADATA = b"get_meta_msg"
 CONNECTOR_VERSION = 14

@@ -17,22 +17,24 @@ from functools import partial
 import zmq
 
 from baton.core.foreign_kv import ForeignKv
+from baton.kv_transfer.driver import KvDriver
 from baton.kv_transfer.fence import Fence
-from baton.kv_transfer.foreign.config import ForeignSource
-from baton.kv_transfer.foreign.connection import (
+from baton.kv_transfer.foreign_kv import (
+    ForeignOrder,
+    ForeignPull,
+    ForeignPulled,
+    ForeignPullId,
+)
+from baton.kv_transfer.types import NO_REPORTS, KvOrders, KvReports
+from baton.node.kv.foreign.config import ForeignSource
+from baton.node.kv.foreign.connection import (
     LEASE_SHARE,
     PullEnded,
     PullFailure,
     ReadSettings,
     ServerConnection,
 )
-from baton.kv_transfer.foreign.session import RunRead
-from baton.kv_transfer.foreign.types import (
-    ForeignOrder,
-    ForeignPull,
-    ForeignPulled,
-    ForeignPullId,
-)
+from baton.node.kv.foreign.session import RunRead
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +46,11 @@ WAKE = (1).to_bytes(8, "little")
 ConvertRun = Callable[[RunRead], Fence]
 
 
-class VllmReader:
-    """Implements ForeignReader. Runs its thread within a `with` block."""
+class VllmReader(KvDriver):
+    """Implements ForeignReader. Runs its thread within a `with` block.
+
+    When a pull has ended, it wakes the engine, which then polls.
+    """
 
     def __init__(
         self,
@@ -99,15 +104,15 @@ class VllmReader:
             return False
         return now < received_s + LEASE_SHARE * connection.source.lease_s
 
-    def start(self, orders: tuple[ForeignOrder, ...]) -> None:
-        for order in orders:
+    def start(self, orders: KvOrders, now: float) -> None:
+        for order in orders.foreign:
             if isinstance(order, ForeignPull):
                 self._filled[order.pull_id] = [False] * len(order.places)
             self._orders.append(order)
-        if orders:
+        if orders.foreign:
             self._wake_thread()
 
-    def poll(self) -> tuple[ForeignPulled, ...]:
+    def poll(self, now: float) -> KvReports:
         ended: list[ForeignPulled] = []
         while self._events:
             event = self._events.popleft()
@@ -116,7 +121,7 @@ class VllmReader:
             else:
                 are_filled = self._filled.pop(event.pull_id)
                 ended.append(ForeignPulled(event.pull_id, tuple(are_filled)))
-        return tuple(ended)
+        return KvReports(foreign=tuple(ended)) if ended else NO_REPORTS
 
     def _fill(self, read: RunRead) -> None:
         """Convert a run that was read, and return its bay."""

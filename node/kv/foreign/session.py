@@ -17,8 +17,7 @@ import numpy as np
 
 from baton.core.foreign_kv import ForeignKv
 from baton.kv_transfer.errors import PeerUnreachable
-from baton.kv_transfer.foreign.metadata import ForeignBlocks
-from baton.kv_transfer.foreign.types import ForeignPull
+from baton.kv_transfer.foreign_kv import ForeignPull
 from baton.kv_transfer.layout import KvLayout, LayoutRun, StagedRun
 from baton.kv_transfer.transports.base import UcxConfig
 from baton.kv_transfer.transports.nixl import (
@@ -27,6 +26,7 @@ from baton.kv_transfer.transports.nixl import (
     import_nixl,
     nixl_errors,
 )
+from baton.node.kv.foreign.metadata import ForeignBlocks
 
 NUM_BAYS = 2  # parts of the staging memory: one is read into while the other is converted
 BAY_BYTES = 16 << 20

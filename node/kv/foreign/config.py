@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 from urllib.parse import parse_qsl, urlsplit
 
 from baton.core.errors import InvalidConfig
+from baton.core.exclusions import Feature
+from baton.core.options import KV_CACHE, Option
 from baton.kv_transfer.layout import KvPacking
+from baton.node.part_config import PartConfig
 
 SCHEME = "vllm"
 LEASE_S = 30.0  # vLLM's kv_lease_duration
@@ -84,3 +88,25 @@ def _lease_s(url: str, written: str | None) -> float:
     if not 1 <= lease_s <= 3600:
         raise InvalidConfig(f"--kv-sources {url}: lease must be from 1 to 3600 seconds")
     return lease_s
+
+
+@dataclass(frozen=True, slots=True)
+class KvSourcesConfig(PartConfig):
+    feature = Feature.KV_SOURCES
+
+    servers: Annotated[
+        tuple[ForeignSource, ...],
+        Option(
+            "vLLM servers (NixlConnector) whose KV requests may name in kv_transfer_params, "
+            "comma-separated: vllm://HOST:PORT of the side channel, with ?packing=vec or amx for a "
+            "server on a CPU, and &model=, &version=, &lease= where they differ. Default: none.",
+            KV_CACHE,
+            name="kv_sources",
+            default="",
+            parse=parse_sources,
+        ),
+    ] = ()
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.servers)

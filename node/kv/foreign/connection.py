@@ -16,17 +16,17 @@ import zmq
 
 from baton.core.foreign_kv import ForeignKv
 from baton.kv_transfer.errors import PeerUnreachable
-from baton.kv_transfer.foreign.config import ForeignSource
-from baton.kv_transfer.foreign.metadata import (
+from baton.kv_transfer.foreign_kv import ForeignPull, ForeignPullId, ForeignRelease
+from baton.kv_transfer.layout import KvLayout, LayoutRun, layout_map
+from baton.kv_transfer.transports.base import UcxConfig
+from baton.node.kv.foreign.config import ForeignSource
+from baton.node.kv.foreign.metadata import (
     MAX_REPLY_BYTES,
     SourceRefused,
     metadata_request,
     read_reply,
 )
-from baton.kv_transfer.foreign.session import ForeignSession, RunRead, find_excess
-from baton.kv_transfer.foreign.types import ForeignPull, ForeignPullId, ForeignRelease
-from baton.kv_transfer.layout import KvLayout, LayoutRun, layout_map
-from baton.kv_transfer.transports.base import UcxConfig
+from baton.node.kv.foreign.session import ForeignSession, RunRead, find_excess
 
 log = logging.getLogger(__name__)
 

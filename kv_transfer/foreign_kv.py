@@ -42,10 +42,7 @@ class ForeignPulled:
 
 
 class ForeignReader(Protocol):
-    """Reads KV from foreign servers. The engine thread calls it, so no method may block.
-
-    When a pull has ended, the reader wakes the engine, which then polls. Each pull must end.
-    """
+    """What reads KV from foreign servers, as a driver (`KvDriver`). Each pull must end."""
 
     def allows(self, kv: ForeignKv) -> bool:
         """Return whether the server is one that this node may dial. Any thread calls it."""
@@ -54,7 +51,3 @@ class ForeignReader(Protocol):
     def may_read(self, kv: ForeignKv, received_s: float, now: float) -> bool:
         """Return whether a pull that begins now would probably succeed."""
         ...
-
-    def start(self, orders: tuple[ForeignOrder, ...]) -> None: ...
-
-    def poll(self) -> tuple[ForeignPulled, ...]: ...

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from baton.core.errors import InvalidConfig
-from baton.kv_transfer.foreign.config import ForeignSource, parse_sources
 from baton.kv_transfer.layout import KvPacking
+from baton.node.kv.foreign.config import ForeignSource, parse_sources
 
 
 def test_servers_are_parsed() -> None:
