@@ -66,16 +66,6 @@ def read_chat_templates(folder: Path) -> dict[str, str]:
     return templates
 
 
-def read_image_processor(folder: Path) -> JsonFields | None:
-    """Return the fields of the image processor: a file, or a part of that of the processor."""
-    path = folder / "processor_config.json"
-    processor = JsonFields.read(path) if path.exists() else None
-    if processor is not None and processor.has("image_processor"):
-        return processor.inner("image_processor")
-    path = folder / "preprocessor_config.json"
-    return JsonFields.read(path) if path.exists() else None
-
-
 def list_weight_files(folder: Path) -> list[Path]:
     """Return the files that should have the weights. Raises ModelError for a wrong index."""
     for index, single in ((INDEX, SINGLE), (PICKLED_INDEX, PICKLED)):

@@ -13,7 +13,6 @@ from baton.checkpoint.model_files import (
     list_weight_files,
     read_chat_templates,
     read_generation_defaults,
-    read_image_processor,
 )
 from baton.checkpoint.pooling_files import read_max_text_len, read_pooling
 from baton.core.pooling import Pooling
@@ -44,7 +43,11 @@ class SafetensorsFolder:
         return read_chat_templates(self.path)
 
     def read_image_processor(self) -> JsonFields | None:
-        return read_image_processor(self.path)
+        """Return its own file, or its part of that of the processor."""
+        processor = self._read("processor_config.json")
+        if processor is not None and processor.has("image_processor"):
+            return processor.inner("image_processor")
+        return self._read("preprocessor_config.json")
 
     def load_tokenizer(self) -> Tokenizer:
         from baton.checkpoint.tokenizer_files import load_tokenizer  # nodes do not need jinja
@@ -58,6 +61,10 @@ class SafetensorsFolder:
         from baton.checkpoint.weight_files import WeightFiles  # imports torch
 
         return WeightFiles(self.path)
+
+    def _read(self, name: str) -> JsonFields | None:
+        path = self.path / name
+        return JsonFields.read(path) if path.exists() else None
 
     def num_weight_bytes(self) -> int:
         return sum(path.stat().st_size for path in list_weight_files(self.path) if path.is_file())

@@ -27,14 +27,9 @@ class Feature(Enum):
     MAX_LONG_PREFILLS = auto()
     TARGET_STEP_TIME = auto()
     NO_PREFIX_CACHING = auto()
-    KV_EVENTS = auto()
-    NO_KV_EVENTS = auto()
-    KV_EVENTS_REPLAY = auto()
     HOST_MEMORY_TIER = auto()
     NO_HOST_MEMORY_TIER = auto()
-    FOLDER_TIER = auto()
-    OBJECT_TIER = auto()
-    KV_SOURCES = auto()
+    BACKING_TIER = auto()
     KV_CONNECTOR = auto()
     NO_KV_CONNECTOR = auto()
     KV_CONNECTOR_CONFIG = auto()
@@ -84,14 +79,10 @@ EXCLUSIONS = (
         "max_long_partial_prefills needs long_prefill_token_threshold",
     ),
     Exclusion(
-        Feature.FOLDER_TIER,
+        Feature.BACKING_TIER,
         Feature.NO_HOST_MEMORY_TIER,
-        "--kv-folder needs --kv-host-memory, such as 1GiB: blocks wait there to be stored",
-    ),
-    Exclusion(
-        Feature.OBJECT_TIER,
-        Feature.NO_HOST_MEMORY_TIER,
-        "--kv-object-store needs --kv-host-memory, such as 1GiB: blocks wait there to be stored",
+        "what is behind host memory, such as --kv-folder, needs --kv-host-memory, such as 1GiB: "
+        "blocks wait there to be stored",
     ),
     Exclusion(
         Feature.KV_CONNECTOR,
@@ -104,16 +95,6 @@ EXCLUSIONS = (
         "kv-connector-config needs --kv-connector",
     ),
     Exclusion(
-        Feature.KV_EVENTS_REPLAY,
-        Feature.NO_KV_EVENTS,
-        "kv-events-replay-endpoint needs --kv-events-endpoint",
-    ),
-    Exclusion(
-        Feature.KV_EVENTS,
-        Feature.NO_PREFIX_CACHING,
-        "--kv-events-endpoint cannot be used with prefix-caching = false",
-    ),
-    Exclusion(
         Feature.KV_CONNECTOR,
         Feature.NO_PREFIX_CACHING,
         "--kv-connector cannot be used with prefix-caching = false",
@@ -122,11 +103,6 @@ EXCLUSIONS = (
         Feature.HOST_MEMORY_TIER,
         Feature.NO_PREFIX_CACHING,
         "--kv-host-memory cannot be used with prefix-caching = false",
-    ),
-    Exclusion(
-        Feature.KV_SOURCES,
-        Feature.NO_PREFIX_CACHING,
-        "--kv-sources cannot be used with prefix-caching = false",
     ),
     Exclusion(
         Feature.SEVERAL_RANKS,

@@ -61,8 +61,6 @@ class SchedulerStats:
     accepted_by_position: tuple[int, ...] = ()
     total_pulled_blocks: int = 0  # from peers
     total_failed_pull_blocks: int = 0
-    total_foreign_blocks: int = 0  # from servers that are not Baton's
-    total_failed_foreign_blocks: int = 0
     num_encoder_rows: int = 0  # of pictures, in memory
     max_encoder_rows: int = 0  # that fit; 0: the model takes no pictures
     total_encoded_pictures: int = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from baton.kv_transfer.external_kv import ExternalKv
 from baton.kv_transfer.records import TransferRecord
 from baton.kv_transfer.types import NO_REPORTS, KvOrders, KvReports
 
@@ -30,16 +29,3 @@ class KvDriver:
     def take_records(self) -> tuple[TransferRecord, ...]:
         """Return the hand-offs that ended since the last call."""
         return ()
-
-
-class ExternalDriver(KvDriver):
-    """Drives loads and stores of a KV cache outside the engine."""
-
-    def __init__(self, external: ExternalKv) -> None:
-        self._external = external
-
-    def start(self, orders: KvOrders, now: float) -> None:
-        self._external.start(orders.external)
-
-    def poll(self, now: float) -> KvReports:
-        return KvReports(external=self._external.poll())

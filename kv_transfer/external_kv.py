@@ -97,11 +97,7 @@ NO_HELD_CHANGES = HeldChanges()
 
 
 class ExternalKv(Protocol):
-    """A KV cache outside the engine. The engine thread calls it, so no method may block.
-
-    When a load or a store has ended, the cache wakes the engine, which then polls. Each load and
-    each store must end: a cache that does not know reports it as failed.
-    """
+    """A KV cache outside the engine. The engine thread calls it, so no method may block."""
 
     def holds(self, name: BlockName) -> bool:
         """Return whether a load of this block would probably succeed."""
@@ -110,10 +106,6 @@ class ExternalKv(Protocol):
     def load_s(self, names: Sequence[BlockName]) -> float:
         """Return an estimate of the seconds that a load of these blocks takes."""
         ...
-
-    def start(self, orders: ExternalOrders) -> None: ...
-
-    def poll(self) -> ExternalReports: ...
 
     def clear(self, tiers: Collection[str] | None = None) -> Mapping[str, int]:
         """Forget all blocks of these tiers, or of all, and return how many each had.

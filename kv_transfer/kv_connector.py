@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from baton.core.ids import BlockName
+from baton.kv_transfer.driver import KvDriver
 from baton.kv_transfer.external_kv import (
     ExternalKv,
     ExternalOrders,
@@ -23,6 +24,7 @@ from baton.kv_transfer.external_kv import (
     StoreId,
 )
 from baton.kv_transfer.tiers.kv_access import DeviceBlocks
+from baton.kv_transfer.types import KvOrders, KvReports
 
 log = logging.getLogger(__name__)
 FURTHER = "further errors like this are only counted"
@@ -51,16 +53,22 @@ class KvConnector(ExternalKv, AbstractContextManager["KvConnector", None], Proto
     """A KV cache outside the engine that a node uses within a `with` block.
 
     The block begins before the first order and ends after the last poll. A connector ends its
-    threads then, so that nothing accesses the KV memory any more.
+    threads then, so that nothing accesses the KV memory any more. When a load or a store has ended,
+    it wakes the engine, which then polls. Each load and each store must end: a cache that does not
+    know reports it as failed.
     """
+
+    def start(self, orders: ExternalOrders) -> None: ...
+
+    def poll(self) -> ExternalReports: ...
 
 
 # Raises errors.InvalidConfig if the connector cannot work, such as for unknown keys in `config`.
 KvConnectorFactory = Callable[[KvConnectorContext], KvConnector]
 
 
-class GuardedConnector:
-    """Implements KvConnector around another one: what that does wrong costs only its hits.
+class GuardedConnector(KvDriver):
+    """Implements ExternalKv by a connector, and drives it: its errors cost only its hits.
 
     An exception ends the loads and stores that it concerns as failed; the engine goes on. A
     connector that could not drop or clear blocks may hold wrong KV, so it is not used any more.
@@ -90,19 +98,20 @@ class GuardedConnector:
     def load_s(self, names: Sequence[BlockName]) -> float:
         return self._call(float("inf"), self._load_s, names)
 
-    def start(self, orders: ExternalOrders) -> None:
-        self._num_names |= {load.load_id: len(load.names) for load in orders.loads}
-        self._storing |= {store.store_id for store in orders.stores}
-        if not (self._is_usable and self._call(False, self._start, orders)):
-            self._is_usable = self._is_usable and not orders.drops
-            self._fail(orders)
+    def start(self, orders: KvOrders, now: float) -> None:
+        external = orders.external
+        self._num_names |= {load.load_id: len(load.names) for load in external.loads}
+        self._storing |= {store.store_id for store in external.stores}
+        if not (self._is_usable and self._call(False, self._start, external)):
+            self._is_usable = self._is_usable and not external.drops
+            self._fail(external)
 
-    def poll(self) -> ExternalReports:
+    def poll(self, now: float) -> KvReports:
         self._call(None, self._poll)
         reports = ExternalReports(tuple(self._loaded), tuple(self._stored))
         self._loaded.clear()
         self._stored.clear()
-        return reports
+        return KvReports(external=reports)
 
     def clear(self, tiers: Collection[str] | None = None) -> Mapping[str, int]:
         cleared = self._call(None, self.connector.clear, tiers) if self._is_usable else {}

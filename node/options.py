@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from ipaddress import ip_address
-from typing import Annotated
+from typing import Annotated, Protocol, runtime_checkable
 
 from baton.core.errors import InvalidConfig
 from baton.core.exclusions import Feature, check_exclusions
@@ -21,7 +21,6 @@ from baton.node.cpus import parse_cpus
 from baton.node.kv.events.config import KvEventsConfig
 from baton.node.kv.foreign.config import KvSourcesConfig
 from baton.node.kv.tiers_config import TiersConfig
-from baton.node.part_config import PartConfig
 from baton.rpc.listening import ListenHost, ListenPort
 from baton.rpc.process_end import DRAIN_TIMEOUT_S, DrainTimeout
 from baton.rpc.security.tls import PLAIN, TlsConfig
@@ -48,6 +47,20 @@ class ChosenConnector:
 
     name: str
     config: Mapping[str, object]
+
+
+@runtime_checkable
+class PartConfig(Protocol):
+    """Settings of an optional part of a node, which needs the prefix cache."""
+
+    option: str  # that turns it on
+
+    @property
+    def is_on(self) -> bool: ...
+
+    def check_shared(self) -> None:
+        """Raise InvalidConfig for settings that several nodes cannot share."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,14 +182,15 @@ class NodeOptions:
                 Feature.NO_PREFIX_CACHING: not self.enable_prefix_caching,
                 Feature.HOST_MEMORY_TIER: self.tiers.host_bytes,
                 Feature.NO_HOST_MEMORY_TIER: not self.has_host_memory,
-                Feature.FOLDER_TIER: self.tiers.folder,
-                Feature.OBJECT_TIER: self.tiers.object_store,
+                Feature.BACKING_TIER: self.tiers.places,
                 Feature.KV_CONNECTOR: self.kv_connector,
                 Feature.NO_KV_CONNECTOR: not self.kv_connector,
                 Feature.KV_CONNECTOR_CONFIG: self.kv_connector_config,
-                **{each.feature: True for each in self.parts},
             }
         )
+        for part in self.parts:
+            if not self.enable_prefix_caching:
+                raise InvalidConfig(f"{part.option} cannot be used with prefix-caching = false")
 
     @property
     def parts(self) -> tuple[PartConfig, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from baton.engine.events import KvEvent, SchedulerStats
+from baton.engine.events import KvEvent
 from baton.engine.runner.loaded_runner import LoadedRunner
 from baton.kv_transfer.driver import KvDriver
 from baton.kv_transfer.foreign_kv import ForeignReader
@@ -23,7 +23,7 @@ class NodePart:
     take_kv_events: TakeKvEvents | None = None
     driver: KvDriver | None = None
     foreign: ForeignReader | None = None
-    read_gauges: Callable[[SchedulerStats], Reading] = lambda _: {}
+    read_gauges: Callable[[], Reading] = dict
 
 
 # Makes the part unless the node is without it. The last argument wakes the engine, on any thread.

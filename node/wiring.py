@@ -20,7 +20,7 @@ from baton.engine.runner.loaded_runner import LoadedRunner, has_kv_cache
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.validation import max_sequence_length
 from baton.engine.structured_output.compiler import GrammarCompiler
-from baton.kv_transfer.driver import ExternalDriver, KvDriver
+from baton.kv_transfer.driver import KvDriver
 from baton.kv_transfer.layout import KvLayout
 from baton.kv_transfer.pairs import Identity
 from baton.kv_transfer.protocol.messages import Fingerprint
@@ -85,15 +85,16 @@ class NodeComponents:
         self.connector = make_connector(options, identity, runner, report)
         parts = (make(options, identity, runner, self._inbox.wake) for make in MAKE_PARTS)
         self.parts = [each for each in parts if each is not None]
+        subscribers = [each.take_kv_events for each in self.parts if each.take_kv_events]
         engine_options = EngineOptions(
             options.scheduling,
             options.enable_prefix_caching,
             collect_kv_events=True,
-            collect_token_ids=any(each.needs_token_ids for each in options.parts),
+            collect_token_ids=bool(subscribers),
         )
         # No other process uses this name of its pulls.
         pulls = PullConfig(f"pull-{identity.node_id}-{identity.incarnation}", block_bytes)
-        foreign = next((each.foreign for each in self.parts if each.foreign is not None), None)
+        foreign = next((each.foreign for each in self.parts if each.foreign), None)
         sources = KvSources(self.connector, foreign, pulls)
         self.scheduler = build_scheduler(runner, engine_options, sources)
         self.compiler: Compiler = GrammarCompiler(build_grammars(runner).compile)
@@ -108,7 +109,7 @@ class NodeComponents:
             card,
             EngineCalls(self.engine, self._changes),
             update_reader(self.engine, self.scheduler, tiers),
-            [each.take_kv_events for each in self.parts if each.take_kv_events is not None],
+            subscribers,
             self.adapters,
         )
 
@@ -145,8 +146,8 @@ class NodeComponents:
     def _drivers(self) -> list[KvDriver]:
         drivers: list[KvDriver] = [] if self.worker is None else [self.worker]
         if self.connector is not None:
-            drivers.append(ExternalDriver(self.connector))
-        return [*drivers, *(each.driver for each in self.parts if each.driver is not None)]
+            drivers.append(self.connector)
+        return [*drivers, *(each.driver for each in self.parts if each.driver)]
 
     def _build_adapters(self, table: AdapterTable | None, model: str) -> AdapterRegistry | None:
         """Raises ModelError and InvalidConfig for adapters that the options name."""

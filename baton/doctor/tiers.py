@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import secrets
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -70,13 +72,16 @@ def _host(memory: BlockMemory, host: BlockMemory, kv: KvShapeFacts) -> Finding:
 
 def _store(kind: StoreKind, place: str, memory: BlockMemory, kv: KvShapeFacts) -> Finding:
     check, max_bytes = f"{kind.name} tier", 4 * MEMORY_BYTES + kv.block_bytes
+    empty = f"{place.rstrip('/')}/doctor-{secrets.token_hex(4)}"
+    folder = Path(empty).expanduser()  # unless it is a URL
     try:
-        with kind.empty_place(place) as empty:
-            store = kind.open(empty, "doctor", kv.block_bytes, max_bytes, 1.0)
-            between = partial(_leave_page_cache, empty)
-            rates = measure_store(store, memory, kind.num_parallel, perf_counter, between)
+        store = kind.open(empty, "doctor", kv.block_bytes, max_bytes, 1.0)
+        between = partial(_leave_page_cache, folder)
+        rates = measure_store(store, memory, kind.num_parallel, perf_counter, between)
     except (InvalidConfig, OSError) as error:
         return fail(check, str(error), kind.remedy)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     return rate_finding(check, _describe(rates), rates.read_bytes_per_s, kv)
 
 
@@ -100,9 +105,9 @@ def _rate(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e9:.2g} GB/s"
 
 
-def _leave_page_cache(place: str) -> None:
-    """Write files, if it is a folder, to the disk and drop them from memory."""
-    for path in Path(place).rglob("*.kv"):
+def _leave_page_cache(folder: Path) -> None:
+    """Write files to the disk and drop them from memory, so that they are read from the disk."""
+    for path in folder.rglob("*.kv"):
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)

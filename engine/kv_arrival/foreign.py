@@ -39,8 +39,6 @@ class ForeignPrefixes:
         self._orders = orders
         self._reader = reader
         self._pulling: dict[ForeignPullId, Fill] = {}
-        self.total_filled_blocks = 0
-        self.total_failed_blocks = 0
 
     def __len__(self) -> int:
         return len(self._pulling)
@@ -92,8 +90,6 @@ class ForeignPrefixes:
     def _end(self, pulled: ForeignPulled) -> FillId:
         fill = self._pulling.pop(pulled.pull_id)
         sources = [VLLM if is_filled else None for is_filled in pulled.are_filled]
-        self.total_filled_blocks += sum(pulled.are_filled)
-        self.total_failed_blocks += len(sources) - sum(pulled.are_filled)
         self._fills.note_filled(fill, 0, sources)
         self._fills.end(fill)
         return fill.fill_id

@@ -320,8 +320,6 @@ class SchedulerState:
             accepted_by_position=tuple(self.accepted_by_position),
             total_pulled_blocks=self.arrivals.pulls.total_landed_blocks,
             total_failed_pull_blocks=self.arrivals.pulls.total_failed_blocks,
-            total_foreign_blocks=self.arrivals.foreign.total_filled_blocks,
-            total_failed_foreign_blocks=self.arrivals.foreign.total_failed_blocks,
             total_loaded_tokens=dict(self.arrivals.loads.total_tokens),
             **({} if self.media is None else self.media.stats()),
         )

@@ -89,19 +89,18 @@ class TiersConfig:
         check_exclusions(
             {
                 Feature.NO_HOST_MEMORY_TIER: self.host_bytes == 0,
-                Feature.FOLDER_TIER: self.folder,
-                Feature.OBJECT_TIER: self.object_store,
+                Feature.BACKING_TIER: self.places,
             }
         )
 
     @property
     def places(self) -> Mapping[str, tuple[str, int]]:
         """Return the place and the size of each store, by the name of its tier."""
-        files, objects = (
-            (self.folder, self.folder_bytes),
-            (self.object_store, self.object_store_bytes),
-        )
-        return {tier: each for tier, each in ((FILE, files), (OBJECT, objects)) if each[0]}
+        named = {
+            FILE: (self.folder, self.folder_bytes),
+            OBJECT: (self.object_store, self.object_store_bytes),
+        }
+        return {tier: place for tier, place in named.items() if place[0]}
 
 
 def parse_tiers(given: Mapping[str, Any]) -> TiersConfig:

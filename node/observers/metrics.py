@@ -62,7 +62,7 @@ def _read_on_engine(node: NodeComponents) -> Reading:
         counted.PASSES: passes_by_launch(node.num_passes),
     }
     for part in node.parts:
-        gauges |= part.read_gauges(node.scheduler.stats())
+        gauges |= part.read_gauges()
     return gauges
 
 

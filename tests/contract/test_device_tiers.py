@@ -27,7 +27,6 @@ from baton.engine.runner.kernels.choose import TORCH
 from baton.engine.runner.load import load_runner
 from baton.engine.runner.model_runner import TorchRunner
 from baton.engine.scheduler.config import SchedulerConfig
-from baton.kv_transfer.driver import ExternalDriver
 from baton.kv_transfer.external_kv import FILE, HOST
 from baton.kv_transfer.tiers.tiered_kv import TieredKv
 from baton.node.kv.connectors import make_connector, tiers_in
@@ -133,7 +132,7 @@ def _with_tiers(given: NodeOptions, runner: TorchRunner) -> Iterator[TierNode]:
     assert tiers is not None
     with connector:
         scheduler = build_scheduler(runner, options(), KvSources(connector))
-        yield TierNode(EngineCore(scheduler, runner, [ExternalDriver(connector)]), tiers, woken)
+        yield TierNode(EngineCore(scheduler, runner, [connector]), tiers, woken)
     assert not connector.num_errors
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from baton.core.ids import AdapterRef, HandoffId, NodeId, Peer, RequestId
 from baton.core.kv_hints import NO_KV_HINTS, KvHints
@@ -431,7 +431,7 @@ class EngineWorld:
             self._forget_ended_crashes()
         reports = self.wire.poll()
         if self._connector is not None:
-            reports = replace(reports, external=self._connector.poll())
+            reports = reports.joined(self._connector.poll(self.now_s))
         now = self._spend_time(plan)
         outputs = self.scheduler.update(plan, run, reports, now)
         for output in outputs:
@@ -464,7 +464,7 @@ class EngineWorld:
         self.wire.start(orders)
         self.wire.misbehave()
         if self._connector is not None and self.external is not None:
-            self._connector.start(orders.external)
+            self._connector.start(orders, self.now_s)
             self.external.misbehave()
 
     def _forget_ended_crashes(self) -> None:

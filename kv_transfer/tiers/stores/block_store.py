@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock
 
@@ -125,8 +125,6 @@ class StoreKind:
     # Gets the place, the fingerprint, bytes of a block, the limit in bytes, the share of a tenant.
     open: Callable[[str, str, int, int, float], BlockStore]
     check: Callable[[str], object]  # raises InvalidConfig for a place that cannot work
-    # Makes an empty place within a place, for measurements.
-    empty_place: Callable[[str], AbstractContextManager[str]]
     remedy: str  # where a place does not work
     bytes_per_s: float  # first guess of the speed of loads
     refresh_s: float  # interval at which the blocks of other processes are found

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-
 from baton.kv_transfer.external_kv import FILE
 from baton.kv_transfer.tiers.stores.block_store import StoreKind
 from baton.kv_transfer.tiers.stores.file_store import FileStore
 from baton.kv_transfer.tiers.stores.folder_checks import check_folder
 from baton.kv_transfer.tiers.stores.objects.object_store import OBJECTS
 
-
-@contextmanager
-def _empty_folder(folder: str) -> Iterator[str]:
-    path = Path(folder).expanduser()
-    path.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="doctor-", dir=path) as name:
-        yield name
-
-
 FILES = StoreKind(
     FILE,
     FileStore,
     check_folder,
-    _empty_folder,
     remedy="nodes write no KV there; choose another --kv-folder",
     bytes_per_s=1e9,
     refresh_s=0.1,

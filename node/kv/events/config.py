@@ -6,10 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from baton.core.errors import InvalidConfig
-from baton.core.exclusions import Feature, check_exclusions
 from baton.core.options import KV_EVENTS, Option, check_options
 from baton.node.kv.events.messages import HashFormat
-from baton.node.part_config import PartConfig
 
 TCP, IPC = "tcp://", "ipc://"
 WILDCARD = "*"  # as a host: the addresses that the node listens on
@@ -20,11 +18,10 @@ NODE_ID = "{node_id}"  # stands for the node's name in endpoints and topic
 
 
 @dataclass(frozen=True, slots=True)
-class KvEventsConfig(PartConfig):
+class KvEventsConfig:
     """KV events of a node. Without an endpoint, there are none."""
 
-    feature = Feature.KV_EVENTS
-    needs_token_ids = True
+    option = "--kv-events-endpoint"
 
     endpoint: Annotated[  # of the PUB socket
         str,
@@ -99,12 +96,8 @@ class KvEventsConfig(PartConfig):
 
     def __post_init__(self) -> None:
         check_options(self)
-        check_exclusions(
-            {
-                Feature.KV_EVENTS_REPLAY: self.replay_endpoint,
-                Feature.NO_KV_EVENTS: not self.endpoint,
-            }
-        )
+        if self.replay_endpoint and not self.endpoint:
+            raise InvalidConfig("kv-events-replay-endpoint needs --kv-events-endpoint")
         if self.endpoint:
             self._check_endpoint("--kv-events-endpoint", self.endpoint)
         if self.replay_endpoint:
@@ -115,6 +108,7 @@ class KvEventsConfig(PartConfig):
         return bool(self.endpoint)
 
     def check_shared(self) -> None:
+        """Raise InvalidConfig for endpoints that several nodes cannot share."""
         for endpoint in filter(None, (self.endpoint, self.replay_endpoint)):
             if NODE_ID not in endpoint:
                 raise InvalidConfig(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 
 from baton.core.ids import PrefixKeys
 from baton.engine.config import EngineOptions
 from baton.engine.factory import cache_config_for
-from baton.engine.kv_cache.block_hashes import BlockHash, PrefixNaming
 from baton.engine.runner.loaded_runner import LoadedRunner
 from baton.kv_transfer.pairs import Identity
 from baton.node.kv.events.config import TCP, is_bound
@@ -47,7 +46,7 @@ def make_publisher(
     naming = cache_config_for(runner, EngineOptions()).naming
     facts = CacheFacts(
         memory.blocks.block_size,
-        lru_cache(MAX_ROOTS)(partial(_unsalted_root, naming)),
+        lru_cache(MAX_ROOTS)(lambda adapter_id: naming.root(PrefixKeys(adapter=adapter_id))),
         spec_kind_of(memory.layout, is_latent=memory.blocks.num_tensors == 1),
         memory.layout.groups[0].spec.window,
         HashFormat(options.kv_events.hashes),
@@ -55,7 +54,3 @@ def make_publisher(
     config = options.kv_events.for_node(identity.node_id, options.host)
     publisher = KvEventPublisher(config, facts)
     return NodePart(publisher, take_kv_events=publisher.publish)
-
-
-def _unsalted_root(naming: PrefixNaming, adapter_id: str) -> BlockHash:
-    return naming.root(PrefixKeys(adapter=adapter_id))

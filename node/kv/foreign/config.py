@@ -7,10 +7,8 @@ from typing import Annotated
 from urllib.parse import parse_qsl, urlsplit
 
 from baton.core.errors import InvalidConfig
-from baton.core.exclusions import Feature
 from baton.core.options import KV_CACHE, Option
 from baton.kv_transfer.layout import KvPacking
-from baton.node.part_config import PartConfig
 
 SCHEME = "vllm"
 LEASE_S = 30.0  # vLLM's kv_lease_duration
@@ -91,8 +89,10 @@ def _lease_s(url: str, written: str | None) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class KvSourcesConfig(PartConfig):
-    feature = Feature.KV_SOURCES
+class KvSourcesConfig:
+    """Servers whose KV a node reads."""
+
+    option = "--kv-sources"
 
     servers: Annotated[
         tuple[ForeignSource, ...],
@@ -110,3 +110,6 @@ class KvSourcesConfig(PartConfig):
     @property
     def is_on(self) -> bool:
         return bool(self.servers)
+
+    def check_shared(self) -> None:
+        """Any number of nodes can read from a server."""

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 from mmap import mmap
-from typing import TYPE_CHECKING
 
 from baton.core.errors import InvalidConfig
-from baton.engine.events import SchedulerStats
 from baton.engine.runner.device.host_memory import huge_page_memory
 from baton.engine.runner.loaded_runner import CachingRunner, LoadedRunner, has_kv_cache
 from baton.kv_transfer.errors import TransportMissing
@@ -21,11 +18,6 @@ from baton.kv_transfer.transports.base import UcxConfig
 from baton.kv_transfer.transports.nixl import import_nixl
 from baton.node.options import NodeOptions
 from baton.node.part import NodePart
-from baton.telemetry.metrics import names as counted
-from baton.telemetry.metrics.instruments import Reading
-
-if TYPE_CHECKING:
-    from baton.node.kv.foreign.reader import VllmReader
 
 
 def make_reader(
@@ -56,7 +48,7 @@ def make_reader(
 
     servers = [replace(each, model=each.model or model) for each in options.kv_sources.servers]
     reader = VllmReader(servers, settings, convert, wake)
-    return NodePart(reader, driver=reader, foreign=reader, read_gauges=partial(_gauges, reader))
+    return NodePart(reader, driver=reader, foreign=reader, read_gauges=reader.gauges)
 
 
 def check_libraries(options: NodeOptions) -> None:
@@ -66,17 +58,6 @@ def check_libraries(options: NodeOptions) -> None:
     if find_spec("zmq") is None:
         raise TransportMissing("--kv-sources needs pyzmq: pip install 'baton[vllm]'")
     import_nixl()
-
-
-def _gauges(reader: VllmReader, stats: SchedulerStats) -> Reading:
-    return {
-        counted.FOREIGN_BYTES: reader.num_bytes,
-        counted.FOREIGN_BLOCKS: {
-            "filled": stats.total_foreign_blocks,
-            "failed": stats.total_failed_foreign_blocks,
-        },
-        counted.FOREIGN_FAILURES: dict(reader.failures),
-    }
 
 
 def _can_read(layout: KvLayout) -> bool:

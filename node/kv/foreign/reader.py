@@ -35,6 +35,8 @@ from baton.node.kv.foreign.connection import (
     ServerConnection,
 )
 from baton.node.kv.foreign.session import RunRead
+from baton.telemetry.metrics import names as counted
+from baton.telemetry.metrics.instruments import Reading
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +65,7 @@ class VllmReader(KvDriver):
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.failures: Counter[str] = Counter({failure.value: 0 for failure in PullFailure})
         self.num_bytes = 0  # read since the start
+        self._num_blocks = Counter(filled=0, failed=0)  # of pulls
         shared = settings(self._note)
         self._connections = {
             source.address: ServerConnection(source, shared, self._context, self.failures, clock)
@@ -119,9 +122,18 @@ class VllmReader(KvDriver):
             if isinstance(event, RunRead):
                 self._fill(event)
             else:
-                are_filled = self._filled.pop(event.pull_id)
-                ended.append(ForeignPulled(event.pull_id, tuple(are_filled)))
+                are_filled = tuple(self._filled.pop(event.pull_id))
+                self._num_blocks["filled"] += are_filled.count(True)
+                self._num_blocks["failed"] += are_filled.count(False)
+                ended.append(ForeignPulled(event.pull_id, are_filled))
         return KvReports(foreign=tuple(ended)) if ended else NO_REPORTS
+
+    def gauges(self) -> Reading:
+        return {
+            counted.FOREIGN_BYTES: self.num_bytes,
+            counted.FOREIGN_BLOCKS: dict(self._num_blocks),
+            counted.FOREIGN_FAILURES: dict(self.failures),
+        }
 
     def _fill(self, read: RunRead) -> None:
         """Convert a run that was read, and return its bay."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from mmap import mmap
 from typing import Any, NamedTuple
@@ -168,7 +168,7 @@ class NixlReads:
     def read(self, block_ids: Sequence[int], offset: int) -> int:
         """Begin to read all layers of these blocks, block by block, to `offset` in the memory."""
         kind = self._nixl.DRAM_SEG if self._blocks.is_on_cpu else self._nixl.VRAM_SEG
-        try:
+        with self._failing("it cannot be read"):
             handle = int(
                 self._agent.createXferReq(
                     self._nixl.NIXL_READ,
@@ -180,13 +180,11 @@ class NixlReads:
             )
             self._handles.add(handle)
             self._agent.postXferReq(handle, b"")
-        except self._errors as error:
-            raise PeerUnreachable(f"it cannot be read: {error!r}") from error
         return handle
 
     def is_read(self, handle: int) -> bool:
         """Return whether a read has ended."""
-        try:
+        with self._failing("a read has failed"):
             status = self._agent.getXferStatus(handle)
             if status == self._nixl.NIXL_IN_PROG:
                 return False
@@ -194,22 +192,16 @@ class NixlReads:
                 raise PeerUnreachable(f"a read has failed: {status}")
             self._handles.remove(handle)
             self._agent.releaseXferReq(handle)
-        except self._errors as error:
-            raise PeerUnreachable(f"a read has failed: {error!r}") from error
         return True
 
     def notify(self, text: str) -> None:
-        try:
+        with self._failing("it cannot be notified"):
             self._agent.genNotif(self._peer, text.encode())
-        except self._errors as error:
-            raise PeerUnreachable(f"it cannot be notified: {error!r}") from error
 
     def progress(self) -> None:
         """Drive UCX, which sends notifications. Those of the server have no meaning here."""
-        try:
+        with self._failing("the connection is broken"):
             self._agent.getNotifs({}, [])
-        except self._errors as error:
-            raise PeerUnreachable(f"the connection is broken: {error!r}") from error
 
     def close(self) -> None:
         """Destroy the agent. No read writes into the memory afterwards."""
@@ -223,6 +215,13 @@ class NixlReads:
         if self._registered is not None:
             self._try(self._agent.deregisterMem, self._registered, [])
         self._agent = None
+
+    @contextmanager
+    def _failing(self, how: str) -> Iterator[None]:
+        try:
+            yield
+        except self._errors as error:
+            raise PeerUnreachable(f"{how}: {error!r}") from error
 
     def _try(self, method: Any, *given: object) -> None:
         try:

@@ -366,6 +366,6 @@ def test_an_unusable_folder_and_an_unusable_bucket_are_reported(
 
     assert found["host tier"].status is Status.OK
     assert found["file tier"].status is Status.FAIL
-    assert "File exists" in found["file tier"].found
+    assert "Not a directory" in found["file tier"].found
     assert found["object tier"].status is Status.FAIL
     assert "127.0.0.1:1" in found["object tier"].found

@@ -17,6 +17,7 @@ from baton.kv_transfer.external_kv import (
     StoreId,
 )
 from baton.kv_transfer.kv_connector import GuardedConnector
+from baton.kv_transfer.types import KvOrders
 
 LOAD = Load(LoadId(1), (b"one", b"two"), (BlockId(1), BlockId(2)))
 STORE = Store(StoreId(2), (b"three",), (BlockId(3),))
@@ -63,6 +64,14 @@ class FlakyConnector:
         return {}
 
 
+def start(guard: GuardedConnector, orders: ExternalOrders) -> None:
+    guard.start(KvOrders(external=orders), now=0.0)
+
+
+def poll(guard: GuardedConnector) -> ExternalReports:
+    return guard.poll(now=0.0).external
+
+
 def guarded(*failing: str) -> tuple[GuardedConnector, FlakyConnector]:
     connector = FlakyConnector(*failing)
     return GuardedConnector("flaky", connector), connector
@@ -71,13 +80,13 @@ def guarded(*failing: str) -> tuple[GuardedConnector, FlakyConnector]:
 def test_calls_of_a_working_connector_are_passed_through() -> None:
     guard, connector = guarded()
     orders = ExternalOrders((LOAD,), (STORE,), (b"four",))
-    guard.start(orders)
+    start(guard, orders)
     connector.reports = reports = ExternalReports(
         (Loaded(LoadId(1), ("shelf", None)),), (StoreId(2),)
     )
 
     assert connector.orders == [orders]
-    assert guard.poll() == reports
+    assert poll(guard) == reports
     assert guard.holds(b"one")
     assert guard.load_s([b"one"]) == 0.5
     guard.clear()
@@ -88,10 +97,10 @@ def test_calls_of_a_working_connector_are_passed_through() -> None:
 def test_a_failed_start_ends_its_loads_and_stores(caplog: pytest.LogCaptureFixture) -> None:
     guard, connector = guarded("start")
 
-    guard.start(ExternalOrders((LOAD,), (STORE,)))
+    start(guard, ExternalOrders((LOAD,), (STORE,)))
 
-    assert guard.poll() == FAILED
-    assert guard.poll() == ExternalReports()
+    assert poll(guard) == FAILED
+    assert poll(guard) == ExternalReports()
     assert "flaky" in caplog.text
     assert "start does not work" in caplog.text
     connector.failing.clear()
@@ -103,15 +112,15 @@ def test_a_connector_that_may_hold_wrong_kv_is_disabled(kind: str) -> None:
     guard, connector = guarded("start", "clear")
 
     if kind == "drop":
-        guard.start(ExternalOrders(drops=(b"one",)))
+        start(guard, ExternalOrders(drops=(b"one",)))
     else:
         guard.clear()
 
     connector.failing.clear()
     assert not guard.holds(b"two")
-    guard.start(ExternalOrders((LOAD,), (STORE,)))
+    start(guard, ExternalOrders((LOAD,), (STORE,)))
     assert connector.orders == []
-    assert guard.poll() == FAILED
+    assert poll(guard) == FAILED
     guard.clear()
     assert not guard.holds(b"two")
 
@@ -121,7 +130,7 @@ def test_failed_look_ups_count_as_misses() -> None:
 
     assert not guard.holds(b"one")
     assert guard.load_s([b"one"]) == float("inf")
-    assert guard.poll() == ExternalReports()
+    assert poll(guard) == ExternalReports()
     with guard:
         pass
     assert guard.num_errors == 4
@@ -139,10 +148,10 @@ def test_only_the_first_error_of_a_kind_is_logged(caplog: pytest.LogCaptureFixtu
 
 def test_inconsistent_reports_are_ignored_or_count_as_failed() -> None:
     guard, connector = guarded()
-    guard.start(ExternalOrders((LOAD,), (STORE,)))
+    start(guard, ExternalOrders((LOAD,), (STORE,)))
     end = Loaded(LoadId(1), ("shelf",))  # of two blocks
     unknown = Loaded(LoadId(9), ("shelf",))
     connector.reports = ExternalReports((unknown, end, end), (StoreId(2), StoreId(2), StoreId(8)))
 
-    assert guard.poll() == FAILED
+    assert poll(guard) == FAILED
     assert guard.num_errors == 5

@@ -9,10 +9,9 @@ remove in `JournalObjects`.
 from __future__ import annotations
 
 import ctypes
-import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -299,7 +298,6 @@ OBJECTS = StoreKind(
     OBJECT,
     _open_store,
     open_bucket,
-    lambda url: nullcontext(f"{url.rstrip('/')}/doctor-{secrets.token_hex(4)}"),
     remedy="nodes work without it; check the bucket, and AWS_* in the environment",
     bytes_per_s=2e8,
     refresh_s=1.0,
