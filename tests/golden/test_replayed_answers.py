@@ -1,6 +1,6 @@
 """canitoolcall's fixtures: answers of many models, read by their parsers.
 
-docs/openai.md has the counts.
+docs/openai.md has the count.
 """
 
 from __future__ import annotations
