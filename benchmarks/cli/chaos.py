@@ -38,12 +38,13 @@ def chaos(
         typer.Option(
             help="kill, stop, freeze, slow, pause, cut, stall, overload, drop, late, double, swap, "
             "kill-rank, stop-rank, hang-rank, corrupt, jump, hostile, spoil, truncate, empty, "
-            "block, down, silent, reset, loads, tenants, slow-disk, adapters, lend; comma-separated. "
-            "hostile: a client sends the most expensive requests that the limits allow, while the "
-            "latency of other clients is measured. From spoil on: faults of files and objects of "
-            "the tiers, and resets; second turns, whose KV must be loaded, alone and next to a "
-            "tenant beyond its quota; and a slow disk. adapters: an adapter is loaded, replaced "
-            "and unloaded while in use. lend: a node offers the other kind of leg for a while."
+            "block, down, silent, reset, loads, tenants, slow-disk, adapters, lend; "
+            "comma-separated. hostile: a client sends the most expensive requests that the "
+            "limits allow, while the latency of other clients is measured. From spoil on: "
+            "faults of files and objects of the tiers, and resets; second turns, whose KV must "
+            "be loaded, alone and next to a tenant beyond its quota; and a slow disk. adapters: "
+            "an adapter is loaded, replaced and unloaded while in use. lend: a node offers the "
+            "other kind of leg for a while."
         ),
     ] = EVERYTHING,
     roles: Annotated[
