@@ -61,16 +61,19 @@ class AdmissionRules:
         self._state = state
         self._budget = budget
         self._config = state.config
+        # Rules of what the engine has: places for adapters, and pictures.
+        adapters = (self._require_adapter_place,) if self._config.max_loras else ()
+        pictures = (self._begin_before_picture,) if state.media is not None else ()
         compute = _Way(
             (
                 self._reject_known_shortage,
                 # Before a place is free: fills need none, and run while the request waits for one.
                 self._await_fill,
-                self._require_adapter_place,
+                *adapters,
                 self._require_place,
                 self._find_prefix,
                 self._await_evicted,
-                self._begin_before_picture,
+                *pictures,
                 # After the lookup: a long prompt whose prefix is cached counts as short.
                 self._limit_long_prompts,
                 self._require_tokens,
@@ -82,7 +85,7 @@ class AdmissionRules:
         self._receive = _Way(
             (
                 self._reject_known_shortage,
-                self._require_adapter_place,
+                *adapters,
                 self._limit_receives,
                 self._find_prefix,
                 self._await_fill,
