@@ -102,19 +102,16 @@ class StepOrders:
     foreign: list[ForeignOrder] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        receiving, sending = self.receives or self.revokes, self.sends or self.layer_sends
-        external = self.loads or self.stores or self.drops or self.uses or self.foreign
-        return bool(receiving or sending or self.completes or self.withdraws or external)
+        return any(getattr(self, name) for name in self.__slots__)
 
     def take(self) -> KvOrders:
         """Return and clear the orders."""
         if not self:
             return NO_KV_ORDERS
         taken: dict[str, Any] = {}
-        for each in fields(self):
-            orders = getattr(self, each.name)
-            taken[each.name] = tuple(orders)
-            orders.clear()
+        for name in self.__slots__:
+            taken[name] = tuple(getattr(self, name))
+            getattr(self, name).clear()
         external = {name: taken.pop(name) for name in ("loads", "stores", "drops", "uses")}
         return KvOrders(**taken, external=ExternalOrders(**external))
 

@@ -16,7 +16,7 @@ File = TypeVar("File", bound=MessageFile)
 WorkTrace = Callable[[str], AbstractContextManager[dict[str, AttributeValue]]]
 
 
-def ignore_count(count: int) -> None:
+def ignore_bytes(num_bytes: int) -> None:
     """Count nothing."""
 
 
@@ -30,7 +30,7 @@ class FileReading:
 
     images_as: PictureFormat | None = None  # None: the model takes text alone
     client: str = ""  # clients take turns; empty without authentication
-    hold: Callable[[int], None] = ignore_count  # counts bytes of files, and of what they become
+    hold: Callable[[int], None] = ignore_bytes  # counts bytes of files, and of what they become
     trace: WorkTrace = untraced
     model: str = ""  # its name, for errors
 

@@ -21,7 +21,7 @@ from baton.router.documents.reader import DocumentReader
 from baton.router.input_processing.form_checks import FormChecks
 from baton.router.input_processing.input_processor import InputProcessor
 from baton.router.input_processing.model_profiles import ModelProfiles
-from baton.router.part_readers import FileReading, PartReader, WorkTrace, ignore_count, untraced
+from baton.router.part_readers import FileReading, PartReader, WorkTrace, ignore_bytes, untraced
 from baton.router.pictures.plan import ImageSource
 from baton.router.pictures.reader import PictureReader
 from baton.router.request_scope import RequestContext
@@ -110,7 +110,7 @@ class Pipeline:
         prompt: Prompt,
         model: ModelVariant,
         client: str,
-        hold: Callable[[int], None] = ignore_count,
+        hold: Callable[[int], None] = ignore_bytes,
         trace: WorkTrace = untraced,
     ) -> Prompt:
         """Return a prompt with the files of its messages as the model takes them.

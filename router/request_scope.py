@@ -21,7 +21,6 @@ from baton.router.admission.rate_limits import (
 )
 from baton.router.dispatch.quarantine import PromptGroup
 from baton.router.input_processing.limits import LogprobBudget, is_valid_name
-from baton.router.part_readers import WorkTrace, ignore_count
 from baton.router.routing.served_models import Node
 from baton.router.tracing import NO_REQUEST_TRACING, UNTRACED, RequestTrace, Tracing
 from baton.router.values import GenerateCall, TokenPrompt
@@ -65,11 +64,6 @@ class RequestScope:
     def owner(self) -> str:
         """Digest of the client's token; empty without authentication."""
         return self._owner
-
-    @property
-    def image_work(self) -> WorkTrace:
-        """Traces work on the request's images."""
-        return self._trace.image_work
 
     def note_documents_read(self, warnings: Sequence[str]) -> None:
         """Record that documents have become text, with warnings for all answers."""
@@ -235,6 +229,10 @@ class PromptPlacement:
     has_kv: bool = False  # it has the KV of the whole prompt
 
 
+def _ignore_count(count: int) -> None:
+    """Drop the number: nothing is limited."""
+
+
 def _ignore(placement: PromptPlacement) -> None:
     """Drop the placement: no other answer needs it."""
 
@@ -255,7 +253,7 @@ class RequestContext:
     # Called when nodes are chosen, and again when the decode node has the KV.
     note_placement: Callable[[PromptPlacement], None] = _ignore
     warnings: tuple[str, ...] = ()  # about the whole client request: what is done only in part
-    note_tokens: Callable[[int], None] = ignore_count  # called with numbers of computed tokens
+    note_tokens: Callable[[int], None] = _ignore_count  # called with numbers of computed tokens
 
     def remaining_s(self, now: float) -> float | None:
         """Return the time until the deadline. Raises DeadlineExceeded if it has passed."""

@@ -23,7 +23,7 @@ async def read_files(
         return parsed
     with pipeline.accept(request.id):  # a router that stops waits for it, or refuses it at once
         prompt = await pipeline.read_files(
-            call.prompt, call.model, body.client, body.hold_more, scope.image_work
+            call.prompt, call.model, body.client, body.hold_more, scope.context.trace.image_work
         )
     if documents := documents_in(prompt):
         scope.note_documents_read([text for each in documents for text in each.warnings])

@@ -97,14 +97,14 @@ class Sampler:
 
     def begin(self, runs: Sequence[TokenRun], vocab_size: int, inputs: StepInputs) -> SampledStep:
         """Put the parameters of the rows."""
-        sampling = processed = None
+        sampling = None
         if not all(run.allowed is None and run.row.sampling.takes_peaks for run in runs):
             rows = SampledRows(
                 runs, self._eos_token_ids, vocab_size, self._place, self._find_peaks, self._memory
             )
             sampling = self._sampling.begin(rows, inputs)
-        if self._logprobs_mode != RAW_LOGPROBS:
-            processed = ProcessedLogits.of(runs, vocab_size, inputs)
+        is_raw = self._logprobs_mode == RAW_LOGPROBS
+        processed = None if is_raw else ProcessedLogits.of(runs, vocab_size, inputs)
         return SampledStep(runs, sampling, _RequestedLogprobs.of(runs, inputs), processed)
 
     def launch(

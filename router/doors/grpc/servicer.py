@@ -135,7 +135,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             return calls
         lease = self._lease_during(context)
         prompt = await self._pipeline.read_files(
-            prompt, calls[0].model, scope.owner, lease.add, scope.image_work
+            prompt, calls[0].model, scope.owner, lease.add, scope.context.trace.image_work
         )
         return [replace(call, prompt=prompt) for call in calls]
 
