@@ -1,7 +1,7 @@
-"""One table of the settings and model features that exclude each other, checked at start. Pure.
+"""Table of the features that exclude each other, where several configs or models meet. Pure.
 
-Each config checks the rows of its own fields when it is made. Features that meet later, such as
-those of a model and of the scheduler, are checked where they meet.
+They are checked where they meet, at start. What the fields of one config need of each other, it
+checks itself.
 """
 
 from __future__ import annotations
@@ -16,23 +16,10 @@ from baton.core.errors import InvalidConfig
 class Feature(Enum):
     """Feature that is in use, or an expected one that is not (NO_...)."""
 
-    BATCH_INVARIANT = auto()
-    TORCH_KERNELS = auto()
-    FP8_KV = auto()
     ADAPTERS = auto()
     NO_ADAPTABLE_LAYERS = auto()
-    NO_CHUNKED_PREFILL = auto()
-    LONG_PREFILL_THRESHOLD = auto()
-    NO_LONG_PREFILL_THRESHOLD = auto()
-    MAX_LONG_PREFILLS = auto()
-    TARGET_STEP_TIME = auto()
-    NO_PREFIX_CACHING = auto()
-    HOST_MEMORY_TIER = auto()
     NO_HOST_MEMORY_TIER = auto()
     BACKING_TIER = auto()
-    KV_CONNECTOR = auto()
-    NO_KV_CONNECTOR = auto()
-    KV_CONNECTOR_CONFIG = auto()
     SEVERAL_RANKS = auto()
     GPU = auto()
     TRAINED_DRAFTS = auto()
@@ -52,57 +39,10 @@ EXCLUSIONS = (
         "adapters can change",
     ),
     Exclusion(
-        Feature.BATCH_INVARIANT,
-        Feature.TORCH_KERNELS,
-        "--batch-invariant: plain torch rounds sums by the size of the batch; use --kernels triton "
-        "on a GPU, or native on a CPU",
-    ),
-    Exclusion(
-        Feature.FP8_KV,
-        Feature.GPU,
-        "--kv-cache-dtype fp8 is for CPUs: kernels of GPUs (--device cuda, --kernels triton) read "
-        "int8 and what the model computes in",
-    ),
-    Exclusion(
-        Feature.LONG_PREFILL_THRESHOLD,
-        Feature.NO_CHUNKED_PREFILL,
-        "long_prefill_token_threshold needs enable_chunked_prefill",
-    ),
-    Exclusion(
-        Feature.TARGET_STEP_TIME,
-        Feature.NO_CHUNKED_PREFILL,
-        "target_step_s needs enable_chunked_prefill",
-    ),
-    Exclusion(
-        Feature.MAX_LONG_PREFILLS,
-        Feature.NO_LONG_PREFILL_THRESHOLD,
-        "max_long_partial_prefills needs long_prefill_token_threshold",
-    ),
-    Exclusion(
         Feature.BACKING_TIER,
         Feature.NO_HOST_MEMORY_TIER,
         "what is behind host memory, such as --kv-folder, needs --kv-host-memory, such as 1GiB: "
         "blocks wait there to be stored",
-    ),
-    Exclusion(
-        Feature.KV_CONNECTOR,
-        Feature.HOST_MEMORY_TIER,
-        "--kv-host-memory is the KV connector `tiers`; leave out it or --kv-connector",
-    ),
-    Exclusion(
-        Feature.KV_CONNECTOR_CONFIG,
-        Feature.NO_KV_CONNECTOR,
-        "kv-connector-config needs --kv-connector",
-    ),
-    Exclusion(
-        Feature.KV_CONNECTOR,
-        Feature.NO_PREFIX_CACHING,
-        "--kv-connector cannot be used with prefix-caching = false",
-    ),
-    Exclusion(
-        Feature.HOST_MEMORY_TIER,
-        Feature.NO_PREFIX_CACHING,
-        "--kv-host-memory cannot be used with prefix-caching = false",
     ),
     Exclusion(
         Feature.SEVERAL_RANKS,

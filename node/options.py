@@ -179,18 +179,21 @@ class NodeOptions:
         check_options(self)
         check_exclusions(
             {
-                Feature.NO_PREFIX_CACHING: not self.enable_prefix_caching,
-                Feature.HOST_MEMORY_TIER: self.tiers.host_bytes,
                 Feature.NO_HOST_MEMORY_TIER: not self.has_host_memory,
                 Feature.BACKING_TIER: self.tiers.places,
-                Feature.KV_CONNECTOR: self.kv_connector,
-                Feature.NO_KV_CONNECTOR: not self.kv_connector,
-                Feature.KV_CONNECTOR_CONFIG: self.kv_connector_config,
             }
         )
-        for part in self.parts:
-            if not self.enable_prefix_caching:
-                raise InvalidConfig(f"{part.option} cannot be used with prefix-caching = false")
+        connector, host_bytes = self.kv_connector, self.tiers.host_bytes
+        if connector and host_bytes:
+            raise InvalidConfig(
+                "--kv-host-memory is the KV connector `tiers`; leave out it or --kv-connector"
+            )
+        if self.kv_connector_config and not connector:
+            raise InvalidConfig("kv-connector-config needs --kv-connector")
+        caching = {"--kv-connector": bool(connector), "--kv-host-memory": bool(host_bytes)}
+        for option, is_used in (caching | {each.option: True for each in self.parts}).items():
+            if is_used and not self.enable_prefix_caching:
+                raise InvalidConfig(f"{option} cannot be used with prefix-caching = false")
 
     @property
     def parts(self) -> tuple[PartConfig, ...]:

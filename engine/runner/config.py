@@ -10,7 +10,6 @@ from typing import Annotated, ClassVar, Protocol
 
 from baton.checkpoint.options import Mmproj
 from baton.core.errors import InvalidConfig
-from baton.core.exclusions import Feature, check_exclusions
 from baton.core.options import BATCHING, KV_CACHE, MACHINE, MODEL, Option, check_options
 from baton.core.output import LOGPROBS_MODES, RAW_LOGPROBS
 from baton.core.pooling import PoolingKind
@@ -300,13 +299,16 @@ class RunnerConfig:
         has_ranks = self.tensor_parallel_size > 1 or not self.enable_expert_parallel
         check(has_ranks, "--enable-expert-parallel is for --tensor-parallel-size above 1")
         uses_torch = self.kernels == "torch" or (self.kernels == "auto" and self.device != "cpu")
-        check_exclusions(
-            {
-                Feature.BATCH_INVARIANT: self.batch_invariant,
-                Feature.TORCH_KERNELS: uses_torch,
-                Feature.FP8_KV: self.has_fp8_kv,
-                Feature.GPU: self.kernels == "triton" or self.device != "cpu",
-            }
+        check(
+            not (self.batch_invariant and uses_torch),
+            "--batch-invariant: plain torch rounds sums by the size of the batch; use --kernels "
+            "triton on a GPU, or native on a CPU",
+        )
+        is_on_gpu = self.kernels == "triton" or self.device != "cpu"
+        check(
+            not (self.has_fp8_kv and is_on_gpu),
+            "--kv-cache-dtype fp8 is for CPUs: kernels of GPUs (--device cuda, --kernels triton) "
+            "read int8 and what the model computes in",
         )
         is_device = DEVICE_NAME.fullmatch(self.device) is not None
         check(is_device, f"--device {self.device!r}: cpu, cuda or cuda:N")

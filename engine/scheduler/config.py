@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Annotated, Any
 
-from baton.core.errors import require_setting
-from baton.core.exclusions import Feature, check_exclusions
+from baton.core.errors import InvalidConfig, require_setting
 from baton.core.extra_args import Check, reject_extra_args
 from baton.core.media import PictureRows, StoredRows
 from baton.core.options import BATCHING, KV_CACHE, Option, check_options
@@ -18,6 +17,11 @@ from baton.engine.runner.config import MaxNumBatchedTokens, MaxNumSeqs
 
 DEFAULT_LONG_PREFILL_THRESHOLD = 512
 LAYER = "layer"
+NEEDED = (  # a setting, and the one that it needs
+    ("long_prefill_token_threshold", "enable_chunked_prefill"),
+    ("target_step_s", "enable_chunked_prefill"),
+    ("max_long_partial_prefills", "long_prefill_token_threshold"),
+)
 
 
 class SchedulingPolicy(Enum):
@@ -199,15 +203,6 @@ class SchedulerConfig:
         check_options(self)
         self._check_sizes()
         self._check_prefill_limits()
-        check_exclusions(
-            {
-                Feature.NO_CHUNKED_PREFILL: not self.enable_chunked_prefill,
-                Feature.LONG_PREFILL_THRESHOLD: self.long_prefill_token_threshold,
-                Feature.NO_LONG_PREFILL_THRESHOLD: not self.long_prefill_token_threshold,
-                Feature.MAX_LONG_PREFILLS: self.max_long_partial_prefills is not None,
-                Feature.TARGET_STEP_TIME: self.target_step_s is not None,
-            }
-        )
 
     @property
     def num_slots_per_decode(self) -> int:
@@ -260,3 +255,6 @@ class SchedulerConfig:
         require_setting(
             "target_step_s", target_s, target_s is None or target_s > 0, "above 0, or left out"
         )
+        for name, other in NEEDED:
+            if getattr(self, name) and not getattr(self, other):
+                raise InvalidConfig(f"{name} needs {other}")
