@@ -13,7 +13,6 @@ from baton.core.pooling import DenseLayer, Pooling, PoolingKind
 
 MODULES = "modules.json"
 CONFIG = "config.json"
-LIMITS = "sentence_bert_config.json"
 FLAGS = {
     "pooling_mode_cls_token": PoolingKind.CLS,
     "pooling_mode_mean_tokens": PoolingKind.MEAN,
@@ -50,15 +49,6 @@ def read_pooling(folder: Path) -> Pooling | None:
     if kind is None:
         return Pooling(PoolingKind.TOKENS, dense=tuple(dense))
     return Pooling(kind, normalizes, dense=tuple(dense))
-
-
-def read_max_text_len(folder: Path) -> int | None:
-    """Return the limit of sentence_bert_config.json in tokens, if there is one."""
-    path = folder / LIMITS
-    if not path.exists():
-        return None
-    fields = JsonFields.read(path)
-    return fields.positive_int("max_seq_length") if fields.has("max_seq_length") else None
 
 
 def _modules(path: Path) -> Iterator[JsonFields]:

@@ -14,7 +14,7 @@ from baton.checkpoint.model_files import (
     read_chat_templates,
     read_generation_defaults,
 )
-from baton.checkpoint.pooling_files import read_max_text_len, read_pooling
+from baton.checkpoint.pooling_files import read_pooling
 from baton.core.pooling import Pooling
 
 if TYPE_CHECKING:
@@ -37,7 +37,10 @@ class SafetensorsFolder:
         return read_pooling(self.path)
 
     def read_max_text_len(self) -> int | None:
-        return read_max_text_len(self.path)
+        fields = self._read("sentence_bert_config.json")
+        if fields is None or not fields.has("max_seq_length"):
+            return None
+        return fields.positive_int("max_seq_length")
 
     def read_chat_templates(self) -> dict[str, str]:
         return read_chat_templates(self.path)

@@ -144,10 +144,8 @@ class NodeComponents:
         return engine
 
     def _drivers(self) -> list[KvDriver]:
-        drivers: list[KvDriver] = [] if self.worker is None else [self.worker]
-        if self.connector is not None:
-            drivers.append(self.connector)
-        return [*drivers, *(each.driver for each in self.parts if each.driver)]
+        drivers = (self.worker, self.connector, *(part.driver for part in self.parts))
+        return [each for each in drivers if each is not None]
 
     def _build_adapters(self, table: AdapterTable | None, model: str) -> AdapterRegistry | None:
         """Raises ModelError and InvalidConfig for adapters that the options name."""

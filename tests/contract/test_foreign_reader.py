@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from mmap import mmap
@@ -33,7 +33,7 @@ from baton.kv_transfer.tiers.kv_access import BlockMemory
 from baton.kv_transfer.transports.base import UcxConfig
 from baton.kv_transfer.types import KvOrders
 from baton.node.kv.foreign.config import ForeignSource
-from baton.node.kv.foreign.connection import PullEnded, ReadSettings
+from baton.node.kv.foreign.connection import ReadSettings
 from baton.node.kv.foreign.reader import VllmReader
 from baton.node.kv.foreign.session import RunRead, remote_blocks
 from tests.support.device_kv import DeviceMemory
@@ -53,7 +53,7 @@ class Node:
         self._calls = queue.SimpleQueue[None]()  # of the clock
         self.late_s = 0.0  # by which the clock is ahead
         self.reader = VllmReader(
-            sources, self._settings, self._convert, lambda: self.woken.put(None), self.clock
+            sources, self._settings(), self._convert, lambda: self.woken.put(None), self.clock
         )
 
     def clock(self) -> float:
@@ -93,8 +93,8 @@ class Node:
     def poll(self) -> tuple[ForeignPulled, ...]:
         return self.reader.poll(now=0.0).foreign
 
-    def _settings(self, note: Callable[[RunRead | PullEnded], None]) -> ReadSettings:
-        return ReadSettings(LAYOUT, LOOPBACK, huge_page_memory, self._release, note)
+    def _settings(self) -> ReadSettings:
+        return ReadSettings(LAYOUT, LOOPBACK, huge_page_memory, self._release)
 
     def _release(self, memory: mmap) -> None:
         """On a CPU the memory is freed with its last reference."""
@@ -127,8 +127,8 @@ class DeviceNode(Node):
     def poll(self) -> tuple[ForeignPulled, ...]:
         return self.reader.poll(now=0.0).foreign
 
-    def _settings(self, note: Callable[[RunRead | PullEnded], None]) -> ReadSettings:
-        return replace(super()._settings(note), allocate=self._allocate)
+    def _settings(self) -> ReadSettings:
+        return replace(super()._settings(), allocate=self._allocate)
 
     def _allocate(self, num_bytes: int) -> mmap:
         memory = huge_page_memory(num_bytes)

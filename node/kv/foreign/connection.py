@@ -75,7 +75,6 @@ class ReadSettings:
     ucx: UcxConfig
     allocate: Callable[[int], mmap]  # called on the reader's thread
     release: Callable[[mmap], None]  # likewise
-    note: Callable[[RunRead | PullEnded], None]
 
 
 class ServerConnection:
@@ -83,6 +82,7 @@ class ServerConnection:
         self,
         source: ForeignSource,
         settings: ReadSettings,
+        note: Callable[[RunRead | PullEnded], None],
         context: zmq.Context[zmq.Socket[bytes]],
         failures: Counter[str],
         clock: Callable[[], float],
@@ -90,6 +90,7 @@ class ServerConnection:
         self.source = source
         self.avoided_until_s = 0.0  # read by the engine thread
         self._settings = settings
+        self._note = note
         self._context = context
         self._failures = failures
         self._clock = clock
@@ -233,7 +234,7 @@ class ServerConnection:
             read.give_back(read.bay)
             self._end(pull, PullFailure.EXPIRED)
             return
-        self._settings.note(read)
+        self._note(read)
         if not pull.runs:
             self._end(pull, None)
 
@@ -291,7 +292,7 @@ class ServerConnection:
         self._pulls.remove(pull)
         if failure is not None:
             self._failures[failure.value] += 1
-        self._settings.note(PullEnded(pull.order.pull_id, failure))
+        self._note(PullEnded(pull.order.pull_id, failure))
         if pull.is_first_use:
             self._released.append(pull.order.kv)
 

@@ -11,8 +11,6 @@ from baton.core.errors import InvalidConfig
 from baton.engine.runner.device.host_memory import huge_page_memory
 from baton.engine.runner.loaded_runner import CachingRunner, LoadedRunner, has_kv_cache
 from baton.kv_transfer.errors import TransportMissing
-from baton.kv_transfer.fence import Fence
-from baton.kv_transfer.layout import KvLayout
 from baton.kv_transfer.pairs import Identity
 from baton.kv_transfer.transports.base import UcxConfig
 from baton.kv_transfer.transports.nixl import import_nixl
@@ -26,28 +24,27 @@ def make_reader(
     """Return the reader; None without --kv-sources. Raises InvalidConfig."""
     if not options.kv_sources.is_on:
         return None
-    check_libraries(options)
     # Imported late: most nodes read no such KV.
-    from baton.node.kv.foreign.connection import PullEnded, ReadSettings
+    from baton.node.kv.foreign.connection import ReadSettings
     from baton.node.kv.foreign.reader import VllmReader
-    from baton.node.kv.foreign.session import RunRead
 
-    if not has_kv_cache(runner) or not _can_read(runner.kv_memory.blocks):
+    if (
+        not has_kv_cache(runner)
+        or not runner.kv_memory.blocks.is_uniform
+        or runner.kv_memory.blocks.num_tensors != 2
+    ):
         raise InvalidConfig(
             "--kv-sources needs a model whose layers all attend to all tokens, without latent "
             "attention and recurrent layers: leave the option out"
         )
-    layout, model = runner.kv_memory.blocks, options.runner.model
-
-    def settings(note: Callable[[RunRead | PullEnded], None]) -> ReadSettings:
-        ucx = UcxConfig(options.kv_tls, options.kv_device)
-        return ReadSettings(layout, ucx, *_staging(runner), note)
-
-    def convert(read: RunRead) -> Fence:
-        return runner.blocks.convert(read.bay.memory, read.staged_for(layout))
-
-    servers = [replace(each, model=each.model or model) for each in options.kv_sources.servers]
-    reader = VllmReader(servers, settings, convert, wake)
+    layout, model, blocks = runner.kv_memory.blocks, options.runner.model, runner.blocks
+    ucx = UcxConfig(options.kv_tls, options.kv_device)
+    reader = VllmReader(
+        [replace(each, model=each.model or model) for each in options.kv_sources.servers],
+        ReadSettings(layout, ucx, *_staging(runner)),
+        lambda read: blocks.convert(read.bay.memory, read.staged_for(layout)),
+        wake,
+    )
     return NodePart(reader, driver=reader, foreign=reader, read_gauges=reader.gauges)
 
 
@@ -58,10 +55,6 @@ def check_libraries(options: NodeOptions) -> None:
     if find_spec("zmq") is None:
         raise TransportMissing("--kv-sources needs pyzmq: pip install 'baton[vllm]'")
     import_nixl()
-
-
-def _can_read(layout: KvLayout) -> bool:
-    return layout.is_uniform and layout.num_tensors == 2
 
 
 def _staging(runner: CachingRunner) -> tuple[Callable[[int], mmap], Callable[[mmap], None]]:

@@ -57,7 +57,7 @@ class VllmReader(KvDriver):
     def __init__(
         self,
         sources: Sequence[ForeignSource],
-        settings: Callable[[Callable[[RunRead | PullEnded], None]], ReadSettings],
+        settings: ReadSettings,
         convert: ConvertRun,
         wake: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
@@ -66,9 +66,10 @@ class VllmReader(KvDriver):
         self.failures: Counter[str] = Counter({failure.value: 0 for failure in PullFailure})
         self.num_bytes = 0  # read since the start
         self._num_blocks = Counter(filled=0, failed=0)  # of pulls
-        shared = settings(self._note)
         self._connections = {
-            source.address: ServerConnection(source, shared, self._context, self.failures, clock)
+            source.address: ServerConnection(
+                source, settings, self._note, self._context, self.failures, clock
+            )
             for source in sources
         }
         self._convert = convert
