@@ -11,8 +11,19 @@ from typing import NamedTuple
 from baton.core.fair_queue import FairQueue
 from baton.rpc.errors import QueueFull
 
+HOST_MARK = "@"  # begins the names of clients without a token
 CLIENT_SHARE = 2  # a client with a token has at most this part of the places in the queue
 RETRY_AFTER_S = 1.0
+
+
+def turn_name(owner: str, address: str) -> str:
+    """Return the name by which a client takes turns: its token's digest, else that of its host."""
+    return owner or (f"{HOST_MARK}{address}" if address else "")
+
+
+def has_token(client: str) -> bool:
+    """Return whether limits per client apply: a host without a token can be many clients' proxy."""
+    return bool(client) and not client.startswith(HOST_MARK)
 
 
 class _Turn(NamedTuple):
@@ -21,7 +32,7 @@ class _Turn(NamedTuple):
 
 
 class FairSlots:
-    """Slots of clients; an empty name is that of all clients without a token."""
+    """Slots of clients, by names of `turn_name`."""
 
     def __init__(
         self, num_slots: int, max_waiting: int, *, max_per_client: int | None = None, what: str
@@ -81,7 +92,7 @@ class FairSlots:
         return other or self._waiting.take(self._may_run)
 
     def _may_run(self, client: str) -> bool:
-        is_at_limit = bool(client) and self._running[client] >= self._max_per_client
+        is_at_limit = has_token(client) and self._running[client] >= self._max_per_client
         return self._num_free > 0 and not is_at_limit
 
     def _begin(self, client: str) -> None:
@@ -91,7 +102,8 @@ class FairSlots:
     def _check_queue(self, client: str) -> None:
         waiting = self.num_waiting
         own = self._waiting.num_of(client)
-        if waiting >= self._max_waiting or (client and own >= self._max_waiting // CLIENT_SHARE):
+        is_over = has_token(client) and own >= self._max_waiting // CLIENT_SHARE
+        if waiting >= self._max_waiting or is_over:
             raise QueueFull(
                 f"{waiting} {self._what} already wait to be read; send this one later",
                 RETRY_AFTER_S,

@@ -29,7 +29,7 @@ class FileReading:
     """Model and client for whom the files of a prompt are read."""
 
     images_as: PictureFormat | None = None  # None: the model takes text alone
-    client: str = ""  # clients take turns; empty without authentication
+    client: str = ""  # name of `turn_name`: clients take turns
     hold: Callable[[int], None] = ignore_bytes  # counts bytes of files, and of what they become
     trace: WorkTrace = untraced
     model: str = ""  # its name, for errors

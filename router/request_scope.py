@@ -20,6 +20,7 @@ from baton.router.admission.rate_limits import (
     RateLimits,
 )
 from baton.router.dispatch.quarantine import PromptGroup
+from baton.router.fair_slots import turn_name
 from baton.router.input_processing.limits import LogprobBudget, is_valid_name
 from baton.router.routing.served_models import Node
 from baton.router.tracing import NO_REQUEST_TRACING, UNTRACED, RequestTrace, Tracing
@@ -64,6 +65,11 @@ class RequestScope:
     def owner(self) -> str:
         """Digest of the client's token; empty without authentication."""
         return self._owner
+
+    @property
+    def client(self) -> str:
+        """Name by which the client takes turns."""
+        return self.context.client
 
     def note_documents_read(self, warnings: Sequence[str]) -> None:
         """Record that documents have become text, with warnings for all answers."""
@@ -155,7 +161,7 @@ class RequestScopes:
         trace = self._tracing.begin(metadata, request_id, now)
         deadline_s = None if remaining_s is None else now + remaining_s
         usage = None if self._limits is None else self._limits.of(owner)
-        context = RequestContext(now, deadline_s, trace, owner=owner)
+        context = RequestContext(now, deadline_s, trace, client=turn_name(owner, address))
         if usage is not None:
             context = replace(context, note_tokens=usage.note_tokens)
         return RequestScope(self._tracing, context, owner, call, usage, address)
@@ -244,7 +250,7 @@ class RequestContext:
     received_s: float
     deadline_s: float | None = None  # on the same clock; None: no deadline
     trace: RequestTrace = UNTRACED
-    owner: str = ""  # digest of the client's token; empty without authentication
+    client: str = ""  # name by which it takes turns
     logprob_budget: LogprobBudget | None = None  # of the whole client request; None: separate
     quarantine_group: PromptGroup | None = None  # of all answers to the prompt; None: separate
     # Of the prompt, by another answer. The request keeps to its model revision, and uses the node

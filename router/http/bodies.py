@@ -44,7 +44,7 @@ class ReceivedBody:
     raw: bytes
     thread: LargeTexts  # for large bodies
     lease: Lease
-    client: str = ""  # whose turn it is on the thread; empty without authentication
+    client: str = ""  # name of `turn_name`: whose turn it is on the thread
     num_more_bytes: int = 0  # of what was read from the body, such as the texts of files
 
     @property

@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from baton.core.errors import NamedError
 from baton.router.admission.rate_limits import ClientUsage
+from baton.router.fair_slots import turn_name
 from baton.router.http.bodies import Bodies, ReceivedBody, run_while_connected
 from baton.router.http.errors import ErrorFormat, failure_of
 from baton.router.http.middleware import (
@@ -100,8 +101,13 @@ async def receiving(
     """
     owner = scopes.owner_of(request.headers.items())
     with scopes.admitting(owner):
-        async with bodies.receive(request, owner) as received:
+        async with bodies.receive(request, turn_name(owner, host_of(request))) as received:
             yield received
+
+
+def host_of(request: Request) -> str:
+    """Return the host that calls; empty if it is not known."""
+    return "" if request.client is None else request.client.host
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,8 +124,9 @@ class GenerationEndpoint:
         request = Request(scope, receive)
         client_request_id = request.headers.get(REQUEST_ID, "")
         request_id = request_id_of(scope)
-        host = "" if request.client is None else request.client.host
-        request_scope = self.scopes.begin(request_id, request.headers.items(), address=host)
+        request_scope = self.scopes.begin(
+            request_id, request.headers.items(), address=host_of(request)
+        )
         trace_id = request_scope.trace_id
         ids = {REQUEST_ID: request_id, self.id_header: request_id, TRACE_ID: trace_id}
         headers = {name: value for name, value in ids.items() if value}
@@ -133,7 +140,7 @@ class GenerationEndpoint:
                     if request_scope.usage is not None:
                         receiving.enter_context(admitting(request_scope.usage, headers))
                     body = await receiving.enter_async_context(
-                        self.bodies.receive(request, request_scope.owner)
+                        self.bodies.receive(request, request_scope.client)
                     )
             except NamedError as error:
                 await reply.send_error(error)

@@ -13,6 +13,7 @@ from baton.core.errors import InvalidRequest
 from baton.core.structured_outputs import StructuredOutputs
 from baton.engine.structured_output.compiler import GrammarCompiler
 from baton.engine.structured_output.llguidance_backend import Checked
+from baton.router.fair_slots import has_token
 from baton.rpc.errors import QueueFull
 
 MAX_WAITING = 1024
@@ -42,7 +43,7 @@ class FormChecks:
     async def check(self, form: StructuredOutputs, client: str = "") -> None:
         """Raises InvalidRequest for a form that cannot be used, and QueueFull if too many wait.
 
-        `client` is empty without authentication. Clients take turns.
+        Clients take turns, by names of `turn_name`.
         """
         size = len(form.text)
         self._check_limits(size, client)
@@ -70,7 +71,7 @@ class FormChecks:
             number >= self._max_waiting // CLIENT_SHARE
             or num_characters > self._max_waiting_characters // CLIENT_SHARE
         )
-        if client and number and is_over:
+        if has_token(client) and number and is_over:
             raise QueueFull(
                 f"the forms of {number} requests of this token already wait to be checked; send "
                 "this one later",

@@ -53,15 +53,15 @@ class InputProcessor:
         self._check_task(call)
         if call.task.sampling is not None:
             call = replace(call, sampling=call.task.sampling, bad_words=(), fills_context=False)
-        call = await self._ban_bad_words(call, context.owner)
+        call = await self._ban_bad_words(call, context.client)
         if call.prediction:
-            call = await self._tokenize_prediction(call, context.owner)
-        tokenized = await self._tokenize(call, context.owner)
+            call = await self._tokenize_prediction(call, context.client)
+        tokenized = await self._tokenize(call, context.client)
         num_tokens = len(tokenized.prompt_token_ids)
         context.trace.note_tokenized(num_tokens)
         self._check_prompt(call, num_tokens, context.logprob_budget or LogprobBudget())
         if self._forms is not None and call.sampling.structured_outputs is not None:
-            await self._forms.check(call.sampling.structured_outputs, context.owner)
+            await self._forms.check(call.sampling.structured_outputs, context.client)
         return self._fit_max_tokens(self._begin_after_reasoning(tokenized), num_tokens)
 
     def check_model(self, model: ModelVariant) -> None:

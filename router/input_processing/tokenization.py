@@ -245,7 +245,7 @@ class LargeTexts:
     async def run(self, size: int, work: Callable[[], Result], client: str = "") -> Result:
         """Run `work`, on a thread if `size` is large. Raises QueueFull if too many wait.
 
-        Clients take turns; `client` is empty without authentication.
+        Clients take turns, by names of `turn_name`.
         """
         if size <= self._config.small_size:
             return await self.run_in_turn(size, work, client)

@@ -186,7 +186,7 @@ def _runs(places: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 class ImageKey(NamedTuple):
-    client: str  # so that no client finds out what another one has sent
+    tenant: str  # so that no tenant finds out what another one has sent
     name: bytes  # digest of the file, or of a client's uuid, and of how it is prepared
 
 

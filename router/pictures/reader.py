@@ -10,6 +10,7 @@ from typing import ClassVar
 from baton.core.errors import InvalidRequest
 from baton.core.media import Picture
 from baton.router.confined.process import reading_slots
+from baton.router.fair_slots import has_token
 from baton.router.part_readers import FileReading
 from baton.router.pictures.picture_process import PictureLimits, Pixels, read_pixels
 from baton.router.pictures.plan import (
@@ -65,9 +66,10 @@ class PictureReader:
         attributes: dict[str, AttributeValue],
     ) -> list[PreparedImage]:
         # On a thread: files have megabytes.
+        tenant = client if has_token(client) else ""
         digests = await asyncio.to_thread(_names_of, images, pictures)
         keys = [
-            self._key_of(image, ImageKey(client, digest))
+            self._key_of(image, ImageKey(tenant, digest))
             for image, digest in zip(images, digests, strict=True)
         ]
         found = {key: self._prepared.find(key) for key in keys}
@@ -83,7 +85,7 @@ class PictureReader:
         }
         for image, key in zip(images, keys, strict=True):
             if image.uuid:
-                self._prepared.name(ImageKey(client, _name_by_uuid(image, pictures)), key)
+                self._prepared.name(ImageKey(tenant, _name_by_uuid(image, pictures)), key)
         return [whole[key] for key in keys]
 
     def _key_of(self, image: ImageFile, named: ImageKey) -> ImageKey:

@@ -25,13 +25,14 @@ from baton.router.doors.grpc.translate import (
     tokenize_input_from,
 )
 from baton.router.embeddings import embed_texts
+from baton.router.fair_slots import turn_name
 from baton.router.input_processing.limits import (
     MAX_TOKENS_TO_DETOKENIZE,
     check_count,
     check_name,
 )
 from baton.router.pipeline import Pipeline
-from baton.router.request_scope import RequestScope, RequestScopes
+from baton.router.request_scope import RequestScope, RequestScopes, host_of_peer
 from baton.router.values import ChatPrompt, GenerateCall, TokenChunk
 from baton.rpc.errors import NoNodes
 from baton.rpc.messages.conversion import SAMPLING_DEFAULTS
@@ -135,7 +136,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             return calls
         lease = self._lease_during(context)
         prompt = await self._pipeline.read_files(
-            prompt, calls[0].model, scope.owner, lease.add, scope.context.trace.image_work
+            prompt, calls[0].model, scope.client, lease.add, scope.context.trace.image_work
         )
         return [replace(call, prompt=prompt) for call in calls]
 
@@ -150,7 +151,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Count a request that generates nothing, and yield its client. Raises RateLimited."""
         owner = self._scopes.owner_of(context.invocation_metadata() or ())
         with self._scopes.admitting(owner):
-            yield owner
+            yield turn_name(owner, host_of_peer(context.peer()))
 
     def _checked_model(self, name: str) -> ModelVariant:
         """Return a served model. Raises UnknownModel, and InvalidRequest if it must be named."""

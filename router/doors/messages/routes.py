@@ -65,7 +65,7 @@ class MessageHandler:
             parsed = await self._parse(request)
             [call] = parsed.request.calls
             if parsed.request.options.is_streamed:
-                call = await self._tokenize(call, request.scope.owner)
+                call = await self._tokenize(call, request.scope.client)
         form_field = parsed.request.options.form_field
         with renaming_fields(FIELD_NAMES), errors_of_field(form_field):
             await self._answer(parsed, call, request, reply)

@@ -39,7 +39,7 @@ class AnswerHandler:
     async def answer(self, request: ReceivedRequest, reply: Reply) -> None:
         with request.scope.ending_on_error():
             parsed = await self._parse(request)
-            prompts = await self._repeated_prompts(parsed, request.scope.owner)
+            prompts = await self._repeated_prompts(parsed, request.scope.client)
         with errors_of_field(parsed.options.form_field):
             await self._answer(parsed, prompts, request, reply)
 

@@ -80,7 +80,7 @@ class SmgServicer(UnservedMethods, vllm_engine_pb2_grpc.VllmEngineServicer):  # 
                 model = self._model()
                 calls = calls_from(request, request_id, self._table.served_model(model), model)
                 token_ids = await self._pipeline.inputs.token_ids(
-                    calls[0].prompt, model, scope.owner
+                    calls[0].prompt, model, scope.client
                 )
             calls = [replace(call, prompt=TokenPrompt(token_ids)) for call in calls]
             answers = [

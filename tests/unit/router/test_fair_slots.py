@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from baton.router.fair_slots import FairSlots
+from baton.router.fair_slots import FairSlots, turn_name
 from baton.rpc.errors import QueueFull
 
 
@@ -82,6 +82,27 @@ def test_clients_without_a_token_share_all_slots() -> None:
         assert readers.running == ["-2", "-3"]
         for name in list(readers.tasks):
             await readers.end(name)
+
+    asyncio.run(run())
+
+
+def test_hosts_without_a_token_take_turns_without_limits() -> None:
+    assert turn_name("", "") == ""
+    assert turn_name("token", "h") == turn_name("token", "i")
+    one, other = turn_name("", "h"), turn_name("", "i")
+
+    async def run() -> None:
+        slots = FairSlots(2, 8, max_per_client=1, what="files")
+        for _ in range(2):
+            await slots.acquire(one)
+        waiting = [asyncio.ensure_future(slots.acquire(one)) for _ in range(7)]
+        waiting.append(asyncio.ensure_future(slots.acquire(other)))
+        await asyncio.sleep(0)
+        slots.release(one)
+        await asyncio.wait_for(waiting.pop(), timeout=10)
+        for each in waiting:
+            each.cancel()
+        await asyncio.wait(waiting)
 
     asyncio.run(run())
 

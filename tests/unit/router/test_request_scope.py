@@ -61,6 +61,18 @@ def test_a_client_is_known_by_its_token_else_its_salt_else_the_host_that_calls()
     assert len(client("ann")) == 16
 
 
+def test_clients_take_turns_by_their_token_else_by_the_host_that_calls() -> None:
+    def client(token: str, host: str) -> str:
+        headers = [("authorization", f"Bearer {token}")] if token else []
+        scope = RequestScopes(by_token=True).begin("id", headers, address=host)
+        assert scope.client == scope.context.client == scope.begin_child("id.1").client
+        return scope.client
+
+    assert client("ann", "10.0.0.1") == client("ann", "10.0.0.2") != client("bob", "10.0.0.1")
+    assert client("", "10.0.0.1") != client("", "10.0.0.2")
+    assert client("", "") == ""
+
+
 def test_kv_that_a_client_names_is_shared_with_no_other_request() -> None:
     kv = ForeignKv("vllm", 5600, "engine", "cmpl-1", (7,), 16)
     call = GenerateCall("id", TokenPrompt((1,)), SamplingParams(), foreign_kv=kv)

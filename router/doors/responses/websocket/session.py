@@ -118,7 +118,7 @@ class Session:
         async with AsyncExitStack() as held:
             with scope.ending_on_error():
                 check_name(REQUEST_ID, request_id)
-                hold = self._services.bodies.hold(message, scope.owner)
+                hold = self._services.bodies.hold(message, scope.client)
                 body = await held.enter_async_context(hold)
                 if self._pending.full():
                     raise QueueFull(

@@ -14,8 +14,8 @@ from baton.router.pictures.plan import (
 PLAN = PicturePlan((), 0, (), "")
 
 
-def key(name: str, client: str = "") -> ImageKey:
-    return ImageKey(client, name.encode())
+def key(name: str, tenant: str = "") -> ImageKey:
+    return ImageKey(tenant, name.encode())
 
 
 def image(num_pixels: int) -> PreparedImage:
