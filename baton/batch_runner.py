@@ -18,15 +18,16 @@ Builder = CompletionBuilder | VectorBuilder
 
 
 class BatchRunner:
-    def __init__(self, engine: EngineCore, *, shows_progress: bool) -> None:
+    def __init__(self, engine: EngineCore) -> None:
         self._engine = engine
-        self._shows_progress = shows_progress
 
     def run(
         self,
         requests: Sequence[EngineRequest],
         builders: Mapping[RequestId, Builder],
         grammars: Mapping[StructuredOutputs, Grammar],
+        *,
+        shows_progress: bool,
     ) -> None:
         """Run requests to their ends, and give the outputs to their builders."""
         self._engine.raise_if_stopped()
@@ -37,23 +38,26 @@ class BatchRunner:
                 self._engine.scheduler.add_grammar(request, grammars[structured_outputs])
         with defer_interrupts() as raise_if_interrupted:
             try:
-                self._run_steps(builders, raise_if_interrupted)
+                with generation_bar(len(builders), shows_progress) as advance:
+                    self._run_steps(builders, raise_if_interrupted, advance)
             finally:
                 self._abort_all(builders)
 
     def _run_steps(
-        self, builders: Mapping[RequestId, Builder], raise_if_interrupted: Callable[[], None]
+        self,
+        builders: Mapping[RequestId, Builder],
+        raise_if_interrupted: Callable[[], None],
+        advance: Callable[[int, int], None],
     ) -> None:
         num_unfinished = len(builders)
-        with generation_bar(num_unfinished, self._shows_progress) as advance:
-            while num_unfinished:
-                raise_if_interrupted()
-                outputs = self._engine.step()
-                num_ended = sum(
-                    self._take_output(output, builders[output.request_id]) for output in outputs
-                )
-                num_unfinished -= num_ended
-                advance(num_ended, sum(len(output.token_ids) for output in outputs))
+        while num_unfinished:
+            raise_if_interrupted()
+            outputs = self._engine.step()
+            num_ended = sum(
+                self._take_output(output, builders[output.request_id]) for output in outputs
+            )
+            num_unfinished -= num_ended
+            advance(num_ended, sum(len(output.token_ids) for output in outputs))
 
     def _take_output(self, output: Output, builder: Builder) -> bool:
         """Return whether `output` ended the completion or the embedding."""

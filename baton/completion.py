@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from baton.checkpoint.tokenizer import Detokenizer
@@ -31,11 +32,18 @@ class Completion:
 class CompletionBuilder:
     """Assembles a completion from the outputs of the engine, like an answer of the router."""
 
-    def __init__(self, request: EngineRequest, detokenizer: Detokenizer, stop: StopRule) -> None:
+    def __init__(
+        self,
+        request: EngineRequest,
+        detokenizer: Detokenizer,
+        stop: StopRule,
+        on_text: Callable[[str], object] | None = None,
+    ) -> None:
         prompt = list(request.prompt_token_ids)
         has_prompt_logprobs = request.sampling.prompt_logprobs is not None
         self.completion = Completion(prompt)
         self._answer = AnswerAssembler(detokenizer, stop, len(prompt) if has_prompt_logprobs else 0)
+        self._on_text = on_text
 
     @property
     def has_ended(self) -> bool:
@@ -51,6 +59,8 @@ class CompletionBuilder:
             completion.text += part.text
             completion.logprobs += part.logprobs
             completion.prompt_logprobs += part.prompt_logprobs
+            if self._on_text is not None:
+                self._on_text(part.text)
         finish = self._answer.finish
         if finish is not None:
             completion.finish_reason = finish.reason

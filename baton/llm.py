@@ -7,10 +7,10 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -141,7 +141,7 @@ class LLM:
         self.info = runner.info
         self.kv_memory = runner.kv_memory
         self.engine = build_engine(runner, EngineOptions(scheduling, enable_prefix_caching))
-        self._batches = BatchRunner(self.engine, shows_progress=self._shows_progress)
+        self._batches = BatchRunner(self.engine)
         self._grammars = build_grammars(runner)
         self._adapters = {name: self._load_adapter(folder) for name, folder in (lora or {}).items()}
 
@@ -169,8 +169,12 @@ class LLM:
         include_stop_in_output: bool = False,
         lora: str | Sequence[str] = "",
         images: Sequence[Sequence[AnyImage]] = (),
+        on_text: Callable[[int, str], object] | None = None,
     ) -> list[Completion]:
         """Return a completion for each prompt, in order. The prompts are batched.
+
+        `on_text` gets the index of a prompt and new text of its completion; the bar that shows the
+        progress is left out then.
 
         `images` are those of each prompt, for its marks of images in turn, such as `<image>`: names
         of files, their bytes, or images of Pillow.
@@ -187,7 +191,7 @@ class LLM:
         fitted = [self._fit(index, request) for index, request in enumerate(requests)]
         stop_strings = (stop,) if isinstance(stop, str) else tuple(stop)
         rule = StopRule(tuple(filter(None, stop_strings)), include_stop_in_output)
-        completions = self._complete([request for request, _ in fitted], rule)
+        completions = self._complete([request for request, _ in fitted], rule, on_text)
         for completion, (_, warning) in zip(completions, fitted, strict=True):
             completion.warnings += [warning] if warning else []
         return completions
@@ -200,12 +204,14 @@ class LLM:
         stop: str | Sequence[str] = (),
         template_variables: Mapping[str, object] | None = None,
         lora: str | Sequence[str] = "",
+        on_text: Callable[[int, str], object] | None = None,
     ) -> list[Completion]:
         """Return the model's answer to each chat, in order. The chats are batched.
 
         A chat is a list of messages, such as `{"role": "user", "content": "Hello"}`. The model's
         chat template gets `template_variables`, such as `{"enable_thinking": False}`. Answers are
-        as the model writes them: reasoning and tool calls are not separated.
+        as the model writes them: reasoning and tool calls are not separated. `on_text` gets
+        new text, as that of `generate` does.
 
         Raises InvalidRequest for a model without a template, and as `generate` does.
         """
@@ -213,7 +219,7 @@ class LLM:
         for index, chat in enumerate(_as_chats(chats)):
             with _naming("chat", index):
                 prompts.append(self.tokenizer.encode_chat(chat, template_variables))
-        return self.generate(prompts, sampling, stop=stop, lora=lora)
+        return self.generate(prompts, sampling, stop=stop, lora=lora, on_text=on_text)
 
     def embed(
         self,
@@ -306,7 +312,7 @@ class LLM:
             with _naming("prompt", index):
                 self.engine.scheduler.validate(request)
         builders = {request.request_id: VectorBuilder() for request in requests}
-        self._batches.run(requests, builders, {})
+        self._batches.run(requests, builders, {}, shows_progress=self._shows_progress)
         vectors = [builder.finish(index) for index, builder in enumerate(builders.values())]
         if task.output is TaskOutput.VECTOR:
             return vectors
@@ -410,16 +416,29 @@ class LLM:
         formats = {request.sampling.structured_outputs for request in requests}
         return {each: self._grammars.compile(each) for each in formats if each is not None}
 
-    def _complete(self, requests: list[EngineRequest], stop: StopRule) -> list[Completion]:
+    def _complete(
+        self,
+        requests: list[EngineRequest],
+        stop: StopRule,
+        on_text: Callable[[int, str], object] | None,
+    ) -> list[Completion]:
         self.engine.raise_if_stopped()
         grammars = self._compile_grammars(requests)
-        builders = {request.request_id: self._new_builder(request, stop) for request in requests}
-        self._batches.run(requests, builders, grammars)
+        builders = {
+            request.request_id: self._new_builder(
+                request, stop, on_text and partial(on_text, index)
+            )
+            for index, request in enumerate(requests)
+        }
+        shows_bar = self._shows_progress and on_text is None
+        self._batches.run(requests, builders, grammars, shows_progress=shows_bar)
         return [builder.completion for builder in builders.values()]
 
-    def _new_builder(self, request: EngineRequest, stop: StopRule) -> CompletionBuilder:
+    def _new_builder(
+        self, request: EngineRequest, stop: StopRule, on_text: Callable[[str], object] | None
+    ) -> CompletionBuilder:
         rule = replace(stop, min_tokens=request.sampling.min_tokens)
-        return CompletionBuilder(request, self.tokenizer.detokenizer(), rule)
+        return CompletionBuilder(request, self.tokenizer.detokenizer(), rule, on_text)
 
 
 @contextmanager

@@ -43,6 +43,20 @@ def test_generate_accepts_and_returns_text(local: LLM) -> None:
     assert answer.text == local.tokenizer.decode(answer.token_ids)
 
 
+def test_texts_are_given_while_they_are_generated(local: LLM) -> None:
+    pieces: dict[int, list[str]] = {0: [], 1: []}
+    has_ended: list[bool] = []
+
+    def take(index: int, text: str) -> None:
+        pieces[index].append(text)
+        has_ended.append(not local.engine.scheduler.has_work)
+
+    answers = local.generate(["the fox", "jumps over"], GREEDY, on_text=take)
+
+    assert ["".join(each) for each in pieces.values()] == [answer.text for answer in answers]
+    assert not all(has_ended)
+
+
 def test_chats_are_answered_as_the_template_renders_them(local: LLM) -> None:
     chats = [[{"role": "user", "content": text}] for text in ("the fox", "jumps")]
     rendered = [local.tokenizer.render_chat(chat) for chat in chats]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -63,7 +64,10 @@ def run(
     include_stop_in_output: IncludeStop = False,
     **given: Any,
 ) -> None:
-    """Continue prompts, or answer them with --chat, with a model loaded in this process."""
+    """Continue prompts, or answer them with --chat, with a model loaded in this process.
+
+    A single answer is printed while it is generated.
+    """
     chosen = sampling(**given)
     texts = prompts or [sys.stdin.read()]
     with reject_invalid_text():
@@ -100,20 +104,31 @@ def run(
         if (kv := llm.kv_memory) is not None:
             size = f"{kv.num_blocks} blocks, {kv.num_tokens} tokens"
             print(f"KV cache: {format_bytes(kv.num_bytes)}, {size}", file=sys.stderr)
+        begins = [""] * len(texts) if chat else [*texts]
+        streams = len(texts) == 1
         answers = llm.generate(
             encoded,
             llm.info.defaults.sampling.params(**chosen),
             stop=stop or (),
             include_stop_in_output=include_stop_in_output,
+            on_text=partial(_print_text, begins) if streams else None,
         )
-    _print_answers([""] * len(texts) if chat else texts, answers)
+    _print_answers(begins, answers, are_printed=streams)
     if not chat and tokenizer.has_chat_template and not all(answer.text for answer in answers):
         print_warning("the model ended an answer at once; to ask instead, add --chat")
 
 
-def _print_answers(texts: Sequence[str], answers: Sequence[Completion]) -> None:
-    for prompt, answer in zip(texts, answers, strict=True):
-        print(prompt + answer.text)
+def _print_text(begins: list[str], index: int, text: str) -> None:
+    """Print new text of an answer, after its beginning, which is printed once."""
+    print(begins[index] + text, end="", flush=True)
+    begins[index] = ""
+
+
+def _print_answers(
+    begins: Sequence[str], answers: Sequence[Completion], *, are_printed: bool
+) -> None:
+    for begin, answer in zip(begins, answers, strict=True):
+        print(begin + ("" if are_printed else answer.text))
         for warning in answer.warnings:
             print_warning(warning)
         if answer.error is not None:
