@@ -33,6 +33,7 @@ from baton.rpc.messages.interceptor import MessageInterceptor
 from baton.rpc.messages.limits import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
 from baton.rpc.security.certificates import grpc_credentials
 from baton.rpc.security.tls import PLAIN, TlsConfig
+from baton.rpc.security.token_gate import Continuation, Handler
 
 READY_PREFIX = "baton ready:"
 # Time limit of calls that outlive the drain. Watches, which do not end, are cancelled after it.
@@ -78,9 +79,9 @@ async def serving(
     names = tuple(service.name for service in services)
     health = Health(names)
     max_request_bytes = MAX_REQUEST_BYTES if for_clients else MAX_MESSAGE_BYTES
-    messages = MessageInterceptor(is_gauged=for_clients)
+    running, messages = _RunningCalls(), MessageInterceptor(is_gauged=for_clients)
     server = aio.server(
-        interceptors=(*interceptors, messages),
+        interceptors=(running, *interceptors, messages),
         options=server_options(keepalive, connections, max_request_bytes),
     )
     for service in services:
@@ -92,7 +93,23 @@ async def serving(
     try:
         yield Running(f"{host}:{bound_port}", health)
     finally:
-        await _close(server, bound_port, messages.calls)
+        await _close(server, bound_port, running.tasks)
+
+
+class _RunningCalls(aio.ServerInterceptor):
+    """Keeps the tasks of calls from their first turn of the event loop to their last one."""
+
+    def __init__(self) -> None:
+        self.tasks: set[asyncio.Task[Any]] = set()
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler | None:
+        task = asyncio.current_task()
+        if task is not None:
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
+        return await continuation(handler_call_details)
 
 
 async def _close(server: aio.Server, port: int, calls: set[asyncio.Task[Any]]) -> None:
@@ -106,7 +123,8 @@ async def _close(server: aio.Server, port: int, calls: set[asyncio.Task[Any]]) -
         await asyncio.wait(calls, timeout=CLOSE_GRACE_S)
     shut_port(port)
     await server.stop(None)
-    if calls:
+    await asyncio.sleep(0)  # calls that arrived last begin, each in a task of its own
+    while calls:
         await asyncio.wait(calls)
 
 

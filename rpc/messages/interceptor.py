@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
@@ -38,7 +37,6 @@ class MessageInterceptor(aio.ServerInterceptor):
     """
 
     def __init__(self, *, is_gauged: bool = False) -> None:
-        self.calls: set[asyncio.Task[Any]] = set()  # in progress
         self._is_gauged = is_gauged
 
     async def intercept_service(
@@ -62,7 +60,6 @@ class MessageInterceptor(aio.ServerInterceptor):
         """Wrap a method, unary or streaming, which then raises the refusals of its requests."""
 
         async def checked(request: Any, context: Context) -> Any:
-            self._note_call()
             if isinstance(request, _Refused):
                 async with named_errors(context):
                     raise request.refusal
@@ -77,12 +74,6 @@ class MessageInterceptor(aio.ServerInterceptor):
             return None
 
         return checked
-
-    def _note_call(self) -> None:
-        task = asyncio.current_task()
-        if task is not None:
-            self.calls.add(task)
-            task.add_done_callback(self.calls.discard)
 
 
 def _refusing_deserializer(

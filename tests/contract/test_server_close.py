@@ -49,6 +49,40 @@ async def close_under_load(call: Any) -> list[grpc.StatusCode]:
     return codes
 
 
+class SlowToEnd(grpc.aio.ServerInterceptor):
+    """Lets no call reach its method; a cancelled call ends many turns of the event loop later."""
+
+    def __init__(self) -> None:
+        self.arrived = asyncio.Event()
+        self.has_ended = False
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        self.arrived.set()
+        try:
+            return await asyncio.Event().wait()
+        finally:
+            for _ in range(100):
+                await asyncio.sleep(0)
+            self.has_ended = True
+
+
+def test_a_closed_server_has_no_call_that_the_end_of_the_loop_would_cancel(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def run() -> None:
+        slow, began = SlowToEnd(), asyncio.Event()
+        async with serving("127.0.0.1", 0, (), interceptors=(slow,)) as server:
+            call = asyncio.ensure_future(call_until_it_fails(server.address, began))
+            await slow.arrived.wait()
+        assert slow.has_ended
+        assert await call is grpc.StatusCode.UNAVAILABLE
+
+    asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
+
+    assert [one for one in caplog.records if one.levelno > logging.INFO] == []
+    assert "Traceback" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("call", [call_until_it_fails, watch])
 def test_calls_that_a_closing_server_does_not_answer_end_as_unavailable(
     call: Any, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
