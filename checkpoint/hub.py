@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from fnmatch import filter as filter_names
+from functools import partial
 from glob import escape
 from pathlib import Path
+from threading import Thread
+from typing import TypeVar
 
 from baton.checkpoint.checkpoint import Checkpoint
 from baton.checkpoint.gguf.file_choice import choose_files, is_gguf, list_models
@@ -22,6 +26,8 @@ SAFETENSORS = "*.safetensors"
 WANTED_FILES = ("*.json", SAFETENSORS, "*.jinja", "tokenizer.model")
 PICKLED_FILES = "pytorch_model*.bin"  # where there are no others
 CONNECT_TIMEOUT_S = 10
+ANSWER_TIMEOUT_S = 15.0  # with the look-up of the name, which has no limit of its own
+Answer = TypeVar("Answer")
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")  # and a variant of the weights
 
 
@@ -164,7 +170,7 @@ def _download(name: str, variant: str, cache: Path | None) -> Path:
     failures = (*HfHubHTTPError.__bases__, HFValidationError, LocalEntryNotFoundError)
     try:
         # One request, without the retries of `list_repo_files`.
-        about = HfApi().model_info(name, timeout=CONNECT_TIMEOUT_S)
+        about = _answer_in_time(partial(HfApi().model_info, name, timeout=CONNECT_TIMEOUT_S))
         names = [each.rfilename for each in about.siblings or ()]
         files = _choose_files(name, names, variant)
         wanted = [*map(escape, files)] or [*WANTED_FILES]
@@ -178,6 +184,23 @@ def _download(name: str, variant: str, cache: Path | None) -> Path:
             "the hub, name its folder or GGUF file instead"
         ) from error
     return found / files[0] if files else found
+
+
+def _answer_in_time(request: Callable[[], Answer]) -> Answer:
+    """Return the answer to a request, whose exceptions it raises. Raises TimeoutError."""
+    answer = Future[Answer]()
+
+    def run() -> None:
+        try:
+            answer.set_result(request())
+        except Exception as error:  # noqa: BLE001 - `result` raises it
+            answer.set_exception(error)
+
+    Thread(target=run, name="hub", daemon=True).start()  # the process can end before it
+    try:
+        return answer.result(ANSWER_TIMEOUT_S)
+    except TimeoutError:
+        raise TimeoutError(f"the hub did not answer within {ANSWER_TIMEOUT_S:g} s") from None
 
 
 def _not_found(model: str) -> str:

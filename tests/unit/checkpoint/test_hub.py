@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from pathlib import Path
 
 import pytest
 
+from baton.checkpoint import hub as hub_module
 from baton.checkpoint.gguf.gguf_checkpoint import GgufCheckpoint
 from baton.checkpoint.hub import model_root, open_checkpoint, resolve_model, served_name
 from baton.core.errors import ModelError
@@ -119,3 +122,21 @@ def test_the_served_name_of_a_hub_model_is_its_hub_name() -> None:
     """Its folder in the cache has the name of a commit."""
     assert served_name("HuggingFaceTB/SmolLM2-135M") == "HuggingFaceTB/SmolLM2-135M"
     assert model_root("HuggingFaceTB/SmolLM2-135M") == "HuggingFaceTB/SmolLM2-135M"
+
+
+def test_a_look_up_of_the_hub_that_hangs_ends_within_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_over = threading.Event()
+
+    def hang(*_: object, **__: object) -> None:
+        is_over.wait(timeout=30)
+        raise socket.gaierror("the look-up has ended")
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    monkeypatch.setattr(hub_module, "ANSWER_TIMEOUT_S", 0.2)
+    try:
+        with pytest.raises(ModelError, match=r"the hub did not answer within 0.2 s.* its folder"):
+            resolve_model("maker/model", cache=tmp_path)
+    finally:
+        is_over.set()
