@@ -19,6 +19,7 @@ from baton.router.http.config import CorsConfig
 from baton.rpc.security.token import AcceptedTokens
 from tests.support.http_routers import HttpRouter, an_http_router
 from tests.support.node_calls import FakeNodeCalls
+from tests.support.waits import until_answer
 
 PAGE = "https://chat.example"
 TIMEOUT_S = 30
@@ -208,8 +209,10 @@ def test_a_client_that_disconnects_frees_its_place_and_pays_for_its_tokens() -> 
             refused = await client.post("/v1/completions", json=BODY)
             assert refused.status_code == 429
             assert "in progress" in refused.json()["error"]["message"]
-        while (again := await client.post("/v1/embeddings", json={})).status_code == 429:
-            """The router has not noticed the end of the stream yet."""
+        # The router may not have noticed the end of the stream yet.
+        again = await until_answer(
+            lambda: client.post("/v1/embeddings", json={}), lambda reply: reply.status_code != 429
+        )
         assert again.status_code == 400
         assert int(again.headers["x-ratelimit-remaining-tokens"]) < 9_998
 

@@ -18,7 +18,7 @@ from baton.router.orders import adapter_updates
 from tests.support.adapter_nodes import AdapterCluster, adapter_cluster, adapter_id
 from tests.support.http_routers import an_http_router
 from tests.support.node_calls import FakeNodeCalls
-from tests.support.waits import until
+from tests.support.waits import until, until_answer
 
 PATIENCE_S = 60
 FILES = {"tenants/sql": "old", "tenants/new": "new"}
@@ -114,8 +114,9 @@ def test_a_load_whose_client_disconnects_while_nodes_read_changes_nothing(
             last.memory.may_read.set()
 
             # The router notices soon that the client has gone, and takes the next one.
-            while (await door.post("/v1/load_lora_adapter", SQL))[0] == 429:
-                pass
+            await until_answer(
+                lambda: door.post("/v1/load_lora_adapter", SQL), lambda reply: reply[0] != 429
+            )
             assert last.adapters.keys() == {"sql"}
 
     run(scenario)

@@ -31,6 +31,7 @@ from tests.support.health import health_of
 from tests.support.models import prompt_of, reference_choices
 from tests.support.nodes import await_load, drain, is_busy, kill_the_writer
 from tests.support.suspended_processes import suspended
+from tests.support.waits import until_answer
 
 MakeOptions = Callable[..., ClusterOptions]
 
@@ -235,14 +236,16 @@ async def last_code(address: str) -> grpc.StatusCode:
     async with grpc.aio.insecure_channel(address) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         request = inference_pb2.GenerateRequest(text="a")
-        code = grpc.StatusCode.OK
-        reason: str | None = "DRAINING"
-        while reason == "DRAINING":
+
+        async def refusal() -> tuple[grpc.StatusCode, str | None]:
             try:
                 async for _ in stub.Generate(request, timeout=PATIENCE_S):
                     raise AssertionError("a draining router has answered")
             except grpc.aio.AioRpcError as error:
-                code, reason = error.code(), remote_error(error).reason
+                return error.code(), remote_error(error).reason
+            return grpc.StatusCode.OK, None
+
+        code, _ = await until_answer(refusal, lambda refused: refused[1] != "DRAINING")
     return code
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from baton.cluster import ClusterOptions, LocalCluster
 from baton.kv_transfer.transports.dead_segments import SHARED_MEMORY
+from tests.support.waits import await_value
 
 pytestmark = [
     pytest.mark.slow,
@@ -39,8 +40,10 @@ def kill_while_it_makes_a_segment() -> set[Path]:
     """Kill a process once it has made a segment. Returns what it left."""
     before = segments()
     with subprocess.Popen([sys.executable, "-c", LINKS]) as process:
-        while not segments() - before and process.poll() is None:
-            pass  # UCX unlinks a segment some milliseconds after it has made it
+        await_value(
+            lambda: segments() - before or process.poll() is not None,
+            turn=lambda: None,  # UCX unlinks a segment some milliseconds after it has made it
+        )
         process.kill()
     return segments() - before
 

@@ -288,7 +288,11 @@ def stop_half_way(d: NodeProcess, p: NodeProcess, block_ids: tuple[BlockId, ...]
 
 def num_landed(d: NodeProcess, block_ids: tuple[BlockId, ...]) -> int:
     """Return the number of blocks that a stopped P has begun, when D has received all of them."""
-    before, now = -1, 0
-    while before != now:
-        before, now = now, d.call("num_touched", DATA, block_ids)
+    counts = [-1]
+
+    def last_two() -> list[int]:
+        counts.append(d.call("num_touched", DATA, block_ids))
+        return counts[-2:]
+
+    _, now = await_value(last_two, lambda two: two[0] == two[1], what="no further block")
     return now

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from threading import Event
 from typing import TypeVar
 
@@ -41,6 +41,16 @@ async def until(
     while not is_wanted(value := read()):
         _check(until_s, value, what)
         await asyncio.sleep(PAUSE_S)
+    return value
+
+
+async def until_answer(
+    ask: Callable[[], Awaitable[T]], is_wanted: Callable[[T], bool], *, what: str = ""
+) -> T:
+    """Ask until an answer is wanted, and return it."""
+    until_s = time.monotonic() + PATIENCE_S
+    while not is_wanted(value := await ask()):
+        _check(until_s, value, what)
     return value
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
@@ -23,6 +24,7 @@ import pytest
 from baton.cli.event_loop import run_interruptibly
 from baton.client.client import stream_interruptibly
 from benchmarks.processes import defer_signals, external_process
+from tests.support.waits import await_value
 
 TIMEOUT_S = 60.0
 MAIN_THREAD_CALL = Path("/proc/self/syscall")  # number and arguments
@@ -150,8 +152,11 @@ def test_a_signal_that_does_not_interrupt_the_wait_of_an_event_loop_ends_its_com
         waits_for = hex(loop._selector.fileno())  # type: ignore[attr-defined]
 
         def interrupt() -> None:
-            while waits_for not in MAIN_THREAD_CALL.read_text().split()[1:2]:
-                time.sleep(0)
+            await_value(
+                lambda: MAIN_THREAD_CALL.read_text().split()[1:2],
+                lambda call: waits_for in call,
+                turn=partial(time.sleep, 0),
+            )
             signal.pthread_kill(threading.get_ident(), signal.SIGINT)
             if not has_ended.wait(TIMEOUT_S):
                 woken_by_hand.append(True)

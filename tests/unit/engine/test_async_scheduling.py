@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -33,6 +34,7 @@ from tests.support.fake_runner import (
     run_plan,
     tokens_alone,
 )
+from tests.support.waits import await_value
 
 ASYNC = SchedulerConfig(max_num_seqs=8, vocab_size=VOCAB_SIZE, async_scheduling=True)
 PATIENCE_S = 30
@@ -489,10 +491,8 @@ def test_calls_of_a_pass_are_dropped_with_it_if_the_result_of_the_one_before_is_
         replace(plan, started=(), num_scheduled_tokens={RequestId("a"): 1}), after=first
     )
 
-    while not first.wait(PATIENCE_S):
-        pass
-    while not second.wait(PATIENCE_S):
-        pass
+    for each in (first, second):
+        await_value(partial(each.wait, PATIENCE_S))
 
     assert runner.num_followed == 1
     assert called == [0]
