@@ -42,7 +42,7 @@ class ForeignPulled:
 
 
 class ForeignReader(Protocol):
-    """What reads KV from foreign servers, as a driver (`KvDriver`). Each pull must end."""
+    """Driver (`KvDriver`) that reads KV from foreign servers. Each pull must end."""
 
     def allows(self, kv: ForeignKv) -> bool:
         """Return whether the server is one that this node may dial. Any thread calls it."""

@@ -21,7 +21,7 @@ BROKEN_LINE = "\ufffe"  # PDFium's mark in place of a hyphen and the end of its 
 BLANK = "\0\n "
 
 
-class Problem(Exception):
+class PdfProblem(Exception):
     """A file cannot be read; the message continues the file's name."""
 
 
@@ -51,7 +51,7 @@ class Reader:
                 text, has_images = self._text_and_images(document)
                 if not text:
                     return {"pages": self._pictures_of(document)}
-        except Problem as problem:
+        except PdfProblem as problem:
             return {"problem": str(problem)}
         except MemoryError:
             return {"problem": "takes too much memory to read: send a smaller file, or its text"}
@@ -62,7 +62,7 @@ class Reader:
     def _text_and_images(self, document: Any) -> tuple[str, bool]:
         self._pages_left -= len(document)
         if self._pages_left < 0:
-            raise Problem(
+            raise PdfProblem(
                 f"has {len(document)} pages; all files of a request may have {self._max_pages}: "
                 "send the pages that matter"
             )
@@ -79,10 +79,10 @@ class Reader:
 
     def _pictures_of(self, document: Any) -> list[str]:
         if not self._max_pictures:
-            raise Problem("has no text, only images: send the text of its pages")
+            raise PdfProblem("has no text, only images: send the text of its pages")
         self._pictures_left -= len(document)
         if self._pictures_left < 0:
-            raise Problem(
+            raise PdfProblem(
                 f"has {len(document)} pages without text; all files of a request may have "
                 f"{self._max_pictures} of them: send the pages that matter"
             )
@@ -101,7 +101,7 @@ class Reader:
         textpage = page.get_textpage()
         self._characters_left -= textpage.count_chars()
         if self._characters_left < 0:
-            raise Problem(
+            raise PdfProblem(
                 f"has too much text; all files of a request may have {self._max_characters} "
                 "characters: send the pages that matter"
             )

@@ -45,7 +45,7 @@ DAMAGE = (
 Result = tuple[dict[str, object], Any]  # a line, and what the next step takes
 
 
-class Problem(Exception):
+class PictureProblem(Exception):
     """An image cannot be read; the message continues "the image"."""
 
 
@@ -89,15 +89,17 @@ class Reader:
         try:
             image = self._image.open(BytesIO(data), formats=FORMATS)
         except self._unidentified as error:
-            raise Problem("is damaged, or no PNG, JPEG, WebP or GIF: send one of these") from error
+            raise PictureProblem(
+                "is damaged, or no PNG, JPEG, WebP or GIF: send one of these"
+            ) from error
         except self._image.DecompressionBombError as error:
             raise self._too_large() from error
         if image.width * image.height > self._max_pixels:
             raise self._too_large()
         return image
 
-    def _too_large(self) -> Problem:
-        return Problem(f"has more than {self._max_pixels} pixels: send it smaller")
+    def _too_large(self) -> PictureProblem:
+        return PictureProblem(f"has more than {self._max_pixels} pixels: send it smaller")
 
     def upright(self, data: bytes) -> Result:
         """Return the first frame, rotated as EXIF says, in RGB: transparency shows white."""
@@ -126,7 +128,7 @@ def answer(work: Callable[[], Result]) -> Any:
     result = None
     try:
         line, result = work()
-    except Problem as problem:
+    except PictureProblem as problem:
         line = {"problem": str(problem)}
     except MemoryError:
         line = {"problem": "takes too much memory to read: send it smaller"}

@@ -11,7 +11,7 @@ from torch import Tensor
 from baton.engine.runner.kernels.native import NativeOps
 from baton.engine.runner.model.layer_norm import LayerNorm
 from baton.engine.runner.model.ops import Norm
-from baton.engine.runner.vision.config import Activation
+from baton.engine.runner.vision.config import TowerActivation
 from baton.engine.runner.vision.native_ops import NativeVisionOps
 from baton.engine.runner.vision.ops import TorchVisionOps
 from tests.support.kernels import kernels_by_variant
@@ -49,11 +49,11 @@ def test_rms_norms(ops: TorchVisionOps) -> None:
     assert_close(ops.norm(inputs, norm), REFERENCE.norm(inputs, norm).float())
 
 
-@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("activation", TowerActivation)
 @pytest.mark.parametrize("is_gated", [True, False])
 @pytest.mark.parametrize("size", [32, 22])
 def test_activations(
-    ops: TorchVisionOps, activation: Activation, is_gated: bool, size: int
+    ops: TorchVisionOps, activation: TowerActivation, is_gated: bool, size: int
 ) -> None:
     inputs = (4 * drawn(9, size)).bfloat16()
     wanted = REFERENCE.activate(inputs.float(), activation, is_gated=is_gated)

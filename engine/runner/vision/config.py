@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Activation(Enum):
+class TowerActivation(Enum):
     """Function of an MLP, or of the gate of one."""
 
     GELU = "gelu"
@@ -60,7 +60,7 @@ class ProjectorConfig:
     norms_merged: bool  # the norm follows the merge
     sizes: tuple[int, ...]  # of the outputs of the linear layers
     has_bias: bool
-    activation: Activation
+    activation: TowerActivation
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class VisionConfig:
     norm: NormKind
     norm_epsilon: float
     is_clipped: bool  # inputs and outputs of the linear layers in attention and MLPs have bounds
-    activation: Activation
+    activation: TowerActivation
     is_gated: bool
     merge: Merge
     token_scale: float  # of merged tokens

@@ -17,18 +17,18 @@ from baton.engine.runner.kernels.abi import (
 from baton.engine.runner.kernels.calls import Kernels, PassArrays
 from baton.engine.runner.kernels.native import LANES, NativeOps
 from baton.engine.runner.kernels.native_attention import paged_kv
-from baton.engine.runner.model.config import Activation as GateActivation
+from baton.engine.runner.model.config import Activation
 from baton.engine.runner.model.layer_norm import LayerNorm
 from baton.engine.runner.model.ops import MlpGate
 from baton.engine.runner.model.rope import Angles
-from baton.engine.runner.vision.config import Activation
+from baton.engine.runner.vision.config import TowerActivation
 from baton.engine.runner.vision.ops import TorchVisionOps
 from baton.engine.runner.vision.weights import AnyNorm
 
 BLOCK_SIZE = 64  # patches; windows of 8x8 patches are whole blocks
 GATES = {
-    Activation.SILU: MlpGate(GateActivation.SILU),
-    Activation.GELU_TANH: MlpGate(GateActivation.GELU_TANH),
+    TowerActivation.SILU: MlpGate(Activation.SILU),
+    TowerActivation.GELU_TANH: MlpGate(Activation.GELU_TANH),
 }
 
 
@@ -45,10 +45,10 @@ class NativeVisionOps(TorchVisionOps):
             return self._ops.rms_norm(hidden_states, norm)
         return self._ops.layer_norm(hidden_states, norm)
 
-    def activate(self, inputs: Tensor, activation: Activation, *, is_gated: bool) -> Tensor:
+    def activate(self, inputs: Tensor, activation: TowerActivation, *, is_gated: bool) -> Tensor:
         if is_gated and activation in GATES:
             return self._ops.apply_gate(inputs, GATES[activation])
-        is_gelu = activation in (Activation.GELU, Activation.GELU_TANH) and not is_gated
+        is_gelu = activation in (TowerActivation.GELU, TowerActivation.GELU_TANH) and not is_gated
         if not is_gelu or inputs.numel() % LANES or not inputs.is_contiguous():
             return super().activate(inputs, activation, is_gated=is_gated)
         self._kernels.call(
@@ -56,7 +56,7 @@ class NativeVisionOps(TorchVisionOps):
             src=inputs,
             dst=inputs,
             count=inputs.numel(),
-            is_exact=activation is Activation.GELU,
+            is_exact=activation is TowerActivation.GELU,
         )
         return inputs
 

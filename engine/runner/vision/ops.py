@@ -12,7 +12,7 @@ from torch.nn import functional
 from baton.engine.runner.model.layer_norm import LayerNorm
 from baton.engine.runner.model.ops import Ops
 from baton.engine.runner.model.rope import Angles, rotate
-from baton.engine.runner.vision.config import Activation
+from baton.engine.runner.vision.config import TowerActivation
 from baton.engine.runner.vision.weights import AnyNorm
 
 
@@ -25,7 +25,7 @@ class TorchVisionOps:
             return norm(hidden_states)
         return Ops().rms_norm(hidden_states, norm)
 
-    def activate(self, inputs: Tensor, activation: Activation, *, is_gated: bool) -> Tensor:
+    def activate(self, inputs: Tensor, activation: TowerActivation, *, is_gated: bool) -> Tensor:
         """Return a function of the inputs: of their first half, times the second, if gated.
 
         Can overwrite the inputs.
@@ -33,11 +33,11 @@ class TorchVisionOps:
         if is_gated:
             gate, factor = inputs.chunk(2, dim=-1)
             return self.activate(gate, activation, is_gated=False) * factor
-        if activation is Activation.SILU:
+        if activation is TowerActivation.SILU:
             return functional.silu(inputs)
-        if activation is Activation.QUICK_GELU:
+        if activation is TowerActivation.QUICK_GELU:
             return inputs * torch.sigmoid(1.702 * inputs)
-        is_exact = activation is Activation.GELU
+        is_exact = activation is TowerActivation.GELU
         return functional.gelu(inputs, approximate="none" if is_exact else "tanh")
 
     def add(self, hidden_states: Tensor, output: Tensor) -> Tensor:

@@ -11,10 +11,10 @@ from baton.checkpoint.json_fields import JsonFields
 from baton.engine.runner.families.read_config import MAX_LAYERS, read_model_config
 from baton.engine.runner.model.config import ModelConfig
 from baton.engine.runner.vision.config import (
-    Activation,
     PixelScaling,
     Positions,
     ProjectorConfig,
+    TowerActivation,
     VisionConfig,
 )
 from baton.engine.runner.vision.table import VISION_FAMILIES, ProjectorNames, VisionFamily
@@ -166,9 +166,9 @@ class _Reader:
             return self.decoder.norm.epsilon
         return self.fields.number(epsilon, above=0) if isinstance(epsilon, str) else epsilon
 
-    def _activation(self, fields: JsonFields, name: str) -> Activation:
-        known = {each.value: each for each in Activation}
-        found = str(fields.get(name) or Activation.GELU.value)
+    def _activation(self, fields: JsonFields, name: str) -> TowerActivation:
+        known = {each.value: each for each in TowerActivation}
+        found = str(fields.get(name) or TowerActivation.GELU.value)
         if found not in known:
             raise fields.wrong(name, f"must be one of {', '.join(known)}")
         return known[found]

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 
-class Tile(NamedTuple):
+class AttentionTile(NamedTuple):
     """Rows of a program, and the keys that they attend to."""
 
     sequence: Any
@@ -94,7 +94,7 @@ def locate_tile(batch, scores, sizes: tl.constexpr):
         # Those of the rows behind the last token are not read.
         seen_ends = tl.load(batch.seen_ends + query_start + tokens, mask=is_row, other=0)
         end = tl.max(seen_ends, axis=0)
-    return Tile(
+    return AttentionTile(
         sequence,
         kv_head,
         heads,
