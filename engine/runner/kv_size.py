@@ -49,7 +49,7 @@ def choose_num_blocks(
             kv_bytes,
         )
         text = "%s of %s: weights %s, adapters %s, largest step and graphs %s, KV cache %s"
-        log.info(text, device.place, *map(format_bytes, sizes))
+        log.info(text, device.torch_device, *map(format_bytes, sizes))
     else:
         kv_bytes = auto_kv_bytes(config, device.free_bytes(), cache)
     _check_room(kv_bytes, cache, device)

@@ -180,7 +180,7 @@ def load_tower_runner(
         layout.lasting_group is not None, "encode nodes need a model with a KV cache of all tokens"
     )
     with open_weights(
-        config, checkpoint, model, dtype, device.place, kernels, on_progress
+        config, checkpoint, model, dtype, device.torch_device, kernels, on_progress
     ) as weights:
         tower = _load_tower(opened, weights)
         if opened.tower is None or tower is None:
@@ -190,7 +190,7 @@ def load_tower_runner(
     info = _describe(opened, fingerprint, tower, max_model_len, defaults)
     cache = CacheShape(shape.block_bytes, max_model_len, layout)
     num_blocks = choose_num_blocks(config, cache, device)
-    kv = shape.allocate(num_blocks, device.place)
+    kv = shape.allocate(num_blocks, device.torch_device)
     blocks = KvBlocks(kv, device, kernels.make_block_hashes(kv))
     stored = EncodingBlocks(kv, info.encoding_row_bytes, dtype)
     info = replace(info, has_decoder=False, pooling=None)
@@ -230,7 +230,7 @@ def open_model(
     kernels = make_parts(
         config.kernels,
         dtype,
-        device.place,
+        device.torch_device,
         activation_dtype=config.activation_dtype,
         batch_invariant=config.batch_invariant,
     )
@@ -258,7 +258,7 @@ def _with_suppressed(model: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
 def make_adapters(
     opened: OpenedModel, make_table: Callable[..., AdapterTable] = AdapterTable
 ) -> AdapterTable | None:
-    config, place = opened.config, opened.device.place
+    config, place = opened.config, opened.device.torch_device
     if not config.max_loras:
         return None
     limits = config.max_lora_rank, config.max_loras, config.num_adapter_places
@@ -300,7 +300,7 @@ def _load_weights(
     """Load the weights, and return whether this has packed them into a file that can be mapped."""
     config, checkpoint, model, dtype, device, kernels, _, opened_head, _ = opened
     with open_weights(
-        config, checkpoint, model, dtype, device.place, kernels, on_progress, source.part
+        config, checkpoint, model, dtype, device.torch_device, kernels, on_progress, source.part
     ) as weights:
         tower = _load_tower(opened, weights)  # first: the progress is that of the decoder
         adapt = None if active is None else partial(adaptable_layers, kernels.ops, active)

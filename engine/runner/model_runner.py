@@ -166,7 +166,7 @@ class TorchRunner(CachingRunner):
         self._prompt_head: OutputHead | None = None  # until a row wants prompt logprobs
         self._sampling = kernels.sampling
         self._open: PendingPass | None = None  # that is not collected, and can be followed
-        self._gatherer = TokenGatherer(self.device.place)
+        self._gatherer = TokenGatherer(self.device.torch_device)
         # Rows that have ended with the last pass, which a plan made before its end contains.
         self._ended: frozenset[RequestId] = frozenset()
 
@@ -194,7 +194,7 @@ class TorchRunner(CachingRunner):
         scratch_block = self.kv_memory.num_blocks
         with torch.inference_mode():
             shape = sizes[0].num_rows, self.info.vocab_size
-            logits = torch.empty(shape, dtype=torch.float32, device=self.device.place)
+            logits = torch.empty(shape, dtype=torch.float32, device=self.device.torch_device)
             prepare = partial(self._passes.prepare_decode, logits)
             graphs = DecodeGraphs(self.device, pool, prepare, scratch_block)
             graphs.capture(sizes, nothing)
@@ -384,7 +384,7 @@ class TorchRunner(CachingRunner):
 
 def _allocate(parts: RunnerParts, num_blocks: int) -> Tensor:
     if parts.ranks is None:
-        return parts.kv.allocate(num_blocks, parts.device.place)
+        return parts.kv.allocate(num_blocks, parts.device.torch_device)
     return parts.ranks.allocate(parts.kv, num_blocks)
 
 
@@ -392,7 +392,7 @@ def _make_passes(parts: RunnerParts, kv: Tensor, attention: PagedAttention) -> F
     decoder, state = parts.decoder, parts.state
     passes = ForwardPasses(
         decoder,
-        Ropes(decoder.config, parts.device.place, parts.dtype),
+        Ropes(decoder.config, parts.device.torch_device, parts.dtype),
         attention,
         None if state is None else parts.kernels.make_linear_attention(kv, state),
         parts.info.max_model_len,
@@ -432,7 +432,7 @@ def _make_pooling(parts: RunnerParts) -> PoolingHead | None:
     info, device = parts.info, parts.device
     if info.pooling is None:
         return None
-    dense = load_dense(info, device.place)
+    dense = load_dense(info, device.torch_device)
     return PoolingHead(info.pooling, parts.decoder.classifier, device, dense)
 
 

@@ -56,9 +56,9 @@ def test_steps_in_flight_have_their_own_inputs(device: Device) -> None:
 
 
 def test_a_fence_has_passed_after_a_wait_for_it_or_for_the_device(device: Device) -> None:
-    torch.ones(1000, device=device.place).sum()
+    torch.ones(1000, device=device.torch_device).sum()
     first = device.record()
-    torch.ones(1000, device=device.place).sum()
+    torch.ones(1000, device=device.torch_device).sum()
     second = device.record()
 
     first.wait()
@@ -71,7 +71,7 @@ def test_replays_compute_with_what_the_inputs_hold(device: Device) -> None:
     pool = device.make_graph_pool()
     assert pool is not None
     inputs = PackedInputs(device)
-    weights = torch.arange(4.0, device=device.place)
+    weights = torch.arange(4.0, device=device.torch_device)
     outputs: list[Tensor] = []
 
     def put(first: float) -> Tensor:
@@ -99,7 +99,7 @@ def test_replays_compute_with_what_the_inputs_hold(device: Device) -> None:
 def test_memory_is_counted(device: Device) -> None:
     before = device.free_bytes()
 
-    held = torch.zeros(64 << 20, dtype=torch.uint8, device=device.place)
+    held = torch.zeros(64 << 20, dtype=torch.uint8, device=device.torch_device)
 
     assert before - device.free_bytes() >= held.numel()
 
@@ -112,7 +112,7 @@ NUM_BLOCKS, BLOCK_BYTES = 8, 96
 @pytest.fixture
 def copies(device: Device) -> Iterator[BlockCopies]:
     """Yield copies of blocks, each of which holds its number."""
-    numbers = torch.arange(NUM_BLOCKS, dtype=torch.float32, device=device.place)
+    numbers = torch.arange(NUM_BLOCKS, dtype=torch.float32, device=device.torch_device)
     kv = numbers.view(-1, 1, 1).expand(-1, 2, BLOCK_BYTES // 8).contiguous()
     stream = device.make_copy_stream()
     assert stream is not None
@@ -180,7 +180,7 @@ def test_blocks_outside_of_the_memory_are_not_copied(
 def test_neighbours_are_one_copy() -> None:
     with FakeDevice() as device:
         stream = device.make_copy_stream()
-        kv = torch.zeros((NUM_BLOCKS, BLOCK_BYTES), dtype=torch.uint8, device=device.place)
+        kv = torch.zeros((NUM_BLOCKS, BLOCK_BYTES), dtype=torch.uint8, device=device.torch_device)
         copies = BlockCopies(kv, stream, device.record)
         memory = huge_page_memory(NUM_BLOCKS * BLOCK_BYTES)
         copies.pin(memory)

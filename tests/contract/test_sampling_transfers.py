@@ -83,7 +83,7 @@ def check(
 
     with device_for(sampling) as device:
         sampler, inputs = Sampler(EOS, sampling=sampling, device=device), PackedInputs(device)
-        on_device = logits.to(device.place)
+        on_device = logits.to(device.torch_device)
         device.counts = Counts()
         samples = sample(sampler, on_device, runs, inputs)
 
@@ -160,7 +160,7 @@ def test_sampling_behind_a_graph_allocates_nothing(name: str, *, has_grammar: bo
     sampling = triton_sampling()
     with device_for(sampling) as device:
         sampler, inputs = Sampler(EOS, sampling=sampling, device=device), PackedInputs(device)
-        on_device = logits.to(device.place)
+        on_device = logits.to(device.torch_device)
         for _ in range(3):  # the first steps allocate the buffers
             peaks = PackedPeaks.of(Ops().find_peaks(on_device))
             device.counts = Counts()
@@ -209,7 +209,7 @@ def test_prompt_logprobs_of_all_requests_take_one_copy_each_way() -> None:
     expected = collect_prompt_logprobs(hidden_states)
 
     with FakeDevice() as device:
-        on_device = hidden_states.to(device.place)
+        on_device = hidden_states.to(device.torch_device)
         device.counts = Counts()
         result = collect_prompt_logprobs(on_device, device)
 

@@ -88,14 +88,14 @@ def launched_kernels() -> Iterator[list[str]]:
 
 
 @contextmanager
-def kernels_on_copies(place: torch.device) -> Iterator[None]:
-    """Launch kernels on copies of CPU tensors at this place, and copy back what they change.
+def kernels_on_copies(device: torch.device) -> Iterator[None]:
+    """Launch kernels on copies of CPU tensors on this device, and copy back what they change.
 
     Tensors that contain addresses of CPU tensors, as those of experts, cannot be copied.
     """
 
     def launch(run: Run, kernel: Any, *args: Any, **named: Any) -> None:
-        copies = _Copies(place)
+        copies = _Copies(device)
         moved_args, moved_named = change_all((args, named), copies.move)
         run(kernel, *moved_args, **moved_named)
         copies.store()
@@ -107,8 +107,8 @@ def kernels_on_copies(place: torch.device) -> Iterator[None]:
 class _Copies:
     """Copies of the memory of tensors, one of what several tensors share."""
 
-    def __init__(self, place: torch.device) -> None:
-        self._place = place
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # by address: bytes, and their copy
 
     def move(self, value: Any) -> Any:
@@ -118,9 +118,9 @@ class _Copies:
         storage = value.untyped_storage()
         if storage.data_ptr() not in self._copies:
             own = torch.empty(0, dtype=torch.uint8).set_(storage)
-            self._copies[storage.data_ptr()] = own, own.to(self._place, copy=True)
+            self._copies[storage.data_ptr()] = own, own.to(self._device, copy=True)
         memory = self._copies[storage.data_ptr()][1].untyped_storage()
-        moved = torch.empty(0, dtype=value.dtype, device=self._place)
+        moved = torch.empty(0, dtype=value.dtype, device=self._device)
         return moved.set_(memory, value.storage_offset(), value.shape, value.stride())
 
     def store(self) -> None:

@@ -133,7 +133,7 @@ class KvBlocks:
             return self._copies(num_parts=1).copy_in(
                 area, range(staged.num_blocks), staged.block_ids
             )
-        sent = own.to(self._device.place, non_blocking=True)
+        sent = own.to(self._device.torch_device, non_blocking=True)
         blocks = view_blocks(sent, source)
         self._inputs.begin()
         targets = self._inputs.put(np.array(staged.block_ids, dtype=np.int64))

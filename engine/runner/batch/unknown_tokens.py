@@ -65,8 +65,8 @@ class UnknownTokens:
 class TokenGatherer:
     """Writes unknown tokens into the inputs of a pass, without an allocation in each step."""
 
-    def __init__(self, place: torch.device) -> None:
-        self._gathered = torch.empty(0, dtype=torch.int64, device=place)
+    def __init__(self, device: torch.device) -> None:
+        self._gathered = torch.empty(0, dtype=torch.int64, device=device)
 
     def put(
         self, unknown: UnknownTokens, token_ids: Tensor, inputs: StepInputs

@@ -37,53 +37,53 @@ class CudaDevice(Device):
 
     shares_host_memory = False
 
-    def __init__(self, place: torch.device) -> None:
-        self.place = place
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
 
     def pin(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def record(self) -> Fence:
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.place))
+        event.record(torch.cuda.current_stream(self.torch_device))
         return CudaFence(event)
 
     def drain(self) -> None:
-        torch.cuda.current_stream(self.place).synchronize()
+        torch.cuda.current_stream(self.torch_device).synchronize()
 
     def free_bytes(self) -> int:
-        free, _ = torch.cuda.mem_get_info(self.place)
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
         return int(free)
 
     def profile(self, run: Callable[[], None]) -> MemoryProfile | None:
         self._release_unused()
-        torch.cuda.reset_peak_memory_stats(self.place)
-        own = torch.cuda.memory_reserved(self.place)
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        own = torch.cuda.memory_reserved(self.torch_device)
         run()
-        torch.cuda.synchronize(self.place)
-        most = torch.cuda.max_memory_reserved(self.place)
+        torch.cuda.synchronize(self.torch_device)
+        most = torch.cuda.max_memory_reserved(self.torch_device)
         self._release_unused()
         # Now, with what libraries have allocated for themselves.
-        free, total = torch.cuda.mem_get_info(self.place)
+        free, total = torch.cuda.mem_get_info(self.torch_device)
         return MemoryProfile(total, free, own, most - own)
 
     def _release_unused(self) -> None:
-        torch.cuda.synchronize(self.place)
+        torch.cuda.synchronize(self.torch_device)
         torch.cuda.empty_cache()
 
     def make_graph_pool(self) -> GraphPool | None:
-        return CudaGraphPool(self.place)
+        return CudaGraphPool(self.torch_device)
 
     def make_copy_stream(self) -> CopyStream | None:
-        return CudaCopyStream(self.place)
+        return CudaCopyStream(self.torch_device)
 
 
 class CudaCopyStream:
     """Implements `CopyStream` by a stream that does not wait for the default one."""
 
-    def __init__(self, place: torch.device) -> None:
-        self._place = place
-        self._stream = torch.cuda.Stream(place)
+    def __init__(self, torch_device: torch.device) -> None:
+        self._torch_device = torch_device
+        self._stream = torch.cuda.Stream(torch_device)
 
     @contextmanager
     def pinned(self, memory: Tensor) -> Iterator[None]:
@@ -92,7 +92,7 @@ class CudaCopyStream:
         It keeps its huge pages and its size. torch may round sizes up to a power of two.
         """
         runtime, address = torch.cuda.cudart(), memory.data_ptr()
-        with torch.cuda.device(self._place):
+        with torch.cuda.device(self._torch_device):
             error = int(runtime.cudaHostRegister(address, memory.nbytes, 0))
         if error:
             raise InvalidConfig(
@@ -102,7 +102,7 @@ class CudaCopyStream:
         try:
             yield
         finally:
-            with torch.cuda.device(self._place):
+            with torch.cuda.device(self._torch_device):
                 runtime.cudaHostUnregister(address)
 
     def copy(self, dst: Tensor, src: Tensor) -> None:
@@ -119,41 +119,41 @@ class CudaCopyStream:
 
 
 class CudaGraphPool:
-    def __init__(self, place: torch.device) -> None:
-        self._place = place
+    def __init__(self, torch_device: torch.device) -> None:
+        self._torch_device = torch_device
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Callable[[], None]) -> Graph:
         graph = torch.cuda.CUDAGraph()
-        own_stream = torch.cuda.current_stream(self._place)
+        own_stream = torch.cuda.current_stream(self._torch_device)
         try:
-            with torch.cuda.device(self._place), torch.cuda.graph(graph, pool=self._pool):
+            with torch.cuda.device(self._torch_device), torch.cuda.graph(graph, pool=self._pool):
                 run()
         finally:
             torch.cuda.set_stream(own_stream)  # torch does not, if the capture cannot be ended
-        return CudaGraph(graph, self._place)
+        return CudaGraph(graph, self._torch_device)
 
 
 class CudaGraph:
-    def __init__(self, graph: torch.cuda.CUDAGraph, place: torch.device) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, torch_device: torch.device) -> None:
         self._graph = graph
-        self._place = place
+        self._torch_device = torch_device
 
     def replay(self) -> None:
-        with torch.cuda.device(self._place):
+        with torch.cuda.device(self._torch_device):
             self._graph.replay()
 
 
 def open_device(name: str) -> Device:
     """Return the device with this name: cpu, or that of an accelerator. Raises InvalidConfig."""
-    place = torch.device(name)
-    if place.type == "cpu":
+    torch_device = torch.device(name)
+    if torch_device.type == "cpu":
         return CPU
-    if (place.index or 0) >= torch.cuda.device_count():
+    if (torch_device.index or 0) >= torch.cuda.device_count():
         raise InvalidConfig(f"device {name!r}: this torch build or machine has no such CUDA device")
-    return CudaDevice(place)
+    return CudaDevice(torch_device)
 
 
-def count_processors(place: torch.device) -> int:
+def count_processors(torch_device: torch.device) -> int:
     """Return the streaming multiprocessors of a device."""
-    return int(torch.cuda.get_device_properties(place).multi_processor_count)
+    return int(torch.cuda.get_device_properties(torch_device).multi_processor_count)

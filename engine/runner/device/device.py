@@ -80,7 +80,7 @@ class Device:
     Work is done in the order of its launch; on the CPU, when its call returns.
     """
 
-    place = torch.device("cpu")
+    torch_device = torch.device("cpu")
     shares_host_memory = True  # the device computes on arrays of the CPU without a copy
 
     def pin(self, num_bytes: int) -> Tensor:

@@ -111,7 +111,7 @@ class PackedInputs(StepInputs):
         self._num_packed = 0
 
     def _reserve(self, num_bytes: int) -> None:
-        self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device.place)
+        self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device.torch_device)
         pinned = [self._device.pin(num_bytes) for _ in range(2)]
         self._hosts = [_HostBuffer(tensor, tensor.numpy()) for tensor in pinned]
 

@@ -47,7 +47,7 @@ class PackedOutputs(StepOutputs):
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._packed = torch.empty(0, dtype=torch.uint8, device=device.place)
+        self._packed = torch.empty(0, dtype=torch.uint8, device=device.torch_device)
         self._hosts = [device.pin(0), device.pin(0)]
 
     def send(self, tensors: Sequence[Tensor]) -> Received:

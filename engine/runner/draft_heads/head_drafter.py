@@ -47,7 +47,7 @@ class HeadDrafter:
         self._attention = parts.attention
         self._sampler = parts.sampler
         self._grammar_masks = parts.grammar_masks  # from the first row with a grammar on
-        self._place = parts.device.place
+        self._place = parts.device.torch_device
         self._ropes = Ropes(head.config, self._place, parts.dtype)
         self._inputs = make_inputs(parts.device)
         self._dtype = parts.dtype

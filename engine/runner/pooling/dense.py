@@ -29,7 +29,7 @@ class LoadedDense:
         return vectors.tanh() if self.has_tanh else vectors
 
 
-def load_dense(info: ModelInfo, place: torch.device | None = None) -> Sequence[LoadedDense]:
+def load_dense(info: ModelInfo, device: torch.device | None = None) -> Sequence[LoadedDense]:
     """Load the layers of a model's pooling, in float32. Raises ModelError."""
     layers = info.pooling.dense if info.pooling is not None else ()
     size = info.hidden_size
@@ -41,7 +41,7 @@ def load_dense(info: ModelInfo, place: torch.device | None = None) -> Sequence[L
                 f"{size}: fetch the folder again"
             )
         size = layer.num_outputs
-    return [_load(info.checkpoint, layer, place) for layer in layers]
+    return [_load(info.checkpoint, layer, device) for layer in layers]
 
 
 def apply_dense(vectors: Tensor, layers: Sequence[LoadedDense]) -> Tensor:
@@ -50,11 +50,11 @@ def apply_dense(vectors: Tensor, layers: Sequence[LoadedDense]) -> Tensor:
     return vectors
 
 
-def _load(checkpoint: Checkpoint, layer: DenseLayer, place: torch.device | None) -> LoadedDense:
+def _load(checkpoint: Checkpoint, layer: DenseLayer, device: torch.device | None) -> LoadedDense:
     expected = {WEIGHT: Expected((layer.num_outputs, layer.num_inputs), FLOATS)}
     if layer.has_bias:
         expected[BIAS] = Expected((layer.num_outputs,), FLOATS)
     with WeightFiles(checkpoint.path / layer.folder) as files:
         files.check(expected, lambda _: not layer.folder)  # else beside the tensors of the model
-        weight, *bias = (files.tensor(name).float().to(place) for name in expected)
+        weight, *bias = (files.tensor(name).float().to(device) for name in expected)
     return LoadedDense(weight, bias[0] if bias else None, layer.has_tanh)

@@ -205,7 +205,7 @@ class Follower:
         longest = self._opened.model.max_context_len()
         self._passes = ForwardPasses(
             decoder,
-            Ropes(decoder.config, device.place, dtype),
+            Ropes(decoder.config, device.torch_device, dtype),
             kernels.make_attention(kv, self._weights.attention),
             None if state is None else kernels.make_linear_attention(kv, state),
             choose_max_model_len(config, longest),

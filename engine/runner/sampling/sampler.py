@@ -91,7 +91,7 @@ class Sampler:
         self._processors = processors
         self._find_peaks = find_peaks
         self._sampling = sampling
-        self._place = device.place
+        self._place = device.torch_device
         self._outputs = make_outputs(device)
         self._memory = StepMemory()
 

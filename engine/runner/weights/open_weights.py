@@ -50,7 +50,7 @@ def open_weights(
     checkpoint: Checkpoint,
     model: Architecture,
     dtype: torch.dtype,
-    place: torch.device,
+    device: torch.device,
     parts: WeightParts,
     on_progress: LoadProgressCallback | None,
     part: str = "",
@@ -60,8 +60,8 @@ def open_weights(
         importance = read_importance(config.quantize_importance, tensors.shapes())
         quantize = [config.quantize, importance.digest, config.activation_dtype]
         cache_key = [*quantize, part] if part else quantize
-        with _open_cache(config, model, cache_key, place, parts, tensors, on_progress) as cached:
-            target = LoadTarget(dtype, place, parts, config.quantize, cached, importance.columns)
+        with _open_cache(config, model, cache_key, device, parts, tensors, on_progress) as cached:
+            target = LoadTarget(dtype, device, parts, config.quantize, cached, importance.columns)
             yield OpenWeights(tensors, target, model, quantize)
 
 
@@ -70,7 +70,7 @@ def _open_cache(
     config: RunnerConfig,
     model: Architecture,
     quantize: Sequence[str],
-    place: torch.device,
+    device: torch.device,
     parts: WeightParts,
     tensors: Tensors,
     on_progress: LoadProgressCallback | None,
@@ -78,7 +78,7 @@ def _open_cache(
     """Yield the packed weights of an earlier start, or None if none are kept for this model."""
     folder, files = config.weight_cache_dir, tensors.identities()
     # On a CPU, the nodes of a machine share what is in files. A GPU has a copy of its own.
-    is_worthwhile = place.type == "cpu" or (
+    is_worthwhile = device.type == "cpu" or (
         config.quantize != "none" or model.quantization is not None or are_quantized(files, tensors)
     )
     if folder is None or parts.packer is None or not (is_worthwhile and are_cacheable(files)):

@@ -30,7 +30,7 @@ class World:
     """A KV cache on a device, pinned memory for as many blocks, and what was noted."""
 
     def __init__(self, device: FakeDevice) -> None:
-        kv = torch.zeros((NUM_BLOCKS, NUM_LAYERS, 2, 1, 2, 4), device=device.place)
+        kv = torch.zeros((NUM_BLOCKS, NUM_LAYERS, 2, 1, 2, 4), device=device.torch_device)
         self.device, self.noted = device, list[Noted]()
         self.blocks = KvBlocks(kv, device)
         self.memory = huge_page_memory(NUM_BLOCKS * BLOCK_BYTES)
