@@ -71,7 +71,7 @@ class MediaSegment:
         return self.start < end and start < self.start + self.num_tokens
 
 
-class PicturePlace(NamedTuple):
+class PictureInBlock(NamedTuple):
     """Picture of which some tokens are in a block."""
 
     digest: bytes
@@ -80,16 +80,16 @@ class PicturePlace(NamedTuple):
 
 def pictures_within(
     media: Sequence[MediaSegment], start: int, end: int
-) -> tuple[PicturePlace, ...]:
+) -> tuple[PictureInBlock, ...]:
     """Return the pictures of the tokens from `start` up to `end`, once each time they are shown."""
-    places: dict[PicturePlace, None] = {}
+    found: dict[PictureInBlock, None] = {}
     begin = 0
     for segment in media:
         if segment.first == 0:  # the other segments of a picture follow
             begin = segment.start
         if segment.overlaps(start, end):
-            places[PicturePlace(segment.digest, begin - start)] = None
-    return tuple(places)
+            found[PictureInBlock(segment.digest, begin - start)] = None
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

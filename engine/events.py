@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from baton.core.ids import NO_ADAPTER, AdapterRef
-from baton.core.media import PicturePlace
+from baton.core.media import PictureInBlock
 from baton.engine.kv_cache.block_hashes import BlockHash
 
 
@@ -20,7 +20,7 @@ class BlockStored:
     block_size: int
     root_hash: BlockHash | None = None  # parent of the sequence's first block, by its salt
     adapter: AdapterRef = NO_ADAPTER  # of the request that computed them
-    pictures: tuple[tuple[PicturePlace, ...], ...] = ()  # of each block; empty: all are text
+    pictures: tuple[tuple[PictureInBlock, ...], ...] = ()  # of each block; empty: all are text
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from baton.core.fair_queue import FairQueue
 from baton.core.ids import BlockId
 from baton.core.kv_hints import BlockHints, Tenant
-from baton.core.media import PicturePlace, pictures_within
+from baton.core.media import PictureInBlock, pictures_within
 from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.block_names import PrefixEnds, group_of
@@ -102,7 +102,7 @@ class PrefixCache:
         hashes = tuple(held.block_hashes[start:end])
         size = self.block_size
         token_ids: tuple[int, ...] = ()
-        pictures: tuple[tuple[PicturePlace, ...], ...] = ()
+        pictures: tuple[tuple[PictureInBlock, ...], ...] = ()
         if self._config.collect_token_ids:
             token_ids = tuple(held.token_ids[start * size : end * size])
             if held.media:

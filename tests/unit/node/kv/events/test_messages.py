@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from baton.core.ids import AdapterRef
-from baton.core.media import PicturePlace
+from baton.core.media import PictureInBlock
 from baton.engine.events import AllBlocksCleared, BlockRemoved, BlockStored
 from baton.engine.kv_cache.block_hashes import BlockHash
 from baton.engine.kv_cache.groups import CacheLayout, KvCacheSpec, KvGroup
@@ -101,7 +101,7 @@ def test_blocks_of_an_adapter_have_its_number_and_name() -> None:
 
 def test_blocks_name_the_pictures_that_they_have_tokens_of() -> None:
     fox, owl = bytes(32), b"o" * 32
-    pictures = (), (PicturePlace(fox, 1),), (PicturePlace(fox, -1), PicturePlace(owl, 1))
+    pictures = (), (PictureInBlock(fox, 1),), (PictureInBlock(fox, -1), PictureInBlock(owl, 1))
     adapter = AdapterRef("sql", "f" * 32)
     tokens = (5, 6, 7, 8, 9, 9)
     events = (
