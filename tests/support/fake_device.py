@@ -63,7 +63,7 @@ class FakeDevice(Device):
     Other threads may use its fences and its streams of copies.
     """
 
-    place = PLACE
+    torch_device = PLACE
     shares_host_memory = False
 
     def __init__(self, *, costs: Costs = Costs(), memory_bytes: int = 1 << 30) -> None:
