@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -16,6 +17,7 @@ from baton.engine.runner.kernels.build import best_variant, cpu_features, librar
 from baton.engine.runner.kernels.calls import Kernels
 from baton.engine.runner.model.linear import Linear
 from baton.engine.runner.model.rank_group import Shard
+from baton.engine.runner.ranks import measuring
 from baton.engine.runner.ranks.leading import LeadingLinks
 from baton.engine.runner.ranks.links import BUFFER_BYTES, RankLinks, links_bytes, make_shared_memory
 from tests.support.waits import await_value
@@ -81,6 +83,23 @@ def test_a_rank_that_hangs_is_not_waited_for_longer_than_that() -> None:
 
     with pytest.raises(ProcessLost, match=r"rank 1 of this node hangs: nothing for 0\.2 s"):
         first.meet()
+
+
+def test_a_measurement_waits_for_the_start_of_its_second_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(measuring, "PATIENCE_S", 0.5)  # which importing torch exceeds
+
+    assert measuring.median_sum_s(library(best_variant(cpu_features())), 64) > 0
+
+
+def test_a_measurement_whose_second_process_cannot_start_fails_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "executable", "false")
+
+    with pytest.raises(ProcessLost, match="second process of the measurement has ended"):
+        measuring.median_sum_s(library(best_variant(cpu_features())), 64)
 
 
 def test_a_rank_shows_that_it_waits() -> None:

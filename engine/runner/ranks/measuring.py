@@ -11,6 +11,7 @@ from time import perf_counter
 
 import torch
 
+from baton.engine.errors import ProcessLost
 from baton.engine.runner.kernels.calls import Kernels
 from baton.engine.runner.model.rank_group import Shard
 from baton.engine.runner.ranks.links import (
@@ -25,12 +26,15 @@ PATIENCE_S = 20.0
 
 
 def median_sum_s(library: Path, num_numbers: int) -> float:
-    """Return the median time of a sum of bfloat16 numbers. Raises RunnerLost and InvalidConfig."""
+    """Return the median time of a sum of bfloat16 numbers. Raises ProcessLost and InvalidConfig."""
     memory, fd = make_shared_memory("baton measurement", links_bytes(Kernels(library, 1), 2))
     command = [sys.executable, "-m", __name__, str(fd), str(library), str(num_numbers)]
     try:
-        with memory, subprocess.Popen(command, pass_fds=[fd]) as other:
+        with memory, subprocess.Popen(command, pass_fds=[fd], stdout=subprocess.PIPE) as other:
             try:
+                # Its imports, which take long on a busy machine, do not count as silence.
+                if other.stdout is None or not other.stdout.readline():
+                    raise ProcessLost("the second process of the measurement has ended")
                 return _add_up(0, fd, library, num_numbers)
             finally:
                 other.kill()
@@ -51,4 +55,5 @@ def _add_up(rank: int, fd: int, library: Path, num_numbers: int) -> float:
 
 
 if __name__ == "__main__":
+    print("ready", flush=True)
     _add_up(1, int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
