@@ -10,9 +10,10 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass
+from typing import Any
 
 from google.rpc import code_pb2, status_pb2
 
@@ -42,25 +43,39 @@ Order = node_pb2.LegOrder
 Serve = Callable[[LegKind, Order, CallContext], AsyncGenerator[node_pb2.CallEvent, None]]
 # Context of one call: counts it, so that a drain can wait for its end, or raises Draining.
 Count = Callable[[LegKind], AbstractContextManager[None]]
+# Returns when the node has drained.
+Drained = Callable[[], Coroutine[Any, Any, object]]
 
 
 async def serve_calls(
-    requests: AsyncIterator[node_pb2.ServeRequest], serve: Serve, count: Count, **metadata: str
+    requests: AsyncIterator[node_pb2.ServeRequest],
+    serve: Serve,
+    count: Count,
+    drained: Drained,
+    **metadata: str,
 ) -> AsyncGenerator[list[node_pb2.CallEvent], None]:
     """Yield batches of events until the stream's last call has ended.
+
+    That of a drained node ends in order: gRPC drops messages that the router has not read yet if
+    the connection of a stream breaks.
 
     `metadata` is attached to the status of each failed call. Closing the generator early cancels
     all calls.
     """
     calls = _Calls(serve, count, metadata)
     reading = asyncio.ensure_future(calls.read(requests))
+    draining = asyncio.ensure_future(drained())
+    draining.add_done_callback(lambda _: reading.cancel())
     try:
         while batch := await calls.outbox.next_batch():
             yield batch
-        await reading
+        await asyncio.wait([reading])
+        if not reading.cancelled():
+            reading.result()
     finally:
+        draining.cancel()
         reading.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
+        await asyncio.gather(reading, draining, return_exceptions=True)
         await calls.cancel_all()
 
 

@@ -194,7 +194,13 @@ class CallServer:
         self, requests: AsyncIterator[node_pb2.ServeRequest], context: aio.ServicerContext[Any, Any]
     ) -> AsyncGenerator[node_pb2.ServeResponse, None]:
         node_id = self.state.card.node_id
-        calls = serve_calls(requests, self._serve_call, self.state.serving_leg, node_id=node_id)
+        calls = serve_calls(
+            requests,
+            self._serve_call,
+            self.state.serving_leg,
+            self.state.wait_until_drained,
+            node_id=node_id,
+        )
         async with named_errors(context, node_id=node_id), aclosing(calls):
             async for events in calls:
                 yield node_pb2.ServeResponse(events=events)

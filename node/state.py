@@ -128,6 +128,11 @@ class NodeState:
         """Return when no call is in flight. Calls that wait for their last KV write count."""
         await self._became_idle.wait()
 
+    async def wait_until_drained(self) -> None:
+        """Return when no call is in flight, and none will be."""
+        await self.wait_for_drain_request()
+        await self.wait_until_idle()
+
     async def publish_updates(self) -> None:
         """Publish the node's load and prefixes at each change, with or without watchers."""
         while True:

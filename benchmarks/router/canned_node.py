@@ -60,7 +60,9 @@ class CannedLegs(node_pb2_grpc.LegServiceServicer):
     async def Serve(  # noqa: N802
         self, request_iterator: AsyncIterator[node_pb2.ServeRequest], context: Context
     ) -> AsyncGenerator[node_pb2.ServeResponse, None]:
-        async with aclosing(serve_calls(request_iterator, self._serve, _uncounted)) as calls:
+        async with aclosing(
+            serve_calls(request_iterator, self._serve, _uncounted, asyncio.Event().wait)
+        ) as calls:
             async for events in calls:
                 yield node_pb2.ServeResponse(events=events)
 

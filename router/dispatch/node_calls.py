@@ -68,7 +68,8 @@ KINDS = {
     reason_of(PassFailed): FailureKind.PASS_FAILED,
     reason_of(KvLoadFailed): FailureKind.KV_LOST,
 }
-ENDED = RemoteError(StatusCode.UNAVAILABLE, "the node ended the stream")
+# Once a node has drained: it has not started what it has not answered.
+ENDED = RemoteError(StatusCode.UNAVAILABLE, "the node ended the stream", reason_of(Draining))
 CLOSED = RemoteError(StatusCode.UNAVAILABLE, "the router closed the stream")
 LATE = RemoteError(StatusCode.DEADLINE_EXCEEDED, "the node did not report the deadline in time")
 

@@ -177,6 +177,21 @@ def test_a_draining_node_refuses_new_calls_and_finishes_running_ones() -> None:
     play(scenario())
 
 
+def test_a_call_that_a_drained_node_has_not_started_is_refused_as_draining() -> None:
+    async def scenario() -> None:
+        node = ScriptedNode()
+        async with connected(node) as stream:
+            node.has_drained.set()
+
+            with pytest.raises(RemoteFailure) as refusal:
+                await RouterCall(stream).task
+
+            assert refusal.value.remote.reason == "DRAINING"
+            assert node.calls.empty()
+
+    play(scenario())
+
+
 def test_a_stopped_node_fails_every_call_and_the_next_call_reconnects() -> None:
     async def scenario() -> None:
         node = ScriptedNode()

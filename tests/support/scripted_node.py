@@ -45,6 +45,7 @@ class ScriptedNode(node_pb2_grpc.LegServiceServicer):
         self.num_streams = 0  # opened so far
         self.messages: list[int] = []  # how many events each held
         self.is_draining = False
+        self.has_drained = asyncio.Event()
         self.stream_ended = asyncio.Event()
 
     async def Serve(  # noqa: N802
@@ -54,7 +55,9 @@ class ScriptedNode(node_pb2_grpc.LegServiceServicer):
     ) -> AsyncGenerator[node_pb2.ServeResponse, None]:
         self.num_streams += 1
         try:
-            calls = serve_calls(request_iterator, self._send_tokens, self._count, node_id="d")
+            calls = serve_calls(
+                request_iterator, self._send_tokens, self._count, self.has_drained.wait, node_id="d"
+            )
             async with named_errors(context), aclosing(calls):
                 async for events in calls:
                     self.messages.append(len(events))

@@ -46,7 +46,7 @@ def test_a_call_counts_until_its_last_event_is_written() -> None:
 
     async def scenario() -> None:
         counter = Counter()
-        batches = serve_calls(starts(1), one_token, counter.count)
+        batches = serve_calls(starts(1), one_token, counter.count, asyncio.Event().wait)
 
         events = [event async for event in _up_to_the_end(batches)]
         assert counter.number == 1  # taken, and not written yet
@@ -77,7 +77,12 @@ def test_events_beyond_the_message_size_are_split() -> None:
         yield node_pb2.CallEvent(output=node_pb2.TokenOutput(error=part))
 
     async def scenario() -> list[list[node_pb2.CallEvent]]:
-        return [events async for events in serve_calls(starts(9), long_winded, Counter().count)]
+        return [
+            events
+            async for events in serve_calls(
+                starts(9), long_winded, Counter().count, asyncio.Event().wait
+            )
+        ]
 
     batches = asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
@@ -86,6 +91,29 @@ def test_events_beyond_the_message_size_are_split() -> None:
     )
     assert sum(map(len, batches)) == 18
     assert len(batches) < 9
+
+
+def test_the_stream_of_a_drained_node_ends_after_its_last_event() -> None:
+    """The router has not closed its side, and gRPC would drop what it has not read yet."""
+
+    async def scenario() -> list[node_pb2.CallEvent]:
+        is_drained = asyncio.Event()
+
+        async def open_requests() -> AsyncIterator[node_pb2.ServeRequest]:
+            async for request in starts(2):
+                yield request
+            is_drained.set()
+            await asyncio.Event().wait()
+
+        batches = serve_calls(open_requests(), one_token, Counter().count, is_drained.wait)
+        return [event async for events in batches for event in events]
+
+    events = asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
+
+    assert sorted((event.call, event.HasField("end")) for event in events) == [
+        *((0, False), (0, True)),
+        *((1, False), (1, True)),
+    ]
 
 
 def test_closing_a_stream_cancels_its_calls() -> None:
@@ -102,7 +130,7 @@ def test_closing_a_stream_cancels_its_calls() -> None:
 
     async def scenario() -> None:
         counter = Counter()
-        batches = serve_calls(starts(1), endless, counter.count)
+        batches = serve_calls(starts(1), endless, counter.count, asyncio.Event().wait)
         await anext(batches)
 
         await batches.aclose()
