@@ -213,6 +213,17 @@ def test_a_token_has_the_same_bits_in_any_batch_and_with_any_number_of_threads(
 
 
 @each_variant
+def test_short_calls_one_after_the_other_have_the_bits_of_one_thread(kernels: Kernels) -> None:
+    """Most threads of a call begin after its end, when the caller has done their parts."""
+    activations, weight = drawn(1, 40, 96), drawn(2, 3000, 96)
+    linear = NativeOps(_with_threads(kernels, 64)).linear(weight, None)
+    expected = NativeOps(_with_threads(kernels, 1)).linear(weight, None)(activations)
+
+    for token in [*range(len(activations))] * 25:
+        assert torch.equal(linear(activations[token : token + 1]), expected[token : token + 1])
+
+
+@each_variant
 @pytest.mark.parametrize("num_tokens", [129, 255, 300])
 def test_tokens_beyond_the_cpu_cache_are_all_multiplied(kernels: Kernels, num_tokens: int) -> None:
     activations, weight = drawn(1, num_tokens, 4096), drawn(2, 70, 4096)

@@ -12,7 +12,9 @@ namespace baton {
 namespace {
 
 // Waiting threads spin for a few microseconds, then sleep: a spinning thread would take the core
-// from other processes on the machine. While they spin, they prefetch what is read next.
+// from other processes on the machine. While they spin, they prefetch what is read next. The caller
+// does the parts of threads that have not begun when it has done its own, so that a thread that
+// gets no core delays nobody.
 class ThreadPool {
   public:
     static ThreadPool& instance() {
@@ -31,9 +33,13 @@ class ThreadPool {
         }
         task_ = &task;
         pending_.store(count - 1);
-        round_.store((round_.load() / (kMaxThreads + 1) + 1) * (kMaxThreads + 1) + count);
+        const std::uint32_t round =
+            (round_.load() / (kMaxThreads + 1) + 1) * (kMaxThreads + 1) + count;
+        round_.store(round);
         round_.notify_all();
         task.call(task.part, 0, count);
+        for (int index = 1; index < count; ++index)
+            if (claim(index, round)) run_part(index, count);
         wait_until(pending_, 0);
     }
 
@@ -64,6 +70,19 @@ class ThreadPool {
         }
     };
 
+    // Returns whether the calling thread has to do the part: nobody has begun it, and the round
+    // cannot end before it is done.
+    bool claim(int index, std::uint32_t round) {
+        std::uint32_t last = claimed_[index].load();
+        return last != round && round_.load() == round &&
+               claimed_[index].compare_exchange_strong(last, round);
+    }
+
+    void run_part(int index, int count) {
+        task_->call(task_->part, index, count);
+        if (pending_.fetch_sub(1) == 1) pending_.notify_one();
+    }
+
     // One atomic holds the round and its number of threads, so that an idle thread can miss rounds.
     void work(int index, std::uint32_t seen) {
         Prefetch prefetch;
@@ -78,9 +97,7 @@ class ThreadPool {
             round_.wait(seen);
             seen = round_.load();
             const int count = seen % (kMaxThreads + 1);
-            if (index >= count) continue;
-            task_->call(task_->part, index, count);
-            if (pending_.fetch_sub(1) == 1) pending_.notify_one();
+            if (index < count && claim(index, seen)) run_part(index, count);
         }
     }
 
@@ -98,7 +115,9 @@ class ThreadPool {
     std::mutex mutex_;
     std::vector<std::thread> threads_;
     std::atomic<std::uint32_t> round_{0};  // round number * (kMaxThreads + 1) + number of threads
-    std::atomic<int> pending_{0};
+    std::atomic<int> pending_{0};  // parts of the round that are not done, without the caller's
+    std::atomic<std::uint32_t> claimed_[kMaxThreads] =
+        {};  // by part: the last round it was begun in
     std::atomic<const char*> expected_{nullptr};
     std::atomic<std::int64_t> expected_bytes_{0};
     const Task* task_ = nullptr;
