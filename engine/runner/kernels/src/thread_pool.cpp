@@ -32,14 +32,13 @@ class ThreadPool {
             threads_.emplace_back([this, index, seen] { work(index, seen); });
         }
         task_ = &task;
+        count_.store(count);
         pending_.store(count - 1);
-        const std::uint32_t round =
-            (round_.load() / (kMaxThreads + 1) + 1) * (kMaxThreads + 1) + count;
-        round_.store(round);
+        for (int index = 1; index < count; ++index) is_free_[index].store(true);
+        round_.fetch_add(1);
         round_.notify_all();
         task.call(task.part, 0, count);
-        for (int index = 1; index < count; ++index)
-            if (claim(index, round)) run_part(index, count);
+        for (int index = 1; index < count; ++index) run_if_free(index);
         wait_until(pending_, 0);
     }
 
@@ -70,20 +69,14 @@ class ThreadPool {
         }
     };
 
-    // Returns whether the calling thread has to do the part: nobody has begun it, and the round
-    // cannot end before it is done.
-    bool claim(int index, std::uint32_t round) {
-        std::uint32_t last = claimed_[index].load();
-        return last != round && round_.load() == round &&
-               claimed_[index].compare_exchange_strong(last, round);
-    }
-
-    void run_part(int index, int count) {
-        task_->call(task_->part, index, count);
+    // Does a part that no thread has begun. The round does not end before, so the task is its own.
+    void run_if_free(int index) {
+        if (!is_free_[index].load() || !is_free_[index].exchange(false)) return;
+        task_->call(task_->part, index, count_.load());
         if (pending_.fetch_sub(1) == 1) pending_.notify_one();
     }
 
-    // One atomic holds the round and its number of threads, so that an idle thread can miss rounds.
+    // An idle thread can miss rounds.
     void work(int index, std::uint32_t seen) {
         Prefetch prefetch;
         for (;;) {
@@ -91,13 +84,12 @@ class ThreadPool {
                 const char* const expected = expected_.load(std::memory_order_acquire);
                 if (expected != prefetch.memory)
                     prefetch.begin(expected, expected_bytes_.load(std::memory_order_relaxed), index,
-                                   std::max<int>(1, seen % (kMaxThreads + 1)));
+                                   count_.load(std::memory_order_relaxed));
                 if (!prefetch.next()) pause();
             }
             round_.wait(seen);
             seen = round_.load();
-            const int count = seen % (kMaxThreads + 1);
-            if (index < count && claim(index, seen)) run_part(index, count);
+            run_if_free(index);
         }
     }
 
@@ -114,12 +106,13 @@ class ThreadPool {
 
     std::mutex mutex_;
     std::vector<std::thread> threads_;
-    std::atomic<std::uint32_t> round_{0};  // round number * (kMaxThreads + 1) + number of threads
-    std::atomic<int> pending_{0};  // parts of the round that are not done, without the caller's
-    std::atomic<std::uint32_t> claimed_[kMaxThreads] =
-        {};  // by part: the last round it was begun in
+    // What idle threads read all the time has a cache line of its own.
+    alignas(64) std::atomic<std::uint32_t> round_{0};
     std::atomic<const char*> expected_{nullptr};
     std::atomic<std::int64_t> expected_bytes_{0};
+    alignas(64) std::atomic<int> pending_{0};      // parts that are not done, without the caller's
+    std::atomic<int> count_{1};                    // threads of the round
+    std::atomic<bool> is_free_[kMaxThreads] = {};  // by part: nobody has begun it
     const Task* task_ = nullptr;
 };
 
