@@ -173,8 +173,8 @@ class LLM:
     ) -> list[Completion]:
         """Return a completion for each prompt, in order. The prompts are batched.
 
-        `on_text` gets the index of a prompt and new text of its completion; the bar that shows the
-        progress is left out then.
+        `on_text` is called with the index of a prompt and each new piece of its completion's text.
+        There is no progress bar then.
 
         `images` are those of each prompt, for its marks of images in turn, such as `<image>`: names
         of files, their bytes, or images of Pillow.
@@ -210,8 +210,8 @@ class LLM:
 
         A chat is a list of messages, such as `{"role": "user", "content": "Hello"}`. The model's
         chat template gets `template_variables`, such as `{"enable_thinking": False}`. Answers are
-        as the model writes them: reasoning and tool calls are not separated. `on_text` gets
-        new text, as that of `generate` does.
+        as the model writes them: reasoning and tool calls are not separated. `on_text`
+        is that of `generate`.
 
         Raises InvalidRequest for a model without a template, and as `generate` does.
         """

@@ -56,8 +56,8 @@ async def serve_calls(
 ) -> AsyncGenerator[list[node_pb2.CallEvent], None]:
     """Yield batches of events until the stream's last call has ended.
 
-    That of a drained node ends in order: gRPC drops messages that the router has not read yet if
-    the connection of a stream breaks.
+    The stream of a drained node ends with a status: gRPC drops messages that the router has not
+    read yet if the connection of a stream breaks.
 
     `metadata` is attached to the status of each failed call. Closing the generator early cancels
     all calls.
